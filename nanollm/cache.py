@@ -1,0 +1,266 @@
+"""The KV cache, and the seam through which every method compresses it.
+
+The decoder says one thing to memory: `y = cache.attend(q, k, v, pos)`, which is write → read → attention → observe.
+A method overrides what it needs: `write` (what is remembered), `read` (what attention sees), `observe` (may forget).
+
+Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w window.
+Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one rule serves
+causality, chunked prefill, heads of different length and slots that stand for several tokens.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
+ALL = NEVER                           # watch every query
+
+
+def rank(score: Tensor, pos: Tensor) -> Tensor:
+    """Rank of every slot, (..., S): 0 for the highest score; ties go to the newest token (largest pos)."""
+    newest_first = pos.argsort(dim=-1, descending=True, stable=True)
+    by_score = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+    order = newest_first.gather(-1, by_score)
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+
+
+def indices(kept: Tensor) -> Tensor:
+    """Slots where kept (B, H, S) is true, in order, as (B, H, n); heads that keep fewer are filled up with −1."""
+    count = kept.sum(-1)
+    n = int(count.max())
+    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)[..., :n]
+    return order.masked_fill(torch.arange(n, device=kept.device) >= count[..., None], -1)
+
+
+def check_budget(budget: int, least: int, why: str):
+    """ValueError unless budget, in slots per key/value head, is at least `least`."""
+    if budget < least:
+        raise ValueError(f"budget {budget} must be at least {least}: {why}")
+
+
+@dataclass(eq=False)
+class LayerCache:
+    """Full attention: remembers every token of one layer. Subclasses add their knobs as dataclass fields.
+
+    State: `length` slots are in use, `seen` tokens have passed; after eviction the two differ, and RoPE counts `seen`.
+    `make_cache` links `layer`, `below` (the cache one layer down), `w_o` (d_model, H·G, D) and `freq` (RoPE's angles).
+    """
+    watch = 0  # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+
+    def __post_init__(self):
+        self.slots: dict[str, Tensor] = {}  # per-slot tensors (B, H, capacity, ...): k, v, pos, and what methods add
+        self.length = self.seen = 0
+        self.prompt_done = False
+        self.ragged = False  # some slots are empty (NEVER), as heads differ in length
+        self.layer, self.below, self.w_o, self.freq = 0, None, None, None
+
+    def slot(self, name: str) -> Tensor:
+        """The slots in use of one per-slot tensor, (B, H, S, ...): a view, so it can be changed in place."""
+        return self.slots[name][:, :, :self.length]
+
+    @property
+    def k(self) -> Tensor: return self.slot("k")
+
+    @property
+    def v(self) -> Tensor: return self.slot("v")
+
+    @property
+    def pos(self) -> Tensor: return self.slot("pos")
+
+    # ---- write → read → attention → observe ---------------------------------------------------------------------
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
+        T, empty = q.shape[2], self.seen == 0
+        self.write(k, v, pos)
+        k, v, at, bias = self.read()
+        causal = empty and bias is None and k.shape[2] == T  # slot i holds token i, and query i sees the slots 0 … i
+        w = min(self.watch, T)
+        if w == 0:
+            y, p = self.attention(q, k, v, at, bias, pos, causal), None
+        else:  # only the watched rows are made explicit
+            p = probabilities(q[:, :, T - w:], k, at, bias, pos[:, T - w:])
+            y = (p @ v.unsqueeze(2)).flatten(1, 2)  # (B, H, G, w, D) → (B, H·G, w, D)
+            if w < T:
+                y = torch.cat((self.attention(q[:, :, :T - w], k, v, at, bias, pos[:, :T - w], causal), y), 2)
+        self.observe(q, p)
+        return y
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
+        """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that a method wants to travel along."""
+        B, H, T, _ = k.shape
+        new = dict(k=k, v=v, pos=pos[:, None].expand(B, H, T).to(torch.int32), **state)
+        end = self.length + T
+        for name, x in new.items():
+            old = self.slots.get(name)
+            if old is None or end > old.shape[2]:
+                # grow by an eighth, as Python's lists do: nine slot copies per token on average, 12.5 % slack at most
+                grown = x.new_empty(B, H, end + (end // 8 if old is not None else 0), *x.shape[3:])
+                if old is not None:
+                    grown[:, :, :self.length] = old[:, :, :self.length]
+                self.slots[name] = old = grown
+            old[:, :, self.length:end] = x
+        self.length, self.seen = end, self.seen + T
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What attention sees: k, v (B, H, S, D), positions (B, H, S), and a logit bias (B, H, S) or None.
+
+        A slot that stands for several tokens carries a bias that is added to its score; exact entries have 0.
+        """
+        return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, bias: Tensor | None, pos: Tensor,
+                  causal: bool) -> Tensor:
+        """Output (B, H·G, T, D) without a matrix of probabilities; with `causal`, query i sees the slots 0 … i."""
+        B, heads, T, D = q.shape
+        H = k.shape[1]
+        if T == 1:  # the G queries of a group are rows of one small product, so that each key is read once
+            mask = None if bias is None and not self.ragged else visible(at, bias, pos)
+            return F.scaled_dot_product_attention(q.view(B, H, -1, D), k, v, mask).view(B, heads, 1, D)
+        if causal:
+            return F.scaled_dot_product_attention(q, k[:, :, :T], v[:, :, :T], is_causal=True, enable_gqa=True)
+        mask = visible(at, bias, pos).repeat_interleave(heads // H, 1)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        """Called after each `attend` with q (B, H·G, T, D) and probabilities p (B, H, G, w, S) of the last w queries."""
+
+    def finish_prompt(self):
+        """Called once, when the prompt is over. Never guessed from T > 1: a prompt may come in chunks."""
+        self.prompt_done = True
+
+    # ---- forgetting ---------------------------------------------------------------------------------------------
+
+    def keep(self, i: Tensor):
+        """Keep the slots i (B, H, n), −1 for an empty one, and free the rest: every per-slot tensor moves together."""
+        empty = i < 0
+        i = i.clamp(min=0)
+        for name in self.slots:
+            x = self.slot(name)
+            self.slots[name] = x.gather(2, i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:]))
+        self.slots["pos"].masked_fill_(empty, NEVER)
+        self.length, self.ragged = i.shape[2], bool(empty.any())
+
+    def drop(self, i: Tensor):
+        """Forget one slot per head, i (B, H, 1). The last slot moves into the hole, so that nothing else is copied."""
+        for name, x in self.slots.items():
+            last = x[:, :, self.length - 1:self.length].clone()
+            x.scatter_(2, i.view(*i.shape, *[1] * (x.dim() - 3)).expand_as(last), last)
+        self.length -= 1
+
+    def shrink(self, score: Tensor, budget: int):
+        """Keep the `budget` slots with the highest score (B, H, S) per head; ties go to the newest token."""
+        if self.length == budget + 1:  # each step of decoding: the oldest of the lowest goes
+            lowest = score == score.amin(-1, keepdim=True)
+            self.drop(self.pos.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True))
+        elif self.length > budget:
+            self.keep(indices(rank(score, self.pos) < budget))
+
+    def bytes(self) -> tuple[int, int]:
+        """(live, allocated) bytes of this layer's cache: every per-slot tensor; live leaves out slack and empty slots."""
+        allocated = sum(x.nbytes for x in self.slots.values())
+        if not self.length:
+            return 0, allocated
+        live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
+        capacity = math.prod(self.slots["pos"].shape)
+        return live * allocated // capacity, allocated
+
+
+def visible(at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
+    """Mask (B, H, T, S): slots at positions at (B, H, S) seen from queries at pos (B or 1, T); a float one if biased."""
+    seen = at.unsqueeze(2) <= pos[:, None, :, None]
+    if bias is None:
+        return seen
+    return torch.where(seen, bias.unsqueeze(2), -math.inf)
+
+
+def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
+    """softmax(q kᵀ/√D + bias) over the visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
+    B, heads, w, D = q.shape
+    H = k.shape[1]
+    score = q.view(B, H, heads // H, w, D) @ k.unsqueeze(2).mT * D ** -0.5
+    mask = visible(at, bias, pos).unsqueeze(2)
+    score = score.masked_fill(~mask, -math.inf) if bias is None else score + mask
+    return score.softmax(-1, dtype=torch.float32).to(q.dtype)
+
+
+@dataclass(eq=False)
+class WindowCache(LayerCache):
+    """The observation-window workflow, Algorithm 2 of CriticalKV (arXiv 2502.03805).
+
+    The last `window` queries of the prompt vote on every earlier token; at the prompt's end `budgets` says how many
+    entries each head keeps and `select` says which. The window itself is always kept, inside the budget. Decoding
+    then appends: only the prompt is compressed. SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV override one or both.
+    """
+    budget: int       # slots per key/value head, window included
+    window: int = 32  # queries that vote, w
+    kernel: int = 7   # width of the max-pool over neighbouring tokens; 1 switches it off
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"window {self.window} must be at least 1 and kernel {self.kernel} an odd number")
+        if self.budget <= self.window:
+            raise ValueError(f"budget {self.budget} must exceed the window {self.window}")
+        self.watch = self.window
+        self.rows = None  # (B, H, G, ≤ w, S): probabilities of the last w queries so far
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if p is None:
+            return
+        if self.rows is not None:  # older queries give newer slots no weight
+            p = torch.cat((F.pad(self.rows, (0, p.shape[-1] - self.rows.shape[-1])), p), 3)
+        self.rows = p[:, :, :, -self.window:]
+
+    def finish_prompt(self):
+        super().finish_prompt()
+        outside = self.length - self.window
+        if self.length > self.budget:
+            votes = self.rows[..., :outside].mean(3)
+            kept = self.select(votes, self.budgets(votes))
+            self.keep(indices(F.pad(kept, (0, self.window), value=True)))
+        self.watch, self.rows = 0, None
+
+    def budgets(self, votes: Tensor) -> int | Tensor:
+        """How many entries each head keeps beside the window, from votes (B, H, G, S − w): a number or (B, H)."""
+        return self.budget - self.window
+
+    def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
+        """Which entries are kept, a mask (B, H, S − w): here those with the highest pooled vote (SnapKV, 2404.14469)."""
+        score = self.pool(votes.mean(2))
+        budget = budget if isinstance(budget, int) else budget.unsqueeze(-1)
+        return rank(score, self.pos[..., :score.shape[-1]]) < budget
+
+    def pool(self, score: Tensor) -> Tensor:
+        """Max over `kernel` neighbouring tokens, (B, H, S) → (B, H, S): a token is read together with its neighbours."""
+        return F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
+
+    def bytes(self) -> tuple[int, int]:
+        live, allocated = super().bytes()
+        rows = 0 if self.rows is None else self.rows.nbytes
+        return live + rows, allocated + rows
+
+
+def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[LayerCache]:
+    """One cache per layer of the decoder, linked to its layer. Knobs go to the method; a bad one is a ValueError."""
+    caches = [Method(**knobs) for _ in model.blocks]
+    for i, (cache, block) in enumerate(zip(caches, model.blocks)):
+        cache.layer = i
+        cache.below = caches[i - 1] if i else None
+        cache.w_o = block.attention.o.weight.unflatten(1, (model.config.n_heads, model.config.head_dim))
+        cache.freq = getattr(model, "freq", None)
+    return caches
+
+
+def finish_prompt(caches: list[LayerCache]):
+    """Tell every layer, lowest first, that the prompt is over."""
+    for cache in caches:
+        cache.finish_prompt()
+
+
+def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
+    """(live, allocated) bytes of all layers."""
+    live, allocated = zip(*(cache.bytes() for cache in caches))
+    return sum(live), sum(allocated)

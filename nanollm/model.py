@@ -1,0 +1,196 @@
+"""The decoder: Llama and GPT-2 from one file, read from top to bottom.
+
+The cache is explicit. Attention projects and rotates q, k, v and then says one thing to memory,
+`y = cache.attend(q, k, v, pos)` (cache.py). Without a cache (training) it is causal attention over the sequence.
+
+Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim, V vocabulary.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor, nn
+import torch.nn.functional as F
+
+
+@dataclass
+class Config:
+    """Shape of a decoder. `family` is "llama" (RMSNorm, RoPE, SwiGLU) or "gpt2" (LayerNorm, learned positions, GELU)."""
+    vocab_size: int
+    max_len: int                      # longest sequence, in tokens; trained length
+    n_layers: int
+    n_heads: int                      # query heads, H·G
+    n_kv_heads: int                   # key/value heads, H
+    d_model: int
+    d_ff: int
+    head_dim: int = 0                 # D; 0 means d_model / n_heads
+    family: str = "llama"
+    rope_theta: float = 10_000.0
+    rope_scaling: dict | None = None  # Llama-3.1: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = True       # the output head is the embedding matrix
+
+    def __post_init__(self):
+        if self.family not in ("llama", "gpt2"):
+            raise ValueError(f"family {self.family!r} is unknown; use 'llama' or 'gpt2'")
+        for name in ("vocab_size", "max_len", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if not self.head_dim and self.d_model % self.n_heads:
+            raise ValueError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}; set head_dim")
+        self.head_dim = self.head_dim or self.d_model // self.n_heads
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.family == "llama" and self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs, so make it even")
+
+
+def rope_frequencies(config: Config, device=None) -> Tensor:
+    """Angle per token of each pair of dimensions, (D/2,). RoPE, arXiv 2104.09864, with Llama-3.1's scaling if set."""
+    D = config.head_dim
+    freq = config.rope_theta ** -(torch.arange(0, D, 2, device=device).float() / D)
+    if config.rope_scaling:
+        # Llama 3.1: wavelengths beyond the old context are stretched by `factor`, short ones stay, between them a ramp
+        s = config.rope_scaling
+        low, high = s["low_freq_factor"], s["high_freq_factor"]
+        turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)
+        ramp = ((turns - low) / (high - low)).clamp(0, 1)
+        freq = freq * (ramp + (1 - ramp) / s["factor"])
+    return freq
+
+
+def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle at positions pos (..., T), each (..., 1, T, D): the 1 stands for the heads."""
+    angle = (pos[..., None].float() * freq).unsqueeze(-3)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the sign is that of rotate_half
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (B, H, T, D): dimension i pairs with i + D/2, as in Llama's checkpoints."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, d: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(d)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def norm(config: Config) -> nn.Module:
+    kind = RMSNorm if config.family == "llama" else nn.LayerNorm
+    return kind(config.d_model, eps=config.norm_eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c = self.config = config
+        self.q = nn.Linear(c.d_model, c.n_heads * c.head_dim, bias=c.qkv_bias)
+        self.k = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
+
+    def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D); q and k are rotated."""
+        B, T, _ = x.shape
+        q, k, v = (f(x).view(B, T, -1, self.config.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if angles is not None:
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        return q, k, v
+
+    def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
+        q, k, v = self.project(x, angles)
+        if cache is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            y = cache.attend(q, k, v, pos)
+        return self.o(y.transpose(1, 2).flatten(2))  # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202) for Llama, GELU in its tanh form for GPT-2."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c = config
+        self.gate = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias) if c.family == "llama" else None
+        self.up = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
+        self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.norm1, self.attention = norm(config), Attention(config)
+        self.norm2, self.mlp = norm(config), MLP(config)
+
+    def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
+        x = x + self.attention(self.norm1(x), angles, pos, cache)
+        return x + self.mlp(self.norm2(x))
+
+
+class Decoder(nn.Module):
+    """Tokens in, next-token logits out.
+
+    With `cache` (a list from `make_cache`, one LayerCache a layer) only the new tokens are computed; they follow
+    the tokens that the cache has seen, whether or not it still holds them.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c = self.config = config
+        self.embed = nn.Embedding(c.vocab_size, c.d_model)
+        self.positions = nn.Embedding(c.max_len, c.d_model) if c.family == "gpt2" else None
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
+        self.norm = norm(c)
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        if c.tie_embeddings:
+            self.head.weight = self.embed.weight
+        if c.family == "llama":
+            self.register_buffer("freq", rope_frequencies(c), persistent=False)
+        self.apply(self._init)
+
+    def _init(self, module: nn.Module):
+        # residual branches start small, so that the sum over 2L of them keeps its scale (GPT-2, section 2.3)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for layer in (module.attention.o, module.mlp.down):
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
+
+    def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None, last: int | None = None) -> Tensor:
+        """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.
+
+        `pos` (B or 1, T) overrides the positions when there is no cache (training on position jumps).
+        Raises ValueError if the sequence would grow beyond config.max_len.
+        """
+        seen = cache[0].seen if cache else 0
+        T = tokens.shape[1]
+        if seen + T > self.config.max_len:
+            raise ValueError(f"{seen + T} tokens exceed the model's length of {self.config.max_len}; shorten the text")
+        if pos is None:
+            pos = torch.arange(seen, seen + T, device=tokens.device)[None]
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x, angles = x + self.positions(pos), None
+        else:
+            angles = tuple(a.to(x.dtype) for a in rope(self.freq, pos))
+        for i, block in enumerate(self.blocks):
+            x = block(x, angles, pos, cache[i] if cache else None)
+        return self.head(self.norm(x if last is None else x[:, -last:]))
