@@ -1,0 +1,199 @@
+"""Real text from the installed Python, and retrieval tasks made from it. Nothing is downloaded.
+
+The text is the language reference (`pydoc_data.topics`), the standard library's source and NumPy's docstrings, about
+11 MB. A paragraph here ends at a blank line before an unindented one, so that a function or class stays whole.
+It is held out, or not, by a hash of its own text: the split survives a new Python.
+
+Every task fills a document of exactly T tokens with text and places facts, questions and answers in it, each token
+tagged with its role. Training weighs tokens by role; evaluation cuts the document where the question starts.
+"""
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+import importlib.util
+from pathlib import Path
+import re
+import sysconfig
+import zlib
+
+import numpy as np
+import tiktoken
+
+TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
+DIGITS = 256                             # token 256 + n is the two-digit number n (tokenizer.py)
+LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")  # few-shot: classes of source lines
+
+
+# ---- text -------------------------------------------------------------------------------------------------------
+
+def held_out(text: str, one_in: int = 20) -> bool:
+    """Whether this piece of text belongs to the evaluation side."""
+    return zlib.crc32(text.encode()) % one_in == 0
+
+
+@cache
+def documents() -> list[str]:
+    """The whole pool, a document per topic, source file or module's docstrings; the same order every time."""
+    from pydoc_data import topics
+    docs = [topics.topics[name] for name in sorted(topics.topics)]
+    leave_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+    library = Path(sysconfig.get_paths()["stdlib"])
+    docs += [read(file) for file in sorted(library.rglob("*.py")) if not leave_out & {*file.relative_to(library).parts}]
+    package = Path(importlib.util.find_spec("numpy").origin).parent
+    for file in sorted(package.rglob("*.py")):
+        docs.append("\n\n".join(re.findall(r'"""(.+?)"""', read(file), re.S)))
+    return [doc for doc in docs if doc.strip()]
+
+
+def read(file: Path) -> str:
+    return file.read_text(encoding="utf8", errors="ignore")
+
+
+@cache
+def text(split: str) -> list[str]:
+    """The documents of one split, "train" or "test", each reduced to its paragraphs on that side."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split {split!r} is unknown; use 'train' or 'test'")
+    sides = (
+        [paragraph for paragraph in re.split(r"\n\s*\n(?=\S)", doc) if held_out(paragraph) == (split == "test")]
+        for doc in documents())
+    return ["\n\n".join(side) + "\n" for side in sides if side]
+
+
+# ---- tasks ------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Batch:
+    """B documents of one task, aligned: the question and the answers lie at the same places in every row."""
+    tokens: np.ndarray     # (B, T) int64
+    roles: np.ndarray      # (B, T) uint8
+    question: int          # index of the first question's first token: `blind` compresses what lies before
+    answers: list[slice]   # one span per question
+
+    @property
+    def facts(self) -> np.ndarray:
+        """(B, T) bool: the tokens that carry facts."""
+        return self.roles == FACT
+
+
+class Tasks:
+    """Makes documents. One tokenizer, one split; all randomness comes from the `rng` that each call is given.
+
+    A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words and values
+    four-digit numbers; words and numbers of the test split never occur as keys or values in training.
+    """
+
+    def __init__(self, encoding: tiktoken.Encoding, split: str):
+        self.encoding, self.split = encoding, split
+        self.bos = encoding.n_vocab - 1
+        self.stream = np.concatenate([[self.bos, *ids] for ids in encoding.encode_ordinary_batch(text(split))])
+        words = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(documents())))
+        on_this_side = sorted(w for w, n in words.items() if n >= 5 and held_out(w, 5) == (split == "test"))
+        self.words = [ids for ids in encoding.encode_ordinary_batch([" " + w for w in on_this_side]) if len(ids) == 2]
+        self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
+        lines = {line.strip() for doc in text(split) for line in doc.splitlines()}
+        self.lines = [self._short([line for line in sorted(lines) if line.startswith(kind)]) for kind in LINE_KINDS]
+
+    def _short(self, lines: list[str]) -> list[list[int]]:
+        return [ids for ids in self.encoding.encode_ordinary_batch(lines) if 4 <= len(ids) <= 12]
+
+    def ids(self, string: str) -> list[int]:
+        return self.encoding.encode_ordinary(string)
+
+    def filler(self, rng, n: int) -> np.ndarray:
+        """n consecutive tokens of real text."""
+        if n < 0:
+            raise ValueError(f"the facts and questions need {-n} tokens more than the document has; make it longer")
+        start = rng.integers(0, len(self.stream) - n)
+        return self.stream[start:start + n]
+
+    def pairs(self, rng, n: int) -> list[tuple[list[int], list[int]]]:
+        """n different keys (2 tokens each) with their values (2 tokens)."""
+        if n > len(self.words):
+            raise ValueError(f"{n} keys asked for, but there are {len(self.words)} words; ask for fewer")
+        keys = rng.choice(len(self.words), n, replace=False)
+        values = rng.choice(self.values, n, replace=False)
+        return [(self.words[k], [DIGITS + v // 100, DIGITS + v % 100]) for k, v in zip(keys, values)]
+
+    def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
+        """A document of T tokens: text with the facts in it at `depths` (0 start … 1 end), then the questions.
+
+        facts: token lists. questions: (question, answer, tail) token lists.
+        """
+        fill = self.filler(rng, T - 1 - sum(map(len, facts)) - sum(len(part) for q in questions for part in q))
+        depths = rng.random(len(facts)) if depths is None else np.asarray(depths)
+        parts, done = [([self.bos], TEXT)], 0
+        for i in np.argsort(depths, kind="stable"):
+            at = round(depths[i] * len(fill))
+            parts += [(fill[done:at], TEXT), (facts[i], FACT)]
+            done = at
+        parts.append((fill[done:], TEXT))
+        for question, answer, tail in questions:
+            parts += [(question, QUESTION), (answer, ANSWER), (tail, QUESTION)]
+        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in parts])
+        roles = np.concatenate([np.full(len(ids), role, dtype=np.uint8) for ids, role in parts])
+        return tokens, roles
+
+    def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None):
+        """Facts scattered in real text; one or several are asked for. `depth` fixes where the asked-for one lies."""
+        pairs = self.pairs(rng, facts)
+        start, is_, stop, ask = (self.ids(s) for s in (" The code of", " is ", ".", "\nQ:"))
+        depths = rng.random(facts)
+        if depth is not None:
+            depths[0] = depth
+        asked = [0] if depth is not None else rng.permutation(facts)[:questions]
+        return self.assemble(rng, T, [start + k + is_ + v + stop for k, v in pairs],
+                             [(ask + start + pairs[i][0] + is_, pairs[i][1], stop) for i in asked], depths)
+
+    def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
+        """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
+        items = self.pairs(rng, pairs)
+        line, colon, ask = (self.ids(s) for s in ("\n", ": ", "\nQ:"))
+        block = [t for k, v in items for t in line + k + colon + v] + line
+        asked = rng.permutation(pairs)[:questions]
+        return self.assemble(rng, T, [block], [(ask + items[i][0] + colon, items[i][1], []) for i in asked])
+
+    def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
+        """Lines of source code, labelled by kind with labels drawn for this prompt; a new line is to be labelled.
+
+        The query's class has been seen. The answer is one token; chance is 1/classes. With `every_label` (training)
+        each label after the first of its class is an answer too.
+        """
+        if not 2 <= classes <= len(LINE_KINDS):
+            raise ValueError(f"classes {classes} must lie between 2 and {len(LINE_KINDS)}")
+        kinds = rng.choice(len(LINE_KINDS), classes, replace=False)
+        labels = DIGITS + rng.choice(100, classes, replace=False)
+        which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
+        arrow, newline = self.ids(" =>"), self.ids("\n")
+        ask = lambda c: [*newline, *self.lines[kinds[c]][rng.integers(len(self.lines[kinds[c]]))], *arrow]
+        query = rng.choice(which)
+        shown = [(ask(c), [labels[c]], seen) for c, seen in zip(which, [c in which[:i] for i, c in enumerate(which)])]
+        last = (ask(query), [labels[query]], [])
+        if every_label:
+            return self.assemble(rng, T, [], [(a, b, []) if seen else (a + b, [], []) for a, b, seen in shown] + [last])
+        return self.assemble(rng, T, [a + b for a, b, _ in shown], [last], [1.0] * shots)
+
+    def copy(self, rng, T: int, length: int = 32, answer: int = 16, start: int = 8):
+        """A passage of random tokens in the text; its first `start` tokens come again and the next are to follow."""
+        passage = rng.integers(0, self.bos, length)
+        return self.assemble(rng, T, [passage], [(passage[:start], passage[start:start + answer], [])])
+
+    def plain(self, rng, T: int):
+        """Just text."""
+        return self.filler(rng, T), np.full(T, TEXT, dtype=np.uint8)
+
+    def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
+        """B documents of a task ("needle", "recall", "few_shot", "copy"), drawn until question and answers align."""
+        rng, rows, shape = np.random.default_rng(seed), [], None
+        while len(rows) < B:
+            tokens, roles = getattr(self, task)(rng, T, **knobs)
+            tail = roles.copy()
+            tail[roles == FACT] = TEXT
+            shape = tail if shape is None else shape
+            if (tail == shape).all():
+                rows.append((tokens, roles))
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
+        answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
+        question = int(np.argmax(shape != TEXT)) if answers else T
+        tokens, roles = (np.stack(x) for x in zip(*rows))
+        return Batch(tokens, roles, question, answers)

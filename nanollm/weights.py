@@ -1,0 +1,253 @@
+"""Weights in and out, in one layout on disk: Hugging Face's config.json and model.safetensors, whole or in shards.
+
+Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5. A checkpoint that
+Decoder would compute differently from its authors is a ValueError, never an approximation.
+"""
+import json
+from pathlib import Path
+import re
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+import torch
+from torch import Tensor
+
+from nanollm.model import Config, Decoder, rope_frequencies
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from None
+
+
+def require(hf: dict, key: str, *allowed):
+    """ValueError unless config.json has one of `allowed` under `key`; the first is what an absent key means."""
+    if hf.get(key, allowed[0]) not in allowed:
+        right = " or ".join(map(repr, allowed))
+        raise ValueError(f"{key} {hf[key]!r} in config.json is not implemented; only {right} is")
+
+
+def gpt2_config(hf: dict) -> Config:
+    require(hf, "activation_function", "gelu_new", "gelu_pytorch_tanh")  # two names of one function
+    require(hf, "scale_attn_weights", True)
+    require(hf, "scale_attn_by_inverse_layer_idx", False)
+    require(hf, "add_cross_attention", False)
+    return Config(
+        family="gpt2", vocab_size=hf["vocab_size"], max_len=hf["n_positions"], n_layers=hf["n_layer"],
+        n_heads=hf["n_head"], n_kv_heads=hf["n_head"], d_model=hf["n_embd"], d_ff=hf.get("n_inner") or 4 * hf["n_embd"],
+        norm_eps=hf["layer_norm_epsilon"], qkv_bias=True, o_bias=True, mlp_bias=True,
+        tie_embeddings=hf.get("tie_word_embeddings", True))
+
+
+def llama_config(hf: dict) -> Config:
+    kind, max_len = hf["model_type"], hf["max_position_embeddings"]
+    require(hf, "hidden_act", "silu")
+    if kind == "qwen2":
+        require(hf, "use_sliding_window", False)
+    if kind == "mistral":
+        window = hf.get("sliding_window", 4096)  # absent means 4096, null means none
+        if window is not None and window < max_len:
+            raise ValueError(f"sliding_window {window} is below max_position_embeddings {max_len}, and windowed "
+                             "attention is not implemented; use a Mistral from v0.2 on")
+    # transformers 5 writes rope_parameters, with rope_theta inside, in place of rope_scaling
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
+    rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
+    require(rope, "rope_type", "default", "llama3")
+    require(rope | hf, "partial_rotary_factor", 1.0)
+    llama = kind == "llama"
+    bias = llama and hf.get("attention_bias", False)
+    return Config(
+        vocab_size=hf["vocab_size"], max_len=max_len, n_layers=hf["num_hidden_layers"],
+        n_heads=hf["num_attention_heads"], n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        d_model=hf["hidden_size"], d_ff=hf["intermediate_size"], head_dim=hf.get("head_dim") or 0,
+        rope_theta=rope["rope_theta"],
+        rope_scaling={key: rope[key] for key in LLAMA3} if rope["rope_type"] == "llama3" else None,
+        norm_eps=hf["rms_norm_eps"], qkv_bias=bias or kind == "qwen2", o_bias=bias,
+        mlp_bias=llama and hf.get("mlp_bias", False), tie_embeddings=hf.get("tie_word_embeddings", False))
+
+
+READERS = {"gpt2": gpt2_config, "llama": llama_config, "mistral": llama_config, "qwen2": llama_config}
+
+
+def read_config(folder: Path) -> Config:
+    """The folder's config.json as a Config. ValueError if it is missing, damaged, or asks for what Decoder lacks."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
+    hf = read_json(path)
+    if hf.get("model_type") not in READERS:
+        raise ValueError(f"model_type {hf.get('model_type')!r} in {path} is unknown; known are {', '.join(READERS)}")
+    try:
+        return READERS[hf["model_type"]](hf)
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}; download it again") from None
+
+
+def hf_config(c: Config) -> dict:
+    """The config.json of c. It names rope_theta and rope_scaling, which every version of transformers reads."""
+    if c.family == "gpt2":
+        if not (c.qkv_bias and c.o_bias and c.mlp_bias) or not c.n_heads == c.n_kv_heads == c.d_model / c.head_dim:
+            raise ValueError("Hugging Face's GPT-2 has every bias, and n_heads = n_kv_heads = d_model / head_dim; here "
+                             f"qkv_bias {c.qkv_bias}, o_bias {c.o_bias}, mlp_bias {c.mlp_bias}, n_heads {c.n_heads}, "
+                             f"n_kv_heads {c.n_kv_heads}, d_model {c.d_model}, head_dim {c.head_dim}: use 'llama'")
+        return dict(
+            model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=c.max_len, n_layer=c.n_layers,
+            n_head=c.n_heads, n_embd=c.d_model, n_inner=c.d_ff, layer_norm_epsilon=c.norm_eps,
+            activation_function="gelu_new")
+    kind, name = ("qwen2", "Qwen2") if c.qkv_bias and not c.o_bias else ("llama", "Llama")
+    if c.o_bias and not c.qkv_bias or c.mlp_bias and kind == "qwen2":
+        raise ValueError(f"qkv_bias {c.qkv_bias}, o_bias {c.o_bias}, mlp_bias {c.mlp_bias} fit no Hugging Face model; "
+                         "make qkv_bias and o_bias equal (Llama), or keep qkv_bias alone (Qwen2)")
+    return dict(
+        model_type=kind, architectures=[f"{name}ForCausalLM"], max_position_embeddings=c.max_len,
+        num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads,
+        head_dim=c.head_dim, hidden_size=c.d_model, intermediate_size=c.d_ff, hidden_act="silu",
+        rms_norm_eps=c.norm_eps, attention_bias=c.o_bias, mlp_bias=c.mlp_bias, rope_theta=c.rope_theta,
+        rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling})
+
+
+# ---- model.safetensors ----------------------------------------------------------------------------------------------
+
+# Hugging Face's modules and ours; # is the layer. GPT-2 stacks q, k and v into one.
+NAMES = {
+    "gpt2": {
+        "transformer.wte": "embed", "transformer.wpe": "positions", "transformer.ln_f": "norm", "lm_head": "head",
+        "transformer.h.#.ln_1": "blocks.#.norm1", "transformer.h.#.ln_2": "blocks.#.norm2",
+        "transformer.h.#.attn.c_attn": "blocks.#.attention.q blocks.#.attention.k blocks.#.attention.v",
+        "transformer.h.#.attn.c_proj": "blocks.#.attention.o",
+        "transformer.h.#.mlp.c_fc": "blocks.#.mlp.up", "transformer.h.#.mlp.c_proj": "blocks.#.mlp.down"},
+    "llama": {
+        "model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head",
+        "model.layers.#.input_layernorm": "blocks.#.norm1",
+        "model.layers.#.post_attention_layernorm": "blocks.#.norm2",
+        **{f"model.layers.#.self_attn.{x}_proj": f"blocks.#.attention.{x}" for x in "qkvo"},
+        **{f"model.layers.#.mlp.{x}_proj": f"blocks.#.mlp.{x}" for x in ("gate", "up", "down")}}}
+PREFIX = {"gpt2": "transformer.", "llama": "model."}  # base models are saved without it
+TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D holds (in, out)
+DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old checkpoints hold the mask and the angles
+
+
+def layout(model: Decoder) -> dict[str, list[Tensor]]:
+    """Hugging Face's name of every tensor → our parameters that it holds, stacked."""
+    names = {}
+    for theirs, ours in NAMES[model.config.family].items():
+        if theirs == "lm_head" and model.config.tie_embeddings:
+            continue
+        for i in range(model.config.n_layers if "#" in theirs else 1):
+            parts = [model.get_submodule(name) for name in ours.replace("#", str(i)).split()]
+            for kind in ("weight", "bias"):
+                if getattr(parts[0], kind, None) is not None:
+                    names[f"{theirs}.{kind}".replace("#", str(i))] = [getattr(part, kind) for part in parts]
+    return names
+
+
+def open_shards(folder: Path) -> list[safe_open]:
+    """The checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
+    files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
+    if not files[0].is_file() and index.is_file():
+        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    elif not files[0].is_file():
+        if pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
+            raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it to safetensors "
+                             "(transformers: load it, then save_pretrained)")
+        raise ValueError(f"{files[0]} is missing; give the folder of a Hugging Face checkpoint")
+    shards = []
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, though {index.name} lists it; download it again")
+        try:
+            shards.append(safe_open(file, "pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is truncated or no safetensors file ({error}); download it again") from None
+    return shards
+
+
+@torch.no_grad()
+def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+    """The decoder in a Hugging Face folder, in eval mode, its weights cast to dtype.
+
+    Tensors go one by one from the mapped files into the decoder, so no second copy of the weights is made.
+    Raises ValueError naming the file, the key of config.json or the tensor that is missing, damaged or not understood.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    prefix, found = PREFIX[config.family], {}  # full name → the shard, and the name there
+    for shard in open_shards(folder):
+        for name in shard.keys():
+            full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            if not DERIVED.search(full):
+                found[full] = shard, name
+
+    with torch.device("meta"):  # no time for random weights
+        model = Decoder(config).to(dtype)
+    model.to_empty(device=device)
+    if config.tie_embeddings:  # to_empty has untied them
+        model.head.weight = model.embed.weight
+    if config.family == "llama":  # float32 in every dtype: in half precision the angles of late positions are noise
+        model.freq = rope_frequencies(config).to(device)
+
+    names = layout(model)
+    for name, parts in names.items():
+        want = [sum(len(p) for p in parts), *parts[0].shape[1:]][::-1 if TRANSPOSED.search(name) else 1]
+        if name not in found:
+            raise ValueError(f"tensor {name} {want} is missing from {folder}; is config.json that of these weights?")
+        shard, there = found[name]
+        if (shape := shard.get_slice(there).get_shape()) != want:
+            raise ValueError(f"tensor {there} is {shape} and should be {want}; is config.json that of these weights?")
+    tied = config.tie_embeddings and found.pop("lm_head.weight", None)
+    if extra := found.keys() - names:
+        raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder ({len(extra)} such tensors); "
+                         "is config.json that of these weights?")
+
+    for name, parts in names.items():
+        shard, there = found[name]
+        x = shard.get_tensor(there)
+        if not x.is_floating_point():
+            raise ValueError(f"tensor {there} is {x.dtype}: quantised checkpoints are not read; take one in 16 bits")
+        x = x.T if TRANSPOSED.search(name) else x
+        for p, part in zip(parts, x.split([len(p) for p in parts])):
+            if not p.copy_(part).isfinite().all():
+                raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype or download it again")
+    if tied and not torch.equal(tied[0].get_tensor(tied[1]).to(model.head.weight), model.head.weight):
+        raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings; "
+                         "set it to false there")
+    return model.eval()
+
+
+@torch.no_grad()
+def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16):
+    """Write config.json and model.safetensors, weights cast to dtype, for from_hf and for transformers' AutoModel.
+
+    The family decides the layout: gpt2, or llama, or qwen2 if only q, k and v have biases. Raises ValueError for biases
+    and heads that fit none of them, and for a weight that is not finite in dtype.
+    """
+    c = model.config
+    config = hf_config(c) | dict(
+        vocab_size=c.vocab_size, tie_word_embeddings=c.tie_embeddings, torch_dtype=str(dtype).removeprefix("torch."),
+        bos_token_id=None, eos_token_id=None)  # else transformers puts in those of Llama's own tokenizer
+    tensors = {}
+    for name, parts in layout(model).items():
+        x = torch.cat([p.detach() for p in parts]).to("cpu", dtype)
+        if not x.isfinite().all():
+            raise ValueError(f"tensor {name} holds inf or nan as {dtype}; use a wider dtype such as torch.float32")
+        tensors[name] = (x.T if TRANSPOSED.search(name) else x).contiguous()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def hf_tokenizer(folder: str | Path):
+    """The folder's own tokenizer, a transformers tokenizer. ValueError if the folder has none."""
+    folder = Path(folder)
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in names):
+        raise ValueError(f"{folder} has no tokenizer, neither {', '.join(names[:-1])} nor {names[-1]}; download it")
+    from transformers import AutoTokenizer  # here, as importing it takes seconds
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
