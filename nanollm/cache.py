@@ -54,7 +54,10 @@ class LayerCache:
         self.length = self.seen = 0
         self.prompt_done = False
         self.ragged = False  # some slots are empty (NEVER), as heads differ in length
-        self.layer, self.below, self.w_o, self.freq = 0, None, None, None
+
+    def link(self, layer: int, below: "LayerCache | None", w_o: Tensor, freq: Tensor | None):
+        """Called by `make_cache`: where this cache sits in the decoder."""
+        self.layer, self.below, self.w_o, self.freq = layer, below, w_o, freq
 
     def slot(self, name: str) -> Tensor:
         """The slots in use of one per-slot tensor, (B, H, S, ...): a view, so it can be changed in place."""
@@ -245,12 +248,12 @@ class WindowCache(LayerCache):
 
 def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[LayerCache]:
     """One cache per layer of the decoder, linked to its layer. Knobs go to the method; a bad one is a ValueError."""
-    caches = [Method(**knobs) for _ in model.blocks]
-    for i, (cache, block) in enumerate(zip(caches, model.blocks)):
-        cache.layer = i
-        cache.below = caches[i - 1] if i else None
-        cache.w_o = block.attention.o.weight.unflatten(1, (model.config.n_heads, model.config.head_dim))
-        cache.freq = getattr(model, "freq", None)
+    c, caches = model.config, []
+    for layer, block in enumerate(model.blocks):
+        cache = Method(**knobs)
+        w_o = block.attention.o.weight.detach().unflatten(1, (c.n_heads, c.head_dim))
+        cache.link(layer, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
+        caches.append(cache)
     return caches
 
 

@@ -13,6 +13,7 @@ import math
 import os
 from pathlib import Path
 import platform
+import shutil
 import time
 
 import numpy as np
@@ -24,7 +25,9 @@ from tqdm import tqdm
 
 from nanollm import tokenizer
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
+from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
 from nanollm.model import Config, Decoder
+from nanollm.weights import from_hf, to_hf
 
 TINY = Path(__file__).parent / "tiny"
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512, rope_theta=5e5)
@@ -147,41 +150,6 @@ def induction_start(model: Decoder, seed: int):
         second.o.weight[:, h * G * D:(h * G + 1) * D] = 4 * std * U[H + h].T
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------
-
-@torch.inference_mode()
-def exact_match(model: Decoder, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **knobs) -> float:
-    """Share of documents answered right by greedy decoding with the full cache.
-
-    One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the most
-    likely one after the true tokens before it.
-    """
-    device, right = model.embed.weight.device, []
-    b = tasks.batch(task, seed, documents, T, **knobs)
-    for rows in torch.from_numpy(b.tokens).split(max(1, 16_384 // T)):
-        best = model(rows[:, :-1].to(device)).argmax(-1).cpu()
-        right.append(torch.stack([(best[:, a.start - 1:a.stop - 1] == rows[:, a]).all(1) for a in b.answers]).float().mean(0))
-    return torch.cat(right).mean().item()
-
-
-@torch.inference_mode()
-def bits_per_byte(model: Decoder, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Mean bits per byte of the split's text, in `windows` evenly spaced windows of T tokens, from the second token on."""
-    bits = size = 0
-    for rows in text_windows(tasks, windows, T).split(16):
-        rows = rows.to(model.embed.weight.device)
-        bits += F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item() / math.log(2)
-        size += sum(len(tasks.encoding.decode_bytes(row)) for row in rows[:, 1:].tolist())
-    return bits / size
-
-
-def text_windows(tasks: Tasks, windows: int, T: int) -> torch.Tensor:
-    """(windows, T) tokens of the split's text, evenly spaced; special tokens taken out."""
-    stream = tasks.stream[tasks.stream != tasks.bos]
-    starts = np.linspace(0, len(stream) - T, windows).astype(int)
-    return torch.from_numpy(np.stack([stream[s:s + T] for s in starts]))
-
-
 # ---- the loop ---------------------------------------------------------------------------------------------------
 
 def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
@@ -292,4 +260,40 @@ def main(argv=None):
         bar.set_postfix(loss=f"{loss.item():.3f}", T=T, **{k: f"{v:.2f}" for k, v in shown.items()})
     if world > 1:
         dist.destroy_process_group()
-    return model
+    if rank == 0:
+        finish(args.out, model, training, held_out, args)
+
+
+def finish(folder: Path, model: Decoder, training: Tasks, held_out: Tasks, args):
+    """Write the checkpoint in 16 bits with its tokenizer, and train.json: how it was made and what it can do."""
+    to_hf(model, folder)
+    shutil.copy(TINY / "tokenizer.tiktoken", folder)
+    model = from_hf(folder, device=args.device)  # measure what was written
+    documents = 256
+    figures = {f"needle_{T}": exact_match(model, held_out, "needle", T, documents, facts=4)
+               for T in tqdm((256, 512, 1024, 2048), desc="measuring")}
+    figures |= {"recall_16_pairs_512": exact_match(model, held_out, "recall", 512, documents, pairs=16),
+                "few_shot_16_of_4_classes_512": exact_match(model, held_out, "few_shot", 512, documents),
+                "copy_512": exact_match(model, held_out, "copy", 512, documents)}
+    bits = {"model": bits_per_byte(model, held_out, 64)} | ngram_bits(training, held_out, 64)
+    rows = [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
+    processor = platform.processor() or platform.machine()
+    report = dict(
+        command="python -m nanollm train " + " ".join(f"--{k} {v}" for k, v in vars(args).items() if k not in ("out", "every")),
+        hardware=torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} thread(s) of {processor}",
+        versions=dict(python=platform.python_version(), torch=torch.__version__),
+        parameters=sum(p.numel() for p in model.parameters()),
+        training_tokens=4096 * args.steps,
+        minutes=round(sum(minutes(rows)), 1),
+        documents_per_figure=documents,
+        exact_match={k: dict(value=round(v, 4), standard_error=round(math.sqrt(v * (1 - v) / documents), 4))
+                     for k, v in figures.items()},
+        bits_per_byte={k: round(v, 3) for k, v in bits.items()})
+    (folder / "train.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+def minutes(rows: list[dict]) -> list[float]:
+    """Minutes of each stretch of a run that was perhaps cut off and resumed: each starts its clock anew."""
+    clock = [row["minutes"] for row in rows]
+    return [a for a, b in zip(clock, clock[1:] + [0]) if b < a]

@@ -16,14 +16,15 @@ from nanollm.model import Config, Decoder, rope_frequencies
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
+# the fields of Config that config.json has under another name
+KEYS = {
+    "gpt2": dict(vocab_size="vocab_size", max_len="n_positions", n_layers="n_layer", n_heads="n_head",
+                 d_model="n_embd", d_ff="n_inner", norm_eps="layer_norm_epsilon", tie_embeddings="tie_word_embeddings"),
+    "llama": dict(vocab_size="vocab_size", max_len="max_position_embeddings", n_layers="num_hidden_layers",
+                  n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim",
+                  d_model="hidden_size", d_ff="intermediate_size", norm_eps="rms_norm_eps",
+                  tie_embeddings="tie_word_embeddings")}
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from None
 
 
 def require(hf: dict, key: str, *allowed):
@@ -33,16 +34,18 @@ def require(hf: dict, key: str, *allowed):
         raise ValueError(f"{key} {hf[key]!r} in config.json is not implemented; only {right} is")
 
 
+def fields(hf: dict, family: str, **default) -> dict:
+    given = {key: x for key, x in hf.items() if x is not None}  # null stands for the default
+    return {ours: (default | given)[theirs] for ours, theirs in KEYS[family].items()}
+
+
 def gpt2_config(hf: dict) -> Config:
     require(hf, "activation_function", "gelu_new", "gelu_pytorch_tanh")  # two names of one function
     require(hf, "scale_attn_weights", True)
     require(hf, "scale_attn_by_inverse_layer_idx", False)
     require(hf, "add_cross_attention", False)
-    return Config(
-        family="gpt2", vocab_size=hf["vocab_size"], max_len=hf["n_positions"], n_layers=hf["n_layer"],
-        n_heads=hf["n_head"], n_kv_heads=hf["n_head"], d_model=hf["n_embd"], d_ff=hf.get("n_inner") or 4 * hf["n_embd"],
-        norm_eps=hf["layer_norm_epsilon"], qkv_bias=True, o_bias=True, mlp_bias=True,
-        tie_embeddings=hf.get("tie_word_embeddings", True))
+    return Config(family="gpt2", n_kv_heads=hf["n_head"], qkv_bias=True, o_bias=True, mlp_bias=True,
+                  **fields(hf, "gpt2", n_inner=4 * hf["n_embd"], tie_word_embeddings=True))
 
 
 def llama_config(hf: dict) -> Config:
@@ -59,24 +62,27 @@ def llama_config(hf: dict) -> Config:
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
     require(rope, "rope_type", "default", "llama3")
-    require(rope | hf, "partial_rotary_factor", 1.0)
+    require(hf | rope, "partial_rotary_factor", 1.0)
     llama = kind == "llama"
     bias = llama and hf.get("attention_bias", False)
-    return Config(
-        vocab_size=hf["vocab_size"], max_len=max_len, n_layers=hf["num_hidden_layers"],
-        n_heads=hf["num_attention_heads"], n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        d_model=hf["hidden_size"], d_ff=hf["intermediate_size"], head_dim=hf.get("head_dim") or 0,
-        rope_theta=rope["rope_theta"],
-        rope_scaling={key: rope[key] for key in LLAMA3} if rope["rope_type"] == "llama3" else None,
-        norm_eps=hf["rms_norm_eps"], qkv_bias=bias or kind == "qwen2", o_bias=bias,
-        mlp_bias=llama and hf.get("mlp_bias", False), tie_embeddings=hf.get("tie_word_embeddings", False))
+    return Config(rope_theta=rope["rope_theta"],
+                  rope_scaling={key: rope[key] for key in LLAMA3} if rope["rope_type"] == "llama3" else None,
+                  qkv_bias=bias or kind == "qwen2", o_bias=bias, mlp_bias=llama and hf.get("mlp_bias", False),
+                  **fields(hf, "llama", num_key_value_heads=hf["num_attention_heads"], head_dim=0,
+                           tie_word_embeddings=False))
 
 
 READERS = {"gpt2": gpt2_config, "llama": llama_config, "mistral": llama_config, "qwen2": llama_config}
 
 
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from None
+
+
 def read_config(folder: Path) -> Config:
-    """The folder's config.json as a Config. ValueError if it is missing, damaged, or asks for what Decoder lacks."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
@@ -90,26 +96,23 @@ def read_config(folder: Path) -> Config:
 
 
 def hf_config(c: Config) -> dict:
-    """The config.json of c. It names rope_theta and rope_scaling, which every version of transformers reads."""
+    """The config.json of c. rope_theta and rope_scaling are names that every version of transformers reads."""
+    biases = c.qkv_bias, c.o_bias, c.mlp_bias
     if c.family == "gpt2":
-        if not (c.qkv_bias and c.o_bias and c.mlp_bias) or not c.n_heads == c.n_kv_heads == c.d_model / c.head_dim:
-            raise ValueError("Hugging Face's GPT-2 has every bias, and n_heads = n_kv_heads = d_model / head_dim; here "
-                             f"qkv_bias {c.qkv_bias}, o_bias {c.o_bias}, mlp_bias {c.mlp_bias}, n_heads {c.n_heads}, "
-                             f"n_kv_heads {c.n_kv_heads}, d_model {c.d_model}, head_dim {c.head_dim}: use 'llama'")
-        return dict(
-            model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=c.max_len, n_layer=c.n_layers,
-            n_head=c.n_heads, n_embd=c.d_model, n_inner=c.d_ff, layer_norm_epsilon=c.norm_eps,
-            activation_function="gelu_new")
-    kind, name = ("qwen2", "Qwen2") if c.qkv_bias and not c.o_bias else ("llama", "Llama")
-    if c.o_bias and not c.qkv_bias or c.mlp_bias and kind == "qwen2":
-        raise ValueError(f"qkv_bias {c.qkv_bias}, o_bias {c.o_bias}, mlp_bias {c.mlp_bias} fit no Hugging Face model; "
-                         "make qkv_bias and o_bias equal (Llama), or keep qkv_bias alone (Qwen2)")
-    return dict(
-        model_type=kind, architectures=[f"{name}ForCausalLM"], max_position_embeddings=c.max_len,
-        num_hidden_layers=c.n_layers, num_attention_heads=c.n_heads, num_key_value_heads=c.n_kv_heads,
-        head_dim=c.head_dim, hidden_size=c.d_model, intermediate_size=c.d_ff, hidden_act="silu",
-        rms_norm_eps=c.norm_eps, attention_bias=c.o_bias, mlp_bias=c.mlp_bias, rope_theta=c.rope_theta,
-        rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling})
+        kind, name, fits = "gpt2", "GPT2LMHeadModel", all(biases) and c.n_heads == c.n_kv_heads == c.d_model / c.head_dim
+    elif biases == (True, False, False):
+        kind, name, fits = "qwen2", "Qwen2ForCausalLM", True
+    else:
+        kind, name, fits = "llama", "LlamaForCausalLM", c.qkv_bias == c.o_bias
+    if not fits:
+        raise ValueError(f"{c} fits no Hugging Face model: GPT-2 has every bias and n_heads = n_kv_heads = d_model / "
+                         "head_dim; Llama has qkv_bias = o_bias; Qwen2 has qkv_bias alone")
+    hf = dict(model_type=kind, architectures=[name])
+    hf |= {theirs: getattr(c, ours) for ours, theirs in KEYS[c.family].items()}
+    if c.family == "gpt2":
+        return hf | dict(activation_function="gelu_new")
+    return hf | dict(hidden_act="silu", attention_bias=c.o_bias, mlp_bias=c.mlp_bias, rope_theta=c.rope_theta,
+                     rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling})
 
 
 # ---- model.safetensors ----------------------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
             if not DERIVED.search(full):
                 found[full] = shard, name
 
-    with torch.device("meta"):  # no time for random weights
+    with torch.device("meta"):  # costs neither memory nor the time for random weights
         model = Decoder(config).to(dtype)
     model.to_empty(device=device)
     if config.tie_embeddings:  # to_empty has untied them
@@ -193,23 +196,19 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
         model.freq = rope_frequencies(config).to(device)
 
     names = layout(model)
+    tied = config.tie_embeddings and found.pop("lm_head.weight", None)
+    if extra := found.keys() - names:
+        raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder ({len(extra)} such tensors); "
+                         "is config.json that of these weights?")
     for name, parts in names.items():
         want = [sum(len(p) for p in parts), *parts[0].shape[1:]][::-1 if TRANSPOSED.search(name) else 1]
         if name not in found:
             raise ValueError(f"tensor {name} {want} is missing from {folder}; is config.json that of these weights?")
         shard, there = found[name]
-        if (shape := shard.get_slice(there).get_shape()) != want:
-            raise ValueError(f"tensor {there} is {shape} and should be {want}; is config.json that of these weights?")
-    tied = config.tie_embeddings and found.pop("lm_head.weight", None)
-    if extra := found.keys() - names:
-        raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder ({len(extra)} such tensors); "
-                         "is config.json that of these weights?")
-
-    for name, parts in names.items():
-        shard, there = found[name]
         x = shard.get_tensor(there)
-        if not x.is_floating_point():
-            raise ValueError(f"tensor {there} is {x.dtype}: quantised checkpoints are not read; take one in 16 bits")
+        if list(x.shape) != want:
+            raise ValueError(f"tensor {there} is {list(x.shape)} and should be {want}; "
+                             "is config.json that of these weights?")
         x = x.T if TRANSPOSED.search(name) else x
         for p, part in zip(parts, x.split([len(p) for p in parts])):
             if not p.copy_(part).isfinite().all():
@@ -229,8 +228,8 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     """
     c = model.config
     config = hf_config(c) | dict(
-        vocab_size=c.vocab_size, tie_word_embeddings=c.tie_embeddings, torch_dtype=str(dtype).removeprefix("torch."),
-        bos_token_id=None, eos_token_id=None)  # else transformers puts in those of Llama's own tokenizer
+        torch_dtype=str(dtype).removeprefix("torch."),
+        bos_token_id=None, eos_token_id=None)  # else transformers puts in those of the family's own tokenizer
     tensors = {}
     for name, parts in layout(model).items():
         x = torch.cat([p.detach() for p in parts]).to("cpu", dtype)
@@ -240,7 +239,9 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    part = folder / "model.safetensors.part"  # an interrupted save leaves the old weights whole
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.replace(folder / "model.safetensors")
 
 
 def hf_tokenizer(folder: str | Path):

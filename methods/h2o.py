@@ -1,0 +1,48 @@
+"""H2O: heavy hitters (Zhang et al., arXiv 2306.14048).
+
+A few tokens collect most of the attention, and go on doing so. Keep the tokens with the largest attention
+accumulated over all queries so far, and the most recent ones.
+
+    F_t(i) = Σ_{s ≤ t} α_{s,i},   evict argmin F_t outside the recent tokens
+
+Differs from the paper: eviction starts at the end of the prompt, not within it, as in the authors' code; the query
+heads of a group vote together, since they share the entry.
+"""
+from dataclasses import dataclass
+import math
+
+from torch import Tensor
+
+from nanollm.cache import ALL, LayerCache, check_budget
+
+
+@dataclass(eq=False)
+class H2O(LayerCache):
+    budget: int          # slots per key/value head
+    recent: float = 0.5  # share of the budget for the newest tokens; the rest goes to heavy hitters
+    watch = ALL
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.recent <= 1:
+            raise ValueError(f"recent {self.recent} is a share of the budget; it must lie between 0 and 1")
+        check_budget(self.budget, 2, "one heavy hitter and the newest token")
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3]))
+
+    def observe(self, q: Tensor, p: Tensor):
+        self.slot("accumulated").add_(p.sum((2, 3)))
+        if self.prompt_done:
+            self.forget()
+
+    def finish_prompt(self):
+        super().finish_prompt()
+        self.forget()
+
+    def forget(self):
+        newest = self.seen - max(1, round(self.recent * self.budget))
+        self.shrink(self.slot("accumulated").masked_fill(self.pos >= newest, math.inf), self.budget)
+
+
+variants = {"h2o": H2O}

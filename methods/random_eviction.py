@@ -1,0 +1,38 @@
+"""Random eviction: the floor that every method must beat.
+
+Each token draws a priority when it arrives and the `budget` highest priorities stay, so that at any time the kept
+tokens are a uniform sample of those seen (reservoir sampling), drawn apart for every layer and head.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import LayerCache, check_budget
+
+
+@dataclass(eq=False)
+class RandomEviction(LayerCache):
+    budget: int    # slots per key/value head
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_budget(self.budget, 1, "one token")
+        self.generator = None
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
+        super().write(k, v, pos, priority=torch.rand(k.shape[:3], generator=self.generator).to(k.device))
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if self.prompt_done:
+            self.shrink(self.slot("priority"), self.budget)
+
+    def finish_prompt(self):
+        super().finish_prompt()
+        self.shrink(self.slot("priority"), self.budget)
+
+
+variants = {"random": RandomEviction}

@@ -1,0 +1,65 @@
+"""StreamingLLM: attention sinks and a sliding window (Xiao et al., arXiv 2309.17453).
+
+The first few tokens draw attention whatever they say, since softmax must put its weight somewhere; keep them and the
+most recent tokens, forget everything between.
+
+    S_t = {0 … s−1} ∪ {t−(b−s)+1 … t}
+
+Differs from the paper: the prompt is read with full attention and evicted at its end, so that all methods here
+compress the same cache; from then on one token leaves for each that comes.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import NEVER, LayerCache, check_budget
+from nanollm.model import rope, rotate
+
+
+@dataclass(eq=False)
+class StreamingLLM(LayerCache):
+    budget: int            # slots per key/value head
+    sinks: int = 4         # first tokens that are never dropped
+    relative: bool = True  # positions counted inside the cache (paper); False: as in the text (NVIDIA/kvpress)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.sinks < 0:
+            raise ValueError(f"sinks {self.sinks} must be at least 0")
+        check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and the newest token")
+        self.sink_keys = None  # as they were stored, rotated by their position in the text
+
+    def link(self, layer, below, w_o, freq):
+        super().link(layer, below, w_o, freq)
+        if self.relative and freq is None:
+            raise ValueError("relative positions need RoPE, and this model learned its positions; set relative=False")
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        dropped = self.seen - self.length
+        if self.relative and dropped and self.sinks:
+            # the window keeps its distances to the query, so moving the sinks up to it closes the gap
+            if self.sink_keys is None:
+                self.sink_keys = self.k[:, :, :self.sinks].clone()
+            angles = rope(self.freq, torch.tensor([dropped], device=self.freq.device))
+            self.k[:, :, :self.sinks] = rotate(self.sink_keys, *angles)
+        return super().read()
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if self.prompt_done:
+            self.forget()
+
+    def finish_prompt(self):
+        super().finish_prompt()
+        self.forget()
+
+    def forget(self):
+        self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.budget)
+
+    def bytes(self) -> tuple[int, int]:
+        live, allocated = super().bytes()
+        extra = 0 if self.sink_keys is None else self.sink_keys.nbytes
+        return live + extra, allocated + extra
+
+
+variants = {"streaming_llm": StreamingLLM}

@@ -1,0 +1,199 @@
+"""python -m nanollm: run every method over several budgets and print one table.
+
+    python -m nanollm [compare] --methods h2o streaming_llm --budgets 50 25 --json rows.json
+    python -m nanollm generate --method h2o --budget 64 "The import system"
+    python -m nanollm train --help
+"""
+import argparse
+import importlib
+import json
+import os
+from pathlib import Path
+import sys
+import time
+
+TINY = Path(__file__).parent / "tiny"
+METHODS = Path(__file__).parent.parent / "methods"
+
+
+def methods() -> dict[str, type]:
+    """Every method by name: full attention, and the `variants` of each file in methods/."""
+    from nanollm.cache import LayerCache
+    found = {"full": LayerCache}
+    for file in sorted(METHODS.glob("*.py")):
+        found |= importlib.import_module(f"methods.{file.stem}").variants
+    return found
+
+
+def pick(names: list[str]) -> dict[str, type]:
+    known = methods()
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown method {name!r}; known are {', '.join(known)}")
+    return {name: known[name] for name in names} if names else known
+
+
+def load(folder: Path, device: str):
+    """Decoder and tokenizer of a folder."""
+    import torch
+    from nanollm import tokenizer, weights
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} is not there; use --device cpu")
+    model = weights.from_hf(folder, device=device)
+    own = folder / "tokenizer.tiktoken"
+    return model, tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
+
+
+COLUMNS = (("method", "{:<22}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
+           ("aware", "{:>8}"), ("blind", "{:>6}"), ("aware", "{:>8}"), ("blind", "{:>6}"),
+           ("perpl.", "{:>8}"), ("KL", "{:>7}"), ("tokens/s", "{:>9}"))
+
+
+def line(*cells) -> str:
+    return "".join(form.format(cell) for (_, form), cell in zip(COLUMNS, cells))
+
+
+def show(row: dict) -> str:
+    from nanollm.evaluate import TASKS
+    accuracy = (f"{row[f'{task}_{setting}']:.2f}" for task in TASKS for setting in ("aware", "blind"))
+    budget = "all" if row["fraction"] is None else f"{100 * row['fraction']:g} %"
+    return line(row["method"], budget, f"{row['live'] / 1024:.0f}", *accuracy, f"{row['perplexity']:.2f}",
+                f"{row['kl']:.3f}", f"{row['tokens_per_s']:.0f}")
+
+
+def compare(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: all in methods/, and full")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[50, 25, 12.5, 6.25], metavar="PERCENT")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512], metavar="TOKENS", help="length of the documents")
+    parser.add_argument("--documents", type=int, help="documents per task; default 32")
+    parser.add_argument("--full", action="store_true", help="256 documents per task, and lengths 512 and 1024")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer.tiktoken")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--figure", type=Path, default=Path("compare.png"))
+    args = parser.parse_args(argv)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank == 0:
+        print("Each method compresses the KV cache of a small trained decoder at the end of a prompt of real text.\n"
+              "aware: the question was in that prompt; blind: it came afterwards.", flush=True)
+    for percent in args.budgets:
+        if not 0 < percent <= 100:
+            raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
+
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+    from nanollm import plot
+    from nanollm.data import Tasks
+    from nanollm.evaluate import TASKS, Benchmark, maker
+    lengths = [512, 1024] if args.full and args.lengths == [512] else args.lengths
+    documents = args.documents or (256 if args.full else 32)
+    chosen = pick(args.methods)
+    model, encoding = load(args.model, args.device)
+    jobs = [(T, name, fraction) for T in lengths for name in chosen
+            for fraction in ([None] if name == "full" else [percent / 100 for percent in args.budgets])]
+    for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
+        try:
+            maker(model, chosen[name], fraction)(T // 2)
+        except ValueError as error:
+            raise ValueError(f"{name} at {100 * fraction:g} % of {T // 2} tokens: {error}") from error
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(args.seed)
+
+    tasks, rows, built, began = Tasks(encoding, "test"), [], {}, time.time()
+    bar = tqdm(jobs[rank::world], disable=rank > 0, leave=False, unit="row")
+    for T, name, fraction in bar:
+        bar.set_description(f"{name}, {T} tokens")
+        if T not in built:
+            built[T] = Benchmark.build(model, tasks, T, documents, seed=args.seed)
+            if rank == 0:
+                bar.write(f"\n{documents} documents per task, {T} tokens each; seed {args.seed}; "
+                          f"standard error of an accuracy: at most {0.5 / documents ** 0.5:.2f}\n")
+                bar.write(line("", "", "live", *(cell for task in TASKS for cell in ("", task)), "", "", "batch"))
+                bar.write(line(*(name for name, _ in COLUMNS)))
+        row = built[T].run(model, maker(model, chosen[name], fraction))
+        B = built[T].full.tokens.shape[0]
+        for key in ("live", "allocated", "peak"):
+            row[key] //= B  # per sequence
+        for setting in ("aware", "blind"):
+            row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
+        rows.append(dict(method=name, fraction=fraction, tokens=T, documents=documents, seed=args.seed) | row)
+        if world == 1:
+            bar.write(show(rows[-1]))
+    if world > 1:
+        gathered = [None] * world if rank == 0 else None
+        dist.gather_object(rows, gathered)
+        dist.destroy_process_group()
+        if rank > 0:
+            return
+        rows = sorted(sum(gathered, []), key=lambda row: jobs.index((row["tokens"], row["method"], row["fraction"])))
+        print("\n".join(map(show, rows)))
+    plot.comparison([row for row in rows if row["tokens"] == lengths[0]], args.figure)
+    print(f"\n{len(rows)} rows in {time.time() - began:.0f} s; figure in {args.figure}", end="")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+        print(f", rows in {args.json}", end="")
+    print()
+
+
+def generate(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m nanollm generate", description="Continue a text, as a stream.")
+    parser.add_argument("prompt")
+    parser.add_argument("--method", default="full")
+    parser.add_argument("--budget", type=int, help="slots per key/value head; every method but full needs it")
+    parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint in Hugging Face layout")
+    args = parser.parse_args(argv)
+    Method = pick([args.method])[args.method]
+    if (args.budget is None) != (args.method == "full"):
+        raise ValueError("full attention has no budget; leave --budget out" if args.method == "full"
+                         else f"{args.method} needs --budget, in slots per key/value head")
+    knobs = {} if args.budget is None else dict(budget=args.budget)
+    Method(**knobs)  # a bad budget is found before the weights are read
+
+    import torch
+    from nanollm.cache import cache_bytes, make_cache
+    from nanollm.generate import stream
+    model, encoding = load(args.model, args.device)
+    encode = getattr(encoding, "encode_ordinary", encoding.encode)
+    prompt = torch.tensor([encode(args.prompt)], dtype=torch.long, device=args.device)
+    caches = make_cache(model, Method, **knobs)
+    tokens = []
+    written = ""
+    print(args.prompt, end="", flush=True)
+    for token in stream(model, prompt, args.tokens, caches, temperature=args.temperature, top_k=args.top_k,
+                        top_p=args.top_p, seed=args.seed):
+        tokens.append(token.item())
+        text = encoding.decode(tokens)
+        if not text.endswith("\ufffd"):  # a character may span tokens
+            print(text[len(written):], end="", flush=True)
+            written = text
+    live, allocated = cache_bytes(caches)
+    print(f"\n\n[{caches[0].seen} tokens seen, {caches[0].length} slots kept per head in layer 0, "
+          f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
+
+
+def main(argv: list[str]):
+    command, rest = (argv[0], argv[1:]) if argv and argv[0] in ("compare", "generate", "train") else ("compare", argv)
+    try:
+        if command == "train":
+            from nanollm import train
+            train.main(rest)
+        else:
+            {"compare": compare, "generate": generate}[command](rest)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

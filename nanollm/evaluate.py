@@ -1,0 +1,229 @@
+"""What compressing the cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes, speed, for any cache.
+
+Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed. `blind`: the
+context is compressed before the question arrives. In both the prompt's last token is fed after the compression, or
+else the full cache would answer the first token. After the prompt, tokens come one at a time, as in decoding.
+"""
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+import copy
+from dataclasses import dataclass
+import math
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from nanollm.cache import LayerCache, cache_bytes, finish_prompt, make_cache
+from nanollm.data import Batch, Tasks
+from nanollm.generate import check_prompt
+
+Make = Callable[[int], list[LayerCache]]  # from the number of prompt tokens to fresh caches
+TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs, 16 shots of 4 classes
+
+
+@torch.inference_mode()
+def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 256) -> int:
+    """Feed tokens (B, T) of a prompt. Returns the peak of the caches' allocated bytes."""
+    check_prompt(model, tokens)
+    peak = 0
+    for part in tokens.split(chunk, 1):
+        model(part, caches, last=1)
+        peak = max(peak, cache_bytes(caches)[1])
+    return peak
+
+
+@torch.inference_mode()
+def retrieve(model, batch: Batch, make: Make) -> dict[str, Tensor]:
+    """Share of each document's questions answered exactly by greedy decoding, "aware" and "blind", (B,) each.
+
+    With several questions, `aware` sees the first; the others come later, each after the answer that was given.
+    """
+    tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
+    blind = make(batch.question)
+    feed(model, tokens[:, :batch.question], blind)
+    aware, last = copy.deepcopy(blind), batch.answers[0].start - 1
+    feed(model, tokens[:, batch.question:last], aware)
+    return {"aware": answer(model, tokens, batch.answers, last, aware),
+            "blind": answer(model, tokens, batch.answers, batch.question, blind)}
+
+
+def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
+    """Finish the prompt of `fed` tokens, feed the rest one by one, answer each span; share of right ones (B,)."""
+    finish_prompt(caches)
+    right = []
+    for span in spans:
+        for token in tokens[:, fed:span.start].unbind(1):
+            logits = model(token[:, None], caches)
+        guesses = []
+        for _ in range(span.start, span.stop):
+            guesses.append(logits[:, -1].argmax(-1))
+            logits = model(guesses[-1][:, None], caches)
+        right.append((torch.stack(guesses, 1) == tokens[:, span]).all(1))
+        fed = span.stop
+    return torch.stack(right).float().mean(0)
+
+
+@contextmanager
+def head_outputs(model):
+    """Record what every layer's heads hand to W_O: yields a list per layer of tensors (B, T, H·G·D)."""
+    record = [[] for _ in model.blocks]
+    hooks = [block.attention.o.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+             for block, seen in zip(model.blocks, record)]
+    try:
+        yield record
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class Reference:
+    """The full cache on a text whose last `new` tokens are its continuation."""
+    tokens: Tensor        # (B, T)
+    new: int
+    log_p: Tensor         # (B, new, V): next-token log-probabilities before each token of the continuation
+    heads: list[Tensor]   # per layer (B, new, H·G·D)
+
+
+@torch.inference_mode()
+def reference(model, tokens: Tensor, new: int) -> Reference:
+    """What the full cache says about the last `new` of tokens (B, T)."""
+    if not 0 < new < tokens.shape[1]:
+        raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]}")
+    with head_outputs(model) as heads:
+        log_p = model(tokens[:, :-1], last=new).log_softmax(-1)
+    return Reference(tokens, new, log_p, [x[0][:, -new:] for x in heads])
+
+
+@torch.inference_mode()
+def continuation(model, full: Reference, make: Make) -> dict:
+    """Compress before the continuation, then feed it token by token.
+
+    Returns perplexity; kl, the mean KL(full ‖ compressed) of the next token in nats; l1, the mean ‖o − ô‖₁ per layer
+    and query head with o = y W_O (Def. 1 of CriticalKV), accumulated over the layers below; live, allocated and peak
+    bytes; tokens_per_s of decoding, over the whole batch.
+    """
+    tokens, new = full.tokens, full.new
+    cut = tokens.shape[1] - new - 1  # the token before the continuation is fed after the compression
+    caches = make(cut)
+    peak = feed(model, tokens[:, :cut], caches)
+    finish_prompt(caches)
+    with head_outputs(model) as heads:
+        began = time.perf_counter()
+        steps = [model(token[:, None], caches) for token in tokens[:, cut:-1].unbind(1)]
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    log_p = torch.cat(steps, 1).log_softmax(-1)
+    live, allocated = cache_bytes(caches)
+    l1 = []
+    for cache, before, after in zip(caches, full.heads, heads):
+        change = (torch.cat(after, 1) - before).unflatten(-1, cache.w_o.shape[1:])  # (B, new, H·G, D)
+        l1.append(torch.einsum("bthd,ohd->btho", change, cache.w_o).abs().sum(-1).mean((0, 1)).tolist())
+    nll = -log_p.gather(-1, tokens[:, -new:, None]).mean().item()
+    return dict(perplexity=math.exp(nll), kl=F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean().item(),
+                l1=l1, live=live, allocated=allocated, peak=peak, tokens_per_s=tokens.shape[0] * new / seconds)
+
+
+# ---- the model itself, with the full cache ----------------------------------------------------------------------
+
+@torch.inference_mode()
+def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **knobs) -> float:
+    """Share of documents answered right by greedy decoding with the full cache.
+
+    One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the most
+    likely one after the true tokens before it.
+    """
+    right = []
+    batch = tasks.batch(task, seed, documents, T, **knobs)
+    for rows in torch.from_numpy(batch.tokens).to(model.embed.weight.device).split(max(1, 16_384 // T)):
+        best = model(rows[:, :-1]).argmax(-1)
+        right += [(best[:, a.start - 1:a.stop - 1] == rows[:, a]).all(1).float().mean().item() * len(rows) for a in batch.answers]
+    return sum(right) / documents / len(batch.answers)
+
+
+def text_windows(tasks: Tasks, windows: int, T: int) -> Tensor:
+    """(windows, T) tokens of the split's text, evenly spaced; special tokens taken out."""
+    stream = tasks.stream[tasks.stream != tasks.bos]
+    starts = np.linspace(0, len(stream) - T, windows).astype(int)
+    return torch.from_numpy(np.stack([stream[s:s + T] for s in starts]))
+
+
+def count_bytes(tasks: Tasks, rows: Tensor) -> int:
+    return sum(len(tasks.encoding.decode_bytes(row)) for row in rows[:, 1:].tolist())
+
+
+@torch.inference_mode()
+def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
+    """Mean bits per byte of the split's text, over `windows` windows of T tokens, from the second token on."""
+    bits, rows = 0.0, text_windows(tasks, windows, T)
+    for part in rows.to(model.embed.weight.device).split(16):
+        bits += F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item() / math.log(2)
+    return bits / count_bytes(tasks, rows)
+
+
+def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, discount: float = 0.75) -> dict[str, float]:
+    """Bits per byte of 2-, 3- and 4-grams on the same windows, interpolated by absolute discounting (Ney et al. 1994).
+
+    p_n(t | context) = max(count − d, 0)/total + d · kinds/total · p_{n−1}(t | shorter context)
+    """
+    stream, rows = training.stream.tolist(), text_windows(held_out, windows, T)
+    counts = [defaultdict(Counter) for _ in range(4)]
+    for n, table in enumerate(counts):
+        for *context, token in zip(*(stream[i:] for i in range(n + 1))):
+            table[tuple(context)][token] += 1
+    totals = [{context: sum(table[context].values()) for context in table} for table in counts]
+
+    def p(n: int, context: list[int], token: int) -> float:
+        if n < 0:
+            return 1 / training.encoding.n_vocab
+        key = tuple(context[len(context) - n:])
+        if key not in totals[n]:
+            return p(n - 1, context, token)
+        seen = counts[n][key]
+        return (max(seen[token] - discount, 0) + discount * len(seen) * p(n - 1, context, token)) / totals[n][key]
+
+    bits = [0.0, 0.0, 0.0]
+    for row in rows.tolist():
+        for i in range(1, T):
+            for n in (1, 2, 3):
+                bits[n - 1] -= math.log2(p(min(n, i), row[max(0, i - n):i], row[i]))
+    return {f"{n + 2}-gram": b / count_bytes(held_out, rows) for n, b in enumerate(bits)}
+
+
+# ---- a method, over tasks and text ------------------------------------------------------------------------------
+
+@dataclass
+class Benchmark:
+    """The same documents and text for every method."""
+    batches: dict[str, Batch]
+    full: Reference
+
+    @staticmethod
+    def build(model, tasks: Tasks, T: int, documents: int, new: int = 64, seed: int = 0) -> "Benchmark":
+        """`documents` of each task and half as many texts, T tokens each."""
+        if documents < 2:
+            raise ValueError(f"documents {documents} must be at least 2")
+        batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
+        text = text_windows(tasks, documents // 2, T).to(model.embed.weight.device)
+        return Benchmark(batches, reference(model, text, min(new, T // 2)))
+
+    def run(self, model, make: Make) -> dict:
+        """One row: accuracies per task and setting with their standard errors, and everything of `continuation`."""
+        row = {}
+        for task, batch in self.batches.items():
+            for setting, right in retrieve(model, batch, make).items():
+                row[f"{task}_{setting}"] = right.mean().item()
+                row[f"{task}_{setting}_se"] = (right.std() / len(right) ** 0.5).item()
+        return row | continuation(model, self.full, make)
+
+
+def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> Make:
+    """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention)."""
+    if fraction is None:
+        return lambda tokens: make_cache(model, Method, **knobs)
+    return lambda tokens: make_cache(model, Method, budget=round(fraction * tokens), **knobs)

@@ -1,0 +1,269 @@
+"""Checkpoints in and out. The oracle is transformers: what it saves we read, what we write it opens."""
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+from test_model import CASES, LLAMA3, TOKENS, oracle, same, tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanollm.model import Decoder
+from nanollm.weights import from_hf, hf_tokenizer, to_hf
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """folder(case): a checkpoint that transformers saved. Not to be changed."""
+    folders = {}
+
+    def folder(case):
+        if case not in folders:
+            folders[case] = tmp_path_factory.mktemp("saved")
+            oracle(case).save_pretrained(folders[case])
+        return folders[case]
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """copy(case, config=…, tensors=…): a checkpoint with changed entries in config.json and changed tensors."""
+    def copied(case, config=None, tensors=None):
+        folder = tmp_path / "copy"
+        shutil.copytree(saved(case), folder, dirs_exist_ok=True)
+        for change, file, read, write in ((config, "config.json", read_config, write_config),
+                                          (tensors, "model.safetensors", load_file, save_file)):
+            if change:
+                content = read(folder / file) | change
+                write({key: x for key, x in content.items() if x is not DROP}, folder / file)
+        return folder
+    return copied
+
+
+DROP = object()  # as a new value: no such entry
+
+
+def read_config(path):
+    return json.loads(path.read_text())
+
+
+def write_config(content, path):
+    path.write_text(json.dumps(content))
+
+
+def refused(folder, *words, **options):
+    """from_hf refuses the folder with a ValueError whose message has all words."""
+    with pytest.raises(ValueError) as error:
+        from_hf(folder, **options)
+    for word in words:
+        assert str(word) in str(error.value)
+
+
+def equal(a: Decoder, b: Decoder):
+    assert a.config == b.config
+    b = b.state_dict()
+    assert a.state_dict().keys() == b.keys()
+    for name, x in a.state_dict().items():
+        assert torch.equal(x, b[name]), name
+
+
+# ---- out, and in again ---
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_what_we_write_transformers_opens(saved, tmp_path, case):
+    ours = from_hf(saved(case))
+    to_hf(ours, tmp_path, torch.float32)
+    equal(from_hf(tmp_path), ours)
+    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())  # no missing, unexpected or mismatched tensors
+    assert theirs.dtype == torch.float32
+    same(theirs(TOKENS).logits, oracle(case)(TOKENS).logits)
+    assert theirs.config.eos_token_id is None  # generate would stop at the token of another tokenizer
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama grouped tied", "qwen2"])
+def test_half_precision_round_trip_is_exact(saved, tmp_path, case):
+    ours = from_hf(saved(case), torch.float16)
+    to_hf(ours, tmp_path)
+    equal(from_hf(tmp_path, torch.float16), ours)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float16
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(saved(case) / "model.safetensors").keys()
+
+
+def test_the_angles_stay_float32_in_half_precision(saved):
+    model = from_hf(saved("llama3.1"), torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.freq, Decoder(model.config).freq) and model.freq.dtype == torch.float32
+
+
+def test_loading_ties_the_head_draws_no_random_numbers_and_is_ready_to_run(saved):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = from_hf(saved("llama grouped tied"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.head.weight is model.embed.weight and not model.training
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(family="gpt2"), "n_kv_heads=2.*GPT-2 has"),
+    (dict(family="gpt2", n_kv_heads=4), "qkv_bias=False.*GPT-2 has every bias"),
+    (dict(o_bias=True), "o_bias=True.*Llama has qkv_bias = o_bias"),
+    (dict(qkv_bias=True, mlp_bias=True), "mlp_bias=True.*Qwen2 has qkv_bias alone"),
+])
+def test_a_model_that_no_layout_fits_is_not_written(tmp_path, changed, message):
+    with pytest.raises(ValueError, match=message):
+        to_hf(Decoder(tiny(**changed)), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_weight_too_large_for_the_dtype_is_not_written(tmp_path):
+    model = Decoder(tiny())
+    model.blocks[1].mlp.up.weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight holds inf or nan as torch.float16"):
+        to_hf(model, tmp_path)
+    to_hf(model, tmp_path, torch.bfloat16)
+
+
+# ---- the forms a checkpoint comes in ---
+
+
+@pytest.mark.parametrize("case", ["gpt2 untied", "llama3.1"])
+def test_shards(saved, tmp_path, case):
+    oracle(case).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    equal(from_hf(tmp_path), from_hf(saved(case)))
+    first = min(tmp_path.glob("*.safetensors"))
+    first.unlink()
+    refused(tmp_path, first, "is missing")
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    refused(tmp_path, "model.safetensors.index.json is not JSON")
+
+
+@pytest.mark.parametrize("case, prefix", [("gpt2", "transformer."), ("llama grouped tied", "model.")])
+def test_names_without_prefix(saved, tmp_path, case, prefix):
+    shutil.copy(saved(case) / "config.json", tmp_path)
+    tensors = load_file(saved(case) / "model.safetensors")
+    save_file({name.removeprefix(prefix): x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    equal(from_hf(tmp_path), from_hf(saved(case)))
+
+
+def test_tensors_that_follow_from_others_are_ignored(saved, copy):
+    derived = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    equal(from_hf(copy("gpt2", tensors=derived)), from_hf(saved("gpt2")))
+    tied = "llama grouped tied"
+    head = load_file(saved(tied) / "model.safetensors")["model.embed_tokens.weight"].clone()
+    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": head}
+    equal(from_hf(copy(tied, tensors=derived)), from_hf(saved(tied)))
+    head[3, 3] += 1
+    refused(copy(tied, tensors={"lm_head.weight": head}), "lm_head.weight differs", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_rope_as_transformers_4_wrote_it(saved, copy, name):
+    scaling = {key: x for key, x in LLAMA3.items() if not key.startswith("rope")}
+    old = dict(rope_parameters=DROP, rope_theta=LLAMA3["rope_theta"], rope_scaling=scaling | {name: "llama3"})
+    equal(from_hf(copy("llama3.1", old)), from_hf(saved("llama3.1")))
+    assert from_hf(saved("llama3.1")).config.rope_scaling == scaling
+
+
+def test_absent_keys_mean_what_they_meant_when_they_were_left_out(saved, copy):
+    old = dict.fromkeys(("head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "rope_parameters",
+                         "tie_word_embeddings", "hidden_act"), DROP)
+    equal(from_hf(copy("llama multi-head", old)), from_hf(saved("llama multi-head")))  # Llama 2's first config.json
+    old = dict.fromkeys(("n_inner", "tie_word_embeddings", "scale_attn_weights", "add_cross_attention"), DROP)
+    equal(from_hf(copy("gpt2", old)), from_hf(saved("gpt2")))
+
+
+def test_a_sliding_window_that_never_bites_is_full_attention(saved, copy):
+    equal(from_hf(copy("mistral", dict(sliding_window=64))), from_hf(saved("mistral")))
+
+
+# ---- errors ---
+
+
+@pytest.mark.parametrize("case, config, words", [
+    ("llama3.1", dict(model_type="bert"), ["'bert'", "gpt2, llama, mistral, qwen2"]),
+    ("llama3.1", dict(model_type=DROP), ["None", "gpt2, llama, mistral, qwen2"]),
+    ("llama3.1", dict(hidden_size=DROP), ["config.json lacks 'hidden_size'"]),
+    ("llama3.1", dict(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
+    ("llama3.1", dict(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), ["'yarn'", "'default' or 'llama3'"]),
+    ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), ["'linear'"]),
+    ("llama3.1", dict(rope_parameters={"full_attention": LLAMA3}), ["rope_type None"]),
+    ("llama3.1", dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), ["lacks 'factor'"]),
+    ("llama3.1", dict(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),
+    ("mistral", dict(sliding_window=63), ["sliding_window 63", "max_position_embeddings 64"]),
+    ("mistral", dict(sliding_window=DROP, max_position_embeddings=8192), ["sliding_window 4096"]),
+    ("qwen2", dict(use_sliding_window=True), ["use_sliding_window True"]),
+    ("gpt2", dict(activation_function="relu"), ["activation_function 'relu'", "'gelu_new'"]),
+    ("gpt2", dict(activation_function="gelu"), ["activation_function 'gelu'"]),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx"]),
+    ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
+    ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
+    ("gpt2", dict(n_head=5), ["d_model 32 is not a multiple of n_heads 5"]),
+])
+def test_a_config_that_is_not_understood_is_refused(copy, case, config, words):
+    refused(copy(case, config), *words)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(saved, tmp_path):
+    refused(tmp_path / "nowhere", tmp_path / "nowhere" / "config.json", "is missing")
+    refused(tmp_path, "config.json", "is missing")
+    shutil.copy(saved("qwen2") / "config.json", tmp_path)
+    refused(tmp_path, "model.safetensors", "is missing")
+    (tmp_path / "pytorch_model.bin").touch()
+    refused(tmp_path, "pytorch_model.bin", "pickle", "convert it to safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    refused(tmp_path, "config.json is not JSON")
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -4])
+def test_a_truncated_file_is_refused(copy, size):
+    file = copy("qwen2") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    refused(file.parent, file, "truncated")
+
+
+def test_a_file_that_is_something_else_is_refused(copy):
+    file = copy("qwen2") / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\n")
+    refused(file.parent, file, "no safetensors file")
+
+
+NAME = "model.layers.1.self_attn.k_proj.bias"
+
+
+@pytest.mark.parametrize("case, tensors, words", [
+    ("qwen2", {NAME: DROP}, [f"tensor {NAME} [16] is missing"]),
+    ("qwen2", {"lm_head.weight": DROP}, ["tensor lm_head.weight [61, 32] is missing"]),
+    ("gpt2 3 heads", {"transformer.h.0.attn.c_attn.weight": DROP}, ["c_attn.weight [24, 72] is missing"]),
+    ("qwen2", {NAME: torch.ones(8)}, [f"tensor {NAME} is [8] and should be [16]"]),
+    ("gpt2 3 heads", {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)}, ["c_fc.weight is [40, 24]", "[24, 40]"]),
+    ("qwen2", {"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)}, ["tensor model.layers.2.mlp.up_proj.weight"]),
+    ("llama3.1", {NAME: torch.ones(32)}, [f"tensor {NAME}"]),  # a bias that config.json does not announce
+    ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, [f"tensor {NAME} holds inf or nan"]),
+    ("gpt2", {"transformer.wpe.weight": torch.full((64, 32), torch.inf)}, ["wpe.weight holds inf or nan"]),
+])
+def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
+    refused(copy(case, tensors=tensors), *words)
+
+
+def test_a_weight_too_large_for_the_dtype_is_refused(copy):
+    folder = copy("qwen2", tensors={NAME: torch.full((16,), 1e5)})
+    from_hf(folder)
+    refused(folder, NAME, "torch.float16", dtype=torch.float16)
+
+
+def test_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer, neither tokenizer.json"):
+        hf_tokenizer(tmp_path)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = Tokenizer(models.WordLevel({"the": 0, "cache": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = hf_tokenizer(tmp_path)
+    assert tokenizer.encode("the cache forgets") == [0, 1, 2] and tokenizer.decode([1, 0]) == "cache the"
