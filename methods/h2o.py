@@ -41,8 +41,9 @@ class H2O(LayerCache):
         self.forget()
 
     def forget(self):
-        newest = self.seen - max(1, round(self.recent * self.budget))
-        self.shrink(self.slot("accumulated").masked_fill(self.pos >= newest, math.inf), self.budget)
+        if self.length > self.budget:
+            newest = self.seen - max(1, round(self.recent * self.budget))
+            self.shrink(self.slot("accumulated").masked_fill(self.pos >= newest, math.inf), self.budget)
 
 
 variants = {"h2o": H2O}

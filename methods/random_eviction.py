@@ -28,11 +28,15 @@ class RandomEviction(LayerCache):
 
     def observe(self, q: Tensor, p: Tensor | None):
         if self.prompt_done:
-            self.shrink(self.slot("priority"), self.budget)
+            self.forget()
 
     def finish_prompt(self):
         super().finish_prompt()
-        self.shrink(self.slot("priority"), self.budget)
+        self.forget()
+
+    def forget(self):
+        if self.length > self.budget:
+            self.shrink(self.slot("priority"), self.budget)
 
 
 variants = {"random": RandomEviction}

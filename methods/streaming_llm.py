@@ -54,7 +54,8 @@ class StreamingLLM(LayerCache):
         self.forget()
 
     def forget(self):
-        self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.budget)
+        if self.length > self.budget:
+            self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.budget)
 
     def bytes(self) -> tuple[int, int]:
         live, allocated = super().bytes()

@@ -61,7 +61,7 @@ class LayerCache:
 
     def slot(self, name: str) -> Tensor:
         """The slots in use of one per-slot tensor, (B, H, S, ...): a view, so it can be changed in place."""
-        return self.slots[name][:, :, :self.length]
+        return self.slots[name].narrow(2, 0, self.length)
 
     @property
     def k(self) -> Tensor: return self.slot("k")
@@ -79,28 +79,31 @@ class LayerCache:
         T, empty = q.shape[2], self.seen == 0
         self.write(k, v, pos)
         k, v, at, bias = self.read()
-        causal = empty and bias is None and k.shape[2] == T  # slot i holds token i, and query i sees the slots 0 … i
         w = min(self.watch, T)
-        if w == 0:
-            y, p = self.attention(q, k, v, at, bias, pos, causal), None
-        else:  # only the watched rows are made explicit
-            p = probabilities(q[:, :, T - w:], k, at, bias, pos[:, T - w:])
-            y = (p @ v.unsqueeze(2)).flatten(1, 2)  # (B, H, G, w, D) → (B, H·G, w, D)
-            if w < T:
-                y = torch.cat((self.attention(q[:, :, :T - w], k, v, at, bias, pos[:, :T - w], causal), y), 2)
+        rest, p = T - w, None
+        parts = []
+        if rest:
+            causal = empty and bias is None and k.shape[2] == T  # slot i holds token i
+            alone = T == 1 and bias is None and not self.ragged  # the newest token sees every slot
+            mask = None if causal or alone else visible(at, bias, pos[:, :rest])
+            n = rest if causal else k.shape[2]
+            parts.append(attention(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
+        if w:  # only the watched rows are made explicit
+            p = probabilities(q[:, :, rest:], k, at, bias, pos[:, rest:])
+            parts.append((p @ v.unsqueeze(2)).flatten(1, 2))  # (B, H, G, w, D) → (B, H·G, w, D)
         self.observe(q, p)
-        return y
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that a method wants to travel along."""
         B, H, T, _ = k.shape
-        new = dict(k=k, v=v, pos=pos[:, None].expand(B, H, T).to(torch.int32), **state)
         end = self.length + T
-        for name, x in new.items():
+        for name, x in dict(k=k, v=v, pos=pos[:, None], **state).items():
             old = self.slots.get(name)
             if old is None or end > old.shape[2]:
                 # grow by an eighth, as Python's lists do: nine slot copies per token on average, 12.5 % slack at most
-                grown = x.new_empty(B, H, end + (end // 8 if old is not None else 0), *x.shape[3:])
+                capacity = end + (0 if old is None else end // 8)
+                grown = x.new_empty(B, H, capacity, *x.shape[3:], dtype=torch.int32 if name == "pos" else x.dtype)
                 if old is not None:
                     grown[:, :, :self.length] = old[:, :, :self.length]
                 self.slots[name] = old = grown
@@ -113,19 +116,6 @@ class LayerCache:
         A slot that stands for several tokens carries a bias that is added to its score; exact entries have 0.
         """
         return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, at: Tensor, bias: Tensor | None, pos: Tensor,
-                  causal: bool) -> Tensor:
-        """Output (B, H·G, T, D) without a matrix of probabilities; with `causal`, query i sees the slots 0 … i."""
-        B, heads, T, D = q.shape
-        H = k.shape[1]
-        if T == 1:  # the G queries of a group are rows of one small product, so that each key is read once
-            mask = None if bias is None and not self.ragged else visible(at, bias, pos)
-            return F.scaled_dot_product_attention(q.view(B, H, -1, D), k, v, mask).view(B, heads, 1, D)
-        if causal:
-            return F.scaled_dot_product_attention(q, k[:, :, :T], v[:, :, :T], is_causal=True, enable_gqa=True)
-        mask = visible(at, bias, pos).repeat_interleave(heads // H, 1)
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
     def observe(self, q: Tensor, p: Tensor | None):
         """Called after each `attend` with q (B, H·G, T, D) and probabilities p (B, H, G, w, S) of the last w queries."""
@@ -169,6 +159,16 @@ class LayerCache:
         live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
         capacity = math.prod(self.slots["pos"].shape)
         return live * allocated // capacity, allocated
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Output (B, H·G, T, D) without a matrix of probabilities. mask (B, H, T, S), or `causal`, or every slot is seen."""
+    B, heads, T, D = q.shape
+    if T == 1:  # the G queries of a group are rows of one small product, so that each key is read once
+        return F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask).view(B, heads, 1, D)
+    if mask is not None:
+        mask = mask.repeat_interleave(heads // k.shape[1], 1)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
 
 
 def visible(at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:

@@ -26,15 +26,15 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
 
 
 @torch.inference_mode()
-def prefill(model, tokens: Tensor, caches, chunk: int = 512) -> Tensor:
-    """Feed tokens (B, T), at most `chunk` at a time; returns the last token's logits (B, V).
+def prefill(model, tokens: Tensor, caches, chunk: int | None = None) -> Tensor:
+    """Feed tokens (B, T), whole or at most `chunk` at a time; returns the last token's logits (B, V).
 
     Chunks bound the memory: a cache that watches every query makes a matrix of chunk × S probabilities, not T × S.
     """
     check_prompt(model, tokens)
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk {chunk} must be at least 1")
-    for part in tokens.split(chunk, 1):
+    for part in tokens.split(chunk or tokens.shape[1], 1):
         logits = model(part, caches, last=1)
     return logits[:, -1]
 
@@ -55,7 +55,7 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
 
 
 def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float = 0.0, top_k: int = 0,
-           top_p: float = 1.0, stop: tuple[int, ...] = (), seed: int = 0, chunk: int = 512) -> Iterator[Tensor]:
+           top_p: float = 1.0, stop: tuple[int, ...] = (), seed: int = 0, chunk: int | None = None) -> Iterator[Tensor]:
     """Yield up to `new` tokens (B,) as they come, after prompt (B, T).
 
     `caches` are fresh ones from `make_cache`, by default full attention. A row that has met a token of `stop` repeats

@@ -94,18 +94,23 @@ class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.q = nn.Linear(c.d_model, c.n_heads * c.head_dim, bias=c.qkv_bias)
-        self.k = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.v = nn.Linear(c.d_model, c.n_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads  # of q, k and v, one above the other in one matrix
+        self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows of qkv's weight or bias that make q, k and v: views."""
+        return x.split([heads * self.config.head_dim for heads in self.heads])
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D); q and k are rotated."""
         B, T, _ = x.shape
-        q, k, v = (f(x).view(B, T, -1, self.config.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
-        if angles is not None:
-            q, k = rotate(q, *angles), rotate(k, *angles)
-        return q, k, v
+        qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, H·G + 2H, T, D)
+        if angles is None:
+            return qkv.split(self.heads, 1)
+        queries, keys, values = self.heads
+        qk, v = qkv.split((queries + keys, values), 1)
+        return *rotate(qk, *angles).split((queries, keys), 1), v
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
         q, k, v = self.project(x, angles)
@@ -173,6 +178,13 @@ class Decoder(nn.Module):
         if isinstance(module, Block):
             for layer in (module.attention.o, module.mlp.down):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
+
+    def _apply(self, fn, recurse=True):
+        # .half() and the like must not round RoPE's angles: at position 4000 they would be off by a quarter radian
+        super()._apply(fn, recurse)
+        if self.config.family == "llama":
+            self.freq = rope_frequencies(self.config, self.embed.weight.device)
+        return self
 
     def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None, last: int | None = None) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.

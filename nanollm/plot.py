@@ -1,8 +1,11 @@
 """Figures. Every line has its own marker and dash, so that a legend can be read in grey."""
 from itertools import cycle
 from pathlib import Path
+import re
 
 import matplotlib.pyplot as plt
+from matplotlib.colors import PowerNorm
+import numpy as np
 
 MARKERS, DASHES = "osD^vP*Xph<>", ("-", "--", "-.", ":")
 
@@ -31,3 +34,71 @@ def comparison(rows: list[dict], file: Path):
     axes[0].legend(fontsize=8)
     figure.savefig(file, dpi=110)
     plt.close(figure)
+
+
+def kept(caches: list, tokens: int) -> np.ndarray:
+    """Which of the first `tokens` tokens every head still holds, (L, H, tokens) of bool; of a batch, the first row."""
+    held = np.zeros((len(caches), caches[0].pos.shape[1], tokens), dtype=bool)
+    for layer, cache in enumerate(caches):
+        for head, pos in enumerate(cache.pos[0].cpu().numpy()):
+            held[layer, head, pos[pos < tokens]] = True
+    return held
+
+
+def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", high: str = "kept by every head",
+         mark: str = "fact", columns: int = 1, width: int = 110):
+    """The figure of a text, once per panel, each token on a ground as dark as its weight; a token of weight 0 is grey.
+
+    pieces: the tokens' strings; line breaks are drawn as ↵, a run of spaces as one. panels: title → weights (T,) in
+    [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words for the key. width: characters per line.
+    """
+    pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
+    marked = np.zeros(len(pieces)) if marked is None else marked
+    places, x, y = [], 0, 0  # of each token, in characters and lines
+    for piece in pieces:
+        if x + len(piece) > width:
+            x, y = 0, y + 1
+        places.append((x, y))
+        x += len(piece)
+    across, down, rows = width + 4, y + 3, -(-len(panels) // columns)
+    inch = 11 / (columns * across - 4)  # a character's width; DejaVu Sans Mono is 0.602 em wide, a line is 2.1 characters high
+    size = 72 * inch / 0.602
+    figure = plt.figure(figsize=(11, 2.1 * inch * (rows * down + 1.2)))
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, columns * across - 4), ylim=(rows * down + 1, -0.2))
+    axis.axis("off")
+
+    def write(x, y, piece, weight, underline=False):
+        if weight > 0.01:
+            axis.add_patch(plt.Rectangle((x, y), len(piece), 1, color=plt.cm.Blues(0.7 * weight), linewidth=0))
+        if underline:
+            axis.plot((x, x + len(piece)), (y + 0.95, y + 0.95), color="#b03a00", linewidth=0.2 * size, solid_capstyle="butt")
+        axis.text(x, y + 0.5, piece, va="center_baseline", family="DejaVu Sans Mono", fontsize=size,
+                  color="black" if weight else "0.45", parse_math=False)
+
+    for i, (title, weights) in enumerate(panels.items()):
+        left, top = i % columns * across, i // columns * down
+        axis.text(left, top + 0.5, title, va="center", fontsize=max(1.1 * size, 9))
+        for (x, y), piece, weight, underline in zip(places, pieces, weights, marked):
+            write(left + x, top + 1.2 + y, piece, float(weight), underline)
+    x = 0
+    for word, weight in ((low, 0), ("  ", 0.25), ("  ", 0.5), ("  ", 0.75), (high, 1)):
+        write(x, rows * down, word, weight)
+        x += len(word) + 1
+    if any(marked):
+        write(x + 3, rows * down, mark, 1e-9, True)
+    return figure
+
+
+def heads(axis, values, title: str, form: str = "{:.2f}"):
+    """A number per layer and head, (L, heads), each on a ground as dark as it is large."""
+    values = np.asarray(values)
+    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.4 * values.max())
+    for (layer, head), value in np.ndenumerate(values):
+        axis.text(head, layer, form.format(value), ha="center", va="center", fontsize=8)
+    axis.set(title=title, xlabel="head", ylabel="layer", xticks=range(values.shape[1]), yticks=range(values.shape[0]))
+
+
+def attention(axis, p, title: str):
+    """One head's probabilities (T, S), a row per query; drawn by their square root, so that faint ones can be seen."""
+    axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
+    axis.set(title=title, xlabel="key", ylabel="query")

@@ -35,6 +35,8 @@ def train(texts: list[str], vocab_size: int) -> dict[bytes, int]:
 
     while len(ranks) < vocab_size and pairs:
         a, b = best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        if not pairs[best]:  # every word is one token
+            break
         ranks.setdefault(a + b, len(ranks))
         for i in where.pop(best):
             for pair in zip(words[i], words[i][1:]):

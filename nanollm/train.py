@@ -129,24 +129,24 @@ def induction_start(model: Decoder, seed: int):
     U, S = (torch.linalg.qr(torch.randn(c.d_model, c.d_model, generator=generator))[0].split(D) for _ in range(2))
     fast, half = 6, D // 2  # the six fastest of RoPE's D/2 angles tell neighbours apart
     first, second = model.blocks[0].attention, model.blocks[1].attention
-    for module in (first.q, first.k):
-        module.weight.mul_(0.1)
+    (q0, k0, v0), (q1, k1, v1) = (layer.split(layer.qkv.weight) for layer in (first, second))
+    q0.mul_(0.1), k0.mul_(0.1)
     sharpness = math.sqrt(30 * math.sqrt(D) / fast) / 3  # score 30 at the peak; dimension 0 is about 3 after the norm
     back = [1 if h % G == 0 else 2 + h // G for h in range(c.n_heads)]  # 1, 2, 1, 3, 1, 4: how far each head looks
     for h in range(c.n_heads):
         angle = -back[h] * model.freq[:fast]
-        first.q.weight[h * D:h * D + fast, 0] = sharpness * angle.cos()
-        first.q.weight[h * D + half:h * D + half + fast, 0] = sharpness * angle.sin()
+        q0[h * D:h * D + fast, 0] = sharpness * angle.cos()
+        q0[h * D + half:h * D + half + fast, 0] = sharpness * angle.sin()
         first.o.weight[:, h * D:(h + 1) * D] = std * S[h].T
     slow = torch.tensor([i for i in range(D) if i % half >= fast])  # matching content must not depend on distance
     for h in range(H):
-        first.k.weight[h * D:h * D + fast, 0] = sharpness
-        first.v.weight[h * D:(h + 1) * D] = U[h]
-        second.q.weight[h * G * D:(h * G + 1) * D] *= 0.1
-        second.k.weight[h * D:(h + 1) * D] *= 0.1
-        second.q.weight[h * G * D + slow] = 3 * U[h][slow]
-        second.k.weight[h * D + slow] = 3 * S[h * G][slow]
-        second.v.weight[h * D:(h + 1) * D] = U[H + h]
+        k0[h * D:h * D + fast, 0] = sharpness
+        v0[h * D:(h + 1) * D] = U[h]
+        q1[h * G * D:(h * G + 1) * D] *= 0.1
+        k1[h * D:(h + 1) * D] *= 0.1
+        q1[h * G * D + slow] = 3 * U[h][slow]
+        k1[h * D + slow] = 3 * S[h * G][slow]
+        v1[h * D:(h + 1) * D] = U[H + h]
         second.o.weight[:, h * G * D:(h * G + 1) * D] = 4 * std * U[H + h].T
 
 

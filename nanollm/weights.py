@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 import torch
 from torch import Tensor
 
-from nanollm.model import Config, Decoder, rope_frequencies
+from nanollm.model import Config, Decoder
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
-# the fields of Config that config.json has under another name
+# fields of Config and their names in config.json
 KEYS = {
     "gpt2": dict(vocab_size="vocab_size", max_len="n_positions", n_layers="n_layer", n_heads="n_head",
                  d_model="n_embd", d_ff="n_inner", norm_eps="layer_norm_epsilon", tie_embeddings="tie_word_embeddings"),
@@ -99,7 +99,8 @@ def hf_config(c: Config) -> dict:
     """The config.json of c. rope_theta and rope_scaling are names that every version of transformers reads."""
     biases = c.qkv_bias, c.o_bias, c.mlp_bias
     if c.family == "gpt2":
-        kind, name, fits = "gpt2", "GPT2LMHeadModel", all(biases) and c.n_heads == c.n_kv_heads == c.d_model / c.head_dim
+        kind, name = "gpt2", "GPT2LMHeadModel"
+        fits = all(biases) and c.n_heads == c.n_kv_heads == c.d_model / c.head_dim
     elif biases == (True, False, False):
         kind, name, fits = "qwen2", "Qwen2ForCausalLM", True
     else:
@@ -117,12 +118,12 @@ def hf_config(c: Config) -> dict:
 
 # ---- model.safetensors ----------------------------------------------------------------------------------------------
 
-# Hugging Face's modules and ours; # is the layer. GPT-2 stacks q, k and v into one.
+# Hugging Face's modules and ours; # is the layer.
 NAMES = {
     "gpt2": {
         "transformer.wte": "embed", "transformer.wpe": "positions", "transformer.ln_f": "norm", "lm_head": "head",
         "transformer.h.#.ln_1": "blocks.#.norm1", "transformer.h.#.ln_2": "blocks.#.norm2",
-        "transformer.h.#.attn.c_attn": "blocks.#.attention.q blocks.#.attention.k blocks.#.attention.v",
+        "transformer.h.#.attn.c_attn": "blocks.#.attention.qkv",
         "transformer.h.#.attn.c_proj": "blocks.#.attention.o",
         "transformer.h.#.mlp.c_fc": "blocks.#.mlp.up", "transformer.h.#.mlp.c_proj": "blocks.#.mlp.down"},
     "llama": {
@@ -136,17 +137,21 @@ TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D holds (in, out)
 DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old checkpoints hold the mask and the angles
 
 
-def layout(model: Decoder) -> dict[str, list[Tensor]]:
-    """Hugging Face's name of every tensor → our parameters that it holds, stacked."""
+def layout(model: Decoder) -> dict[str, Tensor]:
+    """Hugging Face's name of every tensor → our parameter, or the part of one, that it is."""
     names = {}
     for theirs, ours in NAMES[model.config.family].items():
         if theirs == "lm_head" and model.config.tie_embeddings:
             continue
         for i in range(model.config.n_layers if "#" in theirs else 1):
-            parts = [model.get_submodule(name) for name in ours.replace("#", str(i)).split()]
+            parent, _, name = ours.replace("#", str(i)).rpartition(".")
+            part = "qkv".find(name) if len(name) == 1 else -1  # q, k and v are rows of qkv
+            module = model.get_submodule(f"{parent}.{'qkv' if part >= 0 else name}".lstrip("."))
             for kind in ("weight", "bias"):
-                if getattr(parts[0], kind, None) is not None:
-                    names[f"{theirs}.{kind}".replace("#", str(i))] = [getattr(part, kind) for part in parts]
+                x = getattr(module, kind, None)
+                if x is not None:
+                    names[f"{theirs}.{kind}".replace("#", str(i))] = \
+                        x if part < 0 else model.get_submodule(parent).split(x)[part]
     return names
 
 
@@ -192,16 +197,14 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
     model.to_empty(device=device)
     if config.tie_embeddings:  # to_empty has untied them
         model.head.weight = model.embed.weight
-    if config.family == "llama":  # float32 in every dtype: in half precision the angles of late positions are noise
-        model.freq = rope_frequencies(config).to(device)
-
     names = layout(model)
     tied = config.tie_embeddings and found.pop("lm_head.weight", None)
     if extra := found.keys() - names:
         raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder ({len(extra)} such tensors); "
                          "is config.json that of these weights?")
-    for name, parts in names.items():
-        want = [sum(len(p) for p in parts), *parts[0].shape[1:]][::-1 if TRANSPOSED.search(name) else 1]
+    for name, p in names.items():
+        transposed = TRANSPOSED.search(name)
+        want = list(p.T.shape if transposed else p.shape)
         if name not in found:
             raise ValueError(f"tensor {name} {want} is missing from {folder}; is config.json that of these weights?")
         shard, there = found[name]
@@ -209,10 +212,8 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
         if list(x.shape) != want:
             raise ValueError(f"tensor {there} is {list(x.shape)} and should be {want}; "
                              "is config.json that of these weights?")
-        x = x.T if TRANSPOSED.search(name) else x
-        for p, part in zip(parts, x.split([len(p) for p in parts])):
-            if not p.copy_(part).isfinite().all():
-                raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype or download it again")
+        if not p.copy_(x.T if transposed else x).isfinite().all():
+            raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype or download it again")
     if tied and not torch.equal(tied[0].get_tensor(tied[1]).to(model.head.weight), model.head.weight):
         raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings; "
                          "set it to false there")
@@ -231,8 +232,8 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
         torch_dtype=str(dtype).removeprefix("torch."),
         bos_token_id=None, eos_token_id=None)  # else transformers puts in those of the family's own tokenizer
     tensors = {}
-    for name, parts in layout(model).items():
-        x = torch.cat([p.detach() for p in parts]).to("cpu", dtype)
+    for name, p in layout(model).items():
+        x = p.detach().to("cpu", dtype)
         if not x.isfinite().all():
             raise ValueError(f"tensor {name} holds inf or nan as {dtype}; use a wider dtype such as torch.float32")
         tensors[name] = (x.T if TRANSPOSED.search(name) else x).contiguous()

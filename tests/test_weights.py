@@ -3,6 +3,7 @@ import json
 import shutil
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import CASES, LLAMA3, TOKENS, oracle, same, tiny
 import torch
@@ -89,6 +90,9 @@ def test_half_precision_round_trip_is_exact(saved, tmp_path, case):
     to_hf(ours, tmp_path)
     equal(from_hf(tmp_path, torch.float16), ours)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float16
+    assert read_config(tmp_path / "config.json")["torch_dtype"] == "float16"
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers 4 insists on both
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(saved(case) / "model.safetensors").keys()
 
 
@@ -108,8 +112,12 @@ def test_loading_ties_the_head_draws_no_random_numbers_and_is_ready_to_run(saved
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
 
 
+BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
 @pytest.mark.parametrize("changed, message", [
-    (dict(family="gpt2"), "n_kv_heads=2.*GPT-2 has"),
+    (dict(family="gpt2", **BIASES), "n_kv_heads=2.*n_heads = n_kv_heads"),
+    (dict(family="gpt2", n_kv_heads=4, head_dim=16, **BIASES), "head_dim=16.*d_model / head_dim"),
     (dict(family="gpt2", n_kv_heads=4), "qkv_bias=False.*GPT-2 has every bias"),
     (dict(o_bias=True), "o_bias=True.*Llama has qkv_bias = o_bias"),
     (dict(qkv_bias=True, mlp_bias=True), "mlp_bias=True.*Qwen2 has qkv_bias alone"),

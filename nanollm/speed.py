@@ -1,0 +1,97 @@
+"""How fast decoding is: against transformers' `generate` on the same weights, and over the length of the cache.
+
+    python -m nanollm.speed
+"""
+import argparse
+from pathlib import Path
+import tempfile
+import time
+
+import torch
+
+from nanollm.cache import make_cache
+from nanollm.generate import generate, prefill
+from nanollm.weights import from_hf, to_hf
+
+TINY = Path(__file__).parent / "tiny"
+
+
+def best(run, repeat: int) -> float:
+    """Seconds, the least of `repeat` timings: whatever else the machine does only ever adds."""
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def against_transformers(folder: Path, prompts=(128, 1024), new: int = 128, repeat: int = 7):
+    """Greedy decoding of the same tokens with both, in one process, single-threaded and on two threads.
+
+    The time of a run with one new token is taken off, so that reading the prompt does not count.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    ours = from_hf(folder)
+    with tempfile.TemporaryDirectory() as copy:
+        to_hf(ours, copy, torch.float32)
+        theirs = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
+
+    print(f"\ngreedy decoding, {new} tokens, batch 1, float32, best of {repeat} in turn")
+    print(f"{'threads':>8}{'prompt':>8}{'nanollm':>14}{'transformers':>16}{'ratio':>8}")
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for length in prompts:
+            tokens = torch.randint(0, ours.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+
+            def a(n: int):
+                return generate(ours, tokens, n)[0].tolist()
+
+            def b(n: int):
+                return theirs.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0,
+                                       attention_mask=torch.ones_like(tokens))[0, length:].tolist()
+
+            if a(new + 1) != b(new + 1):
+                raise ValueError("the two decode different tokens; their speeds cannot be compared")
+            rounds = [[best(lambda: f(n), 1) for f in (a, b) for n in (new + 1, 1)] for _ in range(repeat)]
+            long_a, short_a, long_b, short_b = (min(column) for column in zip(*rounds))
+            mine, other = new / (long_a - short_a), new / (long_b - short_b)
+            print(f"{threads:>8}{length:>8}{mine:>10.0f} t/s{other:>12.0f} t/s{mine / other:>8.2f}", flush=True)
+
+
+def over_length(folder: Path, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9):
+    """Time of one decoding step with that many slots in the cache, and what of it passes inside attention."""
+    torch.set_num_threads(1)
+    model = from_hf(folder)
+    print("one decoding step, batch 1, one thread")
+    print(f"{'slots':>8}{'step':>12}{'attention':>12}{'the rest':>12}")
+    for n in slots:
+        tokens = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n))
+        caches = make_cache(model)
+        prefill(model, tokens, caches)
+
+        def run():
+            with torch.inference_mode():
+                for _ in range(steps):
+                    model(tokens[:, :1], caches)
+            for cache in caches:
+                cache.length = cache.seen = n  # forget the steps again
+
+        run()
+        step = best(run, repeat) / steps * 1e3
+        with torch.profiler.profile() as profile:
+            run()
+        attention = sum(event.self_cpu_time_total for event in profile.key_averages()
+                        if event.key.startswith("aten::_scaled_dot_product")) / steps / 1e3
+        print(f"{n:>8}{step:>9.2f} ms{attention:>9.2f} ms{step - attention:>9.2f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m nanollm.speed", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY)
+    folder = parser.parse_args().model
+    over_length(folder)
+    against_transformers(folder)

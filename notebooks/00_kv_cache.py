@@ -1,0 +1,355 @@
+# %% [markdown]
+# # The KV cache
+#
+# A decoder writes one token at a time, and each new token attends to all tokens before it.
+# What attention needs from an earlier token is its key and its value, so a decoder keeps these two and never computes them twice: that is the KV cache.
+# This notebook shows the cache of the small decoder that ships in `nanollm/tiny`: that it changes nothing but the time, how many bytes it takes, how trained heads read it, and what is lost when a part of it is thrown away.
+#
+# You should know attention; nothing about caches is assumed. `nanollm/cache.py` and `nanollm/generate.py` are the code to read beside it.
+
+# %%
+import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+import time
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from methods import h2o, random_eviction, streaming_llm
+from nanollm import plot, tokenizer, weights
+from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, make_cache
+from nanollm.data import FACT, Tasks
+from nanollm.evaluate import maker, retrieve
+from nanollm.generate import generate
+from nanollm.model import Config, Decoder
+from nanollm.train import CONFIG, TINY, induction_start
+
+# %%
+torch.set_grad_enabled(False)
+model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+tasks = Tasks(encoding, "test")  # held-out text and retrieval tasks, made from the installed Python
+text = torch.from_numpy(tasks.filler(np.random.default_rng(0), 2048))[None]
+c = model.config
+print(f"{c.n_layers} layers, {c.n_heads} query heads that share {c.n_kv_heads} key/value heads, head dim {c.head_dim}")
+
+# %% [markdown]
+# ## Old keys and values never change
+#
+# A token sees only what lies before it. Whatever comes later, its keys and values stay as they were, in every layer.
+# Here the decoder reads 100 tokens, and then, with a second cache, the same text up to token 200.
+
+# %%
+short, long = make_cache(model), make_cache(model)
+model(text[:, :100], short)
+model(text[:, :200], long)
+print("keys of one layer (batch, key/value heads, slots, head dim):", *long[0].k.shape)
+change = max((getattr(a, x) - getattr(b, x)[:, :, :100]).abs().max().item() for a, b in zip(short, long) for x in "kv")
+print(f"largest change of a key or value of the first 100 tokens: {change:.1g}")
+
+# %% [markdown]
+# The difference is rounding. So it is enough to compute each token once and to keep its key and value.
+
+# %% [markdown]
+# ## The same tokens
+#
+# Without a cache, each new token costs a pass over the whole text so far. With one, the decoder is handed only the newest token and reads the rest from memory.
+# RoPE rotates a key by the token's position in the text, so keys can be stored rotated; the newest query is rotated by the number of tokens *seen*.
+
+# %%
+prompt = text[:, :64]
+recomputed = prompt
+for _ in range(48):
+    best = model(recomputed, last=1)[:, -1].argmax(-1, keepdim=True)
+    recomputed = torch.cat((recomputed, best), 1)
+cached = generate(model, prompt, 48)
+print("same tokens:", torch.equal(recomputed[:, 64:], cached))
+print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(cached[0].tolist()), "⟧")
+
+# %% [markdown]
+# Both ways write the same continuation, here between the brackets. The cache is no approximation.
+
+# %% [markdown]
+# ## Time per token
+#
+# Recomputing is linear in the text for the projections and quadratic for attention; a step with the cache is constant for the projections and linear for attention.
+
+# %%
+lengths, steps = [64, 128, 256, 512, 1024, 2047], {"recompute all": [], "one step with the cache": []}
+for T in lengths:
+    caches = make_cache(model)
+    model(text[:, :T], caches)
+    ways = lambda: model(text[:, :T + 1], last=1), lambda: model(text[:, T:T + 1], caches)
+    for times, way in zip(steps.values(), ways):
+        clock = [time.perf_counter()]
+        for _ in range(4):
+            way()
+            clock.append(time.perf_counter())
+        times.append(1000 * np.diff(clock).min())
+
+# %%
+figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+for (name, times), style in zip(steps.items(), ("o--", "s-")):
+    axis.loglog(lengths, times, style, base=2, label=name)
+axis.set(xlabel="tokens so far", ylabel="ms per new token", xticks=lengths, xticklabels=lengths)
+axis.yaxis.set_major_formatter("{x:g}")
+axis.grid(alpha=0.3)
+axis.legend();
+
+# %% [markdown]
+# Recomputing grows with the text, faster and faster; the step with the cache hardly notices it at these lengths, as most of it is reading the weights.
+
+# %% [markdown]
+# ## Bytes over length
+#
+# The cache holds a key and a value, for each layer, key/value head and token:
+#
+# $$\text{bytes} = 2 \cdot \text{layers} \cdot \text{key/value heads} \cdot \text{tokens} \cdot \text{head dim} \cdot \text{bytes per number}$$
+#
+# `cache_bytes` counts the tensors themselves: what is *live*, and what is *allocated*, for buffers grow in steps so that not every new token copies the whole cache.
+
+# %%
+print("tokens   formula      live  allocated, KiB")
+for T in (64, 256, 1024):
+    caches = make_cache(model)
+    model(text[:, :T - 16], caches)
+    for i in range(T - 16, T):  # the prompt at once, the rest one by one
+        model(text[:, i:i + 1], caches)
+    formula = 2 * c.n_layers * c.n_kv_heads * T * c.head_dim * 4  # float32
+    print(f"{T:6d}" + "".join(f"{n / 1024:10.0f}" for n in (formula, *cache_bytes(caches))))
+
+# %% [markdown]
+# Live is what the formula says plus 1/(2 · head dim): with each slot this cache keeps its token's position, 4 bytes.
+# As long as nothing is evicted, one could count; afterwards the position can no longer be told from the slot.
+
+# %%
+shapes = {"Llama-2-7B": (32, 32, 128), "Llama-3-8B": (32, 8, 128), "Llama-3-70B": (80, 8, 128)}
+figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
+tokens = 2 ** np.arange(10, 18)
+for (name, (layers, heads, head_dim)), style in zip(shapes.items(), ("o-", "s--", "^:")):
+    axis.loglog(tokens, 2 * layers * heads * tokens * head_dim * 2 / 2**30, style, base=2, label=name)
+axis.axhline(6.74e9 * 2 / 2**30, color="black", linewidth=1)
+axis.annotate("weights of Llama-2-7B", (1024, 14))
+axis.set(xlabel="tokens, all sequences of a batch together", ylabel="GiB, 16 bit", xticks=tokens,
+         xticklabels=[f"{n // 1024} k" for n in tokens])
+axis.yaxis.set_major_formatter("{x:g}")
+axis.legend()
+print("Llama-2-7B at 2048 tokens:", 2 * 32 * 32 * 2048 * 128 * 2 / 2**30, "GiB")
+
+# %% [markdown]
+# Llama-2-7B needs 1 GiB for 2048 tokens, and at 26 k tokens the cache outgrows the weights.
+# Llama-3-8B lets 4 query heads share one key/value head (grouped-query attention) and so needs a quarter.
+# All of these bytes are read for each new token: the cache costs memory and, at length, time.
+
+# %% [markdown]
+# ## The seam
+#
+# The decoder says one thing to memory, `y = cache.attend(q, k, v, pos)`, and that is four steps: `write` the new keys and values, `read` what attention may see, attention, `observe`.
+# A method of compression overrides one of the steps. The smallest override there is forgets nothing and looks on: with `watch = ALL`, `observe` is handed the probabilities of every query.
+
+# %%
+class Recorder(LayerCache):
+    """Full attention that keeps the probabilities p (B, H, G, T, S) of its last call."""
+    watch = ALL
+
+    def observe(self, q, p):
+        self.p = p.flatten(1, 2)  # (B, heads, T, S)
+
+
+def record(model, tokens):
+    caches = make_cache(model, Recorder)
+    model(tokens, caches)
+    return torch.stack([cache.p for cache in caches], 1)  # (B, L, heads, T, S)
+
+# %% [markdown]
+# What the heads shall read is a needle task: four facts in a real text, one of which is asked for at the end.
+# The words and numbers never occurred as facts in training, so the answer is nowhere but in the text.
+
+# %%
+batch = tasks.batch("needle", seed=0, B=16, T=256)
+needle, answer = torch.from_numpy(batch.tokens), batch.answers[0]
+p = record(model, needle)
+asking = answer.start - 1  # the question's last token, which is to be followed by the answer
+same = (needle.unfold(1, 2, 1) == needle[:, None, answer]).all(-1) & torch.from_numpy(batch.facts[:, 1:])
+value = same.int().argmax(1)  # where the value of the fact in question starts
+print(encoding.decode(needle[0].tolist()))
+
+# %% [markdown]
+# ## What heads read
+#
+# Four numbers for each head, averaged over documents and, but for the last, over the queries of the second half: how strongly the first token is read; how strongly the one token that is read most; how much weight goes to the last eight tokens; and how much goes from the end of the question to the value that it asks for.
+# The first two are in units of the even share, which a token would get if all were read alike.
+
+# %%
+T = needle.shape[1]
+query, key = torch.arange(T)[:, None], torch.arange(T)
+late, old = slice(T // 2, answer.start), slice(0, T // 2)
+average = p[..., late, old].mean(-2) / (1 / (query + 1.0))[late].mean()  # (B, L, heads, S), in even shares
+measures = {"first token, even shares": average[..., 0], "most read token, even shares": average.amax(-1),
+            "last 8 tokens": (p * (key > query - 8))[..., late, :].sum(-1).mean(-1),
+            "end of question → value": p[torch.arange(len(p)), :, :, asking, value]}
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.3), layout="constrained")
+for axis, (name, numbers), form in zip(axes, measures.items(), ["{:.1f}"] * 2 + ["{:.2f}"] * 2):
+    plot.heads(axis, numbers.mean(0), name, form)
+
+# %% [markdown]
+# Heads divide the work. **Recency** heads read their neighbourhood. A few **retrieval** heads put most of their weight on the one value that is asked for, out of 250 tokens.
+# Other heads have **heavy hitters**: tokens that many queries read, whatever they look for.
+# A heavy hitter at the very start that says nothing is called a **sink**: softmax has to spend its weight somewhere, and the first token is visible to every query.
+# In large language models a sink takes more than half the weight of many heads, here that would read 100; the left map shows how far this small model has gone that way.
+
+# %%
+def strongest(score):
+    """(layer, head) of the largest number in (L, heads)."""
+    return divmod(score.argmax().item(), score.shape[1])
+
+
+chosen = {kind: strongest(numbers.mean(0)) for kind, numbers in zip(("sink", "heavy hitters", "recency", "retrieval"), measures.values())}
+figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
+for axis, kind in zip(axes, ("heavy hitters", "recency", "retrieval")):
+    layer, head = chosen[kind]
+    plot.attention(axis, p[0, layer, head], f"{kind}: layer {layer}, head {head}")
+axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fraction", arrowprops=dict(arrowstyle="->"));
+
+# %% [markdown]
+# Each row is a query, each column a key; what lies right of the diagonal is the future.
+# A heavy hitter is a vertical line, a sink would be one at the left edge, a recency head is the diagonal. The retrieval head shows single dots and short slanted strokes: at the arrow, the end of the question reads a value far back.
+
+# %%
+layer, head = chosen["retrieval"]
+pieces = [encoding.decode([token]) for token in needle[0].tolist()]
+panels = {"at the end of the question": asking, "one token later, at the answer's first half": asking + 1}
+plot.text(pieces, {name: p[0, layer, head, i] for name, i in panels.items()}, batch.facts[0], "no weight", "all the weight");
+
+# %% [markdown]
+# The head goes to the first half of the value, then to the second. It finds "the token that came after what I am reading now": an **induction head**.
+# Drop those two entries of the cache, and the answer is gone.
+
+# %% [markdown]
+# ## How an induction head is built
+#
+# It takes two layers. A head of the lower layer writes into each token *which token came before it*; a head of the upper layer looks for the token that says "before me came what you are reading now".
+# Such heads appear by themselves in training; this model was started with them, by hand (`induction_start`), which saves most of the training. Only the starting weights are special.
+#
+# First the lower layer. Let queries and keys read one embedding dimension that is the same for all tokens: then they are constant, but for RoPE's rotation.
+# Turn the query back by the angle of Δ tokens, and the score of a key $d$ tokens back is $\sum_i \cos((d - Δ)\,\theta_i)$ over the angles $\theta_i$ that are used: it peaks at $d = Δ$, whatever the tokens say.
+
+# %%
+start = Decoder(Config(**CONFIG))
+induction_start(start, seed=0)
+distance, angles = torch.arange(13), start.freq[:6]  # the fastest angles tell neighbours apart
+figure, axis = plt.subplots(figsize=(6, 2.8), layout="constrained")
+for back, style in zip((1, 2, 4), ("o-", "s--", "^:")):
+    axis.plot(distance, ((distance - back)[:, None] * angles).cos().sum(-1), style, label=f"Δ = {back}")
+axis.set(xlabel="tokens back, d", ylabel="score, unscaled")
+axis.grid(alpha=0.3)
+axis.legend();
+
+# %% [markdown]
+# Each curve peaks at its Δ. The score is scaled up until softmax gives the peak nearly all the weight.
+#
+# The upper layer matches what the current token *is* with what the lower layer wrote, and its values carry the token that was found to where the output head reads it.
+# To see both, take random tokens, twice the same: for a token of the second round, the induction head should look one *behind* its first occurrence.
+# The heads are again found by measurement, in the untrained start and in the trained model.
+
+# %%
+n = 32
+twice = torch.from_numpy(np.random.default_rng(1).integers(0, tasks.bos, n)).repeat(2)[None]
+figure, axes = plt.subplots(2, 2, figsize=(7, 7.4), layout="constrained")
+for row, (name, decoder) in zip(axes, {"before training": start, "trained": model}.items()):
+    q = record(decoder, twice)[0]
+    scores = {"previous token": q.diagonal(-1, -2, -1), "induction": q.diagonal(1 - n, -2, -1)}
+    for axis, (kind, score) in zip(row, scores.items()):
+        layer, head = strongest(score[..., 1:].mean(-1))
+        plot.attention(axis, q[layer, head], f"{name}, {kind}\nlayer {layer}, head {head}")
+
+# %% [markdown]
+# On the left, the weight lies one below the diagonal; on the right, in the lower half, one behind the first occurrence. Training keeps the mechanism and cleans it up.
+#
+# Does the start already help to copy? Here is the rank of the right next token among all tokens of the vocabulary, in the second round:
+
+# %%
+plain = Decoder(Config(**CONFIG))
+for name, decoder in {"random weights": plain, "structured start": start, "trained": model}.items():
+    logits, right = decoder(twice)[0, n:-1], twice[0, n + 1:, None]
+    rank = (logits > logits.gather(-1, right)).sum(-1) + 1
+    print(f"{name:16} median rank {rank.median():4d} of {c.vocab_size}")
+
+# %% [markdown]
+# Before any training, the structured start brings the right token near the top. Training only has to finish the work.
+
+# %% [markdown]
+# ## Throwing entries away
+#
+# To keep less than everything, one has to choose, and the two oldest rules are these.
+# **StreamingLLM** (`methods/streaming_llm.py`) keeps the first four tokens, as sinks, and the newest.
+# **H2O** (`methods/h2o.py`) keeps the newest and the *heavy hitters*: those that collected the most attention from all queries so far, chosen apart for each layer and head.
+#
+# Both get a quarter of the prompt as their budget, and the prompt here ends before the question.
+
+# %%
+def compress(Method, prompt, share=0.25):
+    """Caches that have read the prompt (1, T) and evicted at its end."""
+    caches = make_cache(model, Method, budget=round(share * prompt.shape[1]))
+    model(prompt, caches)
+    finish_prompt(caches)
+    return caches
+
+
+prompt = needle[:1, :batch.question]
+streaming = plot.kept(compress(streaming_llm.StreamingLLM, prompt), batch.question)  # (L, H, T) of bool
+pieces, facts = pieces[:batch.question], batch.facts[0, :batch.question]
+plot.text(pieces, {"StreamingLLM, every layer": streaming.mean((0, 1))}, facts);
+
+# %% [markdown]
+# Dark tokens are kept, grey ones dropped, facts are underlined. All layers and heads agree, as no score is involved: what lies in the middle is gone.
+
+# %%
+heavy = plot.kept(compress(h2o.H2O, prompt), batch.question)
+plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers)}, facts, columns=2, width=90);
+
+# %% [markdown]
+# Half of the budget is the newest text, as before. The other half is scattered, and differs from layer to layer and, where the ground is pale, from head to head: each keeps what *it* has read most.
+#
+# ## What gets lost: `blind` and `aware`
+#
+# There are two moments to compress. **Blind**: the context is compressed first and the question comes afterwards, as when a document is kept to be asked about later. **Aware**: the question is part of the prompt that gets compressed, as in a chat.
+# First, what becomes of the entries that the retrieval head needs: how many of the key/value heads in its layer still hold the value, on average over the documents?
+
+# %%
+layer = chosen["retrieval"][0]
+print("value still held     blind  aware")
+for Method in (streaming_llm.StreamingLLM, h2o.H2O, random_eviction.RandomEviction):
+    held = [np.mean([plot.kept(compress(Method, row[None, :end]), end)[layer, :, at:at + 2].mean()
+                     for row, at in zip(needle, value)]) for end in (batch.question, asking)]
+    print(f"{Method.__name__:20} {held[0]:5.2f}  {held[1]:5.2f}")
+
+# %% [markdown]
+# A budget of a quarter holds about a quarter of the values, whatever the rule. In `aware`, the question's own attention could save the right one; but H2O sums over all queries, and the few of the question add little to what the many before them have said.
+
+# %%
+shares = [0.0625, 0.125, 0.25, 0.5, 0.75]
+many = tasks.batch("needle", seed=1, B=48, T=256)
+full = retrieve(model, many, maker(model, LayerCache, None))
+methods = {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O, "random": random_eviction.RandomEviction}
+accuracy = {name: [retrieve(model, many, maker(model, Method, share)) for share in shares] for name, Method in methods.items()}
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+for axis, setting in zip(axes, ("blind", "aware")):
+    for (name, results), style in zip(accuracy.items(), ("o-", "s--", "^:")):
+        axis.semilogx(shares, [result[setting].mean() for result in results], style, base=2, label=name)
+    axis.axhline(full[setting].mean(), color="black", linewidth=1, label="full cache")
+    axis.set(title=setting, xlabel="budget, share of the prompt", xticks=shares, xticklabels=[f"{x:.0%}" for x in shares])
+    axis.grid(alpha=0.3)
+axes[0].set_ylabel("needles found")
+axes[0].legend();
+
+# %% [markdown]
+# StreamingLLM finds the needles that happen to lie in its window, and H2O those that drew attention before anybody asked for them; seeing the question hardly helps either.
+# That is the problem which the methods in this repository work on: which entries to keep, for which head, how many of them, and whether what is dropped can be kept in some cheaper form.
+
+# %% [markdown]
+# ## Exercises
+#
+# 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB? *Hint: `shapes`.*
+# 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
+# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` (`nanollm/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
+# 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them. *Hint: the newest token is always kept.*
+# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a knob, and call `shrink` in `finish_prompt` with a score that is high for facts.*

@@ -1,0 +1,203 @@
+"""Decoding against recomputation from scratch, sampling against the distribution it should draw from."""
+import math
+
+import pytest
+import torch
+
+from nanollm.cache import LayerCache, make_cache
+from nanollm.generate import generate, prefill, sample, stream
+from nanollm.model import Config, Decoder
+
+V = 50
+PROMPT = torch.randint(0, V, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    decoder = Decoder(Config(vocab_size=V, max_len=64, n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=48,
+                             tie_embeddings=False)).eval()
+    for p in decoder.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return decoder
+
+
+class Probe(LayerCache):
+    """Full attention that notes how many tokens came at a time, and how many had come when the prompt ended."""
+    def __post_init__(self):
+        super().__post_init__()
+        self.parts, self.finished = [], []
+
+    def write(self, k, v, pos):
+        super().write(k, v, pos)
+        self.parts.append(k.shape[2])
+
+    def finish_prompt(self):
+        super().finish_prompt()
+        self.finished.append(self.seen)
+
+
+@torch.inference_mode()
+def from_scratch(model, prompt, new):
+    text = prompt
+    for _ in range(new):
+        text = torch.cat((text, model(text)[:, -1:].argmax(-1)), 1)
+    return text[:, prompt.shape[1]:]
+
+
+# ---- prefill and decode ---
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 19, 20, 512])
+def test_greedy_decoding_equals_recomputing_everything_for_each_token(model, chunk):
+    expected = from_scratch(model, PROMPT, 30)
+    assert len(set(expected[0].tolist())) > 10  # the text is no short loop
+    assert torch.equal(generate(model, PROMPT, 30, chunk=chunk), expected)
+
+
+def test_one_token_is_a_prompt(model):
+    assert torch.equal(generate(model, PROMPT[:, :1], 10), from_scratch(model, PROMPT[:, :1], 10))
+
+
+@torch.inference_mode()
+def test_prefill_returns_the_last_tokens_logits(model):
+    for chunk, parts in ((6, [6, 6, 6, 2]), (20, [20])):
+        caches = make_cache(model, Probe)
+        assert torch.allclose(prefill(model, PROMPT, caches, chunk), model(PROMPT)[:, -1], atol=1e-5)
+        assert caches[1].parts == parts and caches[1].finished == []  # who prefills in parts says when the prompt is over
+
+
+@pytest.mark.parametrize("T", [1, 2, 20])
+def test_the_last_prompt_token_is_fed_after_the_compression(model, T):
+    caches = make_cache(model, Probe)
+    generate(model, PROMPT[:, :T], 5, caches, chunk=8)
+    for cache in caches:
+        assert cache.finished == [T - 1]
+        assert sum(cache.parts) == T + 4 and cache.parts[-5:] == [1] * 5  # the fifth new token is never fed
+
+
+def test_tokens_come_as_they_are_made(model):
+    caches = make_cache(model, Probe)
+    tokens = stream(model, PROMPT, 5, caches)
+    assert caches[0].seen == 0
+    for n in range(5):
+        next(tokens)
+        assert caches[0].seen == 20 + n
+    assert next(tokens, None) is None
+    assert generate(model, PROMPT, 0).shape == (2, 0)
+
+
+# ---- sampling ---
+
+
+def distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Softmax, the k most likely, then the fewest of those whose mass reaches top_p; in plain Python."""
+    weight = [math.exp(x / temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k or None]
+    kept, mass = [], 0.0
+    for i in order:
+        if mass < top_p:
+            kept.append(i)
+            mass += weight[i] / sum(weight[j] for j in order)
+    return [weight[i] / sum(weight[j] for j in kept) if i in kept else 0.0 for i in range(len(logits))]
+
+
+LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 1, 1.0), (1.0, 99, 1.0),
+    (1.0, 0, 0.1), (1.0, 0, 0.5), (1.0, 0, 0.9), (2.5, 0, 0.8), (0.7, 5, 0.85), (1.5, 4, 0.6),
+])
+def test_samples_follow_the_distribution(temperature, top_k, top_p):
+    n, p = 20_000, torch.tensor(distribution(LOGITS, temperature, top_k, top_p))
+    drawn = sample(torch.tensor(LOGITS).expand(n, -1), temperature, top_k, top_p, torch.Generator().manual_seed(0))
+    seen = drawn.bincount(minlength=len(LOGITS))
+    assert (seen > 0).tolist() == (p > 0).tolist()
+    chi2 = ((seen - n * p) ** 2 / (n * p))[p > 0].sum().item()
+    assert chi2 < 26  # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
+
+
+def test_each_row_is_cut_by_its_own_logits():
+    logits = torch.tensor([[5.0, 0, 0, 4.9], [0, 1, 3, 3.1]])
+    for top_k, top_p in ((2, 1.0), (0, 0.9)):
+        drawn = torch.stack([sample(logits, 1.0, top_k, top_p, torch.Generator().manual_seed(s)) for s in range(100)], 1)
+        assert [set(row.tolist()) for row in drawn] == [{0, 3}, {2, 3}]
+
+
+def test_temperature_0_and_top_k_1_are_greedy(model):
+    greedy = generate(model, PROMPT, 20)
+    assert torch.equal(generate(model, PROMPT, 20, temperature=3.0, top_k=1), greedy)
+    assert torch.equal(generate(model, PROMPT, 20, temperature=0.0, top_k=5, top_p=0.5, seed=9), greedy)
+
+
+def test_a_seed_decides_the_sample(model):
+    a, b, c = (generate(model, PROMPT, 20, temperature=1.0, seed=s) for s in (0, 0, 1))
+    assert torch.equal(a, b) and (a != c).float().mean() > 0.5
+
+
+# ---- stop tokens ---
+
+
+def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_one_ends_the_stream(model):
+    free = generate(model, PROMPT, 30)
+    first = {t: free[0].tolist().index(t) for t in set(free[0].tolist())}
+    second = {t: free[1].tolist().index(t) for t in set(free[1].tolist())}
+    stop = (next(t for t, i in first.items() if i == 4), next(t for t, i in second.items() if 8 < i < 25))
+    at = [min(i for i, t in enumerate(row.tolist()) if t in stop) for row in free]
+    got = generate(model, PROMPT, 30, stop=stop)
+    assert at[0] != at[1] and got.shape == (2, max(at) + 1)
+    for row, expected, i in zip(got, free, at):
+        assert row[:i + 1].tolist() == expected[:i + 1].tolist()
+        assert (row[i:] == expected[i]).all()
+
+
+def test_a_stop_token_in_the_prompt_stops_nothing(model):
+    free = generate(model, PROMPT, 8)
+    stop = next(t for t in PROMPT[0].tolist() if not (free == t).any())
+    prompt = torch.cat((PROMPT, torch.full((2, 1), stop)), 1)
+    free = generate(model, prompt, 3)
+    assert not (free == stop).any() and torch.equal(generate(model, prompt, 3, stop=(stop,)), free)
+
+
+# ---- errors ---
+
+
+@pytest.mark.parametrize("prompt, message", [
+    (torch.zeros(1, 0, dtype=torch.long), r"prompt is empty.*\(1, 0\)"),
+    (torch.zeros(3, dtype=torch.long), r"not of shape \(B, T\): \(3,\)"),
+    (torch.tensor([[3, 50]]), "token id 50 lies outside the vocabulary 0 … 49"),
+    (torch.tensor([[3, -1]]), "token id -1 lies outside the vocabulary"),
+    (torch.zeros(1, 61, dtype=torch.long), "61 prompt tokens and 4 new ones exceed the model's length of 64"),
+])
+def test_a_prompt_that_cannot_be_read_is_refused_before_any_work(model, prompt, message):
+    caches = make_cache(model, Probe)
+    with pytest.raises(ValueError, match=message):
+        stream(model, prompt, 4, caches)  # at the call, not at the first token
+    assert caches[0].parts == []
+
+
+def test_the_longest_prompt_is_accepted(model):
+    assert generate(model, torch.zeros(1, 60, dtype=torch.long), 4).shape == (1, 4)
+
+
+def test_a_used_cache_is_refused(model):
+    caches = make_cache(model)
+    generate(model, PROMPT, 3, caches)
+    with pytest.raises(ValueError, match="already seen 22 tokens"):
+        stream(model, PROMPT, 3, caches)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(temperature=-0.1), "temperature -0.1"), (dict(top_k=-1), "top_k -1"),
+    (dict(top_p=0.0), "top_p 0.0"), (dict(top_p=1.1), "top_p 1.1"),
+])
+def test_bad_options_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        stream(model, PROMPT, 3, **options)
+
+
+def test_a_bad_chunk_is_refused(model):
+    with pytest.raises(ValueError, match="chunk 0 must be at least 1"):
+        generate(model, PROMPT, 3, chunk=0)

@@ -1,0 +1,119 @@
+"""The BPE trainer against the textbook's, and the shipped encoding as a lossless code."""
+from collections import Counter
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from hypothesis import given, settings, strategies as st
+import pytest
+import regex
+import requests
+import tiktoken
+
+from nanollm import tokenizer
+from nanollm.tokenizer import BOS, PATTERN, load, merge, save, train
+
+TINY = Path(tokenizer.__file__).parent / "tiny" / "tokenizer.tiktoken"
+ENCODING = load(TINY)
+BASE = 356  # 256 bytes and 100 numbers
+TEXT = topics["import"][:3000] + " aaaa aaaaa baaaa" * 40 + " nanana banana" * 30 + " née 12 123" * 20
+
+
+def textbook(texts: list[str], merges: int) -> list[bytes]:
+    """Sennrich et al.'s Algorithm 1: count every pair anew, merge the most frequent one everywhere, again and again."""
+    words = Counter(tuple(bytes([b]) for b in word.encode()) for text in texts for word in regex.findall(PATTERN, text)
+                    if not word[0].isdigit())
+    new = []
+    while len(new) < merges:
+        pairs = Counter()
+        for word, n in words.items():
+            for pair in zip(word, word[1:]):
+                pairs[pair] += n
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merged = Counter()
+        for word, n in words.items():
+            out, i = [], 0
+            while i < len(word):
+                if word[i:i + 2] == best:
+                    out.append(word[i] + word[i + 1])
+                    i += 2
+                else:
+                    out.append(word[i])
+                    i += 1
+            merged[tuple(out)] += n
+        words = merged
+        token = b"".join(best)
+        if token not in new:
+            new.append(token)
+    return new
+
+
+def test_incremental_counts_equal_recounting_everything():
+    ranks = train([TEXT[:2000], TEXT[2000:]], BASE + 250)
+    assert list(ranks.values()) == list(range(BASE + 250))
+    assert list(ranks)[BASE:] == textbook([TEXT[:2000], TEXT[2000:]], 250)
+    assert b" banana" in ranks and b" aaaa" in ranks
+
+
+@given(st.lists(st.text("ab ", max_size=12), min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_training_ends_when_no_pair_is_left(texts):
+    """Few letters make many ties, overlaps and the same token by two ways."""
+    assert list(train(texts, BASE + 40))[BASE:] == textbook(texts, 40)
+
+
+@pytest.mark.parametrize("word, merged", [("aaaa", "aa aa"), ("aaaaa", "aa aa a"), ("baab", "b aa b"), ("aba", "a b a"), ("a", "a")])
+def test_merge_goes_from_the_left(word, merged):
+    assert merge([bytes([b]) for b in word.encode()], b"a", b"a") == merged.encode().split()
+
+
+@given(st.text())
+@settings(max_examples=200, deadline=None)
+def test_every_text_comes_back(text):
+    ids = ENCODING.encode_ordinary(text)
+    assert ENCODING.decode(ids) == text
+    assert all(i < ENCODING.n_vocab - 1 for i in ids)  # the last one is BOS, which no text can produce
+
+
+def test_every_two_digit_number_is_one_token():
+    for n in range(100):
+        assert ENCODING.encode_ordinary(f"{n:02d}") == [256 + n]
+        assert ENCODING.encode_ordinary(f" {n:02d}{99 - n:02d}.")[1:-1] == [256 + n, 256 + 99 - n]
+
+
+def test_saved_and_loaded_encoding_is_the_same(tmp_path):
+    ranks = train([TEXT], BASE + 100)
+    save(ranks, tmp_path / "new.tiktoken")
+    encoding = load(tmp_path / "new.tiktoken")
+    assert {token: encoding.encode_single_token(token) for token in ranks} == ranks
+    assert (encoding.n_vocab, encoding.encode_single_token(BOS)) == (BASE + 101, BASE + 100)
+    assert encoding.encode(BOS, allowed_special={BOS}) == [BASE + 100] and BASE + 100 not in encoding.encode_ordinary(BOS)
+
+
+def test_tiktokens_own_encodings_by_name(monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.get)
+    assert load("gpt2") is ENCODING
+
+
+def test_a_failed_download_says_what_to_do(monkeypatch):
+    def offline(name):
+        raise requests.exceptions.ConnectionError("no route to host")
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(ValueError, match="downloads 'gpt2' once.*TIKTOKEN_CACHE_DIR"):
+        load("gpt2")
+
+
+@pytest.mark.parametrize("name, message", [
+    ("gpt5000", "unknown tokenizer 'gpt5000'.*'gpt2'.*'cl100k_base'"),
+    ("nowhere/x.tiktoken", "no tokenizer at nowhere/x.tiktoken"),
+])
+def test_an_unknown_name_or_file_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        load(name)
+
+
+def test_a_vocabulary_without_room_for_the_bytes_and_numbers_is_refused():
+    with pytest.raises(ValueError, match="vocab_size 355 must be at least 356"):
+        train(["text"], 355)
+    assert len(train(["text"], 356)) == 356
