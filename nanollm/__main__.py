@@ -90,7 +90,7 @@ def compare(argv: list[str]):
     from nanollm.data import Tasks
     from nanollm.evaluate import TASKS, Benchmark, maker
     lengths = [512, 1024] if args.full and args.lengths == [512] else args.lengths
-    documents = args.documents or (256 if args.full else 32)
+    documents = args.documents if args.documents is not None else 256 if args.full else 32
     chosen = pick(args.methods)
     model, encoding = load(args.model, args.device)
     jobs = [(T, name, fraction) for T in lengths for name in chosen

@@ -267,3 +267,8 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
     """(live, allocated) bytes of all layers."""
     live, allocated = zip(*(cache.bytes() for cache in caches))
     return sum(live), sum(allocated)
+
+
+def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
+    """2 · layers · key/value heads · tokens · head dim · bytes (KVReviver, Eq. 1): keys and values of a full cache."""
+    return 2 * config.n_layers * config.n_kv_heads * tokens * config.head_dim * bytes_per_number

@@ -26,7 +26,7 @@ TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs
 
 
 @torch.inference_mode()
-def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 256) -> int:
+def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> int:
     """Feed tokens (B, T) of a prompt. Returns the peak of the caches' allocated bytes."""
     check_prompt(model, tokens)
     peak = 0

@@ -23,7 +23,7 @@ def comparison(rows: list[dict], file: Path):
             axis.plot(*zip(*mine), marker=marker, linestyle=dash, label=name, markersize=5)
         if full:
             axis.axhline(full[key], color="black", linewidth=1)
-            axis.annotate("full cache", (full["live"] / 1024, full[key]), ha="right", va="bottom" if key == "kl" else "top")
+            axis.text(0.98, full[key], "full cache", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
         axis.set_xscale("log", base=2)
         axis.set_xlabel("live cache, KiB per sequence")
         axis.set_ylabel(label)
@@ -61,8 +61,8 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
         places.append((x, y))
         x += len(piece)
     across, down, rows = width + 4, y + 3, -(-len(panels) // columns)
-    inch = 11 / (columns * across - 4)  # a character's width; DejaVu Sans Mono is 0.602 em wide, a line is 2.1 characters high
-    size = 72 * inch / 0.602
+    inch = 11 / (columns * across - 4)  # a character's width; a line is 2.1 of them high
+    size = 72 * inch / 0.602            # DejaVu Sans Mono is 0.602 em wide
     figure = plt.figure(figsize=(11, 2.1 * inch * (rows * down + 1.2)))
     axis = figure.add_axes((0, 0, 1, 1), xlim=(0, columns * across - 4), ylim=(rows * down + 1, -0.2))
     axis.axis("off")
@@ -71,7 +71,7 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
         if weight > 0.01:
             axis.add_patch(plt.Rectangle((x, y), len(piece), 1, color=plt.cm.Blues(0.7 * weight), linewidth=0))
         if underline:
-            axis.plot((x, x + len(piece)), (y + 0.95, y + 0.95), color="#b03a00", linewidth=0.2 * size, solid_capstyle="butt")
+            axis.hlines(y + 0.95, x, x + len(piece), color="#b03a00", linewidth=0.2 * size)
         axis.text(x, y + 0.5, piece, va="center_baseline", family="DejaVu Sans Mono", fontsize=size,
                   color="black" if weight else "0.45", parse_math=False)
 

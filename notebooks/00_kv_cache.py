@@ -18,13 +18,14 @@ from methods import h2o, random_eviction, streaming_llm
 from nanollm import plot, tokenizer, weights
 from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, make_cache
 from nanollm.data import FACT, Tasks
-from nanollm.evaluate import maker, retrieve
+from nanollm.evaluate import answer, maker, retrieve
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
 from nanollm.train import CONFIG, TINY, induction_start
 
 # %%
 torch.set_grad_enabled(False)
+torch.manual_seed(0)
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks = Tasks(encoding, "test")  # held-out text and retrieval tasks, made from the installed Python
 text = torch.from_numpy(tasks.filler(np.random.default_rng(0), 2048))[None]
@@ -51,7 +52,7 @@ print(f"largest change of a key or value of the first 100 tokens: {change:.1g}")
 # %% [markdown]
 # ## The same tokens
 #
-# Without a cache, each new token costs a pass over the whole text so far. With one, the decoder is handed only the newest token and reads the rest from memory.
+# Without a cache, each new token costs a pass over the whole text so far. With one, the prompt is read once (*prefill*); then the decoder is handed only the newest token, step by step (*decode*), and finds the rest in memory.
 # RoPE rotates a key by the token's position in the text, so keys can be stored rotated; the newest query is rotated by the number of tokens *seen*.
 
 # %%
@@ -164,11 +165,11 @@ def record(model, tokens):
 # The words and numbers never occurred as facts in training, so the answer is nowhere but in the text.
 
 # %%
-batch = tasks.batch("needle", seed=0, B=16, T=256)
-needle, answer = torch.from_numpy(batch.tokens), batch.answers[0]
-p = record(model, needle)
-asking = answer.start - 1  # the question's last token, which is to be followed by the answer
-same = (needle.unfold(1, 2, 1) == needle[:, None, answer]).all(-1) & torch.from_numpy(batch.facts[:, 1:])
+batch = tasks.batch("needle", seed=0, B=48, T=256)
+needle, span = torch.from_numpy(batch.tokens), batch.answers[0]
+p = record(model, needle[:16])
+asking = span.start - 1  # the question's last token: the answer follows
+same = (needle.unfold(1, 2, 1) == needle[:, None, span]).all(-1) & torch.from_numpy(batch.facts[:, 1:])
 value = same.int().argmax(1)  # where the value of the fact in question starts
 print(encoding.decode(needle[0].tolist()))
 
@@ -181,11 +182,11 @@ print(encoding.decode(needle[0].tolist()))
 # %%
 T = needle.shape[1]
 query, key = torch.arange(T)[:, None], torch.arange(T)
-late, old = slice(T // 2, answer.start), slice(0, T // 2)
+late, old = slice(T // 2, span.start), slice(0, T // 2)
 average = p[..., late, old].mean(-2) / (1 / (query + 1.0))[late].mean()  # (B, L, heads, S), in even shares
 measures = {"first token, even shares": average[..., 0], "most read token, even shares": average.amax(-1),
             "last 8 tokens": (p * (key > query - 8))[..., late, :].sum(-1).mean(-1),
-            "end of question → value": p[torch.arange(len(p)), :, :, asking, value]}
+            "end of question → value": p[torch.arange(16), :, :, asking, value[:16]]}
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.3), layout="constrained")
 for axis, (name, numbers), form in zip(axes, measures.items(), ["{:.1f}"] * 2 + ["{:.2f}"] * 2):
     plot.heads(axis, numbers.mean(0), name, form)
@@ -194,7 +195,7 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ["{:.1f}"] * 2 + 
 # Heads divide the work. **Recency** heads read their neighbourhood. A few **retrieval** heads put most of their weight on the one value that is asked for, out of 250 tokens.
 # Other heads have **heavy hitters**: tokens that many queries read, whatever they look for.
 # A heavy hitter at the very start that says nothing is called a **sink**: softmax has to spend its weight somewhere, and the first token is visible to every query.
-# In large language models a sink takes more than half the weight of many heads, here that would read 100; the left map shows how far this small model has gone that way.
+# In large language models a sink takes more than half the weight of many heads, here that would read about 100; the left map shows how far this small model has gone that way.
 
 # %%
 def strongest(score):
@@ -202,10 +203,9 @@ def strongest(score):
     return divmod(score.argmax().item(), score.shape[1])
 
 
-chosen = {kind: strongest(numbers.mean(0)) for kind, numbers in zip(("sink", "heavy hitters", "recency", "retrieval"), measures.values())}
 figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
-for axis, kind in zip(axes, ("heavy hitters", "recency", "retrieval")):
-    layer, head = chosen[kind]
+for axis, kind, numbers in zip(axes, ("heavy hitters", "recency", "retrieval"), list(measures.values())[1:]):
+    layer, head = strongest(numbers.mean(0))
     plot.attention(axis, p[0, layer, head], f"{kind}: layer {layer}, head {head}")
 axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fraction", arrowprops=dict(arrowstyle="->"));
 
@@ -214,14 +214,31 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # A heavy hitter is a vertical line, a sink would be one at the left edge, a recency head is the diagonal. The retrieval head shows single dots and short slanted strokes: at the arrow, the end of the question reads a value far back.
 
 # %%
-layer, head = chosen["retrieval"]
+retrieval = strongest(measures["end of question → value"].mean(0))
 pieces = [encoding.decode([token]) for token in needle[0].tolist()]
 panels = {"at the end of the question": asking, "one token later, at the answer's first half": asking + 1}
-plot.text(pieces, {name: p[0, layer, head, i] for name, i in panels.items()}, batch.facts[0], "no weight", "all the weight");
+plot.text(pieces, {name: p[(0, *retrieval, i)] for name, i in panels.items()}, batch.facts[0], "no weight", "all the weight");
 
 # %% [markdown]
 # The head goes to the first half of the value, then to the second. It finds "the token that came after what I am reading now": an **induction head**.
-# Drop those two entries of the cache, and the answer is gone.
+#
+# How much hangs on two entries? `keep` is how every method forgets; here it drops the value, just before the last token of the question, in one layer or in all others.
+
+# %%
+layer, head = retrieval
+others = [[i for i in range(asking) if i not in (at, at + 1)] for at in value.tolist()]
+slots = torch.tensor(others)[:, None].expand(-1, c.n_kv_heads, -1)  # (B, H, S − 2)
+cases = {"in no layer": [], "in the retrieval head's layer": [layer],
+         "in all other layers": [i for i in range(c.n_layers) if i != layer]}
+for name, layers in cases.items():
+    caches = make_cache(model)
+    model(needle[:, :asking], caches)
+    for i in layers:
+        caches[i].keep(slots)
+    print(f"value dropped {name:30} {answer(model, needle, [span], asking, caches).mean():.2f} of the answers are right")
+
+# %% [markdown]
+# Without two of 250 entries, in the layer that fetches, the answer is lost; in the other layers they are hardly missed. Which entries matter, and where, is what a method of compression has to guess.
 
 # %% [markdown]
 # ## How an induction head is built
@@ -247,7 +264,7 @@ axis.legend();
 # Each curve peaks at its Δ. The score is scaled up until softmax gives the peak nearly all the weight.
 #
 # The upper layer matches what the current token *is* with what the lower layer wrote, and its values carry the token that was found to where the output head reads it.
-# To see both, take random tokens, twice the same: for a token of the second round, the induction head should look one *behind* its first occurrence.
+# To see both, take random tokens, twice the same: for a token of the second round, the induction head should look at the token *after* its first occurrence.
 # The heads are again found by measurement, in the untrained start and in the trained model.
 
 # %%
@@ -262,7 +279,7 @@ for row, (name, decoder) in zip(axes, {"before training": start, "trained": mode
         plot.attention(axis, q[layer, head], f"{name}, {kind}\nlayer {layer}, head {head}")
 
 # %% [markdown]
-# On the left, the weight lies one below the diagonal; on the right, in the lower half, one behind the first occurrence. Training keeps the mechanism and cleans it up.
+# On the left, the weight lies one below the diagonal. On the right, in the second round, it follows the first round, one token ahead. Training keeps the mechanism and cleans it up.
 #
 # Does the start already help to copy? Here is the rank of the right next token among all tokens of the vocabulary, in the second round:
 
@@ -279,11 +296,11 @@ for name, decoder in {"random weights": plain, "structured start": start, "train
 # %% [markdown]
 # ## Throwing entries away
 #
-# To keep less than everything, one has to choose, and the two oldest rules are these.
+# To keep less than everything, one has to choose, and these are two of the first rules.
 # **StreamingLLM** (`methods/streaming_llm.py`) keeps the first four tokens, as sinks, and the newest.
 # **H2O** (`methods/h2o.py`) keeps the newest and the *heavy hitters*: those that collected the most attention from all queries so far, chosen apart for each layer and head.
 #
-# Both get a quarter of the prompt as their budget, and the prompt here ends before the question.
+# Both get a quarter of the prompt as their budget. The prompt is read with full attention, and at its end, `finish_prompt`, they evict. Here it ends before the question.
 
 # %%
 def compress(Method, prompt, share=0.25):
@@ -304,10 +321,11 @@ plot.text(pieces, {"StreamingLLM, every layer": streaming.mean((0, 1))}, facts);
 
 # %%
 heavy = plot.kept(compress(h2o.H2O, prompt), batch.question)
-plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers)}, facts, columns=2, width=90);
+plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers)}, facts, columns=2, width=72);
 
 # %% [markdown]
 # Half of the budget is the newest text, as before. The other half is scattered, and differs from layer to layer and, where the ground is pale, from head to head: each keeps what *it* has read most.
+# The start of the text is favoured, for it has been there to be read the longest.
 #
 # ## What gets lost: `blind` and `aware`
 #
@@ -315,28 +333,27 @@ plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers
 # First, what becomes of the entries that the retrieval head needs: how many of the key/value heads in its layer still hold the value, on average over the documents?
 
 # %%
-layer = chosen["retrieval"][0]
-print("value still held     blind  aware")
-for Method in (streaming_llm.StreamingLLM, h2o.H2O, random_eviction.RandomEviction):
+methods = {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O, "random": random_eviction.RandomEviction}
+print("value still held  blind  aware")
+for name, Method in methods.items():
     held = [np.mean([plot.kept(compress(Method, row[None, :end]), end)[layer, :, at:at + 2].mean()
                      for row, at in zip(needle, value)]) for end in (batch.question, asking)]
-    print(f"{Method.__name__:20} {held[0]:5.2f}  {held[1]:5.2f}")
+    print(f"{name:17} {held[0]:5.2f}  {held[1]:5.2f}")
 
 # %% [markdown]
-# A budget of a quarter holds about a quarter of the values, whatever the rule. In `aware`, the question's own attention could save the right one; but H2O sums over all queries, and the few of the question add little to what the many before them have said.
+# No rule can know in `blind` which value will be asked for. In `aware`, the question's own attention could save it; but H2O sums over all queries, and the few of the question add little to what the many before them have said.
 
 # %%
 shares = [0.0625, 0.125, 0.25, 0.5, 0.75]
-many = tasks.batch("needle", seed=1, B=48, T=256)
-full = retrieve(model, many, maker(model, LayerCache, None))
-methods = {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O, "random": random_eviction.RandomEviction}
-accuracy = {name: [retrieve(model, many, maker(model, Method, share)) for share in shares] for name, Method in methods.items()}
+full = retrieve(model, batch, maker(model, LayerCache, None))
+accuracy = {name: [retrieve(model, batch, maker(model, Method, share)) for share in shares]
+            for name, Method in methods.items()}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for axis, setting in zip(axes, ("blind", "aware")):
     for (name, results), style in zip(accuracy.items(), ("o-", "s--", "^:")):
         axis.semilogx(shares, [result[setting].mean() for result in results], style, base=2, label=name)
     axis.axhline(full[setting].mean(), color="black", linewidth=1, label="full cache")
-    axis.set(title=setting, xlabel="budget, share of the prompt", xticks=shares, xticklabels=[f"{x:.0%}" for x in shares])
+    axis.set(title=setting, xlabel="budget, % of the prompt", xticks=shares, xticklabels=[f"{100 * x:g}" for x in shares])
     axis.grid(alpha=0.3)
 axes[0].set_ylabel("needles found")
 axes[0].legend();
@@ -350,6 +367,6 @@ axes[0].legend();
 #
 # 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB? *Hint: `shapes`.*
 # 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
-# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` (`nanollm/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
+# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them. *Hint: the newest token is always kept.*
 # 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a knob, and call `shrink` in `finish_prompt` with a score that is high for facts.*

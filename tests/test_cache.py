@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, indices, make_cache,
+from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, indices, make_cache,
                            probabilities, rank)
 from nanollm.model import Config, Decoder
 
@@ -291,3 +291,14 @@ def test_make_cache_links_the_layers(model):
 def test_bad_knobs_are_refused_at_construction(knobs, message):
     with pytest.raises(ValueError, match=message):
         WindowCache(**knobs)
+
+
+@pytest.mark.claim("R8")
+def test_the_memory_formula_gives_1_gib_for_llama_2_7b_and_counts_what_is_allocated(model):
+    llama = Config(vocab_size=32_000, max_len=4096, n_layers=32, n_heads=32, n_kv_heads=32, d_model=4096, d_ff=11_008)
+    assert full_cache_bytes(llama, 2048) == 2 ** 30
+    caches = make_cache(model)
+    with torch.inference_mode():
+        model(torch.zeros(1, 30, dtype=torch.long), caches)
+    positions = sum(cache.pos.nbytes for cache in caches)  # this cache also remembers where its tokens stood
+    assert cache_bytes(caches)[0] - positions == full_cache_bytes(model.config, 30, bytes_per_number=4)

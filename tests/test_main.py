@@ -1,0 +1,212 @@
+"""The command line: what it prints and writes, and that a mistake costs one line and exit code 2."""
+import json
+import math
+import os
+from pathlib import Path
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file, save_file
+from test_data import ENCODING, tasks
+import torch
+
+from nanollm.__main__ import TINY, main
+from nanollm.data import Tasks
+from nanollm.generate import generate
+from nanollm.model import Config, Decoder
+from nanollm.weights import from_hf, to_hf
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--lengths", "288", "--documents", "3", "--budgets", "50", "12.5"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    model = Decoder(Config(vocab_size=2048, max_len=400, n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32))
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    to_hf(model, folder)
+    shutil.copy(TINY / "tokenizer.tiktoken", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch, tmp_path):
+    monkeypatch.setattr("nanollm.data.Tasks", lambda encoding, split: tasks(split))
+    monkeypatch.chdir(tmp_path)  # where compare.png would land
+
+
+def compare(checkpoint, *options) -> list[dict]:
+    main(["--model", str(checkpoint), "--json", "rows.json", *SMALL, *options])
+    return json.loads(Path("rows.json").read_text())
+
+
+def timeless(rows):
+    return [{key: x for key, x in row.items() if key != "tokens_per_s"} for row in rows]
+
+
+def command(*arguments, **env):
+    return subprocess.run([sys.executable, "-m", *map(str, arguments)], cwd=ROOT, env=os.environ | env,
+                          capture_output=True, text=True, timeout=300)
+
+
+# ---- compare ---
+
+
+NAMES = ["full", "h2o", "random", "streaming_llm"]
+
+
+@pytest.fixture(scope="module")
+def rows(checkpoint, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanollm.data.Tasks", lambda encoding, split: tasks(split))
+        patch.chdir(tmp_path_factory.mktemp("rows"))
+        return compare(checkpoint, "--methods", *NAMES)
+
+
+def test_there_is_a_row_for_every_method_and_budget_and_every_number_in_it(rows):
+    expected = [("full", None)] + [(name, share) for name in NAMES[1:] for share in (0.5, 0.125)]
+    assert [(row["method"], row["fraction"]) for row in rows] == expected
+    shares = {f"{task}_{setting}" for task in ("needle", "recall", "few_shot") for setting in ("aware", "blind")}
+    for row in rows:
+        assert row.keys() == shares | {f"{key}_se" for key in shares} | {
+            "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1", "live",
+            "allocated", "peak", "tokens_per_s"}
+        assert (row["tokens"], row["documents"], row["seed"]) == (288, 3, 0)
+        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float)) and len(row["l1"]) == 2
+        for setting in ("aware", "blind"):
+            assert row[setting] == pytest.approx(sum(row[f"{task}_{setting}"] for task in ("needle", "recall", "few_shot")) / 3)
+
+
+def test_rows_tell_the_bytes_of_one_sequence(rows):
+    slot = 2 * 2 * (2 * 8 * 4 + 4)  # layers, heads, k and v of 8 floats, a position
+    cut = 288 - 64 - 1
+    assert rows[0]["live"] == slot * 287 and abs(rows[0]["kl"]) < 1e-6
+    for row in rows[-2:]:
+        assert row["live"] == round(row["fraction"] * cut) * slot + 2 * 2 * 4 * 8 * 4  # StreamingLLM's sinks as stored
+        assert row["kl"] > 0.01 and row["peak"] == cut * slot
+
+
+def test_a_table_a_figure_and_the_same_rows_again(rows, checkpoint, capsys):
+    again = compare(checkpoint, "--methods", *NAMES, "--figure", "again.png")
+    assert timeless(again) == timeless(rows)
+    printed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(NAMES))]
+    assert [cells[:3] for cells in printed] == [
+        [row["method"], *("all" if row["fraction"] is None else f"{100 * row['fraction']:g} %").split(),
+         f"{row['live'] / 1024:.0f}"][:3] for row in rows]
+    assert all(cells[-3:-1] == [f"{row['perplexity']:.2f}", f"{row['kl']:.3f}"] for cells, row in zip(printed, rows))
+    assert Path("again.png").read_bytes().startswith(b"\x89PNG") and not Path("compare.png").exists()
+
+
+def test_the_seed_and_the_number_of_documents_reach_the_benchmark(checkpoint, monkeypatch):
+    asked, batch = [], Tasks.batch
+    monkeypatch.setattr(Tasks, "batch", lambda self, *arguments: asked.append(arguments) or batch(self, *arguments))
+    (row,) = compare(checkpoint, "--methods", "h2o", "--budgets", "50", "--seed", "7", "--documents", "2")
+    assert asked == [(task, 7, 2, 288) for task in ("needle", "recall", "few_shot")]
+    assert (row["seed"], row["documents"]) == (7, 2) and Path("compare.png").exists()
+
+
+def test_two_processes_make_the_rows_of_one(rows, checkpoint, tmp_path):
+    file = tmp_path / "rows.json"
+    done = command("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "nanollm", "--model", checkpoint,
+                   *SMALL, "--methods", *NAMES, "--json", file, "--figure", tmp_path / "two.png")
+    assert done.returncode == 0, done.stderr
+    assert timeless(json.loads(file.read_text())) == timeless(rows)
+    assert len([line for line in done.stdout.splitlines() if line.startswith(tuple(NAMES))]) == len(rows)
+
+
+# ---- generate ---
+
+
+def test_generate_continues_the_prompt(checkpoint, capsys):
+    main(["generate", "--model", str(checkpoint), "--tokens", "12", "The import system"])
+    expected = generate(from_hf(checkpoint), torch.tensor([ENCODING.encode("The import system")]), 12)
+    text, tail = capsys.readouterr().out.split("\n\n[")
+    assert text == "The import system" + ENCODING.decode(expected[0].tolist()).removesuffix("\ufffd")
+    seen = len(ENCODING.encode("The import system")) + 11
+    assert tail.startswith(f"{seen} tokens seen, {seen} slots kept per head in layer 0")
+
+
+def test_generate_compresses(checkpoint, capsys):
+    main(["generate", "--model", str(checkpoint), "--method", "h2o", "--budget", "6", "--tokens", "9", "A longer prompt " * 9])
+    live = 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
+    assert re.search(rf"6 slots kept per head in layer 0, {live:.0f} KiB live", capsys.readouterr().out)
+
+
+def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
+    ids, printed = [*ENCODING.encode(" so né😀"), ENCODING.encode("x")[0]], []
+
+    def stream(*_, **__):
+        for i in ids:
+            printed.append(capsys.readouterr().out)
+            yield torch.tensor([i])
+
+    monkeypatch.setattr("nanollm.generate.stream", stream)
+    main(["generate", "--model", str(checkpoint), "Say:"])
+    assert printed[0] == "Say:" and printed[1] == ENCODING.decode(ids[:1])
+    assert "".join(printed) == "Say: so né😀" and "\ufffd" not in "".join(printed)
+    assert printed.count("") >= 3  # the emoji's four bytes are four tokens
+
+
+# ---- mistakes ---
+
+
+def refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    error = capsys.readouterr().err.rsplit("\r")[-1]  # perhaps a progress bar was wiped out
+    assert stop.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error), error
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--methods h2o nope", "unknown method 'nope'; known are full, .*h2o.*streaming_llm"),
+    ("--budgets 50 0", "budget 0 % must lie above 0"),
+    ("--budgets 101", "budget 101 % must lie above 0 and up to 100"),
+    ("--budgets nan", "budget nan %"),
+    ("--methods streaming_llm --budgets 50 1", "streaming_llm at 1 % of 144 tokens: budget 1 must be at least 5"),
+    ("--documents 1", "documents 1 must be at least 2"),
+    ("--documents 0", "documents 0 must be at least 2"),
+    ("--methods full --lengths 30", r"need \d+ tokens more"),
+    ("--lengths 401", "exceed.* length of 400"),
+    ("generate --method nope x", "unknown method 'nope'; known are"),
+    ("generate --method h2o x", "h2o needs --budget"),
+    ("generate --budget 5 x", "full attention has no budget"),
+    ("generate --method h2o --budget 1 x", "budget 1 must be at least 2"),
+    ("generate --temperature -1 x", "temperature -1"),
+    ("generate --device cuda x", "device 'cuda' is not there"),
+    ("--device cuda", "device 'cuda' is not there"),
+])
+def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    first, *rest = arguments.split()
+    command = [first] if first == "generate" else ["compare", *SMALL, first]
+    refused(capsys, [*command, *rest, "--model", str(checkpoint)], message)
+
+
+@pytest.mark.parametrize("prompt, message", [("", "the prompt is empty"), ("word " * 300, "prompt tokens and 100 new ones exceed")])
+def test_a_prompt_that_cannot_be_read_is_one_line(checkpoint, capsys, prompt, message):
+    refused(capsys, ["generate", "--model", str(checkpoint), prompt], message)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_line(checkpoint, capsys, tmp_path):
+    refused(capsys, ["--model", "nowhere"], "nowhere/config.json is missing")
+    shutil.copytree(checkpoint, tmp_path / "nan")
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "nan" / "model.safetensors")
+    refused(capsys, ["generate", "--model", "nan", "x"], "model.norm.weight holds inf or nan")
+    (tmp_path / "nan" / "tokenizer.tiktoken").unlink()
+    save_file(load_file(checkpoint / "model.safetensors"), tmp_path / "nan" / "model.safetensors")
+    refused(capsys, ["generate", "--model", "nan", "x"], "nan has no tokenizer")
+
+
+def test_a_mistake_shows_no_traceback():
+    done = command("nanollm", "--methods", "nope")
+    assert done.returncode == 2 and done.stderr.startswith("error: unknown method") and done.stderr.count("\n") == 1

@@ -1,0 +1,26 @@
+"""The stored notebooks are what `notebooks/build.py` makes of their sources; nothing is run here."""
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
+
+
+def test_each_notebook_has_a_source():
+    assert {book.stem for book in FOLDER.rglob("*.ipynb")} == {source.stem for source in SOURCES}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_the_notebook_is_its_source_run_once_from_top_to_bottom(source):
+    book = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    nbformat.validate(book)
+    cells = lambda notebook: [(cell.cell_type, cell.source) for cell in notebook.cells]
+    assert cells(book) == cells(jupytext.read(source)), f"python notebooks/build.py notebooks/{source.name}"
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert outputs
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]

@@ -1,0 +1,28 @@
+"""The README's claims table and the tests name the same claims, and its commands exist."""
+from pathlib import Path
+import re
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_claim_in_the_readme_has_a_test_and_every_tested_claim_a_row():
+    rows = re.findall(r"^\| ([STPCR]\d+) \|", (ROOT / "README.md").read_text(), re.M)
+    marked = {claim for file in (ROOT / "tests").glob("*.py")
+              for claim in re.findall(r'mark\.claim\("([STPCR]\d+)"\)', file.read_text())}
+    assert rows and len(rows) == len(set(rows))
+    assert set(rows) == marked
+
+
+def test_verdicts_are_of_the_four_kinds_and_carry_a_number():
+    table = re.findall(r"^\| [STPCR]\d+ \|.*$", (ROOT / "README.md").read_text(), re.M)
+    for row in table:
+        verdict = row.split("|")[3].strip()
+        assert verdict in ("holds", "holds after a fix", "does not hold", "not testable here"), row
+        assert re.search(r"\d", row.split("|")[4]), row
+
+
+def test_files_that_the_readme_names_exist():
+    names = re.findall(r"`((?:nanollm|methods|notebooks|tests)/[\w./]+)`", (ROOT / "README.md").read_text())
+    assert len(names) > 5
+    for name in names:
+        assert (ROOT / name).exists(), name
