@@ -96,10 +96,11 @@ def compare(argv: list[str]):
     jobs = [(T, name, fraction) for T in lengths for name in chosen
             for fraction in ([None] if name == "full" else [percent / 100 for percent in args.budgets])]
     for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
+        shortest = T - Benchmark.continuation_length(T) - 1
         try:
-            maker(model, chosen[name], fraction)(T // 2)
+            maker(model, chosen[name], fraction)(shortest)
         except ValueError as error:
-            raise ValueError(f"{name} at {100 * fraction:g} % of {T // 2} tokens: {error}") from error
+            raise ValueError(f"{name} at {100 * fraction:g} % of {shortest} tokens: {error}") from error
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)

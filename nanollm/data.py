@@ -173,9 +173,11 @@ class Tasks:
             return self.assemble(rng, T, [], [(a, b, []) if seen else (a + b, [], []) for a, b, seen in shown] + [last])
         return self.assemble(rng, T, [a + b for a, b, _ in shown], [last], [1.0] * shots)
 
-    def copy(self, rng, T: int, length: int = 32, answer: int = 16, start: int = 8):
-        """A passage of random tokens in the text; its first `start` tokens come again and the next are to follow."""
-        passage = rng.integers(0, self.bos, length)
+    def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
+        """A passage of other text within the text; at the end its first `start` tokens are quoted, the next follow."""
+        if not 0 < start < start + answer <= length:
+            raise ValueError(f"start {start} and answer {answer} must be positive and fit into the passage of {length}")
+        passage = self.filler(rng, length)
         return self.assemble(rng, T, [passage], [(passage[:start], passage[start:start + answer], [])])
 
     def plain(self, rng, T: int):

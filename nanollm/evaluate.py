@@ -25,7 +25,7 @@ Make = Callable[[int], list[LayerCache]]  # from the number of prompt tokens to 
 TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs, 16 shots of 4 classes
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> int:
     """Feed tokens (B, T) of a prompt. Returns the peak of the caches' allocated bytes."""
     check_prompt(model, tokens)
@@ -36,7 +36,7 @@ def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> in
     return peak
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def retrieve(model, batch: Batch, make: Make) -> dict[str, Tensor]:
     """Share of each document's questions answered exactly by greedy decoding, "aware" and "blind", (B,) each.
 
@@ -89,7 +89,7 @@ class Reference:
     heads: list[Tensor]   # per layer (B, new, H·G·D)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def reference(model, tokens: Tensor, new: int) -> Reference:
     """What the full cache says about the last `new` of tokens (B, T)."""
     if not 0 < new < tokens.shape[1]:
@@ -99,7 +99,7 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
     return Reference(tokens, new, log_p, [x[0][:, -new:] for x in heads])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continuation(model, full: Reference, make: Make) -> dict:
     """Compress before the continuation, then feed it token by token.
 
@@ -131,7 +131,7 @@ def continuation(model, full: Reference, make: Make) -> dict:
 
 # ---- the model itself, with the full cache ----------------------------------------------------------------------
 
-@torch.inference_mode()
+@torch.no_grad()
 def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **knobs) -> float:
     """Share of documents answered right by greedy decoding with the full cache.
 
@@ -157,7 +157,7 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
     return sum(len(tasks.encoding.decode_bytes(row)) for row in rows[:, 1:].tolist())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
     """Mean bits per byte of the split's text, over `windows` windows of T tokens, from the second token on."""
     bits, rows = 0.0, text_windows(tasks, windows, T)
@@ -204,13 +204,17 @@ class Benchmark:
     full: Reference
 
     @staticmethod
-    def build(model, tasks: Tasks, T: int, documents: int, new: int = 64, seed: int = 0) -> "Benchmark":
+    def continuation_length(T: int) -> int:
+        return min(64, T // 2)
+
+    @staticmethod
+    def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
         """`documents` of each task and half as many texts, T tokens each."""
         if documents < 2:
             raise ValueError(f"documents {documents} must be at least 2")
         batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
         text = text_windows(tasks, documents // 2, T).to(model.embed.weight.device)
-        return Benchmark(batches, reference(model, text, min(new, T // 2)))
+        return Benchmark(batches, reference(model, text, Benchmark.continuation_length(T)))
 
     def run(self, model, make: Make) -> dict:
         """One row: accuracies per task and setting with their standard errors, and everything of `continuation`."""

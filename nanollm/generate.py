@@ -25,7 +25,7 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
                          f"shorten the prompt or ask for fewer")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(model, tokens: Tensor, caches, chunk: int | None = None) -> Tensor:
     """Feed tokens (B, T), whole or at most `chunk` at a time; returns the last token's logits (B, V).
 
@@ -71,7 +71,7 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk):
     if prompt.shape[1] > 1:
         prefill(model, prompt[:, :-1], caches, chunk)

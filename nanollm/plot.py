@@ -31,7 +31,8 @@ def comparison(rows: list[dict], file: Path):
         axis.grid(alpha=0.3)
         if key != "kl":
             axis.set_ylim(-0.02, 1.05)
-    axes[0].legend(fontsize=8)
+    if names:
+        axes[0].legend(fontsize=8)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
@@ -61,9 +62,9 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
         places.append((x, y))
         x += len(piece)
     across, down, rows = width + 4, y + 3, -(-len(panels) // columns)
-    inch = 11 / (columns * across - 4)  # a character's width; a line is 2.1 of them high
-    size = 72 * inch / 0.602            # DejaVu Sans Mono is 0.602 em wide
-    figure = plt.figure(figsize=(11, 2.1 * inch * (rows * down + 1.2)))
+    inch = 1100 // (columns * across - 4) / 100  # a character's width, whole pixels at 100 dpi; a line is 2.1 of them high
+    size = 72 * inch / 0.602                     # DejaVu Sans Mono is 0.602 em wide
+    figure = plt.figure(figsize=((columns * across - 4) * inch, 2.1 * inch * (rows * down + 1.2)))
     axis = figure.add_axes((0, 0, 1, 1), xlim=(0, columns * across - 4), ylim=(rows * down + 1, -0.2))
     axis.axis("off")
 

@@ -73,7 +73,7 @@ def over_length(folder: Path, slots=(128, 512, 2048), steps: int = 32, repeat: i
         prefill(model, tokens, caches)
 
         def run():
-            with torch.inference_mode():
+            with torch.no_grad():
                 for _ in range(steps):
                     model(tokens[:, :1], caches)
             for cache in caches:

@@ -36,7 +36,7 @@ STAGES = [
     (0.08, 64, 64, dict(plain=.20, periodic=.45, associative=.25, few_shot=.10)),
     (0.10, 128, 32, dict(plain=.20, periodic=.15, associative=.10, few_shot=.15, needle=.25, recall=.15)),
     (0.42, 256, 16, dict(plain=.38, periodic=.07, associative=.05, few_shot=.18, needle=.20, recall=.12)),
-    (0.40, 512, 8, dict(plain=.44, periodic=.05, associative=.03, few_shot=.16, needle=.20, recall=.12)),
+    (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13, copy=.12)),
 ]
 WEIGHT = np.zeros(4, dtype=np.float32)  # loss weight of a token by its role; in plain text every token counts 1
 WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
@@ -80,6 +80,10 @@ def document(rng, n: int, task: str, tasks: Tasks):
     elif task == "recall":
         pairs = int(rng.integers(2, min(24, n // 16) + 1))
         tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=int(rng.integers(1, min(pairs, n // 40) + 1)))
+    elif task == "copy":
+        length = int(rng.integers(12, n // 4))
+        start = int(rng.integers(3, 9))
+        tokens, roles = tasks.copy(rng, n, length=length, start=start, answer=length - start)
     else:
         classes = int(rng.integers(2, 7))
         shots = int(rng.integers(1, min(28, n // 16 - 1) + 1))

@@ -16,7 +16,7 @@ import torch
 
 from methods import h2o, random_eviction, streaming_llm
 from nanollm import plot, tokenizer, weights
-from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, make_cache
+from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, full_cache_bytes, make_cache
 from nanollm.data import FACT, Tasks
 from nanollm.evaluate import answer, maker, retrieve
 from nanollm.generate import generate
@@ -96,12 +96,12 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# Recomputing grows with the text, faster and faster; the step with the cache hardly notices it at these lengths, as most of it is reading the weights.
+# Recomputing grows with the text, faster and faster; the step with the cache hardly notices it at these lengths, where the weights and the calls cost more than attention.
 
 # %% [markdown]
 # ## Bytes over length
 #
-# The cache holds a key and a value, for each layer, key/value head and token:
+# The cache holds a key and a value, for each layer, key/value head and token (KVReviver, Eq. 1):
 #
 # $$\text{bytes} = 2 \cdot \text{layers} \cdot \text{key/value heads} \cdot \text{tokens} \cdot \text{head dim} \cdot \text{bytes per number}$$
 #
@@ -114,7 +114,7 @@ for T in (64, 256, 1024):
     model(text[:, :T - 16], caches)
     for i in range(T - 16, T):  # the prompt at once, the rest one by one
         model(text[:, i:i + 1], caches)
-    formula = 2 * c.n_layers * c.n_kv_heads * T * c.head_dim * 4  # float32
+    formula = full_cache_bytes(c, T, bytes_per_number=4)
     print(f"{T:6d}" + "".join(f"{n / 1024:10.0f}" for n in (formula, *cache_bytes(caches))))
 
 # %% [markdown]
@@ -122,21 +122,23 @@ for T in (64, 256, 1024):
 # As long as nothing is evicted, one could count; afterwards the position can no longer be told from the slot.
 
 # %%
-shapes = {"Llama-2-7B": (32, 32, 128), "Llama-3-8B": (32, 8, 128), "Llama-3-70B": (80, 8, 128)}
+shapes = {"Llama-2-7B": Config(32_000, 4096, 32, 32, 32, 4096, 11_008),  # …, layers, query heads, key/value heads, …
+          "Llama-3-8B": Config(128_256, 8192, 32, 32, 8, 4096, 14_336),
+          "Llama-3-70B": Config(128_256, 8192, 80, 64, 8, 8192, 28_672)}
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 tokens = 2 ** np.arange(10, 18)
-for (name, (layers, heads, head_dim)), style in zip(shapes.items(), ("o-", "s--", "^:")):
-    axis.loglog(tokens, 2 * layers * heads * tokens * head_dim * 2 / 2**30, style, base=2, label=name)
+for (name, shape), style in zip(shapes.items(), ("o-", "s--", "^:")):
+    axis.loglog(tokens, full_cache_bytes(shape, tokens) / 2**30, style, base=2, label=name)
 axis.axhline(6.74e9 * 2 / 2**30, color="black", linewidth=1)
 axis.annotate("weights of Llama-2-7B", (1024, 14))
 axis.set(xlabel="tokens, all sequences of a batch together", ylabel="GiB, 16 bit", xticks=tokens,
          xticklabels=[f"{n // 1024} k" for n in tokens])
 axis.yaxis.set_major_formatter("{x:g}")
 axis.legend()
-print("Llama-2-7B at 2048 tokens:", 2 * 32 * 32 * 2048 * 128 * 2 / 2**30, "GiB")
+print("Llama-2-7B at 2048 tokens:", full_cache_bytes(shapes["Llama-2-7B"], 2048) / 2**30, "GiB")
 
 # %% [markdown]
-# Llama-2-7B needs 1 GiB for 2048 tokens, and at 26 k tokens the cache outgrows the weights.
+# Llama-2-7B needs 1 GiB for 2048 tokens, and at about 25 k tokens the cache outgrows the weights.
 # Llama-3-8B lets 4 query heads share one key/value head (grouped-query attention) and so needs a quarter.
 # All of these bytes are read for each new token: the cache costs memory and, at length, time.
 
@@ -161,11 +163,11 @@ def record(model, tokens):
     return torch.stack([cache.p for cache in caches], 1)  # (B, L, heads, T, S)
 
 # %% [markdown]
-# What the heads shall read is a needle task: four facts in a real text, one of which is asked for at the end.
+# What the heads are to read is a needle task: four facts in a real text, one of which is asked for at the end.
 # The words and numbers never occurred as facts in training, so the answer is nowhere but in the text.
 
 # %%
-batch = tasks.batch("needle", seed=0, B=48, T=256)
+batch = tasks.batch("needle", seed=0, B=32, T=256)
 needle, span = torch.from_numpy(batch.tokens), batch.answers[0]
 p = record(model, needle[:16])
 asking = span.start - 1  # the question's last token: the answer follows
@@ -225,7 +227,7 @@ plot.text(pieces, {name: p[(0, *retrieval, i)] for name, i in panels.items()}, b
 # How much hangs on two entries? `keep` is how every method forgets; here it drops the value, just before the last token of the question, in one layer or in all others.
 
 # %%
-layer, head = retrieval
+layer = retrieval[0]
 others = [[i for i in range(asking) if i not in (at, at + 1)] for at in value.tolist()]
 slots = torch.tensor(others)[:, None].expand(-1, c.n_kv_heads, -1)  # (B, H, S − 2)
 cases = {"in no layer": [], "in the retrieval head's layer": [layer],
@@ -336,7 +338,7 @@ plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers
 methods = {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O, "random": random_eviction.RandomEviction}
 print("value still held  blind  aware")
 for name, Method in methods.items():
-    held = [np.mean([plot.kept(compress(Method, row[None, :end]), end)[layer, :, at:at + 2].mean()
+    held = [np.mean([plot.kept(compress(Method, row[None, :end]), end)[retrieval[0], :, at:at + 2].mean()
                      for row, at in zip(needle, value)]) for end in (batch.question, asking)]
     print(f"{name:17} {held[0]:5.2f}  {held[1]:5.2f}")
 
@@ -359,7 +361,7 @@ axes[0].set_ylabel("needles found")
 axes[0].legend();
 
 # %% [markdown]
-# StreamingLLM finds the needles that happen to lie in its window, and H2O those that drew attention before anybody asked for them; seeing the question hardly helps either.
+# StreamingLLM finds the needles that happen to lie in its window, and H2O those that drew attention before anybody asked for them; seeing the question hardly helps either. (With 32 documents, differences below 0.1 mean little.)
 # That is the problem which the methods in this repository work on: which entries to keep, for which head, how many of them, and whether what is dropped can be kept in some cheaper form.
 
 # %% [markdown]

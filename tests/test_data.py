@@ -169,9 +169,9 @@ def test_few_shot_in_training_asks_for_every_label_but_a_class_s_first():
 
 
 def test_copy_repeats_the_passage():
-    for batch, tokens, roles, _, _ in rows("copy", T=200, length=32, answer=16, start=8):
+    for batch, tokens, roles, _, _ in rows("copy", T=200, length=32, start=8, answer=16):
         passage = tokens[roles == FACT]
-        assert len(passage) == 32 and passage.max() < tasks("test").bos
+        assert len(passage) == 32 and passage.tobytes() in tasks("test").stream.astype(np.int64).tobytes()
         assert (tokens[batch.question:] == passage[:24]).all() and batch.answers == [slice(184, 200)]
 
 
@@ -231,6 +231,7 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
 
 @pytest.mark.parametrize("task, knobs, message", [
     ("recall", dict(pairs=5000), r"5000 keys asked for, but there are \d+ words"),
+    ("copy", dict(length=20, start=8, answer=13), "start 8 and answer 13 .* passage of 20"),
     ("few_shot", dict(classes=1), "classes 1 must lie between 2 and 8"),
     ("few_shot", dict(classes=9), "classes 9 must lie between 2 and 8"),
 ])

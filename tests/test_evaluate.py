@@ -126,6 +126,7 @@ class Notes(LayerCache):
         return copy
 
     def finish_prompt(self):
+        super().finish_prompt()
         if self.diary is not None:
             self.diary.append(self.seen)
 
@@ -138,8 +139,9 @@ class Reader:
         (cache,) = caches or [Notes()]
         cache.tokens = torch.cat((cache.tokens, tokens), 1) if cache.seen else tokens
         cache.seen += tokens.shape[1]
+        assert tokens.shape[1] == 1 or not cache.prompt_done  # decoding feeds single tokens
         if cache.diary is not None:
-            cache.diary.append(tokens.tolist())
+            cache.diary += tokens.T.tolist()
         guesses = torch.tensor([self.follow(row)[-tokens.shape[1]:] for row in cache.tokens.tolist()])
         return F.one_hot(guesses, V).float()
 
@@ -165,23 +167,21 @@ def test_aware_compresses_all_but_one_token_and_blind_the_context(task, knobs):
     right = retrieve(Reader(), batch, lambda n: diary.append(n) or [Notes(diary)])
     tokens, question, spans = batch.tokens.tolist(), batch.question, batch.answers
 
-    def columns(start, stop):
-        return [row[start:stop] for row in tokens]
+    def columns(rows, start, stop):
+        return [[row[i] for row in rows] for i in range(start, stop)]
 
     def answered(fed):
-        """The diary from the end of the prompt on: what is given comes token by token, then the own guesses."""
+        """The diary from the end of the prompt on: what is given up to each answer, then the own guesses."""
         rows, correct = [row[:fed] for row in tokens], []
-        diary = [fed]
         for span in spans:
             for row, true in zip(rows, tokens):
                 row += true[len(row):span.start]
                 row += greedy(row, span.stop - span.start)
             correct.append([row[span] == true[span] for row, true in zip(rows, tokens)])
-        diary += [[[row[i]] for row in rows] for i in range(fed, spans[-1].stop)]
-        return diary, np.mean(correct, 0)
+        return [fed, *columns(rows, fed, spans[-1].stop)], np.mean(correct, 0)
 
     (aware, aware_right), (blind, blind_right) = answered(spans[0].start - 1), answered(question)
-    assert diary == [question, columns(0, question), columns(question, spans[0].start - 1), *aware, *blind]
+    assert diary == [question, *columns(tokens, 0, spans[0].start - 1), *aware, *blind]
     assert right["aware"].tolist() == pytest.approx(aware_right) and right["blind"].tolist() == pytest.approx(blind_right)
     assert 0 < aware_right.mean() < 1
 
@@ -198,7 +198,8 @@ def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
 
 def test_every_method_gets_the_same_documents(model):
     one, again, other = (Benchmark.build(model, tasks("test"), 320, 4, seed=seed) for seed in (0, 0, 1))
-    assert set(one.batches) == {"needle", "recall", "few_shot"} and one.full.tokens.shape == (2, 320) and one.full.new == 64
+    assert set(one.batches) == {"needle", "recall", "few_shot"} and one.full.new == 64
+    assert torch.equal(one.full.tokens, text_windows(tasks("test"), 2, 320))
     for task, batch in one.batches.items():
         assert (batch.tokens == again.batches[task].tokens).all() and (batch.tokens != other.batches[task].tokens).any()
     with pytest.raises(ValueError, match="documents 1 must be at least 2"):

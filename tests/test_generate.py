@@ -68,10 +68,10 @@ def test_prefill_returns_the_last_tokens_logits(model):
         assert caches[1].parts == parts and caches[1].finished == []  # who prefills in parts says when the prompt is over
 
 
-@pytest.mark.parametrize("T", [1, 2, 20])
-def test_the_last_prompt_token_is_fed_after_the_compression(model, T):
+@pytest.mark.parametrize("T, chunk", [(1, None), (2, None), (20, None), (20, 8)])
+def test_the_last_prompt_token_is_fed_after_the_compression(model, T, chunk):
     caches = make_cache(model, Probe)
-    generate(model, PROMPT[:, :T], 5, caches, chunk=8)
+    generate(model, PROMPT[:, :T], 5, caches, chunk=chunk)
     for cache in caches:
         assert cache.finished == [T - 1]
         assert sum(cache.parts) == T + 4 and cache.parts[-5:] == [1] * 5  # the fifth new token is never fed

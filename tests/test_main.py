@@ -20,7 +20,7 @@ from nanollm.model import Config, Decoder
 from nanollm.weights import from_hf, to_hf
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--lengths", "288", "--documents", "3", "--budgets", "50", "12.5"]
+SMALL = ["--lengths", "288", "--documents", "4", "--budgets", "50", "12.5"]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_there_is_a_row_for_every_method_and_budget_and_every_number_in_it(rows)
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
             "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1", "live",
             "allocated", "peak", "tokens_per_s"}
-        assert (row["tokens"], row["documents"], row["seed"]) == (288, 3, 0)
+        assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float)) and len(row["l1"]) == 2
         for setting in ("aware", "blind"):
             assert row[setting] == pytest.approx(sum(row[f"{task}_{setting}"] for task in ("needle", "recall", "few_shot")) / 3)
@@ -90,7 +90,7 @@ def test_rows_tell_the_bytes_of_one_sequence(rows):
     assert rows[0]["live"] == slot * 287 and abs(rows[0]["kl"]) < 1e-6
     for row in rows[-2:]:
         assert row["live"] == round(row["fraction"] * cut) * slot + 2 * 2 * 4 * 8 * 4  # StreamingLLM's sinks as stored
-        assert row["kl"] > 0.01 and row["peak"] == cut * slot
+        assert row["kl"] > 0.01 and cut * slot <= row["peak"] <= 1.125 * cut * slot
 
 
 def test_a_table_a_figure_and_the_same_rows_again(rows, checkpoint, capsys):
@@ -112,6 +112,12 @@ def test_the_seed_and_the_number_of_documents_reach_the_benchmark(checkpoint, mo
     assert (row["seed"], row["documents"]) == (7, 2) and Path("compare.png").exists()
 
 
+def test_each_length_has_its_own_documents(checkpoint):
+    rows = compare(checkpoint, "--methods", "full", "--lengths", "288", "300")
+    assert [row["tokens"] for row in rows] == [288, 300]
+    assert rows[0]["live"] * 299 == rows[1]["live"] * 287
+
+
 def test_two_processes_make_the_rows_of_one(rows, checkpoint, tmp_path):
     file = tmp_path / "rows.json"
     done = command("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "nanollm", "--model", checkpoint,
@@ -131,6 +137,12 @@ def test_generate_continues_the_prompt(checkpoint, capsys):
     assert text == "The import system" + ENCODING.decode(expected[0].tolist()).removesuffix("\ufffd")
     seen = len(ENCODING.encode("The import system")) + 11
     assert tail.startswith(f"{seen} tokens seen, {seen} slots kept per head in layer 0")
+
+
+def test_generate_samples_as_it_is_told(checkpoint, capsys):
+    main(["generate", "--model", str(checkpoint), *"--tokens 12 --temperature 2 --top-k 40 --top-p 0.9 --seed 3 x".split()])
+    expected = generate(from_hf(checkpoint), torch.tensor([ENCODING.encode("x")]), 12, temperature=2.0, top_k=40, top_p=0.9, seed=3)
+    assert capsys.readouterr().out.startswith("x" + ENCODING.decode(expected[0].tolist()).removesuffix("\ufffd") + "\n\n[")
 
 
 def test_generate_compresses(checkpoint, capsys):
@@ -170,7 +182,7 @@ def refused(capsys, arguments, message):
     ("--budgets 50 0", "budget 0 % must lie above 0"),
     ("--budgets 101", "budget 101 % must lie above 0 and up to 100"),
     ("--budgets nan", "budget nan %"),
-    ("--methods streaming_llm --budgets 50 1", "streaming_llm at 1 % of 144 tokens: budget 1 must be at least 5"),
+    ("--methods streaming_llm --budgets 50 1", r"streaming_llm at 1 % of \d+ tokens: budget 2 must be at least 5"),
     ("--documents 1", "documents 1 must be at least 2"),
     ("--documents 0", "documents 0 must be at least 2"),
     ("--methods full --lengths 30", r"need \d+ tokens more"),

@@ -1,0 +1,251 @@
+"""The training loop: documents that teach what they say, a start that already looks back, runs that can be cut off or shared."""
+from copy import copy
+import json
+import math
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from test_data import decode, tasks
+import torch
+import torch.nn.functional as F
+
+from nanollm import train
+from nanollm.data import ANSWER, FACT
+from nanollm.model import Config, Decoder, rope
+from nanollm.train import CONFIG, STAGES, batch, document, induction_start, main, position_jumps, schedule, stage
+from nanollm.weights import from_hf
+
+# ---- documents ---
+
+
+class Greatest(np.random.Generator):
+    """Draws the largest of every single number, and heads whenever a coin decides."""
+    def integers(self, low, high=None, size=None, **options):
+        if size is None:
+            return (low if high is None else high) - 1
+        return super().integers(low, high, size, **options)
+
+    def random(self, size=None):
+        return 0.0 if size is None else super().random(size)
+
+
+@pytest.mark.parametrize("T, mixture", [(T, mixture) for _, T, _, mixture in STAGES], ids=lambda x: str(x) if isinstance(x, int) else "")
+def test_every_document_fits_its_stage(T, mixture):
+    for task in mixture:
+        for rng in (np.random.default_rng(0),) * 150 + (Greatest(np.random.PCG64(0)),):
+            tokens, weights = document(rng, T + 1, task, tasks("train"))
+            assert tokens.shape == weights.shape == (T + 1,) and weights.dtype == np.float32
+            assert weights[1:].max() == (1 if task in ("plain", "periodic", "associative") else 4), task
+    longest = copy(tasks("train"))
+    longest.lines = [[line for line in kind if len(line) == 12] for kind in longest.lines]
+    assert all(longest.lines)
+    document(Greatest(np.random.PCG64(0)), T + 1, "few_shot", longest)
+
+
+def test_the_loss_asks_for_answers_and_leaves_out_facts():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        tokens, weights = document(rng, 257, "needle", tasks("train"))
+        assert {*weights.tolist()} <= {np.float32(x) for x in (0.3, 0, 0.1, 4)}
+        assert re.fullmatch(r"(\d{4})+", decode(tokens[weights == 4]))
+        assert re.fullmatch(r"( The code of [a-z]+ is \d{4}\.)+", decode(tokens[weights == 0]))
+        assert re.fullmatch(r"(\nQ: The code of [a-z]+ is \.)+", decode(tokens[weights == np.float32(0.1)]))
+        assert (document(rng, 257, "plain", tasks("train"))[1] == 1).all()
+
+
+def test_periodic_answers_are_what_came_a_period_ago():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        tokens, roles = train.periodic(rng, 65, tasks("train"))
+        period = (roles == FACT).sum()
+        assert 4 <= period <= 32 and (roles[period:] == ANSWER).all()
+        assert (tokens[period:] == tokens[:-period]).all()
+
+
+def test_associative_answers_follow_from_the_first_list():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tokens, roles = train.associative(rng, 129, tasks("train"))
+        edges = np.flatnonzero(np.diff(roles)) + 1  # in turn the start and the end of an answer
+        first, listed = edges[0], "".join(f"{t} " for t in tokens[:edges[0]])
+        assert (roles[:first] == FACT).all() and first <= 129 // 2 + 2
+        for end, start in zip(edges[1::2], edges[2::2]):  # a key, then its value
+            stop = next((e for e in edges if e > start), 129)
+            assert f" {' '.join(map(str, tokens[end:stop]))} " in " " + listed
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    mixture = STAGES[1][3]
+    (a, w), (again, w_again), *others = (batch(seed, step, 6, 128, mixture, tasks("train"))
+                                         for seed, step in ((0, 5), (0, 5), (0, 6), (1, 5), (1, 4), (5, 0)))
+    assert a.shape == w.shape == (6, 129) and a.dtype == torch.int64
+    assert torch.equal(a, again) and torch.equal(w, w_again)
+    assert all((a != other).float().mean() > 0.5 for other, _ in others)
+
+
+def test_a_batch_follows_the_mixture(monkeypatch):
+    monkeypatch.setattr(train, "document", lambda rng, n, kind, tasks: (np.full(n, "ab".index(kind)), np.ones(n)))
+    kinds = batch(0, 0, 4000, 1, dict(a=1, b=3), None)[0][:, 0]
+    assert abs(kinds.float().mean() - 0.75) < 0.03
+
+
+def test_positions_jump_ahead_and_stay_below_the_longest():
+    pos = position_jumps(np.random.default_rng(0), 500, 64, 1000)
+    steps = pos.diff(dim=1)
+    assert pos.shape == (500, 64) and (pos[:, 0] == 0).all() and (steps >= 1).all()
+    assert ((steps > 1).sum(1) <= 3).all() and ((steps > 1).sum(1) >= 2).float().mean() > 0.9
+    assert (steps > 1).any(0).all()  # a jump may lie anywhere
+    assert pos.max() < 1000 and pos.max() > 980  # lengths far beyond 64 are seen as positions
+    assert (position_jumps(np.random.default_rng(0), 50, 64, 64) == torch.arange(64)).all()  # no room to jump
+
+
+def test_schedule_warms_up_stays_and_decays():
+    lr = [schedule(step, 1000) for step in range(1000)]
+    assert lr[:50] == pytest.approx([(i + 1) / 50 for i in range(50)])
+    assert lr[50:601] == pytest.approx([1] * 551)
+    assert lr[800] == pytest.approx(0.5) and np.diff(lr[600:992]) == pytest.approx(np.full(391, -1 / 400))
+    assert lr[-5:] == [0.02] * 5
+
+
+def test_stages_share_out_all_steps_at_4096_tokens_each():
+    seen = [stage(step, 1000) for step in range(1000)]
+    assert [seen.count((T, B, mixture)) for _, T, B, mixture in STAGES] == [80, 100, 420, 400]
+    assert [T for T, _, _ in seen] == sorted(T for T, _, _ in seen)
+    assert all(T * B == 4096 and sum(mixture.values()) == pytest.approx(1) for T, B, mixture in seen)
+
+
+# ---- the start ---
+
+
+@torch.no_grad()
+def test_layer_0_starts_by_looking_back_1_2_1_3_1_4_tokens():
+    model = Decoder(Config(**CONFIG | dict(n_layers=2)))
+    induction_start(model, 0)
+    tokens = torch.randint(0, 2047, (8, 100), generator=torch.Generator().manual_seed(0))
+    x, block = model.embed(tokens), model.blocks[0]
+    q, k, _ = block.attention.project(block.norm1(x), rope(model.freq, torch.arange(100)[None]))
+    score = q @ k.repeat_interleave(2, 1).mT / q.shape[-1] ** 0.5
+    p = score.masked_fill(torch.ones(100, 100).triu(1).bool(), -math.inf).softmax(-1)
+    for h, back in enumerate([1, 2, 1, 3, 1, 4]):
+        weight = torch.stack([p[:, h].diagonal(-d, 1, 2)[:, 10:].mean() for d in range(50)])
+        assert weight.argmax() == back and weight[back] > 0.75, h
+
+
+@torch.no_grad()
+def test_the_start_continues_what_repeats():
+    """Induction before any training: chance is 1/2048."""
+    tokens = torch.randint(0, 2047, (8, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
+    for seed in (0, 1):
+        model = Decoder(Config(**CONFIG | dict(n_layers=2)))
+        induction_start(model, seed)
+        right = model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]
+        assert right[:, 40:].float().mean() > 0.1 and right[:, :39].float().mean() < 0.01
+        again = Decoder(model.config)
+        induction_start(again, seed)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))  # the seed decides
+
+
+# ---- the loop ---
+
+
+def shrink(set_):
+    """A run of seconds, through set_(object, name, value): all stages, a model and batches of a sixteenth, and no measuring."""
+    set_(train, "CONFIG", CONFIG | dict(max_len=600, n_layers=2, n_heads=4, n_kv_heads=2, d_model=64, d_ff=32))
+    set_(train, "STAGES", [(share, T, max(B // 16, 2), mixture) for share, T, B, mixture in STAGES])
+    set_(train, "Tasks", lambda encoding, split: tasks("train"))  # the held-out ones are for measuring
+    set_(train, "bits_per_byte", lambda model, *_: model.embed.weight.sum().item())
+    set_(train, "exact_match", lambda *_, **__: 0.25)
+    set_(train, "ngram_bits", lambda *_: {"2-gram": 3.0})
+
+
+@pytest.fixture
+def small(monkeypatch):
+    shrink(monkeypatch.setattr)
+
+
+def run(folder: Path, steps=6):
+    main(["--out", str(folder), "--steps", str(steps), "--every", "1"])
+    return log(folder)
+
+
+def log(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{key: x for key, x in row.items() if key != "minutes"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch.setattr)
+        run(folder)
+    return folder
+
+
+def test_a_run_cut_off_and_resumed_equals_the_whole_one_bit_for_bit(whole, small, tmp_path, monkeypatch):
+    def cut_off(seed, step, *rest):
+        if step == 3:
+            raise KeyboardInterrupt
+        return batch(seed, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "batch", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path)
+    assert len(log(tmp_path)) == 3 and not (tmp_path / "model.safetensors").exists()
+    monkeypatch.setattr(train, "induction_start", lambda model, seed: None)  # all comes from the checkpoint
+    assert run(tmp_path) == log(whole)
+    for name in ("checkpoint.safetensors", "model.safetensors"):
+        a, b = load_file(tmp_path / name), load_file(whole / name)
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_two_processes_learn_what_one_learns(whole, tmp_path):
+    root = Path(__file__).parent.parent
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nfrom nanollm import train\nimport test_train\n"
+                      "test_train.shrink(setattr)\ntrain.main(sys.argv[1:])\n")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script,
+                           "--out", tmp_path, "--steps", "6", "--every", "1"], capture_output=True, text=True, timeout=300,
+                          env=os.environ | dict(PYTHONPATH=f"{root}:{root / 'tests'}"))
+    assert done.returncode == 0, done.stderr
+    for two, one in zip(log(tmp_path), log(whole), strict=True):
+        assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_the_loss_is_the_weighted_mean_and_the_first_step_is_small(small, tmp_path):
+    (row,) = run(tmp_path, steps=1)
+    model = Decoder(Config(**train.CONFIG))
+    induction_start(model, 0)
+    _, T, B, mixture = train.STAGES[0]
+    tokens, weights = batch(0, 0, B, T, mixture, tasks("train"))
+    with torch.no_grad():
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    assert row["loss"] == pytest.approx((loss.view(B, T) * weights[:, 1:]).sum().item() / weights[:, 1:].sum().item(), abs=1e-4)
+    trained = load_file(tmp_path / "checkpoint.safetensors")
+    moved = max((trained[name] - p).abs().max().item() for name, p in model.named_parameters())
+    assert moved == pytest.approx(2e-3 / 50, rel=0.1)  # Adam's first step has the size of the learning rate
+
+
+def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
+    model, last = from_hf(whole), load_file(whole / "checkpoint.safetensors")
+    for name, p in model.named_parameters():
+        assert torch.equal(p, last[name].half().float()), name
+    assert (whole / "tokenizer.tiktoken").read_bytes() == (train.TINY / "tokenizer.tiktoken").read_bytes()
+    assert [row["tokens_per_document"] for row in log(whole)] == [64, 128, 256, 256, 512, 512]
+    report = json.loads((whole / "train.json").read_text())
+    assert report["parameters"] == sum(p.numel() for p in model.parameters())
+    assert report["command"] == "python -m nanollm train --steps 6 --lr 0.002 --seed 0 --device cpu --threads 0"
+    assert report["exact_match"]["needle_2048"] == dict(value=0.25, standard_error=round(math.sqrt(0.25 * 0.75 / 256), 4))
+    assert report["bits_per_byte"] == {"model": round(model.embed.weight.sum().item(), 3), "2-gram": 3.0}
+
+
+def test_minutes_of_a_resumed_run_add_up():
+    assert train.minutes([dict(minutes=m) for m in (1, 2, 3, 0.5, 2.5)]) == [3, 2.5]
