@@ -82,6 +82,9 @@ def compare(argv: list[str]):
     for percent in args.budgets:
         if not 0 < percent <= 100:
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
+    for file in (args.figure, args.json):
+        if file and not file.parent.is_dir():
+            raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
 
     import torch
     import torch.distributed as dist
@@ -168,11 +171,12 @@ def generate(argv: list[str]):
     encode = getattr(encoding, "encode_ordinary", encoding.encode)
     prompt = torch.tensor([encode(args.prompt)], dtype=torch.long, device=args.device)
     caches = make_cache(model, Method, **knobs)
+    new = stream(model, prompt, args.tokens, caches, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+                 seed=args.seed)
     tokens = []
     written = ""
     print(args.prompt, end="", flush=True)
-    for token in stream(model, prompt, args.tokens, caches, temperature=args.temperature, top_k=args.top_k,
-                        top_p=args.top_p, seed=args.seed):
+    for token in new:
         tokens.append(token.item())
         text = encoding.decode(tokens)
         if not text.endswith("\ufffd"):  # a character may span tokens

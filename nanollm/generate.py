@@ -62,7 +62,7 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     it; the stream ends when all rows have.
     """
     check_prompt(model, prompt, new)
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature} and top_k {top_k} must be at least 0, top_p {top_p} in (0, 1]")
     caches = make_cache(model) if caches is None else caches
     if caches[0].seen:

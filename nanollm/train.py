@@ -13,6 +13,7 @@ import math
 import os
 from pathlib import Path
 import platform
+import re
 import shutil
 import time
 
@@ -281,7 +282,8 @@ def finish(folder: Path, model: Decoder, training: Tasks, held_out: Tasks, args)
                 "copy_512": exact_match(model, held_out, "copy", 512, documents)}
     bits = {"model": bits_per_byte(model, held_out, 64)} | ngram_bits(training, held_out, 64)
     rows = [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
-    processor = platform.processor() or platform.machine()
+    named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+    processor = named[1] if named else platform.processor()
     report = dict(
         command="python -m nanollm train " + " ".join(f"--{k} {v}" for k, v in vars(args).items() if k not in ("out", "every")),
         hardware=torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} thread(s) of {processor}",

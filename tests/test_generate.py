@@ -190,7 +190,7 @@ def test_a_used_cache_is_refused(model):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(temperature=-0.1), "temperature -0.1"), (dict(top_k=-1), "top_k -1"),
+    (dict(temperature=-0.1), "temperature -0.1"), (dict(temperature=math.nan), "temperature nan"), (dict(top_k=-1), "top_k -1"),
     (dict(top_p=0.0), "top_p 0.0"), (dict(top_p=1.1), "top_p 1.1"),
 ])
 def test_bad_options_are_refused(model, options, message):

@@ -89,7 +89,8 @@ CASES = {
 }
 each_case = pytest.mark.parametrize("case", CASES)
 # prompt tokens, how many come at a time before its end, and after it
-each_walk = pytest.mark.parametrize("prompt, chunk, block", [(20, 20, 1), (20, 7, 1), (20, 1, 1), (20, 8, 5), (3, 3, 1), (3, 2, 4)])
+each_walk = pytest.mark.parametrize("prompt, chunk, block", [(20, 20, 1), (20, 7, 1), (20, 1, 1), (20, 8, 5),
+                                                             (3, 3, 1), (3, 2, 4)])
 
 
 def turn(x, pos):
