@@ -35,10 +35,7 @@ def pick(names: list[str]) -> dict[str, type]:
 
 def load(folder: Path, device: str):
     """Decoder and tokenizer of a folder."""
-    import torch
     from nanollm import tokenizer, weights
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not there; use --device cpu")
     model = weights.from_hf(folder, device=device)
     own = folder / "tokenizer.tiktoken"
     return model, tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
@@ -58,7 +55,7 @@ def show(row: dict) -> str:
     accuracy = (f"{row[f'{task}_{setting}']:.2f}" for task in TASKS for setting in ("aware", "blind"))
     budget = "all" if row["fraction"] is None else f"{100 * row['fraction']:g} %"
     return line(row["method"], budget, f"{row['live'] / 1024:.0f}", *accuracy, f"{row['perplexity']:.2f}",
-                f"{row['kl']:.3f}", f"{row['tokens_per_s']:.0f}")
+                f"{max(row['kl'], 0):.3f}", f"{row['tokens_per_s']:.0f}")
 
 
 def compare(argv: list[str]):
@@ -69,7 +66,7 @@ def compare(argv: list[str]):
     parser.add_argument("--lengths", nargs="+", type=int, default=[512], metavar="TOKENS", help="length of the documents")
     parser.add_argument("--documents", type=int, help="documents per task; default 32")
     parser.add_argument("--full", action="store_true", help="256 documents per task, and lengths 512 and 1024")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the documents")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer.tiktoken")
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -79,36 +79,44 @@ class LayerCache:
         T, empty = q.shape[2], self.seen == 0
         self.write(k, v, pos)
         k, v, at, bias = self.read()
+        if T == 1 and not self.watch and bias is None and not self.ragged:  # one more token, and it sees every slot
+            y = attention(q, k, v, None, False)
+            self.observe(q, None)
+            return y
         w = min(self.watch, T)
-        rest, p = T - w, None
-        parts = []
+        rest, p, parts = T - w, None, []
         if rest:
             causal = empty and bias is None and k.shape[2] == T  # slot i holds token i
-            alone = T == 1 and bias is None and not self.ragged  # the newest token sees every slot
-            mask = None if causal or alone else visible(at, bias, pos[:, :rest])
             n = rest if causal else k.shape[2]
+            mask = None if causal else visible(at, bias, pos[:, :rest])
             parts.append(attention(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
         if w:  # only the watched rows are made explicit
             p = probabilities(q[:, :, rest:], k, at, bias, pos[:, rest:])
             parts.append((p @ v.unsqueeze(2)).flatten(1, 2))  # (B, H, G, w, D) → (B, H·G, w, D)
         self.observe(q, p)
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+        return torch.cat(parts, 2)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that a method wants to travel along."""
-        B, H, T, _ = k.shape
-        end = self.length + T
-        for name, x in dict(k=k, v=v, pos=pos[:, None], **state).items():
-            old = self.slots.get(name)
-            if old is None or end > old.shape[2]:
-                # grow by an eighth, as Python's lists do: nine slot copies per token on average, 12.5 % slack at most
-                capacity = end + (0 if old is None else end // 8)
-                grown = x.new_empty(B, H, capacity, *x.shape[3:], dtype=torch.int32 if name == "pos" else x.dtype)
-                if old is not None:
-                    grown[:, :, :self.length] = old[:, :, :self.length]
-                self.slots[name] = old = grown
-            old[:, :, self.length:end] = x
-        self.length, self.seen = end, self.seen + T
+        new, T = dict(k=k, v=v, pos=pos[:, None], **state), k.shape[2]
+        if not self.slots or self.length + T > self.slots["k"].shape[2]:
+            self.grow(new, *k.shape[:2], self.length + T)
+        for name, x in new.items():
+            self.slots[name].narrow(2, self.length, T).copy_(x)
+        self.length += T
+        self.seen += T
+
+    def grow(self, new: dict[str, Tensor], B: int, H: int, needed: int):
+        """Buffers for `needed` slots and, but for the first, an eighth more, as Python's lists do.
+
+        That makes nine slot copies per token on average, and 12.5 % of slack at most.
+        """
+        capacity = needed + (needed // 8 if self.slots else 0)
+        for name, x in new.items():
+            grown = x.new_empty(B, H, capacity, *x.shape[3:], dtype=torch.int32 if name == "pos" else x.dtype)
+            if self.slots.get(name) is not None:
+                grown.narrow(2, 0, self.length).copy_(self.slot(name))
+            self.slots[name] = grown
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What attention sees: k, v (B, H, S, D), positions (B, H, S), and a logit bias (B, H, S) or None.

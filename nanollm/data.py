@@ -60,6 +60,11 @@ def text(split: str) -> list[str]:
     return ["\n\n".join(side) + "\n" for side in sides if side]
 
 
+def check_questions(questions: int, facts: int):
+    if not 0 < questions <= facts:
+        raise ValueError(f"questions {questions} must be at least 1 and at most the number of facts, {facts}")
+
+
 # ---- tasks ------------------------------------------------------------------------------------------------------
 
 @dataclass
@@ -135,18 +140,19 @@ class Tasks:
         return tokens, roles
 
     def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None):
-        """Facts scattered in real text; one or several are asked for. `depth` fixes where the asked-for one lies."""
+        """Facts scattered in real text; one or several are asked for. `depth` fixes where the first one asked for lies."""
+        check_questions(questions, facts)
         pairs = self.pairs(rng, facts)
         start, is_, stop, ask = (self.ids(s) for s in (" The code of", " is ", ".", "\nQ:"))
-        depths = rng.random(facts)
+        depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
         if depth is not None:
-            depths[0] = depth
-        asked = [0] if depth is not None else rng.permutation(facts)[:questions]
+            depths[asked[0]] = depth
         return self.assemble(rng, T, [start + k + is_ + v + stop for k, v in pairs],
                              [(ask + start + pairs[i][0] + is_, pairs[i][1], stop) for i in asked], depths)
 
     def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
         """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
+        check_questions(questions, pairs)
         items = self.pairs(rng, pairs)
         line, colon, ask = (self.ids(s) for s in ("\n", ": ", "\nQ:"))
         block = [t for k, v in items for t in line + k + colon + v] + line

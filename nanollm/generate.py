@@ -62,6 +62,8 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     it; the stream ends when all rows have.
     """
     check_prompt(model, prompt, new)
+    if new < 1:
+        raise ValueError(f"new {new} must be at least 1 token")
     if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature {temperature} and top_k {top_k} must be at least 0, top_p {top_p} in (0, 1]")
     caches = make_cache(model) if caches is None else caches
@@ -90,5 +92,4 @@ def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, st
 
 def generate(model, prompt: Tensor, new: int, caches=None, **options) -> Tensor:
     """The tokens of `stream` in one tensor (B, ≤ new)."""
-    tokens = list(stream(model, prompt, new, caches, **options))
-    return torch.stack(tokens, 1) if tokens else prompt.new_empty(prompt.shape[0], 0)
+    return torch.stack([*stream(model, prompt, new, caches, **options)], 1)

@@ -28,7 +28,7 @@ from nanollm import tokenizer
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
 from nanollm.model import Config, Decoder
-from nanollm.weights import from_hf, to_hf
+from nanollm.weights import check_device, from_hf, to_hf
 
 TINY = Path(__file__).parent / "tiny"
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512, rope_theta=5e5)
@@ -207,6 +207,9 @@ def main(argv=None):
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
     parser.add_argument("--every", type=int, default=100, help="steps between measurements and checkpoints")
     args = parser.parse_args(argv)
+    check_device(args.device)
+    if args.every < 1 or args.steps < 1:
+        raise ValueError(f"steps {args.steps} and every {args.every} must be at least 1")
     if args.threads:
         torch.set_num_threads(args.threads)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -223,7 +226,9 @@ def main(argv=None):
     first = resume(args.out, model, optimizer)
     forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
 
-    began, log = time.time(), (args.out / "log.jsonl").open("a")
+    log = (args.out / "log.jsonl").open("a+")
+    log.seek(0)
+    began = time.time() - 60 * json.loads(([*log] or ['{"minutes": 0}'])[-1])["minutes"]  # a resumed run goes on counting
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, disable=rank > 0, mininterval=2)
     shown, losses = {}, []
     for step in bar:
@@ -281,7 +286,6 @@ def finish(folder: Path, model: Decoder, training: Tasks, held_out: Tasks, args)
                 "few_shot_16_of_4_classes_512": exact_match(model, held_out, "few_shot", 512, documents),
                 "copy_512": exact_match(model, held_out, "copy", 512, documents)}
     bits = {"model": bits_per_byte(model, held_out, 64)} | ngram_bits(training, held_out, 64)
-    rows = [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
     named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
     processor = named[1] if named else platform.processor()
     report = dict(
@@ -290,16 +294,10 @@ def finish(folder: Path, model: Decoder, training: Tasks, held_out: Tasks, args)
         versions=dict(python=platform.python_version(), torch=torch.__version__),
         parameters=sum(p.numel() for p in model.parameters()),
         training_tokens=4096 * args.steps,
-        minutes=round(sum(minutes(rows)), 1),
+        minutes=json.loads((folder / "log.jsonl").read_text().splitlines()[-1])["minutes"],
         documents_per_figure=documents,
         exact_match={k: dict(value=round(v, 4), standard_error=round(math.sqrt(v * (1 - v) / documents), 4))
                      for k, v in figures.items()},
         bits_per_byte={k: round(v, 3) for k, v in bits.items()})
     (folder / "train.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
-
-
-def minutes(rows: list[dict]) -> list[float]:
-    """Minutes of each stretch of a run that was perhaps cut off and resumed: each starts its clock anew."""
-    clock = [row["minutes"] for row in rows]
-    return [a for a, b in zip(clock, clock[1:] + [0]) if b < a]

@@ -176,6 +176,14 @@ def open_shards(folder: Path) -> list[safe_open]:
     return shards
 
 
+def check_device(name: str | torch.device) -> torch.device:
+    """The device, or a ValueError if there is none of this name here."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {str(name)!r} is not there ({str(error).splitlines()[0]}); use cpu") from None
+
+
 @torch.no_grad()
 def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
     """The decoder in a Hugging Face folder, in eval mode, its weights cast to dtype.
@@ -183,7 +191,7 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
     Tensors go one by one from the mapped files into the decoder, so no second copy of the weights is made.
     Raises ValueError naming the file, the key of config.json or the tensor that is missing, damaged or not understood.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), check_device(device)
     config = read_config(folder)
     prefix, found = PREFIX[config.family], {}  # full name → the shard, and the name there
     for shard in open_shards(folder):

@@ -213,7 +213,7 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 
 # %% [markdown]
 # Each row is a query, each column a key; what lies right of the diagonal is the future.
-# A heavy hitter is a vertical line, a sink would be one at the left edge, a recency head is the diagonal. The retrieval head shows single dots and short slanted strokes: at the arrow, the end of the question reads a value far back.
+# A heavy hitter is a vertical stroke, a sink would be one along the whole left edge, a recency head is the diagonal. The retrieval head shows single dots and short slanted strokes: at the arrow, the end of the question reads a value far back.
 
 # %%
 retrieval = strongest(measures["end of question → value"].mean(0))
@@ -361,7 +361,7 @@ axes[0].set_ylabel("needles found")
 axes[0].legend();
 
 # %% [markdown]
-# StreamingLLM finds the needles that happen to lie in its window, and H2O those that drew attention before anybody asked for them; seeing the question hardly helps either. (With 32 documents, differences below 0.1 mean little.)
+# StreamingLLM finds the needles that happen to lie in its window, and H2O those that drew attention before anybody asked for them; seeing the question hardly helps either. (With 32 documents, differences below 0.2 mean little.)
 # That is the problem which the methods in this repository work on: which entries to keep, for which head, how many of them, and whether what is dropped can be kept in some cheaper form.
 
 # %% [markdown]

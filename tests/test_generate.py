@@ -85,7 +85,8 @@ def test_tokens_come_as_they_are_made(model):
         next(tokens)
         assert caches[0].seen == 20 + n
     assert next(tokens, None) is None
-    assert generate(model, PROMPT, 0).shape == (2, 0)
+    with pytest.raises(ValueError, match="new 0 must be at least 1"):
+        stream(model, PROMPT, 0)
 
 
 # ---- sampling ---

@@ -203,6 +203,7 @@ def refused(capsys, arguments, message):
     ("generate --temperature -1 x", "temperature -1"),
     ("generate --device cuda x", "device 'cuda' is not there"),
     ("--device cuda", "device 'cuda' is not there"),
+    ("--device foo", "device 'foo' is not there"),
 ])
 def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -248,5 +248,14 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
     assert report["bits_per_byte"] == {"model": round(model.embed.weight.sum().item(), 3), "2-gram": 3.0}
 
 
-def test_minutes_of_a_resumed_run_add_up():
-    assert train.minutes([dict(minutes=m) for m in (1, 2, 3, 0.5, 2.5)]) == [3, 2.5]
+def test_a_resumed_run_goes_on_counting_minutes(small, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"minutes": 50.0}\n')
+    main(["--out", str(tmp_path), "--steps", "1"])
+    minutes = [json.loads(row)["minutes"] for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert 50 < minutes[1] < 60 and len(minutes) == 2
+
+
+@pytest.mark.parametrize("wrong, message", [(["--every", "0"], "every 0"), (["--device", "foo"], "device 'foo' is not there")])
+def test_a_run_that_cannot_be_is_refused(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        train.main(["--out", str(tmp_path / "run"), *wrong])
