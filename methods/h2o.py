@@ -33,12 +33,7 @@ class H2O(LayerCache):
 
     def observe(self, q: Tensor, p: Tensor):
         self.slot("accumulated").add_(p.sum((2, 3)))
-        if self.prompt_done:
-            self.forget()
-
-    def finish_prompt(self):
-        super().finish_prompt()
-        self.forget()
+        super().observe(q, p)
 
     def forget(self):
         if self.length > self.budget:

@@ -26,14 +26,6 @@ class RandomEviction(LayerCache):
             self.generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
         super().write(k, v, pos, priority=torch.rand(k.shape[:3], generator=self.generator).to(k.device))
 
-    def observe(self, q: Tensor, p: Tensor | None):
-        if self.prompt_done:
-            self.forget()
-
-    def finish_prompt(self):
-        super().finish_prompt()
-        self.forget()
-
     def forget(self):
         if self.length > self.budget:
             self.shrink(self.slot("priority"), self.budget)

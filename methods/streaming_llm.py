@@ -45,14 +45,6 @@ class StreamingLLM(LayerCache):
             self.k[:, :, :self.sinks] = rotate(self.sink_keys, *angles)
         return super().read()
 
-    def observe(self, q: Tensor, p: Tensor | None):
-        if self.prompt_done:
-            self.forget()
-
-    def finish_prompt(self):
-        super().finish_prompt()
-        self.forget()
-
     def forget(self):
         if self.length > self.budget:
             self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.budget)

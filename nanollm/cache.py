@@ -1,7 +1,8 @@
 """The KV cache, and the seam through which every method compresses it.
 
 The decoder says one thing to memory: `y = cache.attend(q, k, v, pos)`, which is write → read → attention → observe.
-A method overrides what it needs: `write` (what is remembered), `read` (what attention sees), `observe` (may forget).
+A method overrides what it needs: `write` (what is remembered), `read` (what attention sees), `observe` (what was
+attended to), `forget` (what is evicted).
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w window.
 Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one rule serves
@@ -97,26 +98,21 @@ class LayerCache:
         return torch.cat(parts, 2)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that a method wants to travel along."""
-        new, T = dict(k=k, v=v, pos=pos[:, None], **state), k.shape[2]
-        if not self.slots or self.length + T > self.slots["k"].shape[2]:
-            self.grow(new, *k.shape[:2], self.length + T)
-        for name, x in new.items():
-            self.slots[name].narrow(2, self.length, T).copy_(x)
-        self.length += T
-        self.seen += T
-
-    def grow(self, new: dict[str, Tensor], B: int, H: int, needed: int):
-        """Buffers for `needed` slots and, but for the first, an eighth more, as Python's lists do.
-
-        That makes nine slot copies per token on average, and 12.5 % of slack at most.
-        """
-        capacity = needed + (needed // 8 if self.slots else 0)
-        for name, x in new.items():
-            grown = x.new_empty(B, H, capacity, *x.shape[3:], dtype=torch.int32 if name == "pos" else x.dtype)
-            if self.slots.get(name) is not None:
-                grown.narrow(2, 0, self.length).copy_(self.slot(name))
-            self.slots[name] = grown
+        """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that travel along; one that is not given is 0."""
+        B, H, T, _ = k.shape
+        end = self.length + T
+        for name, x in (dict.fromkeys(self.slots) | dict(k=k, v=v, pos=pos[:, None], **state)).items():
+            slots = self.slots.get(name)
+            if slots is None or end > slots.shape[2]:
+                # grow by an eighth, as Python's lists do: nine slot copies per token on average, 12.5 % slack at most
+                capacity, like = end + (end // 8 if self.length else 0), x if slots is None else slots
+                grown = like.new_zeros(B, H, capacity, *like.shape[3:], dtype=torch.int32 if name == "pos" else None)
+                if slots is not None:
+                    grown.narrow(2, 0, self.length).copy_(self.slot(name))
+                self.slots[name] = slots = grown
+            new = slots.narrow(2, self.length, T)
+            new.zero_() if x is None else new.copy_(x)
+        self.length, self.seen = end, self.seen + T
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What attention sees: k, v (B, H, S, D), positions (B, H, S), and a logit bias (B, H, S) or None.
@@ -127,10 +123,16 @@ class LayerCache:
 
     def observe(self, q: Tensor, p: Tensor | None):
         """Called after each `attend` with q (B, H·G, T, D) and probabilities p (B, H, G, w, S) of the last w queries."""
+        if self.prompt_done:
+            self.forget()
 
     def finish_prompt(self):
         """Called once, when the prompt is over. Never guessed from T > 1: a prompt may come in chunks."""
         self.prompt_done = True
+        self.forget()
+
+    def forget(self):
+        """Called at the prompt's end (of an empty cache, if the prompt was one token) and after each later `attend`."""
 
     # ---- forgetting ---------------------------------------------------------------------------------------------
 
@@ -219,20 +221,20 @@ class WindowCache(LayerCache):
         self.rows = None  # (B, H, G, ≤ w, S): probabilities of the last w queries so far
 
     def observe(self, q: Tensor, p: Tensor | None):
-        if p is None:
-            return
-        if self.rows is not None:  # older queries give newer slots no weight
-            p = torch.cat((F.pad(self.rows, (0, p.shape[-1] - self.rows.shape[-1])), p), 3)
-        self.rows = p[:, :, :, -self.window:]
+        if p is not None:
+            if self.rows is not None:  # older queries give newer slots no weight
+                p = torch.cat((F.pad(self.rows, (0, p.shape[-1] - self.rows.shape[-1])), p), 3)
+            self.rows = p[:, :, :, -self.window:]
+        super().observe(q, p)
 
     def finish_prompt(self):
-        super().finish_prompt()
         outside = self.length - self.window
         if self.length > self.budget:
             votes = self.rows[..., :outside].mean(3)
             kept = self.select(votes, self.budgets(votes))
             self.keep(indices(F.pad(kept, (0, self.window), value=True)))
         self.watch, self.rows = 0, None
+        super().finish_prompt()
 
     def budgets(self, votes: Tensor) -> int | Tensor:
         """How many entries each head keeps beside the window, from votes (B, H, G, S − w): a number or (B, H)."""

@@ -152,6 +152,18 @@ def test_ragged_heads_never_see_empty_slots(T):
     assert torch.allclose(y, dense(q, torch.cat((k0, k), 2), torch.cat((v0, v), 2), visible), atol=1e-5)
 
 
+def test_state_that_is_not_given_is_zero_and_may_come_late():
+    cache = LayerCache()
+    fill(cache, 9), fill(cache, 1)  # now there is room for one more
+    cache.slots["score"] = torch.ones(2, 2, 10)
+    cache.drop(torch.zeros(2, 2, 1, dtype=torch.long))  # leaves a stale 1 behind the last slot
+    fill(cache, 3)
+    _, k, v = draw(1)
+    cache.write(k, v, torch.tensor([[13]]), late=torch.full((2, 2, 1), 7))
+    assert cache.slot("score")[0, 0].tolist() == [1] * 9 + [0] * 4
+    assert cache.slot("late")[0, 0].tolist() == [0] * 12 + [7]
+
+
 @pytest.mark.parametrize("hole", [0, 4, 8])
 def test_drop_moves_the_last_slot_into_the_hole(hole):
     cache = LayerCache()
@@ -174,7 +186,6 @@ def test_bias_is_added_to_the_scores(T):
     one.slot("bias")[..., 3] = math.log(3)
     q, k, v = draw(T, seed=7)
     expected = many.attend(q, k, v, torch.arange(4, 4 + T)[None])
-    one.write = lambda k, v, pos: LayerCache.write(one, k, v, pos, bias=torch.zeros(k.shape[:3]))
     for watch in (0, ALL):
         again = one.attend(q, k, v, torch.arange(4, 4 + T)[None])
         assert torch.allclose(again, expected, atol=1e-5)
