@@ -5,12 +5,13 @@ accumulated over all queries so far, and the most recent ones.
 
     F_t(i) = Σ_{s ≤ t} α_{s,i},   evict argmin F_t outside the recent tokens
 
-Differs from the paper: eviction starts at the end of the prompt, not within it, as in the authors' code; the query
-heads of a group vote together, since they share the entry.
+Differs from the paper: eviction starts at the end of the prompt, not while it is read; the query heads of a group
+vote together, since they share the entry.
 """
 from dataclasses import dataclass
 import math
 
+import torch
 from torch import Tensor
 
 from nanollm.cache import ALL, LayerCache, check_budget
@@ -29,7 +30,7 @@ class H2O(LayerCache):
         check_budget(self.budget, 2, "one heavy hitter and the newest token")
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3]))
+        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
 
     def observe(self, q: Tensor, p: Tensor):
         self.slot("accumulated").add_(p.sum((2, 3)))

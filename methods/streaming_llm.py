@@ -9,6 +9,7 @@ Differs from the paper: the prompt is read with full attention and evicted at it
 compress the same cache; from then on one token leaves for each that comes.
 """
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class StreamingLLM(LayerCache):
     def link(self, layer, below, w_o, freq):
         super().link(layer, below, w_o, freq)
         if self.relative and freq is None:
-            raise ValueError("relative positions need RoPE, and this model learned its positions; set relative=False")
+            raise ValueError("relative positions need RoPE, and this model learned its positions; set relative=False (streaming_llm_absolute)")
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dropped = self.seen - self.length
@@ -55,4 +56,4 @@ class StreamingLLM(LayerCache):
         return live + extra, allocated + extra
 
 
-variants = {"streaming_llm": StreamingLLM}
+variants = {"streaming_llm": StreamingLLM, "streaming_llm_absolute": partial(StreamingLLM, relative=False)}

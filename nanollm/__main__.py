@@ -21,7 +21,10 @@ def methods() -> dict[str, type]:
     from nanollm.cache import LayerCache
     found = {"full": LayerCache}
     for file in sorted(METHODS.glob("*.py")):
-        found |= importlib.import_module(f"methods.{file.stem}").variants
+        module = importlib.import_module(f"methods.{file.stem}")
+        if not hasattr(module, "variants"):
+            raise ValueError(f"{file} names no methods; end it with variants = {{'name': Class}}")
+        found |= module.variants
     return found
 
 
@@ -50,6 +53,15 @@ def line(*cells) -> str:
     return "".join(form.format(cell) for (_, form), cell in zip(COLUMNS, cells))
 
 
+def header(T: int, documents: int, seed: int) -> str:
+    from nanollm.evaluate import TASKS
+    return "\n".join((
+        f"\n{documents} documents per task, {T} tokens each; seed {seed}; "
+        f"standard error of an accuracy: at most {0.5 / (documents - 1) ** 0.5:.2f}\n",
+        line("", "", "live", *(cell for task in TASKS for cell in ("", task)), "", "", "batch"),
+        line(*(name for name, _ in COLUMNS))))
+
+
 def show(row: dict) -> str:
     from nanollm.evaluate import TASKS
     accuracy = (f"{row[f'{task}_{setting}']:.2f}" for task in TASKS for setting in ("aware", "blind"))
@@ -63,14 +75,14 @@ def compare(argv: list[str]):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: all in methods/, and full")
     parser.add_argument("--budgets", nargs="+", type=float, default=[50, 25, 12.5, 6.25], metavar="PERCENT")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512], metavar="TOKENS", help="length of the documents")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the documents; default 512")
     parser.add_argument("--documents", type=int, help="documents per task; default 32")
-    parser.add_argument("--full", action="store_true", help="256 documents per task, and lengths 512 and 1024")
+    parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer.tiktoken")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--figure", type=Path, default=Path("compare.png"))
+    parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
     args = parser.parse_args(argv)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank == 0:
@@ -82,6 +94,8 @@ def compare(argv: list[str]):
     for file in (args.figure, args.json):
         if file and not file.parent.is_dir():
             raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
+    if args.figure.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"figure {args.figure} must end in .png, .pdf or .svg")
 
     import torch
     import torch.distributed as dist
@@ -89,12 +103,14 @@ def compare(argv: list[str]):
     from nanollm import plot
     from nanollm.data import Tasks
     from nanollm.evaluate import TASKS, Benchmark, maker
-    lengths = [512, 1024] if args.full and args.lengths == [512] else args.lengths
+    lengths = args.lengths or ([512, 1024] if args.full else [512])
     documents = args.documents if args.documents is not None else 256 if args.full else 32
     chosen = pick(args.methods)
     model, encoding = load(args.model, args.device)
     jobs = [(T, name, fraction) for T in lengths for name in chosen
             for fraction in ([None] if name == "full" else [percent / 100 for percent in args.budgets])]
+    if max(lengths) > model.config.max_len:
+        raise ValueError(f"length {max(lengths)} exceeds the model's length of {model.config.max_len}; use a shorter one")
     for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
         shortest = T - Benchmark.continuation_length(T) - 1
         try:
@@ -111,11 +127,8 @@ def compare(argv: list[str]):
         bar.set_description(f"{name}, {T} tokens")
         if T not in built:
             built[T] = Benchmark.build(model, tasks, T, documents, seed=args.seed)
-            if rank == 0:
-                bar.write(f"\n{documents} documents per task, {T} tokens each; seed {args.seed}; "
-                          f"standard error of an accuracy: at most {0.5 / documents ** 0.5:.2f}\n")
-                bar.write(line("", "", "live", *(cell for task in TASKS for cell in ("", task)), "", "", "batch"))
-                bar.write(line(*(name for name, _ in COLUMNS)))
+            if world == 1:
+                bar.write(header(T, documents, args.seed))
         row = built[T].run(model, maker(model, chosen[name], fraction))
         B = built[T].full.tokens.shape[0]
         for key in ("live", "allocated", "peak"):
@@ -132,13 +145,12 @@ def compare(argv: list[str]):
         if rank > 0:
             return
         rows = sorted(sum(gathered, []), key=lambda row: jobs.index((row["tokens"], row["method"], row["fraction"])))
-        print("\n".join(map(show, rows)))
-    plot.comparison([row for row in rows if row["tokens"] == lengths[0]], args.figure)
-    print(f"\n{len(rows)} rows in {time.time() - began:.0f} s; figure in {args.figure}", end="")
+        for T in lengths:
+            print(header(T, documents, args.seed), *(show(row) for row in rows if row["tokens"] == T), sep="\n")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
-        print(f", rows in {args.json}", end="")
-    print()
+    plot.comparison([row for row in rows if row["tokens"] == lengths[0]], args.figure)
+    print(f"\n{len(rows)} rows in {time.time() - began:.0f} s; figure in {args.figure}" + (f", rows in {args.json}" if args.json else ""))
 
 
 def generate(argv: list[str]):
@@ -179,12 +191,16 @@ def generate(argv: list[str]):
         if not text.endswith("\ufffd"):  # a character may span tokens
             print(text[len(written):], end="", flush=True)
             written = text
+    print(text[len(written):], end="")
     live, allocated = cache_bytes(caches)
     print(f"\n\n[{caches[0].seen} tokens seen, {caches[0].length} slots kept per head in layer 0, "
           f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
 
 
 def main(argv: list[str]):
+    if argv and not argv[0].startswith("-") and argv[0] not in ("compare", "generate", "train"):
+        print(f"error: unknown command {argv[0]!r}; known are compare, generate, train", file=sys.stderr)
+        sys.exit(2)
     command, rest = (argv[0], argv[1:]) if argv and argv[0] in ("compare", "generate", "train") else ("compare", argv)
     try:
         if command == "train":

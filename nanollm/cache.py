@@ -54,7 +54,8 @@ class LayerCache:
         self.slots: dict[str, Tensor] = {}  # per-slot tensors (B, H, capacity, ...): k, v, pos, and what methods add
         self.length = self.seen = 0
         self.prompt_done = False
-        self.ragged = False  # some slots are empty (NEVER), as heads differ in length
+        self.layer, self.below, self.w_o, self.freq = 0, None, None, None
+        self.ragged = False  # some slots are empty (NEVER) or hidden: even a single new token needs the mask
 
     def link(self, layer: int, below: "LayerCache | None", w_o: Tensor, freq: Tensor | None):
         """Called by `make_cache`: where this cache sits in the decoder."""
@@ -104,7 +105,7 @@ class LayerCache:
         for name, x in (dict.fromkeys(self.slots) | dict(k=k, v=v, pos=pos[:, None], **state)).items():
             slots = self.slots.get(name)
             if slots is None or end > slots.shape[2]:
-                # grow by an eighth, as Python's lists do: nine slot copies per token on average, 12.5 % slack at most
+                # grow by an eighth, as Python's lists do: nine slot copies per token on average, about 12.5 % of slack
                 capacity, like = end + (end // 8 if self.length else 0), x if slots is None else slots
                 grown = like.new_zeros(B, H, capacity, *like.shape[3:], dtype=torch.int32 if name == "pos" else None)
                 if slots is not None:
@@ -118,6 +119,7 @@ class LayerCache:
         """What attention sees: k, v (B, H, S, D), positions (B, H, S), and a logit bias (B, H, S) or None.
 
         A slot that stands for several tokens carries a bias that is added to its score; exact entries have 0.
+        A method that hides slots by their positions sets `ragged`.
         """
         return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
 
@@ -144,7 +146,7 @@ class LayerCache:
             x = self.slot(name)
             self.slots[name] = x.gather(2, i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:]))
         self.slots["pos"].masked_fill_(empty, NEVER)
-        self.length, self.ragged = i.shape[2], bool(empty.any())
+        self.length, self.ragged = i.shape[2], self.ragged or bool(empty.any())
 
     def drop(self, i: Tensor):
         """Forget one slot per head, i (B, H, 1). The last slot moves into the hole, so that nothing else is copied."""
@@ -155,7 +157,9 @@ class LayerCache:
 
     def shrink(self, score: Tensor, budget: int):
         """Keep the `budget` slots with the highest score (B, H, S) per head; ties go to the newest token."""
-        if self.length == budget + 1:  # each step of decoding: the oldest of the lowest goes
+        if self.ragged:
+            score = score.masked_fill(self.pos == NEVER, -math.inf)
+        if self.length == budget + 1 and not self.ragged:  # each step of decoding: the oldest of the lowest goes
             lowest = score == score.amin(-1, keepdim=True)
             self.drop(self.pos.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
@@ -205,7 +209,7 @@ class WindowCache(LayerCache):
 
     The last `window` queries of the prompt vote on every earlier token; at the prompt's end `budgets` says how many
     entries each head keeps and `select` says which. The window itself is always kept, inside the budget. Decoding
-    then appends: only the prompt is compressed. SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV override one or both.
+    then appends: only the prompt is compressed. As it stands this is SnapKV; PyramidKV, AdaKV, CriticalKV and ChunkKV differ from it in one of the two, or both.
     """
     budget: int       # slots per key/value head, window included
     window: int = 32  # queries that vote, w
@@ -260,7 +264,10 @@ def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[La
     """One cache per layer of the decoder, linked to its layer. Knobs go to the method; a bad one is a ValueError."""
     c, caches = model.config, []
     for layer, block in enumerate(model.blocks):
-        cache = Method(**knobs)
+        try:
+            cache = Method(**knobs)
+        except TypeError as error:
+            raise ValueError(f"{error}; a method's knobs are its dataclass fields") from error
         w_o = block.attention.o.weight.detach().unflatten(1, (c.n_heads, c.head_dim))
         cache.link(layer, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
         caches.append(cache)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import LayerCache, cache_bytes, finish_prompt, make_cache
+from nanollm.cache import LayerCache, cache_bytes, check_budget, finish_prompt, make_cache
 from nanollm.data import Batch, Tasks
 from nanollm.generate import check_prompt
 
@@ -45,7 +45,8 @@ def retrieve(model, batch: Batch, make: Make) -> dict[str, Tensor]:
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     blind = make(batch.question)
     feed(model, tokens[:, :batch.question], blind)
-    aware, last = copy.deepcopy(blind), batch.answers[0].start - 1
+    shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's own: not to be copied
+    aware, last = copy.deepcopy(blind, shared), batch.answers[0].start - 1
     feed(model, tokens[:, batch.question:last], aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "blind": answer(model, tokens, batch.answers, batch.question, blind)}
@@ -230,4 +231,8 @@ def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> M
     """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention)."""
     if fraction is None:
         return lambda tokens: make_cache(model, Method, **knobs)
-    return lambda tokens: make_cache(model, Method, budget=round(fraction * tokens), **knobs)
+
+    def make(tokens: int) -> list[LayerCache]:
+        check_budget(round(fraction * tokens), 1, "one slot")
+        return make_cache(model, Method, budget=round(fraction * tokens), **knobs)
+    return make

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 class Config:
     """Shape of a decoder. `family` is "llama" (RMSNorm, RoPE, SwiGLU) or "gpt2" (LayerNorm, learned positions, GELU)."""
     vocab_size: int
-    max_len: int                      # longest sequence, in tokens; trained length
+    max_len: int                      # longest sequence, in tokens
     n_layers: int
     n_heads: int                      # query heads, H·G
     n_kv_heads: int                   # key/value heads, H
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None, last: int | None = None) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.
 
-        `pos` (B or 1, T) overrides the positions when there is no cache (training on position jumps).
+        `pos` (B or 1, T) overrides the positions (training on position jumps).
         Raises ValueError if the sequence would grow beyond config.max_len.
         """
         seen = cache[0].seen if cache else 0

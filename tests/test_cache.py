@@ -164,6 +164,27 @@ def test_state_that_is_not_given_is_zero_and_may_come_late():
     assert cache.slot("late")[0, 0].tolist() == [0] * 12 + [7]
 
 
+@pytest.mark.parametrize("budget", [2, 3])
+def test_shrinking_ragged_heads_drops_empty_slots_first_and_never_shows_them(budget):
+    cache = LayerCache()
+    _, k0, v0, _ = fill(cache, 9)
+    cache.keep(torch.tensor([[[1, 4, 6, 8], [2, 3, -1, -1]], [[0, 5, 7, -1], [2, 4, 6, 8]]]))
+    cache.shrink(cache.pos.float(), budget)
+    newest = [[[4, 6, 8], [2, 3]], [[0, 5, 7], [4, 6, 8]]]
+    for b in range(2):
+        for h in range(2):
+            assert sorted(at for at in cache.pos[b, h].tolist() if at != NEVER) == newest[b][h][-budget:]
+    q, k, v, y = fill(cache, 1, seed=5)
+    visible = torch.zeros(2, 2, 1, 10, dtype=torch.bool)
+    visible[..., 9] = True
+    for b in range(2):
+        for h in range(2):
+            for at in cache.pos[b, h, :-1]:
+                if at != NEVER:
+                    visible[b, h, 0, at] = True
+    assert torch.allclose(y, dense(q, torch.cat((k0, k), 2), torch.cat((v0, v), 2), visible), atol=1e-5)
+
+
 @pytest.mark.parametrize("hole", [0, 4, 8])
 def test_drop_moves_the_last_slot_into_the_hole(hole):
     cache = LayerCache()

@@ -29,13 +29,12 @@ def test_files_that_the_readme_names_exist():
 
 
 def test_the_method_in_the_readme_evicts():
-    from dataclasses import dataclass
     import torch
-    from nanollm.cache import LayerCache, finish_prompt, make_cache
+    from nanollm.cache import finish_prompt, make_cache
     from nanollm.model import Config, Decoder
 
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    exec(code, names := dict(dataclass=dataclass, LayerCache=LayerCache))
+    exec(code, names := {})
     (Method,) = names["variants"].values()
     model = Decoder(Config(vocab_size=50, max_len=64, n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32))
     caches = make_cache(model, Method, budget=5)
