@@ -17,7 +17,7 @@ import torch
 from methods import h2o, random_eviction, streaming_llm
 from nanollm import plot, tokenizer, weights
 from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, full_cache_bytes, make_cache
-from nanollm.data import FACT, Tasks
+from nanollm.data import Tasks
 from nanollm.evaluate import answer, maker, retrieve
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder

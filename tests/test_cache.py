@@ -5,8 +5,8 @@ from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, indices, make_cache,
-                           probabilities, rank)
+from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, indices,
+                           make_cache, rank)
 from nanollm.model import Config, Decoder
 
 
