@@ -34,7 +34,8 @@ class StreamingLLM(LayerCache):
     def link(self, layer, below, w_o, freq):
         super().link(layer, below, w_o, freq)
         if self.relative and freq is None:
-            raise ValueError("relative positions need RoPE, and this model learned its positions; set relative=False (streaming_llm_absolute)")
+            raise ValueError("relative positions need RoPE, and this model learned its positions; "
+                             "set relative=False (streaming_llm_absolute)")
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dropped = self.seen - self.length

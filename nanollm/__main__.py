@@ -12,7 +12,8 @@ from pathlib import Path
 import sys
 import time
 
-TINY = Path(__file__).parent / "tiny"
+from nanollm import TINY
+
 METHODS = Path(__file__).parent.parent / "methods"
 
 
@@ -198,16 +199,17 @@ def generate(argv: list[str]):
 
 
 def main(argv: list[str]):
-    if argv and not argv[0].startswith("-") and argv[0] not in ("compare", "generate", "train"):
-        print(f"error: unknown command {argv[0]!r}; known are compare, generate, train", file=sys.stderr)
-        sys.exit(2)
-    command, rest = (argv[0], argv[1:]) if argv and argv[0] in ("compare", "generate", "train") else ("compare", argv)
+    command, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
     try:
-        if command == "train":
+        if command == "compare":
+            compare(rest)
+        elif command == "generate":
+            generate(rest)
+        elif command == "train":
             from nanollm import train
             train.main(rest)
         else:
-            {"compare": compare, "generate": generate}[command](rest)
+            raise ValueError(f"unknown command {command!r}; known are compare, generate, train")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

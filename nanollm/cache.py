@@ -35,6 +35,11 @@ def indices(kept: Tensor) -> Tensor:
     return order.masked_fill(torch.arange(n, device=kept.device) >= count[..., None], -1)
 
 
+def spread(i: Tensor, x: Tensor) -> Tensor:
+    """Slots i (B, H, n) as indices (B, H, n, ...) along the slots of x (B, H, S, ...)."""
+    return i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:])
+
+
 def check_budget(budget: int, least: int, why: str):
     """ValueError unless budget, in slots per key/value head, is at least `least`."""
     if budget < least:
@@ -81,22 +86,19 @@ class LayerCache:
         T, empty = q.shape[2], self.seen == 0
         self.write(k, v, pos)
         k, v, at, bias = self.read()
-        if T == 1 and not self.watch and bias is None and not self.ragged:  # one more token, and it sees every slot
-            y = attention(q, k, v, None, False)
-            self.observe(q, None)
-            return y
         w = min(self.watch, T)
         rest, p, parts = T - w, None, []
         if rest:
             causal = empty and bias is None and k.shape[2] == T  # slot i holds token i
+            alone = T == 1 and bias is None and not self.ragged  # the newest token sees every slot
             n = rest if causal else k.shape[2]
-            mask = None if causal else visible(at, bias, pos[:, :rest])
+            mask = None if causal or alone else visible(at, bias, pos[:, :rest])
             parts.append(attention(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
         if w:  # only the watched rows are made explicit
             p = probabilities(q[:, :, rest:], k, at, bias, pos[:, rest:])
             parts.append((p @ v.unsqueeze(2)).flatten(1, 2))  # (B, H, G, w, D) → (B, H·G, w, D)
         self.observe(q, p)
-        return torch.cat(parts, 2)
+        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that travel along; one that is not given is 0."""
@@ -144,7 +146,7 @@ class LayerCache:
         i = i.clamp(min=0)
         for name in self.slots:
             x = self.slot(name)
-            self.slots[name] = x.gather(2, i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:]))
+            self.slots[name] = x.gather(2, spread(i, x))
         self.slots["pos"].masked_fill_(empty, NEVER)
         self.length, self.ragged = i.shape[2], self.ragged or bool(empty.any())
 
@@ -152,7 +154,7 @@ class LayerCache:
         """Forget one slot per head, i (B, H, 1). The last slot moves into the hole, so that nothing else is copied."""
         for name, x in self.slots.items():
             last = x[:, :, self.length - 1:self.length].clone()
-            x.scatter_(2, i.view(*i.shape, *[1] * (x.dim() - 3)).expand_as(last), last)
+            x.scatter_(2, spread(i, x), last)
         self.length -= 1
 
     def shrink(self, score: Tensor, budget: int):
@@ -209,7 +211,8 @@ class WindowCache(LayerCache):
 
     The last `window` queries of the prompt vote on every earlier token; at the prompt's end `budgets` says how many
     entries each head keeps and `select` says which. The window itself is always kept, inside the budget. Decoding
-    then appends: only the prompt is compressed. As it stands this is SnapKV; PyramidKV, AdaKV, CriticalKV and ChunkKV differ from it in one of the two, or both.
+    then appends: only the prompt is compressed. As it stands this is SnapKV; PyramidKV, AdaKV, CriticalKV and ChunkKV
+    differ from it in one of the two, or both.
     """
     budget: int       # slots per key/value head, window included
     window: int = 32  # queries that vote, w

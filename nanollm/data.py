@@ -60,9 +60,11 @@ def text(split: str) -> list[str]:
     return ["\n\n".join(side) + "\n" for side in sides if side]
 
 
-def check_questions(questions: int, facts: int):
-    if not 0 < questions <= facts:
-        raise ValueError(f"questions {questions} must be at least 1 and at most the number of facts, {facts}")
+@cache
+def words() -> list[str]:
+    """English words of 4 to 9 letters that occur at least five times in the pool, sorted."""
+    counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(documents())))
+    return sorted(word for word, n in counts.items() if n >= 5)
 
 
 # ---- tasks ------------------------------------------------------------------------------------------------------
@@ -81,6 +83,11 @@ class Batch:
         return self.roles == FACT
 
 
+def check_questions(questions: int, facts: int):
+    if not 0 < questions <= facts:
+        raise ValueError(f"questions {questions} must be at least 1 and at most the number of facts, {facts}")
+
+
 class Tasks:
     """Makes documents. One tokenizer, one split; all randomness comes from the `rng` that each call is given.
 
@@ -92,9 +99,8 @@ class Tasks:
         self.encoding, self.split = encoding, split
         self.bos = encoding.n_vocab - 1
         self.stream = np.concatenate([[self.bos, *ids] for ids in encoding.encode_ordinary_batch(text(split))])
-        words = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(documents())))
-        on_this_side = sorted(w for w, n in words.items() if n >= 5 and held_out(w, 5) == (split == "test"))
-        self.words = [ids for ids in encoding.encode_ordinary_batch([" " + w for w in on_this_side]) if len(ids) == 2]
+        on_this_side = [" " + word for word in words() if held_out(word, 5) == (split == "test")]
+        self.words = [ids for ids in encoding.encode_ordinary_batch(on_this_side) if len(ids) == 2]
         self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
         lines = {line.strip() for doc in text(split) for line in doc.splitlines()}
         self.lines = [self._short([line for line in sorted(lines) if line.startswith(kind)]) for kind in LINE_KINDS]

@@ -19,19 +19,17 @@ import torch.nn.functional as F
 
 from nanollm.cache import LayerCache, cache_bytes, check_budget, finish_prompt, make_cache
 from nanollm.data import Batch, Tasks
-from nanollm.generate import check_prompt
+from nanollm.generate import prefill
 
 Make = Callable[[int], list[LayerCache]]  # from the number of prompt tokens to fresh caches
 TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs, 16 shots of 4 classes
 
 
-@torch.no_grad()
 def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> int:
     """Feed tokens (B, T) of a prompt. Returns the peak of the caches' allocated bytes."""
-    check_prompt(model, tokens)
     peak = 0
     for part in tokens.split(chunk, 1):
-        model(part, caches, last=1)
+        prefill(model, part, caches)
         peak = max(peak, cache_bytes(caches)[1])
     return peak
 
@@ -47,7 +45,8 @@ def retrieve(model, batch: Batch, make: Make) -> dict[str, Tensor]:
     feed(model, tokens[:, :batch.question], blind)
     shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's own: not to be copied
     aware, last = copy.deepcopy(blind, shared), batch.answers[0].start - 1
-    feed(model, tokens[:, batch.question:last], aware)
+    if last > batch.question:  # else the question is one token, which is fed after the compression
+        feed(model, tokens[:, batch.question:last], aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "blind": answer(model, tokens, batch.answers, batch.question, blind)}
 

@@ -9,11 +9,10 @@ import time
 
 import torch
 
+from nanollm import TINY
 from nanollm.cache import make_cache
 from nanollm.generate import generate, prefill
 from nanollm.weights import from_hf, to_hf
-
-TINY = Path(__file__).parent / "tiny"
 
 
 def best(run, repeat: int) -> float:

@@ -24,13 +24,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nanollm import tokenizer
+from nanollm import TINY, tokenizer
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
 from nanollm.model import Config, Decoder
 from nanollm.weights import check_device, from_hf, to_hf
 
-TINY = Path(__file__).parent / "tiny"
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512, rope_theta=5e5)
 # share of the steps, tokens per document, documents per batch, and the mixture of tasks
 STAGES = [
@@ -72,7 +71,7 @@ def document(rng, n: int, task: str, tasks: Tasks):
     if task == "plain":
         return tasks.filler(rng, n), np.ones(n, dtype=np.float32)
     if task in ("periodic", "associative"):
-        tokens, roles = globals()[task](rng, n, tasks)
+        tokens, roles = (periodic if task == "periodic" else associative)(rng, n, tasks)
         return tokens, (roles == ANSWER).astype(np.float32)
     if task == "needle":
         facts = int(rng.integers(1, min(12, max(2, n // 32)) + 1))

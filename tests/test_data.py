@@ -23,6 +23,7 @@ def tasks(split: str) -> Tasks:
             pool = documents()[::10]
             patch.setattr(data, "documents", lambda: pool)
             patch.setattr(data, "text", data.text.__wrapped__)
+            patch.setattr(data, "words", data.words.__wrapped__)
         return Tasks(ENCODING, split)
 
 
