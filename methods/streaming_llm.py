@@ -31,9 +31,9 @@ class StreamingLLM(LayerCache):
         check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and the newest token")
         self.sink_keys = None  # as they were stored, rotated by their position in the text
 
-    def link(self, layer, below, w_o, freq):
-        super().link(layer, below, w_o, freq)
-        if self.relative and freq is None:
+    def link(self, *place):
+        super().link(*place)
+        if self.relative and self.freq is None:
             raise ValueError("relative positions need RoPE, and this model learned its positions; "
                              "set relative=False (streaming_llm_absolute)")
 

@@ -1,10 +1,11 @@
 """python -m nanollm: run every method over several budgets and print one table.
 
-    python -m nanollm [compare] --methods h2o streaming_llm --budgets 50 25 --json rows.json
+    python -m nanollm [compare] --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
     python -m nanollm generate --method h2o --budget 64 "The import system"
     python -m nanollm train --help
 """
 import argparse
+from dataclasses import make_dataclass
 import importlib
 import json
 import os
@@ -17,24 +18,42 @@ from nanollm import TINY
 METHODS = Path(__file__).parent.parent / "methods"
 
 
-def methods() -> dict[str, type]:
-    """Every method by name: full attention, and the `variants` of each file in methods/."""
+def methods() -> tuple[dict, dict]:
+    """Of all files in methods/: every variant by name, after full attention, and what any window method can add to."""
     from nanollm.cache import LayerCache
-    found = {"full": LayerCache}
-    for file in sorted(METHODS.glob("*.py")):
+    found, additions = {}, {}
+    for file in METHODS.glob("*.py"):
         module = importlib.import_module(f"methods.{file.stem}")
         if not hasattr(module, "variants"):
             raise ValueError(f"{file} names no methods; end it with variants = {{'name': Class}}")
         found |= module.variants
-    return found
+        additions |= getattr(module, "additions", {})
+    return {"full": LayerCache} | dict(sorted(found.items())), dict(sorted(additions.items()))
+
+
+def has_window(Method) -> bool:
+    from nanollm.cache import WindowCache
+    return isinstance(Method, type) and issubclass(Method, WindowCache)
 
 
 def pick(names: list[str]) -> dict[str, type]:
-    known = methods()
-    for name in names:
-        if name not in known:
-            raise ValueError(f"unknown method {name!r}; known are {', '.join(known)}")
-    return {name: known[name] for name in names} if names else known
+    """Methods by name, all variants for no name. "ada_kv+critical" is a window method with an addition on top.
+
+    "all" is every variant, and every window method with each addition.
+    """
+    found, additions = methods()
+    composed = {f"{name}+{addition}" for name, Method in found.items() if has_window(Method) and "+" not in name
+                for addition in additions} - found.keys()
+    if names == ["all"]:
+        names = ["full", *sorted(found.keys() - {"full"} | composed)]
+    chosen = {}
+    for name in names or found:
+        base, *more = name.split("+")
+        if name not in found and not (has_window(found.get(base)) and additions.keys() >= {*more}):
+            raise ValueError(f"unknown method {name!r}; known are {', '.join([*found, *sorted(composed)])}, all")
+        bases = (*(additions[addition] for addition in reversed(more) if name not in found), found.get(name) or found[base])
+        chosen[name] = found.get(name) or make_dataclass(name, [], bases=bases, eq=False)
+    return chosen
 
 
 def load(folder: Path, device: str):
@@ -47,7 +66,7 @@ def load(folder: Path, device: str):
 
 COLUMNS = (("method", "{:<22}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
            ("aware", "{:>8}"), ("blind", "{:>6}"), ("aware", "{:>8}"), ("blind", "{:>6}"),
-           ("perpl.", "{:>8}"), ("KL", "{:>7}"), ("tokens/s", "{:>9}"))
+           ("perpl.", "{:>8}"), ("KL", "{:>7}"), ("L1", "{:>6}"), ("tokens/s", "{:>9}"))
 
 
 def line(*cells) -> str:
@@ -59,7 +78,7 @@ def header(T: int, documents: int, seed: int) -> str:
     return "\n".join((
         f"\n{documents} documents per task, {T} tokens each; seed {seed}; "
         f"standard error of an accuracy: at most {0.5 / (documents - 1) ** 0.5:.2f}\n",
-        line("", "", "live", *(cell for task in TASKS for cell in ("", task)), "", "", "batch"),
+        line("", "", "live", *(cell for task in TASKS for cell in ("", task)), "", "", "", "batch"),
         line(*(name for name, _ in COLUMNS))))
 
 
@@ -68,14 +87,36 @@ def show(row: dict) -> str:
     accuracy = (f"{row[f'{task}_{setting}']:.2f}" for task in TASKS for setting in ("aware", "blind"))
     budget = "all" if row["fraction"] is None else f"{100 * row['fraction']:g} %"
     return line(row["method"], budget, f"{row['live'] / 1024:.0f}", *accuracy, f"{row['perplexity']:.2f}",
-                f"{max(row['kl'], 0):.3f}", f"{row['tokens_per_s']:.0f}")
+                f"{max(row['kl'], 0):.3f}", f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}")
+
+
+def mean_l1(row: dict) -> float:
+    """Over layers and heads, each layer alone."""
+    return sum(map(sum, row["l1_alone"])) / sum(map(len, row["l1_alone"]))
+
+
+def additions_table(rows: list[dict]) -> str:
+    """What each addition changes, paired by document; "" if no row has its method without the addition beside it."""
+    from nanollm.evaluate import TASKS, paired
+    measures = [[f"{task}_{setting}" for task in TASKS] for setting in ("aware", "blind")] + [["kl"], ["l1_alone"]]
+    lines = []
+    for row in rows:
+        base = [other for other in rows if "+" in row["method"] and other["method"] == row["method"].rsplit("+", 1)[0]
+                and (other["fraction"], other["tokens"]) == (row["fraction"], row["tokens"])]
+        if base:
+            changes = ("{:+.3f} ±{:.3f}".format(*paired(row, base[0], keys)) for keys in measures)
+            lines.append(f"{row['method']:<22}{100 * row['fraction']:>5g} %" + "".join(f"{x:>16}" for x in changes))
+    head = f"{'change by an addition':<22}{'budget':>7}" + "".join(f"{x:>16}" for x in ("aware", "blind", "KL", "L1"))
+    return "\n".join(("", head, *lines)) if lines else ""
 
 
 def compare(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: all in methods/, and full")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every file's in methods/, and full; all: also with every addition, as in ada_kv+critical")
     parser.add_argument("--budgets", nargs="+", type=float, default=[50, 25, 12.5, 6.25], metavar="PERCENT")
+    parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
+                        help="that vote, in methods with a window; default 8, as the prompts are a tenth of the papers'")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the documents; default 512")
     parser.add_argument("--documents", type=int, help="documents per task; default 32")
     parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
@@ -112,10 +153,11 @@ def compare(argv: list[str]):
             for fraction in ([None] if name == "full" else [percent / 100 for percent in args.budgets])]
     if max(lengths) > model.config.max_len:
         raise ValueError(f"length {max(lengths)} exceeds the model's length of {model.config.max_len}; use a shorter one")
+    knobs = {name: dict(window=args.window) if has_window(Method) else {} for name, Method in chosen.items()}
     for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
         shortest = T - Benchmark.continuation_length(T) - 1
         try:
-            maker(model, chosen[name], fraction)(shortest)
+            maker(model, chosen[name], fraction, **knobs[name])(shortest)
         except ValueError as error:
             raise ValueError(f"{name} at {100 * fraction:g} % of {shortest} tokens: {error}") from error
     if world > 1:
@@ -127,10 +169,10 @@ def compare(argv: list[str]):
     for T, name, fraction in bar:
         bar.set_description(f"{name}, {T} tokens")
         if T not in built:
-            built[T] = Benchmark.build(model, tasks, T, documents, seed=args.seed)
+            built = {T: Benchmark.build(model, tasks, T, documents, seed=args.seed)}
             if world == 1:
                 bar.write(header(T, documents, args.seed))
-        row = built[T].run(model, maker(model, chosen[name], fraction))
+        row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name]))
         B = built[T].full.tokens.shape[0]
         for key in ("live", "allocated", "peak"):
             row[key] //= B  # per sequence
@@ -148,6 +190,8 @@ def compare(argv: list[str]):
         rows = sorted(sum(gathered, []), key=lambda row: jobs.index((row["tokens"], row["method"], row["fraction"])))
         for T in lengths:
             print(header(T, documents, args.seed), *(show(row) for row in rows if row["tokens"] == T), sep="\n")
+    for T in lengths:
+        print(additions_table([row for row in rows if row["tokens"] == T]))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     plot.comparison([row for row in rows if row["tokens"] == lengths[0]], args.figure)

@@ -27,6 +27,18 @@ def rank(score: Tensor, pos: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
 
 
+def top(score: Tensor, budget: int | Tensor) -> Tensor:
+    """Mask (..., S) of the `budget` highest scores, a number or (...), of slots in the order of their tokens.
+
+    Ties go to the newest token, as in `rank`, at a third of its time.
+    """
+    budget = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1]).clamp(0, score.shape[-1])[..., None]
+    least = score.sort(-1, descending=True).values.gather(-1, (budget - 1).clamp(min=0))
+    above, tied = score > least, score == least
+    newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many of the tied lie here or later
+    return (above | tied & (newer <= budget - above.sum(-1, keepdim=True))) & (budget > 0)
+
+
 def indices(kept: Tensor) -> Tensor:
     """Slots where kept (B, H, S) is true, in order, as (B, H, n); heads that keep fewer are filled up with −1."""
     count = kept.sum(-1)
@@ -51,7 +63,8 @@ class LayerCache:
     """Full attention: remembers every token of one layer. Subclasses add their knobs as dataclass fields.
 
     State: `length` slots are in use, `seen` tokens have passed; after eviction the two differ, and RoPE counts `seen`.
-    `make_cache` links `layer`, `below` (the cache one layer down), `w_o` (d_model, H·G, D) and `freq` (RoPE's angles).
+    `make_cache` links `layer` (of `layers`), `below` (the cache one layer down), `w_o` (d_model, H·G, D) and `freq`
+    (RoPE's angles).
     """
     watch = 0  # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
 
@@ -59,16 +72,27 @@ class LayerCache:
         self.slots: dict[str, Tensor] = {}  # per-slot tensors (B, H, capacity, ...): k, v, pos, and what methods add
         self.length = self.seen = 0
         self.prompt_done = False
-        self.layer, self.below, self.w_o, self.freq = 0, None, None, None
+        self.layer, self.layers, self.below, self.w_o, self.freq = 0, 1, None, None, None
         self.ragged = False  # some slots are empty (NEVER) or hidden: even a single new token needs the mask
+        self.packed: dict[str, Tensor] = {}  # older slots (N, ...) of heads of different length, one after the other,
+        self.counts = None                   # (B, H): so many of each head;
+        self.behind = 0                      # the longest head has this many of its `length` slots there
 
-    def link(self, layer: int, below: "LayerCache | None", w_o: Tensor, freq: Tensor | None):
+    def link(self, layer: int, layers: int, below: "LayerCache | None", w_o: Tensor, freq: Tensor | None):
         """Called by `make_cache`: where this cache sits in the decoder."""
-        self.layer, self.below, self.w_o, self.freq = layer, below, w_o, freq
+        self.layer, self.layers, self.below, self.w_o, self.freq = layer, layers, below, w_o, freq
 
     def slot(self, name: str) -> Tensor:
-        """The slots in use of one per-slot tensor, (B, H, S, ...): a view, so it can be changed in place."""
-        return self.slots[name].narrow(2, 0, self.length)
+        """The slots in use of one per-slot tensor, (B, H, S, ...): a view to be changed in place, unless `pack`ed."""
+        new = self.slots[name].narrow(2, 0, self.length - self.behind)
+        if not self.packed:
+            return new
+        x, place = self.packed[name], torch.arange(self.behind, device=new.device)
+        start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
+        old = x[(start + place).clamp(max=len(x) - 1).flatten()].view(*new.shape[:2], self.behind, *x.shape[1:])
+        if name == "pos":
+            old.masked_fill_(place >= self.counts[..., None], NEVER)
+        return torch.cat((old, new), 2)
 
     @property
     def k(self) -> Tensor: return self.slot("k")
@@ -103,19 +127,20 @@ class LayerCache:
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that travel along; one that is not given is 0."""
         B, H, T, _ = k.shape
-        end = self.length + T
+        used = self.length - self.behind
+        end = used + T
         for name, x in (dict.fromkeys(self.slots) | dict(k=k, v=v, pos=pos[:, None], **state)).items():
             slots = self.slots.get(name)
             if slots is None or end > slots.shape[2]:
-                # grow by an eighth, as Python's lists do: nine slot copies per token on average, about 12.5 % of slack
-                capacity, like = end + (end // 8 if self.length else 0), x if slots is None else slots
+                # grow by a tenth: eleven slot copies per token on average, at most 10 % of slack
+                capacity, like = end + (end // 10 if self.length else 0), x if slots is None else slots
                 grown = like.new_zeros(B, H, capacity, *like.shape[3:], dtype=torch.int32 if name == "pos" else None)
                 if slots is not None:
-                    grown.narrow(2, 0, self.length).copy_(self.slot(name))
+                    grown.narrow(2, 0, used).copy_(slots.narrow(2, 0, used))
                 self.slots[name] = slots = grown
-            new = slots.narrow(2, self.length, T)
+            new = slots.narrow(2, used, T)
             new.zero_() if x is None else new.copy_(x)
-        self.length, self.seen = end, self.seen + T
+        self.length, self.seen = self.length + T, self.seen + T
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What attention sees: k, v (B, H, S, D), positions (B, H, S), and a logit bias (B, H, S) or None.
@@ -144,11 +169,21 @@ class LayerCache:
         """Keep the slots i (B, H, n), −1 for an empty one, and free the rest: every per-slot tensor moves together."""
         empty = i < 0
         i = i.clamp(min=0)
-        for name in self.slots:
-            x = self.slot(name)
-            self.slots[name] = x.gather(2, spread(i, x))
+        self.slots = {name: x.gather(2, spread(i, x)) for name, x in ((name, self.slot(name)) for name in self.slots)}
         self.slots["pos"].masked_fill_(empty, NEVER)
         self.length, self.ragged = i.shape[2], self.ragged or bool(empty.any())
+        self.packed, self.counts, self.behind = {}, None, 0
+
+    def pack(self):
+        """Store heads of different length one after the other instead of padded to the longest.
+
+        For a cache that evicts once: what is packed can be read and dropped by `keep`, but not changed in place.
+        Attention sees it padded, one layer at a time and only while it runs.
+        """
+        there = self.pos != NEVER
+        self.packed = {name: self.slot(name)[there] for name in self.slots}
+        self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
+        self.counts, self.behind = there.sum(-1), self.length
 
     def drop(self, i: Tensor):
         """Forget one slot per head, i (B, H, 1). The last slot moves into the hole, so that nothing else is copied."""
@@ -169,12 +204,12 @@ class LayerCache:
 
     def bytes(self) -> tuple[int, int]:
         """(live, allocated) bytes of this layer's cache: every per-slot tensor; live leaves out slack and empty slots."""
-        allocated = sum(x.nbytes for x in self.slots.values())
-        if not self.length:
-            return 0, allocated
+        if not self.slots:
+            return 0, 0
         live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
-        capacity = math.prod(self.slots["pos"].shape)
-        return live * allocated // capacity, allocated
+        each = sum(math.prod(x.shape[3:]) * x.element_size() for x in self.slots.values())
+        table = 0 if self.counts is None else self.counts.nbytes
+        return live * each + table, sum(x.nbytes for x in (*self.slots.values(), *self.packed.values())) + table
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -240,6 +275,8 @@ class WindowCache(LayerCache):
             votes = self.rows[..., :outside].mean(3)
             kept = self.select(votes, self.budgets(votes))
             self.keep(indices(F.pad(kept, (0, self.window), value=True)))
+            if self.ragged:
+                self.pack()
         self.watch, self.rows = 0, None
         super().finish_prompt()
 
@@ -249,9 +286,7 @@ class WindowCache(LayerCache):
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
         """Which entries are kept, a mask (B, H, S − w): here those with the highest pooled vote (SnapKV, 2404.14469)."""
-        score = self.pool(votes.mean(2))
-        budget = budget if isinstance(budget, int) else budget.unsqueeze(-1)
-        return rank(score, self.pos[..., :score.shape[-1]]) < budget
+        return top(self.pool(votes.mean(2)), budget)
 
     def pool(self, score: Tensor) -> Tensor:
         """Max over `kernel` neighbouring tokens, (B, H, S) → (B, H, S): a token is read together with its neighbours."""
@@ -272,7 +307,7 @@ def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[La
         except TypeError as error:
             raise ValueError(f"{error}; a method's knobs are its dataclass fields") from error
         w_o = block.attention.o.weight.detach().unflatten(1, (c.n_heads, c.head_dim))
-        cache.link(layer, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
+        cache.link(layer, c.n_layers, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
         caches.append(cache)
     return caches
 

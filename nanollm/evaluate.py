@@ -34,19 +34,69 @@ def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> in
     return peak
 
 
+class Recorder(LayerCache):
+    """Full attention that keeps what each `attend` was told and answered: q, k, v, pos, y."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.told = []
+
+    def attend(self, q, k, v, pos):
+        y = super().attend(q, k, v, pos)
+        self.told.append((q, k, v, pos, y))
+        return y
+
+
+Told = list[tuple]  # per chunk of a prompt, per layer: q, k, v, pos, and the mean of y over D
+
+
+def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
+    """What the caches are told while the decoder reads tokens (B, T).
+
+    Methods that compress at the prompt's end are all told the same before it, so one reading serves them all.
+    """
+    feed(model, tokens, caches)
+    told = [[(*said, y.mean(-1)) for *said, y in layers] for layers in zip(*(cache.told for cache in caches))]
+    for cache in caches:
+        cache.told.clear()
+    return told
+
+
+class ReadsOtherwise(Exception):
+    """A cache answers otherwise than full attention before the prompt's end: it has to read the prompt itself."""
+
+
+def replay(told: Told, caches: list[LayerCache]) -> int:
+    """`feed`, with all but the caches' own work taken from the record."""
+    peak = 0
+    for chunk in told:
+        for cache, (*said, answer) in zip(caches, chunk):
+            if not torch.allclose(cache.attend(*said).mean(-1), answer, atol=1e-4):
+                raise ReadsOtherwise
+        peak = max(peak, cache_bytes(caches)[1])
+    return peak
+
+
+def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens (B, T), those before the question, and those of the question that are fed before the compression."""
+    tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
+    return tokens, tokens[:, :batch.question], tokens[:, batch.question:batch.answers[0].start - 1]
+
+
 @torch.no_grad()
-def retrieve(model, batch: Batch, make: Make) -> dict[str, Tensor]:
+def retrieve(model, batch: Batch, make: Make, told: list[Told] | None = None) -> dict[str, Tensor]:
     """Share of each document's questions answered exactly by greedy decoding, "aware" and "blind", (B,) each.
 
     With several questions, `aware` sees the first; the others come later, each after the answer that was given.
+    `told` is the record of `prompt_and_question`'s two parts, if there is one.
     """
-    tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
+    tokens, *parts = prompt_and_question(model, batch)
     blind = make(batch.question)
-    feed(model, tokens[:, :batch.question], blind)
+    feed(model, parts[0], blind) if told is None else replay(told[0], blind)
     shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's own: not to be copied
     aware, last = copy.deepcopy(blind, shared), batch.answers[0].start - 1
     if last > batch.question:  # else the question is one token, which is fed after the compression
-        feed(model, tokens[:, batch.question:last], aware)
+        feed(model, parts[1], aware) if told is None else replay(told[1], aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "blind": answer(model, tokens, batch.answers, batch.question, blind)}
 
@@ -83,34 +133,43 @@ def head_outputs(model):
 @dataclass
 class Reference:
     """The full cache on a text whose last `new` tokens are its continuation."""
-    tokens: Tensor        # (B, T)
+    tokens: Tensor      # (B, T)
     new: int
-    log_p: Tensor         # (B, new, V): next-token log-probabilities before each token of the continuation
-    heads: list[Tensor]   # per layer (B, new, H·G·D)
+    log_p: Tensor       # (B, new, V): next-token log-probabilities before each token of the continuation
+    told: Told          # what the prompt told the caches
+    said: list[tuple]   # per layer, over the continuation: q, k, v, pos and the full cache's answer y (B, H·G, new, D)
+
+    @property
+    def prompt(self) -> Tensor:
+        """(B, T − new − 1): the token before the continuation is fed after the compression."""
+        return self.tokens[:, :-self.new - 1]
 
 
 @torch.no_grad()
 def reference(model, tokens: Tensor, new: int) -> Reference:
     """What the full cache says about the last `new` of tokens (B, T)."""
-    if not 0 < new < tokens.shape[1]:
-        raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]}")
-    with head_outputs(model) as heads:
-        log_p = model(tokens[:, :-1], last=new).log_softmax(-1)
-    return Reference(tokens, new, log_p, [x[0][:, -new:] for x in heads])
+    if not 0 < new < tokens.shape[1] - 1:
+        raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]} by at least 2")
+    caches = make_cache(model, Recorder)
+    full = Reference(tokens, new, None, None, None)
+    full.told = record(model, caches, full.prompt)
+    full.log_p = model(tokens[:, -new - 1:-1], caches).log_softmax(-1)
+    full.said = [cache.told[0] for cache in caches]
+    return full
 
 
 @torch.no_grad()
-def continuation(model, full: Reference, make: Make) -> dict:
+def continuation(model, full: Reference, make: Make, told: Told | None = None) -> dict:
     """Compress before the continuation, then feed it token by token.
 
-    Returns perplexity; kl, the mean KL(full ‖ compressed) of the next token in nats; l1, the mean ‖o − ô‖₁ per layer
-    and query head with o = y W_O (Def. 1 of CriticalKV), accumulated over the layers below; live, allocated and peak
-    bytes; tokens_per_s of decoding, over the whole batch.
+    Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query head with
+    o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and peak bytes;
+    tokens_per_s of decoding, over the whole batch. kl is (B,) and l1 (B, L, H·G), means over the continuation.
+    `told` is `full.told`, where reading the prompt need not be part of it.
     """
-    tokens, new = full.tokens, full.new
-    cut = tokens.shape[1] - new - 1  # the token before the continuation is fed after the compression
+    tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
     caches = make(cut)
-    peak = feed(model, tokens[:, :cut], caches)
+    peak = feed(model, full.prompt, caches) if told is None else replay(told, caches)
     finish_prompt(caches)
     with head_outputs(model) as heads:
         began = time.perf_counter()
@@ -120,13 +179,33 @@ def continuation(model, full: Reference, make: Make) -> dict:
         seconds = time.perf_counter() - began
     log_p = torch.cat(steps, 1).log_softmax(-1)
     live, allocated = cache_bytes(caches)
-    l1 = []
-    for cache, before, after in zip(caches, full.heads, heads):
-        change = (torch.cat(after, 1) - before).unflatten(-1, cache.w_o.shape[1:])  # (B, new, H·G, D)
-        l1.append(torch.einsum("bthd,ohd->btho", change, cache.w_o).abs().sum(-1).mean((0, 1)).tolist())
+    answers = [torch.cat(after, 1).unflatten(-1, cache.w_o.shape[1:]).transpose(1, 2) for cache, after in zip(caches, heads)]
     nll = -log_p.gather(-1, tokens[:, -new:, None]).mean().item()
-    return dict(perplexity=math.exp(nll), kl=F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean().item(),
-                l1=l1, live=live, allocated=allocated, peak=peak, tokens_per_s=tokens.shape[0] * new / seconds)
+    return dict(perplexity=math.exp(nll), kl=F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1),
+                l1=changes(full, caches, answers), live=live, allocated=allocated, peak=peak,
+                tokens_per_s=tokens.shape[0] * new / seconds)
+
+
+def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
+    """‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁ per text, layer and query head, (B, L, H·G), from a layer's answers ŷ (B, H·G, new, D)."""
+    return torch.stack([torch.einsum("bhtd,ohd->bhto", answer - y, cache.w_o).abs().sum(-1).mean(-1)
+                        for (*_, y), cache, answer in zip(full.said, caches, answers)], 1)
+
+
+@torch.no_grad()
+def perturbation(full: Reference, make: Make) -> Tensor:
+    """‖o − ô‖₁ (Definition 1 of CriticalKV) of every layer alone, (B, L, H·G): each hears the queries of the full cache.
+
+    `continuation` has the change that adds up over the layers, for there the queries have changed as well.
+    """
+    caches = make(full.prompt.shape[1])
+    for chunk in full.told:
+        for cache, (*said, _) in zip(caches, chunk):
+            cache.attend(*said)
+    finish_prompt(caches)
+    answers = [torch.cat([cache.attend(*(x[..., t:t + 1, :] for x in (q, k, v)), pos[:, t:t + 1]) for t in range(full.new)], 2)
+               for cache, (q, k, v, pos, _) in zip(caches, full.said)]
+    return changes(full, caches, answers)
 
 
 # ---- the model itself, with the full cache ----------------------------------------------------------------------
@@ -199,8 +278,9 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, dis
 
 @dataclass
 class Benchmark:
-    """The same documents and text for every method."""
+    """The same documents and text for every method, read once for all of them: about 10 KB a token with the tiny model."""
     batches: dict[str, Batch]
+    told: dict[str, list[Told]]  # per task, of the context and of the question
     full: Reference
 
     @staticmethod
@@ -208,22 +288,52 @@ class Benchmark:
         return min(64, T // 2)
 
     @staticmethod
+    @torch.no_grad()
     def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
         """`documents` of each task and half as many texts, T tokens each."""
         if documents < 2:
             raise ValueError(f"documents {documents} must be at least 2")
         batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
+        told = {}
+        for task, batch in batches.items():
+            caches = make_cache(model, Recorder)
+            told[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
         text = text_windows(tasks, documents // 2, T).to(model.embed.weight.device)
-        return Benchmark(batches, reference(model, text, Benchmark.continuation_length(T)))
+        return Benchmark(batches, told, reference(model, text, Benchmark.continuation_length(T)))
 
     def run(self, model, make: Make) -> dict:
-        """One row: accuracies per task and setting with their standard errors, and everything of `continuation`."""
-        row = {}
+        """One row: accuracies, everything of `continuation`, and `perturbation` as "l1_alone".
+
+        Per task and setting, the mean and its standard error; under "each" the single documents (texts, for kl and L1).
+        """
+        row, each = {}, {}
         for task, batch in self.batches.items():
-            for setting, right in retrieve(model, batch, make).items():
+            for setting, right in told_or_read(retrieve, model, batch, make, self.told[task]).items():
                 row[f"{task}_{setting}"] = right.mean().item()
-                row[f"{task}_{setting}_se"] = (right.std() / len(right) ** 0.5).item()
-        return row | continuation(model, self.full, make)
+                row[f"{task}_{setting}_se"] = standard_error(right)
+                each[f"{task}_{setting}"] = right.tolist()
+        row |= told_or_read(continuation, model, self.full, make, self.full.told)
+        each |= dict(kl=row["kl"].tolist(), l1_alone=(alone := perturbation(self.full, make)).mean((1, 2)).tolist())
+        return row | dict(kl=row["kl"].mean().item(), l1=row["l1"].mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
+
+
+def told_or_read(measure, model, what, make: Make, told):
+    """A measurement by the record, or by reading where a method changes attention before the prompt's end."""
+    try:
+        return measure(model, what, make, told)
+    except ReadsOtherwise:
+        return measure(model, what, make)
+
+
+def standard_error(x: Tensor) -> float:
+    """Of the mean of x (n,)."""
+    return (x.std() / len(x) ** 0.5).item()
+
+
+def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
+    """Mean difference of two rows of the same Benchmark, document by document over all `keys`, and its standard error."""
+    difference = torch.tensor([row["each"][key] for key in keys]) - torch.tensor([base["each"][key] for key in keys])
+    return difference.mean().item(), standard_error(difference.flatten())
 
 
 def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> Make:

@@ -103,7 +103,7 @@ def test_growth_keeps_slack_small_and_does_not_copy_at_every_token():
         before = cache.slots["k"].data_ptr()
     live, allocated = cache.bytes()
     assert live == 500 * (2 * 8 * 4 + 4)  # k and v of 8 floats, and a 4-byte position
-    assert live <= allocated <= live * 1.125 + 1
+    assert live <= allocated <= live * 1.1 + 1
     assert moved < 20
 
 

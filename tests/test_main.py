@@ -91,7 +91,7 @@ def test_rows_tell_the_bytes_of_one_sequence(rows):
     assert rows[0]["live"] == slot * 287 and abs(rows[0]["kl"]) < 1e-6
     for row in rows[-2:]:
         assert row["live"] == round(row["fraction"] * cut) * slot + 2 * 2 * 4 * 8 * 4  # StreamingLLM's sinks as stored
-        assert row["kl"] > 0.01 and cut * slot <= row["peak"] <= 1.125 * cut * slot
+        assert row["kl"] > 0.01 and cut * slot <= row["peak"] <= 1.1 * cut * slot
 
 
 def test_a_table_a_figure_and_the_same_rows_again(rows, checkpoint, capsys):

@@ -1,0 +1,167 @@
+"""CriticalKV: keep what the output would miss, not what attention looks at (arXiv 2502.03805).
+
+A token with a large attention weight but a tiny projected value adds next to nothing to the output. So bound the L1
+change of the output that an eviction causes, and choose the entries that minimise the bound: the first α·b by weight
+alone, the others by weight × ‖projected value‖₁ (Algorithm 1). It goes on top of any window method.
+
+    L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁,   𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
+
+Differs from the paper: nothing for one query head per key/value head. Where G query heads share an entry, θ is summed
+over them, so that the entry's score is the mean of their products A·‖𝒱‖; the paper does not say, its published code
+multiplies the means.
+
+Beyond the paper: `LeastTheta`. An entry that is added raises S as well, and stage 2 forgets that. The gain of θ is
+A_i [(2 − 1/S) ‖𝒱_i‖₁ + W/S²] with W = Σ_i N_i A_i ‖𝒱_i‖₁, so the set is improved by this score until it stays.
+
+Shapes of the theory: weights A and norms ‖𝒱‖₁ (..., n), a set `kept` (..., n) of bool.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import WindowCache, top
+
+
+@dataclass(eq=False)
+class Critical(WindowCache):
+    """Algorithm 1 with the scores of Algorithm 2: stage 1 by pooled votes, stage 2 by unpooled votes × norms."""
+    alpha: float = 0.25            # share of the entries that stage 1 takes by weight alone (the authors' code: 0.5)
+    pool_second: bool = False      # stage 2 on pooled votes too, as in the authors' code
+    epsilon: float = 0.0           # added to the votes of stage 2; the authors' code: 1e-4
+    product_of_means: bool = False  # mean vote × mean norm over the group, as in the authors' code
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha} is a share of the budget; it must lie between 0 and 1")
+
+    def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
+        first = self.first(votes, budget)
+        norms = value_norms(self.v[:, :, :votes.shape[-1]], self.w_o)
+        if self.pool_second:
+            votes = self.pool(votes.flatten(1, 2)).view_as(votes)
+        if self.product_of_means:
+            score = (votes.mean(2) + self.epsilon) * norms.mean(2)
+        else:
+            score = ((votes + self.epsilon) * norms).mean(2)
+        return two_stage(first, score, budget)
+
+    def first(self, votes: Tensor, budget: int | Tensor) -> Tensor:
+        share = (self.alpha * torch.as_tensor(budget, dtype=torch.float64)).long()
+        return top(self.pool(votes.mean(2)), share)
+
+
+@dataclass(eq=False)
+class LeastTheta(WindowCache):
+    """The entries of the least θ: the best of top-A, two-stage and what a few steps make of it (beyond the paper)."""
+    steps: int = 4       # of improvement; 0 takes the better of top-A and two-stage
+    pooled: bool = True  # A is what is to be expected after pooling; False: what the window's queries saw
+
+    def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
+        weights = self.rows.mean(3)  # (B, H, G, S): the window stays and carries weight too
+        if self.pooled:
+            pooled = self.pool(votes.flatten(1, 2)).view_as(votes)
+            weights = torch.cat((pooled, weights[..., votes.shape[-1]:]), -1)
+            weights = weights / weights.sum(-1, keepdim=True)
+        return least_theta(weights, value_norms(self.v, self.w_o), budget, self.window, self.steps)
+
+
+def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
+    """‖𝒱_i‖₁ = ‖v_i W_O‖₁ of every query head: v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n).
+
+    One head and 1024 tokens at a time, which fit into a processor's cache: 𝒱 itself, n × d_model, is never there whole.
+    """
+    B, H, n, D = v.shape
+    w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
+    norms = v.new_empty(H, w_o.shape[1], B * n)
+    for h, heads in enumerate(w_o):
+        for part, tokens in enumerate(v[:, h].flatten(0, 1).split(1024)):
+            for g, w in enumerate(heads):
+                torch.sum((tokens @ w).abs_(), -1, out=norms[h, g, part * 1024:part * 1024 + len(tokens)])
+    return norms.view(H, -1, B, n).permute(2, 0, 1, 3)
+
+
+def two_stage(first: Tensor, score: Tensor, budget: int | Tensor) -> Tensor:
+    """Algorithm 1: the entries of stage 1, `first`, and of the others those with the highest score."""
+    return top(score.masked_fill(first, math.inf), budget)
+
+
+def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window: int, steps: int = 4, alpha: float = 0.25) -> Tensor:
+    """Mask (..., n − window) of `budget` entries per group that aims at the least Σ_g θ_g; the window is kept besides.
+
+    weights and norms are (..., G, n). θ never exceeds that of top-A or of two stages, which are where it starts from.
+    """
+    outside = weights.shape[-1] - window
+
+    def choose(score):  # (..., G, n) → (..., outside)
+        return top(score.sum(-2)[..., :outside], budget)
+
+    def bound(entries):
+        return theta(weights, norms, with_window(entries, window)).sum(-1)
+
+    first = top(weights.sum(-2)[..., :outside], (torch.as_tensor(budget) * alpha).long())
+    kept = choose(weights)
+    best, least = kept, bound(kept)
+    for step in range(steps + 1):
+        if step == 0:
+            candidate = two_stage(first, (weights * norms).sum(-2)[..., :outside], budget)
+        else:
+            S, W = (x.unsqueeze(-1) for x in gathered(weights, norms, with_window(kept, window)))
+            candidate = choose(weights * ((2 - 1 / S) * norms + W / S ** 2))  # ∂θ/∂N_i, with its sign turned
+        reached = bound(candidate)
+        better = reached < least
+        best, least = torch.where(better[..., None], candidate, best), torch.where(better, reached, least)
+        kept = best if step == 0 else candidate
+    return best
+
+
+def with_window(kept: Tensor, window: int) -> Tensor:
+    """A group's set (..., n − w) as (..., 1, n): the window is kept by every head."""
+    return torch.nn.functional.pad(kept, (0, window), value=True).unsqueeze(-2)
+
+
+# ---- the theory -------------------------------------------------------------------------------------------------
+
+def perturbation(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
+    """L = ‖o − ô‖₁ (Definition 1, Eq. 5) of projected values 𝒱 (..., n, d_model)."""
+    return ((weights - masked_attention(weights, kept)).unsqueeze(-2) @ values).abs().sum((-2, -1))
+
+
+def masked_attention(weights: Tensor, kept: Tensor) -> Tensor:
+    """A′ = (N ∘ A) / Σ N_i A_i (Theorem 1, Eq. 6): softmax over the kept entries alone."""
+    masked = weights * kept
+    return masked / masked.sum(-1, keepdim=True)
+
+
+def gathered(weights: Tensor, norms: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """S = Σ N_i A_i, the weight that a set gathers, and W = Σ N_i A_i ‖𝒱_i‖₁."""
+    return (weights * kept).sum(-1), (weights * norms * kept).sum(-1)
+
+
+def theta(weights: Tensor, norms: Tensor, kept: Tensor) -> Tensor:
+    """θ = C − (2 − 1/S) W ≥ L (Theorem 2, Eq. 8)."""
+    S, W = gathered(weights, norms, kept)
+    return (weights * norms).sum(-1) - (2 - 1 / S) * W
+
+
+def assumption_1(weights: Tensor, first: Tensor) -> Tensor:
+    """σ = Σ N′_i A_i, the weight that stage 1 gathers. Assumption 1 holds where σ > 1/2."""
+    return (weights * first).sum(-1)
+
+
+def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """θ̂ = C − (2 − 1/σ) Σ (N′ + N″)_i A_i ‖𝒱_i‖₁ (Theorem 3, Eq. 14, 15); θ̂ ≥ θ if σ > 1/2."""
+    return (weights * norms).sum(-1) - (2 - 1 / assumption_1(weights, first)) * (weights * norms * (first | second)).sum(-1)
+
+
+def theta_relaxed(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """θ̂ with M = min ‖𝒱_i‖₁ for every entry of stage 2 (Theorem 4, Eq. 18); it is least for stage 2 by weight alone."""
+    none = torch.zeros_like(second)
+    least = norms.amin(-1) * (weights * second).sum(-1)
+    return theta_hat(weights, norms, first, none) - (2 - 1 / assumption_1(weights, first)) * least
+
+
+variants = {"snap_kv+critical": Critical, "snap_kv+theta": LeastTheta}
+additions = {"critical": Critical, "theta": LeastTheta}  # on top of any window method, as in ada_kv+critical

@@ -1,0 +1,47 @@
+"""PyramidKV: a budget that shrinks with depth (Cai et al., arXiv 2406.02069).
+
+Lower layers spread their attention, upper layers gather it on a few tokens. So the entries beside the window fall
+linearly from the first layer to the last, while their mean over the L layers stays what SnapKV has everywhere.
+
+    b_l = b_max − l · (b_max − b_min) / (L − 1),   b_min = (b − w)/β,   b_max = 2 (b − w) − b_min
+
+Differs from the paper: the total over the layers is exact, by rounding to the largest remainders; the authors' code
+steps by an integer (b_max − b_min) // L and so keeps fewer or more. Where b_max exceeds the prompt, the slope gets
+flatter, with the same total; the authors' code falls back to SnapKV on short prompts.
+"""
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import Tensor
+
+from nanollm.cache import WindowCache
+
+
+@dataclass(eq=False)
+class PyramidKV(WindowCache):
+    beta: int = 20  # steepness: the top layer keeps 1/beta of the mean; 1 is SnapKV
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.beta < 1:
+            raise ValueError(f"beta {self.beta} must be at least 1, which gives every layer the same budget")
+
+    def budgets(self, votes: Tensor) -> int:
+        return pyramid(self.budget - self.window, self.layers, votes.shape[-1], self.beta)[self.layer]
+
+
+def pyramid(mean: int, layers: int, most: int, beta: int) -> list[int]:
+    """Entries of every layer: falling linearly, `layers · mean` in all, none above `most`, the entries there are."""
+    if layers == 1:
+        return [mean]
+    highest = min(2 * mean - Fraction(mean, beta), most)
+    lowest = 2 * mean - highest
+    exact = [highest - layer * (highest - lowest) / (layers - 1) for layer in range(layers)]
+    counts = [int(x) for x in exact]
+    by_remainder = sorted(range(layers), key=lambda layer: counts[layer] - exact[layer])  # stable: lower layers first
+    for layer in by_remainder[:layers * mean - sum(counts)]:
+        counts[layer] += 1
+    return counts
+
+
+variants = {"pyramid_kv": PyramidKV}

@@ -1,0 +1,97 @@
+"""A residual entry: a slot per head that stands for everything evicted. Not from a paper.
+
+Eviction renormalises attention over what is kept, as if the rest had never been. Give one slot of the budget to the
+rest instead: its key and value are the means of the evicted ones, weighted by the window's votes a, and a logit bias
+β lets it take the weight that they had together, as the window's queries t saw it. It goes on top of any window method.
+
+    k̄ = Σ_{i gone} a_i k_i / Σ_{i gone} a_i,  v̄ likewise,   Σ_t exp(q_t·k̄/√D + β − log Z_t) = Σ_t Σ_{i gone} α_{t,i}
+
+No choice of entries lowers the change of the attention output as much as this does. So it tests whether a smaller
+change means better text, as Appendix I of CriticalKV (arXiv 2502.03805) argues.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from nanollm.cache import WindowCache, spread, visible
+
+
+@dataclass(eq=False)
+class Residual(WindowCache):
+    """A head whose budget is below `entries`, or that evicts nothing, has no residual entry."""
+    entries: int = 1    # residual entries per head, out of its budget; each stands for a run of the evicted tokens
+    rounds: int = 0     # of k-means on the keys, which regroups the evicted tokens from runs into clusters
+    share: float = 1.0  # of the evicted tokens' weight that the entries take
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.entries < 1 or self.rounds < 0 or not 0 < self.share <= 1:
+            raise ValueError(f"entries {self.entries} must be at least 1, rounds {self.rounds} at least 0 and share "
+                             f"{self.share} above 0 and at most 1")
+        self.queries = None  # (B, H·G, ≤ w, D): the last w
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if p is not None:
+            q = q if self.queries is None else torch.cat((self.queries, q), 2)
+            self.queries = q[:, :, -self.window:]
+        super().observe(q, p)
+
+    def finish_prompt(self):
+        super().finish_prompt()
+        self.queries = None
+
+    def bytes(self) -> tuple[int, int]:
+        live, allocated = super().bytes()
+        queries = 0 if self.queries is None else self.queries.nbytes
+        return live + queries, allocated + queries
+
+    def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
+        n = votes.shape[-1]
+        budget = torch.as_tensor(budget, device=votes.device).expand(votes.shape[:2])
+        room = (budget >= self.entries) & (budget < n)  # (B, H)
+        kept = super().select(votes, budget - self.entries * room)
+        member = self.groups(~kept & room[..., None], votes.mean(2))  # (B, H, entries, n)
+        weight = mean_weights(member, votes.mean(2))
+        key, value = weight @ self.k[:, :, :n], weight @ self.v[:, :, :n]
+        total = (member * self.rows[..., :n].sum((2, 3)).unsqueeze(2)).sum(-1)  # Σ_t Σ_i α_{t,i} over the group's queries
+        bias = (self.share * total).log() - self.reach(key)
+        # each group's entry takes the place, and with it the position, of its newest token
+        place = n - 1 - member.int().flip(-1).argmax(-1)
+        there = member.any(-1)
+        self.slots["bias"] = torch.zeros_like(self.slots["pos"], dtype=torch.float32)
+        for name, new in dict(k=key, v=value, bias=bias).items():
+            x, i = self.slot(name), spread(place, self.slot(name))
+            x.scatter_(2, i, torch.where(there.view(*there.shape, *[1] * (new.dim() - 3)), new.to(x.dtype), x.gather(2, i)))
+        return kept | (F.one_hot(place, n).bool() & there[..., None]).any(2)
+
+    def groups(self, gone: Tensor, votes: Tensor) -> Tensor:
+        """The evicted tokens (B, H, n) split into `entries` groups, (B, H, entries, n) of bool."""
+        order = gone.cumsum(-1)
+        group = ((order - 1).clamp(min=0) * self.entries) // order[..., -1:].clamp(min=1)
+        member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
+        for _ in range(self.rounds):
+            k = self.k[:, :, :gone.shape[-1]]
+            group = torch.cdist(k, mean_weights(member, votes) @ k).argmin(-1)
+            member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
+        return member
+
+    def reach(self, key: Tensor) -> Tensor:
+        """log Σ_t exp(q_t·k̄/√D − log Z_t) of keys (B, H, E, D), over all window queries of the group: (B, H, E)."""
+        B, H, _, D = key.shape
+        q = self.queries.view(B, H, -1, self.window, D) * D ** -0.5
+        seen = visible(self.pos, None, self.pos[:, 0, -self.window:]).unsqueeze(2)
+        log_z = (q @ self.k.unsqueeze(2).mT).masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True)
+        return (q @ key.unsqueeze(2).mT - log_z).logsumexp((2, 3))
+
+
+def mean_weights(member: Tensor, votes: Tensor) -> Tensor:
+    """Weights (B, H, E, n) of each group's mean, by votes (B, H, n); all 0 for an empty group."""
+    weight = member * votes.unsqueeze(2)
+    return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
+
+
+variants = {"snap_kv+residual": Residual}
+additions = {"residual": Residual}  # on top of any window method, as in ada_kv+residual
