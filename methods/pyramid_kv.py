@@ -19,7 +19,7 @@ from nanollm.cache import WindowCache
 
 @dataclass(eq=False)
 class PyramidKV(WindowCache):
-    beta: int = 20  # steepness: the top layer keeps 1/beta of the mean; 1 is SnapKV
+    beta: float = 20  # steepness: the top layer keeps 1/beta of the mean; 1 is SnapKV
 
     def __post_init__(self):
         super().__post_init__()
@@ -30,11 +30,11 @@ class PyramidKV(WindowCache):
         return pyramid(self.budget - self.window, self.layers, votes.shape[-1], self.beta)[self.layer]
 
 
-def pyramid(mean: int, layers: int, most: int, beta: int) -> list[int]:
+def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:
     """Entries of every layer: falling linearly, `layers · mean` in all, none above `most`, the entries there are."""
     if layers == 1:
         return [mean]
-    highest = min(2 * mean - Fraction(mean, beta), most)
+    highest = min(2 * mean - mean / Fraction(str(beta)), most)
     lowest = 2 * mean - highest
     exact = [highest - layer * (highest - lowest) / (layers - 1) for layer in range(layers)]
     counts = [int(x) for x in exact]

@@ -24,7 +24,9 @@ class RandomEviction(LayerCache):
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
-        super().write(k, v, pos, priority=torch.rand(k.shape[:3], generator=self.generator).to(k.device))
+        B, H, T, _ = k.shape
+        priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)  # token by token: chunks do not matter
+        super().write(k, v, pos, priority=priority.to(k.device))
 
     def forget(self):
         if self.length > self.budget:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import WindowCache, spread, visible
+from nanollm.cache import WindowCache, visible
 
 
 @dataclass(eq=False)
@@ -62,9 +62,9 @@ class Residual(WindowCache):
         place = n - 1 - member.int().flip(-1).argmax(-1)
         there = member.any(-1)
         self.slots["bias"] = torch.zeros_like(self.slots["pos"], dtype=torch.float32)
+        b, h, _ = there.nonzero(as_tuple=True)
         for name, new in dict(k=key, v=value, bias=bias).items():
-            x, i = self.slot(name), spread(place, self.slot(name))
-            x.scatter_(2, i, torch.where(there.view(*there.shape, *[1] * (new.dim() - 3)), new.to(x.dtype), x.gather(2, i)))
+            self.slot(name)[b, h, place[there]] = new[there].to(self.slot(name).dtype)
         return kept | (F.one_hot(place, n).bool() & there[..., None]).any(2)
 
     def groups(self, gone: Tensor, votes: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def top(score: Tensor, budget: int | Tensor) -> Tensor:
     least = score.sort(-1, descending=True).values.gather(-1, (budget - 1).clamp(min=0))
     above, tied = score > least, score == least
     newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many of the tied lie here or later
-    return (above | tied & (newer <= budget - above.sum(-1, keepdim=True))) & (budget > 0)
+    return above | tied & (newer <= budget - above.sum(-1, keepdim=True))
 
 
 def indices(kept: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import LayerCache, cache_bytes, check_budget, finish_prompt, make_cache
+from nanollm.cache import LayerCache, cache_bytes, check_budget, finish_prompt, make_cache, probabilities
 from nanollm.data import Batch, Tasks
 from nanollm.generate import prefill
 
@@ -47,7 +47,7 @@ class Recorder(LayerCache):
         return y
 
 
-Told = list[tuple]  # per chunk of a prompt, per layer: q, k, v, pos, and the mean of y over D
+Told = list[tuple]  # per layer: q, k, v, pos of a part of a prompt
 
 
 def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
@@ -55,25 +55,45 @@ def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
 
     Methods that compress at the prompt's end are all told the same before it, so one reading serves them all.
     """
+    if not tokens.shape[1]:
+        return []
     feed(model, tokens, caches)
-    told = [[(*said, y.mean(-1)) for *said, y in layers] for layers in zip(*(cache.told for cache in caches))]
+    told = []
     for cache in caches:
+        q, k, v, pos, _ = zip(*cache.told)
+        told.append((torch.cat(q, 2), torch.cat(k, 2), torch.cat(v, 2), torch.cat(pos, 1)))
         cache.told.clear()
     return told
 
 
+def pieces(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n: int):
+    """The same, n tokens at a time."""
+    return zip(q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
+
+
 class ReadsOtherwise(Exception):
-    """A cache answers otherwise than full attention before the prompt's end: it has to read the prompt itself."""
+    """Before the prompt's end a cache shows attention something else than all tokens: it has to read the prompt itself."""
 
 
 def replay(told: Told, caches: list[LayerCache]) -> int:
-    """`feed`, with all but the caches' own work taken from the record."""
+    """`feed` without the decoder and without attention's output, which is that of the full cache."""
     peak = 0
-    for chunk in told:
-        for cache, (*said, answer) in zip(caches, chunk):
-            if not torch.allclose(cache.attend(*said).mean(-1), answer, atol=1e-4):
+    for cache, (q, k, v, pos) in zip(caches, told):
+        if type(cache).attend is not LayerCache.attend:
+            raise ReadsOtherwise
+        T = k.shape[2]
+        for new_q, new_k, new_v, new_pos in pieces(q, k, v, pos, 64 if cache.watch > 64 else T):  # bounds the probabilities
+            cache.write(new_k, new_v, new_pos)
+            keys, _, at, bias = cache.read()
+            if bias is not None or keys.shape[2] != cache.seen:
                 raise ReadsOtherwise
-        peak = max(peak, cache_bytes(caches)[1])
+            w = min(cache.watch, new_q.shape[2])
+            cache.observe(new_q, probabilities(new_q[:, :, -w:], keys, at, None, new_pos[:, -w:]) if w else None)
+        keys, values, at, _ = cache.read()
+        same = torch.equal(keys[:, :, -T:], k) and torch.equal(values[:, :, -T:], v) and (at[:, :, -T:] == pos[:, None]).all()
+        if keys.shape[2] != cache.seen or not same:
+            raise ReadsOtherwise
+        peak += cache.bytes()[1]
     return peak
 
 
@@ -199,12 +219,12 @@ def perturbation(full: Reference, make: Make) -> Tensor:
     `continuation` has the change that adds up over the layers, for there the queries have changed as well.
     """
     caches = make(full.prompt.shape[1])
-    for chunk in full.told:
-        for cache, (*said, _) in zip(caches, chunk):
-            cache.attend(*said)
+    for cache, told in zip(caches, full.told):
+        for part in pieces(*told, 64):
+            cache.attend(*part)
     finish_prompt(caches)
-    answers = [torch.cat([cache.attend(*(x[..., t:t + 1, :] for x in (q, k, v)), pos[:, t:t + 1]) for t in range(full.new)], 2)
-               for cache, (q, k, v, pos, _) in zip(caches, full.said)]
+    answers = [torch.cat([cache.attend(*token) for token in pieces(*said, 1)], 2)
+               for cache, (*said, _) in zip(caches, full.said)]
     return changes(full, caches, answers)
 
 

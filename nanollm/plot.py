@@ -90,10 +90,14 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
     return figure
 
 
-def heads(axis, values, title: str, form: str = "{:.2f}"):
-    """A number per layer and head, (L, heads), each on a ground as dark as it is large."""
+def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = False, most: float | None = None):
+    """A number per layer and head, (L, heads), on a ground as dark as it is large; the darkest ground is for `most`.
+
+    diverging: purple below 0, orange above.
+    """
     values = np.asarray(values)
-    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.4 * values.max())
+    most = 1.4 * (most or np.abs(values).max())  # so that black can be read on it
+    axis.imshow(values, cmap="PuOr_r" if diverging else "Blues", vmin=-most if diverging else 0, vmax=most)
     for (layer, head), value in np.ndenumerate(values):
         axis.text(head, layer, form.format(value), ha="center", va="center", fontsize=8)
     axis.set(title=title, xlabel="head", ylabel="layer", xticks=range(values.shape[1]), yticks=range(values.shape[0]))

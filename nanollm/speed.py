@@ -1,4 +1,4 @@
-"""How fast decoding is: against transformers' `generate` on the same weights, and over the length of the cache.
+"""How fast decoding is, over the cache's length and against transformers on the same weights; what compressing costs.
 
     python -m nanollm.speed
 """
@@ -10,7 +10,7 @@ import time
 import torch
 
 from nanollm import TINY
-from nanollm.cache import make_cache
+from nanollm.cache import finish_prompt, make_cache
 from nanollm.generate import generate, prefill
 from nanollm.weights import from_hf, to_hf
 
@@ -87,10 +87,40 @@ def over_length(folder: Path, slots=(128, 512, 2048), steps: int = 32, repeat: i
         print(f"{n:>8}{step:>9.2f} ms{attention:>9.2f} ms{step - attention:>9.2f} ms", flush=True)
 
 
+def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
+    """Time of each method's `finish_prompt` at a budget of a quarter, in a share of the prefill with the full cache.
+
+    Reading: its own prefill in units of the full cache's; a method that counts attention works there already.
+    """
+    from nanollm.__main__ import pick
+    torch.set_num_threads(1)
+    model, methods = from_hf(folder), pick(["all"])
+    print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
+    print(f"{'tokens':<22}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
+    print(f"{'':<22}" + f"{'finish_prompt':>17}{'reading':>9}" * len(lengths))
+    table = {name: "" for name in methods}
+    for n in lengths:
+        tokens, times = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n)), {}
+        for name in [*methods] * repeat:
+            caches = make_cache(model, methods[name], **{} if name == "full" else dict(budget=n // 4))
+            began = time.perf_counter()
+            prefill(model, tokens, caches)
+            read = time.perf_counter()
+            finish_prompt(caches)
+            times.setdefault(name, []).append((read - began, time.perf_counter() - read))
+        reading, finishing = ({name: min(x[i] for x in runs) for name, runs in times.items()} for i in (0, 1))
+        full = reading["full"]
+        table["full"] += f"{1e3 * full:>14.0f} ms{1:>9.2f}"
+        for name in [*methods][1:]:
+            table[name] += f"{1e3 * finishing[name]:>7.1f} ms {100 * finishing[name] / full:>4.1f} %{reading[name] / full:>9.2f}"
+    print(*(f"{'full: the prefill' if name == 'full' else name:<22}{cells}" for name, cells in table.items()), sep="\n")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m nanollm.speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY)
     folder = parser.parse_args().model
     over_length(folder)
+    compression(folder)
     against_transformers(folder)

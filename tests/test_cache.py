@@ -1,4 +1,5 @@
 """The seam: whatever is written is read back, whatever is evicted is really gone, and attention stays exact on the rest."""
+from copy import deepcopy
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, indices,
-                           make_cache, rank)
+                           make_cache, rank, top)
 from nanollm.model import Config, Decoder
 
 
@@ -152,6 +153,53 @@ def test_ragged_heads_never_see_empty_slots(T):
     assert torch.allclose(y, dense(q, torch.cat((k0, k), 2), torch.cat((v0, v), 2), visible), atol=1e-5)
 
 
+def uneven():
+    """The same slots padded and packed; heads keep 3, 1, 2 and no token, and a score travels along."""
+    padded = LayerCache()
+    fill(padded, 9)
+    padded.slots["score"] = padded.pos.float() * 10
+    padded.keep(torch.tensor([[[1, 4, 8], [2, -1, -1]], [[5, 6, -1], [-1, -1, -1]]]))
+    packed = deepcopy(padded)
+    packed.pack()
+    return padded, packed
+
+
+def same_slots(padded, packed):
+    there = padded.pos != NEVER
+    assert torch.equal(packed.pos, padded.pos)  # NEVER where there is nothing
+    assert padded.slots.keys() == packed.slots.keys()
+    assert all(torch.equal(packed.slot(name)[there], padded.slot(name)[there]) for name in padded.slots)
+
+
+def test_packed_heads_are_those_of_the_padded_cache():
+    padded, packed = uneven()
+    each, table = 2 * 8 * 4 + 4 + 4, 4 * 8
+    assert padded.bytes() == (6 * each, 12 * each) and packed.bytes() == (6 * each + table,) * 2
+    for T in (1, 3, 1, 20):
+        before = deepcopy(packed)
+        (*_, y), (*_, expected) = fill(packed, T, seed=T), fill(padded, T, seed=T)
+        assert torch.equal(y, expected)
+        same_slots(padded, packed)
+        assert (packed.length, packed.seen, before.length) == (padded.length, padded.seen, padded.length - T)
+        live, allocated = packed.bytes()
+        assert live == (6 + 4 * (packed.seen - 9)) * each + table and live <= allocated <= 1.1 * live
+        assert torch.equal(before.pos, padded.pos[..., :-T])  # a copy is not written to
+
+
+def test_keep_takes_from_packed_and_later_slots_and_may_pack_again():
+    padded, packed = uneven()
+    for cache in (padded, packed):
+        fill(cache, 4)
+        cache.keep(torch.tensor([[[0, 2, 5], [0, 3, -1]], [[1, 3, 4], [6, -1, -1]]]))
+    same_slots(padded, packed)
+    assert packed.pos[0, 0].tolist() == [1, 8, 11] and packed.pos[1, 1].tolist() == [12, NEVER, NEVER]
+    assert packed.bytes() == padded.bytes() and not packed.packed
+    packed.pack()
+    for T in (1, 2):
+        assert torch.equal(fill(packed, T)[-1], fill(padded, T)[-1])
+        same_slots(padded, packed)
+
+
 def test_state_that_is_not_given_is_zero_and_may_come_late():
     cache = LayerCache()
     fill(cache, 9), fill(cache, 1)  # now there is room for one more
@@ -222,6 +270,19 @@ def test_rank_orders_by_score_and_breaks_ties_towards_the_newest(scores, random)
     expected = sorted(range(len(scores)), key=lambda i: (-scores[i], -pos[i]))
     got = rank(torch.tensor([scores]).float(), torch.tensor([pos]))[0].tolist()
     assert [got.index(r) for r in range(len(scores))] == expected
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(-2, 14), min_size=2, max_size=2))
+@settings(max_examples=60, deadline=None)
+def test_top_keeps_the_highest_and_of_equals_the_newest(scores, budgets):
+    backwards = scores[::-1]
+    expected = []
+    for row, budget in zip((scores, backwards), budgets):
+        best = sorted(range(len(row)), key=lambda i: (-row[i], -i))[:max(0, budget)]
+        expected.append([i in best for i in range(len(row))])
+    both = torch.tensor([scores, backwards]).float()
+    assert top(both, torch.tensor(budgets)).tolist() == expected
+    assert top(both[0].log(), budgets[0]).tolist() == expected[0]  # −inf is a score like any other
 
 
 def test_indices_are_in_order_and_filled_with_minus_one():

@@ -10,18 +10,26 @@ import torch
 import torch.nn.functional as F
 
 from methods.h2o import H2O
+from methods.random_eviction import RandomEviction
 from methods.streaming_llm import StreamingLLM
 from nanollm import evaluate
-from nanollm.cache import LayerCache, finish_prompt, make_cache
-from nanollm.evaluate import (Benchmark, bits_per_byte, continuation, exact_match, head_outputs, maker, ngram_bits,
-                              reference, retrieve, text_windows)
+from nanollm.__main__ import pick
+from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, make_cache
+from nanollm.evaluate import (Benchmark, ReadsOtherwise, Recorder, bits_per_byte, continuation, exact_match, feed,
+                              head_outputs, maker, ngram_bits, paired, perturbation, prompt_and_question, record,
+                              reference, replay, retrieve, text_windows, told_or_read)
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
 
-V, L, B, H, G, D, T, NEW = 2048, 2, 3, 2, 2, 8, 40, 12
-CUT = T - NEW - 1  # the prompt without its last token
+V, L, B, H, G, D, T, NEW = 2048, 2, 3, 2, 2, 8, 80, 12
+CUT = T - NEW - 1  # the prompt without its last token; read in two chunks
 SLOT = 2 * D * 4 + 4
 TOKENS = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
+METHODS = {"full": (LayerCache, {}), "h2o": (H2O, dict(budget=10)), "streaming_llm": (StreamingLLM, dict(budget=6)),
+           "random": (RandomEviction, dict(budget=9)),
+           **{name: (Method, dict(budget=12, window=5))
+              for name, Method in pick(["snap_kv", "ada_kv+critical", "snap_kv+residual"]).items()}}
+every_method = pytest.mark.parametrize("Method, knobs", METHODS.values(), ids=METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -34,68 +42,109 @@ def model():
     return decoder
 
 
+@pytest.fixture(scope="module")
+def full(model):
+    return reference(model, TOKENS, NEW)
+
+
+@pytest.fixture(scope="module")
+def benchmark(model):
+    return Benchmark.build(model, tasks("test"), 320, 4)
+
+
+def heard(model, Method, knobs, cut):
+    """Every layer's q, k, v, y (B, heads, T − 1, D), and next-token probabilities (B, NEW, V) over the continuation."""
+    class Spy(Method):
+        def attend(self, q, k, v, pos):
+            y = super().attend(q, k, v, pos)
+            self.heard.append((q, k, v, y))
+            return y
+
+    caches = make_cache(model, Spy, **knobs)
+    for cache in caches:
+        cache.heard = []
+    model(TOKENS[:, :cut], caches)
+    finish_prompt(caches)
+    logits = torch.cat([model(TOKENS[:, i:i + 1], caches) for i in range(cut, T - 1)], 1)[:, -NEW:]
+    return [[torch.cat(x, 2) for x in zip(*cache.heard)] for cache in caches], logits.double().softmax(-1)
+
+
 # ---- perplexity, KL, L1, bytes ---
 
 
 @torch.inference_mode()
-def test_the_full_cache_costs_nothing(model):
-    row = continuation(model, reference(model, TOKENS, NEW), maker(model, LayerCache, None))
+def test_the_full_cache_costs_nothing(model, full):
+    make = maker(model, LayerCache, None)
+    row = continuation(model, full, make)
     loss = F.cross_entropy(model(TOKENS)[:, -NEW - 1:-1].flatten(0, 1), TOKENS[:, -NEW:].flatten()).item()
-    assert abs(row["kl"]) < 1e-6 and np.array(row["l1"]).shape == (L, H * G) and np.max(row["l1"]) < 1e-4
+    assert row["kl"].shape == (B,) and row["kl"].abs().max() < 1e-6
+    assert row["l1"].shape == perturbation(full, make).shape == (B, L, H * G)
+    assert row["l1"].max() < 1e-4 and perturbation(full, make).max() < 1e-4
     assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("Method, budget", [(H2O, 10), (StreamingLLM, 6)])
 @torch.inference_mode()
-def test_an_evicting_method_is_measured_as_by_loops(model, Method, budget):
-    def outputs(Method, knobs, cut):
-        """The heads' outputs (L, B, H·G, NEW, D) and next-token probabilities (B, NEW, V) over the continuation."""
-        class Recorded(Method):
-            def attend(self, *args):
-                y = super().attend(*args)
-                self.heard.append(y)
-                return y
-
-        caches = make_cache(model, Recorded, **knobs)
-        for cache in caches:
-            cache.heard = []
-        model(TOKENS[:, :cut], caches)
-        finish_prompt(caches)
-        logits = torch.cat([model(TOKENS[:, i:i + 1], caches) for i in range(cut, T - 1)], 1)[:, -NEW:]
-        return torch.stack([torch.cat(cache.heard, 2)[:, :, -NEW:] for cache in caches]), logits.double().softmax(-1)
-
-    y, p = outputs(LayerCache, {}, 1)
-    other, q = outputs(Method, dict(budget=budget), CUT)
-    row = continuation(model, reference(model, TOKENS, NEW), lambda n: make_cache(model, Method, budget=budget))
-    for layer in range(L):
+def test_an_evicting_method_is_measured_as_by_loops(model, full, Method, budget):
+    before, p = heard(model, LayerCache, {}, 1)
+    after, q = heard(model, Method, dict(budget=budget), CUT)
+    row = continuation(model, full, maker(model, Method, budget / CUT))
+    for layer, ((*_, y), (*_, other)) in enumerate(zip(before, after)):
         w_o = model.blocks[layer].attention.o.weight
-        for h in range(H * G):
-            change = [(w_o[:, h * D:(h + 1) * D] @ (y - other)[layer, b, h, t]).abs().sum().item()
-                      for b in range(B) for t in range(NEW)]
-            assert row["l1"][layer][h] == pytest.approx(np.mean(change), rel=1e-4)
-    assert row["kl"] == pytest.approx((p * (p / q).log()).sum(-1).mean().item(), rel=1e-4) and row["kl"] > 0.01
+        for b, h in product(range(B), range(H * G)):
+            change = [(w_o[:, h * D:(h + 1) * D] @ (y - other)[b, h, t]).abs().sum().item() for t in range(CUT, T - 1)]
+            assert row["l1"][b, layer, h].item() == pytest.approx(np.mean(change), rel=1e-4)
+    kl = (p * (p / q).log()).sum(-1).mean(-1)
+    assert row["kl"].tolist() == pytest.approx(kl.tolist(), rel=1e-4) and kl.min() > 0.01
     nll = -np.mean([math.log(q[b, t, TOKENS[b, T - NEW + t]]) for b in range(B) for t in range(NEW)])
     assert row["perplexity"] == pytest.approx(math.exp(nll), rel=1e-4)
 
 
-def test_bytes_and_speed_are_counted(model, monkeypatch):
-    full = reference(model, TOKENS, NEW)
+@pytest.mark.parametrize("Method, knobs", [(StreamingLLM, dict(budget=6, relative=False)), METHODS["h2o"],
+                                           METHODS["ada_kv+critical"]])
+@torch.inference_mode()
+def test_perturbation_is_definition_1_of_every_layer_alone(model, full, Method, knobs):
+    """Of the kept and the new token by softmax over them, the full cache having the queries, keys and values."""
+    total = torch.zeros(B, L, H * G)
+    for layer, (q, k, v, _) in enumerate(heard(model, LayerCache, {}, 1)[0]):
+        cache, w_o = make_cache(model, Method, **knobs)[layer], model.blocks[layer].attention.o.weight
+
+        def feed(start, stop):
+            cache.attend(*(x[:, :, start:stop] for x in (q, k, v)), torch.arange(start, stop)[None])
+
+        def o(b, h, t, seen):
+            weight = (k[b, h // G, seen] @ q[b, h, t] / math.sqrt(D)).softmax(0)
+            return w_o[:, h * D:(h + 1) * D] @ (weight @ v[b, h // G, seen])
+
+        feed(0, CUT)
+        cache.finish_prompt()
+        for t in range(CUT, T - 1):
+            for b, h in product(range(B), range(H * G)):
+                kept = [i for i in cache.pos[b, h // G].tolist() if i < t]  # others are empty slots
+                total[b, layer, h] += (o(b, h, t, [*range(t + 1)]) - o(b, h, t, [*kept, t])).abs().sum()
+            feed(t, t + 1)
+    torch.testing.assert_close(perturbation(full, lambda n: make_cache(model, Method, **knobs)), total / NEW)
+    assert total.min() > 0.01
+
+
+def test_bytes_and_speed_are_counted(model, full, monkeypatch):
     seconds = iter((5.0, 7.0))
     monkeypatch.setattr(evaluate, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     row = continuation(model, full, lambda n: make_cache(model, H2O, budget=10))
     monkeypatch.undo()
     slot = L * B * H * (SLOT + 4)  # H2O adds a number
-    assert (row["live"], row["allocated"], row["peak"]) == (10 * slot, 12 * slot, CUT * slot)  # 12: 11, and an eighth
+    # 12 is 11 and a tenth; the second chunk of the prompt made the slots grow
+    assert (row["live"], row["allocated"], row["peak"]) == (10 * slot, 12 * slot, (CUT + CUT // 10) * slot)
     assert row["tokens_per_s"] == B * NEW / 2
     row = continuation(model, full, maker(model, LayerCache, None))
-    assert (row["live"], row["peak"]) == ((T - 1) * L * B * H * SLOT, CUT * L * B * H * SLOT)
+    assert (row["live"], row["peak"]) == ((T - 1) * L * B * H * SLOT, (CUT + CUT // 10) * L * B * H * SLOT)
 
 
-def test_the_budget_is_a_share_of_the_prompt(model):
-    full, asked = reference(model, TOKENS, NEW), []
-    make = maker(model, H2O, 0.3)
+def test_the_budget_is_a_share_of_the_prompt(model, full):
+    asked, make = [], maker(model, H2O, 0.3)
     continuation(model, full, lambda n: asked.append(n) or make(n))
-    assert asked == [CUT] and [cache.budget for cache in make(CUT)] == [round(0.3 * CUT)] * L
+    perturbation(full, lambda n: asked.append(n) or make(n))
+    assert asked == [CUT, CUT] and [cache.budget for cache in make(CUT)] == [round(0.3 * CUT)] * L
     assert maker(model, StreamingLLM, 0.5, sinks=1)(20)[1].sinks == 1
 
 
@@ -105,10 +154,110 @@ def test_hooks_are_taken_out_again(model):
     assert not any(block.attention.o._forward_pre_hooks for block in model.blocks)
 
 
-@pytest.mark.parametrize("new", [0, T])
+@pytest.mark.parametrize("new", [0, T - 1, T])
 def test_a_continuation_longer_than_the_text_is_refused(model, new):
-    with pytest.raises(ValueError, match=f"continuation of {new} tokens must be shorter than the text's 40"):
+    with pytest.raises(ValueError, match=f"continuation of {new} tokens must be shorter than the text's {T} by at least 2"):
         reference(model, TOKENS, new)
+
+
+def test_a_prompt_of_one_token_is_long_enough(model):
+    assert reference(model, TOKENS, T - 2).prompt.tolist() == TOKENS[:, :1].tolist()
+
+
+# ---- one reading for all methods ---
+
+
+def state(caches):
+    """Everything that a cache holds, without the slack of its slots."""
+    return [{name: cache.slot(name) for name in cache.slots}
+            | {name: x for name, x in vars(cache).items() if isinstance(x, int | torch.Tensor)} for cache in caches]
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("context", [70, T])
+@every_method
+def test_replay_leaves_every_cache_as_reading_does(model, Method, knobs, context):
+    recorders, read, told = make_cache(model, Recorder), *(make_cache(model, Method, **knobs) for _ in range(2))
+    for part in TOKENS.split(context, 1):
+        feed(model, part, read)
+        assert replay(record(model, recorders, part), told) == cache_bytes(told)[1]
+        same(state(told), state(read))
+    assert told[0].seen == T and record(model, recorders, TOKENS[:, :0]) == [] and replay([], told) == 0
+
+
+@every_method
+def test_a_record_gives_the_row_that_reading_gives(model, full, monkeypatch, Method, knobs):
+    def make(n):
+        return make_cache(model, Method, **knobs)
+
+    read = continuation(model, full, make)
+    monkeypatch.setattr(evaluate, "feed", None)  # the record is all that is needed
+    told = continuation(model, full, make, full.told)
+    for key in ("perplexity", "kl", "l1", "live"):
+        same(told[key], read[key])
+    assert read["live"] <= told["peak"] <= read["peak"] or Method is LayerCache
+
+
+@every_method
+def test_a_record_asks_the_caches_that_reading_asks(model, benchmark, monkeypatch, Method, knobs):
+    def asked(batch, *told):
+        return retrieve(model, batch, lambda n: made.append(n) or make_cache(model, Method, **knobs), *told)
+
+    made, recorders = [], make_cache(model, Recorder)
+    last = SimpleNamespace(tokens=TOKENS.numpy(), question=70, answers=[slice(71, 73)])  # its question is one token
+    records = benchmark.told | {"last": [record(model, recorders, part) for part in prompt_and_question(model, last)[1:]]}
+    monkeypatch.setattr(evaluate, "answer", lambda model, tokens, spans, fed, caches: (fed, caches))
+    for task, batch in (benchmark.batches | {"last": last}).items():
+        read = asked(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluate, "feed", None)
+            told = asked(batch, records[task])
+        for setting, (fed, caches) in read.items():
+            assert told[setting][0] == fed == caches[0].seen
+            same(state(told[setting][1]), state(caches))
+        assert made[-2:] == [batch.question] * 2 and read["aware"][0] == batch.answers[0].start - 1
+
+
+def shows(change, watch=0):
+    """A method whose `read` gives something else than what was written."""
+    return type("Shows", (LayerCache,), dict(read=lambda self: change(self.seen, *LayerCache.read(self)), watch=watch))
+
+
+def forgets(after):
+    """A method that keeps the last 20 tokens as soon as it has seen more than `after`."""
+    return type("Forgets", (LayerCache,), dict(observe=lambda self, q, p: self.seen > after and self.shrink(self.pos, 20)))
+
+
+OTHERWISE = {
+    "forgets": forgets(0), "forgets the context": forgets(70),  # the question is there as it was
+    "keys": shows(lambda seen, k, v, at, bias: (1.1 * k, v, at, bias)),
+    "values": shows(lambda seen, k, v, at, bias: (k, 1.1 * v, at, bias)),
+    "positions": shows(lambda seen, k, v, at, bias: (k, v, at // 2, bias)),
+    "bias": shows(lambda seen, k, v, at, bias: (k, v, at, -0.1 * (at % 3))),
+    "less at first": shows(lambda seen, *shown: [*(x[:, :, :1 if seen <= 64 else None] for x in shown[:3]), None], ALL),
+    "attend": type("Answers", (LayerCache,), dict(attend=lambda self, *told: 1.1 * LayerCache.attend(self, *told)))}
+
+
+@pytest.mark.parametrize("Method", OTHERWISE.values(), ids=OTHERWISE)
+def test_a_method_that_shows_something_else_reads_for_itself(model, full, Method):
+    recorders, caches = make_cache(model, Recorder), make_cache(model, Method)
+    with pytest.raises(ReadsOtherwise):
+        for part in (TOKENS[:, :70], TOKENS[:, 70:]):
+            replay(record(model, recorders, part), caches)
+    make = maker(model, Method, None)
+    told, read = told_or_read(continuation, model, full, make, full.told), continuation(model, full, make)
+    for key in ("perplexity", "kl", "l1", "live"):
+        same(told[key], read[key])
+
+
+def test_the_benchmark_lets_such_a_method_read(model, benchmark):
+    make = maker(model, forgets(0), None)
+    row, read = benchmark.run(model, make), continuation(model, benchmark.full, make)
+    assert row["each"]["kl"] == pytest.approx(read["kl"].tolist()) and row["live"] == read["live"]
+    assert min(row["each"]["kl"]) > 0.01
 
 
 # ---- retrieval ---
@@ -187,18 +336,32 @@ def test_aware_compresses_all_but_one_token_and_blind_the_context(task, knobs):
 
 
 def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
-    batch = tasks("test").batch("needle", 0, 10, 200)
-    monkeypatch.setattr(evaluate, "continuation", lambda *_: dict(kl=1.5))
-    row = Benchmark({"needle": batch}, None).run(Reader(), lambda n: [Notes()])
-    right = retrieve(Reader(), batch, lambda n: [Notes()])["blind"].numpy()
-    assert 0 < right.mean() < 1 and row["kl"] == 1.5
-    assert row["needle_blind"] == pytest.approx(right.mean())
-    assert row["needle_blind_se"] == pytest.approx(math.sqrt(right.mean() * (1 - right.mean()) / 9))
+    batch, kl, l1, alone = tasks("test").batch("needle", 0, 10, 200), torch.rand(5), torch.rand(5, L, 4), torch.rand(5, L, 4)
+    monkeypatch.setattr(evaluate, "continuation", lambda *_: dict(kl=kl, l1=l1, live=7))
+    monkeypatch.setattr(evaluate, "perturbation", lambda *_: alone)
+    row = Benchmark({"needle": batch}, {"needle": None}, SimpleNamespace(told=None)).run(Reader(), lambda n: [Notes()])
+    right = {setting: x.numpy() for setting, x in retrieve(Reader(), batch, lambda n: [Notes()]).items()}
+    for setting, x in right.items():
+        assert row[f"needle_{setting}"] == pytest.approx(x.mean()) and row["each"][f"needle_{setting}"] == x.tolist()
+        assert row[f"needle_{setting}_se"] == pytest.approx(math.sqrt(x.mean() * (1 - x.mean()) / 9))
+    assert 0 < right["blind"].mean() < 1 and row["live"] == 7
+    assert row["kl"] == pytest.approx(sum(kl.tolist()) / 5) and row["each"]["kl"] == kl.tolist()
+    assert np.allclose(row["l1"], l1.numpy().mean(0)) and np.allclose(row["l1_alone"], alone.numpy().mean(0))
+    assert row["each"]["l1_alone"] == pytest.approx([text.mean().item() for text in alone])
 
 
-def test_every_method_gets_the_same_documents(model):
-    one, again, other = (Benchmark.build(model, tasks("test"), 320, 4, seed=seed) for seed in (0, 0, 1))
-    assert set(one.batches) == {"needle", "recall", "few_shot"} and one.full.new == 64
+def test_rows_are_paired_document_by_document():
+    row = dict(each=dict(needle=[1.0, 0.0, 1.0], recall=[1.0, 0.5, 0.0], kl=[0.25, 0.75]))
+    base = dict(each=dict(needle=[0.0, 1.0, 1.0], recall=[0.0, 0.0, 0.0], kl=[0.0, 1.5]))
+    # differences 1, −1, 0, 1, 0.5, 0: mean 0.25, squared deviations 2.875 in all
+    assert paired(row, base, ["needle", "recall"]) == pytest.approx((0.25, math.sqrt(2.875 / 5 / 6)))
+    assert paired(row, base, ["kl"]) == pytest.approx((-0.25, 0.5))  # 0.25 and −0.75
+    assert paired(base, row, ["kl"]) == pytest.approx((0.25, 0.5))
+
+
+def test_every_method_gets_the_same_documents(model, benchmark):
+    one, again, other = benchmark, *(Benchmark.build(model, tasks("test"), 320, 4, seed=seed) for seed in (0, 1))
+    assert set(one.batches) == set(one.told) == {"needle", "recall", "few_shot"} and one.full.new == 64
     assert torch.equal(one.full.tokens, text_windows(tasks("test"), 2, 320))
     for task, batch in one.batches.items():
         assert (batch.tokens == again.batches[task].tokens).all() and (batch.tokens != other.batches[task].tokens).any()

@@ -14,13 +14,20 @@ from safetensors.torch import load_file, save_file
 from test_data import ENCODING, tasks
 import torch
 
-from nanollm.__main__ import TINY, main
+from methods.ada_kv import AdaKV
+from methods.critical_kv import Critical
+from methods.residual_entry import Residual
+from methods.snap_kv import SnapKV
+from nanollm import evaluate
+from nanollm.__main__ import TINY, additions_table, has_window, main, methods, pick
+from nanollm.cache import LayerCache, WindowCache
 from nanollm.data import Tasks
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
 from nanollm.weights import from_hf, to_hf
 
 ROOT = Path(__file__).parent.parent
+TASKS = "needle", "recall", "few_shot"
 SMALL = ["--lengths", "288", "--documents", "4", "--budgets", "50", "12.5"]
 
 
@@ -49,7 +56,8 @@ def compare(checkpoint, *options) -> list[dict]:
 
 
 def timeless(rows):
-    return [{key: x for key, x in row.items() if key != "tokens_per_s"} for row in rows]
+    return [{key: x for key, x in row.items() if key not in ("tokens_per_s", "each")}
+            | {f"each {key}": x for key, x in row["each"].items()} for row in rows]
 
 
 def command(*arguments, **env):
@@ -74,15 +82,19 @@ def rows(checkpoint, tmp_path_factory):
 def test_there_is_a_row_for_every_method_and_budget_and_every_number_in_it(rows):
     expected = [("full", None)] + [(name, share) for name in NAMES[1:] for share in (0.5, 0.125)]
     assert [(row["method"], row["fraction"]) for row in rows] == expected
-    shares = {f"{task}_{setting}" for task in ("needle", "recall", "few_shot") for setting in ("aware", "blind")}
+    shares = {f"{task}_{setting}" for task in TASKS for setting in ("aware", "blind")}
     for row in rows:
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
-            "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1", "live",
-            "allocated", "peak", "tokens_per_s"}
+            "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1", "l1_alone",
+            "live", "allocated", "peak", "tokens_per_s", "each"}
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
-        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float)) and len(row["l1"]) == 2
+        assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
+        assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
+        assert {key: len(x) for key, x in row["each"].items()} == dict.fromkeys(shares, 4) | dict(kl=2, l1_alone=2)
+        for key, x in row["each"].items():
+            assert np.mean(row[key]) == pytest.approx(np.mean(x), abs=1e-6), key
         for setting in ("aware", "blind"):
-            assert row[setting] == pytest.approx(sum(row[f"{task}_{setting}"] for task in ("needle", "recall", "few_shot")) / 3)
+            assert row[setting] == pytest.approx(sum(row[f"{task}_{setting}"] for task in TASKS) / 3)
 
 
 def test_rows_tell_the_bytes_of_one_sequence(rows):
@@ -101,7 +113,8 @@ def test_a_table_a_figure_and_the_same_rows_again(rows, checkpoint, capsys):
     assert [cells[:3] for cells in printed] == [
         [row["method"], *("all" if row["fraction"] is None else f"{100 * row['fraction']:g} %").split(),
          f"{row['live'] / 1024:.0f}"][:3] for row in rows]
-    assert all(cells[-3:-1] == [f"{row['perplexity']:.2f}", f"{row['kl']:.3f}"] for cells, row in zip(printed, rows))
+    for cells, row in zip(printed, rows):
+        assert cells[-4:-1] == [f"{row['perplexity']:.2f}", f"{abs(row['kl']):.3f}", f"{np.mean(row['l1_alone']):.2f}"]
     assert Path("again.png").read_bytes().startswith(b"\x89PNG") and not Path("compare.png").exists()
 
 
@@ -109,7 +122,7 @@ def test_the_seed_and_the_number_of_documents_reach_the_benchmark(checkpoint, mo
     asked, batch = [], Tasks.batch
     monkeypatch.setattr(Tasks, "batch", lambda self, *arguments: asked.append(arguments) or batch(self, *arguments))
     (row,) = compare(checkpoint, "--methods", "h2o", "--budgets", "50", "--seed", "7", "--documents", "2")
-    assert asked == [(task, 7, 2, 288) for task in ("needle", "recall", "few_shot")]
+    assert asked == [(task, 7, 2, 288) for task in TASKS]
     assert (row["seed"], row["documents"]) == (7, 2) and Path("compare.png").exists()
 
 
@@ -129,6 +142,87 @@ def test_two_processes_make_the_rows_of_one(rows, checkpoint, tmp_path):
             equal = key == "method" or one[key] is None
             assert two[key] == one[key] if equal else np.allclose(two[key], one[key], rtol=1e-3, atol=1e-5), key
     assert len([line for line in done.stdout.splitlines() if line.startswith(tuple(NAMES))]) == len(rows)
+
+
+# ---- which methods ---
+
+
+def test_methods_are_the_variants_of_all_files(monkeypatch, tmp_path):
+    found, additions = methods()
+    assert [*found] == ["full", *sorted(found.keys() - {"full"})] and found["full"] is LayerCache
+    assert {"h2o", "random", "streaming_llm", "snap_kv", "ada_kv", "snap_kv+critical"} <= found.keys()
+    assert [*additions] == sorted(additions) and additions["critical"] is found["snap_kv+critical"] is Critical
+    assert pick([]) == found and [*pick(["random", "full"])] == ["random", "full"]
+    assert [name for name in NAMES + ["ada_kv", "snap_kv"] if has_window(found[name])] == ["ada_kv", "snap_kv"]
+    monkeypatch.setattr("nanollm.__main__.METHODS", tmp_path)
+    (tmp_path / "snap_kv.py").touch()
+    monkeypatch.delattr("methods.snap_kv.variants")
+    with pytest.raises(ValueError, match="snap_kv.py names no methods; end it with variants"):
+        methods()
+
+
+@pytest.mark.parametrize("name, bases", [
+    ("ada_kv+critical", [Critical, AdaKV]),
+    ("ada_kv+critical+residual", [Residual, Critical, AdaKV]),
+    ("ada_kv+residual+critical", [Critical, Residual, AdaKV]),
+    ("snap_kv+critical+residual", [Residual, Critical, SnapKV])])
+def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, bases):
+    (Method,) = pick([name]).values()
+    assert [*Method.__mro__] == [Method, *bases, WindowCache, LayerCache, object] and Method.__name__ == name
+    cache = Method(budget=20, window=3, alpha=0.7)
+    assert (cache.budget, cache.window, cache.alpha, cache.watch, cache.kernel) == (20, 3, 0.7, 3, 7)
+    assert cache != Method(budget=20, window=3, alpha=0.7)  # caches differ by identity, as those of a file
+
+
+def test_all_is_every_window_method_with_each_addition_once():
+    found, additions = methods()
+    windows = [name for name, Method in found.items() if has_window(Method) and "+" not in name]
+    assert {"ada_kv", "pyramid_kv", "snap_kv"} <= {*windows} and {"critical", "residual"} <= additions.keys()
+    chosen = pick(["all"])
+    assert [*chosen] == ["full", *sorted(chosen.keys() - {"full"})]
+    assert chosen.keys() - found.keys() == {f"{name}+{x}" for name in windows for x in additions} - found.keys()
+    assert chosen.keys() >= found.keys() and chosen["snap_kv+critical"] is Critical
+
+
+@pytest.mark.parametrize("name", ["nope", "nope+critical", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical",
+                                  "streaming_llm_absolute+critical", "full+residual", "ada_kv+", "+critical", ""])
+def test_an_unknown_name_is_answered_by_the_known_ones(name):
+    known = [*methods()[0], *sorted(pick(["all"]).keys() - methods()[0].keys())]
+    with pytest.raises(ValueError) as error:
+        pick(["h2o", name])
+    assert str(error.value) == f"unknown method {name!r}; known are {', '.join(known)}, all"
+
+
+@pytest.mark.parametrize("window, options", [(8, []), (5, ["--window", "5"])])
+def test_the_window_reaches_the_methods_that_have_one(checkpoint, monkeypatch, capsys, window, options):
+    made, maker = [], evaluate.maker
+    monkeypatch.setattr(evaluate, "maker", lambda model, Method, fraction, **knobs: made.append((Method, knobs))
+                        or maker(model, Method, fraction, **knobs))
+    rows = compare(checkpoint, "--methods", "h2o", "ada_kv", "ada_kv+critical", "--budgets", "50", *options)
+    assert [(has_window(Method), knobs) for Method, knobs in made] == [  # once to check them all, once to run
+        (False, {}), (True, dict(window=window)), (True, dict(window=window))] * 2
+    assert f"\n{additions_table(rows)}\n" in capsys.readouterr().out
+
+
+# ---- what an addition changes ---
+
+
+def test_an_addition_is_compared_with_the_row_without_it():
+    def row(method, fraction, tokens, shift, text):
+        shares = {f"{task}_{setting}": [0.25, 0.25 + shift * (setting == "aware")]
+                  for task in TASKS for setting in ("aware", "blind")}
+        each = shares | dict(kl=[text, 3 * text], l1_alone=[9.0, text])
+        return dict(method=method, fraction=fraction, tokens=tokens, each=each)
+
+    base = [row("full", None, 288, 0, 0.0), row("h2o", 0.5, 288, 0, 0.0), row("ada_kv", 0.25, 288, 0.5, 8.0),
+            row("ada_kv", 0.5, 300, 0.5, 8.0), row("snap_kv+critical", 0.5, 288, 0.5, 8.0), row("ada_kv", 0.5, 288, 0, 1.0)]
+    assert additions_table([]) == additions_table(base) == ""
+    # aware: half of six differences are 0, the others 0.3, so ± 0.3 · √(1/4 / 5)
+    more = row("ada_kv+critical", 0.5, 288, 0.3, 2.0), row("ada_kv+critical+residual", 0.5, 288, 0.3, 1.0)
+    assert additions_table([*base, *more]).splitlines() == [
+        "", "change by an addition  budget           aware           blind              KL              L1",
+        "ada_kv+critical          50 %   +0.150 ±0.067   +0.000 ±0.000   +2.000 ±1.000   +0.500 ±0.500",
+        "ada_kv+critical+residual   50 %   +0.000 ±0.000   +0.000 ±0.000   -2.000 ±1.000   -0.500 ±0.500"]
 
 
 # ---- generate ---
@@ -210,6 +304,15 @@ def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, messa
     first, *rest = arguments.split()
     command = [first] if first == "generate" else ["compare", *SMALL, first]
     refused(capsys, [*command, *rest, "--model", str(checkpoint)], message)
+
+
+@pytest.mark.parametrize("window, budgets, message", [
+    (20, "50 12.5 6.25", r"ada_kv\+critical at 6.25 % of 223 tokens: budget 14 must exceed the window 20"),
+    (28, "50 12.5", r"ada_kv\+critical at 12.5 % of 223 tokens: budget 28 must exceed the window 28"),
+    (0, "50", "window 0 must be at least 1")])
+def test_a_window_that_does_not_fit_is_found_before_any_work(checkpoint, capsys, window, budgets, message):
+    arguments = ["--methods", "h2o", "ada_kv+critical", "--window", str(window), "--budgets", *budgets.split()]
+    assert "documents per task" not in refused(capsys, ["--model", str(checkpoint), *SMALL, *arguments], message)
 
 
 @pytest.mark.parametrize("prompt, message", [("", "the prompt is empty"),

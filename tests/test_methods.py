@@ -61,7 +61,7 @@ def reservoir(q, k, parts, prompt, budget, seed=0):
     generator = torch.Generator().manual_seed(1000 * seed)
     drawn = torch.empty(B, H, 0)
     for part in parts:
-        drawn = torch.cat((drawn, torch.rand(B, H, len(part), generator=generator)), 2)
+        drawn = torch.cat((drawn, *(torch.rand(B, H, 1, generator=generator) for _ in part)), 2)
         size = part.stop if part.stop < prompt else budget
         yield [[sorted(head.topk(min(size, part.stop)).indices.tolist()) for head in row] for row in drawn]
 
