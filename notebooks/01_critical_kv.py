@@ -285,6 +285,7 @@ for share, style in zip((.25, .0625), ("o-", "s--")):
     results = [run(Critical, share, window=WINDOW, alpha=alpha) for alpha in alphas]
     for axis, values in zip(axes, zip(*((r["aware"], r["kl"], mean_l1(r)) for r in results))):
         axis.plot(alphas, values, style, label=f"{share:.2%}")
+    print(f"{share:.2%}: accuracy, aware", *(f"α={alpha}: {r['aware']:.2f} " for alpha, r in zip(alphas, results)))
 for axis, label in zip(axes, ("accuracy, aware", "KL, nats", "L")):
     axis.set(xlabel="α, share of stage 1", ylabel=label, xticks=alphas)
     axis.grid(alpha=0.3)
@@ -325,15 +326,17 @@ for where, (a, n, v) in {"16 prompts": (A, norms, V), "independent": drawn()}.it
 #
 # ## Does a smaller change mean better text? (App. I)
 #
-# The argument for minimising $\mathcal L$ is Lipschitz continuity: less change at the attention output, less change at the end. A sharp test is something that lowers $\mathcal L$ a lot. `methods/residual_entry.py` gives one slot per head to everything evicted: the vote-weighted mean of the keys and values, and a logit bias that lets it take their weight. In the table it lowers $\mathcal L$ by a fifth at 50 % and by nearly a third at 6.25 %, several times more than any selection. Half of the weight, or several such entries, in runs or clustered by key:
+# The argument for minimising $\mathcal L$ is Lipschitz continuity: less change at the attention output, less change at the end. A sharp test is something that lowers $\mathcal L$ a lot. `methods/residual_entry.py` gives one slot per head to everything evicted: the vote-weighted mean of the keys and values, and a logit bias that lets it take their weight. In the table it lowers $\mathcal L$ by a fifth at 50 % and by nearly a third at 6.25 %, several times more than any selection. Below, also with half of the weight, and with several such entries, for runs of neighbours or clustered by key; beside them, votes that are not pooled:
 
 # %%
-print(" " * 32 + "".join(f"{f'{share:.2%}':^27}" for share in (.25, .0625)))
-for knobs in (None, dict(), dict(share=.5), dict(entries=4), dict(entries=4, rounds=3)):
-    name = "SnapKV" if knobs is None else "+residual " + ", ".join(f"{k}={v}" for k, v in knobs.items())
-    results = [run(SnapKV if knobs is None else Residual, share, window=WINDOW, **knobs or {}) for share in (.25, .0625)]
-    rows |= {(name, share): r for share, r in zip((.25, .0625), results)}
-    print(f"{name:32}" + "".join(f"  L {mean_l1(r):4.2f} KL {r['kl']:.3f} ppl {r['perplexity']:5.2f}" for r in results))
+cases = {"SnapKV": (SnapKV, {}), "SnapKV, no pool": (SnapKV, dict(kernel=1))}
+cases |= {"+residual " + ", ".join(f"{k}={v}" for k, v in knobs.items()): (Residual, knobs) for knobs in
+          (dict(share=1), dict(share=.5), dict(entries=4), dict(entries=4, rounds=3))}
+print(" " * 32 + "".join(f"{f'{share:.2%}':^39}" for share in (.25, .0625)))
+for name, (Method, knobs) in cases.items():
+    rows |= {(name, share): run(Method, share, window=WINDOW, **knobs) for share in (.25, .0625)}
+    print(f"{name:32}" + "".join(f"  L {mean_l1(r):4.2f} KL {r['kl']:.3f} ppl {r['perplexity']:5.2f} aware {r['aware']:.2f}"
+                                 for r in (rows[name, share] for share in (.25, .0625))))
 
 # %%
 def ranks(x):
@@ -341,7 +344,6 @@ def ranks(x):
 
 
 for share in shares:
-    rows["SnapKV, no pool", share] = run(SnapKV, share, window=WINDOW, kernel=1)
     rows["StreamingLLM", share] = run(StreamingLLM, share)
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 for share, marker, colour in zip(shares, "oDs^", plt.cm.viridis(np.linspace(0, 0.8, 4))):
@@ -359,7 +361,7 @@ everywhere = ranks([mean_l1(r) for r in rows.values()])
 print("rank correlation with L over all points:", *(f"{key} {np.corrcoef(everywhere, ranks([r[key] for r in rows.values()]))[0, 1]:+.2f} " for key in ("kl", "aware")))
 
 # %% [markdown]
-# One point per method, one shape per budget; SnapKV is ringed. *Between* budgets the argument holds: fewer entries, larger change, larger KL, fewer answers. *Within* a budget, where a method has to be chosen, it hardly does: points far to the left (the residual entries) are a little lower in KL at the small budgets only, and the unpooled selections, left of SnapKV as well, have lost nearly all answers.
+# One point per method, one shape per budget; SnapKV is ringed. *Between* budgets the argument holds: fewer entries, larger change, larger KL, fewer answers. *Within* a budget, where a method has to be chosen, it hardly does: points far to the left (the residual entries) are a little lower in KL at the small budgets only, and unpooled votes, left of SnapKV as well, have lost nearly all answers.
 #
 # Why? Lipschitz continuity bounds the worst case, and here the directions differ. A residual entry repairs what all queries have in common; that is a large part of the length of the change, and the later layers seem to do well without it. What answers a question is one entry that one later query needs: a small part of $\mathcal L$, as it is a mean over all queries, and everything for the answer.
 
