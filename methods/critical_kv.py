@@ -77,7 +77,7 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     for h, heads in enumerate(w_o):
         for part, tokens in enumerate(v[:, h].flatten(0, 1).split(1024)):
             for g, w in enumerate(heads):
-                torch.sum((tokens @ w).abs_(), -1, out=norms[h, g, part * 1024:part * 1024 + len(tokens)])
+                norms[h, g, part * 1024:part * 1024 + len(tokens)] = torch.sum((tokens @ w).abs_(), -1)
     return norms.view(H, -1, B, n).permute(2, 0, 1, 3)
 
 

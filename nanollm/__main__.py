@@ -19,7 +19,7 @@ METHODS = Path(__file__).parent.parent / "methods"
 
 
 def methods() -> tuple[dict, dict]:
-    """Of all files in methods/: every variant by name, after full attention, and what any window method can add to."""
+    """Of all files in methods/: every variant by name, after full attention, and what can go on top of a window method."""
     from nanollm.cache import LayerCache
     found, additions = {}, {}
     for file in METHODS.glob("*.py"):
@@ -44,15 +44,18 @@ def pick(names: list[str]) -> dict[str, type]:
     found, additions = methods()
     composed = {f"{name}+{addition}" for name, Method in found.items() if has_window(Method) and "+" not in name
                 for addition in additions} - found.keys()
-    if names == ["all"]:
+    if "all" in names:
         names = ["full", *sorted(found.keys() - {"full"} | composed)]
     chosen = {}
     for name in names or found:
         base, *more = name.split("+")
-        if name not in found and not (has_window(found.get(base)) and additions.keys() >= {*more}):
+        if name in found:
+            chosen[name] = found[name]
+        elif has_window(found.get(base)) and additions.keys() >= {*more} and len({*more}) == len(more):
+            bases = (*(additions[addition] for addition in reversed(more)), found[base])
+            chosen[name] = make_dataclass(name, [], bases=bases, eq=False)
+        else:
             raise ValueError(f"unknown method {name!r}; known are {', '.join([*found, *sorted(composed)])}, all")
-        bases = (*(additions[addition] for addition in reversed(more) if name not in found), found.get(name) or found[base])
-        chosen[name] = found.get(name) or make_dataclass(name, [], bases=bases, eq=False)
     return chosen
 
 
@@ -113,7 +116,8 @@ def additions_table(rows: list[dict]) -> str:
 def compare(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every file's in methods/, and full; all: also with every addition, as in ada_kv+critical")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
+                        help="default: full and every file's in methods/; all: also with every addition, as in ada_kv+critical")
     parser.add_argument("--budgets", nargs="+", type=float, default=[50, 25, 12.5, 6.25], metavar="PERCENT")
     parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
                         help="that vote, in methods with a window; default 8, as the prompts are a tenth of the papers'")
@@ -211,6 +215,8 @@ def generate(argv: list[str]):
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint in Hugging Face layout")
     args = parser.parse_args(argv)
+    if args.method == "all":
+        raise ValueError("one method writes one text; name one")
     Method = pick([args.method])[args.method]
     if (args.budget is None) != (args.method == "full"):
         raise ValueError("full attention has no budget; leave --budget out" if args.method == "full"
@@ -238,7 +244,7 @@ def generate(argv: list[str]):
             written = text
     print(text[len(written):], end="")
     live, allocated = cache_bytes(caches)
-    print(f"\n\n[{caches[0].seen} tokens seen, {caches[0].length} slots kept per head in layer 0, "
+    print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "
           f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
 
 

@@ -75,14 +75,18 @@ class ReadsOtherwise(Exception):
     """Before the prompt's end a cache shows attention something else than all tokens: it has to read the prompt itself."""
 
 
-def replay(told: Told, caches: list[LayerCache]) -> int:
-    """`feed` without the decoder and without attention's output, which is that of the full cache."""
+def replay(told: list[Told], caches: list[LayerCache]) -> int:
+    """`feed` of the last part told, without the decoder and without attention's output, which is the full cache's.
+
+    The caches have heard the parts before it. At its end each must show all tokens as they were told. The part is
+    written at once, so the peak is without the slack of growth.
+    """
     peak = 0
-    for cache, (q, k, v, pos) in zip(caches, told):
+    for cache, *parts in zip(caches, *told):
         if type(cache).attend is not LayerCache.attend:
             raise ReadsOtherwise
-        T = k.shape[2]
-        for new_q, new_k, new_v, new_pos in pieces(q, k, v, pos, 64 if cache.watch > 64 else T):  # bounds the probabilities
+        chunk = 64 if cache.watch > 64 else parts[-1][0].shape[2]  # bounds the probabilities
+        for new_q, new_k, new_v, new_pos in pieces(*parts[-1], chunk):
             cache.write(new_k, new_v, new_pos)
             keys, _, at, bias = cache.read()
             if bias is not None or keys.shape[2] != cache.seen:
@@ -90,8 +94,9 @@ def replay(told: Told, caches: list[LayerCache]) -> int:
             w = min(cache.watch, new_q.shape[2])
             cache.observe(new_q, probabilities(new_q[:, :, -w:], keys, at, None, new_pos[:, -w:]) if w else None)
         keys, values, at, _ = cache.read()
-        same = torch.equal(keys[:, :, -T:], k) and torch.equal(values[:, :, -T:], v) and (at[:, :, -T:] == pos[:, None]).all()
-        if keys.shape[2] != cache.seen or not same:
+        _, k, v, pos = zip(*parts)
+        if not (torch.equal(keys, torch.cat(k, 2)) and torch.equal(values, torch.cat(v, 2))
+                and torch.equal(at, torch.cat(pos, 1)[:, None].expand_as(at))):
             raise ReadsOtherwise
         peak += cache.bytes()[1]
     return peak
@@ -112,11 +117,11 @@ def retrieve(model, batch: Batch, make: Make, told: list[Told] | None = None) ->
     """
     tokens, *parts = prompt_and_question(model, batch)
     blind = make(batch.question)
-    feed(model, parts[0], blind) if told is None else replay(told[0], blind)
+    feed(model, parts[0], blind) if told is None else replay(told[:1], blind)
     shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's own: not to be copied
     aware, last = copy.deepcopy(blind, shared), batch.answers[0].start - 1
     if last > batch.question:  # else the question is one token, which is fed after the compression
-        feed(model, parts[1], aware) if told is None else replay(told[1], aware)
+        feed(model, parts[1], aware) if told is None else replay(told, aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "blind": answer(model, tokens, batch.answers, batch.question, blind)}
 
@@ -189,7 +194,7 @@ def continuation(model, full: Reference, make: Make, told: Told | None = None) -
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
     caches = make(cut)
-    peak = feed(model, full.prompt, caches) if told is None else replay(told, caches)
+    peak = feed(model, full.prompt, caches) if told is None else replay([told], caches)
     finish_prompt(caches)
     with head_outputs(model) as heads:
         began = time.perf_counter()
@@ -219,13 +224,15 @@ def perturbation(full: Reference, make: Make) -> Tensor:
     `continuation` has the change that adds up over the layers, for there the queries have changed as well.
     """
     caches = make(full.prompt.shape[1])
-    for cache, told in zip(caches, full.told):
-        for part in pieces(*told, 64):
+    for chunk in zip(*(pieces(*told, 64) for told in full.told)):
+        for cache, part in zip(caches, chunk):
             cache.attend(*part)
     finish_prompt(caches)
-    answers = [torch.cat([cache.attend(*token) for token in pieces(*said, 1)], 2)
-               for cache, (*said, _) in zip(caches, full.said)]
-    return changes(full, caches, answers)
+    answers = [[] for _ in caches]
+    for token in zip(*(pieces(*said, 1) for *said, _ in full.said)):
+        for cache, part, answer in zip(caches, token, answers):
+            answer.append(cache.attend(*part))
+    return changes(full, caches, [torch.cat(answer, 2) for answer in answers])
 
 
 # ---- the model itself, with the full cache ----------------------------------------------------------------------
@@ -318,7 +325,7 @@ class Benchmark:
         for task, batch in batches.items():
             caches = make_cache(model, Recorder)
             told[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
-        text = text_windows(tasks, documents // 2, T).to(model.embed.weight.device)
+        text = text_windows(tasks, max(2, documents // 2), T).to(model.embed.weight.device)
         return Benchmark(batches, told, reference(model, text, Benchmark.continuation_length(T)))
 
     def run(self, model, make: Make) -> dict:

@@ -181,11 +181,13 @@ def same(one, other):
 @every_method
 def test_replay_leaves_every_cache_as_reading_does(model, Method, knobs, context):
     recorders, read, told = make_cache(model, Recorder), *(make_cache(model, Method, **knobs) for _ in range(2))
+    parts = []
     for part in TOKENS.split(context, 1):
         feed(model, part, read)
-        assert replay(record(model, recorders, part), told) == cache_bytes(told)[1]
+        parts.append(record(model, recorders, part))
+        assert replay(parts, told) == cache_bytes(told)[1]
         same(state(told), state(read))
-    assert told[0].seen == T and record(model, recorders, TOKENS[:, :0]) == [] and replay([], told) == 0
+    assert told[0].seen == T and record(model, recorders, TOKENS[:, :0]) == [] and replay([[]], told) == 0
 
 
 @every_method
@@ -234,6 +236,7 @@ def forgets(after):
 OTHERWISE = {
     "forgets": forgets(0), "forgets the context": forgets(70),  # the question is there as it was
     "keys": shows(lambda seen, k, v, at, bias: (1.1 * k, v, at, bias)),
+    "the context's keys, later": shows(lambda seen, k, v, at, bias: (torch.where(at[..., None] < seen - 70, 0, k), v, at, bias)),
     "values": shows(lambda seen, k, v, at, bias: (k, 1.1 * v, at, bias)),
     "positions": shows(lambda seen, k, v, at, bias: (k, v, at // 2, bias)),
     "bias": shows(lambda seen, k, v, at, bias: (k, v, at, -0.1 * (at % 3))),
@@ -245,8 +248,10 @@ OTHERWISE = {
 def test_a_method_that_shows_something_else_reads_for_itself(model, full, Method):
     recorders, caches = make_cache(model, Recorder), make_cache(model, Method)
     with pytest.raises(ReadsOtherwise):
+        parts = []
         for part in (TOKENS[:, :70], TOKENS[:, 70:]):
-            replay(record(model, recorders, part), caches)
+            parts.append(record(model, recorders, part))
+            replay(parts, caches)
     make = maker(model, Method, None)
     told, read = told_or_read(continuation, model, full, make, full.told), continuation(model, full, make)
     for key in ("perplexity", "kl", "l1", "live"):
@@ -258,6 +263,11 @@ def test_the_benchmark_lets_such_a_method_read(model, benchmark):
     row, read = benchmark.run(model, make), continuation(model, benchmark.full, make)
     assert row["each"]["kl"] == pytest.approx(read["kl"].tolist()) and row["live"] == read["live"]
     assert min(row["each"]["kl"]) > 0.01
+
+
+def test_the_benchmark_reads_for_no_other_method(model, benchmark, monkeypatch):
+    monkeypatch.setattr(evaluate, "feed", None)
+    assert benchmark.run(model, maker(model, H2O, 0.1))["kl"] > 0.01
 
 
 # ---- retrieval ---

@@ -185,7 +185,8 @@ def test_all_is_every_window_method_with_each_addition_once():
 
 
 @pytest.mark.parametrize("name", ["nope", "nope+critical", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical",
-                                  "streaming_llm_absolute+critical", "full+residual", "ada_kv+", "+critical", ""])
+                                  "ada_kv+critical+critical", "streaming_llm_absolute+critical", "full+residual",
+                                  "ada_kv+", "+critical", ""])
 def test_an_unknown_name_is_answered_by_the_known_ones(name):
     known = [*methods()[0], *sorted(pick(["all"]).keys() - methods()[0].keys())]
     with pytest.raises(ValueError) as error:
@@ -234,7 +235,7 @@ def test_generate_continues_the_prompt(checkpoint, capsys):
     text, tail = capsys.readouterr().out.split("\n\n[")
     assert text == "The import system" + ENCODING.decode(expected[0].tolist()).removesuffix("\ufffd")
     seen = len(ENCODING.encode("The import system")) + 11
-    assert tail.startswith(f"{seen} tokens seen, {seen} slots kept per head in layer 0")
+    assert tail.startswith(f"{seen} tokens seen, at most {seen} slots kept per head in layer 0")
 
 
 def test_generate_samples_as_it_is_told(checkpoint, capsys):
@@ -245,7 +246,7 @@ def test_generate_samples_as_it_is_told(checkpoint, capsys):
 
 
 def test_generate_compresses(checkpoint, capsys):
-    main(["generate", "--model", str(checkpoint), "--method", "h2o", "--budget", "6", "--tokens", "9", "A longer prompt " * 9])
+    main(["generate", "--model", str(checkpoint), *"--method h2o --budget 6 --tokens 9".split(), "A longer prompt " * 9])
     live = 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
     assert re.search(rf"6 slots kept per head in layer 0, {live:.0f} KiB live", capsys.readouterr().out)
 
