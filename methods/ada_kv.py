@@ -35,7 +35,7 @@ def shared(score: Tensor, mean: int, floor: float) -> Tensor:
     """Entries per head (B, H), `H · mean` in all, from score (B, H, S); ties between heads go to the newest token."""
     B, H, S = score.shape
     highest = top(score.mT.flatten(1), H * mean).view(B, S, H)  # token by token, so that a later place is a newer token
-    even = Fraction(str(floor))
+    even = Fraction(str(floor)).limit_denominator(10**6)
     exact = (even.denominator - even.numerator) * highest.sum(1) + even.numerator * mean  # in units of 1/denominator
     counts = exact // even.denominator
     spare = H * mean - counts.sum(-1, keepdim=True)

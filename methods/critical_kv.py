@@ -6,14 +6,16 @@ alone, the others by weight × ‖projected value‖₁ (Algorithm 1). It goes o
 
     L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁,   𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
 
-Differs from the paper: nothing for one query head per key/value head. Where G query heads share an entry, θ is summed
-over them, so that the entry's score is the mean of their products A·‖𝒱‖; the paper does not say, its published code
-multiplies the means.
+Differs from the paper: nothing for one query head per key/value head. Where G query heads share an entry, its score is
+the mean of their products A·‖𝒱‖, each with its own norm; the paper does not say, and its published code multiplies the
+means. The sum of the heads' bounds would weigh the products by 2 − 1/σ_g; that is positive only where Assumption 1
+holds, so the heads are taken alike.
 
 Beyond the paper: `LeastTheta`. An entry that is added raises S as well, and stage 2 forgets that. The gain of θ is
-A_i [(2 − 1/S) ‖𝒱_i‖₁ + W/S²] with W = Σ_i N_i A_i ‖𝒱_i‖₁, so the set is improved by this score until it stays.
+A_i [(2 − 1/S) ‖𝒱_i‖₁ + W/S²] with W = Σ_i N_i A_i ‖𝒱_i‖₁, so the set is chosen again by this score, a few times. Summed
+over a group it has the right weight for each head, whatever S is.
 
-Shapes of the theory: weights A and norms ‖𝒱‖₁ (..., n), a set `kept` (..., n) of bool.
+Shapes of the theory: weights A and norms ‖𝒱‖₁ (..., n), a set `kept` (..., n) of bool that gathers some weight.
 """
 from dataclasses import dataclass
 from fractions import Fraction
@@ -40,10 +42,10 @@ class Critical(WindowCache):
             raise ValueError(f"alpha {self.alpha} is a share of the budget; it must lie between 0 and 1")
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
-        first = top(self.pool(votes.mean(2)), share(self.alpha, budget))
+        first = top(self.pool(votes.mean(2)), part_of(self.alpha, budget))
         norms = value_norms(self.v[:, :, :votes.shape[-1]], self.w_o)
         if self.pool_second:
-            votes = self.pool(votes.flatten(1, 2)).view_as(votes)
+            votes = self.pool(votes)
         if self.product_of_means:
             score = (votes.mean(2) + self.epsilon) * norms.mean(2)
         else:
@@ -52,16 +54,27 @@ class Critical(WindowCache):
 
 
 @dataclass(eq=False)
+class CriticalCode(Critical):
+    """As the authors' code does it: everything pooled, half of the budget for stage 1, the product of means."""
+    alpha: float = 0.5
+    pool_second: bool = True
+    epsilon: float = 1e-4
+    product_of_means: bool = True
+
+
+@dataclass(eq=False)
 class LeastTheta(WindowCache):
-    """The entries of the least θ: the best of top-A, two-stage and what a few steps make of it (beyond the paper)."""
+    """The lowest θ of top-A, two-stage and what a few steps make of the better one (beyond the paper).
+
+    With `pooled`, θ and both starts are those of the pooled votes.
+    """
     steps: int = 2       # of improvement; 0 takes the better of top-A and two-stage; here 2 come within 0.5 % of 12
     pooled: bool = True  # A is what is to be expected after pooling; False: what the window's queries saw
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
         weights = self.rows.mean(3)  # (B, H, G, S): the window stays and carries weight too
         if self.pooled:
-            pooled = self.pool(votes.flatten(1, 2)).view_as(votes)
-            weights = torch.cat((pooled, weights[..., votes.shape[-1]:]), -1)
+            weights = torch.cat((self.pool(votes), weights[..., votes.shape[-1]:]), -1)
             weights = weights / weights.sum(-1, keepdim=True)
         return least_theta(weights, value_norms(self.v, self.w_o), budget, self.window, self.steps)
 
@@ -89,7 +102,7 @@ def two_stage(first: Tensor, score: Tensor, budget: int | Tensor) -> Tensor:
 def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window: int, steps: int = 4, alpha: float = 0.25) -> Tensor:
     """Mask (..., n − window) of `budget` entries per group that aims at the least Σ_g θ_g; the window is kept besides.
 
-    weights and norms are (..., G, n). θ never exceeds that of top-A or of two stages, which are where it starts from.
+    weights and norms are (..., G, n). θ never exceeds that of top-A or of two stages, for it starts from the better one.
     """
     outside = weights.shape[-1] - window
 
@@ -97,10 +110,11 @@ def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window: in
         return top(score.sum(-2)[..., :outside], budget)
 
     def better(one, other):
+        # a head that gathers no weight at all (S = 0) has no bound
         bounds = (theta(weights, norms, with_window(kept, window)).sum(-1).nan_to_num(math.inf) for kept in (one, other))
         return torch.where(torch.ge(*bounds)[..., None], other, one)
 
-    first = top(weights.sum(-2)[..., :outside], share(alpha, budget))
+    first = top(weights.sum(-2)[..., :outside], part_of(alpha, budget))
     best = kept = better(two_stage(first, (weights * norms).sum(-2)[..., :outside], budget), choose(weights))
     for _ in range(steps):
         S, W = (x.unsqueeze(-1) for x in gathered(weights, norms, with_window(kept, window)))
@@ -109,9 +123,9 @@ def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window: in
     return best
 
 
-def share(alpha: float, budget: int | Tensor) -> int | Tensor:
-    """⌊α·b⌋, for α as it is written: 0.29 of 100 is 29, though the float is a little less."""
-    exact = Fraction(str(alpha))
+def part_of(alpha: float, budget: int | Tensor) -> int | Tensor:
+    """⌊α·b⌋, for α as it is meant: 0.29 of 100 is 29 and 1/3 of 3 is 1, though the floats are a little less."""
+    exact = Fraction(str(alpha)).limit_denominator(10**6)
     return exact.numerator * budget // exact.denominator
 
 
@@ -152,7 +166,7 @@ def assumption_1(weights: Tensor, first: Tensor) -> Tensor:
 def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """θ̂ = C − (2 − 1/σ) Σ (N′ + N″)_i A_i ‖𝒱_i‖₁ (Theorem 3, Eq. 14, 15).
 
-    θ̂ ≥ θ for any σ, with equality where stage 2 adds nothing (the paper prints <). But only if σ > 1/2 does the largest
+    θ̂ ≥ θ for any σ, with equality where stage 2 adds no weight or the kept values are 0 (the paper prints <). But only if σ > 1/2 does the largest
     A_i ‖𝒱_i‖₁ give the least θ̂; else it gives the greatest.
     """
     return (weights * norms).sum(-1) - (2 - 1 / assumption_1(weights, first)) * (weights * norms * (first | second)).sum(-1)
@@ -161,7 +175,7 @@ def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> 
 def theta_relaxed(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """θ̂ with M = min ‖𝒱_i‖₁ for every entry of stage 2 (Theorem 4, Eq. 18); least for stage 2 by weight alone.
 
-    A bound, θ̂_relax ≥ θ̂, only if σ > 1/2.
+    Both this and θ̂_relax ≥ θ̂ only if σ > 1/2.
     """
     none = torch.zeros_like(second)
     least = norms.amin(-1) * (weights * second).sum(-1)
@@ -169,4 +183,4 @@ def theta_relaxed(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor)
 
 
 variants = {"snap_kv+critical": Critical, "snap_kv+theta": LeastTheta}
-additions = {"critical": Critical, "theta": LeastTheta}  # on top of any window method, as in ada_kv+critical
+additions = {"critical": Critical, "critical_code": CriticalCode, "theta": LeastTheta}  # on top of any window method, as in ada_kv+critical

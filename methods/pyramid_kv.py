@@ -23,15 +23,15 @@ class PyramidKV(WindowCache):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.beta < 1:
-            raise ValueError(f"beta {self.beta} must be at least 1, which gives every layer the same budget")
+        if not 1 <= self.beta < float("inf"):
+            raise ValueError(f"beta {self.beta} must be finite and at least 1, which gives every layer the same budget")
 
     def budgets(self, votes: Tensor) -> int:
         return pyramid(self.budget - self.window, self.layers, votes.shape[-1], self.beta)[self.layer]
 
 
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:
-    """Entries of every layer: falling linearly, `layers · mean` in all, none above `most`, the entries there are."""
+    """Entries beside the window, of every layer: falling linearly, `layers · mean` in all, none above `most` ≥ `mean`."""
     if layers == 1:
         return [mean]
     highest = min(2 * mean - mean / Fraction(str(beta)), most)

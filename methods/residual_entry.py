@@ -6,8 +6,11 @@ rest instead: its key and value are the means of the evicted ones, weighted by t
 
     k̄ = Σ_{i gone} a_i k_i / Σ_{i gone} a_i,  v̄ likewise,   Σ_t exp(q_t·k̄/√D + β − log Z_t) = Σ_t Σ_{i gone} α_{t,i}
 
-No choice of entries lowers the change of the attention output as much as this does. So it tests whether a smaller
-change means better text, as Appendix I of CriticalKV (arXiv 2502.03805) argues.
+No choice of entries that we measured lowers the change of the attention output as much as this does. So it tests whether
+a smaller change means better text, as Appendix I of CriticalKV (arXiv 2502.03805) argues.
+
+Two things are only approximate: keys are stored rotated, so the mean of distant ones partly cancels; and the weight is
+matched in the sum over the window, not for each query. Z_t is the partition sum of the full cache.
 """
 from dataclasses import dataclass
 import math
@@ -25,6 +28,7 @@ class Residual(WindowCache):
     entries: int = 1    # residual entries per head, out of its budget; each stands for a run of the evicted tokens
     rounds: int = 0     # of k-means on the keys, which regroups the evicted tokens from runs into clusters
     share: float = 1.0  # of the evicted tokens' weight that the entries take
+    asks_below = True   # its `select` leaves the choice to the method under it
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,6 +53,7 @@ class Residual(WindowCache):
         return live + queries, allocated + queries
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
+        """What the method below keeps of a smaller budget, and the entries, which are written over evicted slots."""
         n = votes.shape[-1]
         budget = torch.as_tensor(budget, device=votes.device).expand(votes.shape[:2])
         room = (budget >= self.entries) & (budget < n)  # (B, H)

@@ -51,7 +51,12 @@ def pick(names: list[str]) -> dict[str, type]:
         base, *more = name.split("+")
         if name in found:
             chosen[name] = found[name]
-        elif has_window(found.get(base)) and additions.keys() >= {*more} and len({*more}) == len(more):
+        elif has_window(found.get(base)) and additions.keys() >= {*more}:
+            for addition in more[1:]:
+                if not getattr(additions[addition], "asks_below", False):
+                    raise ValueError(f"{name}: {addition} chooses the entries itself and would undo {more[0]}; put it first")
+            if len({*more}) < len(more):
+                raise ValueError(f"{name} names an addition twice")
             bases = (*(additions[addition] for addition in reversed(more)), found[base])
             chosen[name] = make_dataclass(name, [], bases=bases, eq=False)
         else:
@@ -99,18 +104,24 @@ def mean_l1(row: dict) -> float:
 
 
 def additions_table(rows: list[dict]) -> str:
-    """What each addition changes, paired by document; "" if no row has its method without the addition beside it."""
+    """What each addition changes, paired by document, under the means of the method without it; "" if there is none."""
     from nanollm.evaluate import TASKS, paired
-    measures = [[f"{task}_{setting}" for task in TASKS] for setting in ("aware", "blind")] + [["kl"], ["l1_alone"]]
+    measures = {setting: [f"{task}_{setting}" for task in TASKS] for setting in ("aware", "blind")}
+    measures |= {"nll": ["nll"], "KL": ["kl"], "L1": ["l1_alone"]}
+
+    def line(row: dict, cells) -> str:
+        return f"{row['method']:<24}{100 * row['fraction']:>5g} %" + "".join(f"{cell:<16}" for cell in cells).rstrip()
+
     lines = []
-    for row in rows:
-        base = [other for other in rows if "+" in row["method"] and other["method"] == row["method"].rsplit("+", 1)[0]
-                and (other["fraction"], other["tokens"]) == (row["fraction"], row["tokens"])]
-        if base:
-            changes = ("{:+.3f} ±{:.3f}".format(*paired(row, base[0], keys)) for keys in measures)
-            lines.append(f"{row['method']:<22}{100 * row['fraction']:>5g} %" + "".join(f"{x:>16}" for x in changes))
-    head = f"{'change by an addition':<22}{'budget':>7}" + "".join(f"{x:>16}" for x in ("aware", "blind", "KL", "L1"))
-    return "\n".join(("", head, *lines)) if lines else ""
+    for base in rows:
+        more = [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
+                and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
+        if more:
+            each = ([x for key in keys for x in base["each"][key]] for keys in measures.values())
+            lines += ["", line(base, (f"{sum(x) / len(x):9.3f}" for x in each))]
+            lines += [line(row, ("   {:+.3f} ±{:.3f}".format(*paired(row, base, keys)) for keys in measures.values())) for row in more]
+    head = f"\n{'changes by additions':<24}{'budget':>7}" + "".join(f"{name:>9}{'':7}" for name in measures).rstrip()
+    return "\n".join((head, *lines)) if lines else ""
 
 
 def compare(argv: list[str]):

@@ -289,8 +289,8 @@ class WindowCache(LayerCache):
         return top(self.pool(votes.mean(2)), budget)
 
     def pool(self, score: Tensor) -> Tensor:
-        """Max over `kernel` neighbouring tokens, (B, H, S) → (B, H, S): a token is read together with its neighbours."""
-        return F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
+        """Max over `kernel` neighbouring tokens, (..., S) → (..., S): a token is read together with its neighbours."""
+        return F.max_pool1d(score.flatten(0, -2), self.kernel, stride=1, padding=self.kernel // 2).view_as(score)
 
     def bytes(self) -> tuple[int, int]:
         live, allocated = super().bytes()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from methods.ada_kv import AdaKV
-from methods.critical_kv import (Critical, assumption_1, least_theta, masked_attention, perturbation, theta, theta_hat,
-                                 theta_relaxed, two_stage)
+from methods.critical_kv import (Critical, CriticalCode, assumption_1, least_theta, masked_attention, perturbation, theta,
+                                 theta_hat, theta_relaxed, two_stage)
 from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
@@ -301,6 +301,8 @@ AWARE = [f"{task}_aware" for task in TASKS]
 def test_inside_each_of_the_three_the_selection_loses_answers_here(measure, Base):
     lost, error = paired(measure(Critical, Base), measure(Base), AWARE)
     assert lost < -2 * error
+    change, error = paired(measure(CriticalCode, Base), measure(Base), AWARE)  # all pooled: as the authors' code does it
+    assert abs(change) < 0.05
 
 
 @pytest.mark.claim("P7")

@@ -347,7 +347,7 @@ def test_aware_compresses_all_but_one_token_and_blind_the_context(task, knobs):
 
 def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
     batch, kl, l1, alone = tasks("test").batch("needle", 0, 10, 200), torch.rand(5), torch.rand(5, L, 4), torch.rand(5, L, 4)
-    monkeypatch.setattr(evaluate, "continuation", lambda *_: dict(kl=kl, l1=l1, live=7))
+    monkeypatch.setattr(evaluate, "continuation", lambda *_: dict(kl=kl, nll=2 * kl, l1=l1, live=7))
     monkeypatch.setattr(evaluate, "perturbation", lambda *_: alone)
     row = Benchmark({"needle": batch}, {"needle": None}, SimpleNamespace(told=None)).run(Reader(), lambda n: [Notes()])
     right = {setting: x.numpy() for setting, x in retrieve(Reader(), batch, lambda n: [Notes()]).items()}
@@ -356,6 +356,7 @@ def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
         assert row[f"needle_{setting}_se"] == pytest.approx(math.sqrt(x.mean() * (1 - x.mean()) / 9))
     assert 0 < right["blind"].mean() < 1 and row["live"] == 7
     assert row["kl"] == pytest.approx(sum(kl.tolist()) / 5) and row["each"]["kl"] == kl.tolist()
+    assert row["each"]["nll"] == (2 * kl).tolist() and "nll" not in row
     assert np.allclose(row["l1"], l1.numpy().mean(0)) and np.allclose(row["l1_alone"], alone.numpy().mean(0))
     assert row["each"]["l1_alone"] == pytest.approx([text.mean().item() for text in alone])
 

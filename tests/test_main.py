@@ -90,9 +90,10 @@ def test_there_is_a_row_for_every_method_and_budget_and_every_number_in_it(rows)
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
-        assert {key: len(x) for key, x in row["each"].items()} == dict.fromkeys(shares, 4) | dict(kl=2, l1_alone=2)
-        for key, x in row["each"].items():
-            assert np.mean(row[key]) == pytest.approx(np.mean(x), abs=1e-6), key
+        assert {key: len(x) for key, x in row["each"].items()} == dict.fromkeys(shares, 4) | dict(kl=2, nll=2, l1_alone=2)
+        assert row["perplexity"] == pytest.approx(math.exp(np.mean(row["each"]["nll"])))
+        for key in row["each"].keys() - {"nll"}:
+            assert np.mean(row[key]) == pytest.approx(np.mean(row["each"][key]), abs=1e-6), key
         for setting in ("aware", "blind"):
             assert row[setting] == pytest.approx(sum(row[f"{task}_{setting}"] for task in TASKS) / 3)
 
@@ -164,7 +165,6 @@ def test_methods_are_the_variants_of_all_files(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name, bases", [
     ("ada_kv+critical", [Critical, AdaKV]),
     ("ada_kv+critical+residual", [Residual, Critical, AdaKV]),
-    ("ada_kv+residual+critical", [Critical, Residual, AdaKV]),
     ("snap_kv+critical+residual", [Residual, Critical, SnapKV])])
 def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, bases):
     (Method,) = pick([name]).values()
@@ -185,13 +185,22 @@ def test_all_is_every_window_method_with_each_addition_once():
 
 
 @pytest.mark.parametrize("name", ["nope", "nope+critical", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical",
-                                  "ada_kv+critical+critical", "streaming_llm_absolute+critical", "full+residual",
+                                  "streaming_llm_absolute+critical", "full+residual",
                                   "ada_kv+", "+critical", ""])
 def test_an_unknown_name_is_answered_by_the_known_ones(name):
     known = [*methods()[0], *sorted(pick(["all"]).keys() - methods()[0].keys())]
     with pytest.raises(ValueError) as error:
         pick(["h2o", name])
     assert str(error.value) == f"unknown method {name!r}; known are {', '.join(known)}, all"
+
+
+@pytest.mark.parametrize("name, message", [
+    ("ada_kv+residual+critical", "critical chooses the entries itself and would undo residual; put it first"),
+    ("ada_kv+critical+theta", "theta chooses the entries itself and would undo critical"),
+    ("ada_kv+critical+residual+residual", "names an addition twice")])
+def test_additions_that_would_undo_each_other_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        pick([name])
 
 
 @pytest.mark.parametrize("window, options", [(8, []), (5, ["--window", "5"])])
@@ -212,7 +221,7 @@ def test_an_addition_is_compared_with_the_row_without_it():
     def row(method, fraction, tokens, shift, text):
         shares = {f"{task}_{setting}": [0.25, 0.25 + shift * (setting == "aware")]
                   for task in TASKS for setting in ("aware", "blind")}
-        each = shares | dict(kl=[text, 3 * text], l1_alone=[9.0, text])
+        each = shares | dict(kl=[text, 3 * text], nll=[4.0, 2 * text], l1_alone=[9.0, text])
         return dict(method=method, fraction=fraction, tokens=tokens, each=each)
 
     base = [row("full", None, 288, 0, 0.0), row("h2o", 0.5, 288, 0, 0.0), row("ada_kv", 0.25, 288, 0.5, 8.0),
@@ -221,9 +230,11 @@ def test_an_addition_is_compared_with_the_row_without_it():
     # aware: half of six differences are 0, the others 0.3, so ± 0.3 · √(1/4 / 5)
     more = row("ada_kv+critical", 0.5, 288, 0.3, 2.0), row("ada_kv+critical+residual", 0.5, 288, 0.3, 1.0)
     assert additions_table([*base, *more]).splitlines() == [
-        "", "change by an addition  budget           aware           blind              KL              L1",
-        "ada_kv+critical          50 %   +0.150 ±0.067   +0.000 ±0.000   +2.000 ±1.000   +0.500 ±0.500",
-        "ada_kv+critical+residual   50 %   +0.000 ±0.000   +0.000 ±0.000   -2.000 ±1.000   -0.500 ±0.500"]
+        "", "changes by additions     budget    aware           blind             nll              KL              L1", "",
+        "ada_kv                     50 %    0.250           0.250           3.000           2.000           5.000",
+        "ada_kv+critical            50 %   +0.150 ±0.067   +0.000 ±0.000   +1.000 ±1.000   +2.000 ±1.000   +0.500 ±0.500", "",
+        "ada_kv+critical            50 %    0.400           0.250           4.000           4.000           5.500",
+        "ada_kv+critical+residual   50 %   +0.000 ±0.000   +0.000 ±0.000   -1.000 ±1.000   -2.000 ±1.000   -0.500 ±0.500"]
 
 
 # ---- generate ---

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from methods.ada_kv import AdaKV
-from methods.critical_kv import Critical, LeastTheta, value_norms
+from methods.ada_kv import AdaKV, shared
+from methods.critical_kv import Critical, LeastTheta, part_of, value_norms
 from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
@@ -512,3 +512,10 @@ def test_a_round_of_k_means_never_widens_the_groups(entries):
                     width += (weight * (keys - (weight * keys).sum(0) / weight.sum()) ** 2).sum().item()
         widths.append(width)
     assert all(after <= before + 1e-5 for before, after in pairwise(widths)) and widths[-1] < 0.9 * widths[0]
+
+
+def test_shares_of_a_budget_are_exact_and_do_not_overflow():
+    assert part_of(0.29, 100) == 29 and part_of(1 / 3, 3000) == 1000
+    assert part_of(1 / 3, torch.tensor([3000, 6001])).tolist() == [1000, 2000]
+    for floor in (1 / 3, 0.1 + 0.2):
+        assert shared(torch.rand(1, 3, 5000), 1000, floor).sum() == 3000
