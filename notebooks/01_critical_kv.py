@@ -283,7 +283,7 @@ for name, style in zip(("+critical", "+theta", "+residual"), ("s--", "^-.", "D:"
     print(f"last layer, {name:10}", *(f"{share:.2%}: {x:+.1f} %  " for share, x in zip(shares, last)))
 axes[0].set(xlabel="layer", ylabel="L against SnapKV, %", title="12.5 % of the entries, all layers compressed")
 axes[1].set(xlabel="budget, % of the prompt", title="the last layer", xticks=shares, xticklabels=[f"{100 * x:g}" for x in shares])
-axes[0].legend()
+axes[1].legend(*axes[0].get_legend_handles_labels(), loc="upper center")
 for axis in axes:
     axis.axhline(0, color="black", linewidth=1)
     axis.grid(alpha=0.3)
