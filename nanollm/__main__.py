@@ -72,7 +72,7 @@ def load(folder: Path, device: str):
     return model, tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
 
 
-COLUMNS = (("method", "{:<22}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
+COLUMNS = (("method", "{:<24}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
            ("aware", "{:>8}"), ("blind", "{:>6}"), ("aware", "{:>8}"), ("blind", "{:>6}"),
            ("perpl.", "{:>8}"), ("KL", "{:>7}"), ("L1", "{:>6}"), ("tokens/s", "{:>9}"))
 
