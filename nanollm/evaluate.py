@@ -189,7 +189,8 @@ def continuation(model, full: Reference, make: Make, told: Told | None = None) -
 
     Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query head with
     o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and peak bytes;
-    tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,) and l1 (B, L, H·G), means over the continuation.
+    tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,) and l1
+    (B, L, H·G), means over the continuation.
     `told` is `full.told`, where reading the prompt need not be part of it.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
@@ -206,7 +207,8 @@ def continuation(model, full: Reference, make: Make, told: Told | None = None) -
     live, allocated = cache_bytes(caches)
     answers = [torch.cat(after, 1).unflatten(-1, cache.w_o.shape[1:]).transpose(1, 2) for cache, after in zip(caches, heads)]
     nll = -log_p.gather(-1, tokens[:, -new:, None])[..., 0].mean(-1)
-    return dict(perplexity=math.exp(nll.mean().item()), nll=nll, kl=F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1),
+    kl = F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1)
+    return dict(perplexity=math.exp(nll.mean().item()), nll=nll, kl=kl,
                 l1=changes(full, caches, answers), live=live, allocated=allocated, peak=peak,
                 tokens_per_s=tokens.shape[0] * new / seconds)
 
@@ -340,7 +342,8 @@ class Benchmark:
                 row[f"{task}_{setting}_se"] = standard_error(right)
                 each[f"{task}_{setting}"] = right.tolist()
         row |= told_or_read(continuation, model, self.full, make, self.full.told)
-        each |= dict(kl=row["kl"].tolist(), nll=row.pop("nll").tolist(), l1_alone=(alone := perturbation(self.full, make)).mean((1, 2)).tolist())
+        alone = perturbation(self.full, make)
+        each |= dict(kl=row["kl"].tolist(), nll=row.pop("nll").tolist(), l1_alone=alone.mean((1, 2)).tolist())
         return row | dict(kl=row["kl"].mean().item(), l1=row["l1"].mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
 
 

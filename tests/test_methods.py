@@ -185,8 +185,13 @@ TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1
 @pytest.mark.parametrize("chunk", [30, 7, 1])
 @torch.inference_mode()
 def test_room_for_everything_is_full_attention(case, chunk):
+    reads_and_decodes_as_the_full_cache(CASES[case].Method, CASES[case].knobs | dict(budget=40), chunk)
+
+
+def reads_and_decodes_as_the_full_cache(Method, knobs, chunk):
+    """A prompt of 30 tokens and 10 more."""
     model = decoder()
-    caches = make_cache(model, CASES[case].Method, **CASES[case].knobs | dict(budget=40))
+    caches = make_cache(model, Method, **knobs)
     out = [model(part, caches) for part in TOKENS[:, :30].split(chunk, 1)]
     finish_prompt(caches)
     out += [model(TOKENS[:, i:i + 1], caches) for i in range(30, 40)]

@@ -17,7 +17,7 @@ from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from nanollm.cache import NEVER, finish_prompt, make_cache
-from test_methods import TOKENS, decoder
+from test_methods import TOKENS, decoder, reads_and_decodes_as_the_full_cache
 
 B, D, LAYER, LAYERS = 2, 4, 1, 4
 
@@ -321,13 +321,7 @@ def test_the_same_prompt_gives_the_same_cache(case):
 @pytest.mark.parametrize("chunk", [30, 7, 1])
 @torch.inference_mode()
 def test_room_for_the_prompt_is_full_attention(case, chunk):
-    model = decoder()
-    caches = make_cache(model, CASES[case].Method, budget=30, window=8, **CASES[case].knobs)
-    out = [model(part, caches) for part in TOKENS[:, :30].split(chunk, 1)]
-    finish_prompt(caches)
-    out += [model(TOKENS[:, i:i + 1], caches) for i in range(30, 40)]
-    assert torch.allclose(torch.cat(out, 1), model(TOKENS), atol=1e-5)
-    assert [cache.length for cache in caches] == [40] * 3
+    reads_and_decodes_as_the_full_cache(CASES[case].Method, CASES[case].knobs | dict(budget=30, window=8), chunk)
 
 
 @each_case
