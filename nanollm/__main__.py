@@ -7,6 +7,7 @@
 import argparse
 from dataclasses import make_dataclass
 import importlib
+import inspect
 import json
 import os
 from pathlib import Path
@@ -36,14 +37,26 @@ def has_window(Method) -> bool:
     return isinstance(Method, type) and issubclass(Method, WindowCache)
 
 
+def chooses(Method) -> bool:
+    """Whether this window method has a selection of its own, which another on top of it would undo."""
+    from nanollm.cache import WindowCache
+    return Method.select is not WindowCache.select
+
+
+def given(Method, **known) -> dict:
+    """Those of the known values for which the method has a knob."""
+    return {name: value for name, value in known.items() if name in inspect.signature(Method).parameters}
+
+
 def pick(names: list[str]) -> dict[str, type]:
     """Methods by name, all variants for no name. "ada_kv+critical" is a window method with an addition on top.
 
     "all" is every variant, and every window method with each addition.
     """
     found, additions = methods()
+    asks_below = {name for name, Method in additions.items() if getattr(Method, "asks_below", False)}
     composed = {f"{name}+{addition}" for name, Method in found.items() if has_window(Method) and "+" not in name
-                for addition in additions} - found.keys()
+                for addition in (asks_below if chooses(Method) else additions)} - found.keys()
     if "all" in names:
         names = ["full", *sorted(found.keys() - {"full"} | composed)]
     chosen = {}
@@ -52,9 +65,10 @@ def pick(names: list[str]) -> dict[str, type]:
         if name in found:
             chosen[name] = found[name]
         elif has_window(found.get(base)) and additions.keys() >= {*more}:
-            for addition in more[1:]:
-                if not getattr(additions[addition], "asks_below", False):
-                    raise ValueError(f"{name}: {addition} chooses the entries itself and would undo {more[0]}; put it first")
+            for addition in more if chooses(found[base]) else more[1:]:
+                if addition not in asks_below:
+                    raise ValueError(f"{name}: {addition} chooses the entries itself and would undo "
+                                     + (f"{base}; put it on another method" if chooses(found[base]) else f"{more[0]}; put it first"))
             if len({*more}) < len(more):
                 raise ValueError(f"{name} names an addition twice")
             bases = (*(additions[addition] for addition in reversed(more)), found[base])
@@ -160,6 +174,7 @@ def compare(argv: list[str]):
     from nanollm import plot
     from nanollm.data import Tasks
     from nanollm.evaluate import TASKS, Benchmark, maker
+    from nanollm.tokenizer import boundaries
     lengths = args.lengths or ([512, 1024] if args.full else [512])
     documents = args.documents if args.documents is not None else 256 if args.full else 32
     chosen = pick(args.methods)
@@ -168,7 +183,8 @@ def compare(argv: list[str]):
             for fraction in ([None] if name == "full" else [percent / 100 for percent in args.budgets])]
     if max(lengths) > model.config.max_len:
         raise ValueError(f"length {max(lengths)} exceeds the model's length of {model.config.max_len}; use a shorter one")
-    knobs = {name: dict(window=args.window) if has_window(Method) else {} for name, Method in chosen.items()}
+    ends = boundaries(encoding, model.config.vocab_size)
+    knobs = {name: given(Method, window=args.window, ends=ends) for name, Method in chosen.items()}
     for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
         shortest = T - Benchmark.continuation_length(T) - 1
         try:
@@ -232,13 +248,14 @@ def generate(argv: list[str]):
     if (args.budget is None) != (args.method == "full"):
         raise ValueError("full attention has no budget; leave --budget out" if args.method == "full"
                          else f"{args.method} needs --budget, in slots per key/value head")
-    knobs = {} if args.budget is None else dict(budget=args.budget)
-    Method(**knobs)  # a bad budget is found before the weights are read
 
     import torch
     from nanollm.cache import cache_bytes, make_cache
     from nanollm.generate import stream
+    from nanollm.tokenizer import boundaries
     model, encoding = load(args.model, args.device)
+    known = {} if args.budget is None else dict(budget=args.budget)
+    knobs = given(Method, ends=boundaries(encoding, model.config.vocab_size), **known)
     encode = getattr(encoding, "encode_ordinary", encoding.encode)
     prompt = torch.tensor([encode(args.prompt)], dtype=torch.long, device=args.device)
     caches = make_cache(model, Method, **knobs)

@@ -103,6 +103,9 @@ class LayerCache:
     @property
     def pos(self) -> Tensor: return self.slot("pos")
 
+    def hear(self, tokens: Tensor):
+        """Called before each forward with its tokens (B, T): for methods that go by what the text says."""
+
     # ---- write → read → attention → observe ---------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -270,15 +273,18 @@ class WindowCache(LayerCache):
         super().observe(q, p)
 
     def finish_prompt(self):
-        outside = self.length - self.window
         if self.length > self.budget:
-            votes = self.rows[..., :outside].mean(3)
-            kept = self.select(votes, self.budgets(votes))
-            self.keep(indices(F.pad(kept, (0, self.window), value=True)))
+            self.keep(self.chosen())
             if self.ragged:
                 self.pack()
         self.watch, self.rows = 0, None
         super().finish_prompt()
+
+    def chosen(self) -> Tensor:
+        """Slots that stay, (B, H, n), −1 for none."""
+        votes = self.rows[..., :-self.window].mean(3)
+        kept = self.select(votes, self.budgets(votes))
+        return indices(F.pad(kept, (0, self.window), value=True))
 
     def budgets(self, votes: Tensor) -> int | Tensor:
         """How many entries each head keeps beside the window, from votes (B, H, G, S − w): a number or (B, H)."""

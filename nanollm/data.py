@@ -118,13 +118,15 @@ class Tasks:
         start = rng.integers(0, len(self.stream) - n)
         return self.stream[start:start + n]
 
-    def pairs(self, rng, n: int) -> list[tuple[list[int], list[int]]]:
-        """n different keys (2 tokens each) with their values (2 tokens)."""
+    def pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
+        """n different keys (2 tokens each) with their values, 2 tokens for each of their `numbers`."""
+        if numbers < 1:
+            raise ValueError(f"numbers {numbers} must be at least 1")
         if n > len(self.words):
             raise ValueError(f"{n} keys asked for, but there are {len(self.words)} words; ask for fewer")
         keys = rng.choice(len(self.words), n, replace=False)
-        values = rng.choice(self.values, n, replace=False)
-        return [(self.words[k], [DIGITS + v // 100, DIGITS + v % 100]) for k, v in zip(keys, values)]
+        values = rng.choice(self.values, (n, numbers), replace=False)
+        return [(self.words[k], [DIGITS + part for v in value for part in divmod(v, 100)]) for k, value in zip(keys, values)]
 
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
         """A document of T tokens: text with the facts in it at `depths` (0 start … 1 end), then the questions.
@@ -145,10 +147,13 @@ class Tasks:
         roles = np.concatenate([np.full(len(ids), role, dtype=np.uint8) for ids, role in parts])
         return tokens, roles
 
-    def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None):
-        """Facts scattered in real text; one or several are asked for. `depth` fixes where the first one asked for lies."""
+    def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None, numbers: int = 1):
+        """Facts scattered in real text; one or several are asked for. `depth` fixes where the first one asked for lies.
+
+        A value is `numbers` four-digit numbers; the model is trained on one.
+        """
         check_questions(questions, facts)
-        pairs = self.pairs(rng, facts)
+        pairs = self.pairs(rng, facts, numbers)
         start, is_, stop, ask = (self.ids(s) for s in (" The code of", " is ", ".", "\nQ:"))
         depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
         if depth is not None:

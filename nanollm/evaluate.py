@@ -35,19 +35,22 @@ def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> in
 
 
 class Recorder(LayerCache):
-    """Full attention that keeps what each `attend` was told and answered: q, k, v, pos, y."""
+    """Full attention that keeps what it was told and answered: tokens, q, k, v, pos, y of each `attend`."""
 
     def __post_init__(self):
         super().__post_init__()
         self.told = []
 
+    def hear(self, tokens):
+        self.heard = tokens
+
     def attend(self, q, k, v, pos):
         y = super().attend(q, k, v, pos)
-        self.told.append((q, k, v, pos, y))
+        self.told.append((self.heard, q, k, v, pos, y))
         return y
 
 
-Told = list[tuple]  # per layer: q, k, v, pos of a part of a prompt
+Told = list[tuple]  # per layer: tokens, q, k, v, pos of a part of a prompt
 
 
 def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
@@ -60,15 +63,15 @@ def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
     feed(model, tokens, caches)
     told = []
     for cache in caches:
-        q, k, v, pos, _ = zip(*cache.told)
-        told.append((torch.cat(q, 2), torch.cat(k, 2), torch.cat(v, 2), torch.cat(pos, 1)))
+        _, q, k, v, pos, _ = zip(*cache.told)
+        told.append((tokens, torch.cat(q, 2), torch.cat(k, 2), torch.cat(v, 2), torch.cat(pos, 1)))
         cache.told.clear()
     return told
 
 
-def pieces(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n: int):
+def pieces(tokens: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n: int):
     """The same, n tokens at a time."""
-    return zip(q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
+    return zip(tokens.split(n, 1), q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
 
 
 class ReadsOtherwise(Exception):
@@ -85,8 +88,9 @@ def replay(told: list[Told], caches: list[LayerCache]) -> int:
     for cache, *parts in zip(caches, *told):
         if type(cache).attend is not LayerCache.attend:
             raise ReadsOtherwise
-        chunk = 64 if cache.watch > 64 else parts[-1][0].shape[2]  # bounds the probabilities
-        for new_q, new_k, new_v, new_pos in pieces(*parts[-1], chunk):
+        chunk = 64 if cache.watch > 64 else parts[-1][0].shape[1]  # bounds the probabilities
+        for tokens, new_q, new_k, new_v, new_pos in pieces(*parts[-1], chunk):
+            cache.hear(tokens)
             cache.write(new_k, new_v, new_pos)
             keys, _, at, bias = cache.read()
             if bias is not None or keys.shape[2] != cache.seen:
@@ -94,7 +98,7 @@ def replay(told: list[Told], caches: list[LayerCache]) -> int:
             w = min(cache.watch, new_q.shape[2])
             cache.observe(new_q, probabilities(new_q[:, :, -w:], keys, at, None, new_pos[:, -w:]) if w else None)
         keys, values, at, _ = cache.read()
-        _, k, v, pos = zip(*parts)
+        _, _, k, v, pos = zip(*parts)
         if not (torch.equal(keys, torch.cat(k, 2)) and torch.equal(values, torch.cat(v, 2))
                 and torch.equal(at, torch.cat(pos, 1)[:, None].expand_as(at))):
             raise ReadsOtherwise
@@ -162,7 +166,7 @@ class Reference:
     new: int
     log_p: Tensor       # (B, new, V): next-token log-probabilities before each token of the continuation
     told: Told          # what the prompt told the caches
-    said: list[tuple]   # per layer, over the continuation: q, k, v, pos and the full cache's answer y (B, H·G, new, D)
+    said: list[tuple]   # per layer, over the continuation: tokens, q, k, v, pos and the full cache's answer y (B, H·G, new, D)
 
     @property
     def prompt(self) -> Tensor:
@@ -227,12 +231,14 @@ def perturbation(full: Reference, make: Make) -> Tensor:
     """
     caches = make(full.prompt.shape[1])
     for chunk in zip(*(pieces(*told, 64) for told in full.told)):
-        for cache, part in zip(caches, chunk):
+        for cache, (tokens, *part) in zip(caches, chunk):
+            cache.hear(tokens)
             cache.attend(*part)
     finish_prompt(caches)
     answers = [[] for _ in caches]
     for token in zip(*(pieces(*said, 1) for *said, _ in full.said)):
-        for cache, part, answer in zip(caches, token, answers):
+        for cache, (tokens, *part), answer in zip(caches, token, answers):
+            cache.hear(tokens)
             answer.append(cache.attend(*part))
     return changes(full, caches, [torch.cat(answer, 2) for answer in answers])
 

@@ -198,6 +198,8 @@ class Decoder(nn.Module):
             raise ValueError(f"{seen + T} tokens exceed the model's length of {self.config.max_len}; shorten the text")
         if pos is None:
             pos = torch.arange(seen, seen + T, device=tokens.device)[None]
+        for memory in cache or ():
+            memory.hear(tokens)
         x = self.embed(tokens)
         if self.positions is not None:
             x, angles = x + self.positions(pos), None

@@ -12,6 +12,7 @@ import torch
 from nanollm import TINY
 from nanollm.cache import finish_prompt, make_cache
 from nanollm.generate import generate, prefill
+from nanollm.tokenizer import boundaries
 from nanollm.weights import from_hf, to_hf
 
 
@@ -92,9 +93,10 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
 
     Reading: its own prefill in units of the full cache's; a method that counts attention works there already.
     """
-    from nanollm.__main__ import pick
+    from nanollm.__main__ import given, load, pick
     torch.set_num_threads(1)
-    model, methods = from_hf(folder), pick(["all"])
+    (model, encoding), methods = load(folder, "cpu"), pick(["all"])
+    ends = boundaries(encoding, model.config.vocab_size)
     print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
     print(f"{'tokens':<24}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
     print(f"{'':<24}" + f"{'finish_prompt':>17}{'reading':>9}" * len(lengths))
@@ -102,7 +104,7 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
     for n in lengths:
         tokens, times = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n)), {}
         for name in [*methods] * repeat:
-            caches = make_cache(model, methods[name], **{} if name == "full" else dict(budget=n // 4))
+            caches = make_cache(model, methods[name], **given(methods[name], budget=n // 4, ends=ends))
             began = time.perf_counter()
             prefill(model, tokens, caches)
             read = time.perf_counter()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import regex
 import tiktoken
+import torch
 
 # letters, punctuation (each with the space before it), at most two digits, white space
 PATTERN = r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]{1,2}|\s+(?!\S)|\s+"
@@ -80,3 +81,12 @@ def load(name: str | Path) -> tiktoken.Encoding:
     except OSError as error:  # requests' errors are OSErrors
         raise ValueError(f"tiktoken downloads {name!r} once, and that failed; go online, or set TIKTOKEN_CACHE_DIR "
                          f"to a folder that holds it") from error
+
+
+def boundaries(encoding, vocab_size: int) -> torch.Tensor:
+    """(vocab_size,) of bool: the tokens with a line break in them, or with . : ; ! ? at their end.
+
+    Any encoding with a `decode` will do, tiktoken's or tokenizers'.
+    """
+    pieces = (encoding.decode([token]) for token in range(vocab_size))
+    return torch.tensor(["\n" in piece or piece.endswith((".", ":", ";", "!", "?")) for piece in pieces])

@@ -177,10 +177,11 @@ def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, bases):
 def test_all_is_every_window_method_with_each_addition_once():
     found, additions = methods()
     windows = [name for name, Method in found.items() if has_window(Method) and "+" not in name]
-    assert {"ada_kv", "pyramid_kv", "snap_kv"} <= {*windows} and {"critical", "residual"} <= additions.keys()
+    assert {"ada_kv", "pyramid_kv", "snap_kv", "chunk_kv"} <= {*windows} and {"critical", "chunk", "residual"} <= additions.keys()
     chosen = pick(["all"])
     assert [*chosen] == ["full", *sorted(chosen.keys() - {"full"})]
-    assert chosen.keys() - found.keys() == {f"{name}+{x}" for name in windows for x in additions} - found.keys()
+    assert chosen.keys() - found.keys() == {f"{name}+{x}" for name in windows for x in additions
+                                            if x == "residual" or not name.startswith("chunk")} - found.keys()
     assert chosen.keys() >= found.keys() and chosen["snap_kv+critical"] is Critical
 
 
@@ -197,6 +198,8 @@ def test_an_unknown_name_is_answered_by_the_known_ones(name):
 @pytest.mark.parametrize("name, message", [
     ("ada_kv+residual+critical", "critical chooses the entries itself and would undo residual; put it first"),
     ("ada_kv+critical+theta", "theta chooses the entries itself and would undo critical"),
+    ("chunk_kv+critical", "critical chooses the entries itself and would undo chunk_kv; put it on another method"),
+    ("chunk_kv+residual+chunk", "chunk chooses the entries itself and would undo chunk_kv"),
     ("ada_kv+critical+residual+residual", "names an addition twice")])
 def test_additions_that_would_undo_each_other_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
