@@ -26,7 +26,7 @@ from nanollm.cache import NEVER, WindowCache, top
 
 @dataclass(eq=False)
 class ChunkKV(WindowCache):
-    """On a window method with budgets of its own, a head whose share is less than a chunk keeps the window alone."""
+    """On a window method with budgets of its own, a head whose share is less than a chunk keeps little but the window."""
     kernel: int = 1        # votes are not pooled: the chunk keeps neighbours together (kvpress pools over 5)
     chunk: int = 10        # tokens of a chunk, c (kvpress: 20)
     score: str = "sum"     # of a chunk: "sum", "mean" (kvpress) or "max" of its tokens' votes
@@ -41,9 +41,9 @@ class ChunkKV(WindowCache):
             raise ValueError(f"chunk {self.chunk} and reuse {self.reuse} must be at least 1, first {self.first} at least 0")
         if self.score not in ("sum", "mean", "max"):
             raise ValueError(f"score {self.score!r} must be 'sum', 'mean' or 'max'")
-        if self.reuse > 1 and type(self).budgets is not WindowCache.budgets:
-            raise ValueError(f"reuse {self.reuse} needs the same budget in every layer; use reuse=1 with "
-                             f"{type(self).__name__}")
+        if self.reuse > 1 and (type(self).budgets, type(self).select) != (WindowCache.budgets, ChunkKV.select):
+            raise ValueError(f"reuse {self.reuse} needs the same budget in every layer and nothing on top of the chunks; "
+                             f"use reuse=1 with {type(self).__name__}")
         self.check_room()
 
     def check_room(self):
@@ -87,7 +87,7 @@ class SemanticChunkKV(ChunkKV):
     """Chunks end where a line, sentence or clause does (beyond the paper). They differ in length, so the mean decides:
     it is what a slot of the chunk gathers. Pooled, so that what lies just beyond a cut has a vote too."""
     kernel: int = 7
-    chunk: int = 20             # the longest
+    chunk: int = 32             # the longest, or what the budget has room for beside the window
     score: str = "mean"
     ends: Tensor | None = None  # (V,) of bool, tokens that end a chunk: `tokenizer.boundaries(encoding)`
 
@@ -98,13 +98,15 @@ class SemanticChunkKV(ChunkKV):
         self.heard = []  # (B, T) of bool for every part of the prompt
 
     def check_room(self):
-        """Shorter chunks may fit."""
+        self.chunk = min(self.chunk, self.budget - self.window)  # a longer one could never be kept
 
     def hear(self, tokens: Tensor):
         if not self.prompt_done:
             self.heard.append(self.ends.to(tokens.device)[tokens])
 
     def ends_at(self, votes: Tensor) -> Tensor:
+        if not self.heard:
+            raise ValueError("nothing was heard; call cache.hear(tokens) before each attend, as the decoder does")
         return torch.cat(self.heard, 1)[:, :votes.shape[-1]]
 
     def finish_prompt(self):
@@ -147,7 +149,7 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
 # ---- what is kept -----------------------------------------------------------------------------------------------
 
 def jaccard(kept: Tensor, other: Tensor) -> Tensor:
-    """|A ∩ B| / |A ∪ B| of two sets (..., n) of bool: the similarity of two layers' choices."""
+    """|A ∩ B| / |A ∪ B| of two sets (..., n) of bool, the similarity of two layers' choices; nan if both are empty."""
     return (kept & other).sum(-1) / (kept | other).sum(-1)
 
 
@@ -175,7 +177,8 @@ def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
     if kept is not None:
         lost = [j for j in range(p.dim()) if j not in kept]
         p, q = (x.sum(lost) if lost else x for x in (p, q))
-    return torch.special.xlogy(p, p / q).sum()
+    there = p > 0
+    return (p[there] * (p[there] / q[there]).log()).sum()
 
 
 def token_divergences(p: Tensor, q: Tensor) -> Tensor:
@@ -200,9 +203,13 @@ def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -
 
 
 def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
-    """KL_k ≤ noise (max λ_max + 2 remainder) / ((k−1) (min λ_min − 2 remainder)) (Eq. 13 to 16): its O(1) is 2 remainder,
-    and it belongs below the line as well."""
-    return (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance_bound(noise, information, remainder)
+    """KL_k ≤ noise (max λ_max + 2 remainder) / ((k−1) (min λ_min − 2 remainder)) (Eq. 13 to 16).
+
+    The paper's O(1) is 2 remainder, and it belongs below the line as well: above alone it would have to be twice as large.
+    """
+    distance = distance_bound(noise, information, remainder)
+    bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance
+    return torch.where(distance < torch.inf, bound, torch.inf)
 
 
 def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
@@ -215,7 +222,7 @@ def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
 
 def chunk_noise(p: Tensor, q: Tensor, whole: int, examples: int) -> Tensor:
     """ξ of a selection that keeps some examples whole and loses the others. At equal budgets, examples · |kept| =
-    whole · k, it is below `token_noise` if and only if a kept token alone says less than one of a whole example."""
+    whole · k, it is below `token_noise` if and only if the kept tokens say less per token than a whole example does."""
     return (examples - whole) * divergence(p, q)
 
 

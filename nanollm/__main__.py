@@ -5,7 +5,7 @@
     python -m nanollm train --help
 """
 import argparse
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 import importlib
 import inspect
 import json
@@ -48,6 +48,14 @@ def given(Method, **known) -> dict:
     return {name: value for name, value in known.items() if name in inspect.signature(Method).parameters}
 
 
+def on_top(name: str, *bases: type) -> type:
+    """One method of several, the uppermost first. The uppermost that names a knob itself says what its default is;
+    a dataclass alone would take an inherited one for its own."""
+    Plain = make_dataclass(name, [], bases=bases, eq=False)
+    knobs = [(knob.name, knob.type, getattr(Plain, knob.name)) for knob in fields(Plain) if hasattr(Plain, knob.name)]
+    return make_dataclass(name, knobs, bases=bases, eq=False)
+
+
 def pick(names: list[str]) -> dict[str, type]:
     """Methods by name, all variants for no name. "ada_kv+critical" is a window method with an addition on top.
 
@@ -71,8 +79,7 @@ def pick(names: list[str]) -> dict[str, type]:
                                      + (f"{base}; put it on another method" if chooses(found[base]) else f"{more[0]}; put it first"))
             if len({*more}) < len(more):
                 raise ValueError(f"{name} names an addition twice")
-            bases = (*(additions[addition] for addition in reversed(more)), found[base])
-            chosen[name] = make_dataclass(name, [], bases=bases, eq=False)
+            chosen[name] = on_top(name, *(additions[addition] for addition in reversed(more)), found[base])
         else:
             raise ValueError(f"unknown method {name!r}; known are {', '.join([*found, *sorted(composed)])}, all")
     return chosen

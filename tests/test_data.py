@@ -116,6 +116,25 @@ def test_needle_is_determined_by_its_facts(facts, questions):
         assert decode(tokens[batch.answers[-1].stop:]) == "."
 
 
+@pytest.mark.parametrize("numbers", [2, 3])
+def test_a_value_is_as_many_different_numbers_of_its_side_as_asked_for(numbers):
+    for split in ("train", "test"):
+        for *_, text, ((question, answer),) in rows("needle", split=split, numbers=numbers):
+            code = dict(re.findall(r"of (\w+) is (\d{%d})\." % (4 * numbers), text))
+            values = [int(value[i:i + 4]) for value in code.values() for i in range(0, 4 * numbers, 4)]
+            assert len(code) == 4 and len({*values}) == len(values) == 4 * numbers and {*values} <= {*tasks(split).values}
+            assert code[question.split()[-2]] == answer
+
+
+def test_documents_of_one_number_are_those_drawn_without_the_knob():
+    (rng, default, one), test = (np.random.default_rng(5) for _ in range(3)), tasks("test")
+    keys = rng.choice(len(test.words), 7, replace=False)
+    expected = [(test.words[k], [256 + n // 100, 256 + n % 100])
+                for k, n in zip(keys, rng.choice(test.values, 7, replace=False))]
+    assert test.pairs(default, 7) == test.pairs(one, 7, 1) == expected
+    assert rng.random() == default.random() == one.random()
+
+
 @pytest.mark.parametrize("pairs, questions", [(16, 1), (2, 2), (30, 4)])
 def test_recall_is_determined_by_its_facts(pairs, questions):
     for batch, _, roles, text, asked in rows("recall", pairs=pairs, questions=questions):
@@ -232,6 +251,7 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
 
 @pytest.mark.parametrize("task, knobs, message", [
     ("recall", dict(pairs=5000), r"5000 keys asked for, but there are \d+ words"),
+    ("needle", dict(numbers=0), "numbers 0 must be at least 1"), ("needle", dict(numbers=-1), "numbers -1"),
     ("copy", dict(length=20, start=8, answer=13), "start 8 and answer 13 .* passage of 20"),
     ("few_shot", dict(classes=1), "classes 1 must lie between 2 and 8"),
     ("few_shot", dict(classes=9), "classes 9 must lie between 2 and 8"),

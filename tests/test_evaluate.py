@@ -9,6 +9,7 @@ from test_data import tasks
 import torch
 import torch.nn.functional as F
 
+from methods.chunk_kv import ChunkKV, SemanticChunkKV
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
 from methods.streaming_llm import StreamingLLM
@@ -28,7 +29,10 @@ TOKENS = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
 METHODS = {"full": (LayerCache, {}), "h2o": (H2O, dict(budget=10)), "streaming_llm": (StreamingLLM, dict(budget=6)),
            "random": (RandomEviction, dict(budget=9)),
            **{name: (Method, dict(budget=12, window=5))
-              for name, Method in pick(["snap_kv", "ada_kv+critical", "snap_kv+residual"]).items()}}
+              for name, Method in pick(["snap_kv", "ada_kv+critical", "snap_kv+residual"]).items()},
+           "chunk_kv": (ChunkKV, dict(budget=12, window=5, chunk=3)),
+           "chunk_kv_reuse": (ChunkKV, dict(budget=12, window=5, chunk=3, reuse=2)),
+           "chunk_kv_semantic": (SemanticChunkKV, dict(budget=12, window=5, chunk=5, ends=torch.arange(V) % 4 == 0))}
 every_method = pytest.mark.parametrize("Method, knobs", METHODS.values(), ids=METHODS)
 
 
@@ -101,28 +105,32 @@ def test_an_evicting_method_is_measured_as_by_loops(model, full, Method, budget)
 
 
 @pytest.mark.parametrize("Method, knobs", [(StreamingLLM, dict(budget=6, relative=False)), METHODS["h2o"],
-                                           METHODS["ada_kv+critical"]])
+                                           METHODS["ada_kv+critical"], METHODS["chunk_kv_reuse"],
+                                           METHODS["chunk_kv_semantic"]])
 @torch.inference_mode()
 def test_perturbation_is_definition_1_of_every_layer_alone(model, full, Method, knobs):
     """Of the kept and the new token by softmax over them, the full cache having the queries, keys and values."""
-    total = torch.zeros(B, L, H * G)
-    for layer, (q, k, v, _) in enumerate(heard(model, LayerCache, {}, 1)[0]):
-        cache, w_o = make_cache(model, Method, **knobs)[layer], model.blocks[layer].attention.o.weight
+    total, told, caches = torch.zeros(B, L, H * G), heard(model, LayerCache, {}, 1)[0], make_cache(model, Method, **knobs)
 
-        def feed(start, stop):
-            cache.attend(*(x[:, :, start:stop] for x in (q, k, v)), torch.arange(start, stop)[None])
+    def feed(layer, start, stop):
+        caches[layer].hear(TOKENS[:, start:stop])
+        caches[layer].attend(*(x[:, :, start:stop] for x in told[layer][:3]), torch.arange(start, stop)[None])
+
+    for layer in range(L):
+        feed(layer, 0, CUT)
+    finish_prompt(caches)
+    for layer, (q, k, v, _) in enumerate(told):
+        cache, w_o = caches[layer], model.blocks[layer].attention.o.weight
 
         def o(b, h, t, seen):
             weight = (k[b, h // G, seen] @ q[b, h, t] / math.sqrt(D)).softmax(0)
             return w_o[:, h * D:(h + 1) * D] @ (weight @ v[b, h // G, seen])
 
-        feed(0, CUT)
-        cache.finish_prompt()
         for t in range(CUT, T - 1):
             for b, h in product(range(B), range(H * G)):
                 kept = [i for i in cache.pos[b, h // G].tolist() if i < t]  # others are empty slots
                 total[b, layer, h] += (o(b, h, t, [*range(t + 1)]) - o(b, h, t, [*kept, t])).abs().sum()
-            feed(t, t + 1)
+            feed(layer, t, t + 1)
     torch.testing.assert_close(perturbation(full, lambda n: make_cache(model, Method, **knobs)), total / NEW)
     assert total.min() > 0.01
 
@@ -170,7 +178,8 @@ def test_a_prompt_of_one_token_is_long_enough(model):
 def state(caches):
     """Everything that a cache holds, without the slack of its slots."""
     return [{name: cache.slot(name) for name in cache.slots}
-            | {name: x for name, x in vars(cache).items() if isinstance(x, int | torch.Tensor)} for cache in caches]
+            | {name: x for name, x in vars(cache).items() if isinstance(x, int | torch.Tensor)}
+            | {"heard": torch.cat(getattr(cache, "heard", None) or [TOKENS[:, :0] > 0], 1)} for cache in caches]
 
 
 def same(one, other):
@@ -221,6 +230,27 @@ def test_a_record_asks_the_caches_that_reading_asks(model, benchmark, monkeypatc
             assert told[setting][0] == fed == caches[0].seen
             same(state(told[setting][1]), state(caches))
         assert made[-2:] == [batch.question] * 2 and read["aware"][0] == batch.answers[0].start - 1
+
+
+@pytest.mark.parametrize("watch", [0, ALL])
+@pytest.mark.parametrize("measure", [continuation, perturbation, "told"])
+def test_every_cache_hears_each_token_once_and_before_it_is_asked_about_it(model, full, measure, watch):
+    def make(n):
+        caches.extend(make_cache(model, Hears))
+        for cache in caches:
+            cache.words = []
+        return caches
+
+    Hears, caches = type("Hears", (LayerCache,), dict(
+        watch=watch, hear=lambda self, tokens: self.words.append((self.seen, tokens)))), []
+    if measure is perturbation:
+        perturbation(full, make)
+    else:
+        continuation(model, full, make, full.told if measure == "told" else None)
+    parts = [0] if measure == "told" and not watch else [0, 64]  # probabilities are made for 64 at a time
+    for cache in caches:
+        assert torch.equal(torch.cat([tokens for _, tokens in cache.words], 1), TOKENS[:, :-1])
+        assert [seen for seen, _ in cache.words] == [*parts, *range(CUT, T - 1)]
 
 
 def shows(change, watch=0):

@@ -1,4 +1,5 @@
 """The command line: what it prints and writes, and that a mistake costs one line and exit code 2."""
+import inspect
 import json
 import math
 import os
@@ -15,15 +16,18 @@ from test_data import ENCODING, tasks
 import torch
 
 from methods.ada_kv import AdaKV
+from methods.chunk_kv import ChunkKV, SemanticChunkKV
 from methods.critical_kv import Critical
+from methods.h2o import H2O
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from nanollm import evaluate
-from nanollm.__main__ import TINY, additions_table, has_window, main, methods, pick
-from nanollm.cache import LayerCache, WindowCache
+from nanollm.__main__ import TINY, additions_table, chooses, given, has_window, main, methods, pick
+from nanollm.cache import LayerCache, WindowCache, make_cache
 from nanollm.data import Tasks
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
+from nanollm.tokenizer import boundaries
 from nanollm.weights import from_hf, to_hf
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +178,13 @@ def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, bases):
     assert cache != Method(budget=20, window=3, alpha=0.7)  # caches differ by identity, as those of a file
 
 
+def test_a_knob_keeps_the_default_of_the_uppermost_method_that_names_it():
+    names = ["chunk_kv+residual", "ada_kv+chunk+residual", "ada_kv+critical_code+residual", "snap_kv+semantic+residual"]
+    found = [{name: x.default for name, x in inspect.signature(Method).parameters.items()} for Method in pick(names).values()]
+    assert [x["kernel"] for x in found] == [1, 1, 7, 7] and [x["entries"] for x in found] == [1] * 4
+    assert found[1]["floor"] == 0.2 and found[2]["alpha"] == 0.5 and found[3]["chunk"] == 32
+
+
 def test_all_is_every_window_method_with_each_addition_once():
     found, additions = methods()
     windows = [name for name, Method in found.items() if has_window(Method) and "+" not in name]
@@ -215,6 +226,34 @@ def test_the_window_reaches_the_methods_that_have_one(checkpoint, monkeypatch, c
     assert [(has_window(Method), knobs) for Method, knobs in made] == [  # once to check them all, once to run
         (False, {}), (True, dict(window=window)), (True, dict(window=window))] * 2
     assert f"\n{additions_table(rows)}\n" in capsys.readouterr().out
+
+
+def test_a_method_is_given_what_it_has_a_knob_for():
+    known, names = dict(window=8, ends=torch.zeros(3)), ["snap_kv", "chunk_kv_reuse", "ada_kv+chunk", "ada_kv+semantic"]
+    knobs = [given(Method, **known) for Method in (LayerCache, H2O, *pick(names).values())]
+    assert [[*row] for row in knobs] == [[], [], ["window"], ["window"], ["window"], ["window", "ends"]]
+    assert knobs[-1]["window"] == 8 and knobs[-1]["ends"] is known["ends"] and given(SnapKV) == {}
+
+
+def test_the_methods_with_a_selection_of_their_own_are_those_on_which_another_is_refused():
+    found = {name: Method for name, Method in methods()[0].items() if has_window(Method) and "+" not in name}
+    assert {name for name, Method in found.items() if chooses(Method)} == {"chunk_kv", "chunk_kv_semantic"}
+    for name, bases in {"chunk_kv+residual": [Residual, ChunkKV], "ada_kv+chunk+residual": [Residual, ChunkKV, AdaKV],
+                        "ada_kv+semantic": [SemanticChunkKV, ChunkKV, AdaKV]}.items():
+        assert [*pick([name])[name].__mro__][1:-3] == bases
+
+
+def test_chunk_kv_knows_what_text_its_tokens_are(checkpoint, monkeypatch):
+    made, maker, names = [], evaluate.maker, ["chunk_kv", "chunk_kv_reuse", "chunk_kv_semantic"]
+    monkeypatch.setattr(evaluate, "maker", lambda model, Method, fraction, **knobs: made.append(knobs)
+                        or maker(model, Method, fraction, **knobs))
+    rows = compare(checkpoint, "--methods", *names, "--budgets", "12.5", "--window", "5")
+    assert [sorted(knobs) for knobs in made] == [["window"], ["window"], ["ends", "window"]] * 2
+    assert torch.equal(made[2]["ends"], boundaries(ENCODING, 2048))
+    slot, prompt = 2 * 2 * (2 * 8 * 4 + 4), 223
+    most = slot * (round(0.125 * prompt) + 64)
+    assert [row["method"] for row in rows] == names and len({row["kl"] for row in rows}) == 3
+    assert all(most - slot * 20 <= row["live"] <= most + 2 * 2 * 8 for row in rows)  # a table of lengths, if they differ
 
 
 # ---- what an addition changes ---
@@ -265,6 +304,17 @@ def test_generate_compresses(checkpoint, capsys):
     assert re.search(rf"6 slots kept per head in layer 0, {live:.0f} KiB live", capsys.readouterr().out)
 
 
+def test_generate_cuts_where_the_text_does(checkpoint, capsys):
+    prompt = "".join(f"Line {i} is this. And a longer one, of words: none.\n" for i in range(12))
+    main(["generate", "--model", str(checkpoint), *"--method chunk_kv_semantic --budget 60 --tokens 9".split(), prompt])
+    model, written = from_hf(checkpoint), []
+    for ends in (boundaries(ENCODING, 2048), torch.zeros(2048, dtype=torch.bool)):
+        caches = make_cache(model, SemanticChunkKV, budget=60, ends=ends)
+        new = generate(model, torch.tensor([ENCODING.encode(prompt)]), 9, caches)
+        written.append(prompt + ENCODING.decode(new[0].tolist()).removesuffix("\ufffd") + "\n\n[")
+    assert capsys.readouterr().out.startswith(written[0]) and written[0] != written[1]
+
+
 def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
     ids, printed = [*ENCODING.encode(" so né😀"), ENCODING.encode("x")[0]], []
 
@@ -299,6 +349,7 @@ def refused(capsys, arguments, message):
     ("--budgets 101", "budget 101 % must lie above 0 and up to 100"),
     ("--budgets nan", "budget nan %"),
     ("--methods streaming_llm --budgets 50 1", r"streaming_llm at 1 % of \d+ tokens: budget 2 must be at least 5"),
+    ("--methods chunk_kv --budgets 50 6.25", r"chunk_kv at 6.25 % of 223 tokens: budget 14 has no room for a chunk of 10"),
     ("--documents 1", "documents 1 must be at least 2"),
     ("--documents 0", "documents 0 must be at least 2"),
     ("--methods full --lengths 30", r"need \d+ tokens more"),

@@ -2,15 +2,17 @@
 from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 from hypothesis import given, settings, strategies as st
 import pytest
 import regex
 import requests
 import tiktoken
+import torch
 
 from nanollm import tokenizer
-from nanollm.tokenizer import BOS, PATTERN, load, merge, save, train
+from nanollm.tokenizer import BOS, PATTERN, boundaries, load, merge, save, train
 
 TINY = Path(tokenizer.__file__).parent / "tiny" / "tokenizer.tiktoken"
 ENCODING = load(TINY)
@@ -117,3 +119,22 @@ def test_a_vocabulary_without_room_for_the_bytes_and_numbers_is_refused():
     with pytest.raises(ValueError, match="vocab_size 355 must be at least 356"):
         train(["text"], 355)
     assert len(train(["text"], 356)) == 356
+
+
+@pytest.mark.parametrize("piece, ends", [
+    (".", 1), ("is.", 1), (":", 1), (" else:", 1), (");", 1), ("x!", 1), ("?", 1), ("...", 1), ("\n", 1), ("\n\n    ", 1),
+    ("\n    return", 1), (".\n", 1), ("", 0), ("a", 0), (" is", 0), (",", 0), (".py", 0), (": ", 0), (")", 0), ("-", 0),
+    ("\t", 0), ("\ufffd", 0)])
+def test_a_boundary_is_a_token_with_a_line_break_or_a_mark_at_its_end(piece, ends):
+    pieces = ["x", piece, "x", "."]
+    table = boundaries(SimpleNamespace(decode=lambda ids: "".join(pieces[i] for i in ids)), 3)  # no further than asked
+    assert table.dtype == torch.bool and table.tolist() == [False, bool(ends), False]
+
+
+def test_boundaries_of_the_shipped_encoding():
+    table = boundaries(ENCODING, ENCODING.n_vocab)
+    for token in range(ENCODING.n_vocab):
+        piece = ENCODING.decode_single_token_bytes(token)
+        assert table[token] == (b"\n" in piece or piece[-1:] in (b".", b":", b";", b"!", b"?"))
+    ids = ENCODING.encode("The code of apple is 1234.\nQ: Why? A, b")
+    assert [ENCODING.decode([i]) for i in ids if table[i]] == [".", "\n", ":", "?"]

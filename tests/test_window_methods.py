@@ -1,25 +1,29 @@
-"""The window methods against loops written from Algorithms 1 and 2 of CriticalKV, and what their caches hold and return."""
+"""The window methods against loops written from their papers, and what their caches hold and return."""
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import make_dataclass
 from fractions import Fraction
-from functools import cache as once
+from functools import cache as once, partial
 from itertools import pairwise, product
 import math
 from typing import NamedTuple
 
+from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
 from methods.ada_kv import AdaKV, shared
+from methods.chunk_kv import ChunkKV, SemanticChunkKV
 from methods.critical_kv import Critical, LeastTheta, part_of, value_norms
 from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
-from nanollm.cache import NEVER, finish_prompt, make_cache
+from nanollm import cache as seam
+from nanollm.cache import NEVER, LayerCache, finish_prompt, make_cache
 from test_methods import TOKENS, decoder, reads_and_decodes_as_the_full_cache
 
 B, D, LAYER, LAYERS = 2, 4, 1, 4
+ENDS = torch.arange(50) % 6 == 0  # tokens that end a chunk
 
 
 # ---- loops. Weights and norms are lists [g][i] of one key/value head; `out` tokens lie outside the window ---
@@ -109,6 +113,27 @@ def by_least_theta(A, norms, out, b, kernel, steps, pooled=True, **_):
     return min(sets, key=theta)
 
 
+def chunks_of(n, longest, tokens=(), ends=()):
+    """Tokens 0 … n − 1 in chunks of `longest`, the last perhaps shorter; one also ends at each token that is in `ends`."""
+    chunks = [[]]
+    for i in range(n):
+        if len(chunks[-1]) == longest or i and len(ends) and ends[tokens[i - 1]]:
+            chunks.append([])
+        chunks[-1].append(i)
+    return chunks
+
+
+def by_chunk(A, norms, out, b, kernel, layer, tokens, chunk=10, score="sum", per_head=True, fill=False, ends=(), **_):
+    """Down the ranking, each chunk that fits whole; then single tokens, if `fill`."""
+    votes = mean([pool(mean(a)[:out], kernel) for a in ([A] if per_head else layer)])
+    of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
+    kept, chunks = [], chunks_of(out, chunk, tokens, ends)
+    for part in sorted(chunks, key=lambda part: (-of([votes[i] for i in part]), -part[0])):
+        if len(kept) + len(part) <= b:
+            kept += part
+    return kept + (highest(votes, b - len(kept), but=kept) if fill else [])
+
+
 class Slots(NamedTuple):
     pos: list[int]
     k: torch.Tensor     # (n, D)
@@ -175,6 +200,20 @@ CASES = {
     "residual clusters": Case(Residual, dict(entries=2, rounds=2)),
     "residual on ada": Case(on(Residual, AdaKV), dict(entries=3, floor=0.0), by_head),
     "residual on critical on ada": Case(on(Residual, Critical, AdaKV), dict(entries=1), by_head, in_two_stages),
+    "chunk": Case(ChunkKV, dict(chunk=3), choose=by_chunk),
+    "chunk mean": Case(ChunkKV, dict(chunk=4, score="mean"), choose=by_chunk),
+    "chunk max": Case(ChunkKV, dict(chunk=2, score="max"), choose=by_chunk),
+    "chunk per layer": Case(ChunkKV, dict(chunk=5, per_head=False), choose=by_chunk),
+    "chunk fill": Case(ChunkKV, dict(chunk=5, fill=True), choose=by_chunk),
+    "chunk fill per layer": Case(ChunkKV, dict(chunk=4, score="mean", per_head=False, fill=True), choose=by_chunk),
+    "chunk on ada": Case(on(ChunkKV, AdaKV), dict(chunk=3, floor=0.1), by_head, by_chunk),
+    "chunk fill on ada": Case(on(ChunkKV, AdaKV), dict(chunk=4, per_head=False, fill=True), by_head, by_chunk),
+    "chunk on pyramid": Case(on(ChunkKV, PyramidKV), dict(chunk=3, score="mean"), by_depth, by_chunk),
+    "semantic": Case(SemanticChunkKV, dict(chunk=6, ends=ENDS), choose=partial(by_chunk, score="mean")),
+    "semantic per layer": Case(SemanticChunkKV, dict(chunk=5, ends=ENDS, per_head=False, score="sum"), choose=by_chunk),
+    "semantic on ada": Case(on(SemanticChunkKV, AdaKV), dict(ends=ENDS, chunk=20, fill=True), by_head,
+                            partial(by_chunk, score="mean")),
+    "residual on chunk": Case(on(Residual, ChunkKV), dict(chunk=2, entries=2), choose=by_chunk),
 }
 
 
@@ -198,10 +237,18 @@ each_case = pytest.mark.parametrize("case", CASES)
 each_prompt = pytest.mark.parametrize("prompt", PROMPTS, ids=lambda p: "-".join(str(int(x)) for x in p))
 
 
-def slots_by_loop(case, q, k, v, w_o, rows, prompt) -> list[list[Slots]]:
+def knobs_of(case, prompt):
+    """Those of the case, but for a chunk that has no room."""
+    knobs = CASES[case].knobs
+    if "chunk" not in knobs or knobs.get("fill") and "ends" not in knobs:
+        return knobs
+    return knobs | dict(chunk=min(knobs["chunk"], prompt.budget - prompt.window))
+
+
+def slots_by_loop(case, q, k, v, w_o, rows, tokens, prompt) -> list[list[Slots]]:
     """[b][h]; rows (B, H, G, w, T) are the window's probabilities, lines 2 and 3 of Algorithm 2."""
     T, G, w = prompt.T, prompt.G, prompt.window
-    out, knobs = T - w, CASES[case].knobs
+    out, knobs = T - w, knobs_of(case, prompt)
     heads = []
     for b in range(B):
         A = rows[b].mean(2).tolist()
@@ -209,7 +256,7 @@ def slots_by_loop(case, q, k, v, w_o, rows, prompt) -> list[list[Slots]]:
         for h, n in enumerate(budgets):
             norms = [(v[b, h] @ w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
             entries = knobs.get("entries", 0) if knobs.get("entries", 0) <= n < out else 0
-            kept = CASES[case].choose(A[h], norms, out, n - entries, prompt.kernel, **knobs)
+            kept = CASES[case].choose(A[h], norms, out, n - entries, prompt.kernel, layer=A, tokens=tokens[b], **knobs)
             slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, T)]]
             if entries:
                 how = {name: knobs[name] for name in ("entries", "rounds", "share") if name in knobs}
@@ -230,7 +277,7 @@ class Walk(NamedTuple):
 
 @once
 def walk(case: str, prompt: Prompt) -> Walk:
-    (T, chunk, H, G, window, budget, kernel, tied), (Method, knobs, *_) = prompt, CASES[case]
+    T, chunk, H, G, window, budget, kernel, tied = prompt
     g = torch.Generator().manual_seed(T)
     q, k, v = [torch.randn(B, heads, T + 6, D, generator=g) for heads in (H * G, H, H)]
     w_o, q = torch.randn(6, H * G, D, generator=g), 2 * q
@@ -242,10 +289,12 @@ def walk(case: str, prompt: Prompt) -> Walk:
         rows[b, h, j, t, :n] = (k[b, h, :n] @ q[b, h * G + j, n - 1] / math.sqrt(D)).softmax(0)
     if tied:
         rows = torch.randint(0, 4, rows.shape, generator=g) / 16
-    cache = Method(budget=budget, window=window, kernel=kernel, **knobs)
+    tokens = torch.randint(len(ENDS), (B, T + 6), generator=g)
+    cache = CASES[case].Method(budget=budget, window=window, kernel=kernel, **knobs_of(case, prompt))
     cache.link(LAYER, LAYERS, None, w_o, None)
     y, copies, edges = [], [], [*range(0, T, chunk), T, T + 1, T + 2, T + 5, T + 6]
     for a, z in pairwise(edges):
+        cache.hear(tokens[:, a:z])
         y.append(cache.attend(q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], torch.arange(a, z)[None]))
         if z == T:
             assert torch.allclose(cache.rows, rows, atol=1e-6) or tied
@@ -254,7 +303,7 @@ def walk(case: str, prompt: Prompt) -> Walk:
         if z >= T:
             copies.append(deepcopy(cache))
     everything = [[Slots([*range(T)], k[b, h, :T], v[b, h, :T], torch.zeros(T)) for h in range(H)] for b in range(B)]
-    slots = everything if T <= budget else slots_by_loop(case, q, k[:, :, :T], v[:, :, :T], w_o, rows, prompt)
+    slots = everything if T <= budget else slots_by_loop(case, q, k[:, :, :T], v[:, :, :T], w_o, rows, tokens, prompt)
     return Walk(slots, copies, (q, k, v), torch.cat(y, 2), edges[-5:])
 
 
@@ -290,17 +339,19 @@ def test_output_is_full_attention_in_the_prompt_and_then_dense_attention_over_ex
 
 @each_case
 @each_prompt
-def test_slots_and_bytes_are_the_budget_and_decoding_only_adds(case, prompt):
+def test_slots_and_bytes_are_the_budget_or_less_than_a_chunk_below_it_and_decoding_only_adds(case, prompt):
     slots, copies, *_, edges = walk(case, prompt)
-    T, H, deal = prompt.T, prompt.H, CASES[case].deal
+    T, H, deal, knobs = prompt.T, prompt.H, CASES[case].deal, knobs_of(case, prompt)
+    most = min(T, prompt.budget)
+    unused = knobs["chunk"] - 1 if "chunk" in knobs and not knobs.get("fill") and T > most else 0
     slot = 2 * 4 * D + 4 + 4 * ("bias" in copies[0].slots)
     table = 8 * B * H if len({len(head.pos) for row in slots for head in row}) > 1 else 0
     for cache, seen in zip(copies, edges):
         count = (cache.pos != NEVER).sum(-1) - (seen - T)
         if deal is not by_depth:
-            assert (count.sum(-1) == H * min(T, prompt.budget)).all()
+            assert ((H * (most - unused) <= count.sum(-1)) & (count.sum(-1) <= H * most)).all()
         if deal is same_for_all:
-            assert (count == min(T, prompt.budget)).all()
+            assert ((most - unused <= count) & (count <= most)).all()
         assert (cache.pos[:, :, cache.length - (seen - T):] == torch.arange(T, seen)).all()  # absolute positions go on
         assert cache.seen == seen and cache.length == copies[0].length + seen - T
         live, allocated = cache.bytes()
@@ -414,6 +465,16 @@ def test_at_the_end_of_a_knob_is_snap_kv(Method, knobs):
     (Critical, dict(alpha=1.5), "alpha 1.5"), (on(Critical, AdaKV), dict(alpha=-0.5), "alpha -0.5"),
     (Residual, dict(entries=0), "entries 0"), (Residual, dict(rounds=-1), "rounds -1"),
     (Residual, dict(share=0), "share 0"), (on(Residual, Critical, AdaKV), dict(share=1.5), "share 1.5"),
+    (ChunkKV, dict(chunk=0), "chunk 0 .* must be at least 1"), (ChunkKV, dict(reuse=0), "reuse 0 must be at least 1"),
+    (ChunkKV, dict(first=-1), "first -1 at least 0"),
+    (ChunkKV, dict(score="median"), "score 'median' must be 'sum', 'mean' or 'max'"),
+    (ChunkKV, dict(chunk=13), "budget 20 has no room for a chunk of 13 beside the window 8; make it at least 21, or"),
+    (on(ChunkKV, AdaKV), dict(chunk=13), "budget 20 has no room for a chunk of 13"),
+    (on(ChunkKV, AdaKV), dict(reuse=2), "reuse 2 needs the same budget in every layer and nothing on top"),
+    (on(ChunkKV, PyramidKV), dict(reuse=2), "reuse 2 needs the same budget in every layer"),
+    (on(Residual, ChunkKV), dict(reuse=2), "nothing on top of the chunks; use reuse=1 with On"),
+    (SemanticChunkKV, {}, "ends is missing; give tokenizer.boundaries"),
+    (SemanticChunkKV, dict(ends=ENDS, chunk=0), "chunk 0"), (SemanticChunkKV, dict(ends=ENDS, score="min"), "score 'min'"),
 ])
 def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
     with pytest.raises(ValueError, match=message):
@@ -513,3 +574,148 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
     assert part_of(1 / 3, torch.tensor([3000, 6001])).tolist() == [1000, 2000]
     for floor in (1 / 3, 0.1 + 0.2):
         assert shared(torch.rand(1, 3, 5000), 1000, floor).sum() == 3000
+
+
+# ---- whole chunks ---
+
+
+@pytest.mark.claim("C1")
+@pytest.mark.parametrize("kernel", [1, 7])
+@pytest.mark.parametrize("score", ["sum", "mean", "max"])
+def test_chunks_of_one_token_are_snap_kv(kernel, score):
+    knobs = dict(kernel=kernel, score=score)
+    assert kept(ChunkKV, chunk=1, **knobs) == kept(SnapKV, kernel=kernel) != kept(ChunkKV, chunk=2, **knobs)
+
+
+def test_chunk_kv_sums_over_ten_unpooled_votes_and_the_semantic_one_averages_over_up_to_32_pooled_ones():
+    for cache, expected in ((ChunkKV(20, 8), [1, 10, "sum"]), (SemanticChunkKV(99, 8, ends=ENDS), [7, 32, "mean"])):
+        assert [cache.kernel, cache.chunk, cache.score] == expected
+
+
+def test_a_chunk_may_take_all_the_room_but_more_only_where_tokens_fill_it_and_semantic_ones_are_cut_to_it():
+    assert len(kept(ChunkKV, chunk=12)[0][0]) == len(kept(ChunkKV, chunk=13, fill=True)[0][0]) == 20
+    assert SemanticChunkKV(20, 8, chunk=13, ends=ENDS).chunk == 12
+
+
+@pytest.mark.claim("C1")
+@given(st.integers(1, 40), st.integers(1, 12), st.lists(st.integers(0, 40), min_size=4, max_size=4), st.booleans(),
+       st.sampled_from(["sum", "mean", "max"]), st.integers(0, 3), st.integers(0, 1000))
+@settings(max_examples=150, deadline=None)
+def test_whole_chunks_are_kept_as_long_as_there_is_room(n, longest, budgets, semantic, score, grain, seed):
+    g = torch.Generator().manual_seed(seed)
+    votes, tokens = torch.rand(2, 2, 1, n, generator=g), torch.randint(len(ENDS), (2, n), generator=g)
+    votes = (grain * votes).round() if grain else votes  # many ties, or none
+    Method, ends = (SemanticChunkKV, ENDS) if semantic else (ChunkKV, ())
+    cache = Method(budget=99, window=1, kernel=1, chunk=longest, score=score, **dict(ends=ENDS) if semantic else {})
+    cache.hear(tokens)
+    stay = cache.select(votes, torch.tensor(budgets).view(2, 2))
+    for b, h in product(range(2), range(2)):
+        room = budgets[2 * b + h] - int(stay[b, h].sum())
+        assert room >= 0
+        for part in chunks_of(n, longest, tokens[b].tolist(), ends):
+            inside = stay[b, h, part]
+            assert inside.all() or not inside.any() and len(part) > room
+
+
+@pytest.mark.parametrize("knobs, expected", [
+    (dict(score="sum"), [*range(50, 60)]),  # the last chunk, 60 … 62, has less to sum up, and then no room
+    (dict(score="mean"), [*range(55, 63)]), (dict(score="max"), [*range(55, 63)]),
+    (dict(score="sum", per_head=False, fill=True), [*range(50, 60), 61, 62]),
+    (dict(score="max", fill=True), [*range(51, 63)]), (dict(chunk=14, fill=True), [*range(51, 63)]),
+    (dict(chunk=12), [*range(48, 60)]),
+])
+def test_of_equal_chunks_and_tokens_the_newest_stay(knobs, expected, T=64):
+    """Every token has a vote of 1/64, exactly."""
+    x = torch.zeros(1, 2, T, D)
+    cache = compress(ChunkKV(**dict(budget=13, window=1, chunk=5) | knobs), x, x, x)
+    assert cache.pos.tolist() == [[[*expected, 63]] * 2]
+
+
+def test_a_head_whose_share_is_less_than_a_chunk_keeps_the_window_alone():
+    knobs = dict(budget=40, window=8, kernel=1, chunk=8)  # 37 chunks, none of them short
+    assert (uneven(on(ChunkKV, AdaKV)(**knobs), 304).counts == 8 + torch.tensor([104, 0, 0, 0])).all()  # of 107 and 7
+    assert (uneven(on(ChunkKV, AdaKV)(**knobs, fill=True), 304).counts == 8 + torch.tensor([107, 7, 7, 7])).all()
+
+
+# ---- indices that serve several layers ---
+
+
+PROMPT, ROOM = TOKENS[:, :35], dict(budget=14, window=5)
+
+
+def reads(Method, parts=PROMPT.split(11, 1), **knobs):
+    """The caches of five layers once they have read the prompt."""
+    model = decoder(n_layers=5)
+    caches = make_cache(model, Method, **knobs)
+    with torch.inference_mode():
+        for part in parts:
+            model(part, caches)
+    return caches
+
+
+@pytest.mark.parametrize("reuse, first, leaders", [
+    (1, 0, [0, 1, 2, 3, 4]), (1, 2, [0, 1, 2, 3, 4]), (2, 0, [0, 0, 2, 2, 4]), (2, 1, [0, 1, 1, 3, 3]),
+    (2, 2, [0, 1, 2, 2, 4]), (2, 9, [0, 1, 2, 3, 4]), (4, 0, [0, 0, 0, 0, 4]), (4, 1, [0, 1, 1, 1, 1]),
+    (4, 2, [0, 1, 2, 2, 2]), (9, 0, [0, 0, 0, 0, 0])])
+@pytest.mark.parametrize("Method, more", [(ChunkKV, dict(chunk=4)), (ChunkKV, dict(chunk=2, fill=True, per_head=False)),
+                                          (SemanticChunkKV, dict(chunk=5, ends=ENDS))])
+@torch.inference_mode()
+def test_layers_of_a_group_take_the_lowest_ones_indices_without_scores(reuse, first, leaders, Method, more, monkeypatch):
+    selects = [leader == layer for layer, leader in enumerate(leaders)]
+    alone, calls, plain = reads(Method, **ROOM, **more), [], seam.probabilities
+    monkeypatch.setattr(seam, "probabilities", lambda *x: calls.append(x) or plain(*x))
+    caches = reads(Method, **ROOM, **more, reuse=reuse, first=first)
+    assert len(calls) == 4 * sum(selects)  # the prompt has four parts
+    assert [cache.watch for cache in caches] == [5 * own for own in selects]
+    assert [cache.rows is not None for cache in caches] == selects
+    full = reads(LayerCache)
+    finish_prompt(alone + caches)
+    for layer, (cache, memory) in enumerate(zip(caches, full)):
+        assert torch.equal(cache.pos, alone[leaders[layer]].pos)  # up to here all have read the same
+        i = torch.where(cache.pos == NEVER, -1, cache.pos).long()
+        assert bool(cache.packed) == ("ends" in more)  # then heads keep unlike numbers
+        memory.keep(i)
+    assert len({str(alone[layer].pos.tolist()) for layer in {*leaders}}) == len({*leaders})
+    model = decoder(n_layers=5)
+    for t in range(35, 40):  # each layer's own keys and values at these places
+        assert torch.allclose(model(TOKENS[:, t:t + 1], caches), model(TOKENS[:, t:t + 1], full), atol=1e-4)
+    assert len(calls) == 4 * sum(selects)
+
+
+@pytest.mark.parametrize("chunk", [30, 7, 1])
+@pytest.mark.parametrize("reuse, first", [(2, 0), (4, 1)])
+@torch.inference_mode()
+def test_layers_that_follow_evict_nothing_where_there_is_room(chunk, reuse, first):
+    knobs = dict(budget=30, window=8, chunk=5, reuse=reuse, first=first)
+    reads_and_decodes_as_the_full_cache(ChunkKV, knobs, chunk)
+
+
+# ---- chunks that end where the text says ---
+
+
+@pytest.mark.parametrize("chunk", [35, 6, 1])
+def test_each_row_has_its_own_cuts_whatever_it_is_read_with(chunk):
+    knobs = ROOM | dict(ends=ENDS, chunk=5)
+    together = reads(SemanticChunkKV, PROMPT.split(chunk, 1), **knobs)
+    finish_prompt(together)
+    cuts = [chunks_of(30, 5, row, ENDS) for row in PROMPT.tolist()]
+    assert cuts[0] != cuts[1]
+    for b, parts in enumerate(cuts):
+        alone = reads(SemanticChunkKV, [PROMPT[b:b + 1]], **knobs)
+        finish_prompt(alone)
+        for cache, own in zip(together, alone):
+            assert cache.heard == own.heard == []
+            for h in range(2):
+                there = live(cache, b, h)[0].tolist()
+                assert there == live(own, 0, h)[0].tolist() and there[-5:] == [*range(30, 35)]
+                assert all(len({*part} & {*there}) in (0, len(part)) for part in parts)
+
+
+def test_what_is_written_after_the_prompt_is_not_heard():
+    cache = SemanticChunkKV(budget=20, window=8, ends=ENDS)
+    cache.hear(TOKENS[:, :9])
+    cache.hear(TOKENS[:, 9:10])
+    assert torch.equal(torch.cat(cache.heard, 1), TOKENS[:, :10] % 6 == 0)
+    cache.finish_prompt()
+    cache.hear(TOKENS[:, 10:11])
+    assert cache.heard == []
