@@ -4,7 +4,7 @@ A token means little without its neighbours. So the unit that stays or goes is a
 score is the attention that the prompt's last w queries gave it, and the chunks with the highest scores are kept whole,
 beside the window itself. The indices kept in one layer may serve the layers above it, which then need no scores.
 
-    a_i = 1/w Σ_{t > S−w} α_{t,i},   score_m = Σ_{i in chunk m} a_i,   keep Top_{⌊(b−w)/c⌋}(score) ∪ {S−w … S−1}
+    a_i = 1/w Σ_{t ≥ S−w} α_{t,i},   score_m = Σ_{i in chunk m} a_i,   keep Top_{⌊(b−w)/c⌋}(score) ∪ {S−w … S−1}
 
 Differs from the paper: chunks are taken in the order of their score as long as they fit whole, so the short last chunk
 may go into room that ⌊(b−w)/c⌋ leaves. Room in which no chunk fits stays empty, since half a chunk is what the paper
@@ -26,7 +26,8 @@ from nanollm.cache import NEVER, WindowCache, top
 
 @dataclass(eq=False)
 class ChunkKV(WindowCache):
-    """On a window method with budgets of its own, a head whose share is less than a chunk keeps little but the window."""
+    """Whole chunks, and the window. On top of a rule that gives heads budgets of their own (AdaKV, PyramidKV), a head
+    with less room than a chunk keeps the window, and the short last chunk if that fits."""
     kernel: int = 1        # votes are not pooled: the chunk keeps neighbours together (kvpress pools over 5)
     chunk: int = 10        # tokens of a chunk, c (kvpress: 20)
     score: str = "sum"     # of a chunk: "sum", "mean" (kvpress) or "max" of its tokens' votes
@@ -63,6 +64,9 @@ class ChunkKV(WindowCache):
     def chosen(self) -> Tensor:
         if not self.follows:
             return super().chosen()
+        if not self.below.prompt_done:
+            raise ValueError(f"layer {self.layer} takes the indices of layer {self.layer - 1}, whose prompt is not over; "
+                             f"call finish_prompt(caches), lowest layer first")
         at = self.below.pos  # slot i still holds the prompt's token i
         return torch.where(at == NEVER, -1, at - self.pos[:, :, :1]).long()
 
@@ -89,12 +93,13 @@ class SemanticChunkKV(ChunkKV):
     kernel: int = 7
     chunk: int = 32             # the longest, or what the budget has room for beside the window
     score: str = "mean"
-    ends: Tensor | None = None  # (V,) of bool, tokens that end a chunk: `tokenizer.boundaries(encoding)`
+    ends: Tensor | None = None  # (V,) of bool, tokens that end a chunk: `tokenizer.boundaries(encoding, V)`
 
     def __post_init__(self):
         super().__post_init__()
-        if self.ends is None:
-            raise ValueError("ends is missing; give tokenizer.boundaries(encoding), the tokens that end a chunk")
+        if not isinstance(self.ends, Tensor) or self.ends.dtype != torch.bool or self.ends.dim() != 1:
+            raise ValueError("ends must be a tensor (V,) of bool, the tokens that end a chunk; "
+                             "give tokenizer.boundaries(encoding, vocab_size)")
         self.heard = []  # (B, T) of bool for every part of the prompt
 
     def check_room(self):
@@ -105,8 +110,10 @@ class SemanticChunkKV(ChunkKV):
             self.heard.append(self.ends.to(tokens.device)[tokens])
 
     def ends_at(self, votes: Tensor) -> Tensor:
-        if not self.heard:
-            raise ValueError("nothing was heard; call cache.hear(tokens) before each attend, as the decoder does")
+        heard = sum(part.shape[1] for part in self.heard)
+        if heard != self.seen:
+            raise ValueError(f"{heard} tokens were heard and {self.seen} seen; call cache.hear(tokens) before each attend, "
+                             f"as the decoder does")
         return torch.cat(self.heard, 1)[:, :votes.shape[-1]]
 
     def finish_prompt(self):
@@ -123,7 +130,7 @@ def cut(ends: Tensor, longest: int) -> Tensor:
 
 
 def scores(votes: Tensor, unit: Tensor, how: str) -> tuple[Tensor, Tensor]:
-    """Score and length of every chunk, (..., chunks), from votes (..., n) and the number of each token's chunk."""
+    """Score and length of every chunk, (..., chunks), from votes (..., n) ≥ 0 and the number of each token's chunk."""
     empty = votes.new_zeros(*votes.shape[:-1], int(unit.max()) + 1)
     length = empty.long().scatter_add(-1, unit, torch.ones_like(unit))
     if how == "max":
@@ -175,8 +182,8 @@ def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
 def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
     """KL(p ‖ q) of two tables, in nats; of the `kept` tokens alone, if given."""
     if kept is not None:
-        lost = [j for j in range(p.dim()) if j not in kept]
-        p, q = (x.sum(lost) if lost else x for x in (p, q))
+        lost = {*range(p.dim())} - {j % p.dim() for j in kept}
+        p, q = (x.sum([*lost]) if lost else x for x in (p, q))
     there = p > 0
     return (p[there] * (p[there] / q[there]).log()).sum()
 
@@ -205,7 +212,8 @@ def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -
 def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
     """KL_k ≤ noise (max λ_max + 2 remainder) / ((k−1) (min λ_min − 2 remainder)) (Eq. 13 to 16).
 
-    The paper's O(1) is 2 remainder, and it belongs below the line as well: above alone it would have to be twice as large.
+    The paper's O(1) is 2 remainder, and it belongs below the line as well: above alone it would have to be at least twice
+    as large.
     """
     distance = distance_bound(noise, information, remainder)
     bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance

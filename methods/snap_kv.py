@@ -3,7 +3,7 @@
 What the end of a prompt attends to is what the answer will attend to. So the last w queries vote on all earlier
 tokens, and each head keeps those with the most votes, read together with their neighbours, and the window itself.
 
-    c = maxpool( 1/w Σ_{t > S−w} α_t ),   keep Top_{b−w}(c) ∪ {S−w … S−1}
+    c = maxpool( 1/w Σ_{t ≥ S−w} α_t ),   keep Top_{b−w}(c) ∪ {S−w … S−1}
 
 Differs from the paper: window and pool are those of CriticalKV's experiments (arXiv 2502.03805, Algorithm 2), the
 window counts inside the budget, and the query heads of a group vote together, since they share the entry.

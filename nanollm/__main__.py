@@ -93,7 +93,7 @@ def load(folder: Path, device: str):
     return model, tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
 
 
-COLUMNS = (("method", "{:<24}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
+COLUMNS = (("method", "{:<27}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
            ("aware", "{:>8}"), ("blind", "{:>6}"), ("aware", "{:>8}"), ("blind", "{:>6}"),
            ("perpl.", "{:>8}"), ("KL", "{:>7}"), ("L1", "{:>6}"), ("tokens/s", "{:>9}"))
 
@@ -131,7 +131,7 @@ def additions_table(rows: list[dict]) -> str:
     measures |= {"nll": ["nll"], "KL": ["kl"], "L1": ["l1_alone"]}
 
     def line(row: dict, cells) -> str:
-        return f"{row['method']:<24}{100 * row['fraction']:>5g} %" + "".join(f"{cell:<16}" for cell in cells).rstrip()
+        return f"{row['method']:<27}{100 * row['fraction']:>5g} %" + "".join(f"{cell:<16}" for cell in cells).rstrip()
 
     lines = []
     for base in rows:
@@ -141,7 +141,7 @@ def additions_table(rows: list[dict]) -> str:
             each = ([x for key in keys for x in base["each"][key]] for keys in measures.values())
             lines += ["", line(base, (f"{sum(x) / len(x):9.3f}" for x in each))]
             lines += [line(row, ("   {:+.3f} ±{:.3f}".format(*paired(row, base, keys)) for keys in measures.values())) for row in more]
-    head = f"\n{'changes by additions':<24}{'budget':>7}" + "".join(f"{name:>9}{'':7}" for name in measures).rstrip()
+    head = f"\n{'changes by additions':<27}{'budget':>7}" + "".join(f"{name:>9}{'':7}" for name in measures).rstrip()
     return "\n".join((head, *lines)) if lines else ""
 
 

@@ -324,6 +324,13 @@ def finish_prompt(caches: list[LayerCache]):
         cache.finish_prompt()
 
 
+def held(caches: list[LayerCache], tokens: int) -> Tensor:
+    """(B, L, H, tokens) of bool: which of the first `tokens` tokens every head still has a slot for."""
+    token = torch.arange(tokens, device=caches[0].pos.device)
+    return torch.stack([torch.stack([(head[..., None] == token).any(-2) for head in cache.pos.unbind(1)], 1)
+                        for cache in caches], 1)
+
+
 def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
     """(live, allocated) bytes of all layers."""
     live, allocated = zip(*(cache.bytes() for cache in caches))

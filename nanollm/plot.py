@@ -7,7 +7,9 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 import numpy as np
 
-MARKERS, DASHES = "osD^vP*Xph<>", ("-", "--", "-.", ":")
+from nanollm.cache import held
+
+MARKERS, DASHES = "osD^vP*Xph<>dH8", ("-", "--", "-.", ":")
 
 
 def comparison(rows: list[dict], file: Path):
@@ -41,11 +43,7 @@ def comparison(rows: list[dict], file: Path):
 
 def kept(caches: list, tokens: int) -> np.ndarray:
     """Which of the first `tokens` tokens every head still holds, (L, H, tokens) of bool; of a batch, the first row."""
-    held = np.zeros((len(caches), caches[0].pos.shape[1], tokens), dtype=bool)
-    for layer, cache in enumerate(caches):
-        for head, pos in enumerate(cache.pos[0].cpu().numpy()):
-            held[layer, head, pos[pos < tokens]] = True
-    return held
+    return held(caches, tokens)[0].cpu().numpy()
 
 
 def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", high: str = "kept by every head",

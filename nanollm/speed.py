@@ -98,8 +98,8 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
     (model, encoding), methods = load(folder, "cpu"), pick(["all"])
     ends = boundaries(encoding, model.config.vocab_size)
     print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
-    print(f"{'tokens':<24}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
-    print(f"{'':<24}" + f"{'finish_prompt':>17}{'reading':>9}" * len(lengths))
+    print(f"{'tokens':<27}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
+    print(f"{'':<27}" + f"{'finish_prompt':>17}{'reading':>9}" * len(lengths))
     table = {name: "" for name in methods}
     for n in lengths:
         tokens, times = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n)), {}
@@ -115,7 +115,7 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
         table["full"] += f"{1e3 * full:>14.0f} ms{1:>9.2f}"
         for name in [*methods][1:]:
             table[name] += f"{1e3 * finishing[name]:>7.1f} ms {100 * finishing[name] / full:>4.1f} %{reading[name] / full:>9.2f}"
-    print(*(f"{'full: the prefill' if name == 'full' else name:<24}{cells}" for name, cells in table.items()), sep="\n")
+    print(*(f"{'full: the prefill' if name == 'full' else name:<27}{cells}" for name, cells in table.items()), sep="\n")
 
 
 if __name__ == "__main__":

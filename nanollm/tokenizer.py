@@ -88,5 +88,10 @@ def boundaries(encoding, vocab_size: int) -> torch.Tensor:
 
     Any encoding with a `decode` will do, tiktoken's or tokenizers'.
     """
-    pieces = (encoding.decode([token]) for token in range(vocab_size))
-    return torch.tensor(["\n" in piece or piece.endswith((".", ":", ";", "!", "?")) for piece in pieces])
+    def ends(token: int) -> bool:
+        try:
+            piece = encoding.decode([token])
+        except KeyError:  # a model's vocabulary may be padded with ids that no text has
+            return False
+        return "\n" in piece or piece.endswith((".", ":", ";", "!", "?"))
+    return torch.tensor([ends(token) for token in range(vocab_size)])

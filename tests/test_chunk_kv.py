@@ -13,7 +13,7 @@ from methods.chunk_kv import (ChunkKV, SemanticChunkKV, answer_bound, chunk_nois
                               fit, jaccard, kept_whole, markov, scores, token_divergences, token_noise)
 from methods.snap_kv import SnapKV
 from nanollm import TINY, tokenizer, weights
-from nanollm.cache import LayerCache, finish_prompt, make_cache
+from nanollm.cache import LayerCache, finish_prompt, held, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import (Recorder, feed, maker, prompt_and_question, record, replay, retrieve, standard_error,
                               text_windows)
@@ -537,8 +537,8 @@ def test_neighbouring_layers_choose_chunks_more_alike_than_tokens(shipped):
         caches = make_cache(model, Method, budget=51, window=8)
         feed(model, texts, caches)
         finish_prompt(caches)
-        kept = torch.stack([(cache.pos[..., None] == torch.arange(504)).any(2) for cache in caches])
-        similar[Method] = jaccard(kept[1:], kept[:-1]).mean((1, 2))  # layers 0 and 1, 1 and 2, …
+        kept = held(caches, 504)
+        similar[Method] = jaccard(kept[:, 1:], kept[:, :-1]).mean((0, 2))  # layers 0 and 1, 1 and 2, …
     assert similar[ChunkKV].mean() > similar[SnapKV].mean() + 0.05
     assert (similar[ChunkKV][2:] > 0.4).all() and similar[ChunkKV][0] < 0.15  # where layer 1 retrieves, hardly by chance
 
@@ -565,7 +565,7 @@ def test_chunks_keep_more_examples_whole_which_helps_against_single_tokens_if_th
         for n in range(1, 2 if cut == batch.question else 3):
             replay(told[:n], caches)
         finish_prompt(caches)
-        kept = torch.stack([(cache.pos[..., None] == torch.arange(cut)).any(2) for cache in caches], 1)
+        kept = held(caches, cut)
         logits = torch.stack([model(token[:, None], caches) for token in tokens[:, cut:last].unbind(1)])[-1]
         return torch.stack([kept_whole(row, at).mean() for row, at in zip(kept, examples)]), logits[:, 0].log_softmax(-1)
 

@@ -272,11 +272,11 @@ def test_an_addition_is_compared_with_the_row_without_it():
     # aware: half of six differences are 0, the others 0.3, so ± 0.3 · √(1/4 / 5)
     more = row("ada_kv+critical", 0.5, 288, 0.3, 2.0), row("ada_kv+critical+residual", 0.5, 288, 0.3, 1.0)
     assert additions_table([*base, *more]).splitlines() == [
-        "", "changes by additions     budget    aware           blind             nll              KL              L1", "",
-        "ada_kv                     50 %    0.250           0.250           3.000           2.000           5.000",
-        "ada_kv+critical            50 %   +0.150 ±0.067   +0.000 ±0.000   +1.000 ±1.000   +2.000 ±1.000   +0.500 ±0.500", "",
-        "ada_kv+critical            50 %    0.400           0.250           4.000           4.000           5.500",
-        "ada_kv+critical+residual   50 %   +0.000 ±0.000   +0.000 ±0.000   -1.000 ±1.000   -2.000 ±1.000   -0.500 ±0.500"]
+        "", "changes by additions        budget    aware           blind             nll              KL              L1", "",
+        "ada_kv                        50 %    0.250           0.250           3.000           2.000           5.000",
+        "ada_kv+critical               50 %   +0.150 ±0.067   +0.000 ±0.000   +1.000 ±1.000   +2.000 ±1.000   +0.500 ±0.500", "",
+        "ada_kv+critical               50 %    0.400           0.250           4.000           4.000           5.500",
+        "ada_kv+critical+residual      50 %   +0.000 ±0.000   +0.000 ±0.000   -1.000 ±1.000   -2.000 ±1.000   -0.500 ±0.500"]
 
 
 # ---- generate ---
