@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, indices,
+from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, held, indices,
                            make_cache, rank, top)
 from nanollm.model import Config, Decoder
 
@@ -395,3 +395,17 @@ def test_the_memory_formula_gives_1_gib_for_llama_2_7b_and_counts_what_is_alloca
         model(torch.zeros(1, 30, dtype=torch.long), caches)
     positions = sum(cache.pos.nbytes for cache in caches)  # this cache also remembers where its tokens stood
     assert cache_bytes(caches)[0] - positions == full_cache_bytes(model.config, 30, bytes_per_number=4)
+
+
+def test_held_tells_for_every_head_which_tokens_still_have_a_slot():
+    caches = [LayerCache(), LayerCache()]
+    for cache in caches:
+        fill(cache, 6)
+    kept = [[[0, 2, 5], [1, -1, -1]], [[3, 4, -1], [0, 1, 2]]]  # per row and head
+    caches[1].keep(torch.tensor(kept))
+    caches[1].pack()
+    fill(caches[1], 1)
+    expected = [[[i in head or i == 6 for i in range(8)] for head in row] for row in kept]
+    assert held(caches, 8)[:, 1].tolist() == expected
+    assert held(caches, 8)[:, 0].tolist() == [[[True] * 6 + [False] * 2] * 2] * 2
+    assert held(caches, 2).tolist() == [[[head[:2] for head in layer] for layer in row] for row in held(caches, 8).tolist()]

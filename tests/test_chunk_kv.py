@@ -123,6 +123,7 @@ def test_divergence_is_a_sum_over_all_values_of_the_kept_tokens_and_none_from_a_
         kept = subset(number, k)
         assert close(divergence(p, q, kept), kl(marginal(p, kept), marginal(q, kept)))
         assert close(divergence(q, q, kept), 0)
+        assert divergence(p, q, [j - k for j in kept]) == divergence(p, q, kept)  # −1 is the last token
 
 
 @pytest.mark.claim("C3")

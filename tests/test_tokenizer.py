@@ -138,3 +138,4 @@ def test_boundaries_of_the_shipped_encoding():
         assert table[token] == (b"\n" in piece or piece[-1:] in (b".", b":", b";", b"!", b"?"))
     ids = ENCODING.encode("The code of apple is 1234.\nQ: Why? A, b")
     assert [ENCODING.decode([i]) for i in ids if table[i]] == [".", "\n", ":", "?"]
+    assert boundaries(ENCODING, ENCODING.n_vocab + 3).tolist() == [*table.tolist(), *[False] * 3]  # a padded vocabulary

@@ -473,7 +473,9 @@ def test_at_the_end_of_a_knob_is_snap_kv(Method, knobs):
     (on(ChunkKV, AdaKV), dict(reuse=2), "reuse 2 needs the same budget in every layer and nothing on top"),
     (on(ChunkKV, PyramidKV), dict(reuse=2), "reuse 2 needs the same budget in every layer"),
     (on(Residual, ChunkKV), dict(reuse=2), "nothing on top of the chunks; use reuse=1 with On"),
-    (SemanticChunkKV, {}, "ends is missing; give tokenizer.boundaries"),
+    (SemanticChunkKV, {}, "ends must be a tensor .V,. of bool, the tokens that end a chunk; give tokenizer.boundaries"),
+    (SemanticChunkKV, dict(ends=[True]), "ends must"), (SemanticChunkKV, dict(ends=ENDS.float()), "ends must"),
+    (SemanticChunkKV, dict(ends=ENDS[None]), "ends must"),
     (SemanticChunkKV, dict(ends=ENDS, chunk=0), "chunk 0"), (SemanticChunkKV, dict(ends=ENDS, score="min"), "score 'min'"),
 ])
 def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
@@ -608,6 +610,7 @@ def test_whole_chunks_are_kept_as_long_as_there_is_room(n, longest, budgets, sem
     Method, ends = (SemanticChunkKV, ENDS) if semantic else (ChunkKV, ())
     cache = Method(budget=99, window=1, kernel=1, chunk=longest, score=score, **dict(ends=ENDS) if semantic else {})
     cache.hear(tokens)
+    cache.seen = n
     stay = cache.select(votes, torch.tensor(budgets).view(2, 2))
     for b, h in product(range(2), range(2)):
         room = budgets[2 * b + h] - int(stay[b, h].sum())
@@ -719,3 +722,19 @@ def test_what_is_written_after_the_prompt_is_not_heard():
     cache.finish_prompt()
     cache.hear(TOKENS[:, 10:11])
     assert cache.heard == []
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_chunks_are_not_cut_by_a_text_that_was_not_heard_once(times):
+    cache = SemanticChunkKV(budget=20, window=8, ends=ENDS)
+    for _ in range(times):
+        cache.hear(TOKENS[:, :35])
+    cache.attend(*torch.randn(3, B, 2, 35, D), torch.arange(35)[None])
+    with pytest.raises(ValueError, match=f"{35 * times} tokens were heard and 35 seen; call cache.hear"):
+        cache.finish_prompt()
+
+
+def test_a_layer_that_follows_cannot_finish_before_the_one_below():
+    caches = reads(ChunkKV, chunk=4, reuse=2, **ROOM)
+    with pytest.raises(ValueError, match="layer 1 takes the indices of layer 0, whose prompt is not over"):
+        caches[1].finish_prompt()
