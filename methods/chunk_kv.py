@@ -6,13 +6,14 @@ beside the window itself. The indices kept in one layer may serve the layers abo
 
     a_i = 1/w Σ_{t ≥ S−w} α_{t,i},   score_m = Σ_{i in chunk m} a_i,   keep Top_{⌊(b−w)/c⌋}(score) ∪ {S−w … S−1}
 
-Differs from the paper: chunks are taken in the order of their score as long as they fit whole, so the short last chunk
+Differs from the paper: chunks are taken in the order of their score, each that still fits whole, so the short last chunk
 may go into room that ⌊(b−w)/c⌋ leaves. Room in which no chunk fits stays empty, since half a chunk is what the paper
 argues against; `fill` gives it to single tokens. The window counts inside the budget, and the query heads of a group
 vote together, as in SnapKV. The authors' code in NVIDIA/kvpress is ChunkKV(chunk=20, score="mean", kernel=5,
 per_head=False), but for its average pool and a count of kept tokens that drifts from the budget.
 
-Beyond the paper: `SemanticChunkKV` cuts where the text does.
+Beyond the paper: `SemanticChunkKV`, whose chunks end where a line or sentence does. Below: what is kept, and the appendix's
+theory with its constants.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from nanollm.cache import NEVER, WindowCache, top
 @dataclass(eq=False)
 class ChunkKV(WindowCache):
     """Whole chunks, and the window. On top of a rule that gives heads budgets of their own (AdaKV, PyramidKV), a head
-    with less room than a chunk keeps the window, and the short last chunk if that fits."""
+    with less room than a chunk keeps only the window (and perhaps the short last chunk)."""
     kernel: int = 1        # votes are not pooled: the chunk keeps neighbours together (kvpress pools over 5)
     chunk: int = 10        # tokens of a chunk, c (kvpress: 20)
     score: str = "sum"     # of a chunk: "sum", "mean" (kvpress) or "max" of its tokens' votes
@@ -89,7 +90,7 @@ class ChunkKV(WindowCache):
 @dataclass(eq=False)
 class SemanticChunkKV(ChunkKV):
     """Chunks end where a line, sentence or clause does (beyond the paper). They differ in length, so the mean decides:
-    it is what a slot of the chunk gathers. Pooled, so that what lies just beyond a cut has a vote too."""
+    it is what a slot of the chunk gathers. Pooled, so that a vote beside a cut counts on both sides."""
     kernel: int = 7
     chunk: int = 32             # the longest, or what the budget has room for beside the window
     score: str = "mean"
@@ -169,8 +170,10 @@ def kept_whole(kept: Tensor, examples: list[slice]) -> Tensor:
 # A distribution of O is a table (V, …, V) of k dimensions.
 
 def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
-    """Table (2,)·k of a chain whose state is 1 with probability theta[state before], at first 1/2. A token is the state,
-    or with probability `noise` the other one: a hidden Markov model."""
+    """Table (2, …, 2), k dimensions, of a chain whose state is 1 with probability theta[state before], at first 1/2.
+
+    A token is the state, or with probability `noise` the other one: a hidden Markov model.
+    """
     move = torch.stack((1 - theta, theta), 1)
     show = torch.tensor([[1 - noise, noise], [noise, 1 - noise]], dtype=theta.dtype)
     table = show.mT / 2  # (token, state)
@@ -202,8 +205,9 @@ def fisher(table, theta: Tensor) -> Tensor:
 def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
     """‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) remainder), from I_2 … I_k (k − 1, P, P) (Eq. 12).
 
-    noise is Σ_{j≥2} KL_j ≤ ε_θ + ξ_θ(r): θ cannot be told from θ*. remainder bounds |KL_j − ½ δᵀ I_j δ| / ‖δ‖² for all
-    j, which is Eq. 10's O(‖δ‖³); Eq. 11 drops it (remainder 0), though it may be negative. inf: no bound at all.
+    noise is Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) as long as θ cannot be told from θ*. remainder bounds
+    |KL_j − ½ δᵀ I_j δ| / ‖δ‖² for all j, Eq. 10's O(‖δ‖³) over ‖δ‖²; Eq. 11 drops it (remainder 0), though it may be
+    negative. inf: no bound at all.
     """
     curvature = torch.linalg.eigvalsh(information)[:, 0].min() / 2 - remainder
     return torch.where(curvature > 0, noise / (len(information) * curvature), torch.inf)
@@ -212,8 +216,8 @@ def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -
 def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
     """KL_k ≤ noise (max λ_max + 2 remainder) / ((k−1) (min λ_min − 2 remainder)) (Eq. 13 to 16).
 
-    The paper's O(1) is 2 remainder, and it belongs below the line as well: above alone it would have to be at least twice
-    as large.
+    The paper's O(1) is 2 remainder, and it belongs below the line as well: above alone it may have to be
+    nearly twice as large.
     """
     distance = distance_bound(noise, information, remainder)
     bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance

@@ -43,3 +43,10 @@ def test_the_method_in_the_readme_evicts():
         longest = caches[1].k.norm(dim=-1).topk(5).indices.sort().values
         finish_prompt(caches)
     assert (caches[1].pos == longest).all()
+
+
+def test_the_use_of_a_method_in_the_readme_writes_on(capsys):
+    (code,) = re.findall(r"```\n(from nanollm .*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(code, names := {})
+    assert all(54 < cache.length - 20 <= 64 for cache in names["caches"])  # a chunk has ten tokens; 20 are new
+    assert " import system" in capsys.readouterr().out

@@ -738,3 +738,15 @@ def test_a_layer_that_follows_cannot_finish_before_the_one_below():
     caches = reads(ChunkKV, chunk=4, reuse=2, **ROOM)
     with pytest.raises(ValueError, match="layer 1 takes the indices of layer 0, whose prompt is not over"):
         caches[1].finish_prompt()
+
+
+@torch.inference_mode()
+def test_a_text_may_begin_anywhere_for_layers_that_follow():
+    model, knobs = decoder(n_layers=2), dict(chunk=4, reuse=2, **ROOM)
+    caches = make_cache(model, ChunkKV, **knobs)
+    model(PROMPT, caches, pos=torch.arange(9, 44)[None])
+    k = caches[1].k
+    finish_prompt(caches)
+    for b, h in product(range(2), range(2)):
+        pos, keys, *_ = live(caches[1], b, h)
+        assert pos.tolist() == live(caches[0], b, h)[0].tolist() and torch.equal(keys, k[b, h, pos.long() - 9])
