@@ -32,7 +32,10 @@ def comparison(rows: list[dict], file: Path):
         axis.set_ylabel(label)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.grid(alpha=0.3)
-        if key != "kl":
+        if key == "kl":  # octaves around all points, so that even one budget has ticks
+            live = [row["live"] / 1024 for row in rows if row["method"] != "full"] or [full["live"] / 1024]
+            axis.set_xticks(2.0 ** np.arange(np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live))) + 1))
+        else:
             axis.set_xticks([100 * fraction for fraction in sorted({row["fraction"] for row in rows} - {None})])
             axis.set_ylim(-0.02, 1.05)
     if names:
