@@ -35,18 +35,15 @@ def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> in
 
 
 class Recorder(LayerCache):
-    """Full attention that keeps what it was told and answered: tokens, q, k, v, pos, y of each `attend`."""
+    """Full attention that keeps what each `attend` was told and answered: q, k, v, pos, y."""
 
     def __post_init__(self):
         super().__post_init__()
         self.told = []
 
-    def hear(self, tokens):
-        self.heard = tokens
-
     def attend(self, q, k, v, pos):
         y = super().attend(q, k, v, pos)
-        self.told.append((self.heard, q, k, v, pos, y))
+        self.told.append((q, k, v, pos, y))
         return y
 
 
@@ -63,7 +60,7 @@ def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
     feed(model, tokens, caches)
     told = []
     for cache in caches:
-        _, q, k, v, pos, _ = zip(*cache.told)
+        q, k, v, pos, _ = zip(*cache.told)
         told.append((tokens, torch.cat(q, 2), torch.cat(k, 2), torch.cat(v, 2), torch.cat(pos, 1)))
         cache.told.clear()
     return told
@@ -182,8 +179,9 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
     caches = make_cache(model, Recorder)
     full = Reference(tokens, new, None, None, None)
     full.told = record(model, caches, full.prompt)
-    full.log_p = model(tokens[:, -new - 1:-1], caches).log_softmax(-1)
-    full.said = [cache.told[0] for cache in caches]
+    fed = tokens[:, -new - 1:-1]
+    full.log_p = model(fed, caches).log_softmax(-1)
+    full.said = [(fed, *cache.told[0]) for cache in caches]
     return full
 
 

@@ -17,6 +17,7 @@ from nanollm.cache import LayerCache, finish_prompt, held, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import (Recorder, feed, maker, prompt_and_question, record, replay, retrieve, standard_error,
                               text_windows)
+from test_window_methods import chunks_of
 
 F64 = torch.float64
 seeds, sizes, noises = st.integers(0, 2**32 - 1), st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.3])
@@ -402,22 +403,12 @@ def test_jaccard_and_kept_whole_are_those_of_sets(seed, n, share):
 # ---- chunks: cut, scored and taken ---
 
 
-def chunks(ends, longest):
-    """Tokens of every chunk."""
-    out = [[]]
-    for i, end in enumerate(ends):
-        out[-1].append(i)
-        if (end or len(out[-1]) == longest) and i + 1 < len(ends):
-            out.append([])
-    return out
-
-
 def draw(seed, n, longest, share=0.3):
     """Ends (2, 3, n), votes (2, 3, n) with ties, and the chunks of every row."""
     g = torch.Generator().manual_seed(seed)
     ends = torch.rand(2, 3, n, generator=g) < share
     votes = torch.randint(0, 4, (2, 3, n), generator=g).to(F64)
-    return ends, votes, {at: chunks(ends[at].tolist(), longest) for at in product(range(2), range(3))}
+    return ends, votes, {at: chunks_of(n, longest, range(n), ends[at].tolist()) for at in product(range(2), range(3))}
 
 
 lengths = st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.3, 0.8])
