@@ -71,6 +71,7 @@ class LayerCache:
     def __post_init__(self):
         self.slots: dict[str, Tensor] = {}  # per-slot tensors (B, H, capacity, ...): k, v, pos, and what methods add
         self.length = self.seen = 0
+        self.most = NEVER  # buffers never grow beyond so many slots
         self.prompt_done = False
         self.layer, self.layers, self.below, self.w_o, self.freq = 0, 1, None, None, None
         self.ragged = False  # some slots are empty (NEVER) or hidden: even a single new token needs the mask
@@ -136,7 +137,7 @@ class LayerCache:
             slots = self.slots.get(name)
             if slots is None or end > slots.shape[2]:
                 # grow by a tenth: eleven slot copies per token on average, at most 10 % of slack
-                capacity, like = end + (end // 10 if self.length else 0), x if slots is None else slots
+                capacity, like = min(end + end // 10, max(self.most, end)) if self.length else end, x if slots is None else slots
                 grown = like.new_zeros(B, H, capacity, *like.shape[3:], dtype=torch.int32 if name == "pos" else None)
                 if slots is not None:
                     grown.narrow(2, 0, used).copy_(slots.narrow(2, 0, used))
