@@ -36,7 +36,7 @@ class BudgetCache(LayerCache):
     def __post_init__(self):
         super().__post_init__()
         self.most = self.budget
-        self.at_a_time = self.budget // 2 if self.at_a_time is None else self.at_a_time
+        self.at_a_time = max(1, self.budget // 2) if self.at_a_time is None else self.at_a_time
         if self.recent < 0 or self.at_a_time < 1:
             raise ValueError(f"recent {self.recent} must be at least 0 and at_a_time {self.at_a_time} at least 1")
         if self.budget < self.recent + self.at_a_time:
@@ -96,7 +96,7 @@ class MeanWeight(BudgetCache):
         super().write(k, v, pos, weight=k.new_zeros(k.shape[:3], dtype=torch.float32))
 
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("weight").add_(p.mean(2).sum(2))
+        self.slot("weight").add_(p.mean(2, dtype=torch.float32).sum(2))
         super().observe(q, p)
 
     def importance(self) -> Tensor:
@@ -184,12 +184,13 @@ def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence
     """Theorem B.1 from tokens x (t, d) and x_{t+1} `after` (d,), all of norm 1: attended to now, attended to next.
 
     Eq. 7: (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. It prints x_j between its bounds where x_ℓ is meant, and
-    asks x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ, whose proof (Lemma B.2) needs absolute values.
+    asks x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The proof (Lemma B.2) needs absolute values there, and only j < t: with
+    j = t a query that is like a key it attends to would not do.
     """
     t, past = len(x), x[:-1]
     alpha = (layer.scores(x[-1], past) / t).softmax(0)
     a = alpha @ past @ layer.v @ layer.o
-    products = x @ layer.v @ layer.o @ layer.q @ layer.k.T @ past.T                   # x_j A x_ℓᵀ, (t, t − 1)
+    products = past @ layer.v @ layer.o @ layer.q @ layer.k.T @ past.T                # x_j A x_ℓᵀ, (t − 1, t − 1)
     own = products.diagonal()
     others = products.abs().fill_diagonal_(0).amax(0)
     delta = (1 - a @ after / a.norm()).clamp(min=0)                                   # a_t x_{t+1}ᵀ ≥ (1 − δ)‖a_t‖
@@ -206,7 +207,10 @@ def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence
 
 
 def weights_bound(layer: OneLayer, t: int, drift: float) -> float:
-    """Lemma B.3: ‖α_t − β_t‖₂ ≤ 2 √(t−1)/t λ_Q λ_K Δ, where all tokens up to t differ by at most Δ; printed is x_t alone."""
+    """Lemma B.3: ‖α_t − β_t‖₂ ≤ 2 √(t−1)/t λ_Q λ_K Δ, where all tokens up to t differ by at most Δ; printed is x_t alone.
+
+    Half of it holds as well, since softmax is ½-Lipschitz; the proof takes 1.
+    """
     lq, lk, *_ = layer.norms()
     return 2 * math.sqrt(t - 1) / t * lq * lk * drift
 
@@ -269,7 +273,7 @@ def draw_power_law(shape: tuple[int, ...], k: float, u: float, generator: torch.
 def moment(order: int, y: float, k: float) -> float:
     """∫_0^{y−1} x^order (x + 1)^{−k} dx. Order 1 is g(y − 1) − g(0) of the proof."""
     def power(m: float) -> float:  # ∫_1^y s^m ds
-        return math.log(y) if m == -1 else (y ** (m + 1) - 1) / (m + 1)
+        return math.log(y) if m == -1 else math.expm1((m + 1) * math.log(y)) / (m + 1)
     return sum(math.comb(order, i) * (-1) ** (order - i) * power(i - k) for i in range(order + 1))
 
 
@@ -307,7 +311,7 @@ def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
     (1−β)/(1−ε) of them are expected.
 
     Hoeffding for the second, as in the proof. For the first Maurer (2003), P(Σv ≤ (1−ε) E[Σv]) ≤ exp(−n ε² E[v]²/(2 E[v²])):
-    Hoeffding's (u − b)² in place of E[v²]/4 says nothing about a heavy tail.
+    Hoeffding's (u − b)² in place of 4 E[v²] says nothing about a heavy tail.
     """
     check_law(beta, k, u, eps)
     mean, square = (moment(order, u, k) / moment(0, u, k) for order in (1, 2))
@@ -315,7 +319,7 @@ def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
 
 
 def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float:
-    """E[mass lost] with n draws, of which the βn largest stay: at most this, for every n, every ε < β and a finite u.
+    """E[mass lost] with n draws, of which the βn largest stay: at most this, for every n and every ε < β.
 
     tail_mass(β')/(1−ε) with β' = (β−ε)/(1−ε) where the two events of `failure` do not happen, and 1 − β, the most that the
     smallest can hold, where they do.
@@ -327,14 +331,16 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
 # ---- 3. what is observed in a trained decoder -------------------------------------------------------------------
 
 
-def persistence_ratio(p: Tensor, distance: int = 1) -> tuple[Tensor, Tensor]:
+def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
     """Section 3.2 from probabilities p (..., T, T), for tokens of the first half: a token is pivotal if some query gives it
-    more than 1/t. Of those pivotal to the second half's queries, the share that already was to the first half's; and, to
-    compare with, the share of all tokens that was. distance: only queries at least so far behind the token count.
+    more than times/t. Of those pivotal to the second half's queries, the share that already was to the first half's (nan
+    if there are none); and, to compare with, the share of all tokens that was.
+
+    distance: only queries at least so far behind the token count. The paper has times = 1, where most tokens are pivotal.
     """
     T = p.shape[-1]
     half, at = T // 2, torch.arange(T, device=p.device)
-    pivotal = (p > 1 / (at + 1)[:, None]) & (at[:, None] - at >= distance)
+    pivotal = (p > times / (at + 1)[:, None]) & (at[:, None] - at >= distance)
     first, second = pivotal[..., :half, :half].any(-2), pivotal[..., half:, :half].any(-2)
     return (first & second).sum(-1) / second.sum(-1), first.float().mean(-1)
 
@@ -358,10 +364,10 @@ def block_similarity(model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Tail(NamedTuple):
     """A power law x^{−k} fitted to the largest values."""
     k: float
-    error: float     # standard error of k
-    least: float     # fitted on [least, most]
-    most: float
-    n: int           # values in that range
+    error: float     # standard error of k for this `least`; that it was chosen is not in it
+    least: float     # fitted to the n values from here on
+    most: float      # the largest of them
+    n: int
     distance: float  # Kolmogorov-Smirnov, between the fit and those values
 
 
@@ -369,8 +375,8 @@ def tail_exponent(x: Tensor, candidates: int = 100) -> Tail:
     """Maximum likelihood k = 1 + n/Σ ln(x_i/least), with the `least` that brings fit and data closest together
     (Clauset, Shalizi and Newman 2009, arXiv 0706.1062, Eq. 3.1 and Section 3.3); x (N,) positive, at least 100 of them."""
     x = x.double().sort().values
-    if len(x) < 100 or x[0] <= 0:
-        raise ValueError(f"{len(x)} values down to {x[0]:.3g}; a fit needs at least 100, all positive")
+    if len(x) < 100 or not (x > 0).all():
+        raise ValueError(f"{len(x)} values, of which {int((x > 0).sum())} are positive; a fit needs at least 100, all positive")
     fits = []
     for start in torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique().tolist():
         tail = x[start:]

@@ -164,8 +164,8 @@ def compare(argv: list[str]):
     args = parser.parse_args(argv)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank == 0:
-        print("Each method compresses the KV cache of a small trained decoder at the end of a prompt of real text.\n"
-              "aware: the question was in that prompt; blind: it came afterwards.", flush=True)
+        print("Each method compresses the KV cache of a small trained decoder at the end of a prompt of real text, or while\n"
+              "reading it (scissorhands). aware: the question was in that prompt; blind: it came afterwards.", flush=True)
     for percent in args.budgets:
         if not 0 < percent <= 100:
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
