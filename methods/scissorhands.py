@@ -4,10 +4,10 @@ Persistence of importance: a token that was attended to will be attended to agai
 neither while the prompt is read nor later: whenever it is full, the entries that were unimportant most often in the last
 w steps make room, but for the newest r. Of equal counts, and there are many, the newest stay.
 
-    I_j = Σ_{s > t−w} 1{α_{s,j} < 1/s},   drop the m entries with the highest I_j outside the newest r
+    unimportance I_j = Σ_{s > t−w} 1{α_{s,j} < 1/s},   drop the m entries with the highest I_j outside the newest r
 
 Differs from the paper: the query heads of a group share an entry, so their mean weight is compared with 1/s. The
-authors' code has no budget: it keeps what ever exceeded the 90th percentile of its row.
+authors' code has no budget: it keeps everything that once exceeded the 90th percentile of its row.
 
 Beyond the paper: `MeanWeight`, which keeps what has had the largest mean weight. Then the appendix, which stands alone:
 the theorems' one-layer model, the bounds as printed and as they hold; last, what Section 3 observes in a real model.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import ALL, LayerCache
+from nanollm.cache import ALL, LayerCache, check_budget
 
 
 # ---- 1. the budget cache ----------------------------------------------------------------------------------------
@@ -28,20 +28,21 @@ from nanollm.cache import ALL, LayerCache
 
 @dataclass(eq=False)
 class BudgetCache(LayerCache):
-    """Algorithm 1: never more than `budget` slots, from the first token on. `importance` says what stays."""
+    """Algorithm 1: never more than `budget` slots, from the first token on. Override `importance` to say what stays; as it
+    stands, the newest."""
     budget: int                   # slots per key/value head, B
     recent: int = 10              # newest entries, never dropped, r
-    at_a_time: int | None = None  # entries dropped when the cache is full, m; None: half of the budget
+    at_a_time: int | None = None  # entries dropped when the cache is full, m; None: half of the budget, but not of the newest
 
     def __post_init__(self):
         super().__post_init__()
         self.most = self.budget
-        self.at_a_time = max(1, self.budget // 2) if self.at_a_time is None else self.at_a_time
-        if self.recent < 0 or self.at_a_time < 1:
+        if self.recent < 0 or (self.at_a_time is not None and self.at_a_time < 1):
             raise ValueError(f"recent {self.recent} must be at least 0 and at_a_time {self.at_a_time} at least 1")
-        if self.budget < self.recent + self.at_a_time:
-            raise ValueError(f"budget {self.budget} must be at least {self.recent + self.at_a_time}: the newest {self.recent} "
-                             f"stay and {self.at_a_time} leave at a time; lower recent or at_a_time")
+        check_budget(self.budget, self.recent + (self.at_a_time or 1),
+                     f"the newest {self.recent} stay and {self.at_a_time or 1} leave at a time; lower recent or at_a_time")
+        if self.at_a_time is None:
+            self.at_a_time = max(1, min(self.budget // 2, self.budget - self.recent))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """In pieces as long as the room there is: chunks of any length give what single tokens would."""
@@ -55,6 +56,10 @@ class BudgetCache(LayerCache):
             start = end
         return torch.cat(parts, 2)
 
+    def importance(self) -> Tensor:
+        """(B, H, S): the slots with the lowest leave."""
+        return self.pos.float()
+
 
 @dataclass(eq=False)
 class Scissorhands(BudgetCache):
@@ -65,20 +70,20 @@ class Scissorhands(BudgetCache):
         super().__post_init__()
         if self.history < 1:
             raise ValueError(f"history {self.history} must be at least 1 step")
-        self.watch = self.history
+        self.watch = self.history  # so that no place of the ring comes up twice in one `observe`
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        bits = k.new_zeros(*k.shape[:3], -(-self.history // 8), dtype=torch.uint8)
+        bits = k.new_zeros(*k.shape[:3], math.ceil(self.history / 8), dtype=torch.uint8)  # a ring: step s has place s mod w
         super().write(k, v, pos, unimportant=bits, count=k.new_zeros(k.shape[:3], dtype=torch.int32))
 
     def observe(self, q: Tensor, p: Tensor):
         step = torch.arange(self.seen - p.shape[3], self.seen, device=p.device) + 1  # s, (n,)
         ring, place = self.slot("unimportant"), step % self.history
         byte, bit = place // 8, (place % 8).to(torch.uint8)
-        # 1{α_{s,j} < 1/s} for tokens that were there; it takes the place of step s − w
-        now = ((p.mean(2).mT < 1 / step) & (self.pos[..., None] < step)).to(torch.uint8)  # (B, H, S, n)
-        before = ring[..., byte] >> bit & 1
-        ring ^= torch.zeros_like(ring).index_add_(-1, byte, (before ^ now) << bit)
+        # 1{α_{s,j} < 1/s} of tokens that were there
+        now = ((p.mean(2, dtype=torch.float32).mT < 1 / step) & (self.pos[..., None] < step)).to(torch.uint8)  # (B, H, S, n)
+        before = ring[..., byte] >> bit & 1                                               # of step s − w
+        ring ^= torch.zeros_like(ring).index_add_(-1, byte, (before ^ now) << bit)        # flip the bits that differ
         self.slot("count").add_(now.sum(-1, dtype=torch.int32) - before.sum(-1, dtype=torch.int32))
         super().observe(q, p)
 
@@ -88,7 +93,8 @@ class Scissorhands(BudgetCache):
 
 @dataclass(eq=False)
 class MeanWeight(BudgetCache):
-    """The mean weight since the entry arrived, in place of counts, which grow with age: 4 bytes a slot."""
+    """The mean weight since the entry arrived, in place of counts, which grow with age: 4 bytes a slot. RoCo (Ren and Zhu,
+    arXiv 2402.06262) scores entries alike."""
     at_a_time: int | None = 8
     watch = ALL
 
@@ -150,7 +156,7 @@ def write_on(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, 
     before the rest is attended to; the start is cut down to its highest scores at once). The mass lost is Σ_{j∉Ŝ_t} β_{t,j}
     over all tokens so far, Eq. 9. strength (T,): weights β_{t,j} ∝ v_j in place of the softmax, as Theorem B.2 assumes;
     their ranking is stable. normalise: x/‖x‖ after F, for the theorem that assumes ‖x‖ = 1 (B.1); B.2's condition on the
-    λ makes ‖F(a)‖ ≤ 1/2, so that its tokens cannot have norm 1; its proof needs only ‖x‖ ≤ 1, which holds without.
+    λ makes ‖F(a)‖ ≤ 1/2, so that its tokens cannot have norm 1; its proof needs only ‖x‖ ≤ 1, which holds without `normalise`.
     """
     n = len(start)
     if not 2 <= n < T or budget is not None and budget < 1:
@@ -183,9 +189,9 @@ class Persistence(NamedTuple):
 def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence:
     """Theorem B.1 from tokens x (t, d) and x_{t+1} `after` (d,), all of norm 1: attended to now, attended to next.
 
-    Eq. 7: (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. It prints x_j between its bounds where x_ℓ is meant, and
-    asks x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The proof (Lemma B.2) needs absolute values there, and only j < t: with
-    j = t a query that is like a key it attends to would not do.
+    Eq. 7: (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. The paper prints x_j between these bounds where x_ℓ is meant, and
+    asks x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The proof (Lemma B.2) needs absolute values there, and only j < t: j = t
+    would rule out a query that is like a key it attends to.
     """
     t, past = len(x), x[:-1]
     alpha = (layer.scores(x[-1], past) / t).softmax(0)
@@ -198,8 +204,8 @@ def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence
     # δ ≤ (cε/(λ_Q λ_K λ_V λ_O))², with the largest c that x_ℓ A x_ℓᵀ ≥ c allows
     eps = torch.maximum(others, delta.sqrt() * lq * lk * lv * lo) / own
     eps[own <= 0] = math.inf
-    bounds = (own / a.norm() * (alpha + sign * 3 * eps) for sign in (-1, 1))
-    lower, upper = (torch.where(own > 0, bound, sign * math.inf) for bound, sign in zip(bounds, (-1, 1)))
+    lower = torch.where(own > 0, own / a.norm() * (alpha - 3 * eps), -math.inf)
+    upper = torch.where(own > 0, own / a.norm() * (alpha + 3 * eps), math.inf)
     return Persistence(eps, alpha, lower, layer.scores(after, past), upper)
 
 
@@ -233,19 +239,19 @@ def condition(layer: OneLayer) -> float:
     return lv * lo * (1 + l1 * l2) * (1 + lq * lk)
 
 
-def drift_bound(layer: OneLayer, lost: Tensor, start: int) -> Tensor:
-    """‖x_t − x̃_t‖₂ ≤ this for the tokens after `start`, from the mass `lost` (steps,) of `write_on`; no chance is involved.
+def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
+    """‖x_t − x̃_t‖₂ ≤ this for the tokens after the first n, from the mass `lost` (steps,) of `write_on`; no chance is involved.
 
     The recursion in the proof of Theorem B.2, Δ ← max(Δ, λ_V λ_O (1 + λ_1 λ_2)(2 lost + (1 + 2(1 − 1/t) λ_Q λ_K) Δ)), with Δ
-    over all tokens so far. If `condition` ≤ 1/2 it is at most twice the largest mass lost. Raises ValueError where tokens
-    may grow beyond norm 1.
+    over all tokens so far. If `condition` ≤ 1/2 it is at most twice the largest mass lost. For a start of norms up to 1,
+    and tokens that are not normalised. Raises ValueError where they may grow beyond norm 1.
     """
     lq, lk, lv, lo, l1, l2 = layer.norms()
     gain = lv * lo * (1 + l1 * l2)
     if gain > 1:
         raise ValueError(f"λ_V λ_O (1 + λ_1 λ_2) = {gain:.3g} must be at most 1, or tokens outgrow norm 1; scale W_O down")
     drift, bounds = 0.0, []
-    for t, mass in enumerate(lost.tolist(), start):
+    for t, mass in enumerate(lost.tolist(), n):
         drift = max(drift, gain * (2 * mass + (1 + 2 * (1 - 1 / t) * lq * lk) * drift))
         bounds.append(drift)
     return torch.tensor(bounds, dtype=lost.dtype)
@@ -271,7 +277,7 @@ def draw_power_law(shape: tuple[int, ...], k: float, u: float, generator: torch.
 
 
 def moment(order: int, y: float, k: float) -> float:
-    """∫_0^{y−1} x^order (x + 1)^{−k} dx. Order 1 is g(y − 1) − g(0) of the proof."""
+    """∫_0^{y−1} x^order (x + 1)^{−k} dx; for order 1 the proof has it as g(y − 1) − g(0)."""
     def power(m: float) -> float:  # ∫_1^y s^m ds
         return math.log(y) if m == -1 else math.expm1((m + 1) * math.log(y)) / (m + 1)
     return sum(math.comb(order, i) * (-1) ** (order - i) * power(i - k) for i in range(order + 1))
@@ -291,7 +297,8 @@ def printed_bound(beta: float, k: float, eps: float = 0) -> float:
     """Eq. 11 as printed: (1−β)/(0.98(1−ε)²) · (k − (k−1)((1−ε)/(β−ε))^{1/(k−1)}).
 
     Negative, so no bound of a mass, for β < ((k−1)/k)^{k−1} as ε → 0. Two steps slip: (1 − β) is factored out of a product
-    with (β − ε), which is smaller unless β ≥ (1 + ε)/2; and Δ ≤ 0.98 b is inserted where Δ divides.
+    with (β − ε), which is smaller unless β ≥ (1 + ε)/2; and 0.98 b stands for Δ, which divides, where a lower bound of Δ
+    is needed ("Δ ≤ 0.98 b" fails besides, as Δ → b for large u). The line before them is right for every u.
     """
     check_law(beta, k, eps=eps)
     return (1 - beta) / (0.98 * (1 - eps) ** 2) * (k - (k - 1) * ((1 - eps) / (beta - eps)) ** (1 / (k - 1)))
@@ -302,13 +309,13 @@ def printed_failure(beta: float, k: float, u: float, eps: float, n: int) -> floa
 
     The second term has lost the ε² of its proof, and the first needs Δ ≥ b/√2.
     """
-    check_law(beta, k, u, eps)
+    check_law(beta, k, eps=eps)
     return math.exp(-eps ** 2 * n / ((k - 2) * (u - 1)) ** 2) + math.exp(-2 * n * (1 - beta) ** 2 / (1 - eps) ** 2)
 
 
 def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
-    """Bound of the probability that Σv ≤ (1−ε) E[Σv], or that at most (1−β)n draws lie below the value below which
-    (1−β)/(1−ε) of them are expected.
+    """Bound of the probability that Σv ≤ (1−ε) E[Σv], or that at most (1−β)n draws lie below the
+    (1−β)/(1−ε) quantile.
 
     Hoeffding for the second, as in the proof. For the first Maurer (2003), P(Σv ≤ (1−ε) E[Σv]) ≤ exp(−n ε² E[v]²/(2 E[v²])):
     Hoeffding's (u − b)² in place of 4 E[v²] says nothing about a heavy tail.
@@ -319,7 +326,7 @@ def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
 
 
 def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float:
-    """E[mass lost] with n draws, of which the βn largest stay: at most this, for every n and every ε < β.
+    """E[mass lost] with n draws, of which at least the βn largest stay: at most this, for every n and every ε < β.
 
     tail_mass(β')/(1−ε) with β' = (β−ε)/(1−ε) where the two events of `failure` do not happen, and 1 − β, the most that the
     smallest can hold, where they do.
@@ -332,16 +339,18 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
 
 
 def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
-    """Section 3.2 from probabilities p (..., T, T), for tokens of the first half: a token is pivotal if some query gives it
-    more than times/t. Of those pivotal to the second half's queries, the share that already was to the first half's (nan
-    if there are none); and, to compare with, the share of all tokens that was.
+    """Section 3.2 from probabilities p (..., T, T): a token is pivotal if some query, at least `distance` tokens behind it,
+    gives it more than times/t. Of the tokens pivotal to the second half's queries, the share that already was to the first
+    half's (nan if there are none); and, to compare with, the share of all tokens that was.
 
-    distance: only queries at least so far behind the token count. The paper has times = 1, where most tokens are pivotal.
+    Tokens are those that the first half has a query for, the first T/2 − distance. The paper has times = 1.
     """
     T = p.shape[-1]
     half, at = T // 2, torch.arange(T, device=p.device)
-    pivotal = (p > times / (at + 1)[:, None]) & (at[:, None] - at >= distance)
-    first, second = pivotal[..., :half, :half].any(-2), pivotal[..., half:, :half].any(-2)
+    if not 0 <= distance < half:
+        raise ValueError(f"distance {distance} must be at least 0 and below half of the {T} queries")
+    pivotal = ((p > times / (at + 1)[:, None]) & (at[:, None] - at >= distance))[..., :half - distance]
+    first, second = pivotal[..., :half, :].any(-2), pivotal[..., half:, :].any(-2)
     return (first & second).sum(-1) / second.sum(-1), first.float().mean(-1)
 
 

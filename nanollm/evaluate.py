@@ -110,19 +110,19 @@ def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def retrieve(model, batch: Batch, make: Make, told: list[Told] | None = None) -> dict[str, Tensor]:
+def retrieve(model, batch: Batch, make: Make, told: list[Told] | None = None, chunk: int = 64) -> dict[str, Tensor]:
     """Share of each document's questions answered exactly by greedy decoding, "aware" and "blind", (B,) each.
 
     With several questions, `aware` sees the first; the others come later, each after the answer that was given.
-    `told` is the record of `prompt_and_question`'s two parts, if there is one.
+    `told` is the record of `prompt_and_question`'s two parts, if there is one; without, `chunk` tokens are read at a time.
     """
     tokens, *parts = prompt_and_question(model, batch)
     blind = make(batch.question)
-    feed(model, parts[0], blind) if told is None else replay(told[:1], blind)
+    feed(model, parts[0], blind, chunk) if told is None else replay(told[:1], blind)
     shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's own: not to be copied
     aware, last = copy.deepcopy(blind, shared), batch.answers[0].start - 1
     if last > batch.question:  # else the question is one token, which is fed after the compression
-        feed(model, parts[1], aware) if told is None else replay(told, aware)
+        feed(model, parts[1], aware, chunk) if told is None else replay(told, aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "blind": answer(model, tokens, batch.answers, batch.question, blind)}
 
@@ -186,18 +186,18 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
 
 
 @torch.no_grad()
-def continuation(model, full: Reference, make: Make, told: Told | None = None) -> dict:
+def continuation(model, full: Reference, make: Make, told: Told | None = None, chunk: int = 64) -> dict:
     """Compress before the continuation, then feed it token by token.
 
     Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query head with
     o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and peak bytes;
     tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,) and l1
     (B, L, H·G), means over the continuation.
-    `told` is `full.told`, where reading the prompt need not be part of it.
+    `told` is `full.told`, where reading the prompt need not be part of it; without, `chunk` tokens are read at a time.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
     caches = make(cut)
-    peak = feed(model, full.prompt, caches) if told is None else replay([told], caches)
+    peak = feed(model, full.prompt, caches, chunk) if told is None else replay([told], caches)
     finish_prompt(caches)
     with head_outputs(model) as heads:
         began = time.perf_counter()
