@@ -208,7 +208,7 @@ def best_bound(beta, k, u, n):
 
 
 grid = [(k, u, beta) for k in (2.1, 2.5, 3, 5) for u in (5, 50, 1000) for beta in (.1, .25, .5, .8)]
-figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
 for axis, n in zip(axes, (1000, 20_000)):
     simulated = []
     for k, u, beta in grid:
@@ -226,7 +226,7 @@ for axis, n in zip(axes, (1000, 20_000)):
     print(f"n = {n:5}: above the simulated mass in {above[0]} (repaired) and {above[1]} (printed) of {len(grid)} cases; "
           f"repaired/simulated between {min(r / s for r, s in zip(repaired, simulated)):.2f} and {max(r / s for r, s in zip(repaired, simulated)):.2f}; no better than 1 − β in {sum(trivial)}")
 axes[0].set_ylabel("bound")
-axes[0].legend(loc="lower right", fontsize=8);
+figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper");
 
 # %% [markdown]
 # (Claim S5. Crosses below −1 are not shown.) The repaired bound is above every mass. With a thousand draws it is often no better than 1 − β, which the smallest can hold at most; with 20,000 it tells something everywhere, and the price of concentration goes on falling with $n$, towards the exact value.
@@ -262,7 +262,7 @@ axis.grid(alpha=.3)
 figure.legend(fontsize=7, ncols=3, loc="outside lower center");
 
 # %% [markdown]
-# Tokens of random directions drift little, a hundredth of the bound: what is lost cancels. Where all that is lost points away from what is kept, the drift is a fifth to an eighth of it. The printed bound (twice Eq. 11, ε → 0; not in the figure) is negative for β up to 0.4, which no drift can be (claim S6).
+# Tokens of random directions drift little, a hundredth of the bound: what is lost cancels. Where all that is lost points away from what is kept, the drift is mostly a fourth to a seventh of it. The printed bound (twice Eq. 11, ε → 0; not in the figure) is negative for β up to 0.4, which no drift can be (claim S6).
 #
 # ## Can this model have a power law at all?
 #
