@@ -137,7 +137,8 @@ class LayerCache:
             slots = self.slots.get(name)
             if slots is None or end > slots.shape[2]:
                 # grow by a tenth: eleven slot copies per token on average, at most 10 % of slack
-                capacity, like = min(end + end // 10, max(self.most, end)) if self.length else end, x if slots is None else slots
+                slack, like = end // 10 if self.length else 0, x if slots is None else slots
+                capacity = min(end + slack, max(self.most, end))
                 grown = like.new_zeros(B, H, capacity, *like.shape[3:], dtype=torch.int32 if name == "pos" else None)
                 if slots is not None:
                     grown.narrow(2, 0, used).copy_(slots.narrow(2, 0, used))
