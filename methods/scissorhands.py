@@ -189,8 +189,8 @@ class Persistence(NamedTuple):
 def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence:
     """Theorem B.1 from tokens x (t, d) and x_{t+1} `after` (d,), all of norm 1: attended to now, attended to next.
 
-    Eq. 7: (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. The paper prints x_j between these bounds where x_ℓ is meant, and
-    asks x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The proof (Lemma B.2) needs absolute values there, and only j < t: j = t
+    Eq. 7: (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. The paper prints x_j between these bounds where x_ℓ is meant,
+    and asks x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The proof (Lemma B.2) needs absolute values there, and only j < t: j = t
     would rule out a query that is like a key it attends to.
     """
     t, past = len(x), x[:-1]

@@ -14,11 +14,9 @@ which is one small matrix product each (`FactoredFourCache`): the memory of the 
 Differs from the paper: scores are scaled by 1/√D as in the decoder; the paper has no scale (`scale=1`). Beyond it: the
 factored form, in tiles of pairs with an online softmax, so that no more than a tile of the i² scores is held at once.
 """
-import contextlib
 import copy
 from dataclasses import dataclass
 import math
-import time
 from typing import NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanollm.cache import LayerCache
+from nanollm.speed import best
 
 
 def pairs(x: Tensor, y: Tensor) -> Tensor:
@@ -186,17 +185,23 @@ class Game(NamedTuple):
         return self.read > (self.zero + self.one) / 2
 
 
-def play(cache: LayerCache, keys: Tensor, C: float, vectors: int, eta: float = 0.0, generator: torch.Generator | None = None) -> Game:
-    """Bob asks a cache in which Alice stored n rows of bits under her keys (n, d) for each row, each time in a copy of it,
-    with a zero token whose query is C · k_i.
+def play(cache: LayerCache, k: Tensor, v: Tensor, keys: Tensor, C: float | None = None, compress=None,
+         eta: float = 0.0, generator: torch.Generator | None = None) -> Game:
+    """Alice stores n tokens k, v (n, vectors · d) under her keys (n, d); Bob asks for each of her rows, each time in a copy
+    of the cache, with a zero token whose query is C · k_i. The `vectors` of a token are 2 with four cache matrices, else 1.
 
-    vectors: 2 keys and 2 values a token in the game of four cache matrices, 1 in that of two. eta: what he reads is off by a
+    C defaults to 2 ln n. `compress(cache)` is what is done to the cache before Bob gets it. eta: what he reads is off by a
     factor 1 ± η, each by chance (Corollaries 4.4 and 4.5).
     """
     n, d = keys.shape
-    scale = 1.0 if vectors == 2 else d ** 0.5  # undoes LayerCache's 1/√D
-    zero, one = separation(n, distortion(keys), C, repeats=n if vectors == 2 else 1)
-    nothing, read = torch.zeros(1, 1, 1, vectors * d, dtype=keys.dtype), []
+    four = k.shape[1] == 2 * d
+    C = 2 * math.log(n) if C is None else C
+    cache.write(k[None, None], v[None, None], torch.arange(n)[None])  # her queries are zero and ask for nothing
+    if compress:
+        compress(cache)
+    zero, one = separation(n, distortion(keys), C, repeats=n if four else 1)
+    scale = 1.0 if four else d ** 0.5  # undoes LayerCache's 1/√D
+    nothing, read = torch.zeros_like(k[None, None, :1]), []
     for key in keys:
         query = (C * scale * key).view(1, 1, 1, d)
         read.append(copy.deepcopy(cache).attend(query, nothing, nothing, torch.tensor([[n]])).flatten())
@@ -206,32 +211,20 @@ def play(cache: LayerCache, keys: Tensor, C: float, vectors: int, eta: float = 0
     return Game(read, zero * (1 + eta), one * (1 - eta))
 
 
-def index_game_four(bits: Tensor, keys: Tensor, C: float | None = None, Cache=FactoredFourCache, compress=None, **noise) -> Game:
-    """Theorem 4.1/B.1: Alice stores bits (n, d) in four matrices: k₁ = her keys, v₁ = the bits, k₂ = v₂ = 1.
-
-    C defaults to 2 ln n. `compress(cache)` is what is done to the cache before Bob gets it; `noise` goes to `play`.
-    """
-    n, d = bits.shape
-    cache, ones = Cache(scale=1.0), torch.ones_like(keys)
-    k, v = torch.cat((keys, ones), 1), torch.cat((bits.to(keys), ones), 1)
-    cache.attend(torch.zeros(1, 1, n, d, dtype=keys.dtype), k[None, None], v[None, None], torch.arange(n)[None])
-    if compress:
-        compress(cache)
-    return play(cache, keys, 2 * math.log(n) if C is None else C, vectors=2, **noise)
+def index_game_four(bits: Tensor, keys: Tensor, C: float | None = None, Cache=FactoredFourCache, **how) -> Game:
+    """Theorem 4.1/B.1: Alice stores bits (n, d) in four matrices: k₁ = her keys, v₁ = the bits, k₂ = v₂ = 1. The rest as in
+    `play`."""
+    ones = torch.ones_like(keys)
+    return play(Cache(scale=1.0), torch.cat((keys, ones), 1), torch.cat((bits.to(keys), ones), 1), keys, C, **how)
 
 
-def index_game_two(bits: Tensor, keys: Tensor, C: float | None = None, compress=None, **noise) -> Game:
-    """Theorem 4.2/B.2: n² rows of bits (n², d) under as many keys, stored as K̃ and Ṽ; C defaults to 4 ln n = 2 ln n².
+def index_game_two(bits: Tensor, keys: Tensor, C: float | None = None, **how) -> Game:
+    """Theorem 4.2/B.2: n² rows of bits (n², d) under as many keys, stored as K̃ and Ṽ; its C of 4 ln n is 2 ln n².
 
     These rows are arbitrary, and no K₁ ⊘ K₂: so the n²·d bits are a bound for the *format*, not for tensor attention,
     which four matrices of n·d numbers compute exactly. The game itself is that of ordinary attention.
     """
-    rows, d = bits.shape
-    cache = LayerCache()
-    cache.attend(torch.zeros(1, 1, rows, d, dtype=keys.dtype), keys[None, None], bits.to(keys)[None, None], torch.arange(rows)[None])
-    if compress:
-        compress(cache)
-    return play(cache, keys, 2 * math.log(rows) if C is None else C, vectors=1, **noise)
+    return play(LayerCache(), keys, bits.to(keys), keys, C, **how)
 
 
 def quantise(cache: LayerCache, bits: int, vectors: int = 2):
@@ -247,24 +240,27 @@ def quantise(cache: LayerCache, bits: int, vectors: int = 2):
 # ---- 3. one step of each cache: python -m methods.tensor_attention ----------------------------------------------
 
 
-def race(n: int, D: int, Caches=(TwoCache, FourCache, FactoredFourCache), repeat: int = 3):
+def race(n: int, D: int, Caches, repeat: int = 3):
     """Yields per cache: the class, the least seconds of one decoding step at n tokens, live bytes, and what `Count` counts."""
     generator = torch.Generator().manual_seed(n)
     k, v, q = (torch.randn(1, 1, n, size, generator=generator) for size in (2 * D, 2 * D, D))
     for Cache in Caches:
-        full, last, seconds = Cache(), [(x[:, :, -1:]) for x in (q, k, v)], []
+        full = Cache()
         for t in range(n - 1):
             full.write(k[:, :, t:t + 1], v[:, :, t:t + 1], torch.tensor([[t]]))
-        for count in [None] * repeat + [Count()]:
+
+        def step() -> LayerCache:
             cache = copy.copy(full)  # its buffers are shared, and the new token is written over again
             cache.slots = dict(full.slots)
             if Cache is TwoCache:
                 cache.tokens = copy.copy(full.tokens)
-            began = time.perf_counter()
-            with count or contextlib.nullcontext():
-                cache.attend(*last, torch.tensor([[n - 1]]))
-            seconds.append(time.perf_counter() - began)
-        yield Cache, min(seconds[:repeat]), cache.bytes()[0], count
+            cache.attend(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], torch.tensor([[n - 1]]))
+            return cache
+
+        seconds = best(step, repeat)
+        with Count() as count:
+            held = step().bytes()[0]
+        yield Cache, seconds, held, count
 
 
 @torch.no_grad()
@@ -272,8 +268,8 @@ def main():
     torch.set_num_threads(1)
     print("one decoding step, one head, D = 64, float32, one thread, best of 3; M: 10⁶")
     print(f"{'tokens':>7} {'cache':<18}{'time':>10}{'cached':>12}{'multiplied':>13}{'moved':>12}")
-    for n, Caches in ((256, None), (512, None), (1024, None), (2048, None), (16384, [FactoredFourCache])):
-        for Cache, seconds, held, count in race(n, 64, **({"Caches": Caches} if Caches else {})):
+    for n in (256, 512, 1024, 2048, 16384):
+        for Cache, seconds, held, count in race(n, 64, (TwoCache, FourCache, FactoredFourCache) if n <= 2048 else (FactoredFourCache,)):
             print(f"{n:>7} {Cache.__name__:<18}{seconds * 1e3:>7.1f} ms{held / 1e6:>9.2f} MB{count.multiplications / 1e6:>11.1f} M"
                   f"{count.bytes / 1e6:>9.1f} MB", flush=True)
 
