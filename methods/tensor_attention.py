@@ -21,9 +21,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 from nanollm.cache import LayerCache
+from nanollm.model import Config, Decoder
 from nanollm.speed import best
 
 
@@ -43,6 +46,7 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) 
 @dataclass(eq=False)
 class FourCache(LayerCache):
     """Def. 3.7: caches K₁, K₂, V₁, V₂, 4·i·D numbers, and forms the pairs for each query, as described."""
+    vectors = 2
     scale: float | None = None  # of the scores; None: 1/√D, as in the decoder; the paper has 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -93,6 +97,7 @@ class TwoCache(LayerCache):
 
     To form them it needs every earlier k₁, k₂, v₁, v₂ as well, so it holds the four matrices too (`tokens`).
     """
+    vectors = 2
     scale: float | None = None
 
     def __post_init__(self):
@@ -185,6 +190,14 @@ class Game(NamedTuple):
         return self.read > (self.zero + self.one) / 2
 
 
+def learned(game: Game, bits: Tensor) -> float:
+    """How many of the bits (n, d) Bob has learned: d(1 − h(a)) of a row of which he guesses the share a, h the binary entropy.
+    He cannot learn more than is stored."""
+    right = (game.guesses() == bits).double().mean(1)
+    entropy = -(torch.special.xlogy(right, right) + torch.special.xlog1py(1 - right, -right)) / math.log(2)
+    return bits.shape[1] * (1 - entropy).sum().item()
+
+
 def play(cache: LayerCache, k: Tensor, v: Tensor, keys: Tensor, C: float | None = None, compress=None,
          eta: float = 0.0, generator: torch.Generator | None = None) -> Game:
     """Alice stores n tokens k, v (n, vectors · d) under her keys (n, d); Bob asks for each of her rows, each time in a copy
@@ -237,7 +250,49 @@ def quantise(cache: LayerCache, bits: int, vectors: int = 2):
         x.copy_(low + ((x - low) / step).round() * step)
 
 
-# ---- 3. one step of each cache: python -m methods.tensor_attention ----------------------------------------------
+# ---- 3. a decoder that uses it, and a task that asks about pairs --------------------------------------------------
+
+
+def match3(n: int, T: int, p: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Match-3 (Sanford et al., arXiv 2306.02896) for a decoder: is there a pair a, b ≤ i with x_a + x_b + x_i ≡ 0 mod p?
+
+    n texts of T random numbers below p behind a first token p, (n, T + 1), and the answers (n, T): p + 1 is no, p + 2 yes.
+    """
+    x = torch.randint(p, (n, T), generator=generator)
+    zero = (x[:, :, None, None] + x[:, None, :, None] + x[:, None, None]) % p == 0  # (n, i, a, b)
+    seen = torch.ones(T, T, dtype=torch.bool).tril()
+    found = (zero & seen[:, :, None] & seen[:, None]).flatten(2).any(-1)
+    return F.pad(x, (1, 0), value=p), p + 1 + found.long()
+
+
+def learn(steps: int, T: int = 12, p: int = 31, batch: int = 64, lr: float = 5e-3, seed: int = 0, every: int = 50, **shape):
+    """Train a decoder of this shape (fields of Config) on Match-3, to answer at every number.
+
+    Returns it and [(step, share of right answers in 1000 texts that it never saw)].
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Decoder(Config(vocab_size=p + 3, max_len=T + 1, **shape))
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data.mul_(4)  # a product of three small numbers learns slowly
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / 50) * (1 + math.cos(math.pi * i / (steps + 1))) / 2)
+    held_out, generator, log = match3(1000, T, p, torch.Generator().manual_seed(seed + 1)), torch.Generator().manual_seed(seed), []
+    for step in tqdm(range(1, steps + 1), desc="Match-3", mininterval=2):
+        tokens, answers = match3(batch, T, p, generator)
+        with torch.enable_grad():
+            loss = F.cross_entropy(model(tokens)[:, 1:].flatten(0, 1), answers.flatten())
+            loss.backward()
+        optimizer.step(), rate.step(), optimizer.zero_grad()
+        if step % every == 0 or step == steps:
+            with torch.no_grad():
+                right = model(held_out[0])[:, 1:].argmax(-1) == held_out[1]
+            log.append((step, right.double().mean().item()))
+    return model.eval(), log
+
+
+# ---- 4. one step of each cache: python -m methods.tensor_attention ----------------------------------------------
 
 
 def race(n: int, D: int, Caches, repeat: int = 3):

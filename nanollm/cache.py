@@ -66,7 +66,8 @@ class LayerCache:
     `make_cache` links `layer` (of `layers`), `below` (the cache one layer down), `w_o` (d_model, H·G, D) and `freq`
     (RoPE's angles).
     """
-    watch = 0  # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+    watch = 0    # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+    vectors = 1  # keys, and values, of a token: 2 in caches for tensor attention, whose k and v are (B, H, T, 2D)
 
     def __post_init__(self):
         self.slots: dict[str, Tensor] = {}  # per-slot tensors (B, H, capacity, ...): k, v, pos, and what methods add
@@ -309,6 +310,9 @@ class WindowCache(LayerCache):
 def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[LayerCache]:
     """One cache per layer of the decoder, linked to its layer. Knobs go to the method; a bad one is a ValueError."""
     c, caches = model.config, []
+    if Method.vectors != c.vectors:
+        raise ValueError(f"{Method.__name__} is for {Method.vectors} key and value vectors a token, the decoder has {c.vectors}; "
+                         "for 2 take a cache of methods/tensor_attention.py")
     for layer, block in enumerate(model.blocks):
         try:
             cache = Method(**knobs)
@@ -341,4 +345,4 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
 
 def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
     """2 · layers · key/value heads · tokens · head dim · bytes (KVReviver, Eq. 1): keys and values of a full cache."""
-    return 2 * config.n_layers * config.n_kv_heads * tokens * config.head_dim * bytes_per_number
+    return 2 * config.vectors * config.n_layers * config.n_kv_heads * tokens * config.head_dim * bytes_per_number

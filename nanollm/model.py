@@ -24,6 +24,7 @@ class Config:
     d_model: int
     d_ff: int
     head_dim: int = 0                 # D; 0 means d_model / n_heads
+    vectors: int = 1                  # keys, and values, of a token in each head; 2: tensor attention, to pairs of tokens
     family: str = "llama"
     rope_theta: float = 10_000.0
     rope_scaling: dict | None = None  # Llama-3.1: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
@@ -39,6 +40,8 @@ class Config:
         for name in ("vocab_size", "max_len", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.vectors not in (1, 2):
+            raise ValueError(f"vectors {self.vectors} must be 1 (attention to tokens) or 2 (tensor attention, to pairs of tokens)")
         if not self.head_dim and self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}; set head_dim")
         self.head_dim = self.head_dim or self.d_model // self.n_heads
@@ -88,13 +91,32 @@ def norm(config: Config) -> nn.Module:
     return kind(config.d_model, eps=config.norm_eps)
 
 
+def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal tensor attention (arXiv 2503.11108): query i attends to all pairs of tokens a, b ≤ i.
+
+    score of (a, b) = q_i · (k₁ₐ ∘ k₂ᵦ)/√D, its value v₁ₐ ∘ v₂ᵦ; q (B, H·G, T, D), k = [k₁ | k₂] and v = [v₁ | v₂]
+    (B, H, T, 2D) → (B, H·G, T, D). Makes T³ scores per head: for training, on short texts.
+    """
+    T, D = q.shape[2:]
+    k1, k2, v1, v2 = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for both in (k, v) for x in both.chunk(2, -1))
+    score = torch.einsum("bhid,bhxd,bhyd->bhixy", q * D ** -0.5, k1, k2)
+    seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    score = score.masked_fill(~(seen[:, :, None] & seen[:, None]), -math.inf)
+    return torch.einsum("bhixy,bhxd,bhyd->bhid", score.flatten(3).softmax(-1).view_as(score), v1, v2)
+
+
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h."""
+    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h.
+
+    With two vectors a key is [k₁ | k₂], a value [v₁ | v₂]: the second seam. These are not rotated: a product of *three*
+    rotated numbers depends on where the text begins, not on distances alone. The order is then told by causality, and by
+    the learned positions of the gpt2 family.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads  # of q, k and v, one above the other in one matrix
+        self.heads = c.n_heads, c.vectors * c.n_kv_heads, c.vectors * c.n_kv_heads  # of q, k, v: one above the other in qkv
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
@@ -103,9 +125,12 @@ class Attention(nn.Module):
         return x.split([heads * self.config.head_dim for heads in self.heads])
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D); q and k are rotated."""
+        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), [k₁ | k₂] and [v₁ | v₂] (B, H, T, 2D) if there are two."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, H·G + 2H, T, D)
+        if self.config.vectors == 2:
+            q, *kv = qkv.split(self.heads, 1)
+            return q, *(torch.cat((x[:, ::2], x[:, 1::2]), -1) for x in kv)
         if angles is None:
             return qkv.split(self.heads, 1)
         queries, keys, values = self.heads
@@ -114,7 +139,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
         q, k, v = self.project(x, angles)
-        if cache is None:
+        if cache is None and self.config.vectors == 2:
+            y = pair_attention(q, k, v)
+        elif cache is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             y = cache.attend(q, k, v, pos)

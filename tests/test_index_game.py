@@ -1,11 +1,12 @@
 """The Index game: Alice's bits come back from an exact cache, within the predicted margins, and not from one that was compressed
 below them."""
+from itertools import product
 import math
 
 import pytest
 import torch
 
-from methods.tensor_attention import (FourCache, TwoCache, distortion, index_game_four, index_game_two, pairs, projected_basis, quantise,
+from methods.tensor_attention import (FourCache, TwoCache, distortion, index_game_four, index_game_two, learned, pairs, projected_basis, quantise,
                                       separation, tensor_attention)
 
 
@@ -30,6 +31,8 @@ def test_projections_come_closer_to_an_orthonormal_basis_like_one_over_the_root_
     for n in (16, 64):
         assert mean(n, 256) / mean(n, 4096) == pytest.approx(4, rel=0.1)
     assert 1.05 < mean(64, 1024) / mean(16, 1024) < math.sqrt(2)  # ln 64 = 1.5 ln 16, and more pairs to exceed it
+    for n, d in product((4, 16, 64, 256), (16, 128, 1024)):
+        assert 1.6 < mean(n, d) * math.sqrt(d / math.log(n)) < 2.4  # ε² d / ln n hardly moves
     g = torch.Generator().manual_seed(0)
     assert projected_basis(50, 400, g).square().sum(1).mean() == pytest.approx(1, abs=0.03)
 
@@ -82,6 +85,19 @@ def test_with_too_few_dimensions_the_margins_cross_and_bits_are_lost():
     assert found[256] == 1 > found[16] > found[4] > 0.5
 
 
+@pytest.mark.claim("T12")
+def test_e_to_the_d_rows_do_not_fit_into_d_dimensions():
+    def mean(n, d):
+        games = [(deal(n, d, seed), index_game_four(*deal(n, d, seed))) for seed in range(5)]
+        return [sum(x) / 5 for x in zip(*((right(game, bits).mean().item(), distortion(keys)) for (bits, keys), game in games))]
+
+    for d in (3, 4, 5, 6):
+        found, eps = mean(math.ceil(math.e ** d), d)
+        assert found < 0.75 and eps > 1  # the proof needs less than 1/2
+    found, eps = mean(3, 64)  # e^(d/64): with ε = 2 √(ln n/d), 1/4 at n = e^(d/64)
+    assert found == 1 and eps < 0.5
+
+
 @pytest.mark.claim("T6")
 def test_what_is_evicted_is_lost_and_what_stays_comes_back():
     bits, keys = deal(32, 2048)
@@ -91,10 +107,31 @@ def test_what_is_evicted_is_lost_and_what_stays_comes_back():
 
 
 @pytest.mark.claim("T6")
+def test_bob_learns_what_is_kept_of_the_bits_and_never_more_than_is_stored():
+    bits, keys = deal(32, 2048)
+
+    def told(kept, precision):
+        def compress(cache):
+            cache.keep(torch.arange(kept)[None, None])
+            quantise(cache, precision)
+        return learned(index_game_four(bits, keys, compress=compress), bits) / bits.numel()
+
+    for kept in (32, 24, 16, 8, 1):
+        for precision in (8, 2, 1):
+            assert kept / 32 <= told(kept, precision) < kept / 32 + 0.001  # one bit a number is all that it takes: the line itself
+    game = index_game_four(bits, keys)
+    for share in (0.5, 0.75, 0.9, 1.0):
+        wrong = torch.arange(2048) >= share * 2048
+        a = 1 - wrong.double().mean().item()
+        entropy = -sum(x * math.log2(x) for x in (a, 1 - a) if x)
+        assert learned(game._replace(read=(bits ^ wrong).double()), bits) == pytest.approx(32 * 2048 * (1 - entropy), abs=1e-6)
+
+
+@pytest.mark.claim("T6")
 def test_fewer_bits_a_number_lose_no_bits_of_the_message_as_long_as_a_value_keeps_its_own():
     """n·d bits are what the theorem asks for: one for each number of V₁ is enough."""
     bits, keys = deal(32, 2048)
-    for precision in (8, 4, 2):
+    for precision in (8, 4, 2, 1):
         assert (right(index_game_four(bits, keys, compress=lambda cache: quantise(cache, precision)), bits) == 1).all()
 
     def forget_half(cache):  # of the values, below one bit a number

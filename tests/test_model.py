@@ -1,11 +1,14 @@
-"""The decoder against transformers: tiny random models of every kind it reads, cached and uncached."""
+"""The decoder against transformers: tiny random models of every kind it reads, cached and uncached; attention to pairs against a loop."""
+from itertools import product
+
 import pytest
 import torch
 from transformers import (AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config,
                           logging as transformers_logging)
 
+from methods.tensor_attention import FourCache
 from nanollm.cache import make_cache
-from nanollm.model import Config, Decoder
+from nanollm.model import Config, Decoder, rope, rope_frequencies, rotate
 from nanollm.weights import from_hf
 
 transformers_logging.set_verbosity_error()
@@ -132,6 +135,8 @@ def test_sequences_end_at_max_len(family):
     (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"),
     (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3"),
     (dict(head_dim=7), "head_dim 7 is odd"),
+    (dict(vectors=3), "vectors 3 must be 1 .* or 2"),
+    (dict(vectors=0), "vectors 0 must be 1"),
 ])
 def test_a_bad_config_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
@@ -144,8 +149,73 @@ def test_head_dim_follows_from_d_model_unless_set():
 
 
 def test_gradients_reach_every_parameter():
-    for family in ("llama", "gpt2"):
-        model = Decoder(tiny(family=family, tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True))
+    for family, vectors in product(("llama", "gpt2"), (1, 2)):
+        model = Decoder(tiny(family=family, vectors=vectors, tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True))
         model(TOKENS[:, :16]).square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all(), name
+
+
+# ---- two vectors: attention to pairs ---
+
+
+def pair_model(**changed) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(tiny(vectors=2, **changed)).double()
+    for p in model.parameters():
+        p.data.mul_(4)  # sharp attention
+    return model
+
+
+@pytest.mark.claim("T13")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_attention_with_two_vectors_is_the_loop_over_pairs_from_its_own_weights(family):
+    """The rows of qkv: H·G queries, then k₁ and k₂ of head 0, of head 1, and the same of v. None is rotated."""
+    attention = pair_model(family=family, n_heads=6, n_kv_heads=2, head_dim=4).blocks[0].attention
+    x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k, v = ([x @ w.T for w in part.split(4)] for part in attention.qkv.weight.split((24, 16, 16)))  # each (B, T, D)
+    heads = []
+    for h in range(6):
+        (k1, k2), (v1, v2) = (both[h // 3 * 2:h // 3 * 2 + 2] for both in (k, v))
+        y = torch.zeros(2, 7, 4, dtype=torch.float64)
+        for b in range(2):
+            for i in range(7):
+                pairs = list(product(range(i + 1), repeat=2))
+                p = torch.stack([(q[h][b, i] * k1[b, a] * k2[b, c]).sum() / 2 for a, c in pairs]).softmax(0)
+                y[b, i] = sum(w * v1[b, a] * v2[b, c] for w, (a, c) in zip(p, pairs))
+        heads.append(y)
+    angles = rope(rope_frequencies(attention.config), torch.arange(7)[None])
+    got = attention(x, angles if family == "llama" else None, torch.arange(7)[None])
+    assert torch.allclose(got, torch.cat(heads, -1) @ attention.o.weight.T, rtol=0, atol=1e-12)
+
+
+@pytest.mark.claim("T13")
+def test_three_rotated_vectors_see_where_the_text_begins_and_two_do_not_so_pairs_are_not_rotated():
+    freq = rope_frequencies(tiny(head_dim=8))
+    q, k1, k2 = torch.randn(3, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def scores(shift):
+        a, b, c = (rotate(x, *rope(freq, torch.tensor([at + shift]))) for x, at in ((q, 9), (k1, 4), (k2, 2)))
+        return (a * b).sum(), (a * b * c).sum(), (a * b * k2).sum()  # attention; all three rotated; q and k₁ alone
+
+    for shift in (1, 10, 100):
+        same, three, two = (abs(x - y) for x, y in zip(scores(shift), scores(0)))
+        assert same < 1e-5 and three > 0.05 and two > 0.05
+    model = pair_model()
+    assert torch.equal(model(TOKENS[:, :9], pos=torch.arange(9)[None] + 5), model(TOKENS[:, :9]))
+    assert not torch.allclose(model(TOKENS[:, :9]), model(TOKENS[:, :9].flip(1)))  # but causality tells an order
+
+
+@pytest.mark.claim("T13")
+def test_tensor_attention_has_the_parameters_of_ordinary_attention_with_one_and_a_half_times_the_heads():
+    def count(**changed):
+        return sum(p.numel() for p in Decoder(tiny(head_dim=8, **changed)).parameters())
+
+    assert count(vectors=2, n_heads=4, n_kv_heads=4) == count(n_heads=6, n_kv_heads=6)
+
+
+def test_a_cache_for_single_keys_is_refused_by_a_decoder_with_two_and_the_other_way_round():
+    with pytest.raises(ValueError, match="LayerCache is for 1 key and value vectors a token, the decoder has 2; .*tensor_attention"):
+        make_cache(pair_model())
+    with pytest.raises(ValueError, match="FourCache is for 2 key and value vectors a token, the decoder has 1"):
+        make_cache(Decoder(tiny()), FourCache)

@@ -10,7 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from methods.tensor_attention import Count, FactoredFourCache, FourCache, TwoCache, pairs, tensor_attention
+from methods.tensor_attention import (Count, FactoredFourCache, FourCache, TwoCache, learn, match3, pairs,
+                                      tensor_attention)
+from nanollm.cache import cache_bytes, full_cache_bytes, make_cache
+from nanollm.generate import generate
+from nanollm.model import Config, Decoder
 
 B, H, G, D = 2, 2, 3, 5
 N = 13
@@ -464,3 +468,73 @@ def test_a_tile_of_no_pairs_is_refused_at_construction(tile):
 
 def test_by_default_all_pairs_of_2048_tokens_are_one_tile():
     assert FactoredFourCache().tile == 2048 ** 2
+
+
+# ---- T13: a decoder, and Match-3 ---
+
+
+@once
+def decoder(family):
+    torch.manual_seed(0)
+    model = Decoder(Config(vocab_size=40, max_len=64, n_layers=2, n_heads=6, n_kv_heads=2, d_model=48, d_ff=48, vectors=2, family=family))
+    for p in model.parameters():
+        p.data.mul_(4)  # sharp attention
+    return model.double()
+
+
+TOKENS = torch.randint(40, (2, 21), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.claim("T13")
+@each_cache_and_tile
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_decoder_of_pairs_gives_the_same_logits_with_every_cache_as_without(cache, family):
+    model, (Method, knobs) = decoder(family), (CACHES | TILES)[cache]
+    whole = model(TOKENS)
+    for chunk in (1, 8, 21):
+        caches = make_cache(model, Method, **knobs)
+        assert torch.allclose(torch.cat([model(part, caches) for part in TOKENS.split(chunk, 1)], 1), whole, rtol=0, atol=1e-11)
+    if Method is not TwoCache:  # four matrices of numbers, and a position each
+        assert cache_bytes(caches)[0] - sum(c.pos.nbytes for c in caches) == 2 * full_cache_bytes(model.config, 21, 8)
+
+
+@pytest.mark.claim("T13")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_decoder_of_pairs_writes_the_same_text_with_every_cache(family):
+    model = decoder(family)
+    texts = [generate(model, TOKENS, 12, make_cache(model, Method), chunk=5) for Method, _ in CACHES.values()]
+    loop = TOKENS
+    with torch.no_grad():
+        for _ in range(12):  # no cache at all
+            loop = torch.cat((loop, model(loop)[:, -1:].argmax(-1)), 1)
+    assert all(torch.equal(text, loop[:, 21:]) for text in texts) and len(loop[:, 21:].unique()) > 4
+
+
+@pytest.mark.claim("T13")
+def test_match_3_is_the_loop_over_pairs():
+    x, answers = match3(50, 6, 7, torch.Generator().manual_seed(0))
+    assert x.shape == (50, 7) and (x[:, 0] == 7).all() and x[:, 1:].max() == 6 and answers.shape == (50, 6)
+    for text, said in zip(x[:, 1:].tolist(), answers.tolist()):
+        for i in range(6):
+            found = any((text[a] + text[b] + text[i]) % 7 == 0 for a in range(i + 1) for b in range(i + 1))
+            assert said[i] == (9 if found else 8)
+
+
+@pytest.mark.claim("T13")
+def test_one_layer_of_tensor_attention_learns_match_3_and_ordinary_attention_of_as_many_parameters_stays_with_tokens():
+    """What one can tell from the place and from pairs with a = b or b = i is all that the latter learns."""
+    common = dict(steps=300, T=8, p=23, every=300, d_model=64, n_layers=1, d_ff=64)
+    pair, log = learn(**common, n_heads=1, n_kv_heads=1, head_dim=64, vectors=2)
+    single, ordinary = learn(**common, n_heads=3, n_kv_heads=3, head_dim=32)
+    assert sum(p.numel() for p in pair.parameters()) == sum(p.numel() for p in single.parameters())
+    x, answers = match3(20_000, 8, 23, torch.Generator().manual_seed(3))
+    x = x[:, 1:]
+    near = torch.stack([((2 * x[:, :i + 1] + x[:, i:i + 1]) % 23 == 0).any(1) | ((x[:, :i + 1] + 2 * x[:, i:i + 1]) % 23 == 0).any(1)
+                        for i in range(8)], 1)
+    yes = answers == 25
+    rule = sum((near[:, i] | ((yes & ~near)[:, i].sum() * 2 > (~near)[:, i].sum()) == yes[:, i]).double().mean().item() for i in range(8)) / 8
+    assert log[-1][0] == 300 and log[-1][1] > 0.94
+    assert ordinary[-1][1] < rule + 0.01 < log[-1][1] - 0.05
+    same = learn(**common | dict(steps=3, every=2), n_heads=1, n_kv_heads=1, head_dim=64, vectors=2)
+    assert [step for step, _ in same[1]] == [2, 3]

@@ -1,0 +1,254 @@
+"""SubGen: attention estimated from samples, in memory that stops growing where keys cluster (Zandieh et al., arXiv 2402.06082);
+SubGen2Cache and SubGen4Cache are its forms for tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1 and 5.2).
+
+    o = Σ_i e^⟨q,k_i⟩ v_i / Σ_i e^⟨q,k_i⟩ ≈ z/τ
+    τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩        z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
+
+Keys are clustered as they come, and of the n_c in each cluster t uniform samples are kept; values are drawn, with their keys,
+with probability ‖v‖²/‖V‖_F². τ and z are unbiased, their ratio is not. For pairs of tokens the stream is that of all pairs
+(SubGen2Cache), or one for each side of a pair, and pairs are made of what both have kept (SubGen4Cache).
+
+Differs from the papers: a key joins the oldest cluster that it may, not the nearest, so that the clusters do not depend on
+how a text is cut into chunks; scores are scaled by 1/√D as in the decoder (`scale=1`: the papers). `sizes` gives the
+constants that the lemmas leave open.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import LayerCache, spread
+
+
+def first(x: Tensor) -> Tensor:
+    """Index of the first True of each row (..., n); n where there is none."""
+    return (x.cumsum(-1) == 0).sum(-1)
+
+
+class Stream:
+    """What is remembered of a stream of keys and values (B, H, T, D).
+
+    Clusters: `centre` (B, H, M, D), `count` (B, H, M) and `sample` (B, H, M, t, D), the first so many as a head has.
+    Draws: `k` and `v` (B, H, s, D), and `total` (B, H) = ‖V‖_F².
+    """
+
+    def __init__(self, radius: float, samples: int, draws: int, generator: torch.Generator):
+        self.radius, self.samples, self.draws, self.generator = radius, samples, draws, generator
+        self.k = None
+
+    def add(self, k: Tensor, v: Tensor):
+        if self.k is None:
+            B, H, _, D = k.shape
+            self.centre, self.sample = k.new_zeros(B, H, 0, D), k.new_zeros(B, H, 0, self.samples, D)
+            self.count = torch.zeros(B, H, 0, dtype=torch.int64, device=k.device)
+            self.k, self.v = k.new_zeros(B, H, self.draws, D), v.new_zeros(B, H, self.draws, D)
+            self.total = v.new_zeros(B, H)
+        self.renew(k, self.join(k))
+        self.draw(k, v)
+
+    def uniform(self, below: Tensor, n: int) -> Tensor:
+        """n numbers in [0, below) for each of `below`, (..., n)."""
+        u = torch.rand(*below.shape, n, generator=self.generator, dtype=torch.float64)
+        return u.to(below.device) * below.unsqueeze(-1)
+
+    def near(self, k: Tensor, centre: Tensor) -> Tensor:
+        """(B, H, T, M): which keys are within the radius of which centres. NaN is near to all, lest `join` never end."""
+        return ~(torch.cdist(k.double(), centre.double(), compute_mode="donot_use_mm_for_euclid_dist") > self.radius)
+
+    def join(self, k: Tensor) -> Tensor:
+        """The cluster of each key, (B, H, T): the oldest whose centre, its first key, is within the radius, else a new one."""
+        used = (self.count > 0).sum(-1)
+        near = self.near(k, self.centre)
+        cluster = first(near & (self.count > 0).unsqueeze(2))
+        homeless = cluster == near.shape[-1]
+        while (opens := homeless.any(-1)).any():
+            if used.max() == self.count.shape[2]:
+                more = used.max() // 10 + 1
+                self.centre, self.count, self.sample = (torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2)
+                                                        for x in (self.centre, self.count, self.sample))
+            centre = k.gather(2, spread(first(homeless).clamp(max=k.shape[2] - 1).unsqueeze(-1), k))
+            self.centre[opens, used[opens]] = centre[opens].squeeze(1)
+            joins = homeless & self.near(k, centre).squeeze(-1)
+            cluster = torch.where(joins, used.unsqueeze(-1), cluster)
+            homeless, used = homeless & ~joins, used + opens
+        return cluster
+
+    def renew(self, k: Tensor, cluster: Tensor):
+        """Each sample of a cluster of n keys, m of them new, is with probability m/n replaced by one of the new (reservoirs)."""
+        new = torch.zeros_like(self.count).scatter_add_(2, cluster, torch.ones_like(cluster))
+        self.count += new
+        u = self.uniform(self.count, self.samples)
+        start = (new.cumsum(2) - new).unsqueeze(-1)                                  # in the order of clusters
+        i = cluster.argsort(2).gather(2, (start + u.long()).clamp(max=k.shape[2] - 1).flatten(2))
+        fresh = k.gather(2, spread(i, k)).view_as(self.sample)
+        self.sample = torch.where((u < new.unsqueeze(-1)).unsqueeze(-1), fresh, self.sample)
+
+    def draw(self, k: Tensor, v: Tensor):
+        """The same for the draws, by ‖v‖² in place of counts."""
+        weight = v.double().square().sum(-1).cumsum(-1)
+        self.total = self.total + weight[..., -1]
+        u = self.uniform(self.total, self.draws)
+        i = torch.searchsorted(weight, u, right=True)
+        renewed, i = (i < k.shape[2]).unsqueeze(-1), i.clamp(max=k.shape[2] - 1)
+        self.k, self.v = (torch.where(renewed, x.gather(2, spread(i, x)), old) for x, old in ((k, self.k), (v, self.v)))
+
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Log of what a sample of each cluster stands for, n_c/t (B, H, M), and each draw, ‖V‖_F²/(s ‖v‖²) (B, H, s)."""
+        drawn = self.total.unsqueeze(-1) / (self.draws * self.v.double().square().sum(-1))
+        return (self.count.to(self.k) / self.samples).log(), drawn.nan_to_num(0).log().to(self.k)  # 0/0: there was no value but 0
+
+    def bytes(self) -> tuple[int, int]:
+        fixed = sum(x.nbytes for x in (self.k, self.v, self.total))
+        each = [x.element_size() * math.prod(x.shape[3:]) for x in (self.centre, self.count, self.sample)]
+        return fixed + int((self.count > 0).sum()) * sum(each), fixed + self.count.numel() * sum(each)
+
+
+@dataclass(eq=False)
+class SubGen(LayerCache):
+    """SubGen, for ordinary attention."""
+    radius: float               # δ, of a cluster around its centre
+    samples: int                # t, of each cluster
+    draws: int                  # s, of all values
+    seed: int = 0
+    scale: float | None = None  # of the scores; None: 1/√D, as in the decoder; the papers have 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.radius >= 0 or self.samples < 1 or self.draws < 1:
+            raise ValueError(f"radius {self.radius} must be at least 0, samples {self.samples} and draws {self.draws} at least 1")
+        self.streams: list[Stream] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        B, heads, T, D = q.shape
+        q = q.view(B, k.shape[1], -1, T, D) * (D ** -0.5 if self.scale is None else self.scale)
+        outputs = []
+        for t in range(T):
+            self.write(k[:, :, t:t + 1], v[:, :, t:t + 1], pos[:, t:t + 1])
+            z, tau, _ = self.estimate(q[:, :, :, t])
+            outputs.append((z / tau).flatten(1, 2))
+        return torch.stack(outputs, 2)
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        if not self.streams:
+            generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
+            self.streams = [Stream(self.radius, self.samples, self.draws, generator) for _ in range(self.sides)]
+        for stream, (key, value) in zip(self.streams, self.split(k, v)):
+            stream.add(key, value)
+        self.seen += k.shape[2]
+
+    sides = 1
+
+    def split(self, k: Tensor, v: Tensor):
+        return [(k, v)]
+
+    def estimate(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, G, D), scaled → z (B, H, G, D) and τ (B, H, G, 1), both times e^−top, and top (B, H, G, 1)."""
+        terms, rows = self.logs(q)
+        top = torch.maximum(terms.amax(-1, keepdim=True), rows.flatten(3).amax(-1, keepdim=True))
+        p = (rows - top.view(*top.shape, *[1] * (rows.dim() - 4))).exp()
+        return self.weigh(p), (terms - top).exp().sum(-1, keepdim=True), top
+
+    def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the terms of τ, (B, H, G, M·t), and of what the drawn values are weighed with, (B, H, G, s)."""
+        (one,) = self.streams
+        share, weight = one.shares()
+        return (q @ one.sample.flatten(2, 3).mT + share.repeat_interleave(self.samples, 2).unsqueeze(2),
+                q @ one.k.mT + weight.unsqueeze(2))
+
+    def weigh(self, p: Tensor) -> Tensor:
+        """Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
+        return p @ self.streams[0].v
+
+    def bytes(self) -> tuple[int, int]:
+        return tuple(map(sum, zip((0, 0), *(stream.bytes() for stream in self.streams))))
+
+
+@dataclass(eq=False)
+class SubGen2Cache(SubGen):
+    """Lemma 5.2: the stream of all pairs. To form the new ones it needs every earlier token (`tokens`), so its memory grows."""
+    vectors = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.tokens = LayerCache()
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        T = k.shape[2]
+        self.tokens.write(k, v, pos)
+        for t in range(T):
+            n = self.tokens.length - T + t + 1
+            super().write(*(torch.cat((x[:, :, :n] * y[:, :, n - 1:n], x[:, :, n - 1:n] * y[:, :, :n - 1]), 2)
+                            for x, y in (self.tokens.k.chunk(2, -1), self.tokens.v.chunk(2, -1))), pos)
+        self.seen = self.tokens.seen
+
+    def bytes(self) -> tuple[int, int]:
+        return tuple(map(sum, zip(super().bytes(), self.tokens.bytes())))
+
+
+@dataclass(eq=False)
+class SubGen4Cache(SubGen):
+    """Lemma 5.1: K₁ and K₂ are clustered apart. A pair of clusters is sampled by its i-th samples, a draw of values by one of
+    each side, with probability ‖v₁‖²‖v₂‖²/(‖V₁‖_F²‖V₂‖_F²). No pair of the text is ever formed."""
+    vectors = 2
+    sides = 2
+
+    def split(self, k: Tensor, v: Tensor):
+        return zip(k.chunk(2, -1), v.chunk(2, -1))
+
+    def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the terms of τ, (B, H, G, M₁·M₂·t), and of what the drawn values of either side are weighed with, (B, H, G, s, s)."""
+        one, two = self.streams
+        (share1, weight1), (share2, weight2) = one.shares(), two.shares()
+        terms = torch.einsum("bhgd,bhxtd,bhytd->bhgxyt", q, one.sample, two.sample)
+        share = share1.unsqueeze(3) + share2.unsqueeze(2) + math.log(self.samples)  # n₁/t · n₂/t · t: they are t pairs, not t²
+        rows = (q.unsqueeze(3) * one.k.unsqueeze(2)) @ two.k.unsqueeze(2).mT
+        return (terms + share[:, :, None, :, :, None]).flatten(3), rows + weight1[:, :, None, :, None] + weight2[:, :, None, None]
+
+    def weigh(self, p: Tensor) -> Tensor:
+        one, two = self.streams
+        return (one.v.unsqueeze(2) * (p @ two.v.unsqueeze(2))).sum(3)  # the factored form: no pair of draws is formed either
+
+
+# ---- what the lemmas leave open, and what the clusters cost ------------------------------------------------------
+
+
+def sizes(eps: float, spread: float, first: float, second: float = 0.0, p: float = 0.01) -> tuple[int, int]:
+    """(t, s) with which the error exceeds ε‖softmax‖₂‖V‖₂ with probability p at most: Lemmas 5.1 and 5.2 with their constants.
+
+    Var τ ≤ sinh²(spread) τ²/t, as no score in a cluster is farther than `spread` from its centre's: δr, and 2δr for pairs of
+    clusters of keys of norm ≤ 1. E‖z − E z‖² ≤ (first/s + second/s²) (τ‖softmax‖₂‖V‖₂)², with both from `value_ratios`. By
+    Chebyshev they miss ε₁ (z) and ε₂ (τ) with probabilities 3p/4 and p/4; else z/τ is within (ε₁ + ε₂)/(1 − ε₂) = ε. That is
+    for one query; medians of O(log n) copies serve all n.
+    """
+    e2 = eps / 8
+    e1 = eps * (1 - e2) - e2
+    c = 3 * p / 4 * e1 ** 2
+    return math.ceil(math.sinh(spread) ** 2 / (p / 4 * e2 ** 2)), math.ceil((first + math.sqrt(first ** 2 + 4 * c * second)) / (2 * c))
+
+
+def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
+    """How the values enter `sizes`: ‖V‖_F²/‖V‖₂² ≤ D and 0, for draws of values v1 (n, D).
+
+    For draws of either side: (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and, where a draw is used only once, ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
+    """
+    norms = [(v.square().sum().item(), torch.linalg.matrix_norm(v, 2).item() ** 2) for v in (v1, v2) if v is not None]
+    (a, b), *two = norms
+    if not two:
+        return a / b, 0.0
+    (c, d), = two
+    pair = torch.linalg.matrix_norm((v1.mT @ v1) * (v2.mT @ v2), 2).item()  # ‖V₁ ⊘ V₂‖₂², by its Gram matrix
+    return (a * d + b * c) / pair, a * c / pair
+
+
+def most_clusters(D: int, radius: float) -> float:
+    """More clusters of radius δ cannot come of keys of norm ≤ 1 (Lemma 5.4/B.8, repaired).
+
+    Their centres are farther than δ apart, so balls of δ/2 around them are disjoint and lie in one of 1 + δ/2: at most
+    (1 + 2/δ)^D, and two keys of a cluster are within 2δ. The paper has e^D clusters for δ = e/3 and pairs within δ, from
+    (3/δ)^D; but that is (9/e)^D, of balls whose *radius* is δ. (3/δ = e at δ = 3/e, where one ball covers all.)
+    """
+    return (1 + 2 / radius) ** D
+
+
+variants = {}
