@@ -1,16 +1,17 @@
-"""SubGen: attention estimated from samples, in memory that stops growing where keys cluster (Zandieh et al., arXiv 2402.06082);
-SubGen2Cache and SubGen4Cache are its forms for tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1 and 5.2).
+"""SubGen: attention estimated from samples (Zandieh et al., arXiv 2402.06082), in memory that stops growing where keys cluster;
+SubGen4Cache and SubGen2Cache are its forms for tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1 and 5.2).
 
     o = Σ_i e^⟨q,k_i⟩ v_i / Σ_i e^⟨q,k_i⟩ ≈ z/τ
     τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩        z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
 
 Keys are clustered as they come, and of the n_c in each cluster t uniform samples are kept; values are drawn, with their keys,
 with probability ‖v‖²/‖V‖_F². τ and z are unbiased, their ratio is not. For pairs of tokens the stream is that of all pairs
-(SubGen2Cache), or one for each side of a pair, and pairs are made of what both have kept (SubGen4Cache).
+(SubGen2Cache, which keeps every token to form them), or one for each side of a pair, and all pairs are made of what both
+have kept (SubGen4Cache). D is the papers' d.
 
-Differs from the papers: a key joins the oldest cluster that it may, not the nearest, so that the clusters do not depend on
-how a text is cut into chunks; scores are scaled by 1/√D as in the decoder (`scale=1`: the papers). `sizes` gives the
-constants that the lemmas leave open.
+Differs from the papers: Lemma 5.1 gives no algorithm, so SubGen4Cache is ours; a key joins the oldest cluster that it may,
+not the nearest, so that the clusters do not depend on how a text is cut into chunks; scores are scaled by 1/√D as in the
+decoder (`scale=1`: the papers). `sizes` gives the constants that the lemmas leave open.
 """
 from dataclasses import dataclass
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 from nanollm.cache import LayerCache, spread
 
 
-def first(x: Tensor) -> Tensor:
+def first_true(x: Tensor) -> Tensor:
     """Index of the first True of each row (..., n); n where there is none."""
     return (x.cumsum(-1) == 0).sum(-1)
 
@@ -60,14 +61,14 @@ class Stream:
         """The cluster of each key, (B, H, T): the oldest whose centre, its first key, is within the radius, else a new one."""
         used = (self.count > 0).sum(-1)
         near = self.near(k, self.centre)
-        cluster = first(near & (self.count > 0).unsqueeze(2))
+        cluster = first_true(near & (self.count > 0).unsqueeze(2))
         homeless = cluster == near.shape[-1]
         while (opens := homeless.any(-1)).any():
             if used.max() == self.count.shape[2]:
                 more = used.max() // 10 + 1
                 self.centre, self.count, self.sample = (torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2)
                                                         for x in (self.centre, self.count, self.sample))
-            centre = k.gather(2, spread(first(homeless).clamp(max=k.shape[2] - 1).unsqueeze(-1), k))
+            centre = k.gather(2, spread(first_true(homeless).clamp(max=k.shape[2] - 1).unsqueeze(-1), k))
             self.centre[opens, used[opens]] = centre[opens].squeeze(1)
             joins = homeless & self.near(k, centre).squeeze(-1)
             cluster = torch.where(joins, used.unsqueeze(-1), cluster)
@@ -93,10 +94,13 @@ class Stream:
         renewed, i = (i < k.shape[2]).unsqueeze(-1), i.clamp(max=k.shape[2] - 1)
         self.k, self.v = (torch.where(renewed, x.gather(2, spread(i, x)), old) for x, old in ((k, self.k), (v, self.v)))
 
-    def shares(self) -> tuple[Tensor, Tensor]:
-        """Log of what a sample of each cluster stands for, n_c/t (B, H, M), and each draw, ‖V‖_F²/(s ‖v‖²) (B, H, s)."""
-        drawn = self.total.unsqueeze(-1) / (self.draws * self.v.double().square().sum(-1))
-        return (self.count.to(self.k) / self.samples).log(), drawn.nan_to_num(0).log().to(self.k)  # 0/0: there was no value but 0
+    def kept(self):
+        """The samples (B, H, M·t, D), the draws (B, H, s, D), and with either the log of what each stands for: n_c/t, and
+        ‖V‖_F²/(s ‖v‖²)."""
+        share = (self.count.to(self.k) / self.samples).log().repeat_interleave(self.samples, 2)
+        weight = self.total.unsqueeze(-1) / (self.draws * self.v.double().square().sum(-1))
+        weight = weight.nan_to_num(0).log().to(self.k)  # 0/0: there was no value but 0
+        return (self.sample.flatten(2, 3), share), (self.k, weight)
 
     def bytes(self) -> tuple[int, int]:
         fixed = sum(x.nbytes for x in (self.k, self.v, self.total))
@@ -112,6 +116,7 @@ class SubGen(LayerCache):
     draws: int                  # s, of all values
     seed: int = 0
     scale: float | None = None  # of the scores; None: 1/√D, as in the decoder; the papers have 1
+    sides = 1                   # streams that k and v are split into
 
     def __post_init__(self):
         super().__post_init__()
@@ -137,24 +142,19 @@ class SubGen(LayerCache):
             stream.add(key, value)
         self.seen += k.shape[2]
 
-    sides = 1
-
     def split(self, k: Tensor, v: Tensor):
         return [(k, v)]
 
     def estimate(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, G, D), scaled → z (B, H, G, D) and τ (B, H, G, 1), both times e^−top, and top (B, H, G, 1)."""
         terms, rows = self.logs(q)
-        top = torch.maximum(terms.amax(-1, keepdim=True), rows.flatten(3).amax(-1, keepdim=True))
-        p = (rows - top.view(*top.shape, *[1] * (rows.dim() - 4))).exp()
-        return self.weigh(p), (terms - top).exp().sum(-1, keepdim=True), top
+        top = torch.maximum(terms.amax(-1, keepdim=True), rows.amax(-1, keepdim=True))
+        return self.weigh((rows - top).exp()), (terms - top).exp().sum(-1, keepdim=True), top
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Of the terms of τ, (B, H, G, M·t), and of what the drawn values are weighed with, (B, H, G, s)."""
-        (one,) = self.streams
-        share, weight = one.shares()
-        return (q @ one.sample.flatten(2, 3).mT + share.repeat_interleave(self.samples, 2).unsqueeze(2),
-                q @ one.k.mT + weight.unsqueeze(2))
+        (sampled, share), (drawn, weight) = self.streams[0].kept()
+        return q @ sampled.mT + share.unsqueeze(2), q @ drawn.mT + weight.unsqueeze(2)
 
     def weigh(self, p: Tensor) -> Tensor:
         """Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
@@ -188,8 +188,8 @@ class SubGen2Cache(SubGen):
 
 @dataclass(eq=False)
 class SubGen4Cache(SubGen):
-    """Lemma 5.1: K₁ and K₂ are clustered apart. A pair of clusters is sampled by its i-th samples, a draw of values by one of
-    each side, with probability ‖v₁‖²‖v₂‖²/(‖V₁‖_F²‖V₂‖_F²). No pair of the text is ever formed."""
+    """Lemma 5.1: K₁ and K₂ are clustered apart, V₁ and V₂ drawn apart. Every left sample meets every right one, and every left
+    draw every right one, in the factored form: no pair is formed, neither of the text nor of what was kept."""
     vectors = 2
     sides = 2
 
@@ -197,58 +197,67 @@ class SubGen4Cache(SubGen):
         return zip(k.chunk(2, -1), v.chunk(2, -1))
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the terms of τ, (B, H, G, M₁·M₂·t), and of what the drawn values of either side are weighed with, (B, H, G, s, s)."""
-        one, two = self.streams
-        (share1, weight1), (share2, weight2) = one.shares(), two.shares()
-        terms = torch.einsum("bhgd,bhxtd,bhytd->bhgxyt", q, one.sample, two.sample)
-        share = share1.unsqueeze(3) + share2.unsqueeze(2) + math.log(self.samples)  # n₁/t · n₂/t · t: they are t pairs, not t²
-        rows = (q.unsqueeze(3) * one.k.unsqueeze(2)) @ two.k.unsqueeze(2).mT
-        return (terms + share[:, :, None, :, :, None]).flatten(3), rows + weight1[:, :, None, :, None] + weight2[:, :, None, None]
+        """As in SubGen, (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
+        return tuple((((q.unsqueeze(3) * one.unsqueeze(2)) @ two.unsqueeze(2).mT)  # (K₁ ∘ q) K₂ᵀ
+                      + share1[:, :, None, :, None] + share2[:, :, None, None]).flatten(3)
+                     for (one, share1), (two, share2) in zip(*(stream.kept() for stream in self.streams)))
 
     def weigh(self, p: Tensor) -> Tensor:
         one, two = self.streams
-        return (one.v.unsqueeze(2) * (p @ two.v.unsqueeze(2))).sum(3)  # the factored form: no pair of draws is formed either
+        return (one.v.unsqueeze(2) * (p.unflatten(-1, (self.draws, -1)) @ two.v.unsqueeze(2))).sum(3)  # Σ_a V₁[a] ∘ (P V₂)[a]
 
 
 # ---- what the lemmas leave open, and what the clusters cost ------------------------------------------------------
 
 
-def sizes(eps: float, spread: float, first: float, second: float = 0.0, p: float = 0.01) -> tuple[int, int]:
+def sizes(eps: float, half: float, v1: Tensor, v2: Tensor | None = None, p: float = 0.01) -> tuple[int, int]:
     """(t, s) with which the error exceeds ε‖softmax‖₂‖V‖₂ with probability p at most: Lemmas 5.1 and 5.2 with their constants.
 
-    Var τ ≤ sinh²(spread) τ²/t, as no score in a cluster is farther than `spread` from its centre's: δr, and 2δr for pairs of
-    clusters of keys of norm ≤ 1. E‖z − E z‖² ≤ (first/s + second/s²) (τ‖softmax‖₂‖V‖₂)², with both from `value_ratios`. By
-    Chebyshev they miss ε₁ (z) and ε₂ (τ) with probabilities 3p/4 and p/4; else z/τ is within (ε₁ + ε₂)/(1 − ε₂) = ε. That is
-    for one query; medians of O(log n) copies serve all n.
+    half: δr, so that no score of a cluster is farther from that of its centre (for two sides, of keys of norm ≤ 1: by what
+    either key adds). v1: the values (n, D), or with v2 those of both sides.
+    τ: its variance is at most x/t + y/t² times τ², with x = sinh²(half) and y = 0; for two sides 2 sinh²(half), sinh²(2·half).
+    z: E‖z − E z‖² is at most x/s + y/s² times (τ‖softmax‖₂‖V‖₂)², with x and y from `value_ratios`.
+    By Chebyshev they miss ε₂ and ε₁ with probabilities p/4 and 3p/4; else z/τ is within (ε₁ + ε₂)/(1 − ε₂) = ε. This is for
+    one query that was chosen without a look at the samples; in a decoder later queries depend on earlier estimates.
     """
+    def least(x: float, y: float, c: float) -> int:  # m with x/m + y/m² ≤ c
+        return math.ceil((x + math.sqrt(x ** 2 + 4 * c * y)) / (2 * c))
+
     e2 = eps / 8
     e1 = eps * (1 - e2) - e2
-    c = 3 * p / 4 * e1 ** 2
-    return math.ceil(math.sinh(spread) ** 2 / (p / 4 * e2 ** 2)), math.ceil((first + math.sqrt(first ** 2 + 4 * c * second)) / (2 * c))
+    x, y = (math.sinh(half) ** 2, 0.0) if v2 is None else (2 * math.sinh(half) ** 2, math.sinh(2 * half) ** 2)
+    return least(x, y, p / 4 * e2 ** 2), least(*value_ratios(v1, v2), 3 * p / 4 * e1 ** 2)
 
 
 def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
-    """How the values enter `sizes`: ‖V‖_F²/‖V‖₂² ≤ D and 0, for draws of values v1 (n, D).
+    """(x, y) of `sizes`: ‖V‖_F²/‖V‖₂², which is at most D, and 0; for the draws of two sides
+    (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
 
-    For draws of either side: (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and, where a draw is used only once, ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
+    The latter have no bound: values that are 0 where their partners are not make V₁ ⊘ V₂ as small as one likes. Raises
+    ValueError if it is 0.
     """
-    norms = [(v.square().sum().item(), torch.linalg.matrix_norm(v, 2).item() ** 2) for v in (v1, v2) if v is not None]
-    (a, b), *two = norms
-    if not two:
-        return a / b, 0.0
-    (c, d), = two
-    pair = torch.linalg.matrix_norm((v1.mT @ v1) * (v2.mT @ v2), 2).item()  # ‖V₁ ⊘ V₂‖₂², by its Gram matrix
-    return (a * d + b * c) / pair, a * c / pair
+    def norms(v: Tensor) -> tuple[float, float]:
+        return v.square().sum().item(), torch.linalg.matrix_norm(v, 2).item() ** 2
+
+    gram = v1.mT @ v1 * (1 if v2 is None else v2.mT @ v2)  # of V₁ ⊘ V₂, without forming it
+    largest = torch.linalg.matrix_norm(gram, 2).item()
+    if not largest:
+        raise ValueError("the values, or all products of pairs of them, are 0; their estimate is 0 with any sizes")
+    frobenius, spectral = norms(v1)
+    if v2 is None:
+        return frobenius / largest, 0.0
+    frobenius2, spectral2 = norms(v2)
+    return (frobenius * spectral2 + spectral * frobenius2) / largest, frobenius * frobenius2 / largest
 
 
 def most_clusters(D: int, radius: float) -> float:
-    """More clusters of radius δ cannot come of keys of norm ≤ 1 (Lemma 5.4/B.8, repaired).
+    """More clusters of radius δ cannot come of keys of norm ≤ 1: (1 + 2/δ)^D (Lemma 5.4/B.8, repaired).
 
-    Their centres are farther than δ apart, so balls of δ/2 around them are disjoint and lie in one of 1 + δ/2: at most
-    (1 + 2/δ)^D, and two keys of a cluster are within 2δ. The paper has e^D clusters for δ = e/3 and pairs within δ, from
-    (3/δ)^D; but that is (9/e)^D, of balls whose *radius* is δ. (3/δ = e at δ = 3/e, where one ball covers all.)
+    Their centres are farther than δ apart, so balls of δ/2 around them are disjoint and lie in one of 1 + δ/2. (No two lie
+    in one part of a partition into parts of diameter δ either: (m, δ)-clusterable keys make at most m clusters.)
+    The lemma has e^D parts of diameter e/3, from (3/δ)^D at δ = e/3. But that is (9/e)^D, of balls whose radius is δ.
     """
     return (1 + 2 / radius) ** D
 
 
-variants = {}
+variants = {}  # nothing here has a budget of entries, and tensor attention needs Config(vectors=2)

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from nanollm.cache import LayerCache
 from nanollm.model import Config, Decoder
-from nanollm.speed import best
+from nanollm.speed import Count, best
 
 
 def pairs(x: Tensor, y: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class FourCache(LayerCache):
 @dataclass(eq=False)
 class FactoredFourCache(FourCache):
     """The same four matrices, and no pair is ever formed."""
-    tile: int = 2 ** 22  # pairs per tile, query and head, at most (but at least one row); the default holds all of 2048 tokens
+    tile: int = 2 ** 18  # pairs per tile, query and head, at most (but at least one row): in float32 a MiB of scores
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,40 +121,6 @@ class TwoCache(LayerCache):
         return tuple(pair + token for pair, token in zip(super().bytes(), self.tokens.bytes()))
 
 
-class Count(TorchDispatchMode):
-    """Counts, of everything that runs under it, the multiplications and the bytes that operations read and write.
-
-    A view moves nothing. In a matrix product of (m, k) and (k, n) every product counts, m·k·n; elsewhere each number of
-    what is made by mul, div or exp.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.multiplications = self.bytes = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        with self:  # in inference mode, operations made of others arrive whole
-            out = op.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
-        out, name = op(*args, **kwargs), op.overloadpacket.__name__
-        if op.is_view or name == "_unsafe_view":
-            return out
-        read, made = ([x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out))
-        if name == "copy_" or name.startswith("new_"):  # their first argument is not read
-            read = read[1:]
-        self.bytes += sum(x.numel() * x.element_size() for x in read + made)
-        if name in ("mm", "bmm"):
-            self.multiplications += made[0].numel() * read[0].shape[-1]
-        elif "scaled_dot_product" in name:
-            q, k, *_ = read
-            self.multiplications += 2 * q.numel() * k.shape[-2]
-        elif name.rstrip("_") in ("mul", "div", "exp", "_softmax"):
-            self.multiplications += made[0].numel()
-        return out
-
-
 # ---- 2. the lower bounds as games: whoever must answer any later query has to hold all bits ----------------------
 
 
@@ -164,20 +129,36 @@ def projected_basis(n: int, d: int, generator: torch.Generator) -> Tensor:
     return torch.randn(n, d, dtype=torch.float64, generator=generator) / d ** 0.5
 
 
+def spread_out(n: int, d: int, most: float, generator: torch.Generator) -> tuple[Tensor, float]:
+    """n unit vectors (n, d), float64, drawn until no two have a cosine above `most`, and the largest cosine of two.
+
+    Where a random projection is too crowded these keys still serve: with C = ln(4n)/(1 − cosine) every other key weighs less
+    than 1/4n of Bob's own. Some e^d of them fit if most² = 1 − 1/e², so most = 0.93 (Gilbert and Varshamov).
+    """
+    keys = torch.empty(0, d, dtype=torch.float64)
+    for _ in range(1000 * n):
+        key = F.normalize(torch.randn(1, d, dtype=torch.float64, generator=generator), dim=1)
+        if not len(keys) or (keys @ key.T).max() <= most:
+            keys = torch.cat((keys, key))
+        if len(keys) == n:
+            return keys, (keys @ keys.T - 2 * torch.eye(n)).max().item()
+    raise ValueError(f"{n} unit vectors of {d} dimensions with cosines up to {most} were not found; allow larger ones")
+
+
 def distortion(keys: Tensor) -> float:
     """The ε of Lemma 3.5: how far the inner products of the rows (n, d) are from those of an orthonormal basis, at most."""
     return (keys @ keys.T - torch.eye(len(keys), dtype=keys.dtype)).abs().max().item()
 
 
-def separation(n: int, eps: float, C: float, repeats: int) -> tuple[float, float]:
+def separation(n: int, eps: float, C: float, four: bool) -> tuple[float, float]:
     """At most this much is read where a bit is 0, and at least this much where it is 1 (δ and Δ of Theorems B.1 and B.2).
 
-    Each of n keys stands in `repeats` pairs, n in the game of four, 1 in that of two. The proof of the former leaves out
-    the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, and the latter Bob's one; they are counted here.
+    Each of n keys stands in n pairs if there are `four` matrices, else in 1. The proof of the former leaves out the 2n + 1
+    pairs with Bob's zero key, of weight e⁰ = 1 each, and the latter Bob's one; they are counted here.
     """
+    repeats, nothing = (n, 2 * n + 1) if four else (1, 1)
     own, others = repeats * math.exp(C * (1 - eps)), repeats * (n - 1) * math.exp(C * eps)
-    total = own + others + (2 * n + 1 if repeats > 1 else 1)
-    return others / total, own / total
+    return others / (own + others + nothing), own / (own + others + nothing)
 
 
 class Game(NamedTuple):
@@ -191,8 +172,11 @@ class Game(NamedTuple):
 
 
 def learned(game: Game, bits: Tensor) -> float:
-    """How many of the bits (n, d) Bob has learned: d(1 − h(a)) of a row of which he guesses the share a, h the binary entropy.
-    He cannot learn more than is stored."""
+    """How many of the bits (n, d) his guesses tell Bob: d(1 − h(a)) of a row of which the share a is right, h the binary entropy.
+
+    An estimate, too high by about 0.7 bits a row. Readings may tell more than guesses: where keys blur, n of them are n
+    equations for n bits.
+    """
     right = (game.guesses() == bits).double().mean(1)
     entropy = -(torch.special.xlogy(right, right) + torch.special.xlog1py(1 - right, -right)) / math.log(2)
     return bits.shape[1] * (1 - entropy).sum().item()
@@ -212,7 +196,7 @@ def play(cache: LayerCache, k: Tensor, v: Tensor, keys: Tensor, C: float | None 
     cache.write(k[None, None], v[None, None], torch.arange(n)[None])  # her queries are zero and ask for nothing
     if compress:
         compress(cache)
-    zero, one = separation(n, distortion(keys), C, repeats=n if four else 1)
+    zero, one = separation(n, distortion(keys), C, four)
     scale = 1.0 if four else d ** 0.5  # undoes LayerCache's 1/√D
     nothing, read = torch.zeros_like(k[None, None, :1]), []
     for key in keys:
@@ -279,7 +263,7 @@ def learn(steps: int, T: int = 12, p: int = 31, batch: int = 64, lr: float = 5e-
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1, (i + 1) / 50) * (1 + math.cos(math.pi * i / (steps + 1))) / 2)
     held_out, generator, log = match3(1000, T, p, torch.Generator().manual_seed(seed + 1)), torch.Generator().manual_seed(seed), []
-    for step in tqdm(range(1, steps + 1), desc="Match-3", mininterval=2):
+    for step in tqdm(range(1, steps + 1), desc="Match-3", disable=None):
         tokens, answers = match3(batch, T, p, generator)
         with torch.enable_grad():
             loss = F.cross_entropy(model(tokens)[:, 1:].flatten(0, 1), answers.flatten())
@@ -329,7 +313,7 @@ def main():
                   f"{count.bytes / 1e6:>9.1f} MB", flush=True)
 
 
-variants = {}
+variants = {}  # these keep every token, and need Config(vectors=2)
 
 if __name__ == "__main__":
     main()

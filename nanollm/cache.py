@@ -312,7 +312,7 @@ def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[La
     c, caches = model.config, []
     if Method.vectors != c.vectors:
         raise ValueError(f"{Method.__name__} is for {Method.vectors} key and value vectors a token, the decoder has {c.vectors}; "
-                         "for 2 take a cache of methods/tensor_attention.py")
+                         "caches for 2 are in methods/tensor_attention.py and methods/sub_gen.py, all others are for 1")
     for layer, block in enumerate(model.blocks):
         try:
             cache = Method(**knobs)
@@ -344,5 +344,8 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
 
 
 def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
-    """2 · layers · key/value heads · tokens · head dim · bytes (KVReviver, Eq. 1): keys and values of a full cache."""
+    """2 · layers · key/value heads · tokens · head dim · bytes (KVReviver, Eq. 1): keys and values of a full cache.
+
+    Twice that in tensor attention, whose tokens have two of each.
+    """
     return 2 * config.vectors * config.n_layers * config.n_kv_heads * tokens * config.head_dim * bytes_per_number

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 
 @dataclass
 class Config:
-    """Shape of a decoder. `family` is "llama" (RMSNorm, RoPE, SwiGLU) or "gpt2" (LayerNorm, learned positions, GELU)."""
+    """Shape of a decoder. `family` is "llama" (RMSNorm, RoPE, SwiGLU) or "gpt2" (LayerNorm, learned positions, GELU).
+
+    With two `vectors` nothing is rotated: a llama then has no positions but the order that causality tells.
+    """
     vocab_size: int
     max_len: int                      # longest sequence, in tokens
     n_layers: int
@@ -108,9 +111,8 @@ def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h.
 
-    With two vectors a key is [k₁ | k₂], a value [v₁ | v₂]: the second seam. These are not rotated: a product of *three*
-    rotated numbers depends on where the text begins, not on distances alone. The order is then told by causality, and by
-    the learned positions of the gpt2 family.
+    With two vectors (tensor attention) a key is [k₁ | k₂] and a value [v₁ | v₂]. They are not rotated: a product of *three*
+    rotated vectors depends on where the text begins, not on distances alone.
     """
 
     def __init__(self, config: Config):
@@ -125,11 +127,11 @@ class Attention(nn.Module):
         return x.split([heads * self.config.head_dim for heads in self.heads])
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), [k₁ | k₂] and [v₁ | v₂] (B, H, T, 2D) if there are two."""
+        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), q and k rotated; with two vectors k and v are (B, H, T, 2D)."""
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, H·G + 2H, T, D)
+        qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, sum of heads, T, D)
         if self.config.vectors == 2:
-            q, *kv = qkv.split(self.heads, 1)
+            q, *kv = qkv.split(self.heads, 1)  # k and v: head by head, the first vector and the second
             return q, *(torch.cat((x[:, ::2], x[:, 1::2]), -1) for x in kv)
         if angles is None:
             return qkv.split(self.heads, 1)
@@ -139,12 +141,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
         q, k, v = self.project(x, angles)
-        if cache is None and self.config.vectors == 2:
-            y = pair_attention(q, k, v)
-        elif cache is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
+        if cache is not None:
             y = cache.attend(q, k, v, pos)
+        elif self.config.vectors == 2:
+            y = pair_attention(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).flatten(2))  # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
 
 

@@ -8,6 +8,8 @@ import tempfile
 import time
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanollm import TINY
 from nanollm.cache import finish_prompt, make_cache
@@ -24,6 +26,40 @@ def best(run, repeat: int) -> float:
         run()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+class Count(TorchDispatchMode):
+    """Counts, of everything that runs under it, the multiplications and the bytes that operations read and write.
+
+    A view moves nothing. In a matrix product of (m, k) and (k, n) every product counts, m·k·n; elsewhere each number of
+    what is made by mul, div or exp.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.multiplications = self.bytes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:  # in inference mode, operations made of others arrive whole
+            out = op.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        out, name = op(*args, **kwargs), op.overloadpacket.__name__
+        if op.is_view or name == "_unsafe_view":
+            return out
+        read, made = ([x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out))
+        if name == "copy_" or name.startswith("new_"):  # their first argument is not read
+            read = read[1:]
+        self.bytes += sum(x.numel() * x.element_size() for x in read + made)
+        if name in ("mm", "bmm"):
+            self.multiplications += made[0].numel() * read[0].shape[-1]
+        elif "scaled_dot_product" in name:
+            q, k, *_ = read
+            self.multiplications += 2 * q.numel() * k.shape[-2]
+        elif name.rstrip("_") in ("mul", "div", "exp", "_softmax"):
+            self.multiplications += made[0].numel()
+        return out
 
 
 def against_transformers(folder: Path, prompts=(128, 1024), new: int = 128, repeat: int = 7):

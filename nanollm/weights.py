@@ -105,8 +105,10 @@ def hf_config(c: Config) -> dict:
         kind, name, fits = "qwen2", "Qwen2ForCausalLM", True
     else:
         kind, name, fits = "llama", "LlamaForCausalLM", c.qkv_bias == c.o_bias
-    if not fits or c.vectors != 1:
-        raise ValueError(f"{c} fits no Hugging Face model: all have 1 key vector a token; GPT-2 has every bias and n_heads = n_kv_heads = d_model / "
+    if c.vectors != 1:
+        raise ValueError(f"{c} fits no Hugging Face model: they have 1 key and value vector a token")
+    if not fits:
+        raise ValueError(f"{c} fits no Hugging Face model: GPT-2 has every bias and n_heads = n_kv_heads = d_model / "
                          "head_dim; Llama has qkv_bias = o_bias; Qwen2 has qkv_bias alone")
     hf = dict(model_type=kind, architectures=[name])
     hf |= {theirs: getattr(c, ours) for ours, theirs in KEYS[c.family].items()}

@@ -215,7 +215,7 @@ def test_tensor_attention_has_the_parameters_of_ordinary_attention_with_one_and_
 
 
 def test_a_cache_for_single_keys_is_refused_by_a_decoder_with_two_and_the_other_way_round():
-    with pytest.raises(ValueError, match="LayerCache is for 1 key and value vectors a token, the decoder has 2; .*tensor_attention"):
+    with pytest.raises(ValueError, match="LayerCache is for 1 key and value vectors a token, the decoder has 2; .*sub_gen"):
         make_cache(pair_model())
     with pytest.raises(ValueError, match="FourCache is for 2 key and value vectors a token, the decoder has 1"):
         make_cache(Decoder(tiny()), FourCache)

@@ -50,3 +50,10 @@ def test_the_use_of_a_method_in_the_readme_writes_on(capsys):
     exec(code, names := {})
     assert all(54 < cache.length - 20 <= 64 for cache in names["caches"])  # a chunk has ten tokens; 20 are new
     assert " import system" in capsys.readouterr().out
+
+
+def test_the_use_of_tensor_attention_in_the_readme_writes_on(capsys):
+    (code,) = re.findall(r"```\n(from methods.sub_gen .*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(code, {})
+    exact, estimate = (int(line.rsplit("(")[-1].split(",")[0]) for line in capsys.readouterr().out.splitlines())
+    assert estimate < exact / 2

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from methods.tensor_attention import (Count, FactoredFourCache, FourCache, TwoCache, learn, match3, pairs,
-                                      tensor_attention)
+from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, learn, match3, pairs, tensor_attention
 from nanollm.cache import cache_bytes, full_cache_bytes, make_cache
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
+from nanollm.speed import Count
 
 B, H, G, D = 2, 2, 3, 5
 N = 13
@@ -408,7 +408,7 @@ def test_the_two_matrices_take_2_n_squared_d_per_query_and_the_new_pairs(n, d, b
 @pytest.mark.claim("T4")
 @each_batch
 @pytest.mark.parametrize("n, d", [(32, 16), (22, 5)])
-@pytest.mark.parametrize("tile", [1, 64, 100, 2 ** 22])
+@pytest.mark.parametrize("tile", [1, 64, 100, 2 ** 18, 2 ** 22])
 def test_the_factored_form_takes_2_n_squared_d_per_query_and_lower_order(n, d, tile, batch, heads):
     tiles = math.ceil(n / max(1, tile // n))
     products = 2 * n * n * d
@@ -466,8 +466,8 @@ def test_a_tile_of_no_pairs_is_refused_at_construction(tile):
         FactoredFourCache(tile=tile)
 
 
-def test_by_default_all_pairs_of_2048_tokens_are_one_tile():
-    assert FactoredFourCache().tile == 2048 ** 2
+def test_by_default_a_tile_of_scores_takes_a_mebibyte():
+    assert FactoredFourCache().tile * 4 == 2 ** 20
 
 
 # ---- T13: a decoder, and Match-3 ---
@@ -535,6 +535,6 @@ def test_one_layer_of_tensor_attention_learns_match_3_and_ordinary_attention_of_
     yes = answers == 25
     rule = sum((near[:, i] | ((yes & ~near)[:, i].sum() * 2 > (~near)[:, i].sum()) == yes[:, i]).double().mean().item() for i in range(8)) / 8
     assert log[-1][0] == 300 and log[-1][1] > 0.94
-    assert ordinary[-1][1] < rule + 0.01 < log[-1][1] - 0.05
+    assert rule - 0.02 < ordinary[-1][1] < rule + 0.01 < log[-1][1] - 0.05
     same = learn(**common | dict(steps=3, every=2), n_heads=1, n_kv_heads=1, head_dim=64, vectors=2)
     assert [step for step, _ in same[1]] == [2, 3]
