@@ -85,6 +85,13 @@ def test_with_too_few_dimensions_the_margins_cross_and_bits_are_lost():
     assert found[256] == 1 > found[16] > found[4] > 0.5
 
 
+def test_vectors_are_spread_out_as_far_as_asked_or_refused():
+    code, cosine = spread_out(2, 3, -0.5, torch.Generator().manual_seed(0))
+    assert (code.norm(dim=1) - 1).abs().max() < 1e-12 and cosine == pytest.approx((code[0] @ code[1]).item()) and cosine <= -0.5
+    with pytest.raises(ValueError, match="20 unit vectors of 2 dimensions with cosines up to 0.9"):
+        spread_out(20, 2, 0.9, torch.Generator().manual_seed(0))
+
+
 @pytest.mark.claim("T12")
 def test_e_to_the_d_rows_need_other_keys_than_the_proof_s_and_longer_queries():
     def mean(n, d):
