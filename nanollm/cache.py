@@ -310,14 +310,14 @@ class WindowCache(LayerCache):
 def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[LayerCache]:
     """One cache per layer of the decoder, linked to its layer. Knobs go to the method; a bad one is a ValueError."""
     c, caches = model.config, []
-    if Method.vectors != c.vectors:
-        raise ValueError(f"{Method.__name__} is for {Method.vectors} key and value vectors a token, the decoder has {c.vectors}; "
-                         "caches for 2 are in methods/tensor_attention.py and methods/sub_gen.py, all others are for 1")
     for layer, block in enumerate(model.blocks):
         try:
             cache = Method(**knobs)
         except TypeError as error:
             raise ValueError(f"{error}; a method's knobs are its dataclass fields") from error
+        if cache.vectors != c.vectors:
+            raise ValueError(f"{type(cache).__name__} is for {cache.vectors} key and value vectors a token, the decoder has {c.vectors}; "
+                             "caches for 2 are in methods/tensor_attention.py and methods/sub_gen.py, all others are for 1")
         w_o = block.attention.o.weight.detach().unflatten(1, (c.n_heads, c.head_dim))
         cache.link(layer, c.n_layers, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
         caches.append(cache)
