@@ -749,14 +749,14 @@ def test_in_a_decoder(name):
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.3)
     prompt = torch.randint(20, (2, 12), generator=torch.Generator().manual_seed(0))
-    fresh = lambda **knobs: make_cache(model, CACHES[name], **dict(radius=0.5, samples=4, draws=8) | knobs)
+    fresh = lambda model=model, **knobs: make_cache(model, CACHES[name], **dict(radius=0.5, samples=4, draws=8) | knobs)
     assert prefill(model, prompt, fresh(), chunk=5).isfinite().all()
     new = generate(model, prompt, 10, fresh())
     assert new.shape == (2, 10) and torch.equal(new, generate(model, prompt, 10, fresh()))
     with torch.no_grad():
         exact = model(prompt)[:, -1]
-    few, many = ((prefill(model, prompt, fresh(radius=0.0, draws=draws)) - exact).norm() / exact.norm() 
+    few, many = ((prefill(model, prompt, fresh(radius=0.0, draws=draws)) - exact).norm() / exact.norm()
                  for draws in (8, dict(tokens=100, two=20_000, four=800)[name]))
     assert many < 0.2 < few
     with pytest.raises(ValueError, match=f"{CACHES[name].__name__} is for {vectors} key and value vectors"):
-        make_cache(Decoder(Config(**config, vectors=3 - vectors)), CACHES[name])
+        fresh(Decoder(Config(**config, vectors=3 - vectors)))
