@@ -1,0 +1,264 @@
+"""KVReviver: a compressed cache that can be read back (Yuan et al., Peking University and ByteDance, preprint).
+
+The newest tokens (Recent) and those with the most attention (Candidate) are kept as they are; every other token is added
+into a few shared slots of a sketch (Vague), from where it is revived, with the noise of all that shares its slots, before
+each attention.
+
+    insert J:  S_i[h_i(J)] += (k_J, g_i(J) v_J)  for i = 1 … r        h_i: token → 1 … b,  g_i: token → ±1
+    query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
+
+Differs from the paper: the prompt is read with full attention and compressed at its end; the budget is one of bytes, so the
+scores of all tokens ever seen, which the paper keeps beside it, come out of the exact part. The slack, which it does not
+give, is 8. No code was published.
+
+Beyond the paper: kind="signed" gives keys their signs too; kind="shrunk" also sketches what is left when the mean of the
+vague tokens, kept exactly, is taken off, and shrinks what it reads towards that mean as far as collisions ask for (Wiener):
+its expected error is never above that of the mean alone (proved for one row, which is also the better choice). vague=0 has no sketch.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from nanollm.cache import ALL, LayerCache, indices, rank, spread
+
+PRIME = 2 ** 31 - 1
+MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of so many standard normals (Lemma 2)
+
+
+class Sketch:
+    """A count sketch of vectors (B, H, n, D): `x` (B, H, r·b, 2D) holds sums of [k | v], row after row of b slots.
+
+    h(J) = (f(J) mod p) mod b and, drawn apart, g(J) = ±1 by the lowest bit of such a number, with cubic f and p = 2³¹ − 1:
+    over the seeds, any four tokens fall independently, and evenly but for b/p. (Linear f place tokens that follow one
+    another far too evenly under some seeds, and estimates have a bias.)
+    """
+
+    def __init__(self, k: Tensor, rows: int, width: int, kind: str, seed: int):
+        B, H, _, D = k.shape
+        self.rows, self.width, self.kind = rows, width, kind
+        self.x = k.new_zeros(B, H, rows * width, 2 * D)
+        self.sum = k.new_zeros(B, H, 2 * D if kind == "shrunk" else 0)  # of all that is in
+        self.place_by, self.sign_by = torch.randint(PRIME, (2, 4, rows), generator=torch.Generator().manual_seed(seed)).to(k.device)
+
+    def number(self, J: Tensor, coefficients: Tensor) -> Tensor:
+        """f(J) mod p in every row, (B, H, n, r)."""
+        n = torch.zeros_like(J.unsqueeze(-1), dtype=torch.int64)
+        for c in coefficients:
+            n = (n * J.unsqueeze(-1) + c) % PRIME
+        return n
+
+    def place(self, J: Tensor) -> Tensor:
+        """Slots (B, H, n, r) of tokens J (B, H, n)."""
+        return self.number(J, self.place_by) % self.width + torch.arange(self.rows, device=J.device) * self.width
+
+    def sign(self, J: Tensor) -> Tensor:
+        """±1 for every number of tokens J in every row, (B, H, n, r, 2D); as printed, the keys' are all 1."""
+        sign = (1 - 2 * (self.number(J, self.sign_by) % 2)).unsqueeze(-1).to(self.x)
+        of_keys = torch.ones_like(sign) if self.kind == "paper" else sign
+        half = *sign.shape[:-1], self.x.shape[-1] // 2
+        return torch.cat((of_keys.expand(half), sign.expand(half)), -1)
+
+    def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
+        """Add tokens J (B, H, n) with k and v (B, H, n, D), each `times` (B, H, n, 1): −1 deletes, 0 does nothing."""
+        x = torch.cat((k, v), -1) * times
+        i = self.place(J).flatten(2)
+        self.x.scatter_add_(2, spread(i, self.x), (x.unsqueeze(3) * self.sign(J)).flatten(2, 3))
+        if self.kind == "shrunk":
+            self.sum += x.sum(2)
+
+    def query(self, J: Tensor) -> tuple[Tensor, Tensor]:
+        """Estimates of k and v (B, H, a, D) of J (B, H, a), which are all tokens that are in."""
+        i, sign, x = self.place(J), self.sign(J), self.x
+        if self.kind == "shrunk":  # what the mean has put into each slot is known: take it off
+            mean = (self.sum / J.shape[2]).unsqueeze(2)
+            signs = torch.zeros_like(x).scatter_add_(2, spread(i.flatten(2), x), sign.flatten(2, 3))
+            x = x - signs * mean
+        x = x.gather(2, spread(i.flatten(2), x)).unflatten(2, i.shape[2:]) * sign
+        if self.rows == 1:
+            x = x.squeeze(3)
+        else:  # the median of three, without a sort
+            one, two, three = x.unbind(3)
+            x = torch.maximum(torch.minimum(one, two), torch.minimum(torch.maximum(one, two), three))
+        if self.kind == "shrunk":  # signal to signal and noise: of the others, (a − 1)/b a slot
+            x = mean + x / (1 + MEDIAN[self.rows] * (J.shape[2] - 1) / self.width)
+        return x.chunk(2, -1)
+
+
+@dataclass(eq=False)
+class KVReviver(LayerCache):
+    """Algorithms 1 to 4. Everything it holds fits into the bytes of `budget` entries (key, value, position) a head."""
+    budget: int                  # in entries per key/value head
+    vague: float = 0.1           # share of the budget for the sketch
+    recent: float = 0.45         # share for the newest tokens; what is left is for candidates
+    kind: str = "paper"          # "paper", "signed" or "shrunk"
+    rows: int = 3                # of the sketch, r: 1 or 3
+    slack: int = 8               # Recent grows by so many tokens before it is cut back
+    replace_rate: float = 1.1    # a vague token is swapped in for the lowest candidate if its score is higher by this factor
+    shares: tuple[float, ...] | None = None  # of the layers, of all budgets together (`fisher_shares`); None: all alike
+    seed: int = 0                # of hashes and signs, which differ by layer
+    watch = ALL
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kind not in ("paper", "signed", "shrunk") or self.rows not in MEDIAN:
+            raise ValueError(f"kind {self.kind!r} must be 'paper', 'signed' or 'shrunk', and rows {self.rows} 1 or 3")
+        if not (0 <= self.vague and 0 < self.recent and self.vague + self.recent < 1):
+            raise ValueError(f"vague {self.vague} and recent {self.recent} are shares; their sum must leave some for candidates")
+        if self.slack < 0 or self.replace_rate < 1:
+            raise ValueError(f"slack {self.slack} must be at least 0 tokens and replace_rate {self.replace_rate} at least 1")
+        self.score: Tensor | None = None  # (B, H, capacity): attention that each token ever seen has had; a token is its position
+        self.sketch: Sketch | None = None
+        self.in_recent = 0
+
+    def link(self, layer: int, layers: int, *place):
+        super().link(layer, layers, *place)
+        if self.shares is not None:
+            if len(self.shares) != layers:
+                raise ValueError(f"{len(self.shares)} shares for {layers} layers; give one each")
+            self.budget = round(self.budget * layers * self.shares[layer])
+
+    def vague_tokens(self) -> Tensor:
+        """(B, H, a): all that have no slot of their own, in order."""
+        return indices(torch.ones_like(self.score[:, :, :self.seen], dtype=torch.bool).scatter_(2, self.pos.long(), False))
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        super().write(k, v, pos)
+        if self.score is None or self.seen > self.score.shape[2]:  # grows by a tenth, as the slots do
+            grown = k.new_zeros(*k.shape[:2], self.seen + self.seen // 10 if self.score is not None else self.seen, dtype=torch.float32)
+            if self.score is not None:
+                grown[:, :, :self.score.shape[2]] = self.score
+            self.score = grown
+        self.in_recent += k.shape[2]
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Algorithm 4: the exact tokens, then the revived ones."""
+        exact = super().read()
+        if self.length == self.seen or self.sketch is None:
+            return exact
+        tokens = self.vague_tokens()
+        return *(torch.cat(x, 2) for x in zip(exact[:3], (*self.sketch.query(tokens), tokens))), None
+
+    def observe(self, q: Tensor, p: Tensor):
+        at = self.pos
+        if p.shape[-1] > self.length:
+            at = torch.cat((at, self.vague_tokens()), 2)
+        self.score.scatter_add_(2, at.long(), p.sum((2, 3)).float())
+        super().observe(q, p)
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Slots of a row of the sketch, of Recent and of Candidate: what fits beside a score for every token seen."""
+        entry = 2 * self.k.shape[-1] * self.k.element_size()  # without its position
+        all_bytes = self.budget * (entry + 4)
+        width = int(self.vague * all_bytes // (self.rows * entry))
+        held = self.rows * width * entry + (entry if width and self.kind == "shrunk" else 0) + 4 * self.seen
+        room = int((all_bytes - held) // (entry + 4)) - self.slack
+        newest = round(self.recent / (1 - self.vague) * room)
+        if not 1 <= newest < room or (self.vague and not width):
+            raise ValueError(f"budget {self.budget} has no room for a sketch of {self.rows} rows, the scores of {self.seen} tokens, "
+                             f"a slack of {self.slack} and recent and candidate tokens; raise it, or lower rows or slack")
+        return width, newest, room - newest
+
+    def forget(self):
+        """Algorithm 3."""
+        if not self.seen:  # the prompt was one token
+            return
+        width, newest, candidates = self.sizes()
+        if self.length > newest + candidates + self.slack:
+            self.in_recent = min(self.in_recent, newest)
+            self.move_out(self.length - self.in_recent - candidates, width)
+        if self.sketch is not None and self.length < self.seen:
+            self.swap()
+
+    def candidates(self) -> Tensor:
+        """Scores (B, H, S) of the slots, Recent's infinite."""
+        score = self.score.gather(2, self.pos.long())
+        return score.masked_fill(self.pos >= self.seen - self.in_recent, math.inf)
+
+    def move_out(self, n: int, width: int):
+        """The n candidates with the lowest scores go into the sketch; of equal ones the oldest."""
+        if self.sketch is None and width:
+            self.sketch = Sketch(self.k, self.rows, width, self.kind, 1000 * self.seed + self.layer)
+        stays = rank(self.candidates(), self.pos) < self.length - n
+        if self.sketch is not None:
+            leave = indices(~stays)
+            self.sketch.insert(self.pos.gather(2, leave), *(x.gather(2, spread(leave, x)) for x in (self.k, self.v)))
+        self.keep(indices(stays))
+
+    def swap(self):
+        """As long as a vague token beats the lowest candidate, its estimate takes that one's slot. What is deleted from the
+        sketch is the estimate, so its error stays behind."""
+        while True:
+            score, tokens = self.candidates(), self.vague_tokens()
+            vague = self.score.gather(2, tokens)
+            slot, best = (rank(score, self.pos).argmax(-1, keepdim=True), rank(vague, tokens).argmin(-1, keepdim=True))
+            swaps = score.gather(2, slot) * self.replace_rate < vague.gather(2, best)  # (B, H, 1)
+            if not swaps.any():
+                return
+            token, times = tokens.gather(2, best), swaps.unsqueeze(-1).to(self.k)
+            revived = [x.gather(2, spread(best, x)) for x in self.sketch.query(tokens)]
+            leaving = [x.gather(2, spread(slot, x)) for x in (self.k, self.v)]
+            out = self.pos.gather(2, slot)
+            self.sketch.insert(token, *revived, times=-times)
+            self.sketch.insert(out, *leaving, times=times)
+            for x, old, new in zip((self.k, self.v), leaving, revived):
+                x.scatter_(2, spread(slot, x), torch.where(swaps.unsqueeze(-1), new, old))
+            self.pos.scatter_(2, slot, torch.where(swaps, token.int(), out))
+
+    def bytes(self) -> tuple[int, int]:
+        live, allocated = super().bytes()
+        sketch = 0 if self.sketch is None else self.sketch.x.nbytes + self.sketch.sum.nbytes
+        scores = 0 if self.score is None else self.score[:, :, :self.seen].nbytes
+        return live + sketch + scores, allocated + sketch + (0 if self.score is None else self.score.nbytes)
+
+
+# ---- layer budgets, and the appendix -----------------------------------------------------------------------------
+
+
+def fisher_shares(model, tokens: Tensor) -> tuple[float, ...]:
+    """Each layer's share of all budgets, by the Fisher information of its W_K and W_V on calibration texts (B, T).
+
+    That is the mean of squared gradients of log p(text), over texts and entries; the two matrices' are added.
+    """
+    weights = [block.attention.qkv.weight for block in model.blocks]
+    fisher = torch.zeros(len(weights))
+    for text in tokens.split(1):
+        with torch.enable_grad():
+            loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+        for layer, (block, grad) in enumerate(zip(model.blocks, torch.autograd.grad(loss, weights))):
+            fisher[layer] += sum(part.square().mean() for part in block.attention.split(grad)[1:])
+    return tuple((fisher / fisher.sum()).tolist())
+
+
+def median_moments(factor: float, points: int = 200_001) -> tuple[float, float]:
+    """∫ w and ∫ x² w of the density w = factor · Φ(1 − Φ)φ that Lemmas 1 and 2 give the median of three standard normals.
+
+    They print the factor 3; the density is that of 6, which integrates to 1.
+    """
+    x = torch.linspace(-10, 10, points, dtype=torch.float64)
+    below = torch.special.ndtr(x)
+    density = factor * below * (1 - below) * (-x ** 2 / 2).exp() / math.sqrt(2 * math.pi)
+    return torch.trapezoid(density, x).item(), torch.trapezoid(x ** 2 * density, x).item()
+
+
+def collision_variance(a: float, width: int, rows: int) -> float:
+    """Expected squared error of a revived number whose a − 1 fellows have mean 0 and variance 1, where slots hold many: signs
+    on, r rows of b slots. Above 1, the 0 that is read off an empty sketch is nearer."""
+    return MEDIAN[rows] * (a - 1) / width
+
+
+def printed_bound(a: float, slots: int) -> tuple[float, float]:
+    """The appendix: the variance of a revived number exceeds πa/N (of single ones) with a probability below e^(−a/N), N = r·b."""
+    return math.pi * a / slots, math.exp(-a / slots)
+
+
+def score_variance(p: Tensor, variance: float) -> Tensor:
+    """The appendix: Var Δp_i ≈ σ_A² [p_i²(1 − p_i)² + Σ_{j ≠ i} p_j² p_i²], of attention weights p (..., S) whose logits have
+    independent errors of that variance; first order in them."""
+    square = p.square()
+    return variance * (square * (1 - p).square() + square * (square.sum(-1, keepdim=True) - square))
+
+
+variants = {}  # not in the comparison yet
