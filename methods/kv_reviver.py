@@ -126,11 +126,10 @@ class KVReviver(LayerCache):
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         super().write(k, v, pos)
-        if self.score is None or self.seen > self.score.shape[2]:  # grows by a tenth, as the slots do
-            grown = k.new_zeros(*k.shape[:2], self.seen + self.seen // 10 if self.score is not None else self.seen, dtype=torch.float32)
-            if self.score is not None:
-                grown[:, :, :self.score.shape[2]] = self.score
-            self.score = grown
+        if self.score is None:
+            self.score = k.new_zeros(*k.shape[:2], self.seen, dtype=torch.float32)
+        elif self.seen > self.score.shape[2]:  # grows by a tenth, as the slots do
+            self.score = F.pad(self.score, (0, self.seen + self.seen // 10 - self.score.shape[2]))
         self.in_recent += k.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
