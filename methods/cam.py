@@ -59,10 +59,9 @@ class CaM(LayerCache):
         p = attention.gather(2, leave) / attention.gather(2, stay).mean(-1, keepdim=True)
         coin = torch.rand(p.shape, generator=self.generator).to(p.device) < p
         after = torch.searchsorted(self.pos.gather(2, stay), self.pos.gather(2, leave))   # the first that stays after each
-        after = after.clamp(max=self.budget - m).unsqueeze(-1) + torch.arange(m, device=stay.device)  # (B, H, n, m)
-        share = (self.v.gather(2, spread(leave, self.v)) * coin.unsqueeze(-1) / m).unsqueeze(3).expand(-1, -1, -1, m, -1)
-        target = stay.gather(2, after.flatten(2))
-        self.v.scatter_add_(2, spread(target, self.v), share.flatten(2, 3))
+        first, j = after.clamp(max=self.budget - m).unsqueeze(-1), torch.arange(self.budget, device=stay.device)
+        share = (coin.unsqueeze(-1) & (j >= first) & (j < first + m)).to(self.v) / m          # (B, H, n, budget)
+        self.v.scatter_add_(2, spread(stay, self.v), share.mT @ self.v.gather(2, spread(leave, self.v)))
 
 
-variants = {}  # not in the comparison yet
+variants = {"cam": CaM}

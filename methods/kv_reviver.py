@@ -13,16 +13,18 @@ give, is 8. No code was published.
 
 Beyond the paper: kind="signed" gives keys their signs too; kind="shrunk" also sketches what is left when the mean of the
 vague tokens, kept exactly, is taken off, and shrinks what it reads towards that mean as far as collisions ask for (Wiener):
-its expected error is never above that of the mean alone (proved for one row, which is also the better choice). vague=0 has no sketch.
+its expected error is never above that of the mean alone (proved for one row, which is also the better choice). vague=0 has
+no sketch.
 """
 from dataclasses import dataclass
+from functools import partial
 import math
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import ALL, LayerCache, indices, rank, spread
+from nanollm.cache import ALL, NEVER, LayerCache, indices, rank, spread
 
 PRIME = 2 ** 31 - 1
 MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of so many standard normals (Lemma 2)
@@ -41,25 +43,30 @@ class Sketch:
         self.rows, self.width, self.kind = rows, width, kind
         self.x = k.new_zeros(B, H, rows * width, 2 * D)
         self.sum = k.new_zeros(B, H, 2 * D if kind == "shrunk" else 0)  # of all that is in
+        self.flip = k.new_full((2 * D,), -1)                            # what a sign of −1 does
+        if kind == "paper":
+            self.flip[:D] = 1
         self.place_by, self.sign_by = torch.randint(PRIME, (2, 4, rows), generator=torch.Generator().manual_seed(seed)).to(k.device)
 
     def number(self, J: Tensor, coefficients: Tensor) -> Tensor:
         """f(J) mod p in every row, (B, H, n, r)."""
-        n = torch.zeros_like(J.unsqueeze(-1), dtype=torch.int64)
+        token = torch.arange(int(J.max()) + 1 if J.numel() else 1, device=J.device).unsqueeze(-1)
+        f = torch.zeros_like(token)
         for c in coefficients:
-            n = (n * J.unsqueeze(-1) + c) % PRIME
-        return n
+            f = (f * token + c) % PRIME
+        return f[J.long()]
 
     def place(self, J: Tensor) -> Tensor:
         """Slots (B, H, n, r) of tokens J (B, H, n)."""
         return self.number(J, self.place_by) % self.width + torch.arange(self.rows, device=J.device) * self.width
 
+    def negative(self, J: Tensor) -> Tensor:
+        """1 where the sign of tokens J is −1, else 0, (B, H, n, r)."""
+        return self.number(J, self.sign_by) % 2
+
     def sign(self, J: Tensor) -> Tensor:
         """±1 for every number of tokens J in every row, (B, H, n, r, 2D); as printed, the keys' are all 1."""
-        sign = (1 - 2 * (self.number(J, self.sign_by) % 2)).unsqueeze(-1).to(self.x)
-        of_keys = torch.ones_like(sign) if self.kind == "paper" else sign
-        half = *sign.shape[:-1], self.x.shape[-1] // 2
-        return torch.cat((of_keys.expand(half), sign.expand(half)), -1)
+        return torch.where(self.negative(J).bool().unsqueeze(-1), self.flip, 1.0)
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
         """Add tokens J (B, H, n) with k and v (B, H, n, D), each `times` (B, H, n, 1): −1 deletes, 0 does nothing."""
@@ -69,29 +76,43 @@ class Sketch:
         if self.kind == "shrunk":
             self.sum += x.sum(2)
 
-    def query(self, J: Tensor) -> tuple[Tensor, Tensor]:
-        """Estimates of k and v (B, H, a, D) of J (B, H, a), which are all tokens that are in."""
-        i, sign, x = self.place(J), self.sign(J), self.x
+    def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Estimates of k and v (B, H, n, D) of tokens J (B, H, n) among all that are in (B, H, a); J itself, if not given."""
+        among, x = J if among is None else among, self.x
         if self.kind == "shrunk":  # what the mean has put into each slot is known: take it off
-            mean = (self.sum / J.shape[2]).unsqueeze(2)
-            signs = torch.zeros_like(x).scatter_add_(2, spread(i.flatten(2), x), sign.flatten(2, 3))
-            x = x - signs * mean
-        x = x.gather(2, spread(i.flatten(2), x)).unflatten(2, i.shape[2:]) * sign
+            mean = (self.sum / among.shape[2]).unsqueeze(2)
+            sign = (1 - 2 * self.negative(among)).to(x)
+            x = x - mean * x.new_zeros(x.shape[:3]).scatter_add_(2, self.place(among).flatten(2), sign.flatten(2)).unsqueeze(3)
+        x = torch.cat((x, x * self.flip), 2)  # every slot as a token with a sign of 1 sees it, and one with −1
+        i = self.place(J) + self.negative(J) * self.x.shape[2]
+        x = [x.gather(2, spread(row, x)) for row in i.unbind(3)]
         if self.rows == 1:
-            x = x.squeeze(3)
+            x, = x
         else:  # the median of three, without a sort
-            one, two, three = x.unbind(3)
+            one, two, three = x
             x = torch.maximum(torch.minimum(one, two), torch.minimum(torch.maximum(one, two), three))
         if self.kind == "shrunk":  # signal to signal and noise: of the others, (a − 1)/b a slot
-            x = mean + x / (1 + MEDIAN[self.rows] * (J.shape[2] - 1) / self.width)
+            x = mean + x / (1 + MEDIAN[self.rows] * (among.shape[2] - 1) / self.width)
         return x.chunk(2, -1)
+
+    def solve(self, J: Tensor) -> tuple[Tensor, Tensor]:
+        """Ours: k and v (B, H, a, D) of all tokens J (B, H, a) that are in, by least squares: nearest to the mean (kind="shrunk";
+        otherwise to 0) of all that would give this sketch. Exact while no token's signs in the slots are a combination of
+        others'; with more tokens than slots they are, and then no reader is exact."""
+        mean, found = (self.sum / J.shape[2]).unsqueeze(2), []
+        for x, sign, near in zip(self.x.chunk(2, -1), (self.sign(J)[..., 0], self.sign(J)[..., -1]), mean.chunk(2, -1)):
+            pattern = x.new_zeros(*J.shape, x.shape[2]).scatter_add_(3, self.place(J), sign)  # (B, H, a, r·b): part in each slot
+            if self.kind != "shrunk":
+                near = x.new_zeros(())
+            found.append(near + torch.linalg.pinv(pattern.mT) @ (x - pattern.sum(2).unsqueeze(-1) * near))
+        return *found,
 
 
 @dataclass(eq=False)
 class KVReviver(LayerCache):
     """Algorithms 1 to 4. Everything it holds fits into the bytes of `budget` entries (key, value, position) a head."""
     budget: int                  # in entries per key/value head
-    vague: float = 0.1           # share of the budget for the sketch
+    vague: float = 0.1           # share of the budget for the sketch, which has one slot a row at least; 0: no sketch
     recent: float = 0.45         # share for the newest tokens; what is left is for candidates
     kind: str = "paper"          # "paper", "signed" or "shrunk"
     rows: int = 3                # of the sketch, r: 1 or 3
@@ -151,11 +172,11 @@ class KVReviver(LayerCache):
         """Slots of a row of the sketch, of Recent and of Candidate: what fits beside a score for every token seen."""
         entry = 2 * self.k.shape[-1] * self.k.element_size()  # without its position
         all_bytes = self.budget * (entry + 4)
-        width = int(self.vague * all_bytes // (self.rows * entry))
+        width = max(int(self.vague * all_bytes // (self.rows * entry)), 1) if self.vague else 0
         held = self.rows * width * entry + (entry if width and self.kind == "shrunk" else 0) + 4 * self.seen
         room = int((all_bytes - held) // (entry + 4)) - self.slack
         newest = round(self.recent / (1 - self.vague) * room)
-        if not 1 <= newest < room or (self.vague and not width):
+        if not 1 <= newest < room:
             raise ValueError(f"budget {self.budget} has no room for a sketch of {self.rows} rows, the scores of {self.seen} tokens, "
                              f"a slack of {self.slack} and recent and candidate tokens; raise it, or lower rows or slack")
         return width, newest, room - newest
@@ -192,12 +213,13 @@ class KVReviver(LayerCache):
         while True:
             score, tokens = self.candidates(), self.vague_tokens()
             vague = self.score.gather(2, tokens)
-            slot, best = (rank(score, self.pos).argmax(-1, keepdim=True), rank(vague, tokens).argmin(-1, keepdim=True))
+            slot = self.pos.masked_fill(score > score.amin(-1, keepdim=True), NEVER).argmin(-1, keepdim=True)
+            best = tokens.masked_fill(vague < vague.amax(-1, keepdim=True), -1).argmax(-1, keepdim=True)
             swaps = score.gather(2, slot) * self.replace_rate < vague.gather(2, best)  # (B, H, 1)
             if not swaps.any():
                 return
             token, times = tokens.gather(2, best), swaps.unsqueeze(-1).to(self.k)
-            revived = [x.gather(2, spread(best, x)) for x in self.sketch.query(tokens)]
+            revived = self.sketch.query(token, tokens)
             leaving = [x.gather(2, spread(slot, x)) for x in (self.k, self.v)]
             out = self.pos.gather(2, slot)
             self.sketch.insert(token, *revived, times=-times)
@@ -216,11 +238,14 @@ class KVReviver(LayerCache):
 # ---- layer budgets, and the appendix -----------------------------------------------------------------------------
 
 
-def fisher_shares(model, tokens: Tensor) -> tuple[float, ...]:
+def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]:
     """Each layer's share of all budgets, by the Fisher information of its W_K and W_V on calibration texts (B, T).
 
-    That is the mean of squared gradients of log p(text), over texts and entries; the two matrices' are added.
+    That is the mean of squared gradients of log p(text), over texts and entries; the two matrices' are added. `even` of the
+    whole is shared out evenly (ours), so that no layer is left with too little to hold anything.
     """
+    if not 0 <= even <= 1:
+        raise ValueError(f"even {even} is a share of all budgets, 0 to 1")
     weights = [block.attention.qkv.weight for block in model.blocks]
     fisher = torch.zeros(len(weights))
     for text in tokens.split(1):
@@ -228,7 +253,13 @@ def fisher_shares(model, tokens: Tensor) -> tuple[float, ...]:
             loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
         for layer, (block, grad) in enumerate(zip(model.blocks, torch.autograd.grad(loss, weights))):
             fisher[layer] += sum(part.square().mean() for part in block.attention.split(grad)[1:])
-    return tuple((fisher / fisher.sum()).tolist())
+    return tuple((even / len(weights) + (1 - even) * fisher / fisher.sum()).tolist())
+
+
+def activations(p: Tensor, kept: Tensor, least: float = 0.005) -> Tensor:
+    """Figure 2: how often each token that is not kept, (B, H, S) of bool, is activated: gets more than `least` of the attention
+    p (B, H, G, w, S) of a later query; (B, H, S). As in the paper, that is attention as it would be if nothing were dropped."""
+    return (p > least).sum((2, 3)) * ~kept
 
 
 def median_moments(factor: float, points: int = 200_001) -> tuple[float, float]:
@@ -260,4 +291,4 @@ def score_variance(p: Tensor, variance: float) -> Tensor:
     return variance * (square * (1 - p).square() + square * (square.sum(-1, keepdim=True) - square))
 
 
-variants = {}  # not in the comparison yet
+variants = {"kv_reviver": KVReviver, "kv_reviver_shrunk": partial(KVReviver, kind="shrunk", rows=1)}

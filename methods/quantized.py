@@ -11,11 +11,13 @@ Differs from the authors' code: keys and values alike keep `exact` to `exact` + 
 and 0 to R − 1 keys), and codes are packed bit by bit, so that 3 bits take 3. No budget of entries: what is left is told by `bits`.
 """
 from dataclasses import dataclass
+from functools import partial
+import math
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache
+from nanollm.cache import ALL, LayerCache, indices, rank, spread
 
 BITS = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]  # of a byte, a byte each
 
@@ -62,25 +64,28 @@ class Quantized(LayerCache):
             raise ValueError(f"head dim {D} must be a multiple of 8 and of the group {self.group}; choose another group")
         super().link(layer, layers, below, w_o, freq)
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+    def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         if not self.seen:
             self.start = pos[:, :1].int().view(-1, 1, 1).expand(*k.shape[:2], 1)  # (B, H, 1)
-        super().write(k, v, pos)
+        super().write(k, v, pos, **state)
 
     def forget(self):
         """Round the oldest exact tokens, whole groups only."""
-        groups = (self.length - self.exact) // self.group
-        if groups < 1:
-            return
-        D, n = self.k.shape[-1], groups * self.group
-        k, v = (x[:, :, :n].unflatten(2, (groups, self.group)) for x in (self.k, self.v))     # (B, H, groups, group, D)
-        new = dict(zip(("k", "k_zero", "k_scale"), quantise(k, self.bits, 3)))
+        n = (self.length - self.exact) // self.group * self.group
+        if n > 0:
+            self.round(torch.arange(self.length, device=self.pos.device).expand_as(self.pos) < n)
+
+    def round(self, leaves: Tensor, **state: Tensor):
+        """Slots of a mask (B, H, S) leave to be rounded, as many in every head; `state` (B, H, n, ...) goes with them."""
+        i, D = indices(leaves), self.k.shape[-1]
+        k, v = (x.gather(2, spread(i, x)).unflatten(2, (-1, self.group)) for x in (self.k, self.v))  # (B, H, groups, group, D)
+        new = dict(zip(("k", "k_zero", "k_scale"), quantise(k, self.bits, 3))) | state
         code, zero, scale = quantise(v.unflatten(-1, (-1, min(self.group, D))), self.bits, 5)   # (B, H, groups, group, D/g, g)
         new |= dict(v=code.flatten(4), v_zero=zero, v_scale=scale)
         for name, x in new.items():
-            x = pack(x, self.bits) if name in "kv" else x
+            x = pack(x, self.bits) if name in ("k", "v") else x
             self.rounded[name] = torch.cat((self.rounded[name], x), 2) if name in self.rounded else x
-        self.keep(torch.arange(n, self.length, device=k.device).expand(*k.shape[:2], -1))
+        self.keep(indices(~leaves))
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         exact = super().read()
@@ -89,7 +94,9 @@ class Quantized(LayerCache):
         r, like = self.rounded, exact[0]
         k = unpack(r["k"]).to(like) * r["k_scale"].to(like) + r["k_zero"].to(like)
         v = unpack(r["v"]).to(like).unflatten(-1, (r["v_zero"].shape[4], -1)) * r["v_scale"].to(like) + r["v_zero"].to(like)
-        at = self.start + torch.arange(self.seen - self.length, device=k.device, dtype=torch.int32)  # from the first token on
+        at = r.get("at")
+        if at is None:  # from the first token on
+            at = self.start + torch.arange(self.seen - self.length, device=k.device, dtype=torch.int32)
         return *(torch.cat(x, 2) for x in zip((k.flatten(2, 3), v.flatten(4).flatten(2, 3), at), exact)), None
 
     def bytes(self) -> tuple[int, int]:
@@ -97,4 +104,31 @@ class Quantized(LayerCache):
         return tuple(x + rounded for x in super().bytes())
 
 
-variants = {}  # it has bits, not a budget
+@dataclass(eq=False)
+class LowBitVague(Quantized):
+    """Ours: KVReviver's three parts with few bits in place of its sketch. Beside the newest tokens, those that have had the
+    most attention from all queries so far stay exact (while a group fills, more do); what is rounded does not come back."""
+    heavy: int = 16  # tokens with the most attention that stay exact
+    watch = ALL
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.heavy < 0:
+            raise ValueError(f"heavy {self.heavy} must be at least 0")
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
+
+    def observe(self, q: Tensor, p: Tensor):
+        self.slot("accumulated").add_(p[..., -self.length:].sum((2, 3)))  # rounded tokens come first
+        super().observe(q, p)
+
+    def forget(self):
+        n = (self.length - self.exact - self.heavy) // self.group * self.group
+        if n > 0:
+            score = self.slot("accumulated").masked_fill(self.pos - self.start >= self.seen - self.exact, math.inf)
+            leaves = rank(score, self.pos) >= self.length - n
+            self.round(leaves, at=self.pos.gather(2, indices(leaves)))
+
+
+variants = {f"quantized_{bits}": partial(Quantized, bits=bits, exact=16) for bits in (2, 3, 4)}  # they have no budget

@@ -48,6 +48,15 @@ def given(Method, **known) -> dict:
     return {name: value for name, value in known.items() if name in inspect.signature(Method).parameters}
 
 
+def has_budget(Method) -> bool:
+    return "budget" in inspect.signature(Method).parameters
+
+
+def calibrated(Method, model, encoding) -> dict:
+    """What a method finds out about the decoder: knobs, or none."""
+    return Method.calibrate(model, encoding) if hasattr(Method, "calibrate") else {}
+
+
 def on_top(name: str, *bases: type) -> type:
     """One method of several, the uppermost first. The uppermost that names a knob itself says what its default is;
     a dataclass alone would take an inherited one for its own."""
@@ -187,7 +196,7 @@ def compare(argv: list[str]):
     chosen = pick(args.methods)
     model, encoding = load(args.model, args.device)
     jobs = [(T, name, fraction) for T in lengths for name in chosen
-            for fraction in ([None] if name == "full" else [percent / 100 for percent in args.budgets])]
+            for fraction in ([percent / 100 for percent in args.budgets] if has_budget(chosen[name]) else [None])]
     if max(lengths) > model.config.max_len:
         raise ValueError(f"length {max(lengths)} exceeds the model's length of {model.config.max_len}; use a shorter one")
     ends = boundaries(encoding, model.config.vocab_size)
@@ -197,12 +206,13 @@ def compare(argv: list[str]):
         try:
             maker(model, chosen[name], fraction, **knobs[name])(shortest)
         except ValueError as error:
-            raise ValueError(f"{name} at {100 * fraction:g} % of {shortest} tokens: {error}") from error
+            budget = "" if fraction is None else f" at {100 * fraction:g} % of {shortest} tokens"
+            raise ValueError(f"{name}{budget}: {error}") from error
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
 
-    tasks, rows, built, began = Tasks(encoding, "test"), [], {}, time.time()
+    tasks, rows, built, learned, began = Tasks(encoding, "test"), [], {}, {}, time.time()
     bar = tqdm(jobs[rank::world], disable=rank > 0, leave=False, unit="row")
     for T, name, fraction in bar:
         bar.set_description(f"{name}, {T} tokens")
@@ -210,7 +220,9 @@ def compare(argv: list[str]):
             built = {T: Benchmark.build(model, tasks, T, documents, seed=args.seed)}
             if world == 1:
                 bar.write(header(T, documents, args.seed))
-        row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name]))
+        if name not in learned:
+            learned[name] = calibrated(chosen[name], model, encoding)
+        row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name] | learned[name]))
         B = built[T].full.tokens.shape[0]
         for key in ("live", "allocated", "peak"):
             row[key] //= B  # per sequence
@@ -240,7 +252,7 @@ def generate(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm generate", description="Continue a text, as a stream.")
     parser.add_argument("prompt")
     parser.add_argument("--method", default="full")
-    parser.add_argument("--budget", type=int, help="slots per key/value head; every method but full needs it")
+    parser.add_argument("--budget", type=int, help="slots per key/value head, for every method that has one")
     parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -252,9 +264,9 @@ def generate(argv: list[str]):
     if args.method == "all":
         raise ValueError("one method writes one text; name one")
     Method = pick([args.method])[args.method]
-    if (args.budget is None) != (args.method == "full"):
-        raise ValueError("full attention has no budget; leave --budget out" if args.method == "full"
-                         else f"{args.method} needs --budget, in slots per key/value head")
+    if (args.budget is None) == has_budget(Method):
+        raise ValueError(f"{args.method} needs --budget, in slots per key/value head" if args.budget is None
+                         else f"{args.method} has no budget; leave --budget out")
 
     import torch
     from nanollm.cache import cache_bytes, make_cache
@@ -262,7 +274,7 @@ def generate(argv: list[str]):
     from nanollm.tokenizer import boundaries
     model, encoding = load(args.model, args.device)
     known = {} if args.budget is None else dict(budget=args.budget)
-    knobs = given(Method, ends=boundaries(encoding, model.config.vocab_size), **known)
+    knobs = given(Method, ends=boundaries(encoding, model.config.vocab_size), **known) | calibrated(Method, model, encoding)
     encode = getattr(encoding, "encode_ordinary", encoding.encode)
     prompt = torch.tensor([encode(args.prompt)], dtype=torch.long, device=args.device)
     caches = make_cache(model, Method, **knobs)

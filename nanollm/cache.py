@@ -125,7 +125,8 @@ class LayerCache:
             parts.append(attention(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
         if w:  # only the watched rows are made explicit
             p = probabilities(q[:, :, rest:], k, at, bias, pos[:, rest:])
-            parts.append((p @ v.unsqueeze(2)).flatten(1, 2))  # (B, H, G, w, D) → (B, H·G, w, D)
+            y = p.flatten(2, 3) @ v  # (B, H, G·w, D): the queries of a group are rows of one product, so that v is read once
+            parts.append(y.view(*q.shape[:2], w, -1))
         self.observe(q, p)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
@@ -240,7 +241,7 @@ def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Te
     """softmax(q kᵀ/√D + bias) over the visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
     B, heads, w, D = q.shape
     H = k.shape[1]
-    score = q.view(B, H, heads // H, w, D) @ k.unsqueeze(2).mT * D ** -0.5
+    score = (q.reshape(B, H, -1, D) @ k.mT * D ** -0.5).view(B, H, heads // H, w, -1)
     mask = visible(at, bias, pos).unsqueeze(2)
     score = score.masked_fill(~mask, -math.inf) if bias is None else score + mask
     return score.softmax(-1, dtype=torch.float32).to(q.dtype)

@@ -13,30 +13,31 @@ MARKERS, DASHES = "osD^vP*Xph<>dH8", ("-", "--", "-.", ":")
 
 
 def comparison(rows: list[dict], file: Path):
-    """Accuracy aware and blind (mean over the tasks) over the budget, KL over the bytes of the cache; one line a method."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    """Accuracy aware and blind (mean over the tasks) and KL over the bytes of the cache; one line a method."""
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.8), layout="constrained")
     full = next((row for row in rows if row["method"] == "full"), None)
     names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "full"))
     panels = ("aware", "accuracy, question in the prompt"), ("blind", "accuracy, question after compression"), (
         "kl", "KL(full ‖ compressed) per token, nats")
     for axis, (key, label) in zip(axes, panels):
         for name, marker, dash in zip(names, cycle(MARKERS), cycle(DASHES)):
-            mine = sorted((row["live"] / 1024 if key == "kl" else 100 * row["fraction"], row[key])
-                          for row in rows if row["method"] == name)
+            mine = sorted((row["live"] / 1024, row[key]) for row in rows if row["method"] == name)
             axis.plot(*zip(*mine), marker=marker, linestyle=dash, label=name, markersize=5)
         if full:
             axis.axhline(full[key], color="black", linewidth=1)
             axis.text(0.98, full[key], "full cache", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("live cache after the text, KiB per sequence" if key == "kl" else "budget, % of the prompt")
+        axis.set_xlabel("live cache after the text, KiB per sequence")
         axis.set_ylabel(label)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.grid(alpha=0.3)
-        if key == "kl":  # octaves around all points, so that even one budget has ticks
-            live = [row["live"] / 1024 for row in rows if row["method"] != "full"] or [full["live"] / 1024]
-            axis.set_xticks(2.0 ** np.arange(np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live))) + 1))
+        live = [row["live"] / 1024 for row in rows if row["method"] != "full"] or [full["live"] / 1024]
+        axis.set_xticks(2.0 ** np.arange(np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live))) + 1))  # octaves around all points
+        if key == "kl":
+            axis.set_yscale("symlog", linthresh=0.01)
+            axis.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            axis.set_ylim(bottom=-0.001)
         else:
-            axis.set_xticks([100 * fraction for fraction in sorted({row["fraction"] for row in rows} - {None})])
             axis.set_ylim(-0.02, 1.05)
     if names:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)

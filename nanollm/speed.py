@@ -129,10 +129,11 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
 
     Reading: its own prefill in units of the full cache's; a method that counts attention works there already.
     """
-    from nanollm.__main__ import given, load, pick
+    from nanollm.__main__ import calibrated, given, load, pick
     torch.set_num_threads(1)
     (model, encoding), methods = load(folder, "cpu"), pick(["all"])
     ends = boundaries(encoding, model.config.vocab_size)
+    knobs = {name: given(Method, ends=ends) | calibrated(Method, model, encoding) for name, Method in methods.items()}
     print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
     print(f"{'tokens':<27}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
     print(f"{'':<27}" + f"{'finish_prompt':>17}{'reading':>9}" * len(lengths))
@@ -140,7 +141,7 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
     for n in lengths:
         tokens, times = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n)), {}
         for name in [*methods] * repeat:
-            caches = make_cache(model, methods[name], **given(methods[name], budget=n // 4, ends=ends))
+            caches = make_cache(model, methods[name], **knobs[name], **given(methods[name], budget=n // 4))
             began = time.perf_counter()
             prefill(model, tokens, caches)
             read = time.perf_counter()

@@ -1,5 +1,6 @@
 """The seam: whatever is written is read back, whatever is evicted is really gone, and attention stays exact on the rest."""
 from copy import deepcopy
+from itertools import product
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from nanollm.cache import (ALL, NEVER, LayerCache, WindowCache, cache_bytes, finish_prompt, full_cache_bytes, held, indices,
-                           make_cache, rank, top)
+                           make_cache, probabilities, rank, top)
 from nanollm.model import Config, Decoder
 
 
@@ -409,3 +410,42 @@ def test_held_tells_for_every_head_which_tokens_still_have_a_slot():
     assert held(caches, 8)[:, 1].tolist() == expected
     assert held(caches, 8)[:, 0].tolist() == [[[True] * 6 + [False] * 2] * 2] * 2
     assert held(caches, 2).tolist() == [[[head[:2] for head in layer] for layer in row] for row in held(caches, 8).tolist()]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Told(LayerCache):
+    """Full attention, all of it explicit, with a bias if one is given; what it has observed is in `p`."""
+    watch, bias = 2**62, None
+
+    def write(self, k, v, pos):
+        super().write(k, v, pos, **{} if self.bias is None else dict(bias=self.bias[:, :, pos[0]]))
+
+    def observe(self, q, p):
+        self.p = p
+
+
+@pytest.mark.parametrize("G", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [[7], [1] * 7, [4, 3], [5, 1, 1]])
+@pytest.mark.parametrize("biased", [False, True])
+def test_explicit_weights_and_what_is_read_with_them_are_those_of_each_query_head(G, chunks, biased, B=2, H=2, D=8):
+    """The queries of a group are rows of one product; they come as a view of another order, as from a decoder."""
+    q = normal(B, 7, H * G, D).transpose(1, 2)
+    k, v, bias = normal(B, H, 7, D, seed=1), normal(B, H, 7, D, seed=2), normal(B, H, 7, seed=3)
+    cache, done = Told(), 0
+    cache.bias = bias if biased else None
+    for n in chunks:
+        part = slice(done, done + n)
+        y = cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], torch.arange(done, done + n)[None])
+        done += n
+        assert y.shape == (B, H * G, n, D) and cache.p.shape == (B, H, G, n, done) and not (n > 1 and q[:, :, part].is_contiguous())
+        assert torch.equal(cache.p, probabilities(q[:, :, part], cache.k, cache.pos, cache.slot("bias") if biased else None,
+                                                  torch.arange(done - n, done)[None]))
+        for b, h, g, t in product(range(B), range(H), range(G), range(done - n, done)):
+            logits = k[b, h, :t + 1] @ q[b, h * G + g, t] / math.sqrt(D) + (bias[b, h, :t + 1] if biased else 0)
+            p = logits.softmax(0)
+            assert torch.allclose(cache.p[b, h, g, t - done, :t + 1], p, rtol=1e-5, atol=1e-7)
+            assert (cache.p[b, h, g, t - done, t + 1:] == 0).all()
+            assert torch.allclose(y[b, h * G + g, t - done], p @ v[b, h, :t + 1], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,6 @@
 """The command line: what it prints and writes, and that a mistake costs one line and exit code 2."""
+from dataclasses import dataclass
+from functools import partial
 import inspect
 import json
 import math
@@ -19,10 +21,11 @@ from methods.ada_kv import AdaKV
 from methods.chunk_kv import ChunkKV, SemanticChunkKV
 from methods.critical_kv import Critical
 from methods.h2o import H2O
+from methods.quantized import Quantized
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from nanollm import evaluate
-from nanollm.__main__ import TINY, additions_table, chooses, given, has_window, main, methods, pick
+from nanollm.__main__ import TINY, additions_table, calibrated, chooses, given, has_budget, has_window, main, methods, pick
 from nanollm.cache import LayerCache, WindowCache, make_cache
 from nanollm.data import Tasks
 from nanollm.generate import generate
@@ -235,6 +238,93 @@ def test_a_method_is_given_what_it_has_a_knob_for():
     assert knobs[-1]["window"] == 8 and knobs[-1]["ends"] is known["ends"] and given(SnapKV) == {}
 
 
+@dataclass(eq=False)
+class Learned(LayerCache):
+    """Keeps everything; it finds out three of its knobs itself."""
+    budget: int
+    window: int = 4
+    heads: tuple = ()
+    ends: torch.Tensor | str | None = None
+    made, asked = [], []
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.budget < 5:
+            raise ValueError(f"budget {self.budget} must be at least 5")
+        self.made.append(self)
+
+    @classmethod
+    def calibrate(cls, model, encoding):
+        cls.asked.append(len(cls.made))
+        return dict(window=model.config.n_layers, heads=(encoding.n_vocab, "from the decoder"), ends="its own")
+
+
+FOUND_OUT = dict(window=2, heads=(2048, "from the decoder"), ends="its own")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    for name in ("made", "asked"):
+        monkeypatch.setattr(Learned, name, [])
+    monkeypatch.setattr("nanollm.__main__.pick", lambda names: {name: dict(learned=Learned, h2o=H2O)[name] for name in names})
+
+
+def test_some_methods_have_no_budget():
+    found = pick(["all"])
+    without = [name for name, Method in found.items() if not has_budget(Method)]
+    assert without == ["full", "quantized_2", "quantized_3", "quantized_4"]
+    assert not has_budget(Quantized) and has_budget(H2O) and has_budget(Learned) and has_budget(partial(Learned, window=3))
+
+
+def test_a_method_may_find_out_about_the_decoder_itself(checkpoint, fresh):
+    model = from_hf(checkpoint)
+    assert ENCODING.n_vocab == 2048 and calibrated(Learned, model, ENCODING) == FOUND_OUT
+    assert calibrated(LayerCache, model, ENCODING) == calibrated(SnapKV, model, ENCODING) == {}
+    assert calibrated(partial(Learned, heads=(3,)), model, ENCODING) == {} and len(Learned.asked) == 1  # a variant is as it is
+
+
+def as_found_out(cache):
+    return all(getattr(cache, name) == x for name, x in FOUND_OUT.items())
+
+
+def test_what_a_method_has_found_out_wins_over_what_is_known_and_is_asked_for_once(checkpoint, fresh):
+    rows = compare(checkpoint, "--methods", "learned", "h2o", "--lengths", "288", "300", "--window", "6")
+    assert len(rows) == 8 and Learned.asked == [8]  # two layers at two lengths and two budgets were tried out before
+    ends = boundaries(ENCODING, 2048)
+    assert all(cache.window == 6 and cache.heads == () and torch.equal(cache.ends, ends) for cache in Learned.made[:8])
+    assert len(Learned.made) > 16 and all(map(as_found_out, Learned.made[8:]))
+
+
+def test_what_a_method_has_found_out_reaches_the_caches_that_generate(checkpoint, fresh):
+    main(["generate", "--model", str(checkpoint), *"--method learned --budget 7 --tokens 3 x".split()])
+    assert Learned.asked == [0] and len(Learned.made) == 2 and all(map(as_found_out, Learned.made))
+    assert {cache.budget for cache in Learned.made} == {7}
+
+
+def test_a_mistake_is_found_before_a_method_is_asked(checkpoint, fresh, capsys):
+    refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "learned", "--budgets", "50", "2"],
+            "learned at 2 % of 223 tokens: budget 4 must be at least 5")
+    assert Learned.asked == [] and len(Learned.made) == 2
+
+
+def test_a_method_without_a_budget_runs_once_whatever_the_budgets_are(checkpoint, capsys):
+    rows = compare(checkpoint, "--methods", "quantized_2", "h2o", "full", "quantized_4", "--budgets", "50", "12.5", "3")
+    assert [(row["method"], row["fraction"]) for row in rows] == [
+        ("quantized_2", None), ("h2o", 0.5), ("h2o", 0.125), ("h2o", 0.03), ("full", None), ("quantized_4", None)]
+    two, *_, full, four = rows
+    for row, bits in ((two, 2), (four, 4)):  # of 287 tokens, 256 in groups of 32, and 31 of k and v of 8 floats and a position
+        assert row["live"] == 2 * 2 * (31 * (2 * 8 * 4 + 4) + 256 * (2 * bits + 4) + 8 * 8 * 4)
+    assert two["kl"] > four["kl"] > full["kl"] and four["kl"] > 1e-5 > abs(full["kl"])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [cells[1] for cells in printed if cells and cells[0] in ("quantized_2", "full", "quantized_4")] == ["all"] * 3
+
+
+def test_a_mistake_of_a_method_without_a_budget_names_none(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr("nanollm.__main__.pick", lambda names: dict(good=Quantized, bad=partial(Quantized, group=3)))
+    out = refused(capsys, ["--model", str(checkpoint), *SMALL], "^error: bad: head dim 8 must be .* of the group 3;")
+    assert "documents per task" not in out
+
+
 def test_the_methods_with_a_selection_of_their_own_are_those_on_which_another_is_refused():
     found = {name: Method for name, Method in methods()[0].items() if has_window(Method) and "+" not in name}
     assert {name for name, Method in found.items() if chooses(Method)} == {"chunk_kv", "chunk_kv_semantic"}
@@ -304,6 +394,18 @@ def test_generate_compresses(checkpoint, capsys):
     assert re.search(rf"6 slots kept per head in layer 0, {live:.0f} KiB live", capsys.readouterr().out)
 
 
+def test_generate_without_a_budget(checkpoint, capsys):
+    prompt = "A longer prompt " * 9
+    main(["generate", "--model", str(checkpoint), *"--method quantized_2 --tokens 9".split(), prompt])
+    model, tokens = from_hf(checkpoint), torch.tensor([ENCODING.encode(prompt)])
+    caches = make_cache(model, Quantized, bits=2, exact=16)
+    new, seen = generate(model, tokens, 9, caches), tokens.shape[1] + 8
+    left = seen - (seen - 16) // 32 * 32
+    text, tail = capsys.readouterr().out.split("\n\n[")
+    assert text == prompt + ENCODING.decode(new[0].tolist()).removesuffix("\ufffd")
+    assert left < seen and tail.startswith(f"{seen} tokens seen, at most {left} slots kept per head in layer 0")
+
+
 def test_generate_cuts_where_the_text_does(checkpoint, capsys):
     prompt = "".join(f"Line {i} is this. And a longer one, of words: none.\n" for i in range(12))
     main(["generate", "--model", str(checkpoint), *"--method chunk_kv_semantic --budget 60 --tokens 9".split(), prompt])
@@ -358,8 +460,11 @@ def refused(capsys, arguments, message):
     ("--figure nowhere/compare.png", "folder nowhere for compare.png is not there"),
     ("generate --method nope x", "unknown method 'nope'; known are"),
     ("generate --method h2o x", "h2o needs --budget"),
-    ("generate --budget 5 x", "full attention has no budget"),
+    ("generate --budget 5 x", "full has no budget; leave --budget out"),
+    ("generate --method quantized_2 --budget 5 x", "quantized_2 has no budget; leave --budget out"),
+    ("generate --method ada_kv+critical x", r"ada_kv\+critical needs --budget, in slots per key/value head"),
     ("generate --method h2o --budget 1 x", "budget 1 must be at least 2"),
+    ("generate --method h2o --budget 0 x", "budget 0 must be at least 2"),
     ("generate --temperature -1 x", "temperature -1"),
     ("generate --device cuda x", "device 'cuda' is not there"),
     ("--device cuda", "device 'cuda' is not there"),

@@ -1,14 +1,16 @@
-"""KIVI's rounded cache: packing, codes against a plain loop, what is rounded when, attention over the rounded, bytes by hand."""
+"""KIVI's rounded cache: packing, codes against a plain loop, what is rounded when, attention over the rounded, bytes by hand;
+and the same by attention: a head as a loop, token by token."""
 from copy import deepcopy
 from functools import cache as once
-from itertools import pairwise
+from itertools import pairwise, product
+import math
 import struct
 
 from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from methods.quantized import Quantized, pack, quantise, unpack
+from methods.quantized import LowBitVague, Quantized, pack, quantise, unpack, variants
 from nanollm import TINY
 from nanollm.cache import finish_prompt, make_cache
 from nanollm.evaluate import continuation, reference, text_windows
@@ -326,6 +328,230 @@ def test_other_types_of_numbers(dtype):
         assert ((x - y).abs() <= (high - low) / 7 * 0.52 + lost).all()
 
 
+# ---- few bits for what has had little attention ---
+
+
+class Head:
+    """LowBitVague for one head. Exact tokens with the attention they have had, and rounded ones in the order in which they left."""
+
+    def __init__(self, bits, group, exact, heavy):
+        self.bits, self.group, self.newest, self.heavy = bits, group, exact, heavy
+        self.score, self.exact, self.rounded = {}, {}, {}
+
+    def attend(self, q, k, v, part):
+        """q (G, T, D), k and v (T, D) of a part's tokens → (G, T, D)."""
+        for n, t in enumerate(part):
+            self.exact[t], self.score[t] = (k[n], v[n]), 0.0
+        y, held = torch.zeros_like(q), self.rounded | self.exact
+        keys, values = (torch.stack(x) for x in zip(*held.values()))
+        for g, (n, t) in product(range(len(q)), enumerate(part)):
+            seen = [i for i, J in enumerate(held) if J <= t]
+            p = (keys[seen] @ q[g, n] / math.sqrt(D)).softmax(0)
+            y[g, n] = p @ values[seen]
+            for J, weight in zip(held, p.tolist()):  # those after t come last
+                if J in self.exact:
+                    self.score[J] += weight
+        return y
+
+    def forget(self):
+        n, order = 0, sorted(self.exact)
+        while len(order) - n - self.group >= self.newest + self.heavy:
+            n += self.group
+        others = order[:len(order) - self.newest]
+        leave = sorted(sorted(others, key=lambda J: (self.score[J], J))[:n])
+        for first in range(0, n, self.group):
+            together = leave[first:first + self.group]
+            k, v = (torch.stack(x) for x in zip(*(self.exact.pop(J) for J in together)))
+            k = torch.stack([restored(column.tolist(), self.bits) for column in k.T], 1)
+            v = torch.stack([torch.cat([restored(x.tolist(), self.bits) for x in row.split(self.group)]) for row in v])
+            self.rounded |= {J: (k[i], v[i]) for i, J in enumerate(together)}
+
+
+HEAVY = {  # knobs, tokens of the prompt
+    "some": (dict(bits=2, group=4, exact=3, heavy=5), 22),
+    "one left over": (dict(bits=3, group=8, exact=4, heavy=3), 24),
+    "no newest": (dict(bits=2, group=4, exact=0, heavy=6), 20),
+    "no heavy": (dict(bits=4, group=8, exact=5, heavy=0), 18),
+    "neither": (dict(bits=1, group=4, exact=0, heavy=0), 14),
+    "each alone": (dict(bits=2, group=1, exact=2, heavy=2), 12),
+    "more tokens than channels": (dict(bits=5, group=17, exact=1, heavy=2), 22),
+    "just enough": (dict(bits=2, group=8, exact=5, heavy=3), 16),
+    "one too few": (dict(bits=2, group=8, exact=5, heavy=3), 15),
+    "later": (dict(bits=2, group=4, exact=7, heavy=4), 6),
+    "never": (dict(bits=2, group=16, exact=10, heavy=20), 20),
+    "prompt of none": (dict(bits=6, group=4, exact=2, heavy=3), 0),
+}
+
+
+def parts_of(prompt, chunk, block):
+    return pairwise(sorted({*range(0, prompt, chunk), *range(prompt, T, block), T}))
+
+
+def walk_heavy(case, chunk, block):
+    """A cache and its heads as loops, after each part: (cache, heads, tokens, output, the loops' output, bytes)."""
+    knobs, prompt = HEAVY[case]
+    cache, heads = LowBitVague(**knobs), [[Head(**knobs) for _ in range(H)] for _ in range(B)]
+    q, k, v = drawn()
+    if not prompt:
+        cache.finish_prompt()
+    for a, b in parts_of(prompt, chunk, block):
+        y = cache.attend(*(x[:, :, a:b] for x in drawn()), torch.arange(a, b)[None])
+        expected = torch.stack([torch.cat([heads[i][h].attend(q[i, h * G:(h + 1) * G, a:b], k[i, h, a:b], v[i, h, a:b], range(a, b))
+                                           for h in range(H)]) for i in range(B)])
+        if b == prompt:
+            cache.finish_prompt()
+        for head in sum(heads, []) if b >= prompt else []:
+            head.forget()
+        yield cache, heads, range(a, b), y, expected
+
+
+each_heavy = pytest.mark.parametrize("case", HEAVY)
+
+
+@each_heavy
+@each_walk
+def test_by_attention_what_leaves_how_it_is_rounded_and_what_attention_sees_are_those_of_the_loop(case, chunk, block):
+    knobs, prompt = HEAVY[case]
+    for cache, heads, part, y, expected in walk_heavy(case, chunk, block):
+        assert torch.allclose(y, expected, atol=1e-6), part  # weights have 32 bits
+        keys, values, at, bias = cache.read()
+        assert bias is None and at.dtype == torch.int32 and keys.dtype == values.dtype == F64
+        for b, h in product(range(B), range(H)):
+            head, exact = heads[b][h], cache.pos[b, h].tolist()
+            assert exact == sorted(head.exact) and at[b, h].tolist() == [*head.rounded, *exact], part
+            there = head.rounded | head.exact
+            for found, n in ((keys, 0), (values, 1)):
+                told = torch.stack([there[J][n] for J in at[b, h].tolist()])
+                assert torch.allclose(found[b, h], told, rtol=1e-12, atol=1e-12), part
+            score = cache.slot("accumulated")[b, h]
+            assert score.dtype == torch.float32 and score.tolist() == pytest.approx([head.score[J] for J in exact], rel=1e-5)
+        if part.stop >= prompt:
+            least = knobs["exact"] + knobs["heavy"]
+            assert min(least, part.stop) <= cache.length < least + knobs["group"]
+            assert (at.sort(-1).values == torch.arange(part.stop)).all()  # nothing is dropped
+
+
+@each_heavy
+@each_walk
+def test_by_attention_bytes_are_those_counted_by_hand(case, chunk, block):
+    knobs, prompt = HEAVY[case]
+    token = 2 * knobs["bits"] * D / 8 + D / min(knobs["group"], D) * 4 + 4  # with its position
+    slot, room, before = 2 * D * 8 + 4 + 4, 0, 0  # with a position and a score
+    for cache, heads, part, *_ in walk_heavy(case, chunk, block):
+        held, after = part.stop - before, len(heads[0][0].rounded)
+        if held > room:
+            room = held + (held // 10 if held > len(part) else 0)
+        if after > before:
+            room = len(heads[0][0].exact)
+        store, before = after * token + after // knobs["group"] * D * 4, after
+        assert cache.bytes() == (B * H * ((part.stop - after) * slot + store), B * H * (room * slot + store)), part
+
+
+@each_heavy
+def test_by_attention_a_prompt_in_chunks_is_one_prompt(case):
+    one, *others = ([(y, *cache.read()[:3]) for cache, _, part, y, _ in walk_heavy(case, chunk, 1) if part.stop > HEAVY[case][1]]
+                    for chunk in (100, 7, 1))
+    assert all(torch.allclose(x, y, atol=1e-6) for other in others for a, b in zip(one, other, strict=True) for x, y in zip(a, b))
+
+
+def looks(looked_at, tokens=None, **knobs):
+    """A cache whose queries each give all of their weight to one token; keys are orthogonal. The prompt has `tokens`, or all."""
+    cache, eye = LowBitVague(**knobs), torch.eye(64, dtype=F64)[None, None]
+    for a, b in pairwise([0, *range(tokens or len(looked_at), len(looked_at) + 1)]):
+        q = torch.zeros(1, 1, b - a, 64, dtype=F64)
+        for t in range(a, b):
+            q[0, 0, t - a, looked_at[t]] = 1e4
+        cache.attend(q, eye[:, :, a:b], eye[:, :, a:b], torch.arange(a, b)[None])
+        if not cache.prompt_done:
+            cache.finish_prompt()
+    return cache
+
+
+def test_of_equal_attention_the_oldest_are_rounded_and_the_newest_need_none():
+    for looked_at, knobs, exact in (([0, 0, 1, 1, *[2] * 8], dict(exact=2, heavy=2), {1: 2, 2: 8, 10: 0, 11: 0}),
+                                    ([*range(9)], dict(exact=0, heavy=4), {t: 1 for t in range(4, 9)}),
+                                    ([*range(6), 0, 1, 3], dict(exact=1, heavy=3), {0: 2, 1: 2, 3: 2, 5: 1, 8: 0})):
+        cache = looks(looked_at, bits=8, group=4, **knobs)
+        assert dict(zip(cache.pos.flatten().tolist(), cache.slot("accumulated").flatten().tolist())) == exact
+        assert cache.rounded["at"].flatten().tolist() == sorted({*range(len(looked_at))} - exact.keys())
+
+
+def test_attention_to_what_is_rounded_is_no_one_else_s():
+    cache = looks([*range(6), 2, 0, 3, 5], 6, bits=8, group=2, exact=1, heavy=3)
+    assert cache.rounded["at"].tolist() == [[[0, 1, 3, 6, 7, 8]]]
+    assert cache.pos.tolist() == [[[2, 4, 5, 9]]] and cache.slot("accumulated").tolist() == [[[2, 1, 2, 0]]]
+
+
+def same_set_as_quantized(prompt, group=4, exact=3, bits=2):
+    """Two caches fed a prompt and then single tokens, as after each: (tokens seen, what both read, what both have put out)."""
+    few, kivi = LowBitVague(bits=bits, group=group, exact=exact, heavy=0), Quantized(bits=bits, group=group, exact=exact)
+    for a, b in [(0, prompt), *((t, t + 1) for t in range(prompt, T))]:
+        out = [cache.attend(*(x[:, :, a:b] for x in drawn()), torch.arange(a, b)[None]) for cache in (few, kivi)]
+        if b == prompt:
+            few.finish_prompt(), kivi.finish_prompt()
+        yield b, few, kivi, out
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 7, 15])
+def test_without_heavy_tokens_it_is_the_plain_one_if_the_prompt_ends_with_a_group(prompt):
+    for seen, few, kivi, out in same_set_as_quantized(prompt):
+        assert torch.allclose(*out, atol=1e-6) and all(torch.equal(x, y) for x, y in zip(few.read()[:3], kivi.read()[:3])), seen
+
+
+@pytest.mark.parametrize("prompt", [17, 18])
+def test_without_heavy_tokens_but_with_some_left_over_it_holds_the_same_ones_exactly_from_the_next_group_on(prompt):
+    """At the prompt's end, those left over are the heaviest here and the newest there; then these, too, leave, in other groups."""
+    differ = set()
+    for seen, few, kivi, _ in same_set_as_quantized(prompt):
+        assert few.length == kivi.length
+        (k, v, at), (k2, v2, at2) = few.read()[:3], kivi.read()[:3]
+        order = at.argsort(-1)[..., None].expand_as(k)
+        assert torch.equal(at.sort(-1).values, at2)
+        alike = torch.equal(few.pos, kivi.pos)
+        differ |= {seen} - ({seen} if alike else set())
+        if alike:  # a value is rounded alone
+            assert torch.equal(v.gather(2, order), v2) and not torch.equal(k.gather(2, order), k2)
+    assert differ == {*range(prompt, 19)}
+
+
+@each_heavy
+def test_by_attention_copies_go_on_alike_and_leave_each_other_alone(case):
+    knobs, prompt = HEAVY[case]
+    q, k, v = drawn()
+    for cut in {max(prompt, 1), prompt + 6}:
+        cache = LowBitVague(**knobs)
+
+        def feed(cache, a, b, sign=1):
+            y = cache.attend(*(sign * x[:, :, a:b] for x in (q, k, v)), torch.arange(a, b)[None])
+            if not cache.prompt_done and b >= prompt:
+                cache.finish_prompt()
+            return y
+
+        for a, b in parts_of(prompt, 100, 1):
+            if b <= cut:
+                feed(cache, a, b)
+        one, two = deepcopy(cache), deepcopy(cache)
+        for t in range(cut, T):
+            feed(one, t, t + 1, -1)
+        for t in range(cut, T):
+            assert torch.equal(feed(cache, t, t + 1), feed(two, t, t + 1))
+        *_, (expected, *_) = walk_heavy(case, 100, 1)
+        assert cache.bytes() == two.bytes()
+        for x, y, z in zip(cache.read()[:3], two.read()[:3], expected.read()[:3]):
+            assert torch.equal(x, y) and torch.equal(x, z)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_by_attention_keys_and_values_keep_their_type_and_scores_have_32_bits(dtype):
+    cache = LowBitVague(bits=2, group=4, exact=3, heavy=5)
+    q, k, v = drawn(dtype)
+    y = cache.attend(q, k, v, torch.arange(T)[None])
+    cache.finish_prompt()
+    k, v, *_ = cache.read()
+    assert {x.dtype for x in (y, k, v)} == {dtype} and cache.slot("accumulated").dtype == torch.float32
+    assert cache.length == 8 and k.shape == v.shape == (B, H, T, D)
+
+
 # ---- in the decoder ---
 
 
@@ -334,6 +560,7 @@ def test_other_types_of_numbers(dtype):
 @torch.inference_mode()
 def test_a_text_too_short_to_be_rounded_is_full_attention(knobs, chunk):
     reads_and_decodes_as_the_full_cache(Quantized, knobs, chunk)
+    reads_and_decodes_as_the_full_cache(LowBitVague, knobs | dict(heavy=9), chunk)
 
 
 @torch.inference_mode()
@@ -377,6 +604,23 @@ def test_generation_runs(knobs, prompt):
         assert torch.equal(out, generate(model, TOKENS[:, :prompt], 16))
 
 
+@pytest.mark.parametrize("prompt", [1, 2, 20])
+@torch.inference_mode()
+def test_generation_keeps_so_many_tokens_as_they_are(prompt):
+    model = decoder()
+    caches = make_cache(model, LowBitVague, bits=2, group=4, exact=2, heavy=3)
+    assert generate(model, TOKENS[:, :prompt], 16, caches).shape == (2, 16)
+    assert {(cache.seen, cache.length) for cache in caches} == {(prompt + 15, prompt + 15 - old(prompt + 15, 4, 5))}
+
+
+def test_the_variants_have_a_few_bits_and_sixteen_exact_tokens():
+    made = {name: Method() for name, Method in variants.items()}
+    assert {name: (type(cache), cache.bits, cache.group, cache.exact) for name, cache in made.items()} == {
+        f"quantized_{bits}": (Quantized, bits, 32, 16) for bits in (2, 3, 4)}
+    cache = LowBitVague()
+    assert (cache.bits, cache.group, cache.exact, cache.heavy) == (2, 32, 32, 16)
+
+
 @pytest.fixture(scope="module")
 def tiny():
     model = from_hf(TINY).eval()
@@ -418,3 +662,10 @@ def test_head_dims_that_fit(head_dim, group):
     model = decoder(head_dim=head_dim)
     caches = make_cache(model, Quantized, group=group, exact=0)
     assert generate(model, TOKENS[:, :20], 20, caches).shape == (2, 20) and caches[0].length == 39 % group
+
+
+def test_by_attention_bad_knobs_are_refused_at_construction():
+    for knobs, message in ((dict(heavy=-1), "heavy -1 must be at least 0"), (dict(bits=9), "bits 9"), (dict(exact=-1), "exact -1")):
+        with pytest.raises(ValueError, match=message):
+            LowBitVague(**knobs)
+    LowBitVague(heavy=0, exact=0)
