@@ -52,7 +52,7 @@ class CaM(LayerCache):
         self.keep(indices(kept))
 
     def merge(self, leave: Tensor, stay: Tensor):
-        """Slots leave (B, H, n) and stay (B, H, budget): the values of those that stay grow."""
+        """Of slots leave (B, H, n) and stay (B, H, budget): each value that leaves, if its coin says so, goes to m that stay."""
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(1000 * self.seed + self.layer)
         attention, m = self.slot("accumulated"), min(self.targets, self.budget)

@@ -5,7 +5,8 @@ Few heads fetch what stands far back; all others look at the first tokens and th
     S_t = {0 … t} in a retrieval head,   S_t = {0 … s−1} ∪ {t−(w−s)+1 … t} in a streaming head
 
 Differs from the paper: it learns a gate for each head; here each head in turn is made to stream, and what that does to answers
-tells (`importance`). The budget is one of all heads together, from which follows how many may keep everything, and w.
+tells (`importance`). There, streaming heads stream while the prompt is read, too; here from its end on. The budget is one of
+all heads together, from which follows how many may keep everything, and w.
 """
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class DuoAttention(LayerCache):
     budget: int                              # entries per key/value head at the prompt's end, mean over all heads of all layers
     heads: tuple[tuple[int, int], ...] = ()  # (layer, key/value head): those that retrieve, the most important first; none: all stream
     sinks: int = 4                           # first tokens that a streaming head keeps
-    least: int = 16                          # entries of a streaming head: so many of `heads` keep everything as this allows
+    least: int = 16                          # fewest entries of a streaming head: as many of `heads` keep everything as this allows
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,7 +71,7 @@ class DuoAttention(LayerCache):
         every = [(layer, head) for layer in range(self.layers) for head in range(H)]
         if not {*self.heads} <= {*every}:
             raise ValueError(f"heads {self.heads} must be among {self.layers} layers of {H} key/value heads")
-        # m·n + (LH − m)·w = LH·budget, least ≤ w ≤ budget
+        # m heads keep all n tokens, the others w: m·n + (LH − m)·w = LH·budget, least ≤ w ≤ budget
         total, n, m = len(every) * self.budget, self.seen, len(self.heads)
         if n > self.least:
             m = min(m, (total - len(every) * self.least) // (n - self.least))
@@ -100,7 +101,7 @@ class DuoAttention(LayerCache):
 
     @staticmethod
     def calibrate(model, encoding) -> dict:
-        """The knobs that depend on the decoder."""
+        """The knobs that depend on the decoder, as arguments for the constructor."""
         if not hasattr(encoding, "encode_ordinary_batch"):
             raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; give DuoAttention its heads instead")
         return dict(heads=retrieval_heads(importance(model, Tasks(encoding, "train"), T=min(512, model.config.max_len))))

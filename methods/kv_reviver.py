@@ -8,13 +8,13 @@ each attention.
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
 
 Differs from the paper: the prompt is read with full attention and compressed at its end; the budget is one of bytes, so the
-scores of all tokens ever seen, which the paper keeps beside it, come out of the exact part. The slack, which it does not
-give, is 8. No code was published.
+scores of all tokens ever seen, which the paper keeps beside it, take their bytes from the exact part, 4 for each token: a very
+long text leaves no room in the end, which is a ValueError. The slack, which the paper does not give, is 8. No code was published.
 
 Beyond the paper: kind="signed" gives keys their signs too; kind="shrunk" also sketches what is left when the mean of the
 vague tokens, kept exactly, is taken off, and shrinks what it reads towards that mean as far as collisions ask for (Wiener):
-its expected error is never above that of the mean alone (proved for one row, which is also the better choice). vague=0 has
-no sketch.
+its expected error is never above that of the mean alone (proved for one row, which is also the better choice, until swaps
+leave residues). vague=0 has no sketch.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,8 @@ class Sketch:
         B, H, _, D = k.shape
         self.rows, self.width, self.kind = rows, width, kind
         self.x = k.new_zeros(B, H, rows * width, 2 * D)
-        self.sum = k.new_zeros(B, H, 2 * D if kind == "shrunk" else 0)  # of all that is in
+        exact = torch.promote_types(k.dtype, torch.float32)  # 16 bits would lose the mean of thousands
+        self.sum = k.new_zeros(B, H, 2 * D if kind == "shrunk" else 0, dtype=exact)  # of all that is in
         self.flip = k.new_full((2 * D,), -1)                            # what a sign of −1 does
         if kind == "paper":
             self.flip[:D] = 1
@@ -74,13 +75,13 @@ class Sketch:
         i = self.place(J).flatten(2)
         self.x.scatter_add_(2, spread(i, self.x), (x.unsqueeze(3) * self.sign(J)).flatten(2, 3))
         if self.kind == "shrunk":
-            self.sum += x.sum(2)
+            self.sum += x.to(self.sum).sum(2)
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Estimates of k and v (B, H, n, D) of tokens J (B, H, n) among all that are in (B, H, a); J itself, if not given."""
         among, x = J if among is None else among, self.x
         if self.kind == "shrunk":  # what the mean has put into each slot is known: take it off
-            mean = (self.sum / among.shape[2]).unsqueeze(2)
+            mean = (self.sum / among.shape[2]).unsqueeze(2).to(x)
             sign = (1 - 2 * self.negative(among)).to(x)
             x = x - mean * x.new_zeros(x.shape[:3]).scatter_add_(2, self.place(among).flatten(2), sign.flatten(2)).unsqueeze(3)
         x = torch.cat((x, x * self.flip), 2)  # every slot as a token with a sign of 1 sees it, and one with −1
@@ -99,12 +100,12 @@ class Sketch:
         """Ours: k and v (B, H, a, D) of all tokens J (B, H, a) that are in, by least squares: nearest to the mean (kind="shrunk";
         otherwise to 0) of all that would give this sketch. Exact while no token's signs in the slots are a combination of
         others'; with more tokens than slots they are, and then no reader is exact."""
-        mean, found = (self.sum / J.shape[2]).unsqueeze(2), []
-        for x, sign, near in zip(self.x.chunk(2, -1), (self.sign(J)[..., 0], self.sign(J)[..., -1]), mean.chunk(2, -1)):
+        x, mean, found = self.x.to(self.sum), (self.sum / J.shape[2]).unsqueeze(2), []  # no pseudo-inverse in 16 bits
+        for x, sign, near in zip(x.chunk(2, -1), self.sign(J)[..., [0, -1]].to(x).unbind(-1), mean.chunk(2, -1)):
             pattern = x.new_zeros(*J.shape, x.shape[2]).scatter_add_(3, self.place(J), sign)  # (B, H, a, r·b): part in each slot
             if self.kind != "shrunk":
                 near = x.new_zeros(())
-            found.append(near + torch.linalg.pinv(pattern.mT) @ (x - pattern.sum(2).unsqueeze(-1) * near))
+            found.append((near + torch.linalg.pinv(pattern.mT) @ (x - pattern.sum(2).unsqueeze(-1) * near)).to(self.x))
         return *found,
 
 
@@ -170,10 +171,11 @@ class KVReviver(LayerCache):
 
     def sizes(self) -> tuple[int, int, int]:
         """Slots of a row of the sketch, of Recent and of Candidate: what fits beside a score for every token seen."""
-        entry = 2 * self.k.shape[-1] * self.k.element_size()  # without its position
+        numbers, size = 2 * self.k.shape[-1], self.k.element_size()
+        entry, of_sum = numbers * size, numbers * max(size, 4)  # an entry without its position, and the sum of such in 32 bits
         all_bytes = self.budget * (entry + 4)
         width = max(int(self.vague * all_bytes // (self.rows * entry)), 1) if self.vague else 0
-        held = self.rows * width * entry + (entry if width and self.kind == "shrunk" else 0) + 4 * self.seen
+        held = self.rows * width * entry + (of_sum if width and self.kind == "shrunk" else 0) + 4 * self.seen
         room = int((all_bytes - held) // (entry + 4)) - self.slack
         newest = round(self.recent / (1 - self.vague) * room)
         if not 1 <= newest < room:
@@ -192,7 +194,7 @@ class KVReviver(LayerCache):
         if self.sketch is not None and self.length < self.seen:
             self.swap()
 
-    def candidates(self) -> Tensor:
+    def slot_scores(self) -> Tensor:
         """Scores (B, H, S) of the slots, Recent's infinite."""
         score = self.score.gather(2, self.pos.long())
         return score.masked_fill(self.pos >= self.seen - self.in_recent, math.inf)
@@ -201,7 +203,7 @@ class KVReviver(LayerCache):
         """The n candidates with the lowest scores go into the sketch; of equal ones the oldest."""
         if self.sketch is None and width:
             self.sketch = Sketch(self.k, self.rows, width, self.kind, 1000 * self.seed + self.layer)
-        stays = rank(self.candidates(), self.pos) < self.length - n
+        stays = rank(self.slot_scores(), self.pos) < self.length - n
         if self.sketch is not None:
             leave = indices(~stays)
             self.sketch.insert(self.pos.gather(2, leave), *(x.gather(2, spread(leave, x)) for x in (self.k, self.v)))
@@ -211,7 +213,7 @@ class KVReviver(LayerCache):
         """As long as a vague token beats the lowest candidate, its estimate takes that one's slot. What is deleted from the
         sketch is the estimate, so its error stays behind."""
         while True:
-            score, tokens = self.candidates(), self.vague_tokens()
+            score, tokens = self.slot_scores(), self.vague_tokens()
             vague = self.score.gather(2, tokens)
             slot = self.pos.masked_fill(score > score.amin(-1, keepdim=True), NEVER).argmin(-1, keepdim=True)
             best = tokens.masked_fill(vague < vague.amax(-1, keepdim=True), -1).argmax(-1, keepdim=True)

@@ -8,7 +8,7 @@ by channel over a group of tokens; values have none, and are rounded token by to
 The newest tokens stay exact, since a group of keys is rounded only when it is full, and they matter most.
 
 Differs from the authors' code: keys and values alike keep `exact` to `exact` + `group` − 1 tokens as they are (there, R values
-and 0 to R − 1 keys), and codes are packed bit by bit, so that 3 bits take 3. No budget of entries: what is left is told by `bits`.
+and 0 to R − 1 keys), and codes are packed bit by bit, so that a 3-bit code takes 3 bits. No budget of entries: the size follows from `bits`.
 """
 from dataclasses import dataclass
 from functools import partial

@@ -222,7 +222,10 @@ def compare(argv: list[str]):
                 bar.write(header(T, documents, args.seed))
         if name not in learned:
             learned[name] = calibrated(chosen[name], model, encoding)
-        row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name] | learned[name]))
+        try:
+            row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name] | learned[name]))
+        except ValueError as error:  # a budget may turn out too small only when the prompt is over
+            raise ValueError(f"{name}{'' if fraction is None else f' at {100 * fraction:g} %'}: {error}") from error
         B = built[T].full.tokens.shape[0]
         for key in ("live", "allocated", "peak"):
             row[key] //= B  # per sequence
@@ -283,12 +286,16 @@ def generate(argv: list[str]):
     tokens = []
     written = ""
     print(args.prompt, end="", flush=True)
-    for token in new:
-        tokens.append(token.item())
-        text = encoding.decode(tokens)
-        if not text.endswith("\ufffd"):  # a character may span tokens
-            print(text[len(written):], end="", flush=True)
-            written = text
+    try:
+        for token in new:
+            tokens.append(token.item())
+            text = encoding.decode(tokens)
+            if not text.endswith("\ufffd"):  # a character may span tokens
+                print(text[len(written):], end="", flush=True)
+                written = text
+    except ValueError:  # the text so far stays a line of its own
+        print()
+        raise
     print(text[len(written):], end="")
     live, allocated = cache_bytes(caches)
     print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "

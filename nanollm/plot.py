@@ -36,7 +36,7 @@ def comparison(rows: list[dict], file: Path):
         if key == "kl":
             axis.set_yscale("symlog", linthresh=0.01)
             axis.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
-            axis.set_ylim(bottom=-0.001)
+            axis.set_ylim(-0.001, 2 * max(row[key] for row in rows) + 0.01)
         else:
             axis.set_ylim(-0.02, 1.05)
     if names:

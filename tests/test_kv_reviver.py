@@ -133,6 +133,25 @@ def patterns(sketch, J, of):
     return M
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_16_bits_the_mean_of_thousands_is_still_theirs_and_everything_fits_into_the_budget(dtype):
+    J, k = torch.arange(2000).view(1, 1, -1), (1 + random(1, 1, 2000, 4) / 4).to(dtype)
+    sketch = Sketch(k, 1, 3, "shrunk", 0)
+    for j in range(2000):
+        sketch.insert(J[:, :, j:j + 1], k[:, :, j:j + 1], -k[:, :, j:j + 1])
+    assert torch.allclose(sketch.sum[0, 0] / 2000, torch.cat((k, -k), -1)[0, 0].double().mean(0).float(), atol=1e-4)
+    found = sketch.query(J)[0]
+    assert found.dtype == dtype and sketch.solve(J[:, :, :2])[0].dtype == dtype
+    assert (found.float().mean((0, 1, 2)) - 1).abs().max() < 0.05
+    for kind in ("paper", "shrunk"):
+        cache, x = KVReviver(30, kind=kind), random(1, 2, 60, 8).to(dtype)
+        cache.attend(x, x, x, torch.arange(60)[None])
+        cache.finish_prompt()
+        for t in range(60, 70):
+            cache.attend(x[:, :, :1], x[:, :, :1], x[:, :, :1], torch.tensor([[t]]))
+            assert cache.bytes()[0] <= 2 * 30 * (2 * 8 * 2 + 4)
+
+
 @each_kind
 @each_rows
 @pytest.mark.claim("R2")
@@ -947,6 +966,17 @@ def test_the_smaller_the_sketch_the_better_and_none_is_no_worse():
     recent = [kl(kind="shrunk", rows=1, recent=recent).mean().item() for recent in (0.2, 0.45, 0.6)]
     assert recent[1] < min(recent[0], recent[2]) and max(recent) - recent[1] < 0.1
     assert torch.equal(kl(kind="shrunk", rows=1, replace_rate=1.5), shrunk[0.1])
+
+
+@pytest.mark.claim("R7")
+def test_all_that_a_shrunk_sketch_gains_is_the_mean():
+    mean, shrunk, none = kl(kind="shrunk", rows=1, vague=1e-9), kl(kind="shrunk", rows=1), kl(vague=0)
+    assert below(mean, shrunk) and abs((shrunk - none).mean()) < 0.03
+    model, _, full, *_ = shipped()
+    caches = evaluate.maker(model, KVReviver, 0.25, kind="shrunk", rows=1, vague=1e-9)(447)
+    evaluate.replay([full.told], caches)
+    finish_prompt(caches)
+    assert all(cache.sketch.x.shape[2] == 1 for cache in caches)
 
 
 @pytest.mark.claim("R5")

@@ -453,6 +453,7 @@ def refused(capsys, arguments, message):
     ("--methods streaming_llm --budgets 50 1", r"streaming_llm at 1 % of \d+ tokens: budget 2 must be at least 5"),
     ("--methods chunk_kv --budgets 50 6.25", r"chunk_kv at 6.25 % of 223 tokens: budget 14 has no room for a chunk of 10"),
     ("--documents 1", "documents 1 must be at least 2"),
+    ("--methods kv_reviver --budgets 3 --documents 2 --lengths 256", "error: kv_reviver at 3 %: budget 7 has no room"),
     ("--documents 0", "documents 0 must be at least 2"),
     ("--methods full --lengths 30", r"need \d+ tokens more"),
     ("--lengths 401", "exceed.* length of 400"),
