@@ -1,0 +1,151 @@
+"""Decoding: the queries of one new token attend to a compressed cache whose heads differ in length.
+
+A head's slots are rows start … start + count − 1 of a flat k and v; so heads that are packed one after the other (AdaKV) and
+heads in a buffer of equal capacity are read by the same kernel, and a cache that has both is two segments.
+
+    y = Σ_n p_n v_n,   p_n = exp(s_n − m) / Σ exp(s − m),   s_n = q·k_n/√D + bias_n
+
+The slots are split among programs, as one sequence alone would leave most of the GPU idle; each leaves its own m, Σ exp(s − m)
+and Σ exp(s − m) v, and a second kernel adds them up (flash-decoding). H2O, Scissorhands and KVReviver want Σ_g p_n as well:
+the scores are then kept, 4 bytes a slot and query head, and a third kernel turns them into weights.
+
+Bytes moved: every key and value once, 2·D·bytes a slot; with sums 8·G + 4 bytes a slot more. All else is small: at 16 bits,
+D = 128 and 3.35 TB/s (H100) or 4.8 TB/s (H200), 32k slots of 8 heads are 134 MB and cannot take less than 40 or 28 µs.
+"""
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+import triton
+import triton.language as tl
+
+
+class Segment(NamedTuple):
+    """Slots of B·H heads in flat storage."""
+    k: Tensor      # (N, D)
+    v: Tensor      # (N, D)
+    start: Tensor  # (B·H,) int64: row of a head's first slot
+    count: Tensor  # (B·H,) int32: how many it has
+    longest: int   # at least the largest count (known on the host, so that nobody waits for the GPU)
+    bias: Tensor | None = None  # (N,) float32, added to the scores
+
+
+def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """q (B, H, G, D) → y (B, H, G, D), 0 for a head without slots; with `sums`, for each segment (N,) float32: the weight that
+    the G queries of its head give each slot."""
+    y, weights = torch.zeros_like(q), [torch.zeros(len(s.k), device=q.device) for s in segments]
+    for i, (queries, out) in enumerate(zip(q.flatten(0, 1), y.flatten(0, 1))):
+        rows = [slice(int(s.start[i]), int(s.start[i]) + int(s.count[i])) for s in segments]
+        k, v = (torch.cat([getattr(s, name)[row] for s, row in zip(segments, rows)]).float() for name in "kv")
+        bias = torch.cat([s.k.new_zeros(row.stop - row.start, dtype=torch.float32) if s.bias is None else s.bias[row]
+                          for s, row in zip(segments, rows)])
+        p = (queries.float() @ k.T * q.shape[-1] ** -0.5 + bias).softmax(-1)  # (G, slots)
+        out.copy_(p @ v)
+        for weight, row, part in zip(weights, rows, p.sum(0).split([row.stop - row.start for row in rows])):
+            weight[row] = part
+    return y, weights if sums else []
+
+
+@triton.jit
+def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_y, p_score, scale, share, part, parts, G: tl.constexpr,
+           D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
+           SCORES: tl.constexpr):
+    """One head, `share` of its slots. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v (B·H, parts, G, D)."""
+    i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
+    o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    is_g, is_d = o_g < G, o_d < D
+    b_q = tl.load(p_q + (i_head * G + o_g[:, None]) * D + o_d, mask=is_g[:, None] & is_d, other=0.0)  # (G, D)
+    b_most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    b_total = tl.zeros((BLOCK_G,), tl.float32)
+    b_y = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for n in range(i_share * share, end, BLOCK_N):
+        here = n + o_n < end
+        row = start + n + o_n
+        at = row[:, None] * D + o_d
+        b_k = tl.load(p_k + at, mask=here[:, None] & is_d, other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # (G, slots)
+        if BIASED:
+            b_s += tl.load(p_bias + row, mask=here, other=0.0)[None, :]
+        b_s = tl.where(here[None, :], b_s, float("-inf"))
+        if SCORES:
+            tl.store(p_score + row[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
+        b_new = tl.maximum(b_most, tl.max(b_s, 1))
+        b_p = tl.exp(b_s - b_new[:, None])
+        b_old = tl.exp(b_most - b_new)
+        b_v = tl.load(p_v + at, mask=here[:, None] & is_d, other=0.0)
+        b_total = b_total * b_old + tl.sum(b_p, 1)
+        b_y = b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_most = b_new
+    o = (i_head * parts + part + i_share) * G + o_g
+    tl.store(p_most + o, b_most, mask=is_g)
+    tl.store(p_total + o, b_total, mask=is_g)
+    tl.store(p_y + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
+
+
+@triton.jit
+def add_up(p_most, p_total, p_parts, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+           BLOCK_P: tl.constexpr):
+    """One query head: y (B·H, G, D) of all parts, and log Σ exp(s) (B·H, G)."""
+    i, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    is_p, is_d = o_p < parts, o_d < D
+    o = (i * parts + o_p) * G + g
+    b_most = tl.load(p_most + o, mask=is_p, other=float("-inf"))
+    most = tl.maximum(tl.max(b_most, 0), -3e38)  # −inf if there are no slots at all
+    b_weight = tl.exp(b_most - most)             # 0 for a part without slots
+    total = tl.sum(b_weight * tl.load(p_total + o, mask=is_p, other=0.0), 0)
+    b_parts = tl.load(p_parts + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0)
+    b_y = tl.sum(b_weight[:, None] * b_parts, 0) / tl.maximum(total, 1e-37)  # without slots 0
+    tl.store(p_y + (i * G + g) * D + o_d, b_y, mask=is_d)
+    tl.store(p_lse + i * G + g, most + tl.log(tl.maximum(total, 1e-37)))
+
+
+@triton.jit
+def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Σ_g exp(s_n − log Σ exp(s)) of one head, `share` of its slots."""
+    i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
+    o_g, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    b_lse = tl.load(p_lse + i_head * G + o_g, mask=o_g < G, other=float("inf"))
+    for n in range(i_share * share, end, BLOCK_N):
+        here = n + o_n < end
+        row = start + n + o_n
+        b_s = tl.load(p_score + row[:, None] * G + o_g, mask=here[:, None] & (o_g < G), other=float("-inf"))
+        tl.store(p_sums + row, tl.sum(tl.exp(b_s - b_lse), 1), mask=here)
+
+
+def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64) -> tuple[Tensor, list[Tensor]]:
+    """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit together."""
+    B, H, G, D = q.shape
+    heads, q = B * H, q.contiguous()
+    for s in segments:
+        if not s.k.is_contiguous() or not s.v.is_contiguous() or s.k.shape[1] != D or s.k.shape != s.v.shape:
+            raise ValueError(f"k {tuple(s.k.shape)} and v {tuple(s.v.shape)} must be contiguous rows of the head dim {D}")
+        if len(s.start) != heads or len(s.count) != heads:
+            raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2
+    tiles = [triton.cdiv(s.longest, block) for s in segments]
+    wanted = max(1, 4 * processors // heads)  # programs a head
+    shares = [block * max(1, triton.cdiv(n, min(wanted, 64))) for n in tiles]  # slots a program
+    counts = [max(1, triton.cdiv(s.longest, share)) for s, share in zip(segments, shares)]
+    parts = sum(counts)
+    most, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)
+    partial, lse = q.new_empty(heads, parts, G, D, dtype=torch.float32), q.new_empty(heads, G, dtype=torch.float32)
+    scores = [q.new_empty(len(s.k), G, dtype=torch.float32) if sums else None for s in segments]
+    block_g, block_d, part = max(16, triton.next_power_of_2(G)), max(16, triton.next_power_of_2(D)), 0
+    for s, share, count, score in zip(segments, shares, counts, scores):
+        attend[heads, count](q, s.k, s.v, s.bias, s.start, s.count, most, total, partial, score, D ** -0.5, share, part, parts, G, D,
+                             block_g, block_d, block, s.bias is not None, sums, num_warps=4, num_stages=3)
+        part += count
+    y = torch.empty_like(q)
+    add_up[heads, G](most, total, partial, y, lse, parts, G, D, block_d, triton.next_power_of_2(parts))
+    weights = [torch.zeros(len(s.k), device=q.device) for s in segments] if sums else []
+    for s, share, count, score, weight in zip(segments, shares, counts, scores, weights):
+        column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
+    return y, weights
+
+
+typical = [(attend, dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=64, BIASED=True, SCORES=True)),
+           (add_up, dict(G=4, D=128, BLOCK_D=128, BLOCK_P=64)), (column_sums, dict(G=4, BLOCK_G=4, BLOCK_N=64))]

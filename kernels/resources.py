@@ -1,0 +1,47 @@
+"""What each kernel takes of an H100 or H200, found out by compiling it, which needs no GPU: python -m kernels.resources"""
+import importlib
+import os
+from pathlib import Path
+import subprocess
+import sys
+import tempfile
+
+TYPES = dict(q="{0}", k="{0}", v="{0}", y="{0}", start="i64", count="i32")  # of the pointers p_…; all others are fp32
+
+
+def compiled(kernel, constants: dict, number: str) -> dict:
+    """Registers a thread, bytes of stack a thread (spills) and of shared memory a block, of one kernel for sm_90."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.startswith("p_"):
+            return "*" + TYPES.get(name[2:], "fp32").format(number)
+        return "fp32" if name == "scale" else "i32"
+
+    names = kernel.arg_names
+    source = ASTSource(fn=kernel, signature={name: type_of(name) for name in names},
+                       constexprs={(names.index(name),): value for name, value in constants.items()})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=3))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+                              capture_output=True, text=True, check=True).stdout
+    used = dict(pair.split(":") for pair in told.split() if ":" in pair)
+    return dict(registers=int(used["REG"]), stack=int(used["STACK"]), shared=made.metadata.shared)
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") != "0":  # the interpreter's kernels cannot be compiled; it is chosen at import
+        sys.exit(subprocess.run([sys.executable, "-m", "kernels.resources"], env=os.environ | {"TRITON_INTERPRET": "0"}).returncode)
+    print(f"{'kernel':<34}{'':>6}{'registers':>11}{'stack':>7}{'shared':>9}")
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        for kernel, constants in getattr(importlib.import_module(f"kernels.{file.stem}"), "typical", []):
+            for number in ("bf16", "fp16"):
+                used = compiled(kernel, constants, number)
+                name = f"{file.stem}.{kernel.__name__}"
+                print(f"{name:<34}{number:>6}" + "{registers:>11}{stack:>7}{shared:>9}".format(**used), flush=True)
