@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 
-TYPES = dict(q="{0}", k="{0}", v="{0}", y="{0}", start="i64", count="i32")  # of the pointers p_…; all others are fp32
+TYPES = dict(q="{0}", k="{0}", v="{0}", w="{0}", y="{0}", start="i64", count="i32")  # of the pointers p_…; all others are fp32
 
 
 def compiled(kernel, constants: dict, number: str) -> dict:
