@@ -37,7 +37,8 @@ def value_norms(v: Tensor, w_o: Tensor, block: int = 64) -> Tensor:
     """As `plain`, by the kernel; `block` tokens at a time. ValueError if v and w_o do not fit together."""
     (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape
     if width != D or heads % H or v.dtype != w_o.dtype:
-        raise ValueError(f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} numbers, of {v.dtype} as v")
+        raise ValueError(f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} numbers, "
+                         f"of {v.dtype} as v")
     v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:
