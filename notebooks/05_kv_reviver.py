@@ -96,7 +96,7 @@ for j in range(8):
     print(f"token {j + 1}: rows say", *(f"{signs[j, row] * sketch.x[0, 0, 4 * row + slots[j, row], 0]:+3.0f}" for row in range(3)), f"-> median {sketch.query(J)[0][0, 0, j, 0]:+3.0f}")
 
 # %% [markdown]
-# Whoever is alone in two of three rows is read exactly (token 7); 3 and 6 are alone once and right by luck, for their neighbours' parts cancel or err to either side; the others get what their neighbours leave. With $N = 12$ slots for 8 tokens, this is a sketch *larger* than its content. The paper's setting is the other way round: 2000 tokens, a tenth of the entries, a tenth of them for the sketch, so $N = 18$ slots, six in each row, and some 1800 tokens, three hundred in each slot. (A tenth for the sketch at a budget of a quarter is 31 tokens per slot of memory at any length.)
+# Whoever is alone in two of three rows is read exactly (token 7); 3, 5 and 6 are alone once and right by luck, for their neighbours' parts cancel or err to either side; the others get what their neighbours leave. With $N = 12$ slots for 8 tokens, this is a sketch *larger* than its content. The paper's setting is the other way round: 2000 tokens, a tenth of the entries, a tenth of them for the sketch, so $N = 18$ slots, six in each row, and some 1800 tokens, three hundred in each slot. (A tenth for the sketch at a budget of a quarter is 31 tokens per slot of memory at any length.)
 #
 # ## Revived keys and values of the real model
 #
@@ -215,7 +215,7 @@ print(f"{'true':15} {'logits vary by':24}", *(f"{row[2]:7.2f}" for row in table)
 print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 
 # %% [markdown]
-# With the true keys half of the attention goes to those tokens, so they matter. The paper's unsigned keys are sums of all that share a slot, and logits are off by tens to hundreds: attention nearly leaves the revived tokens in layers 0, 4 and 5. With signs on the keys the errors are 7 to 26 times what logits vary by, and nearly *all* attention goes to revived tokens: softmax picks the largest error. Shrunk, the revived tokens are nearly the mean token: their logits vary by a sixth of what they should, and they get half to four fifths of their attention, in layer 1, which retrieves, a tenth. That does little harm, and nothing can be told apart by it.
+# With the true keys half of the attention goes to those tokens, so they matter. The paper's unsigned keys are sums of all that share a slot, and logits are off by tens to hundreds: attention nearly leaves the revived tokens in layers 0, 4 and 5. With signs on the keys the errors are 7 to 26 times what logits vary by, and nearly *all* attention goes to revived tokens: softmax picks the largest error. Shrunk, the revived tokens are nearly the mean token: their logits vary by a sixth of what they should, and they get four to eight tenths of their attention, in layer 1, which retrieves, one tenth. That does little harm, and nothing can be told apart by it.
 #
 # ## In the same bytes
 #
