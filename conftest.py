@@ -1,6 +1,8 @@
+import math
 import os
 import sys
 
+import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests' tensors are too small to share out
@@ -11,3 +13,13 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "claim(id): the numbered claim of a paper that this test checks")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Whatever is allocated without being filled is full of NaN."""
+    def full_of_nan(make):
+        return lambda *a, **k: x.fill_(math.nan) if (x := make(*a, **k)).is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", full_of_nan(torch.empty_like))

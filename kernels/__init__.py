@@ -9,3 +9,11 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
         raise ImportError("triton was imported before kernels and looks for a GPU, which is not there; import kernels first, "
                           "or set TRITON_INTERPRET=1")
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """How n slots of each head are dealt out, whole blocks to a program, so that no processor is idle: slots a program, programs."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    wanted = min(max(1, 4 * processors // heads), 64)
+    share = block * max(1, -(-n // (block * wanted)))
+    return share, max(1, -(-n // share))

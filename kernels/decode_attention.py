@@ -12,13 +12,14 @@ the scores are then kept, 4 bytes a slot and query head, and a third kernel turn
 Bytes moved: every key and value once, 2·D·bytes a slot; with sums 8·G + 4 bytes a slot more. All else is small: at 16 bits,
 D = 128 and 3.35 TB/s (H100) or 4.8 TB/s (H200), 32k slots of 8 heads are 134 MB and cannot take less than 40 or 28 µs.
 """
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 import triton
 import triton.language as tl
+
+from kernels import split
 
 
 class Segment(NamedTuple):
@@ -125,24 +126,20 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, blo
             raise ValueError(f"k {tuple(s.k.shape)} and v {tuple(s.v.shape)} must be contiguous rows of the head dim {D}")
         if len(s.start) != heads or len(s.count) != heads:
             raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2
-    tiles = [triton.cdiv(s.longest, block) for s in segments]
-    wanted = max(1, 4 * processors // heads)  # programs a head
-    shares = [block * max(1, triton.cdiv(n, min(wanted, 64))) for n in tiles]  # slots a program
-    counts = [max(1, triton.cdiv(s.longest, share)) for s, share in zip(segments, shares)]
-    parts = sum(counts)
+    splits = [split(s.longest, block, heads, q.device) for s in segments]
+    parts = sum(count for _, count in splits)
     most, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)
     partial, lse = q.new_empty(heads, parts, G, D, dtype=torch.float32), q.new_empty(heads, G, dtype=torch.float32)
     scores = [q.new_empty(len(s.k), G, dtype=torch.float32) if sums else None for s in segments]
     block_g, block_d, part = max(16, triton.next_power_of_2(G)), max(16, triton.next_power_of_2(D)), 0
-    for s, share, count, score in zip(segments, shares, counts, scores):
+    for s, (share, count), score in zip(segments, splits, scores):
         attend[heads, count](q, s.k, s.v, s.bias, s.start, s.count, most, total, partial, score, D ** -0.5, share, part, parts, G, D,
                              block_g, block_d, block, s.bias is not None, sums, num_warps=4, num_stages=3)
         part += count
     y = torch.empty_like(q)
     add_up[heads, G](most, total, partial, y, lse, parts, G, D, block_d, triton.next_power_of_2(parts))
     weights = [torch.zeros(len(s.k), device=q.device) for s in segments] if sums else []
-    for s, share, count, score, weight in zip(segments, shares, counts, scores, weights):
+    for s, (share, count), score, weight in zip(segments, splits, scores, weights):
         column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
     return y, weights
 

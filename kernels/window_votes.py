@@ -14,6 +14,8 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
+from kernels import split
+
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
     """The window's queries q (B, H, G, w, D), keys k (B, H, n, D), the window's at the end → votes (B, H, G, n − w) float32."""
@@ -63,9 +65,8 @@ def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
         raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of {D} numbers, "
                          f"of {q.dtype} as q")
     q, k, heads = q.contiguous(), k.contiguous(), B * H * G
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 2
-    share = block * triton.cdiv(triton.cdiv(n, block), max(1, 4 * processors // heads))  # keys a program
-    parts, sizes = triton.cdiv(n, share), (G, D, max(16, triton.next_power_of_2(w)), block, max(16, triton.next_power_of_2(D)))
+    share, parts = split(n, block, heads, q.device)
+    sizes = G, D, max(16, triton.next_power_of_2(w)), block, max(16, triton.next_power_of_2(D))
     lse, vote = (q.new_empty(*shape, dtype=torch.float32) for shape in ((heads, parts, w), (B, H, G, n - w)))
     row_sums[heads, parts](q, k, lse, D ** -0.5, w, n, share, parts, *sizes, num_warps=4, num_stages=3)
     if n > w:

@@ -79,21 +79,21 @@ class Sketch:
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Estimates of k and v (B, H, n, D) of tokens J (B, H, n) among all that are in (B, H, a); J itself, if not given."""
-        among, x = J if among is None else among, self.x
+        place, negative, x = self.place(J), self.negative(J), self.x
         if self.kind == "shrunk":  # what the mean has put into each slot is known: take it off
-            mean = (self.sum / among.shape[2]).unsqueeze(2).to(x)
-            sign = (1 - 2 * self.negative(among)).to(x)
-            x = x - mean * x.new_zeros(x.shape[:3]).scatter_add_(2, self.place(among).flatten(2), sign.flatten(2)).unsqueeze(3)
+            slots, minus = (place, negative) if among is None else (self.place(among), self.negative(among))
+            a = slots.shape[2]
+            mean, sign = (self.sum / a).unsqueeze(2).to(x), (1 - 2 * minus).to(x)
+            x = x - mean * x.new_zeros(x.shape[:3]).scatter_add_(2, slots.flatten(2), sign.flatten(2)).unsqueeze(3)
         x = torch.cat((x, x * self.flip), 2)  # every slot as a token with a sign of 1 sees it, and one with −1
-        i = self.place(J) + self.negative(J) * self.x.shape[2]
-        x = [x.gather(2, spread(row, x)) for row in i.unbind(3)]
+        x = [x.gather(2, spread(row, x)) for row in (place + negative * self.x.shape[2]).unbind(3)]
         if self.rows == 1:
             x, = x
         else:  # the median of three, without a sort
             one, two, three = x
             x = torch.maximum(torch.minimum(one, two), torch.minimum(torch.maximum(one, two), three))
         if self.kind == "shrunk":  # signal to signal and noise: of the others, (a − 1)/b a slot
-            x = mean + x / (1 + MEDIAN[self.rows] * (among.shape[2] - 1) / self.width)
+            x = mean + x / (1 + MEDIAN[self.rows] * (a - 1) / self.width)
         return x.chunk(2, -1)
 
     def solve(self, J: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,10 +76,10 @@ class Quantized(LayerCache):
             self.round(torch.arange(self.length, device=self.pos.device).expand_as(self.pos) < n)
 
     def round(self, leaves: Tensor, **state: Tensor):
-        """Slots of a mask (B, H, S) leave to be rounded, as many in every head; `state` (B, H, n, ...) goes with them."""
+        """Slots of a mask (B, H, S) leave to be rounded, as many in every head; of each `state` (B, H, S) what is theirs goes with them."""
         i, D = indices(leaves), self.k.shape[-1]
         k, v = (x.gather(2, spread(i, x)).unflatten(2, (-1, self.group)) for x in (self.k, self.v))  # (B, H, groups, group, D)
-        new = dict(zip(("k", "k_zero", "k_scale"), quantise(k, self.bits, 3))) | state
+        new = dict(zip(("k", "k_zero", "k_scale"), quantise(k, self.bits, 3))) | {name: x.gather(2, i) for name, x in state.items()}
         code, zero, scale = quantise(v.unflatten(-1, (-1, min(self.group, D))), self.bits, 5)   # (B, H, groups, group, D/g, g)
         new |= dict(v=code.flatten(4), v_zero=zero, v_scale=scale)
         for name, x in new.items():
@@ -127,8 +127,7 @@ class LowBitVague(Quantized):
         n = (self.length - self.exact - self.heavy) // self.group * self.group
         if n > 0:
             score = self.slot("accumulated").masked_fill(self.pos - self.start >= self.seen - self.exact, math.inf)
-            leaves = rank(score, self.pos) >= self.length - n
-            self.round(leaves, at=self.pos.gather(2, indices(leaves)))
+            self.round(rank(score, self.pos) >= self.length - n, at=self.pos)
 
 
 variants = {f"quantized_{bits}": partial(Quantized, bits=bits, exact=16) for bits in (2, 3, 4)}  # they have no budget

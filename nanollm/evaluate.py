@@ -379,3 +379,12 @@ def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> M
         check_budget(round(fraction * tokens), 1, "one slot")
         return make_cache(model, Method, budget=round(fraction * tokens), **knobs)
     return make
+
+
+def reading_within(make: Make) -> Make:
+    """Caches that evict while they read: told that the prompt is over before it begins."""
+    def ready(tokens: int) -> list[LayerCache]:
+        caches = make(tokens)
+        finish_prompt(caches)
+        return caches
+    return ready

@@ -19,6 +19,7 @@ def comparison(rows: list[dict], file: Path):
     names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "full"))
     panels = ("aware", "accuracy, question in the prompt"), ("blind", "accuracy, question after compression"), (
         "kl", "KL(full ‖ compressed) per token, nats")
+    live = [row["live"] / 1024 for row in rows if row["method"] != "full"] or [full["live"] / 1024]
     for axis, (key, label) in zip(axes, panels):
         for name, marker, dash in zip(names, cycle(MARKERS), cycle(DASHES)):
             mine = sorted((row["live"] / 1024, row[key]) for row in rows if row["method"] == name)
@@ -31,7 +32,6 @@ def comparison(rows: list[dict], file: Path):
         axis.set_ylabel(label)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.grid(alpha=0.3)
-        live = [row["live"] / 1024 for row in rows if row["method"] != "full"] or [full["live"] / 1024]
         axis.set_xticks(2.0 ** np.arange(np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live))) + 1))  # octaves around all points
         if key == "kl":
             axis.set_yscale("symlog", linthresh=0.01)

@@ -25,7 +25,7 @@ from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, evaluate, tokenizer, weights
 from nanollm.cache import LayerCache, cache_bytes, finish_prompt, held, make_cache, probabilities
 from nanollm.data import Tasks
-from nanollm.evaluate import TASKS, Recorder, continuation, maker, record, retrieve, standard_error
+from nanollm.evaluate import TASKS, Recorder, continuation, maker, reading_within, record, retrieve, standard_error
 
 torch.set_grad_enabled(False)
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -285,15 +285,6 @@ for sharpness in (1, 10, 100, 1000):
 # Now the method, on the shipped model. To compare like with like, all others evict while they read as well: they are told that the prompt is over before it begins. (They read 16 tokens at a time and evict after each piece, so for a moment they hold 16 more than their budget; Scissorhands never does, however many it is given.) `MeanWeight` is ours: it keeps what had the largest mean weight since it arrived, and drops eight entries at a time, not half of the budget.
 
 # %%
-def reading_within(make):
-    """Caches that evict while they read."""
-    def ready(tokens):
-        caches = make(tokens)
-        finish_prompt(caches)
-        return caches
-    return ready
-
-
 methods = {"Scissorhands": Scissorhands, "MeanWeight": MeanWeight, "H2O": H2O, "StreamingLLM": StreamingLLM, "random": RandomEviction}
 batches = {task: tasks.batch(task, 0, 16, 512, **knobs) for task, knobs in TASKS.items()}
 full = evaluate.reference(model, evaluate.text_windows(tasks, 16, 512), 64)

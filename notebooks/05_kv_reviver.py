@@ -25,7 +25,7 @@ from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, evaluate, plot, tokenizer, weights
 from nanollm.cache import LayerCache, cache_bytes, finish_prompt, full_cache_bytes, make_cache, probabilities
 from nanollm.data import Batch, Tasks
-from nanollm.evaluate import Recorder, answer, continuation, maker, prompt_and_question, record, replay, retrieve, standard_error, told_or_read
+from nanollm.evaluate import Recorder, answer, continuation, maker, prompt_and_question, reading_within, record, replay, retrieve, standard_error, told_or_read
 from nanollm.speed import best
 
 torch.set_grad_enabled(False)
@@ -263,13 +263,7 @@ for (name, share), (kib, kl, found, l1) in rows.items():
 
 # %%
 for share in (.25, .125):
-    kls = []
-    for Method in (CaM, H2O):
-        def ready(n):
-            caches = maker(model, Method, share)(n)
-            finish_prompt(caches)  # before the first token
-            return caches
-        kls.append(continuation(model, full, ready, chunk=8)["kl"])
+    kls = [continuation(model, full, reading_within(maker(model, Method, share)), chunk=8)["kl"] for Method in (CaM, H2O)]
     print(f"{share:.1%}: KL of CaM {kls[0].mean():.3f}, of H2O {kls[1].mean():.3f}, difference {(kls[0] - kls[1]).mean():+.3f} ±{standard_error(kls[0] - kls[1]):.3f}")
 
 # %%

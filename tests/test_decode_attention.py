@@ -49,16 +49,6 @@ def segment(counts, D, dtype, seed, bias=False, gap=1):
     return Segment(k, v, start, torch.tensor(counts, dtype=torch.int32), max(counts), b)
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Whatever is allocated without being filled is full of NaN."""
-    def poisoned(make):
-        return lambda *a, **k: x.fill_(math.nan) if (x := make(*a, **k)).is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-
-
 CASES = [  # B, H, G, D, counts of the B·H heads, of a second segment, biased, tile
     (1, 1, 1, 16, [1], None, False, 16),
     (1, 2, 1, 32, [63, 65], None, False, 16),

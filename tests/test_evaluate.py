@@ -17,7 +17,7 @@ from nanollm import evaluate
 from nanollm.__main__ import pick
 from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, make_cache
 from nanollm.evaluate import (Benchmark, ReadsOtherwise, Recorder, bits_per_byte, continuation, exact_match, feed,
-                              head_outputs, maker, ngram_bits, paired, perturbation, prompt_and_question, record,
+                              head_outputs, maker, ngram_bits, paired, perturbation, prompt_and_question, reading_within, record,
                               reference, replay, retrieve, text_windows, told_or_read)
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
@@ -472,3 +472,13 @@ def test_n_grams_equal_hand_counts():
     bits = ngram_bits(training, symbols([0, 1, 0]), 1, 3)
     assert bits["2-gram"] == pytest.approx(-math.log2(after_0 * after_1) / 2)
     assert bits["3-gram"] == bits["4-gram"] == pytest.approx(-math.log2(after_0 * after_01) / 2)
+
+
+def test_caches_that_read_within_their_budget_never_hold_more_than_it_and_the_last_piece():
+    model = Decoder(Config(vocab_size=V, max_len=T, n_layers=L, n_heads=H * G, n_kv_heads=H, d_model=32, d_ff=32))
+    caches = reading_within(maker(model, H2O, 0.25))(CUT)
+    assert len(caches) == L and all(cache.budget == round(0.25 * CUT) for cache in caches)
+    with torch.no_grad():
+        for part in TOKENS.split(7, 1):
+            model(part, caches)
+            assert all(cache.length == min(cache.seen, cache.budget) for cache in caches)

@@ -1,6 +1,5 @@
 """‖v W_O‖₁: the kernel and its twin against a loop in float64, and against what CriticalKV computes."""
 from itertools import product
-import math
 
 import pytest
 import torch
@@ -14,13 +13,7 @@ from methods import critical_kv  # noqa: E402
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("B, H, G, n, D, d_model, block", [
     (1, 1, 1, 1, 16, 64, 16), (3, 2, 2, 63, 64, 65, 32), (1, 2, 4, 65, 40, 128, 16), (2, 3, 1, 33, 128, 1, 64), (1, 1, 3, 0, 16, 8, 16)])
-def test_kernel_and_twin_are_the_loop(monkeypatch, B, H, G, n, D, d_model, block, dtype, tolerance):
-    new_empty = torch.Tensor.new_empty
-
-    def poisoned(*a, **k):
-        return x.fill_(math.nan) if (x := new_empty(*a, **k)).is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+def test_kernel_and_twin_are_the_loop(poisoned, B, H, G, n, D, d_model, block, dtype, tolerance):
     g = torch.Generator().manual_seed(n + D)
     v, w_o = torch.randn(B, n, H, D, generator=g).to(dtype).transpose(1, 2), torch.randn(d_model, H * G, D, generator=g).to(dtype)
     expected = torch.empty(B, H, G, n, dtype=torch.float64)

@@ -24,13 +24,8 @@ def by_hand(q, k):
 @pytest.mark.parametrize("B, H, G, w, n, D, block", [
     (1, 1, 1, 1, 2, 16, 16), (3, 2, 2, 8, 65, 64, 32), (1, 1, 1, 32, 63, 128, 16), (2, 1, 4, 5, 40, 40, 16), (1, 2, 3, 7, 7, 16, 16),
     (1, 1, 1, 20, 130, 16, 16)])
-def test_kernels_and_twin_are_the_loop(monkeypatch, B, H, G, w, n, D, block, dtype, tolerance):
-    new_empty, g = torch.Tensor.new_empty, torch.Generator().manual_seed(n)
-
-    def poisoned(*a, **k):
-        return x.fill_(math.nan) if (x := new_empty(*a, **k)).is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+def test_kernels_and_twin_are_the_loop(poisoned, B, H, G, w, n, D, block, dtype, tolerance):
+    g = torch.Generator().manual_seed(n)
     q = 2 * torch.randn(B, H, G, w, D, generator=g).to(dtype)
     k = torch.randn(B, n, H, D, generator=g).to(dtype).transpose(1, 2)
     for found in plain(q, k), window_votes(q, k, block):
