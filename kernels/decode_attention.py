@@ -49,7 +49,7 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
 
 
 @triton.jit
-def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_y, p_score, scale, share, part, parts, G: tl.constexpr,
+def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, p_score, scale, share, part, parts, G: tl.constexpr,
            D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
            SCORES: tl.constexpr):
     """One head, `share` of its slots. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v (B·H, parts, G, D)."""
@@ -58,7 +58,7 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_y, p_scor
     o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     is_g, is_d = o_g < G, o_d < D
     b_q = tl.load(p_q + (i_head * G + o_g[:, None]) * D + o_d, mask=is_g[:, None] & is_d, other=0.0)  # (G, D)
-    b_most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    b_most = tl.full((BLOCK_G,), -3e38, tl.float32)  # not −inf: a slot with a bias of −inf is hidden, and −inf − (−inf) is no number
     b_total = tl.zeros((BLOCK_G,), tl.float32)
     b_y = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for n in range(i_share * share, end, BLOCK_N):
@@ -82,23 +82,28 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_y, p_scor
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_most + o, b_most, mask=is_g)
     tl.store(p_total + o, b_total, mask=is_g)
-    tl.store(p_y + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
+    tl.store(p_partial + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
 
 
 @triton.jit
-def add_up(p_most, p_total, p_parts, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def add_up(p_most, p_total, p_partial, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
            BLOCK_P: tl.constexpr):
     """One query head: y (B·H, G, D) of all parts, and log Σ exp(s) (B·H, G)."""
     i, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    is_p, is_d = o_p < parts, o_d < D
-    o = (i * parts + o_p) * G + g
-    b_most = tl.load(p_most + o, mask=is_p, other=float("-inf"))
-    most = tl.maximum(tl.max(b_most, 0), -3e38)  # −inf if there are no slots at all
-    b_weight = tl.exp(b_most - most)             # 0 for a part without slots
-    total = tl.sum(b_weight * tl.load(p_total + o, mask=is_p, other=0.0), 0)
-    b_parts = tl.load(p_parts + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0)
-    b_y = tl.sum(b_weight[:, None] * b_parts, 0) / tl.maximum(total, 1e-37)  # without slots 0
+    is_d, most = o_d < D, -3e38  # no maximum is −inf, even if there are no slots at all
+    for p in range(0, parts, BLOCK_P):
+        most = tl.maximum(most, tl.max(tl.load(p_most + (i * parts + p + o_p) * G + g, mask=p + o_p < parts, other=-3e38), 0))
+    b_total, b_y = tl.zeros((BLOCK_P,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+    for p in range(0, parts, BLOCK_P):
+        is_p = p + o_p < parts
+        o = (i * parts + p + o_p) * G + g
+        b_weight = tl.exp(tl.load(p_most + o, mask=is_p, other=float("-inf")) - most)
+        b_total += b_weight * tl.load(p_total + o, mask=is_p, other=0.0)
+        b_parts = tl.load(p_partial + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0)
+        b_y += tl.sum(b_weight[:, None] * b_parts, 0)
+    total = tl.sum(b_total, 0)
+    b_y /= tl.maximum(total, 1e-37)  # 0 without slots
     tl.store(p_y + (i * G + g) * D + o_d, b_y, mask=is_d)
     tl.store(p_lse + i * G + g, most + tl.log(tl.maximum(total, 1e-37)))
 
@@ -137,7 +142,7 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, blo
                              block_g, block_d, block, s.bias is not None, sums, num_warps=4, num_stages=3)
         part += count
     y = torch.empty_like(q)
-    add_up[heads, G](most, total, partial, y, lse, parts, G, D, block_d, triton.next_power_of_2(parts))
+    add_up[heads, G](most, total, partial, y, lse, parts, G, D, block_d, 32)
     weights = [torch.zeros(len(s.k), device=q.device) for s in segments] if sums else []
     for s, (share, count), score, weight in zip(segments, splits, scores, weights):
         column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
@@ -145,4 +150,4 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, blo
 
 
 typical = [(attend, dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=64, BIASED=True, SCORES=True)),
-           (add_up, dict(G=4, D=128, BLOCK_D=128, BLOCK_P=64)), (column_sums, dict(G=4, BLOCK_G=4, BLOCK_N=64))]
+           (add_up, dict(G=4, D=128, BLOCK_D=128, BLOCK_P=32)), (column_sums, dict(G=4, BLOCK_G=4, BLOCK_N=64))]
