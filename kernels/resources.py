@@ -21,7 +21,7 @@ def compiled(kernel, constants: dict, number: str, warps: int = 4) -> dict:
             return "constexpr"
         if name.startswith("p_"):
             return "*" + TYPES.get(name[2:], "fp32").format(number)
-        return "fp32" if name == "scale" else "i32"
+        return "fp32" if name in ("scale", "shrink") else "i32"
 
     names = kernel.arg_names
     source = ASTSource(fn=kernel, signature={name: type_of(name) for name in names},

@@ -1,0 +1,210 @@
+"""KVReviver's attention: exact tokens as they are, vague ones read back from the sketch tile by tile as they are attended to.
+
+    k̂_J = median over rows i of ±S_i[h_i(J)],   v̂_J likewise;   y = Σ p v + Σ p̂ v̂,   one softmax over all scores
+
+The revived keys and values, which PyTorch would write to memory and read again, stay in registers: a program hashes a tile of
+tokens, gathers their slots of each row, takes the median of three with its minimum and maximum, shrinks it, and goes on as
+decode_attention does, whose kernels do the exact part and add both up. `insert` adds tokens to the sketch with atomic adds.
+
+Bytes: of memory only the sketch, the exact slots and 4 bytes a vague token. But each token's slots, 2·r·D numbers, come from the
+GPU's cache: r times what full attention reads from memory. So for r = 3 rows it can only keep up with full attention if the
+cache delivers three times what memory does (an H100's gives about twice), and for one row it should be faster. (One row is
+linear, too: `methods/kv_reviver.py` then attends to slots in place of tokens.)
+"""
+import torch
+from torch import Tensor
+import triton
+import triton.language as tl
+
+from kernels import split
+from kernels.decode_attention import Segment, add_up, attend, column_sums
+
+PRIME = tl.constexpr(2 ** 31 - 1)
+
+
+def hashed(token: Tensor, by: Tensor) -> Tensor:
+    """Cubics by (4, r), int64, of tokens modulo 2³¹ − 1: (...) → (..., r)."""
+    token, f = token.long().unsqueeze(-1), 0
+    for c in by:
+        f = (f * token + c) % PRIME.value
+    return f
+
+
+def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, sign: Tensor, mean: Tensor | None = None,
+          shrink: float = 1.0, signed_keys: bool = False, sums: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """q (B, H, G, D) → y (B, H, G, D), and with `sums` the weights of the exact slots (N,) and vague tokens (B, H, a), float32.
+
+    token (B, H, a) int32: the vague ones. x (B, H, r·b, 2D): the sketch, rows of b slots [k | v]. place and sign (4, r) int64:
+    cubics whose number modulo b is the slot, and whose lowest bit is 1 for a sign of −1. With a mean (B, H, 2D), which
+    must already be off x, it is mean + shrink · median that is read. As printed, keys have no signs.
+    """
+    (B, H, a), r, D = token.shape, place.shape[1], q.shape[-1]
+    width = x.shape[2] // r
+    at = hashed(token, place) % width + width * torch.arange(r, device=x.device)  # (B, H, a, r)
+    rows = x.float().gather(2, at.flatten(2).unsqueeze(-1).expand(-1, -1, -1, 2 * D)).view(B, H, a, r, 2 * D)
+    minus = 1 - 2 * (hashed(token, sign) % 2).unsqueeze(-1).float()
+    k, v = rows.chunk(2, -1)
+    k, v = ((y * s).median(3).values for y, s in ((k, minus if signed_keys else 1.0), (v, minus)))
+    if mean is not None:
+        k, v = (shrink * y + m.unsqueeze(2) for y, m in zip((k, v), mean.float().chunk(2, -1)))
+    y, weights = torch.zeros_like(q), [torch.zeros(len(exact.k), device=q.device), torch.zeros(B, H, a, device=q.device)]
+    for i, (queries, out, k, v, vague) in enumerate(zip(*(y.flatten(0, 1) for y in (q, y, k, v, weights[1])))):
+        rows = slice(int(exact.start[i]), int(exact.start[i]) + int(exact.count[i]))
+        p = (queries.float() @ torch.cat((exact.k[rows].float(), k)).T * D ** -0.5).softmax(-1)
+        out.copy_(p @ torch.cat((exact.v[rows].float(), v)))
+        weights[0][rows], vague[:] = p.sum(0).tensor_split((rows.stop - rows.start,))
+    return y, weights if sums else []
+
+
+@triton.jit
+def number(b_token, p_by, row, ROWS: tl.constexpr):
+    """A cubic of tokens (int64) modulo 2³¹ − 1: x mod p by its upper and lower 31 bits, which spares a division."""
+    b_f = tl.load(p_by + row).to(tl.int64) + 0 * b_token
+    for i in tl.static_range(1, 4):
+        b_f = b_f * b_token + tl.load(p_by + i * ROWS + row)
+        b_f = (b_f & PRIME) + (b_f >> 31)
+        b_f = (b_f & PRIME) + (b_f >> 31)
+        b_f = tl.where(b_f == PRIME, 0, b_f)
+    return b_f
+
+
+@triton.jit
+def of_row(p_x, b_token, p_place, p_sign, row, here, o_d, is_d, width, D: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr):
+    """Keys and values (slots, D) as one row of the sketch tells them."""
+    b_slot = (number(b_token, p_place, row, ROWS) % width) + row * width
+    b_sign = (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1)).to(tl.float32)
+    at = b_slot[:, None] * (2 * D) + o_d
+    b_k = tl.load(p_x + at, mask=here[:, None] & is_d, other=0.0)
+    b_v = tl.load(p_x + at + D, mask=here[:, None] & is_d, other=0.0) * b_sign.to(b_k.dtype)[:, None]
+    if SIGNED:
+        b_k *= b_sign.to(b_k.dtype)[:, None]
+    return b_k, b_v
+
+
+@triton.jit
+def median(b_one, b_two, b_three):
+    return tl.maximum(tl.minimum(b_one, b_two), tl.minimum(tl.maximum(b_one, b_two), b_three))
+
+
+@triton.jit
+def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_most, p_total, p_partial, p_score, scale, shrink, a, width, share,
+                   part, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+                   BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr, MEAN: tl.constexpr, SCORES: tl.constexpr):
+    """One head, `share` of its vague tokens; leaves what `attend` leaves."""
+    i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    end = tl.minimum(a, (i_share + 1) * share)
+    o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    is_g, is_d = o_g < G, o_d < D
+    p_x += i_head * ROWS * width * 2 * D
+    b_q = tl.load(p_q + (i_head * G + o_g[:, None]) * D + o_d, mask=is_g[:, None] & is_d, other=0.0)
+    if MEAN:
+        b_mean_k = tl.load(p_mean + i_head * 2 * D + o_d, mask=is_d, other=0.0)
+        b_mean_v = tl.load(p_mean + i_head * 2 * D + D + o_d, mask=is_d, other=0.0)
+    b_most = tl.full((BLOCK_G,), -3e38, tl.float32)
+    b_total = tl.zeros((BLOCK_G,), tl.float32)
+    b_y = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for n in range(i_share * share, end, BLOCK_N):
+        here = n + o_n < end
+        b_token = tl.load(p_token + i_head * a + n + o_n, mask=here, other=0).to(tl.int64)
+        b_k, b_v = of_row(p_x, b_token, p_place, p_sign, 0, here, o_d, is_d, width, D, ROWS, SIGNED)
+        if ROWS == 3:
+            b_k1, b_v1 = of_row(p_x, b_token, p_place, p_sign, 1, here, o_d, is_d, width, D, ROWS, SIGNED)
+            b_k2, b_v2 = of_row(p_x, b_token, p_place, p_sign, 2, here, o_d, is_d, width, D, ROWS, SIGNED)
+            b_k, b_v = median(b_k, b_k1, b_k2), median(b_v, b_v1, b_v2)
+        if MEAN:
+            b_k, b_v = b_mean_k + shrink * b_k.to(tl.float32), b_mean_v + shrink * b_v.to(tl.float32)
+        b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        b_s = tl.where(here[None, :], b_s, float("-inf"))
+        if SCORES:
+            tl.store(p_score + (i_head * a + n + o_n)[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
+        b_new = tl.maximum(b_most, tl.max(b_s, 1))
+        b_p = tl.exp(b_s - b_new[:, None])
+        b_old = tl.exp(b_most - b_new)
+        b_total = b_total * b_old + tl.sum(b_p, 1)
+        b_y = b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_most = b_new
+    o = (i_head * parts + part + i_share) * G + o_g
+    tl.store(p_most + o, b_most, mask=is_g)
+    tl.store(p_total + o, b_total, mask=is_g)
+    tl.store(p_partial + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
+
+
+def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, sign: Tensor, mean: Tensor | None = None,
+                     shrink: float = 1.0, signed_keys: bool = False, sums: bool = False, block: int = 32) -> tuple[Tensor, list[Tensor]]:
+    """As `plain`, by the kernels, `block` slots or tokens at a time. ValueError if sketch, tokens and queries do not fit together."""
+    (B, H, G, D), a, rows = q.shape, token.shape[2], place.shape[1]
+    if rows not in (1, 3) or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D) or x.dtype != q.dtype:
+        raise ValueError(f"sketch {tuple(x.shape)} of {x.dtype} must be 1 or 3 rows, here {rows}, of as many slots of [k | v] for "
+                         f"{(B, H)} heads, 2 × {D} numbers of {q.dtype} as q")
+    heads, q, x, token = B * H, q.contiguous(), x.contiguous(), token.int().contiguous()
+    vague = Segment(x, x, a * torch.arange(heads, device=q.device), torch.full((heads,), a, dtype=torch.int32, device=q.device), a)
+    splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
+    parts = sum(count for _, count in splits)
+    most, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)
+    partial, lse = q.new_empty(heads, parts, G, D, dtype=torch.float32), q.new_empty(heads, G, dtype=torch.float32)
+    scores = [q.new_empty(n, G, dtype=torch.float32) if sums else None for n in (len(exact.k), heads * a)]
+    sizes = G, D, max(16, triton.next_power_of_2(G)), max(16, triton.next_power_of_2(D)), block
+    (share, count), (share_vague, count_vague) = splits
+    attend[heads, count](q, exact.k, exact.v, exact.bias, exact.start, exact.count, most, total, partial, scores[0], D ** -0.5, share,
+                         0, parts, *sizes, exact.bias is not None, sums, num_warps=4, num_stages=3)
+    attend_revived[heads, count_vague](q, x, None if mean is None else mean.contiguous(), token, place, sign, most, total, partial,
+                                       scores[1], D ** -0.5, shrink, a, x.shape[2] // rows, share_vague, count, parts, *sizes, rows,
+                                       signed_keys, mean is not None, sums, num_warps=4, num_stages=2)
+    y = torch.empty_like(q)
+    add_up[heads, G](most, total, partial, y, lse, parts, G, D, sizes[3], 32)
+    weights = [torch.zeros(n, device=q.device) for n in (len(exact.k), heads * a)] if sums else []
+    for s, (share, count), score, weight in zip((exact, vague), splits, scores, weights):
+        column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
+    return y, [weights[0], weights[1].view(B, H, a)] if sums else []
+
+
+# ---- insert ------------------------------------------------------------------------------------------------------
+
+
+def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False):
+    """Adds tokens (B, H, n) with k, v (B, H, n, D), each `times` (B, H, n), to the sketch x (B, H, r·b, 2D)."""
+    r, D = place.shape[1], k.shape[-1]
+    at = hashed(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
+    minus = (1 - 2 * (hashed(token, sign) % 2)).unsqueeze(-1).to(x)
+    k, v = (y.unsqueeze(3) * times[..., None, None].to(x) for y in (k, v))
+    rows = torch.cat((k * minus if signed_keys else k.expand(*minus.shape[:-1], D), v * minus), -1).flatten(2, 3)
+    x.scatter_add_(2, at.flatten(2).unsqueeze(-1).expand_as(rows), rows)
+
+
+@triton.jit
+def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+        ROWS: tl.constexpr, SIGNED: tl.constexpr):
+    """A tile of tokens of one head into one row."""
+    i_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    o_n, o_d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    here, is_d = o_n < n, o_d < D
+    b_token = tl.load(p_token + i_head * n + o_n, mask=here, other=0).to(tl.int64)
+    b_times = tl.load(p_times + i_head * n + o_n, mask=here, other=0.0)
+    b_signed = b_times * (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1)).to(tl.float32)
+    at = ((i_head * ROWS + row) * width + number(b_token, p_place, row, ROWS) % width)[:, None] * (2 * D) + o_d
+    is_in = (here & (b_times != 0))[:, None] & is_d
+    of_token = (i_head * n + o_n)[:, None] * D + o_d
+    b_k = tl.load(p_k + of_token, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]
+    b_v = tl.load(p_v + of_token, mask=is_in, other=0.0) * b_signed[:, None]
+    tl.atomic_add(p_x + at, b_k.to(p_x.dtype.element_ty), mask=is_in)
+    tl.atomic_add(p_x + at + D, b_v.to(p_x.dtype.element_ty), mask=is_in)
+
+
+def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False,
+           block: int = 32):
+    """As `plain_insert`, by the kernel: sums that meet in a slot are added in the order in which programs come, so that their
+    last bits may differ from run to run. ValueError if x is not contiguous, as it is changed in place."""
+    (B, H, n), rows, D = token.shape, place.shape[1], k.shape[-1]
+    if not x.is_contiguous() or x.shape[2] % rows or x.shape[3] != 2 * D:
+        raise ValueError(f"sketch {tuple(x.shape)} must be contiguous, {rows} rows of as many slots of 2 × {D} numbers")
+    if n:
+        add[triton.cdiv(n, block), B * H, rows](x, token.int().contiguous(), k.contiguous(), v.contiguous(), times.float().contiguous(),
+                                                place, sign, n, x.shape[2] // rows, D, block, max(16, triton.next_power_of_2(D)), rows,
+                                                signed_keys, num_warps=4)
+
+
+_sizes = dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=32)
+typical = [(attend_revived, dict(_sizes, ROWS=3, SIGNED=False, MEAN=False, SCORES=True)),
+           (attend_revived, dict(_sizes, ROWS=1, SIGNED=True, MEAN=True, SCORES=True)),
+           (add, dict(D=128, BLOCK_N=32, BLOCK_D=128, ROWS=3, SIGNED=False))]
