@@ -29,7 +29,22 @@ class Segment(NamedTuple):
     start: Tensor  # (B·H,) int64: row of a head's first slot
     count: Tensor  # (B·H,) int32: how many it has
     longest: int   # at least the largest count (known on the host, so that nobody waits for the GPU)
-    bias: Tensor | None = None  # (N,) float32, added to the scores
+    bias: Tensor | None = None  # (N,) float32, added to the scores; −inf hides a slot
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, bias: Tensor | None = None) -> "Segment":
+        """Heads of equal length, k and v (B, H, S, D): as they lie, if that is in a buffer with room to spare."""
+        (B, H, S, D), apart = k.shape, k.stride(1) // k.shape[3]
+        if bias is not None or k.stride() != v.stride() or k.stride() != (H * apart * D, apart * D, D, 1):
+            k, v, apart = k.contiguous(), v.contiguous(), S
+        flat = [x.as_strided(((B * H - 1) * apart + S, D), (D, 1)) for x in (k, v)]
+        return cls(*flat, torch.arange(B * H, device=k.device) * apart, torch.full((B * H,), S, dtype=torch.int32, device=k.device), S,
+                   None if bias is None else bias.float().flatten())
+
+    def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
+        """What heads of equal length have in x (N,), (B, H, S)."""
+        apart = (len(self.k) - self.longest) // max(B * H - 1, 1)
+        return x.as_strided((B, H, self.longest), (H * apart, apart, 1))
 
 
 def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -147,6 +162,27 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, blo
     for s, (share, count), score, weight in zip(segments, splits, scores, weights):
         column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
     return y, weights
+
+
+def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What `LayerCache.decode` wants: q (B, H·G, 1, D) over all slots of a LayerCache, be they packed or in a buffer."""
+    B, heads, _, D = q.shape
+    if cache.packed:  # older slots head after head, newer ones in a buffer
+        old, n = cache.counts.flatten(), cache.length - cache.behind
+        new = {name: x.narrow(2, 0, n) for name, x in cache.slots.items()}
+        segments = [Segment(cache.packed["k"], cache.packed["v"], old.cumsum(0) - old, old.int(), cache.behind, cache.packed.get("bias")),
+                    Segment.of(new["k"], new["v"], new.get("bias"))]
+    else:
+        k, v, at, bias = cache.read()
+        if cache.ragged or bias is not None:
+            bias = torch.where(at <= pos[:, None], 0.0 if bias is None else bias, -torch.inf)
+        segments = [Segment.of(k, v, bias)]
+    H = cache.slots["k"].shape[1]
+    y, sums = decode_attention(q.view(B, H, -1, D), segments, sums=bool(cache.watch))
+    if not sums:
+        return y.view_as(q), None
+    p = torch.cat([s.by_head(weights, B, H) for s, weights in zip(segments, sums)], 2)  # a cache that watches is not packed
+    return y.view_as(q), (p / (heads // H)).view(B, H, 1, 1, -1).expand(-1, -1, heads // H, -1, -1)
 
 
 typical = [(attend, dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=64, BIASED=True, SCORES=True)),

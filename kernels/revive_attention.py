@@ -159,6 +159,16 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
     return y, [weights[0], weights[1].view(B, H, a)] if sums else []
 
 
+def attend_one(q: Tensor, k: Tensor, v: Tensor, token: Tensor, x: Tensor, mean: Tensor | None, shrink: float, place: Tensor, sign: Tensor,
+               signed_keys: bool) -> tuple[Tensor, Tensor]:
+    """What `KVReviver.decode` wants: exact tokens k, v (B, H, S, D), mean (B, H, 1, 2D) → y (B, H, G, D) and the mean weight over G
+    of exact slots and vague tokens, (B, H, G, S + a)."""
+    (B, H, G, _), exact = q.shape, Segment.of(k, v)
+    y, (slots, vague) = revive_attention(q, exact, token, x, place, sign, mean, shrink, signed_keys, sums=True)
+    p = torch.cat((exact.by_head(slots, B, H), vague), 2) / G
+    return y, p.unsqueeze(2).expand(-1, -1, G, -1)
+
+
 # ---- insert ------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import WindowCache, top
+from nanollm.cache import WindowCache, kernel_for, top
 
 
 @dataclass(eq=False)
@@ -84,6 +84,8 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
 
     One head and 1024 tokens at a time, which fit into a processor's cache: 𝒱 itself, n × d_model, is never there whole.
     """
+    if fast := kernel_for(v, "value_norms"):
+        return fast(v, w_o)
     B, H, n, D = v.shape
     w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
     norms = v.new_empty(H, w_o.shape[1], B * n)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import ALL, NEVER, LayerCache, indices, rank, spread
+from nanollm.cache import ALL, NEVER, LayerCache, indices, kernel_for, rank, spread
 
 PRIME = 2 ** 31 - 1
 MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of so many standard normals (Lemma 2)
@@ -72,19 +72,18 @@ class Sketch:
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
         """Add tokens J (B, H, n) with k and v (B, H, n, D), each `times` (B, H, n, 1): −1 deletes, 0 does nothing."""
         x = torch.cat((k, v), -1) * times
-        i = self.place(J).flatten(2)
-        self.x.scatter_add_(2, spread(i, self.x), (x.unsqueeze(3) * self.sign(J)).flatten(2, 3))
+        if insert := kernel_for(k, "revive_attention", "insert"):
+            insert(self.x, J, k, v, k.new_full(J.shape, 1) * (times if isinstance(times, float) else times.squeeze(-1)), *self.cubics())
+        else:
+            i = self.place(J).flatten(2)
+            self.x.scatter_add_(2, spread(i, self.x), (x.unsqueeze(3) * self.sign(J)).flatten(2, 3))
         if self.kind == "shrunk":
             self.sum += x.to(self.sum).sum(2)
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Estimates of k and v (B, H, n, D) of tokens J (B, H, n) among all that are in (B, H, a); J itself, if not given."""
-        place, negative, x = self.place(J), self.negative(J), self.x
-        if self.kind == "shrunk":  # what the mean has put into each slot is known: take it off
-            slots, minus = (place, negative) if among is None else (self.place(among), self.negative(among))
-            a = slots.shape[2]
-            mean, sign = (self.sum / a).unsqueeze(2).to(x), (1 - 2 * minus).to(x)
-            x = x - mean * x.new_zeros(x.shape[:3]).scatter_add_(2, slots.flatten(2), sign.flatten(2)).unsqueeze(3)
+        place, negative = self.place(J), self.negative(J)
+        x, mean, factor = self.centred(*(place, negative) if among is None else (self.place(among), self.negative(among)))
         x = torch.cat((x, x * self.flip), 2)  # every slot as a token with a sign of 1 sees it, and one with −1
         x = [x.gather(2, spread(row, x)) for row in (place + negative * self.x.shape[2]).unbind(3)]
         if self.rows == 1:
@@ -92,9 +91,46 @@ class Sketch:
         else:  # the median of three, without a sort
             one, two, three = x
             x = torch.maximum(torch.minimum(one, two), torch.minimum(torch.maximum(one, two), three))
-        if self.kind == "shrunk":  # signal to signal and noise: of the others, (a − 1)/b a slot
-            x = mean + x / (1 + MEDIAN[self.rows] * (a - 1) / self.width)
+        if mean is not None:
+            x = mean + x * factor
         return x.chunk(2, -1)
+
+    def centred(self, place: Tensor, negative: Tensor) -> tuple[Tensor, Tensor | None, float]:
+        """What is read is mean + factor · median of x. If nothing is shrunk, None, 1 and x as it is; place and negative (B, H, a, r)
+        are those of all tokens that are in."""
+        if self.kind != "shrunk":
+            return self.x, None, 1.0
+        a = place.shape[2]  # what the mean (B, H, 1, 2D) has put into each slot is known: take it off
+        mean, sign = (self.sum / a).unsqueeze(2).to(self.x), (1 - 2 * negative).to(self.x)
+        x = self.x - mean * self.x.new_zeros(self.x.shape[:3]).scatter_add_(2, place.flatten(2), sign.flatten(2)).unsqueeze(3)
+        return x, mean, 1 / (1 + MEDIAN[self.rows] * (a - 1) / self.width)  # signal to signal and noise: of the others, (a − 1)/b a slot
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
+        """Ours, for one row: q (B, H, G, D) over exact tokens k, v (B, H, S, D) and tokens J (B, H, a) → output (B, H, G, D) and
+        probabilities (B, H, G, S + a), without reading J back. A row without a median is linear: all tokens of a slot have its
+        score, but for signs, and the slot's value goes out once, with the sum of their signed weights.
+
+            score of J = q·mean + g(J) q·S[h(J)],   Σ_J p_J v̂_J = Σ_J p_J · mean + Σ_slots (Σ_{J in slot} g(J) p_J) S
+        """
+        place, negative = self.place(J), self.negative(J)
+        x, mean, factor = self.centred(place, negative)
+        q = q * q.shape[-1] ** -0.5
+        of_slot, of_value = x.chunk(2, -1)
+        G, sign = q.shape[2], (1 - 2 * negative).to(q).mT                                       # (B, H, 1, a)
+        at = place.mT.expand(-1, -1, G, -1)
+        vague = (factor * q @ of_slot.mT).gather(3, at) * (1 if self.kind == "paper" else sign)  # (B, H, G, a)
+        if mean is not None:
+            vague = vague + q @ mean[..., :q.shape[-1]].mT
+        p = torch.cat((q @ k.mT, vague), -1).softmax(-1, dtype=torch.float32).to(q)
+        exact, vague = p.split((k.shape[2], J.shape[2]), -1)
+        y = exact @ v + factor * torch.zeros_like(vague[..., :1]).expand(*q.shape[:3], x.shape[2]).scatter_add(3, at, vague * sign) @ of_value
+        if mean is not None:
+            y = y + vague.sum(-1, keepdim=True) * mean[..., q.shape[-1]:]
+        return y, p
+
+    def cubics(self) -> tuple[Tensor, Tensor, bool]:
+        """Of places and of signs, (4, r) each, and whether keys have signs: what kernels hash by."""
+        return self.place_by, self.sign_by, self.kind != "paper"
 
     def solve(self, J: Tensor) -> tuple[Tensor, Tensor]:
         """Ours: k and v (B, H, a, D) of all tokens J (B, H, a) that are in, by least squares: nearest to the mean (kind="shrunk";
@@ -161,6 +197,21 @@ class KVReviver(LayerCache):
             return exact
         tokens = self.vague_tokens()
         return *(torch.cat(x, 2) for x in zip(exact[:3], (*self.sketch.query(tokens), tokens))), None
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Without revived keys and values in memory: by slots, if the sketch has one row, else by a kernel."""
+        if self.length == self.seen or self.sketch is None:
+            return super().decode(q, pos)
+        H, tokens = self.k.shape[1], self.vague_tokens()
+        grouped = q[:, :, 0].unflatten(1, (H, -1))  # (B, H, G, D)
+        if self.rows == 1:
+            y, p = self.sketch.attend(grouped, self.k, self.v, tokens)
+        elif fast := kernel_for(q, "revive_attention", "attend_one"):
+            y, p = fast(grouped, self.k, self.v, tokens, *self.sketch.centred(self.sketch.place(tokens), self.sketch.negative(tokens)),
+                        *self.sketch.cubics())
+        else:
+            return None
+        return y.view_as(q), p.unsqueeze(3)
 
     def observe(self, q: Tensor, p: Tensor):
         at = self.pos

@@ -35,22 +35,6 @@ class Residual(WindowCache):
         if self.entries < 1 or self.rounds < 0 or not 0 < self.share <= 1:
             raise ValueError(f"entries {self.entries} must be at least 1, rounds {self.rounds} at least 0 and share "
                              f"{self.share} above 0 and at most 1")
-        self.queries = None  # (B, H·G, ≤ w, D): the last w
-
-    def observe(self, q: Tensor, p: Tensor | None):
-        if p is not None:
-            q = q if self.queries is None else torch.cat((self.queries, q), 2)
-            self.queries = q[:, :, -self.window:]
-        super().observe(q, p)
-
-    def finish_prompt(self):
-        super().finish_prompt()
-        self.queries = None
-
-    def bytes(self) -> tuple[int, int]:
-        live, allocated = super().bytes()
-        queries = 0 if self.queries is None else self.queries.nbytes
-        return live + queries, allocated + queries
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
         """What the method below keeps of a smaller budget, and the entries, which are written over evicted slots."""

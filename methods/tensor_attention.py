@@ -24,7 +24,7 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, kernel_for
 from nanollm.model import Config, Decoder
 from nanollm.speed import Count, best
 
@@ -76,6 +76,8 @@ class FactoredFourCache(FourCache):
             raise ValueError(f"tile {self.tile} must be at least 1 pair")
 
     def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
+        if fast := kernel_for(q, "tensor_attention"):
+            return fast(q, k1, k2, v1, v2, scale=1.0)
         # online softmax over tiles of rows a (Milakov and Gimelshein, arXiv 1805.02867)
         top, total, out = q.new_full((*q.shape[:-1], 1), -math.inf), 0.0, 0.0
         rows = max(1, self.tile // k2.shape[2])

@@ -9,6 +9,8 @@ Keys are stored rotated. A slot is visible to a query if its stored position ≤
 causality, chunked prefill, heads of different length and slots that stand for several tokens.
 """
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 import math
 
 import torch
@@ -17,6 +19,17 @@ import torch.nn.functional as F
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # watch every query
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether Triton's kernels can take x."""
+    return x.is_cuda and find_spec("triton") is not None
+
+
+def kernel_for(x: Tensor, file: str, name: str | None = None):
+    """Where x is on a GPU and Triton is installed, the function of kernels/FILE.py that is called as the file is, or `name`; else
+    None, and the plain code after the call computes the same."""
+    return getattr(import_module(f"kernels.{file}"), name or file) if on_gpu(x) else None
 
 
 def rank(score: Tensor, pos: Tensor) -> Tensor:
@@ -114,6 +127,10 @@ class LayerCache:
         """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
         T, empty = q.shape[2], self.seen == 0
         self.write(k, v, pos)
+        if T == 1 and (done := self.decode(q, pos)):
+            y, p = done
+            self.observe(q, p)
+            return y
         k, v, at, bias = self.read()
         w = min(self.watch, T)
         rest, p, parts = T - w, None, []
@@ -129,6 +146,14 @@ class LayerCache:
             parts.append(y.view(*q.shape[:2], w, -1))
         self.observe(q, p)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """One new token's output (B, H·G, 1, D) and what `observe` is told, where there is a shorter way than attend's, else None.
+
+        Here: a kernel that reads the slots as they lie. Of the probabilities (B, H, G, 1, S) it tells the mean over G.
+        """
+        fast = kernel_for(q, "decode_attention", "attend_one") if bool(self.packed) != bool(self.watch) else None
+        return fast(self, q, pos) if fast else None
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that travel along; one that is not given is 0."""
@@ -266,14 +291,13 @@ class WindowCache(LayerCache):
             raise ValueError(f"window {self.window} must be at least 1 and kernel {self.kernel} an odd number")
         if self.budget <= self.window:
             raise ValueError(f"budget {self.budget} must exceed the window {self.window}")
-        self.watch = self.window
-        self.rows = None  # (B, H, G, ≤ w, S): probabilities of the last w queries so far
+        self.voters = self.window  # of the last queries, so many are remembered until the prompt's end
+        self.queries = None        # (B, H·G, ≤ voters, D)
 
     def observe(self, q: Tensor, p: Tensor | None):
-        if p is not None:
-            if self.rows is not None:  # older queries give newer slots no weight
-                p = torch.cat((F.pad(self.rows, (0, p.shape[-1] - self.rows.shape[-1])), p), 3)
-            self.rows = p[:, :, :, -self.window:]
+        if self.voters:
+            q = q if self.queries is None else torch.cat((self.queries, q), 2)
+            self.queries = q[:, :, -self.voters:].clone()  # not a view that would hold all of them
         super().observe(q, p)
 
     def finish_prompt(self):
@@ -281,12 +305,17 @@ class WindowCache(LayerCache):
             self.keep(self.chosen())
             if self.ragged:
                 self.pack()
-        self.watch, self.rows = 0, None
+        self.voters, self.queries = 0, None
         super().finish_prompt()
+
+    @property
+    def rows(self) -> Tensor:
+        """Probabilities (B, H, G, w, S) of the window's queries: for methods that want more of them than votes."""
+        return window_rows(self.queries.unflatten(1, (self.k.shape[1], -1)), self.k)
 
     def chosen(self) -> Tensor:
         """Slots that stay, (B, H, n), −1 for none."""
-        votes = self.rows[..., :-self.window].mean(3)
+        votes = window_votes(self.queries.unflatten(1, (self.k.shape[1], -1)), self.k)
         kept = self.select(votes, self.budgets(votes))
         return indices(F.pad(kept, (0, self.window), value=True))
 
@@ -304,8 +333,21 @@ class WindowCache(LayerCache):
 
     def bytes(self) -> tuple[int, int]:
         live, allocated = super().bytes()
-        rows = 0 if self.rows is None else self.rows.nbytes
-        return live + rows, allocated + rows
+        queries = 0 if self.queries is None else self.queries.nbytes
+        return live + queries, allocated + queries
+
+
+def window_rows(q: Tensor, k: Tensor) -> Tensor:
+    """Probabilities (B, H, G, w, S) of the last w queries q (B, H, G, w, D) of a text over all its keys k (B, H, S, D)."""
+    token = torch.arange(k.shape[2], device=k.device)
+    return probabilities(q.flatten(1, 2), k, token.expand(k.shape[:3]), None, token[None, -q.shape[3]:])
+
+
+def window_votes(q: Tensor, k: Tensor) -> Tensor:
+    """Their mean over the window, of the keys before it, (B, H, G, S − w)."""
+    if fast := kernel_for(k, "window_votes"):
+        return fast(q, k)
+    return window_rows(q, k)[..., :-q.shape[3]].mean(3)
 
 
 def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[LayerCache]:

@@ -240,13 +240,13 @@ groups = {"reuse 1": {}, "reuse 2": dict(reuse=2), "reuse 4": dict(reuse=4), "re
           "reuse 4 from layer 2": dict(reuse=4, first=2)}
 for name, knobs in groups.items():
     r = rows["reuse", name] = run(ChunkKV, 1 / 4, **WINDOW, **knobs)
-    watch = [cache.watch for cache in make_cache(model, ChunkKV, budget=64, **WINDOW, **knobs)]
+    voters = [cache.voters for cache in make_cache(model, ChunkKV, budget=64, **WINDOW, **knobs)]
     base, by_task = rows["reuse", "reuse 1"], " ".join(f"{task} {r[f'{task}_aware']:.2f}" for task in TASKS)
-    print(f"{name:21} watch {watch}  {by_task}   aware {change(r, base, *(f'{task}_aware' for task in TASKS))}  blind "
+    print(f"{name:21} voters {voters}  {by_task}   aware {change(r, base, *(f'{task}_aware' for task in TASKS))}  blind "
           f"{change(r, base, *(f'{task}_blind' for task in TASKS))}  KL {change(r, base, 'kl')}")
 
 # %% [markdown]
-# (Aware accuracy by task; then the paired differences to reuse 1.) `watch` is the number of queries whose probabilities a layer computes: 0 where it follows. With the groups of the paper, which begin at layer 0, layer 1 has to live on the choice of layer 0, and needles and pairs are gone; few-shot, whose lines lie where layer 0 looks, mostly stays. Let layer 1 select for itself, and five layers can share one choice without a loss of answers that could be seen here. Where a group begins matters more than its size. The similarity did not say so: layer 1 is as unlike the layers that it leads as it is unlike layer 0. It says where reuse changes little, not what a change costs.
+# (Aware accuracy by task; then the paired differences to reuse 1.) `voters` is the number of queries by whose probabilities a layer chooses: 0 where it follows. With the groups of the paper, which begin at layer 0, layer 1 has to live on the choice of layer 0, and needles and pairs are gone; few-shot, whose lines lie where layer 0 looks, mostly stays. Let layer 1 select for itself, and five layers can share one choice without a loss of answers that could be seen here. Where a group begins matters more than its size. The similarity did not say so: layer 1 is as unlike the layers that it leads as it is unlike layer 0. It says where reuse changes little, not what a change costs.
 #
 # The time that selecting takes, beyond writing keys and values, for 1024 tokens at a quarter (window 32, best of 9 in turn):
 

@@ -334,7 +334,7 @@ def test_window_cache_keeps_what_algorithm_2_says(chunks, kernel):
                 assert votes[b, h, cache.pos[b, h, :6].long()].sum().item() == pytest.approx(votes[b, h, best].sum().item())
             else:
                 assert cache.pos[b, h].tolist() == sorted(best) + [26, 27, 28, 29]
-    assert cache.length == 10 and cache.seen == 30 and cache.watch == 0
+    assert cache.length == 10 and cache.seen == 30 and cache.queries is None
 
 
 def test_window_cache_with_room_for_all_is_full_attention(model):
@@ -348,11 +348,11 @@ def test_window_cache_with_room_for_all_is_full_attention(model):
     assert torch.allclose(torch.cat(out, 1), whole, atol=1e-5)
 
 
-def test_window_rows_count_as_memory_until_the_prompt_ends():
+def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
     cache = WindowCache(budget=10, window=4)
     fill(cache, 20)
-    rows = 2 * 6 * 4 * 20 * 4
-    assert cache.bytes()[0] == rows + 2 * 2 * 20 * (2 * 8 * 4 + 4)
+    queries = 2 * 6 * 4 * 8 * 4
+    assert cache.bytes()[0] == queries + 2 * 2 * 20 * (2 * 8 * 4 + 4)
     cache.finish_prompt()
     assert cache.bytes() == (2 * 2 * 10 * (2 * 8 * 4 + 4),) * 2
 

@@ -177,7 +177,7 @@ def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, bases):
     (Method,) = pick([name]).values()
     assert [*Method.__mro__] == [Method, *bases, WindowCache, LayerCache, object] and Method.__name__ == name
     cache = Method(budget=20, window=3, alpha=0.7)
-    assert (cache.budget, cache.window, cache.alpha, cache.watch, cache.kernel) == (20, 3, 0.7, 3, 7)
+    assert (cache.budget, cache.window, cache.alpha, cache.voters, cache.kernel) == (20, 3, 0.7, 3, 7)
     assert cache != Method(budget=20, window=3, alpha=0.7)  # caches differ by identity, as those of a file
 
 

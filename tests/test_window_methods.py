@@ -298,8 +298,9 @@ def walk(case: str, prompt: Prompt) -> Walk:
         y.append(cache.attend(q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], torch.arange(a, z)[None]))
         if z == T:
             assert torch.allclose(cache.rows, rows, atol=1e-6) or tied
-            cache.rows = rows
-            cache.finish_prompt()
+            with pytest.MonkeyPatch.context() as patch:  # ties are not to be broken by rounding
+                patch.setattr(seam, "window_rows", lambda q, k: rows)
+                cache.finish_prompt()
         if z >= T:
             copies.append(deepcopy(cache))
     everything = [[Slots([*range(T)], k[b, h, :T], v[b, h, :T], torch.zeros(T)) for h in range(H)] for b in range(B)]
@@ -542,14 +543,6 @@ def test_heads_with_too_small_a_budget_and_heads_that_evict_nothing_have_no_resi
     assert (cache.pos != NEVER).sum((1, 2)).tolist() == [4 * 20] * B
 
 
-def test_the_windows_rows_and_queries_count_as_memory_until_the_prompt_ends():
-    cache = Residual(budget=20, window=8)
-    cache.attend(*[torch.ones(B, heads, 30, D) for heads in (4, 2, 2)], torch.arange(30)[None])
-    assert cache.bytes()[0] == B * (2 * 30 * (2 * 4 * D + 4) + 4 * 8 * 30 * 4 + 4 * 8 * D * 4)
-    cache.finish_prompt()
-    assert cache.bytes() == (B * 2 * 20 * (2 * 4 * D + 8),) * 2
-
-
 @pytest.mark.parametrize("entries", [2, 4])
 def test_a_round_of_k_means_never_widens_the_groups(entries):
     g = torch.Generator().manual_seed(0)
@@ -668,11 +661,12 @@ def test_layers_of_a_group_take_the_lowest_ones_indices_without_scores(reuse, fi
     alone, calls, plain = reads(Method, **ROOM, **more), [], seam.probabilities
     monkeypatch.setattr(seam, "probabilities", lambda *x: calls.append(x) or plain(*x))
     caches = reads(Method, **ROOM, **more, reuse=reuse, first=first)
-    assert len(calls) == 4 * sum(selects)  # the prompt has four parts
-    assert [cache.watch for cache in caches] == [5 * own for own in selects]
-    assert [cache.rows is not None for cache in caches] == selects
+    assert [cache.voters for cache in caches] == [5 * own for own in selects]
+    assert [cache.queries is not None for cache in caches] == selects
     full = reads(LayerCache)
-    finish_prompt(alone + caches)
+    finish_prompt(alone)
+    calls.clear()
+    finish_prompt(caches)
     for layer, (cache, memory) in enumerate(zip(caches, full)):
         assert torch.equal(cache.pos, alone[leaders[layer]].pos)  # up to here all have read the same
         i = torch.where(cache.pos == NEVER, -1, cache.pos).long()
@@ -682,7 +676,7 @@ def test_layers_of_a_group_take_the_lowest_ones_indices_without_scores(reuse, fi
     model = decoder(n_layers=5)
     for t in range(35, 40):  # each layer's own keys and values at these places
         assert torch.allclose(model(TOKENS[:, t:t + 1], caches), model(TOKENS[:, t:t + 1], full), atol=1e-4)
-    assert len(calls) == 4 * sum(selects)
+    assert len(calls) == sum(selects)
 
 
 @pytest.mark.parametrize("chunk", [30, 7, 1])

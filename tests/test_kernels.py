@@ -1,0 +1,108 @@
+"""Methods with the kernels in the place of their plain code, in Triton's interpreter: the same slots, outputs and bytes."""
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux only
+
+from methods.ada_kv import AdaKV  # noqa: E402
+from methods.cam import CaM  # noqa: E402
+from methods.critical_kv import Critical  # noqa: E402
+from methods.h2o import H2O  # noqa: E402
+from methods.kv_reviver import KVReviver  # noqa: E402
+from methods.quantized import LowBitVague  # noqa: E402
+from methods.residual_entry import Residual  # noqa: E402
+from methods.scissorhands import Scissorhands  # noqa: E402
+from methods.snap_kv import SnapKV  # noqa: E402
+from methods.tensor_attention import FactoredFourCache  # noqa: E402
+from nanollm import cache as seam  # noqa: E402
+from nanollm.cache import LayerCache  # noqa: E402
+
+B, H, G, D, T, LATER = 2, 2, 2, 16, 40, 3
+
+
+class CriticalAdaKV(Critical, AdaKV):
+    """Both: heads of different length by weight × norm."""
+
+
+class Uneven(LayerCache):
+    """A cache that watches, with empty slots in the midst of some heads."""
+    watch = seam.ALL
+
+    def forget(self):
+        if self.length == T:
+            self.keep(torch.tensor([[3, 5, 39], [7, -1, -1]]).expand(B, -1, -1))
+        self.told = None
+
+    def observe(self, q, p):
+        super().observe(q, p)
+        self.told = p.mean(2)
+
+
+ONE = "decode_attention.attend_one"
+WINDOW = dict(budget=16, window=8)
+CASES = {
+    "snap": (SnapKV, WINDOW, {"window_votes"}),
+    "ada": (AdaKV, WINDOW, {"window_votes", ONE}),
+    "critical ada": (CriticalAdaKV, WINDOW, {"window_votes", "value_norms", ONE}),
+    "residual ada": (type("ResidualAdaKV", (Residual, AdaKV), {}), WINDOW, {"window_votes", ONE}),
+    "h2o": (H2O, dict(budget=16), {ONE}),
+    "uneven": (Uneven, {}, {ONE}),
+    "cam": (CaM, dict(budget=16), {ONE}),
+    "scissorhands": (Scissorhands, dict(budget=16, recent=4, history=20), {ONE}),
+    "low bits": (LowBitVague, dict(bits=2, group=8, exact=8, heavy=4), {ONE}),
+    "reviver": (KVReviver, dict(budget=30, slack=2), {"revive_attention.attend_one", "revive_attention.insert"}),
+    "signed": (KVReviver, dict(budget=30, slack=2, kind="signed"), {"revive_attention.attend_one", "revive_attention.insert"}),
+    "shrunk": (KVReviver, dict(budget=30, slack=2, kind="shrunk"), {"revive_attention.attend_one", "revive_attention.insert"}),
+    "one row": (KVReviver, dict(budget=30, slack=2, kind="shrunk", rows=1), {"revive_attention.insert"}),  # attends to slots
+    "pairs": (FactoredFourCache, {}, {"tensor_attention"}),
+}
+
+
+def walk(case: str, seed: int = 0):
+    """The output of a prompt and of some later tokens, the slots, and the bytes."""
+    Method, knobs, _ = CASES[case]
+    g = torch.Generator().manual_seed(seed)
+    n = 12 if case == "pairs" else T  # one program for each query there
+    q = 2 * torch.randn(B, H * G, n + LATER, D, generator=g)
+    k, v = torch.randn(2, B, H, n + LATER, D * Method.vectors, generator=g)
+    cache, y = Method(**knobs), []
+    cache.link(0, 1, None, torch.randn(24, H * G, D, generator=g), None)
+    for first, last in [(0, n), *((t, t + 1) for t in range(n, n + LATER))]:
+        y.append(cache.attend(q[:, :, first:last], k[:, :, first:last], v[:, :, first:last], torch.arange(first, last)[None]))
+        if last == n:
+            cache.finish_prompt()
+    return torch.cat(y, 2), cache
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_do_what_the_plain_code_does(case, poisoned, monkeypatch):
+    y, cache = walk(case)
+    called, plain = set(), seam.kernel_for
+
+    def told(x, *name):
+        called.add(".".join(name))
+        return plain(x, *name)
+
+    monkeypatch.setattr(seam, "on_gpu", lambda x: True)
+    monkeypatch.setattr(seam, "kernel_for", told)
+    for method in ("critical_kv", "kv_reviver", "tensor_attention"):
+        monkeypatch.setattr(f"methods.{method}.kernel_for", told)
+    fast_y, fast = walk(case)
+    assert called == CASES[case][2]
+    assert fast_y.shape == y.shape and torch.allclose(fast_y, y, rtol=1e-4, atol=1e-5)
+    assert torch.equal(fast.pos, cache.pos) and fast.bytes() == cache.bytes() and bool(fast.packed) == bool(cache.packed)
+    for name in cache.slots:
+        assert torch.allclose(fast.slot(name).float(), cache.slot(name).float(), rtol=1e-4, atol=1e-5), name
+    if case == "uneven":
+        assert torch.allclose(fast.told, cache.told, atol=1e-6)
+    if case in ("reviver", "signed", "shrunk", "one row"):
+        assert torch.allclose(fast.score, cache.score, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(fast.sketch.x, cache.sketch.x, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_gpu_no_kernel_is_asked_for():
+    assert seam.kernel_for(torch.zeros(1), "no such file") is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "on_gpu", lambda x: True)
+        from kernels.value_norms import value_norms
+        assert seam.kernel_for(torch.zeros(1), "value_norms") is value_norms
