@@ -10,7 +10,7 @@ TYPES = dict(start="i64", count="i32", token="i32", place="i64", sign="i64") | d
     ("q", "k", "v", "w", "y", "k1", "k2", "v1", "v2", "x", "mean"), "{0}")  # of the pointers p_…; all others are fp32
 
 
-def compiled(kernel, constants: dict, number: str, warps: int = 4) -> dict:
+def compiled(kernel, constants: dict, number: str, warps: int = 4, stages: int = 3) -> dict:
     """Registers a thread, bytes of stack a thread (spills) and of shared memory a block, of one kernel for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -27,7 +27,7 @@ def compiled(kernel, constants: dict, number: str, warps: int = 4) -> dict:
     source = ASTSource(fn=kernel, signature={name: type_of(name) for name in names},
                        constexprs={(names.index(name),): value for name, value in constants.items()},
                        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.startswith("p_")})  # as a launch finds it
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps, num_stages=3))
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps, num_stages=stages))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -42,8 +42,8 @@ if __name__ == "__main__":
         sys.exit(subprocess.run([sys.executable, "-m", "kernels.resources"], env=os.environ | {"TRITON_INTERPRET": "0"}).returncode)
     print(f"{'kernel':<34}{'':>6}{'registers':>11}{'stack':>7}{'shared':>9}")
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        for kernel, constants, *warps in getattr(importlib.import_module(f"kernels.{file.stem}"), "typical", []):
+        for kernel, constants, *launch in getattr(importlib.import_module(f"kernels.{file.stem}"), "typical", []):
             for number in ("bf16", "fp16"):
-                used = compiled(kernel, constants, number, *warps)
+                used = compiled(kernel, constants, number, *launch)
                 name = f"{file.stem}.{kernel.__name__}"
                 print(f"{name:<34}{number:>6}" + "{registers:>11}{stack:>7}{shared:>9}".format(**used), flush=True)

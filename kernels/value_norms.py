@@ -33,7 +33,7 @@ def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLO
     tl.store(p_norm + (i_head * G + g) * n + o_n, b_norm, mask=o_n < n)
 
 
-def value_norms(v: Tensor, w_o: Tensor, block: int = 64) -> Tensor:
+def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
     """As `plain`, by the kernel; `block` tokens at a time. ValueError if v and w_o do not fit together."""
     (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape
     if width != D or heads % H or v.dtype != w_o.dtype:
@@ -42,9 +42,9 @@ def value_norms(v: Tensor, w_o: Tensor, block: int = 64) -> Tensor:
     v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:
-        norms[triton.cdiv(n, block), B * H, G](v, w_o, norm, n, H, d_model, G, D, block, 64, max(16, triton.next_power_of_2(D)),
-                                               num_warps=4, num_stages=3)
+        norms[triton.cdiv(n, block), B * H, G](v, w_o, norm, n, H, d_model, G, D, block, 128, max(16, triton.next_power_of_2(D)),
+                                               num_warps=8, num_stages=2)
     return norm
 
 
-typical = [(norms, dict(G=4, D=128, BLOCK_N=64, BLOCK_M=64, BLOCK_D=128))]
+typical = [(norms, dict(G=4, D=128, BLOCK_N=128, BLOCK_M=128, BLOCK_D=128), 8, 2)]

@@ -5,8 +5,11 @@
 SnapKV and all that is built on it choose by them (Algorithm 2 of CriticalKV). The weights of w queries and n tokens are never
 in memory: a first kernel goes over the keys for the sums of each row, a second one goes over them again and adds up columns.
 
-Bytes moved: every key twice for each query head of a group (the second time and the group mostly from the GPU's cache), the
-votes once. Work: 4·w·D operations a key and query head; at w = 32, D = 128 and 16 bits some 64 a byte, so memory binds.
+The query heads of a group are rows of one tile, so that a key is read once for all of them.
+
+Bytes moved: every key twice, the votes once. Work: 4·w·D operations a key and query head; at w = 32, D = 128, 16 bits and groups of
+4 that is 120 for each byte that is read, and the votes' exponentials: a little below where memory stops and the matrix units begin
+to bind (H100 295, H200 206).
 Pooling and chunk sums are left to PyTorch: they work on the votes, a number a token.
 """
 import torch
@@ -26,36 +29,42 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
 
 
 @triton.jit
-def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One query head, `share` of the keys: log Σ exp(s) of each query, (B·H·G, parts, w)."""
+def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+             BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """BLOCK_G query heads of a group, `share` of the keys: log Σ exp(s) of each query, (B·H, parts, G, w)."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_w, o_n, o_d = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    b_q = tl.load(p_q + (i * w + o_w[:, None]) * D + o_d, mask=(o_w < w)[:, None] & (o_d < D), other=0.0)
-    b_most, b_total = tl.full((BLOCK_W,), -3e38, tl.float32), tl.zeros((BLOCK_W,), tl.float32)
+    o_r, o_n, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
+    is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
+    b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
+    b_most, b_total = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32), tl.zeros((BLOCK_G * BLOCK_W,), tl.float32)
     end = tl.minimum(n, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
         at = first + o_n
-        b_k = tl.load(p_k + ((i // G) * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # (w, keys)
+        b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # (G·w, keys)
         b_s = tl.where(at[None, :] <= n - w + o_w[:, None], b_s, float("-inf"))  # query t stands at n − w + t
         b_new = tl.maximum(b_most, tl.max(b_s, 1))
         b_total = b_total * tl.exp(b_most - b_new) + tl.sum(tl.exp(b_s - b_new[:, None]), 1)
         b_most = b_new
-    tl.store(p_lse + (i * parts + part) * w + o_w, b_most + tl.log(tl.maximum(b_total, 1e-37)), mask=o_w < w)  # a query that sees none: −3e38
+    tl.store(p_lse + (i * parts + part) * G * w + row, b_most + tl.log(tl.maximum(b_total, 1e-37)), mask=is_r)  # one that sees none: −3e38
 
 
 @triton.jit
-def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, G: tl.constexpr, D: tl.constexpr, BLOCK_W: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One query head, a tile of the keys before the window: votes (B·H·G, n − w)."""
+def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+                 BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """BLOCK_G query heads of a group, a tile of the keys before the window: votes (B·H, G, n − w)."""
     i = tl.program_id(0).to(tl.int64)
-    o_w, o_d, at = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_q = tl.load(p_q + (i * w + o_w[:, None]) * D + o_d, mask=(o_w < w)[:, None] & (o_d < D), other=0.0)
-    b_lse = tl.load(p_lse + i * w + o_w, mask=o_w < w, other=float("inf"))  # rows beyond w weigh nothing
-    b_k = tl.load(p_k + ((i // G) * n + at[:, None]) * D + o_d, mask=(at < n - w)[:, None] & (o_d < D), other=0.0)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-    tl.store(p_vote + i * (n - w) + at, tl.sum(tl.exp(b_s - b_lse[:, None]), 0) / w, mask=at < n - w)
+    o_r, o_d, at = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
+    is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
+    b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
+    b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf"))  # rows beyond w weigh nothing
+    b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < n - w)[:, None] & (o_d < D), other=0.0)
+    b_p = tl.exp(tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale - b_lse[:, None])
+    b_vote = tl.sum(tl.reshape(b_p, (BLOCK_G, BLOCK_W, BLOCK_N)), 1) / w
+    o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
+    tl.store(p_vote + (i * G + o_g[:, None]) * (n - w) + at, b_vote, mask=(o_g < G)[:, None] & (at < n - w))
 
 
 def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
@@ -64,16 +73,19 @@ def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     if k.shape != (B, H, n, D) or k.dtype != q.dtype or n < w:
         raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of {D} numbers, "
                          f"of {q.dtype} as q")
-    q, k, heads = q.contiguous(), k.contiguous(), B * H * G
-    share, parts = split(n, block, heads, q.device)
-    sizes = G, D, max(16, triton.next_power_of_2(w)), block, max(16, triton.next_power_of_2(D))
-    lse, vote = (q.new_empty(*shape, dtype=torch.float32) for shape in ((heads, parts, w), (B, H, G, n - w)))
-    row_sums[heads, parts](q, k, lse, D ** -0.5, w, n, share, parts, *sizes, num_warps=4, num_stages=3)
+    q, k, heads = q.contiguous(), k.contiguous(), B * H
+    block_w = triton.next_power_of_2(w)
+    block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))  # rows of a tile: 16 at least, 128 if that is enough for a head
+    block_w, groups = max(block_w, 16 // block_g), triton.cdiv(G, block_g)
+    sizes = G, D, block_g, block_w, block, max(16, triton.next_power_of_2(D))
+    share, parts = split(n, block, heads * groups, q.device)
+    lse, vote = (q.new_empty(*shape, dtype=torch.float32) for shape in ((heads, parts, G, w), (B, H, G, n - w)))
+    row_sums[heads, parts, groups](q, k, lse, D ** -0.5, w, n, share, parts, *sizes, num_warps=4, num_stages=3)
     if n > w:
         tiles = triton.cdiv(n - w, block)
-        column_means[heads, tiles](q, k, lse.logsumexp(1), vote, D ** -0.5, w, n, *sizes, num_warps=4, num_stages=3)
+        column_means[heads, tiles, groups](q, k, lse.logsumexp(1), vote, D ** -0.5, w, n, *sizes, num_warps=4, num_stages=3)
     return vote
 
 
-typical = [(row_sums, dict(G=4, D=128, BLOCK_W=32, BLOCK_N=64, BLOCK_D=128)),
-           (column_means, dict(G=4, D=128, BLOCK_W=32, BLOCK_N=64, BLOCK_D=128))]
+_sizes = dict(G=4, D=128, BLOCK_G=4, BLOCK_W=32, BLOCK_N=64, BLOCK_D=128)
+typical = [(row_sums, _sizes), (column_means, _sizes)]

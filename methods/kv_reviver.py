@@ -41,6 +41,7 @@ class Sketch:
     def __init__(self, k: Tensor, rows: int, width: int, kind: str, seed: int):
         B, H, _, D = k.shape
         self.rows, self.width, self.kind = rows, width, kind
+        self.tokens = 0  # more than any token's number, if that is known; 0: it has to be looked up, and a GPU waited for
         self.x = k.new_zeros(B, H, rows * width, 2 * D)
         exact = torch.promote_types(k.dtype, torch.float32)  # 16 bits would lose the mean of thousands
         self.sum = k.new_zeros(B, H, 2 * D if kind == "shrunk" else 0, dtype=exact)  # of all that is in
@@ -51,7 +52,7 @@ class Sketch:
 
     def number(self, J: Tensor, coefficients: Tensor) -> Tensor:
         """f(J) mod p in every row, (B, H, n, r)."""
-        token = torch.arange(int(J.max()) + 1 if J.numel() else 1, device=J.device).unsqueeze(-1)
+        token = torch.arange(self.tokens or (int(J.max()) + 1 if J.numel() else 1), device=J.device).unsqueeze(-1)
         f = torch.zeros_like(token)
         for c in coefficients:
             f = (f * token + c) % PRIME
@@ -180,7 +181,8 @@ class KVReviver(LayerCache):
 
     def vague_tokens(self) -> Tensor:
         """(B, H, a): all that have no slot of their own, in order."""
-        return indices(torch.ones_like(self.score[:, :, :self.seen], dtype=torch.bool).scatter_(2, self.pos.long(), False))
+        held = torch.zeros_like(self.score[:, :, :self.seen], dtype=torch.uint8).scatter_(2, self.pos.long(), 1)
+        return held.argsort(dim=-1, stable=True)[..., :self.seen - self.length]
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         super().write(k, v, pos)
@@ -188,6 +190,8 @@ class KVReviver(LayerCache):
             self.score = k.new_zeros(*k.shape[:2], self.seen, dtype=torch.float32)
         elif self.seen > self.score.shape[2]:  # grows by a tenth, as the slots do
             self.score = F.pad(self.score, (0, self.seen + self.seen // 10 - self.score.shape[2]))
+        if self.sketch is not None:
+            self.sketch.tokens = self.seen
         self.in_recent += k.shape[2]
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -19,16 +19,19 @@ import torch.nn.functional as F
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # watch every query
+use_kernels = find_spec("triton") is not None  # False: plain code on a GPU, too
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether Triton's kernels can take x."""
-    return x.is_cuda and find_spec("triton") is not None
+    """Whether Triton's kernels are to take x."""
+    return x.is_cuda and use_kernels
 
 
 def kernel_for(x: Tensor, file: str, name: str | None = None):
-    """Where x is on a GPU and Triton is installed, the function of kernels/FILE.py that is called as the file is, or `name`; else
-    None, and the plain code after the call computes the same."""
+    """Where x is on a GPU and Triton is installed, the function of kernels/FILE.py that is called as the file is, or `name`.
+
+    Else None, and the plain code after the call computes the same.
+    """
     return getattr(import_module(f"kernels.{file}"), name or file) if on_gpu(x) else None
 
 

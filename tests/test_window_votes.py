@@ -23,7 +23,8 @@ def by_hand(q, k):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("B, H, G, w, n, D, block", [
     (1, 1, 1, 1, 2, 16, 16), (3, 2, 2, 8, 65, 64, 32), (1, 1, 1, 32, 63, 128, 16), (2, 1, 4, 5, 40, 40, 16), (1, 2, 3, 7, 7, 16, 16),
-    (1, 1, 1, 20, 130, 16, 16)])
+    (1, 1, 1, 20, 130, 16, 16),
+    (1, 2, 3, 50, 113, 16, 64), (1, 1, 2, 140, 150, 16, 64)])  # heads of a group in two tiles, and a tile for each
 def test_kernels_and_twin_are_the_loop(poisoned, B, H, G, w, n, D, block, dtype, tolerance):
     g = torch.Generator().manual_seed(n)
     q = 2 * torch.randn(B, H, G, w, D, generator=g).to(dtype)
