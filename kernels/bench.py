@@ -133,7 +133,7 @@ def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
     B, n, H, G, D = s[:5]
     size, budget = s.dtype.itemsize, n // 10
     width = max(budget // 10 // rows, 1)
-    exact = max(budget - rows * width - 4 * n // (2 * D * size), 1)  # a token's score takes 4 bytes
+    exact = max(budget - rows * width - -(-4 * n // (2 * D * size)), 1)  # a token's score takes 4 bytes
     vague = n - exact
 
     def draw():

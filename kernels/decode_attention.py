@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 
 
 def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """q (B, H, G, D) → y (B, H, G, D), 0 for a head without slots; with `sums`, for each segment (N,) float32: the weight that
+    """q (B, H, G, D) → y (B, H, G, D), 0 for a head without slots that are seen; with `sums`, for each segment (N,) float32: the weight that
     the G queries of its head give each slot."""
     y, weights = torch.zeros_like(q), [torch.zeros(len(s.k), device=q.device) for s in segments]
     for i, (queries, out) in enumerate(zip(q.flatten(0, 1), y.flatten(0, 1))):
@@ -56,7 +56,7 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
         k, v = (torch.cat([getattr(s, name)[row] for s, row in zip(segments, rows)]).float() for name in "kv")
         bias = torch.cat([s.k.new_zeros(row.stop - row.start, dtype=torch.float32) if s.bias is None else s.bias[row]
                           for s, row in zip(segments, rows)])
-        p = (queries.float() @ k.T * q.shape[-1] ** -0.5 + bias).softmax(-1)  # (G, slots)
+        p = (queries.float() @ k.T * q.shape[-1] ** -0.5 + bias).softmax(-1).masked_fill((bias == -torch.inf).all(), 0)  # (G, slots)
         out.copy_(p @ v)
         for weight, row, part in zip(weights, rows, p.sum(0).split([row.stop - row.start for row in rows])):
             weight[row] = part
@@ -137,15 +137,22 @@ def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr
         tl.store(p_sums + row, tl.sum(tl.exp(b_s - b_lse), 1), mask=here)
 
 
+def check(q: Tensor, segments: list[Segment]):
+    """ValueError if storage and queries (B, H, G, D) do not fit together."""
+    heads, D = q.shape[0] * q.shape[1], q.shape[3]
+    for s in segments:
+        if not (s.k.is_contiguous() and s.v.is_contiguous() and s.k.shape[1] == D and s.k.shape == s.v.shape and s.k.dtype == s.v.dtype == q.dtype):
+            raise ValueError(f"k {tuple(s.k.shape)} of {s.k.dtype} and v {tuple(s.v.shape)} of {s.v.dtype} must be contiguous rows of the "
+                             f"head dim {D}, of {q.dtype} as q")
+        if len(s.start) != heads or len(s.count) != heads:
+            raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
+
+
 def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64) -> tuple[Tensor, list[Tensor]]:
     """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit together."""
     B, H, G, D = q.shape
     heads, q = B * H, q.contiguous()
-    for s in segments:
-        if not s.k.is_contiguous() or not s.v.is_contiguous() or s.k.shape[1] != D or s.k.shape != s.v.shape:
-            raise ValueError(f"k {tuple(s.k.shape)} and v {tuple(s.v.shape)} must be contiguous rows of the head dim {D}")
-        if len(s.start) != heads or len(s.count) != heads:
-            raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
+    check(q, segments)
     splits = [split(s.longest, block, heads, q.device) for s in segments]
     parts = sum(count for _, count in splits)
     most, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)

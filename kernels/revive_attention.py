@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels import split
-from kernels.decode_attention import Segment, add_up, attend, column_sums
+from kernels.decode_attention import Segment, add_up, attend, check, column_sums
 
 PRIME = tl.constexpr(2 ** 31 - 1)
 
@@ -50,7 +50,10 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
     y, weights = torch.zeros_like(q), [torch.zeros(len(exact.k), device=q.device), torch.zeros(B, H, a, device=q.device)]
     for i, (queries, out, k, v, vague) in enumerate(zip(*(y.flatten(0, 1) for y in (q, y, k, v, weights[1])))):
         rows = slice(int(exact.start[i]), int(exact.start[i]) + int(exact.count[i]))
-        p = (queries.float() @ torch.cat((exact.k[rows].float(), k)).T * D ** -0.5).softmax(-1)
+        score = queries.float() @ torch.cat((exact.k[rows].float(), k)).T * D ** -0.5
+        if exact.bias is not None:
+            score[:, :rows.stop - rows.start] += exact.bias[rows]
+        p = score.softmax(-1)
         out.copy_(p @ torch.cat((exact.v[rows].float(), v)))
         weights[0][rows], vague[:] = p.sum(0).tensor_split((rows.stop - rows.start,))
     return y, weights if sums else []
@@ -137,7 +140,11 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
     if rows not in (1, 3) or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D) or x.dtype != q.dtype:
         raise ValueError(f"sketch {tuple(x.shape)} of {x.dtype} must be 1 or 3 rows, here {rows}, of as many slots of [k | v] for "
                          f"{(B, H)} heads, 2 × {D} numbers of {q.dtype} as q")
-    heads, q, x, token = B * H, q.contiguous(), x.contiguous(), token.int().contiguous()
+    if token.shape != (B, H, a) or not place.shape == sign.shape == (4, rows) or (mean is not None and mean.numel() != B * H * 2 * D):
+        raise ValueError(f"tokens {tuple(token.shape)} must be those of {(B, H)} heads, place {tuple(place.shape)} and sign "
+                         f"{tuple(sign.shape)} {(4, rows)}, and a mean 2 × {D} numbers a head")
+    check(q, [exact])
+    heads, q, x, token, place, sign = B * H, *(y.contiguous() for y in (q, x, token.int(), place, sign))
     vague = Segment(x, x, a * torch.arange(heads, device=q.device), torch.full((heads,), a, dtype=torch.int32, device=q.device), a)
     splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
     parts = sum(count for _, count in splits)
@@ -177,7 +184,7 @@ def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, 
     r, D = place.shape[1], k.shape[-1]
     at = hashed(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
     minus = (1 - 2 * (hashed(token, sign) % 2)).unsqueeze(-1).to(x)
-    k, v = (y.unsqueeze(3) * times[..., None, None].to(x) for y in (k, v))
+    k, v = (torch.where(times[..., None, None] == 0, 0, y.unsqueeze(3) * times[..., None, None].to(x)) for y in (k, v))
     rows = torch.cat((k * minus if signed_keys else k.expand(*minus.shape[:-1], D), v * minus), -1).flatten(2, 3)
     x.scatter_add_(2, at.flatten(2).unsqueeze(-1).expand_as(rows), rows)
 
@@ -197,20 +204,24 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
     of_token = (i_head * n + o_n)[:, None] * D + o_d
     b_k = tl.load(p_k + of_token, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]
     b_v = tl.load(p_v + of_token, mask=is_in, other=0.0) * b_signed[:, None]
-    tl.atomic_add(p_x + at, b_k.to(p_x.dtype.element_ty), mask=is_in)
-    tl.atomic_add(p_x + at + D, b_v.to(p_x.dtype.element_ty), mask=is_in)
+    tl.atomic_add(p_x + at, b_k.to(p_x.dtype.element_ty), mask=is_in, sem="relaxed")
+    tl.atomic_add(p_x + at + D, b_v.to(p_x.dtype.element_ty), mask=is_in, sem="relaxed")
 
 
 def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False,
            block: int = 32):
     """As `plain_insert`, by the kernel: sums that meet in a slot are added in the order in which programs come, so that their
-    last bits may differ from run to run. ValueError if x is not contiguous, as it is changed in place."""
+    last bits may differ from run to run. ValueError if shapes do not fit, or x, which is changed in
+    place, is not contiguous."""
     (B, H, n), rows, D = token.shape, place.shape[1], k.shape[-1]
-    if not x.is_contiguous() or x.shape[2] % rows or x.shape[3] != 2 * D:
-        raise ValueError(f"sketch {tuple(x.shape)} must be contiguous, {rows} rows of as many slots of 2 × {D} numbers")
+    if not x.is_contiguous() or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D):
+        raise ValueError(f"sketch {tuple(x.shape)} must be contiguous, {rows} rows of as many slots of 2 × {D} numbers for {(B, H)} heads")
+    if not (k.shape == v.shape == (B, H, n, D) and times.shape == (B, H, n) and place.shape == sign.shape == (4, rows)):
+        raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} and times {tuple(times.shape)} must be those of {n} tokens of {(B, H)} heads, "
+                         f"and place {tuple(place.shape)} and sign {tuple(sign.shape)} {(4, rows)}")
     if n:
         add[triton.cdiv(n, block), B * H, rows](x, token.int().contiguous(), k.contiguous(), v.contiguous(), times.float().contiguous(),
-                                                place, sign, n, x.shape[2] // rows, D, block, max(16, triton.next_power_of_2(D)), rows,
+                                                place.contiguous(), sign.contiguous(), n, x.shape[2] // rows, D, block, max(16, triton.next_power_of_2(D)), rows,
                                                 signed_keys, num_warps=4)
 
 

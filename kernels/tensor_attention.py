@@ -23,10 +23,10 @@ LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
     """q (B, H, G, D), the others (B, H, n, D) → y (B, H, G, D): the pairs' scores as one n × n matrix."""
     D, n = q.shape[-1], k1.shape[2]
-    q, k1, k2, v1, v2 = (x.float() for x in (q, k1, k2, v1, v2))
+    kind, (q, k1, k2, v1, v2) = q.dtype, (x.float() for x in (q, k1, k2, v1, v2))
     score = (k1.unsqueeze(2) * q.unsqueeze(3)) @ k2.unsqueeze(2).mT * D ** -0.5  # (B, H, G, n, n)
     p = score.flatten(3).softmax(-1).unflatten(3, (n, n))
-    return (v1.unsqueeze(2) * (p @ v2.unsqueeze(2))).sum(3)
+    return (v1.unsqueeze(2) * (p @ v2.unsqueeze(2))).sum(3).to(kind)
 
 
 @triton.jit

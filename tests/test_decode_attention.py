@@ -89,6 +89,19 @@ def test_many_parts_are_added_up_as_one(poisoned):
         assert abs(sums.sum().item() - 2) < 1e-4
 
 
+def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
+    """The first tile of one head, and all slots of another, which gives 0 as if it had none."""
+    s, q = segment([40, 20, 5], 16, torch.float32, 6, bias=True), torch.randn(1, 3, 2, 16, generator=torch.Generator().manual_seed(8))
+    hidden = [*range(s.start[0], s.start[0] + 17), *range(s.start[1], s.start[1] + 20), s.start[2] + 4]
+    s.bias[hidden] = -math.inf
+    left = s._replace(start=s.start + torch.tensor([17, 0, 0]), count=torch.tensor([23, 0, 4], dtype=torch.int32))
+    y, (weight,) = by_hand(q, [left])
+    for block in (16, 64):  # in a part of its own, or in one with others
+        found, (sums,) = decode_attention(q, [s], sums=True, block=block)
+        assert torch.allclose(found.double(), y, **TOLERANCE[torch.float32]) and not found[0, 1].any()
+        assert torch.allclose(sums.double(), weight, rtol=1e-4, atol=1e-5) and not sums[hidden].any()
+
+
 def test_the_layout_of_a_packed_cache_is_two_segments():
     """What AdaKV leaves: heads of different length one after the other, and new tokens in a buffer with room to spare."""
     B, H, G, D, g = 2, 2, 2, 16, torch.Generator().manual_seed(7)
@@ -124,6 +137,7 @@ def test_every_kernel_compiles_for_an_h100_without_spills():
                           cwd=os.path.dirname(os.path.dirname(__file__)))
     rows = [line.split() for line in told.stdout.splitlines() if "." in line.split()[0]]
     assert {row[0] for row in rows} >= {"decode_attention.attend", "decode_attention.add_up", "decode_attention.column_sums", "value_norms.norms",
-                                     "window_votes.row_sums", "window_votes.column_means"}
+                                     "window_votes.row_sums", "window_votes.column_means", "tensor_attention.rows_of_pairs",
+                                     "revive_attention.attend_revived", "revive_attention.add"}
     for name, number, registers, stack, shared in rows:
-        assert int(stack) == 0 and int(registers) <= 255 and int(shared) <= 48 * 1024, name
+        assert int(stack) == 0 and int(registers) <= 200 and int(shared) <= 160 * 1024, name

@@ -1,0 +1,134 @@
+"""The bench without a GPU: its cases agree, its counts are those of the tensors, and the command runs with a CPU in a GPU's place."""
+from contextlib import nullcontext
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux only
+
+from kernels import bench  # noqa: E402
+from kernels.bench import Shape, cases, check, decode, difference, inserting, norms, pairs, predicted, revive, table, verdicts, votes  # noqa: E402
+
+TINY = dict(H=2, G=2, D=16, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("case", [*cases([70], [1], **TINY), decode(Shape(3, 40, **TINY), 0.8)], ids=lambda case: f"{case.name}, batch {case.shape.B}")
+def test_what_is_compared_is_the_same(case):
+    torch.manual_seed(case.shape.B)
+    check(case, 1e-5)
+    for wrong, told in ((1.001, "0.001 off eager"), (torch.nan, "nan off eager")):
+        with pytest.raises(SystemExit, match=told):
+            check(case._replace(kernel=lambda *inputs: case.eager(*inputs) * wrong), 1e-5)
+
+
+def numbers(*tensors):
+    return sum(x.nbytes for x in tensors)
+
+
+@pytest.mark.parametrize("B, n", [(1, 640), (2, 300)])
+def test_bytes_and_operations_are_those_of_the_inputs(B, n):
+    s = Shape(B, n, **TINY)
+    H, G, D = s.H, s.G, s.D
+    for spread in (0.0, 0.8):
+        case = decode(s, spread)
+        q, segment = case.draw()
+        assert case.bytes == numbers(segment.k, segment.v) and case.operations == 2 * 2 * len(segment.k) * G * D
+        assert segment.count.sum() == len(segment.k) and (segment.count.max() > 1.7 * n) == bool(spread)
+    assert decode(s, sums=True).bytes == decode(s).bytes + B * H * n * (4 * G + 4 * G + 4)  # scores there and back, and the sums
+    q, k = votes(s).draw()
+    assert votes(s).bytes == numbers(k) + 4 * B * H * G * n and votes(s).operations == 2 * 2 * q.shape[3] * D * n * B * H * G
+    v, w_o = norms(s).draw()
+    assert norms(s).bytes == numbers(v) + 4 * B * H * G * n and norms(s).operations == 2 * B * n * w_o.numel()
+    for rows, by_slots in ((3, False), (1, False), (1, True)):
+        case = revive(s, rows, by_slots)
+        q, k, v, token, sketch, full = case.draw()
+        assert sketch.rows == rows and k.shape[2] + token.shape[2] == n == full.shape[3]
+        assert case.bytes == numbers(k, v, token, sketch.x) and numbers(k, v, sketch.x) + 4 * B * H * n < 1.01 * numbers(full) / 10
+        assert case.operations == 4 * B * H * G * D * (k.shape[2] + (sketch.width if by_slots else token.shape[2]))
+        assert 0.7 < sketch.x.std() < 1.4
+    k, v, token, x = inserting(s).draw()
+    assert inserting(s).bytes == numbers(k, v, x)
+    q, *four = pairs(s).draw()
+    assert pairs(s).bytes == numbers(*four) and pairs(s).operations == 2 * 2 * n * n * D * B * H * G
+
+
+def test_the_floor_is_the_larger_of_two_times():
+    case = decode(Shape(1, 1000, **TINY))._replace(bytes=6_000_000, operations=10_000_000)
+    slow_memory = predicted(case, dict(copy=3e12, product=10e12))
+    assert slow_memory["floor"] == pytest.approx(2.0) and slow_memory["binds"] == "memory"
+    slow_product = predicted(case, dict(copy=3e12, product=1e12))
+    assert slow_product["floor"] == pytest.approx(10.0) and slow_product["binds"] == "product"
+
+
+def test_a_verdict_is_that_of_the_worst_case():
+    rows = [dict(kernel_name=name, tokens=n, **{what: 2.0}) for name, what, _, _ in bench.AIMS for n in (1024, 131072)]
+    assert verdicts(rows).count(": yes") == len(bench.AIMS)
+    one = "decode_attention", "over_sdpa"
+    rows.append(dict(kernel_name=one[0], tokens=65536, **{one[1]: 0.5}))
+    rows.append(dict(kernel_name=one[0], tokens=1024, of_copy=0.1))  # too short to count
+    told = verdicts(rows).splitlines()
+    assert [line.endswith("found 0.50: no") for line in told] == [(name, what) == one for name, what, _, _ in bench.AIMS]
+
+
+class Event:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later):
+        return 1000 * (later.at - self.at)
+
+
+def test_the_command_with_a_cpu_in_the_gpus_place(monkeypatch, tmp_path, capsys):
+    """Nothing here is a measurement: it shows that the command would run through and what it would write."""
+    stream, runs = SimpleNamespace(wait_stream=lambda other: None), []
+    for name, fake in dict(is_available=lambda: True, Stream=lambda: stream, current_stream=lambda: stream, Event=Event,
+                           stream=lambda s: nullcontext(), graph=lambda g: nullcontext(), synchronize=lambda: None,
+                           CUDAGraph=lambda: SimpleNamespace(replay=lambda: runs.append(1)),
+                           get_device_properties=lambda i: SimpleNamespace(name="a CPU", L2_cache_size=600)).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(bench, "ceilings", lambda: dict(copy=1e12, product=1e13))
+    monkeypatch.setattr(bench, "cases", lambda lengths=None, batches=None: [*cases([33] if lengths else [33, 40], [1], **TINY)])
+    monkeypatch.setattr(bench, "AIMS", [("decode_attention", "over_sdpa", 0.0, 35)])
+    monkeypatch.setattr(sys, "argv", ["bench", "--json", str(tmp_path / "b.json"), "--figure", str(tmp_path / "r.png")])
+    bench.main()
+    written, told = json.loads((tmp_path / "b.json").read_text()), capsys.readouterr().out
+    assert {row["kernel_name"] for row in written["rows"]} == {case.name for case in cases([40], [1], **TINY)} and runs
+    for row in written["rows"]:
+        assert row["kernel"] > 0 and row["called"] > 0 and row["of_floor"] == pytest.approx(row["floor"] / row["kernel"])
+        assert row["of_copy"] == pytest.approx(row["bytes"] / (row["kernel"] * 1e-6) / 1e12)
+        assert ("over_sdpa" in row) == ("sdpa" in row) and row.get("over_sdpa", 0) == pytest.approx(row.get("sdpa", 0) / row["kernel"])
+    assert table(written["rows"]) in told and "a CPU, 20" in told and "at least 0.0, found" in told
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert written["device"].startswith("a CPU, ")
+
+
+def test_a_plain_run_has_no_kernels(monkeypatch):
+    seen = []
+    bench.plain(lambda: seen.append(bench.seam.use_kernels))()
+    with pytest.raises(ZeroDivisionError):
+        bench.plain(lambda: 1 / 0)()
+    assert seen == [False] and bench.seam.use_kernels
+
+
+def test_difference():
+    x = torch.tensor([3.0, 4.0])
+    assert difference(x, x) == 0 and difference(x + torch.tensor([0.0, 0.05]), x) == pytest.approx(0.01, rel=1e-4)
+    assert not difference(x * torch.nan, x) <= 1
+
+
+def test_without_a_gpu_it_says_so_and_predicts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU here"):
+        bench.main()
+    monkeypatch.setattr(sys, "argv", ["bench", "--predict", "--copy", "1", "--product", "100"])
+    bench.main()
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("decode_attention  ") and " 131072 " in line)
+    assert row == ["decode_attention", "1", "131072", "memory", f"{2 * 131072 * 8 * 128 * 2 / 1e12 * 1e6:.1f}"]

@@ -1,0 +1,112 @@
+"""Tensor attention over tiles of pairs: the kernel and its twin against the formula in float64, and against methods/tensor_attention.py."""
+from itertools import product
+import math
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # Linux only
+
+from kernels.tensor_attention import plain, tensor_attention  # noqa: E402
+from methods import tensor_attention as method  # noqa: E402
+
+# At 16 bits k₁ ∘ q and the weights are rounded too, each to 1 in 4096: a score of 8 is off by up to 2e-3, and so is y.
+TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=2e-6), torch.float16: dict(rtol=2e-3, atol=2e-3)}
+
+
+def by_hand(q, k1, k2, v1, v2, scale=None):
+    """One query head at a time, all of its pairs."""
+    y = torch.empty(q.shape, dtype=torch.float64)
+    for b, h, g in product(*map(range, q.shape[:3])):
+        one, two, v_one, v_two = (x[b, h].double() for x in (k1, k2, v1, v2))
+        score = torch.einsum("d,ad,bd->ab", q[b, h, g].double(), one, two) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        weight = (score - score.max()).exp()
+        y[b, h, g] = torch.einsum("ab,ad,bd->d", weight, v_one, v_two) / weight.sum()
+    return y
+
+
+def inputs(B, H, G, D, n, dtype=torch.float32, seed=0, sharp=2.0):
+    """q, k₁, k₂, v₁, v₂, each amid NaN, which nobody may read."""
+    g, made = torch.Generator().manual_seed(seed), []
+    for shape in [(B, H, G, D)] + 4 * [(B, H, n, D)]:
+        x = torch.randn(shape, generator=g)
+        storage = torch.full((x.numel() + 2 * 2 ** 15,), math.nan, dtype=dtype)
+        storage[2 ** 15:-2 ** 15] = x.flatten() * (1 if made else sharp)
+        made.append(storage[2 ** 15:-2 ** 15].view(shape))
+    return made
+
+
+CASES = [  # B, H, G, D, n, rows, columns
+    (1, 1, 1, 16, 1, 16, 16),
+    (3, 1, 2, 40, 63, 32, 16),
+    (1, 2, 3, 80, 65, 64, 32),
+    (1, 2, 4, 128, 33, 16, 64),
+    (1, 1, 1, 64, 130, 128, 64),
+    (2, 1, 4, 32, 48, 16, 16),     # every tile full
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_kernel_and_twin_are_the_formula(poisoned, case, dtype):
+    *sizes, rows, columns = CASES[case]
+    x = inputs(*sizes, dtype, case)
+    y = by_hand(*x)
+    for found in plain(*x), tensor_attention(*x, rows=rows, columns=columns):
+        assert found.shape == y.shape and torch.allclose(found.double(), y, **TOLERANCE[found.dtype]), (found - y).abs().max()
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0, -0.5])
+def test_scale_of_the_scores(poisoned, scale):
+    x = inputs(1, 2, 1, 40, 19, sharp=0.5)
+    assert torch.allclose(tensor_attention(*x, scale, 16, 16).double(), by_hand(*x, scale), **TOLERANCE[torch.float32])
+
+
+def test_one_token_has_one_pair(poisoned):
+    q, k1, k2, v1, v2 = inputs(3, 2, 2, 16, 1)
+    assert torch.allclose(tensor_attention(q, k1, k2, v1, v2, 1.0), (v1 * v2).expand_as(q))
+
+
+def test_large_scores_and_any_tiles(poisoned):
+    """Scores of hundreds overflow unless the largest so far is taken off: of a row, of its tile, and of all tiles. Their own last
+    bits are 1e-5 and more, and so much are weights off."""
+    x = inputs(1, 1, 2, 32, 65, sharp=200.0)
+    score = torch.einsum("gd,ad,bd->gab", x[0][0, 0], x[1][0, 0], x[2][0, 0]) / math.sqrt(32)
+    assert score.max() > 400 and (score.amax(-1) - score.amax((1, 2)).unsqueeze(1)).min() < -200
+    y = by_hand(*x)
+    for rows, columns in ((16, 16), (16, 128), (64, 16), (128, 64)):
+        assert torch.allclose(tensor_attention(*x, rows=rows, columns=columns).double(), y, rtol=2e-4, atol=1e-5), (rows, columns)
+    x = [-x[0].abs(), x[1].abs(), x[2].abs(), *x[3:]]
+    assert torch.einsum("bhgd,bhad,bhed->bhgae", *x[:3]).max() < -89 * math.sqrt(32)
+    assert torch.allclose(tensor_attention(*x, rows=16, columns=16).double(), by_hand(*x), rtol=2e-4, atol=1e-5)
+
+
+def test_more_tiles_of_rows_than_are_added_up_at_once(poisoned):
+    x = inputs(1, 1, 1, 16, 530, seed=5)
+    assert torch.allclose(tensor_attention(*x, rows=16, columns=1024).double(), by_hand(*x), **TOLERANCE[torch.float32])
+
+
+def test_it_is_the_methods_tensor_attention(poisoned):
+    """Also of caches that are not contiguous."""
+    q, *four = inputs(2, 2, 3, 16, 21)
+    q, *four = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, *four))
+    found = tensor_attention(q, *four)
+    assert found.is_contiguous()
+    assert torch.allclose(found, method.tensor_attention(q / 4, *four), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found, method.FactoredFourCache(tile=50).one_query(q / 4, *four), rtol=1e-5, atol=1e-6)
+
+
+def test_matrices_that_do_not_fit_are_refused():
+    q, x = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 5, 16)
+    for i, wrong in product(range(4), (x[:, :1], x[..., :8], x.half(), x.expand(2, -1, -1, -1))):
+        four = [wrong if j == i else x for j in range(4)]
+        with pytest.raises(ValueError, match=re.escape("must be (1, 2) heads of at least 1 token, 5 in all of them, of 16 numbers of "
+                                                       "torch.float32 as q")):
+            tensor_attention(q, *four)
+    for i in range(1, 4):
+        with pytest.raises(ValueError, match=re.escape("(1, 2, 4, 16) of torch.float32 must be (1, 2) heads")):
+            tensor_attention(q, *(x[:, :, :4] if j == i else x for j in range(4)))
+    with pytest.raises(ValueError, match="of at least 1 token, 0 in all"):
+        tensor_attention(q, *4 * [x[:, :, :0]])
