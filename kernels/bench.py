@@ -316,13 +316,14 @@ def verdicts(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def roofline(told: dict, file: Path | str):
-    """What each case reached, over its operations a byte, under the two ceilings. For cases that were not measured, no points."""
+def roofline(told: dict):
+    """A figure: what each case reached, over its operations a byte, under the two ceilings; for cases that were not measured, circles
+    on the ceiling."""
     import matplotlib.pyplot as plt
 
     copy, product = told["ceilings"]["copy"], told["ceilings"]["product"]
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    x = [2 ** i for i in range(-1, 16)]
+    x = [0.5, product / copy, 1e5]
     axes.plot(x, [min(copy * i, product) / 1e12 for i in x], "k-", linewidth=1, label=f"ceilings: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s")
     by_name: dict[str, list] = {}
     for row in told["rows"]:
@@ -333,14 +334,12 @@ def roofline(told: dict, file: Path | str):
         if "kernel" in rows[0]:
             axes.scatter(of_row, [row["operations"] / row["kernel"] * 1e6 / 1e12 for row in rows], marker=marker, s=24, alpha=0.8, label=name)
         else:  # where the ceiling is for it
-            axes.scatter(of_row, [min(copy * i, product) / 1e12 for i in of_row], marker=marker, s=40, facecolors="none", edgecolors="k",
-                         label=f"{name}: its ceiling, not measured")
+            axes.scatter(of_row, [min(copy * i, product) / 1e12 for i in of_row], marker=marker, s=40, facecolors="none", edgecolors="k", label=name)
     axes.set(xscale="log", yscale="log", xlabel="operations of the matrix units per byte that must be moved", ylabel="TFLOP/s",
-             title=told["device"])
+             title=told["device"] + ("" if "kernel" in told["rows"][0] else ": where the ceiling is for each, nothing was measured"))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def main():
@@ -367,7 +366,7 @@ def main():
         rows = [measured(case, ceiling, device.L2_cache_size) for case in tqdm([*cases()], desc="timing")]
     told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__, ceilings=ceiling, rows=rows)
     Path(args.json).write_text(json.dumps(told, indent=1) + "\n")
-    roofline(told, args.figure)
+    roofline(told).savefig(args.figure, dpi=110)
     print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product {ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n")
     print(table(rows) + "\n\n" + verdicts(rows) + f"\n\n{len(rows)} rows in {time.perf_counter() - began:.0f} s; {args.json}, {args.figure}")
 

@@ -1,0 +1,247 @@
+# %% [markdown]
+# # Kernels: from the loop to the tile
+#
+# A method that keeps a quarter of the cache has earned a quarter of the time: decoding reads every key and value once for each token, and that reading is what takes the time. In PyTorch much of the gain is lost again. Heads of different length (AdaKV) are padded to the longest, weights that only their sums are wanted of (H2O) are written out, revived keys (KVReviver) go to memory and come back. A *kernel* is a program that does one job in one go on the GPU, and `kernels/` has five of them, in [Triton](https://triton-lang.org). This notebook writes one, from the loop up, and tells what to expect of all of them.
+#
+# Everything runs on a CPU: without a GPU, Triton has an interpreter that executes kernels line by line, with NumPy. It tells right from wrong, but not fast from slow.
+#
+# You should know attention and what a KV cache is (`00_kv_cache.ipynb`); no GPU programming. The code to read beside it: `kernels/decode_attention.py`, then the others.
+
+# %%
+import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+import json
+import math
+from pathlib import Path
+import subprocess
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+import kernels                # before triton: chooses the interpreter if there is no GPU
+from kernels import bench
+from kernels.decode_attention import Segment, decode_attention
+import triton
+import triton.language as tl
+from methods.ada_kv import AdaKV
+from methods.kv_reviver import Sketch
+from nanollm import TINY, evaluate, tokenizer, weights
+from nanollm.cache import LayerCache, finish_prompt, make_cache
+from nanollm.data import Tasks
+from nanollm.evaluate import feed
+from nanollm.speed import best
+
+torch.set_grad_enabled(False)
+torch.manual_seed(0)
+n, D = 1000, 64  # slots, head dim
+q, k, v = 3 * torch.randn(D), torch.randn(n, D), torch.randn(n, D)
+expected = F.scaled_dot_product_attention(q[None], k, v)[0]
+
+# %% [markdown]
+# ## 1. The loop
+#
+# One query, $n$ slots, one head: $y = \sum_n p_n v_n$ with $p = \mathrm{softmax}(q\cdot k_n/\sqrt D)$. Written as in the formula, softmax needs all scores before the first value can be weighed: two passes over the cache. *Online softmax* ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)) needs one. It carries the largest score so far $m$, the total $\ell=\sum e^{s-m}$ and the sum $\sum e^{s-m}v$, and whenever a larger score turns up, scales both sums down by $e^{m_{old}-m_{new}}$.
+
+# %%
+m, total, y = -math.inf, 0.0, torch.zeros(D)
+for i in range(n):
+    s = (q @ k[i]).item() / math.sqrt(D)
+    new = max(m, s)
+    p, old = math.exp(s - new), math.exp(m - new)
+    total, y = total * old + p, y * old + p * v[i]
+    m = new
+print(f"one slot at a time: off by {(y / total - expected).abs().max():.1e} at most")
+
+# %% [markdown]
+# ## 2. The tile
+#
+# A GPU works on many numbers at a time, and its matrix units on blocks of at least 16 × 16. So take 64 slots in one step: the same recurrence, with a maximum and a sum over the block. The last tile is not full; its surplus slots get a score of $-\infty$, thus a weight of 0.
+
+# %%
+def tiles(q, k, v, first, end, block=64):
+    """The slots first … end − 1, a block at a time: m, Σ exp(s − m), Σ exp(s − m) v."""
+    m, total, y = torch.tensor(-math.inf), torch.zeros(()), torch.zeros(D)
+    for start in range(first, end, block):
+        part = slice(start, min(start + block, end))
+        s = k[part] @ q / math.sqrt(D)
+        new = torch.maximum(m, s.max())
+        p, old = (s - new).exp(), (m - new).exp()
+        total, y = total * old + p.sum(), y * old + p @ v[part]
+        m = new
+    return m, total, y
+
+
+m, total, y = tiles(q, k, v, 0, n)
+print(f"64 slots at a time: off by {(y / total - expected).abs().max():.1e}")
+
+# %% [markdown]
+# ## 3. The split
+#
+# With one sequence and 8 key/value heads, one program a head would keep 8 of a GPU's 132 processors busy. But $(m, \ell, y)$ of any stretch of slots is all that is needed of it, and two of them add up to that of both, in any order: scale each to the larger $m$. So the slots are dealt out, and a second kernel adds up what comes back ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). This is why the kernels take any layout: a head's slots may lie in two places, packed and new, and be as many as they like.
+
+# %%
+parts = [tiles(q, k, v, first, min(first + 300, n)) for first in range(0, n, 300)]
+m, total, y = (torch.stack(x) for x in zip(*parts))
+weight = (m - m.max()).exp()
+print(f"{len(parts)} parts: off by {((weight @ y) / (weight @ total) - expected).abs().max():.1e}")
+
+# %% [markdown]
+# ## 4. The kernel
+#
+# The same in Triton. A *program* is one iteration of the outer loop above (`tl.program_id` says which); all of them run at once, or in any order. A block is loaded from memory by a block of addresses; `mask` says which of them exist, and `other` what stands for those that do not. Everything between `load` and `store` lives in registers.
+
+# %%
+@triton.jit
+def attend(p_q, p_k, p_v, p_m, p_total, p_y, scale, n, share, D: tl.constexpr, BLOCK: tl.constexpr):
+    part, o_n, o_d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
+    b_q = tl.load(p_q + o_d)
+    m, total, b_y = -3e38, 0.0, tl.zeros((D,), tl.float32)
+    end = tl.minimum(n, (part + 1) * share)
+    for first in range(part * share, end, BLOCK):
+        here = first + o_n < end
+        at = (first + o_n)[:, None] * D + o_d                              # (slots, D): row after row
+        b_k = tl.load(p_k + at, mask=here[:, None], other=0.0)
+        b_s = tl.where(here, tl.sum(b_k * b_q, 1) * scale, float("-inf"))
+        new = tl.maximum(m, tl.max(b_s, 0))
+        b_p, old = tl.exp(b_s - new), tl.exp(m - new)
+        b_v = tl.load(p_v + at, mask=here[:, None], other=0.0)
+        total, b_y, m = total * old + tl.sum(b_p, 0), b_y * old + tl.sum(b_p[:, None] * b_v, 0), new
+    tl.store(p_m + part, m)
+    tl.store(p_total + part, total)
+    tl.store(p_y + part * D + o_d, b_y)
+
+
+def run(k, v, n, share=256):
+    parts = -(-n // share)
+    m, total, y = torch.full((parts,), math.nan), torch.full((parts,), math.nan), torch.full((parts, D), math.nan)  # poisoned
+    attend[parts,](q, k, v, m, total, y, D ** -0.5, n, share, D, 64)
+    weight = (m - m.max()).exp()
+    return (weight @ y) / (weight @ total)
+
+
+print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs().max():.1e}")
+
+# %% [markdown]
+# `kernels/decode_attention.py` is this and four things more: all query heads of a group are rows of one tile, so that a key is read once for the group and the matrix units can multiply (`tl.dot`); a head says where its slots begin and how many they are; slots may have a bias; and the scores can be kept, if somebody wants their sums.
+#
+# How do you know that it is right? The outputs are full of NaN before the kernel runs, so what it leaves out shows. And what lies around the slots that it may read is NaN as well: if a mask is off by one, that shows too. Every test of `kernels/` does both, at lengths such as 1, 63 and 65.
+
+# %%
+storage = torch.full((2, n + 24, D), math.nan)  # the slots that are there, and room to spare
+storage[:, :n] = torch.stack((k, v))
+print(f"{n} slots in a buffer of {n + 24}: off by {(run(*storage, n) - expected).abs().max():.1e}")
+print("told that there is one more:", run(*storage, n + 1)[:3])
+
+# %% [markdown]
+# ## 5. Heads of different length
+#
+# AdaKV deals out a layer's budget among its heads, so that lengths differ. The cache packs them one after the other; PyTorch's attention wants a rectangle, so without a kernel each step copies a layer's slots into one, as long as the longest head, and reads that. How much more is that, on real text?
+
+# %%
+model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+text = evaluate.text_windows(Tasks(encoding, "test"), 4, 512)
+caches = make_cache(model, AdaKV, budget=128)
+feed(model, text, caches)
+finish_prompt(caches)
+counts = torch.stack([cache.counts for cache in caches], 1)  # (B, layers, heads)
+padded = counts.amax((0, 2))                                 # a layer of the batch is a rectangle
+figure, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
+axis.bar(range(counts[0].numel()), counts[0].flatten(), color="0.4", label="slots of a head, first text")
+axis.step([i * counts.shape[2] - 0.5 for i in range(len(padded) + 1)], [*padded, padded[-1]], "k--", where="post", label="what padding makes of it")
+axis.set_xticks([counts.shape[2] * (i + 0.5) - 0.5 for i in range(len(padded))], [f"heads of\nlayer {i}" for i in range(len(padded))])
+axis.set(ylabel="slots", ylim=(0, 1.4 * padded.max()))
+axis.legend(fontsize=8)
+print(f"slots held: {counts.sum()}, with padding {counts[0].numel() // len(padded) * len(text) * padded.sum()}: "
+      f"{counts[0].numel() // len(padded) * len(text) * padded.sum() / counts.sum():.2f} times as many")
+
+# %% [markdown]
+# Padding reads that many times as much, after it has read and written it once for the copy. The kernel reads what is there:
+
+# %%
+cache = caches[1]
+B, H = cache.counts.shape
+G, d = model.config.n_heads // H, cache.k.shape[-1]
+start = cache.counts.flatten().cumsum(0) - cache.counts.flatten()
+packed = Segment(cache.packed["k"], cache.packed["v"], start, cache.counts.flatten().int(), cache.behind)
+queries = torch.randn(B, H, G, d)
+y, (sums,) = decode_attention(queries, [packed], sums=True)
+seen = (cache.pos < 512).unsqueeze(2)
+by_pytorch = F.scaled_dot_product_attention(queries, cache.k, cache.v, seen.expand(-1, -1, G, -1))
+print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's slots add up to its {G} queries: {sums.sum() / (B * H):.4f}")
+
+# %% [markdown]
+# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, methods ask for the kernels by themselves (`kernel_for` in `nanollm/cache.py`); on a CPU their plain code runs.
+#
+# ## 6. The fastest kernel is the one that is not needed
+#
+# KVReviver reads *every* evicted token back before each attention: it gathers three slots of its sketch, takes the median of each number, and attends to the result. `kernels/revive_attention.py` does that in registers. The revived keys never reach memory, but each token still costs $3 \cdot 2D$ numbers from the GPU's cache, three times what the full cache would have read from memory.
+#
+# With one row there is no median, and reading back is linear: all tokens of a slot have the same score but for their signs, $\hat s_J = \pm\, q\cdot S_{h(J)}$, and the values go out as $\sum_J \pm p_J S_{h(J)} = \sum_{slots} (\sum_{J \in slot} \pm p_J)\, S$. So attend to the *slots*, hand each token its score, and add up the weights by slot: two numbers a token in place of $2D$. Nothing is approximated.
+
+# %%
+torch.set_num_threads(1)
+print("tokens in the sketch   by reading back      by slots   ratio    largest difference")
+for tokens in (1024, 4096, 16384):
+    sketch, J = Sketch(torch.zeros(1, 2, 1, 64), 1, tokens // 100, "signed", 0), torch.arange(tokens).expand(1, 2, -1)
+    sketch.insert(J, *torch.randn(2, 1, 2, tokens, 64))
+    sketch.tokens, few, one = tokens, torch.randn(2, 1, 2, 64, 64), torch.randn(1, 2, 4, 64)
+
+    def read_back():
+        keys, values = (torch.cat(x, 2) for x in zip(few, sketch.query(J)))
+        p = (one @ keys.mT / 8).softmax(-1)  # with probabilities, which the method wants
+        return p @ values
+
+    slow, fast = best(read_back, 5), best(lambda: sketch.attend(one, *few, J), 5)
+    print(f"{tokens:20} {1e3 * slow:14.2f} ms {1e3 * fast:10.2f} ms {slow / fast:7.1f} {(read_back() - sketch.attend(one, *few, J)[0]).abs().max():21.1e}")
+torch.set_num_threads(2)
+
+# %% [markdown]
+# That needs no kernel at all, and `kv_reviver_shrunk`, which has one row, does so on every machine. (The printed method has three. In `05_kv_reviver.ipynb` one row with three times the slots does as well.)
+#
+# ## 7. Pairs
+#
+# Tensor attention attends to all $n^2$ pairs of tokens, with the score $\sum_j q_j k_{1,a,j} k_{2,b,j}$. For one row $a$ that is ordinary attention with the query $q \circ k_{1,a}$. So $n$ rows are $n$ queries, PyTorch's attention can do it, and what is left is to weigh the rows against each other, by the logarithm of their totals. `kernels/tensor_attention.py` does that last step before anything leaves the registers.
+
+# %%
+k1, k2, v1, v2 = torch.randn(4, 200, D)
+score = (k1 * q) @ k2.T / math.sqrt(D)                                                # (a, b)
+every_pair = torch.einsum("ab,aj,bj->j", score.flatten().softmax(0).view(200, 200), v1, v2)
+rows = F.scaled_dot_product_attention(k1 * q, k2, v2)                                 # n queries
+print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs().max():.1e}")
+
+# %% [markdown]
+# ## 8. What the compiler says
+#
+# A kernel can be compiled for a GPU that is not there. What it then takes of a processor tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. An H100 has 65,536 registers and 227 KiB of shared memory a processor, for up to 2048 threads; a program here has 128 or 256.
+
+# %%
+print(subprocess.run([sys.executable, "-m", "kernels.resources"], capture_output=True, text=True, check=True,
+                     cwd=Path(kernels.__file__).parents[1]).stdout)
+
+# %% [markdown]
+# ## 9. What a GPU can do at best
+#
+# Each kernel must move its inputs and outputs through memory once, and do its multiplications. Bytes over the rate at which memory can be copied, operations over the rate of the matrix units: the larger of the two times is the *floor*. Drawn over the operations per byte, the two rates make a roof:
+
+# %%
+stored = Path(bench.__file__).with_name("bench.json")
+if stored.exists():
+    told = json.loads(stored.read_text())
+else:  # the data sheet of an H200 in the place of measured ceilings, and no points
+    ceiling = dict(copy=4.8e12, product=989e12)
+    shown = [case for case in bench.cases(lengths=[8192, 32768], batches=[1], device="cpu")]
+    told = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=[bench.predicted(case, ceiling) for case in shown])
+print("µs; one layer of an 8-billion Llama on " + told["device"] + "\n")
+print(bench.table([row for row in told["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
+bench.roofline(told);
+
+# %% [markdown]
+# Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: decoding is bound by memory by a factor of fifty, and reviving by five, so multiplying cleverly gains nothing there, and moving fewer bytes everything. Votes of a window of 32 stand where both bind alike. Norms of projected values and pairs are bound by the matrix units. And the floor of reviving is that of a tenth of the bytes; but with three rows its slots come from the GPU's cache, 3 · 2D numbers a token, for which this roof has no line.
+#
+# ## Exercises
+#
+# 1. In the kernel of section 4, start `m` at `float("-inf")` and hide the whole first tile (a bias of −∞). What is $-\infty - (-\infty)$? Why is −3e38 safe?
+# 2. `share` is 256 slots. What do 64 programs a head cost the second kernel, and when is that too much? Look at `split` in `kernels/__init__.py`.
+# 3. Let the kernel of section 4 do a group of four query heads, with `tl.dot`. Its blocks must be at least 16 × 16: what is in the other 12 rows?
+# 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check it against `Sketch.attend`. Which number of tokens in one slot would make you worry about the order of the additions?
+# 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. By Cauchy and Schwarz it is at most $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and $\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix. How much less work is that, and how often does CriticalKV choose otherwise?
+# 6. The score of a pair is symmetric if $K_1 = K_2$. Half of the tiles would do. Which, and what becomes of the outputs?
