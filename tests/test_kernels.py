@@ -4,6 +4,7 @@ import torch
 
 pytest.importorskip("triton")  # Linux only
 
+from kernels.decode_attention import Segment  # noqa: E402
 from methods.ada_kv import AdaKV  # noqa: E402
 from methods.cam import CaM  # noqa: E402
 from methods.critical_kv import Critical  # noqa: E402
@@ -25,8 +26,11 @@ class CriticalAdaKV(Critical, AdaKV):
 
 
 class Uneven(LayerCache):
-    """A cache that watches, with empty slots in the midst of some heads."""
+    """A cache that watches, with empty slots in the midst of some heads, and a bias."""
     watch = seam.ALL
+
+    def write(self, k, v, pos):
+        super().write(k, v, pos, bias=k[..., 0].clone())
 
     def forget(self):
         if self.length == T:
@@ -98,6 +102,36 @@ def test_kernels_do_what_the_plain_code_does(case, poisoned, monkeypatch):
     if case in ("reviver", "signed", "shrunk", "one row"):
         assert torch.allclose(fast.score, cache.score, rtol=1e-4, atol=1e-5)
         assert torch.allclose(fast.sketch.x, cache.sketch.x, rtol=1e-4, atol=1e-5)
+
+
+def test_slots_in_a_buffer_are_taken_as_they_lie():
+    buffer = torch.randn(2, B, H, 9, D)
+    k, v = buffer[..., :5, :]
+    s = Segment.of(k, v)
+    assert s.k.data_ptr() == k.data_ptr() and s.v.data_ptr() == v.data_ptr() and s.longest == 5
+    rows = (s.start[:, None] + torch.arange(5)).view(B, H, 5)
+    assert torch.equal(s.k[rows], k) and torch.equal(s.v[rows], v)
+    assert torch.equal(s.by_head(torch.arange(len(s.k)), B, H), rows)
+    bias = torch.randn(B, H, 5)
+    turned = torch.randn(2, B, 5, H, D).transpose(2, 3)
+    for s, (k, v) in ((Segment.of(k, v, bias), (k, v)), (Segment.of(*turned, bias), turned), (Segment.of(k, turned[1], bias), (k, turned[1])),
+                      (Segment.of(k, turned[1]), (k, turned[1])), (Segment.of(*turned), turned)):
+        rows = (s.start[:, None] + torch.arange(5)).view(B, H, 5)
+        assert torch.equal(s.k[rows], k) and torch.equal(s.v[rows], v) and (s.bias is None or torch.equal(s.bias[rows], bias))
+
+
+def test_new_slots_behind_packed_ones_may_have_a_bias(monkeypatch):
+    cache, g = LayerCache(), torch.Generator().manual_seed(0)
+    cache.write(*torch.randn(2, B, H, 6, D, generator=g), torch.arange(6)[None], bias=torch.randn(B, H, 6, generator=g))
+    cache.keep(torch.tensor([[0, 3, 5], [4, -1, -1]]).expand(B, -1, -1))
+    cache.pack()
+    cache.write(*torch.randn(2, B, H, 2, D, generator=g), torch.arange(6, 8)[None], bias=torch.randn(B, H, 2, generator=g))
+    q, pos = torch.randn(B, H * G, 1, D, generator=g), torch.tensor([[7]])
+    k, v, at, bias = cache.read()
+    expected = (seam.probabilities(q, k, at, bias, pos).flatten(2, 3) @ v).view(B, H * G, 1, D)
+    monkeypatch.setattr(seam, "on_gpu", lambda x: True)
+    y, p = cache.decode(q, pos)
+    assert p is None and torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_gpu_no_kernel_is_asked_for():
