@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")  # Linux only
 
 from kernels import bench  # noqa: E402
-from kernels.bench import Shape, cases, check, decode, difference, inserting, norms, pairs, predicted, revive, table, verdicts, votes  # noqa: E402
+from kernels.bench import Shape, cases, check, decode, difference, inserting, microseconds, norms, pairs, predicted, revive, table, verdicts, votes  # noqa: E402
 
 TINY = dict(H=2, G=2, D=16, dtype=torch.float32, device="cpu")
 
@@ -85,21 +85,40 @@ class Event:
         return 1000 * (later.at - self.at)
 
 
-def test_the_command_with_a_cpu_in_the_gpus_place(monkeypatch, tmp_path, capsys):
-    """Nothing here is a measurement: it shows that the command would run through and what it would write."""
-    stream, runs = SimpleNamespace(wait_stream=lambda other: None), []
+@pytest.fixture
+def replays(monkeypatch):
+    """A CPU in the GPU's place, whose graphs do nothing but count their replays."""
+    stream, seen = SimpleNamespace(wait_stream=lambda other: None), []
     for name, fake in dict(is_available=lambda: True, Stream=lambda: stream, current_stream=lambda: stream, Event=Event,
                            stream=lambda s: nullcontext(), graph=lambda g: nullcontext(), synchronize=lambda: None,
-                           CUDAGraph=lambda: SimpleNamespace(replay=lambda: runs.append(1)),
+                           CUDAGraph=lambda: SimpleNamespace(replay=lambda: seen.append(1)),
                            get_device_properties=lambda i: SimpleNamespace(name="a CPU", L2_cache_size=600)).items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    return seen
+
+
+def test_a_time_is_that_of_one_run(replays):
+    seen = []
+
+    def run(i):
+        seen.append(i)
+        time.sleep(0.004)
+
+    assert 4000 <= microseconds(run, [(0,), (1,), (2,)], False) < 8000
+    assert len(seen) % 3 == 0 and seen[:6] == [0, 1, 2, 0, 1, 2] and not replays
+    microseconds(run, [(0,)], True)
+    assert len(replays) >= 4
+
+
+def test_the_command_with_a_cpu_in_the_gpus_place(replays, monkeypatch, tmp_path, capsys):
+    """Nothing here is a measurement: it shows that the command would run through and what it would write."""
     monkeypatch.setattr(bench, "ceilings", lambda: dict(copy=1e12, product=1e13))
     monkeypatch.setattr(bench, "cases", lambda lengths=None, batches=None: [*cases([33] if lengths else [33, 40], [1], **TINY)])
     monkeypatch.setattr(bench, "AIMS", [("decode_attention", "over_sdpa", 0.0, 35)])
     monkeypatch.setattr(sys, "argv", ["bench", "--json", str(tmp_path / "b.json"), "--figure", str(tmp_path / "r.png")])
     bench.main()
     written, told = json.loads((tmp_path / "b.json").read_text()), capsys.readouterr().out
-    assert {row["kernel_name"] for row in written["rows"]} == {case.name for case in cases([40], [1], **TINY)} and runs
+    assert {row["kernel_name"] for row in written["rows"]} == {case.name for case in cases([40], [1], **TINY)} and replays
     for row in written["rows"]:
         assert row["kernel"] > 0 and row["called"] > 0 and row["of_floor"] == pytest.approx(row["floor"] / row["kernel"])
         assert row["of_copy"] == pytest.approx(row["bytes"] / (row["kernel"] * 1e-6) / 1e12)
