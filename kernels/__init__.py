@@ -12,8 +12,11 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 
 
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """How n slots of each head are dealt out, whole blocks to a program, so that no processor is idle: slots a program, programs."""
+    """How n slots of each head are dealt out, whole blocks to a program, so that no processor is idle: slots a program, programs.
+
+    A program has at most 4096 slots, as a few long ones at the end would keep all others waiting.
+    """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    wanted = min(max(1, 4 * processors // heads), 64)
+    wanted = max(min(4 * processors // heads, 64), -(-n // 4096), 1)
     share = block * max(1, -(-n // (block * wanted)))
     return share, max(1, -(-n // share))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -35,11 +36,12 @@ class Segment(NamedTuple):
     def of(cls, k: Tensor, v: Tensor, bias: Tensor | None = None) -> "Segment":
         """Heads of equal length, k and v (B, H, S, D): as they lie, if that is in a buffer with room to spare."""
         (B, H, S, D), apart = k.shape, k.stride(1) // k.shape[3]
-        if bias is not None or k.stride() != v.stride() or k.stride() != (H * apart * D, apart * D, D, 1):
+        if k.stride() != v.stride() or k.stride() != (H * apart * D, apart * D, D, 1):
             k, v, apart = k.contiguous(), v.contiguous(), S
         flat = [x.as_strided(((B * H - 1) * apart + S, D), (D, 1)) for x in (k, v)]
-        return cls(*flat, torch.arange(B * H, device=k.device) * apart, torch.full((B * H,), S, dtype=torch.int32, device=k.device), S,
-                   None if bias is None else bias.float().flatten())
+        if bias is not None:
+            bias = F.pad(bias.float(), (0, apart - S)).flatten()[:len(flat[0])]
+        return cls(*flat, torch.arange(B * H, device=k.device) * apart, torch.full((B * H,), S, dtype=torch.int32, device=k.device), S, bias)
 
     def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
         """What heads of equal length have in x (N,), (B, H, S)."""

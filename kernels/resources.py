@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 TYPES = dict(start="i64", count="i32", token="i32", place="i64", sign="i64") | dict.fromkeys(
-    ("q", "k", "v", "w", "y", "k1", "k2", "v1", "v2", "x", "mean"), "{0}")  # of the pointers p_…; all others are fp32
+    ("q", "k", "v", "w", "y", "rows", "k2", "v1", "v2", "x", "mean"), "{0}")  # of the pointers p_…; all others are fp32
 
 
 def compiled(kernel, constants: dict, number: str, warps: int = 4, stages: int = 3) -> dict:

@@ -61,21 +61,23 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
 
 @triton.jit
 def number(b_token, p_by, row, ROWS: tl.constexpr):
-    """A cubic of tokens (int64) modulo 2³¹ − 1: x mod p by its upper and lower 31 bits, which spares a division."""
-    b_f = tl.load(p_by + row).to(tl.int64) + 0 * b_token
+    """A cubic of tokens (uint32) modulo p = 2³¹ − 1, in 32 bits: as 2³¹ is 1 modulo p, the upper bits of a number are added to the
+    lower 31, and no division is needed."""
+    b_f = tl.load(p_by + row).to(tl.uint32) + 0 * b_token
     for i in tl.static_range(1, 4):
-        b_f = b_f * b_token + tl.load(p_by + i * ROWS + row)
+        b_upper, b_lower = tl.umulhi(b_f, b_token), b_f * b_token  # 2³² · upper + lower
+        b_f = ((b_upper << 1) | (b_lower >> 31)) + (b_lower & PRIME)
+        b_f = (b_f & PRIME) + (b_f >> 31) + tl.load(p_by + i * ROWS + row).to(tl.uint32)
         b_f = (b_f & PRIME) + (b_f >> 31)
-        b_f = (b_f & PRIME) + (b_f >> 31)
-        b_f = tl.where(b_f == PRIME, 0, b_f)
+        b_f = tl.where(b_f >= PRIME, b_f - PRIME, b_f)
     return b_f
 
 
 @triton.jit
 def of_row(p_x, b_token, p_place, p_sign, row, here, o_d, is_d, width, D: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr):
     """Keys and values (slots, D) as one row of the sketch tells them."""
-    b_slot = (number(b_token, p_place, row, ROWS) % width) + row * width
-    b_sign = (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1)).to(tl.float32)
+    b_slot = (number(b_token, p_place, row, ROWS) % width.to(tl.uint32)).to(tl.int32) + row * width
+    b_sign = (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
     at = b_slot[:, None] * (2 * D) + o_d
     b_k = tl.load(p_x + at, mask=here[:, None] & is_d, other=0.0)
     b_v = tl.load(p_x + at + D, mask=here[:, None] & is_d, other=0.0) * b_sign.to(b_k.dtype)[:, None]
@@ -108,7 +110,7 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_most, p_total, 
     b_y = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for n in range(i_share * share, end, BLOCK_N):
         here = n + o_n < end
-        b_token = tl.load(p_token + i_head * a + n + o_n, mask=here, other=0).to(tl.int64)
+        b_token = tl.load(p_token + i_head * a + n + o_n, mask=here, other=0).to(tl.uint32)
         b_k, b_v = of_row(p_x, b_token, p_place, p_sign, 0, here, o_d, is_d, width, D, ROWS, SIGNED)
         if ROWS == 3:
             b_k1, b_v1 = of_row(p_x, b_token, p_place, p_sign, 1, here, o_d, is_d, width, D, ROWS, SIGNED)
@@ -196,10 +198,10 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
     i_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_n, o_d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     here, is_d = o_n < n, o_d < D
-    b_token = tl.load(p_token + i_head * n + o_n, mask=here, other=0).to(tl.int64)
+    b_token = tl.load(p_token + i_head * n + o_n, mask=here, other=0).to(tl.uint32)
     b_times = tl.load(p_times + i_head * n + o_n, mask=here, other=0.0)
-    b_signed = b_times * (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1)).to(tl.float32)
-    at = ((i_head * ROWS + row) * width + number(b_token, p_place, row, ROWS) % width)[:, None] * (2 * D) + o_d
+    b_signed = b_times * (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
+    at = ((i_head * ROWS + row) * width + (number(b_token, p_place, row, ROWS) % width.to(tl.uint32)).to(tl.int64))[:, None] * (2 * D) + o_d
     is_in = (here & (b_times != 0))[:, None] & is_d
     of_token = (i_head * n + o_n)[:, None] * D + o_d
     b_k = tl.load(p_k + of_token, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]

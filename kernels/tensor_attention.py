@@ -6,7 +6,7 @@ For a tile of rows a this is ordinary attention whose queries are k_{1,a} ∘ q:
 maximum and total for each row. Only then are the rows weighed against each other and by v_{1,a}; what remains of a tile is a
 vector, and decode_attention's `add_up` adds the tiles up.
 
-Work: 4·n²·D operations a query head, for 8·n·D bytes at 16 bits: n/2 operations a byte, so beyond a few hundred tokens the rate
+Work: 4·n²·D operations a query head, for 8·n·D bytes at 16 bits and the queries k₁ ∘ q, 4·n·D: n/3 operations a byte, so beyond a few hundred tokens the rate
 of the matrix units binds. With n = 8192, D = 128 that is 34 GFLOP a head: not below 43 µs at 800 TFLOP/s, when 132 processors
 share it. One exponential a pair costs as much again as D/16 of its operations would (16 a clock and processor, against 4096).
 """
@@ -30,17 +30,15 @@ def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
 
 
 @triton.jit
-def rows_of_pairs(p_q, p_k1, p_k2, p_v1, p_v2, p_most, p_total, p_partial, scale, n, parts, G: tl.constexpr, D: tl.constexpr,
+def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_most, p_total, p_partial, n, parts, G: tl.constexpr, D: tl.constexpr,
                   BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr):
     """One query head, a tile of rows a, all b. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v₁ ∘ v₂ (B·H, parts, G, D)."""
     part, i_head, g = tl.program_id(0), (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     o_a, o_b, o_d = part * BLOCK_A + tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_D)
     is_d, is_a = o_d < D, o_a < n
-    b_q = tl.load(p_q + (i_head * G + g) * D + o_d, mask=is_d, other=0.0)
     of_head = i_head * n * D
-    of_a = of_head + o_a[:, None] * D + o_d
-    b_k1 = tl.load(p_k1 + of_a, mask=is_a[:, None] & is_d, other=0.0)
-    b_rows = (b_k1.to(tl.float32) * b_q.to(tl.float32) * (scale * LOG2E)).to(b_k1.dtype)  # k₁ ∘ q, in units of log₂
+    of_a = o_a[:, None] * D + o_d
+    b_rows = tl.load(p_rows + (i_head * G + g) * n * D + of_a, mask=is_a[:, None] & is_d, other=0.0)
     b_most = tl.full((BLOCK_A,), -3e38, tl.float32)
     b_total = tl.zeros((BLOCK_A,), tl.float32)
     b_y = tl.zeros((BLOCK_A, BLOCK_D), tl.float32)
@@ -61,16 +59,17 @@ def rows_of_pairs(p_q, p_k1, p_k2, p_v1, p_v2, p_most, p_total, p_partial, scale
     b_most = tl.where(is_a, b_most, float("-inf"))
     most = tl.max(b_most, 0)
     b_weight = tl.exp2(b_most - most)
-    b_v1 = tl.load(p_v1 + of_a, mask=is_a[:, None] & is_d, other=0.0).to(tl.float32)
+    b_v1 = tl.load(p_v1 + of_head + of_a, mask=is_a[:, None] & is_d, other=0.0).to(tl.float32)
     o = (i_head * parts + part) * G + g
     tl.store(p_most + o, most / LOG2E)
     tl.store(p_total + o, tl.sum(b_weight * b_total, 0))
     tl.store(p_partial + o * D + o_d, tl.sum(b_weight[:, None] * b_v1 * b_y, 0), mask=is_d)
 
 
-def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float | None = None, rows: int = 128,
-                     columns: int = 64) -> Tensor:
-    """As `plain`, by the kernels, `rows` × `columns` pairs at a time; scale of the scores, 1/√D if None. ValueError if the four
+def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float | None = None,
+                     rows: int | None = None, columns: int = 64) -> Tensor:
+    """As `plain`, by the kernels, `rows` (None: 128, or 64 above a head dim of 128) × `columns` pairs at a time; scale of the scores,
+    1/√D if None. ValueError if the four
     matrices do not fit the queries or hold no token."""
     (B, H, G, D), n = q.shape, k1.shape[2]
     for x in (k1, k2, v1, v2):
@@ -78,14 +77,19 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, 
             raise ValueError(f"k₁, k₂, v₁, v₂ {tuple(x.shape)} of {x.dtype} must be {(B, H)} heads of at least 1 token, {n} in all of "
                              f"them, of {D} numbers of {q.dtype} as q")
     q, k1, k2, v1, v2 = (x.contiguous() for x in (q, k1, k2, v1, v2))
-    parts, block_d = triton.cdiv(n, rows), max(16, triton.next_power_of_2(D))
+    block_d = max(16, triton.next_power_of_2(D))
+    rows = rows or (128 if block_d <= 128 else 64)  # so that it all fits into a processor
+    parts = triton.cdiv(n, rows)
+    # k₁ ∘ q in units of log₂; what is multiplied has to be loaded, not worked out, for the matrix units to be kept busy
+    k1 = torch.mul(k1.unsqueeze(2), (q.float() * ((D ** -0.5 if scale is None else scale) * LOG2E.value)).unsqueeze(3)).to(q.dtype)
     most, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
     partial, lse = q.new_empty(B * H, parts, G, D, dtype=torch.float32), q.new_empty(B * H, G, dtype=torch.float32)
-    rows_of_pairs[parts, B * H * G](q, k1, k2, v1, v2, most, total, partial, D ** -0.5 if scale is None else scale, n, parts, G, D,
-                                    rows, columns, block_d, num_warps=8, num_stages=3)
+    rows_of_pairs[parts, B * H * G](k1, k2, v1, v2, most, total, partial, n, parts, G, D, rows, columns, block_d, num_warps=8,
+                                    num_stages=3 if block_d <= 128 else 2)
     y = torch.empty_like(q)
     add_up[B * H, G](most, total, partial, y, lse, parts, G, D, block_d, 32)
     return y
 
 
-typical = [(rows_of_pairs, dict(G=4, D=128, BLOCK_A=128, BLOCK_B=64, BLOCK_D=128), 8)]
+typical = [(rows_of_pairs, dict(G=4, D=128, BLOCK_A=128, BLOCK_B=64, BLOCK_D=128), 8),
+           (rows_of_pairs, dict(G=4, D=256, BLOCK_A=64, BLOCK_B=64, BLOCK_D=256), 8, 2)]

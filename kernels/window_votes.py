@@ -19,6 +19,8 @@ import triton.language as tl
 
 from kernels import split
 
+LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e)
+
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
     """The window's queries q (B, H, G, w, D), keys k (B, H, n, D), the window's at the end → votes (B, H, G, n − w) float32."""
@@ -42,34 +44,40 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
     for first in range(part * share, end, BLOCK_N):
         at = first + o_n
         b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # (G·w, keys)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G·w, keys)
         b_s = tl.where(at[None, :] <= n - w + o_w[:, None], b_s, float("-inf"))  # query t stands at n − w + t
         b_new = tl.maximum(b_most, tl.max(b_s, 1))
-        b_total = b_total * tl.exp(b_most - b_new) + tl.sum(tl.exp(b_s - b_new[:, None]), 1)
+        b_total = b_total * tl.exp2(b_most - b_new) + tl.sum(tl.exp2(b_s - b_new[:, None]), 1)
         b_most = b_new
-    tl.store(p_lse + (i * parts + part) * G * w + row, b_most + tl.log(tl.maximum(b_total, 1e-37)), mask=is_r)  # one that sees none: −3e38
+    b_lse = b_most / LOG2E + tl.log(tl.maximum(b_total, 1e-37))  # of one that sees none −2e38
+    tl.store(p_lse + (i * parts + part) * G * w + row, b_lse, mask=is_r)
 
 
 @triton.jit
-def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
                  BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """BLOCK_G query heads of a group, a tile of the keys before the window: votes (B·H, G, n − w)."""
-    i = tl.program_id(0).to(tl.int64)
-    o_r, o_d, at = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """BLOCK_G query heads of a group, `share` of the keys before the window: votes (B·H, G, n − w)."""
+    i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_r, o_n, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
     is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
     b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
-    b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf"))  # rows beyond w weigh nothing
-    b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < n - w)[:, None] & (o_d < D), other=0.0)
-    b_p = tl.exp(tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale - b_lse[:, None])
-    b_vote = tl.sum(tl.reshape(b_p, (BLOCK_G, BLOCK_W, BLOCK_N)), 1) / w
+    b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf")) * LOG2E  # rows beyond w weigh nothing
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
-    tl.store(p_vote + (i * G + o_g[:, None]) * (n - w) + at, b_vote, mask=(o_g < G)[:, None] & (at < n - w))
+    end = tl.minimum(n - w, (part + 1) * share)
+    for first in range(part * share, end, BLOCK_N):
+        at = first + o_n
+        b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
+        b_p = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E) - b_lse[None, :])  # (keys, G·w)
+        b_vote = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
+        tl.store(p_vote + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_vote, mask=(o_g < G)[None, :] & (at < end)[:, None])
 
 
 def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     """As `plain`, by the kernels; `block` keys at a time. ValueError if q and k do not fit together."""
     (B, H, G, w, D), n = q.shape, k.shape[2]
+    if w > 128:
+        raise ValueError(f"a window of {w} queries is more than the 128 that fit into a tile; use the plain code")
     if k.shape != (B, H, n, D) or k.dtype != q.dtype or n < w:
         raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of {D} numbers, "
                          f"of {q.dtype} as q")
@@ -82,10 +90,10 @@ def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     lse, vote = (q.new_empty(*shape, dtype=torch.float32) for shape in ((heads, parts, G, w), (B, H, G, n - w)))
     row_sums[heads, parts, groups](q, k, lse, D ** -0.5, w, n, share, parts, *sizes, num_warps=4, num_stages=3)
     if n > w:
-        tiles = triton.cdiv(n - w, block)
-        column_means[heads, tiles, groups](q, k, lse.logsumexp(1), vote, D ** -0.5, w, n, *sizes, num_warps=4, num_stages=3)
+        share, parts = split(n - w, block, heads * groups, q.device)
+        column_means[heads, parts, groups](q, k, lse.logsumexp(1), vote, D ** -0.5, w, n, share, *sizes, num_warps=4, num_stages=2)
     return vote
 
 
 _sizes = dict(G=4, D=128, BLOCK_G=4, BLOCK_W=32, BLOCK_N=64, BLOCK_D=128)
-typical = [(row_sums, _sizes), (column_means, _sizes)]
+typical = [(row_sums, _sizes), (column_means, _sizes, 4, 2)]

@@ -124,7 +124,9 @@ class Sketch:
             vague = vague + q @ mean[..., :q.shape[-1]].mT
         p = torch.cat((q @ k.mT, vague), -1).softmax(-1, dtype=torch.float32).to(q)
         exact, vague = p.split((k.shape[2], J.shape[2]), -1)
-        y = exact @ v + factor * torch.zeros_like(vague[..., :1]).expand(*q.shape[:3], x.shape[2]).scatter_add(3, at, vague * sign) @ of_value
+        of_slots = vague.new_zeros(*q.shape[:3], x.shape[2], dtype=exact.dtype if exact.dtype == torch.float64 else torch.float32)
+        of_slots = of_slots.scatter_add(3, at, (vague * sign).to(of_slots))  # 16 bits would lose the sum of many
+        y = exact @ v + factor * of_slots.to(q) @ of_value
         if mean is not None:
             y = y + vague.sum(-1, keepdim=True) * mean[..., q.shape[-1]:]
         return y, p
@@ -211,8 +213,8 @@ class KVReviver(LayerCache):
         if self.rows == 1:
             y, p = self.sketch.attend(grouped, self.k, self.v, tokens)
         elif fast := kernel_for(q, "revive_attention", "attend_one"):
-            y, p = fast(grouped, self.k, self.v, tokens, *self.sketch.centred(self.sketch.place(tokens), self.sketch.negative(tokens)),
-                        *self.sketch.cubics())
+            hashes = (self.sketch.place(tokens), self.sketch.negative(tokens)) if self.kind == "shrunk" else (None, None)
+            y, p = fast(grouped, self.k, self.v, tokens, *self.sketch.centred(*hashes), *self.sketch.cubics())
         else:
             return None
         return y.view_as(q), p.unsqueeze(3)

@@ -23,12 +23,12 @@ use_kernels = find_spec("triton") is not None  # False: plain code on a GPU, too
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether Triton's kernels are to take x."""
-    return x.is_cuda and use_kernels
+    """Whether Triton's kernels are to take x: those are for 16-bit numbers, which the matrix units multiply."""
+    return use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def kernel_for(x: Tensor, file: str, name: str | None = None):
-    """Where x is on a GPU and Triton is installed, the function of kernels/FILE.py that is called as the file is, or `name`.
+    """Where x is on a GPU, in 16 bits, and Triton is installed, the function of kernels/FILE.py that is called as the file is, or `name`.
 
     Else None, and the plain code after the call computes the same.
     """
@@ -348,7 +348,7 @@ def window_rows(q: Tensor, k: Tensor) -> Tensor:
 
 def window_votes(q: Tensor, k: Tensor) -> Tensor:
     """Their mean over the window, of the keys before it, (B, H, G, S − w)."""
-    if fast := kernel_for(k, "window_votes"):
+    if q.shape[3] <= 128 and (fast := kernel_for(k, "window_votes")):
         return fast(q, k)
     return window_rows(q, k)[..., :-q.shape[3]].mean(3)
 

@@ -20,9 +20,25 @@ TINY = dict(H=2, G=2, D=16, dtype=torch.float32, device="cpu")
 def test_what_is_compared_is_the_same(case):
     torch.manual_seed(case.shape.B)
     check(case, 1e-5)
-    for wrong, told in ((1.001, "0.001 off eager"), (torch.nan, "nan off eager")):
+    if case.sdpa and "revive" not in case.name:
+        with pytest.raises(SystemExit, match="sdpa is 0.001 off"):
+            check(case._replace(sdpa=lambda *inputs: case.eager(*inputs) * 1.001), 1e-5)
+    for wrong, told in ((1.001, "kernel is 0.001 off"), (torch.nan, "kernel is nan off")):
         with pytest.raises(SystemExit, match=told):
             check(case._replace(kernel=lambda *inputs: case.eager(*inputs) * wrong), 1e-5)
+
+
+def test_in_16_bits_a_kernel_may_be_as_far_off_as_the_plain_code(monkeypatch):
+    case = decode(Shape(1, 300, 2, 2, 16, torch.bfloat16, "cpu"))
+    torch.manual_seed(0)
+    rounded = case._replace(kernel=case.eager, sdpa=None)
+    check(rounded, 0)
+    told = []
+    monkeypatch.setattr(bench, "difference", lambda x, y: told.append(difference(x, y)) or told[-1])
+    check(rounded, 1.0)
+    assert 1e-3 < told[0] == told[1] < 1e-2
+    with pytest.raises(SystemExit, match="half as much again"):
+        check(rounded._replace(kernel=lambda *inputs: case.eager(*inputs) * (1 + 3 * told[0])), 0)
 
 
 def numbers(*tensors):

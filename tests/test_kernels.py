@@ -1,4 +1,6 @@
 """Methods with the kernels in the place of their plain code, in Triton's interpreter: the same slots, outputs and bytes."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -132,6 +134,21 @@ def test_new_slots_behind_packed_ones_may_have_a_bias(monkeypatch):
     monkeypatch.setattr(seam, "on_gpu", lambda x: True)
     y, p = cache.decode(q, pos)
     assert p is None and torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, taken", [(torch.float16, True), (torch.bfloat16, True), (torch.float32, False), (torch.float64, False)])
+def test_kernels_are_for_16_bits_on_a_gpu(dtype, taken, monkeypatch):
+    monkeypatch.setattr(seam, "use_kernels", True)
+    assert seam.on_gpu(SimpleNamespace(is_cuda=True, dtype=dtype)) == taken
+    assert not seam.on_gpu(torch.zeros(1, dtype=dtype))
+    monkeypatch.setattr(seam, "use_kernels", False)
+    assert not seam.on_gpu(SimpleNamespace(is_cuda=True, dtype=dtype))
+
+
+def test_a_window_too_wide_for_a_tile_votes_by_plain_code(monkeypatch):
+    monkeypatch.setattr(seam, "on_gpu", lambda x: True)
+    q, k = torch.randn(1, 1, 1, 129, 16), torch.randn(1, 1, 140, 16)
+    assert torch.equal(seam.window_votes(q, k), seam.window_rows(q, k)[..., :11].mean(3))
 
 
 def test_without_a_gpu_no_kernel_is_asked_for():

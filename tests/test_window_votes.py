@@ -24,7 +24,7 @@ def by_hand(q, k):
 @pytest.mark.parametrize("B, H, G, w, n, D, block", [
     (1, 1, 1, 1, 2, 16, 16), (3, 2, 2, 8, 65, 64, 32), (1, 1, 1, 32, 63, 128, 16), (2, 1, 4, 5, 40, 40, 16), (1, 2, 3, 7, 7, 16, 16),
     (1, 1, 1, 20, 130, 16, 16),
-    (1, 2, 3, 50, 113, 16, 64), (1, 1, 2, 140, 150, 16, 64)])  # heads of a group in two tiles, and a tile for each
+    (1, 2, 3, 50, 113, 16, 64), (1, 1, 2, 100, 150, 16, 64)])  # heads of a group in two tiles, and a tile for each
 def test_kernels_and_twin_are_the_loop(poisoned, B, H, G, w, n, D, block, dtype, tolerance):
     g = torch.Generator().manual_seed(n)
     q = 2 * torch.randn(B, H, G, w, D, generator=g).to(dtype)
@@ -52,6 +52,11 @@ def test_a_window_cache_would_vote_the_same():
     cache.attend(q, k, v, torch.arange(n)[None])
     cache.finish_prompt()
     assert torch.allclose(window_votes(q[:, :, -w:].unflatten(1, (H, G)), k), cache.votes, rtol=1e-5, atol=1e-7)
+
+
+def test_a_window_that_does_not_fit_a_tile_is_refused():
+    with pytest.raises(ValueError, match="129 queries is more than the 128"):
+        window_votes(torch.zeros(1, 1, 1, 129, 16), torch.zeros(1, 1, 200, 16))
 
 
 def test_keys_that_do_not_fit_the_queries_are_refused():
