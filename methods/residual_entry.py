@@ -45,7 +45,7 @@ class Residual(WindowCache):
         member = self.groups(~kept & room[..., None], votes.mean(2))  # (B, H, entries, n)
         weight = mean_weights(member, votes.mean(2))
         key, value = weight @ self.k[:, :, :n], weight @ self.v[:, :, :n]
-        total = (member * self.rows[..., :n].sum((2, 3)).unsqueeze(2)).sum(-1)  # Σ_t Σ_i α_{t,i} over the group's queries
+        total = self.window * (member * votes.sum(2).unsqueeze(2)).sum(-1)  # Σ_t Σ_i α_{t,i} over the group's queries
         bias = (self.share * total).log() - self.reach(key)
         # each group's entry takes the place, and with it the position, of its newest token
         place = n - 1 - member.int().flip(-1).argmax(-1)

@@ -396,11 +396,11 @@ for name, make in methods10.items():
         finish_prompt(caches)
         speeds[n] = n * 8 / best(lambda: [model(stream[:n, -1:], caches) for _ in range(8)], 2)
     size = cache_bytes(caches)[0] / n / 2 ** 20
-    fits = int(8 / size), int(8 / (size + layer * name.startswith("KVR")))
+    fits = int(8 / size), int(8 / (size + layer * (name == "KVReviver")))
     print(f"{name:18}", *(f"{speed:6.0f}" for speed in speeds.values()), f"{size:11.2f} {fits[0]:13} {fits[1]:24}")
 
 # %% [markdown]
-# Reviving makes a step several times slower than the full cache's, and more so in larger batches: the work grows with the batch like attention's, and is more of it. Memory allows 35 texts instead of 3 (13, if the keys and values of the layer that is just being revived count, which the paper calls minor: with 32 layers they are a third of what the compressed cache holds, with 6 1.7 times it). But 35 texts with reviving write fewer tokens a second than 3 without. On the paper's GPU, with 7 billion weights to read at each step, the ratio at batch 1 was one half, and at batch 16 it had 1.05 times the throughput of the full cache at batch 2, the largest that the paper prints. (Few bits, unpacked in PyTorch as here, are slow as well: a third to a fifth of the full cache's speed in the README's table. KIVI has kernels for that.) Evicting (H2O) is slower than the full cache, too, up to a batch of 8, and faster beyond.
+# Reviving makes a step several times slower than the full cache's, and more so in larger batches: the work grows with the batch like attention's, and is more of it. Memory allows 35 texts instead of 3 (13, if the keys and values of the layer that is just being revived count, which the paper calls minor: with 32 layers they are a third of what the compressed cache holds, with 6 1.7 times it). But 35 texts with reviving write fewer tokens a second than 3 without. The shrunk sketch has one row, which is linear, so that nothing has to be revived: it is attended to by slots (`Sketch.attend`; `06_kernels.ipynb` shows how). Its 35 texts write about as many tokens a second as the full cache's 3. On the paper's GPU, with 7 billion weights to read at each step, the ratio at batch 1 was one half, and at batch 16 it had 1.05 times the throughput of the full cache at batch 2, the largest that the paper prints. (Few bits, unpacked in PyTorch as here, are slow as well: a third to a fifth of the full cache's speed in the README's table. KIVI has kernels for that.) Evicting (H2O) is slower than the full cache, too, up to a batch of 8, and faster beyond.
 #
 # ## What is left of the claims
 #
