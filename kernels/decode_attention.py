@@ -66,6 +66,15 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
 
 
 @triton.jit
+def add_tile(b_s, b_v, b_most, b_total, b_y):
+    """m, Σ exp(s − m) and Σ exp(s − m) v with one more tile of scores (G, slots) and values (slots, D)."""
+    b_new = tl.maximum(b_most, tl.max(b_s, 1))
+    b_p = tl.exp(b_s - b_new[:, None])
+    b_old = tl.exp(b_most - b_new)
+    return b_new, b_total * b_old + tl.sum(b_p, 1), b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+
+
+@triton.jit
 def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, p_score, scale, share, part, parts, G: tl.constexpr,
            D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
            SCORES: tl.constexpr):
@@ -89,13 +98,8 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, 
         b_s = tl.where(here[None, :], b_s, float("-inf"))
         if SCORES:
             tl.store(p_score + row[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
-        b_new = tl.maximum(b_most, tl.max(b_s, 1))
-        b_p = tl.exp(b_s - b_new[:, None])
-        b_old = tl.exp(b_most - b_new)
         b_v = tl.load(p_v + at, mask=here[:, None] & is_d, other=0.0)
-        b_total = b_total * b_old + tl.sum(b_p, 1)
-        b_y = b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-        b_most = b_new
+        b_most, b_total, b_y = add_tile(b_s, b_v, b_most, b_total, b_y)
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_most + o, b_most, mask=is_g)
     tl.store(p_total + o, b_total, mask=is_g)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels import split
-from kernels.decode_attention import Segment, add_up, attend, check, column_sums
+from kernels.decode_attention import Segment, add_tile, add_up, attend, check, column_sums
 
 PRIME = tl.constexpr(2 ** 31 - 1)
 
@@ -123,12 +123,7 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_most, p_total, 
         b_s = tl.where(here[None, :], b_s, float("-inf"))
         if SCORES:
             tl.store(p_score + (i_head * a + n + o_n)[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
-        b_new = tl.maximum(b_most, tl.max(b_s, 1))
-        b_p = tl.exp(b_s - b_new[:, None])
-        b_old = tl.exp(b_most - b_new)
-        b_total = b_total * b_old + tl.sum(b_p, 1)
-        b_y = b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-        b_most = b_new
+        b_most, b_total, b_y = add_tile(b_s, b_v, b_most, b_total, b_y)
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_most + o, b_most, mask=is_g)
     tl.store(p_total + o, b_total, mask=is_g)
