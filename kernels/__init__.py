@@ -1,4 +1,7 @@
-"""Triton kernels, each beside its plain PyTorch twin. Without a GPU they run in Triton's interpreter, for tests and reading."""
+"""Triton kernels, each beside its plain PyTorch twin. Without a GPU they run in Triton's interpreter, for tests and reading.
+
+In kernels p_ is a pointer, b_ a block of numbers in registers, o_ a block of offsets, i_ an index, is_ a mask.
+"""
 import os
 import sys
 
@@ -12,7 +15,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 
 
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """How n slots of each head are dealt out, whole blocks to a program, so that no processor is idle: slots a program, programs.
+    """How n slots of each head are dealt out, whole blocks to a program, so that processors have several programs each where there are enough: slots a program, programs.
 
     A program has at most 4096 slots, as a few long ones at the end would keep all others waiting.
     """

@@ -39,7 +39,7 @@ HERE = Path(__file__).parent
 
 
 class Shape(NamedTuple):
-    """One layer."""
+    """One layer: B sequences of n tokens, H key/value heads, G query heads for each, head dim D."""
     B: int
     n: int
     H: int = 8
@@ -291,7 +291,7 @@ def predicted(case: Case, ceiling: dict[str, float]) -> dict:
     """Name, size, what is moved and worked out, and the floor in µs."""
     moved, worked = case.bytes / ceiling["copy"] * 1e6, case.operations / ceiling["product"] * 1e6
     return dict(kernel_name=case.name, batch=case.shape.B, tokens=case.shape.n, bytes=case.bytes, operations=case.operations,
-                floor=max(moved, worked), binds="memory" if moved >= worked else "product")
+                floor=max(moved, worked), binds="memory" if moved >= worked else "units")
 
 
 def measured(case: Case, ceiling: dict[str, float], cache: int) -> dict:
@@ -314,9 +314,9 @@ def table(rows: list[dict]) -> str:
     """One line a case; times in µs."""
     names = [name for name in ("floor", "kernel", "called", "eager", "sdpa") if any(name in row for row in rows)]
     ratios = [name for name in ("of_floor", "over_sdpa") if any(name in row for row in rows)]
-    lines = [f"{'':33}{'batch':>6}{'tokens':>8}  {'binds':8}" + "".join(f"{name:>11}" for name in (*names, *ratios))]
+    lines = [f"{'':33}{'batch':>6}{'tokens':>8}{'ops/byte':>10}  {'binds':8}" + "".join(f"{name:>11}" for name in (*names, *ratios))]
     for row in rows:
-        lines.append(f"{row['kernel_name']:33}{row['batch']:>6}{row['tokens']:>8}  {row['binds']:8}"
+        lines.append(f"{row['kernel_name']:33}{row['batch']:>6}{row['tokens']:>8}{row['operations'] / row['bytes']:>10.0f}  {row['binds']:8}"
                      + "".join(f"{row[name]:>11.1f}" if name in row else f"{'':>11}" for name in names)
                      + "".join(f"{row[name]:>11.2f}" if name in row else f"{'':>11}" for name in ratios))
     return "\n".join(lines)

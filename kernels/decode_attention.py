@@ -78,7 +78,8 @@ def add_tile(b_s, b_v, b_most, b_total, b_y):
 def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, p_score, scale, share, part, parts, G: tl.constexpr,
            D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
            SCORES: tl.constexpr):
-    """One head, `share` of its slots. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v (B·H, parts, G, D)."""
+    """One head, `share` of its slots. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v (B·H, parts, G, D), as one of `parts`
+    in all segments, of which `part` lie before this one's."""
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
     o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)

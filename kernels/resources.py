@@ -40,7 +40,7 @@ def compiled(kernel, constants: dict, number: str, warps: int = 4, stages: int =
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET") != "0":  # the interpreter's kernels cannot be compiled; it is chosen at import
         sys.exit(subprocess.run([sys.executable, "-m", "kernels.resources"], env=os.environ | {"TRITON_INTERPRET": "0"}).returncode)
-    print(f"{'kernel':<34}{'':>6}{'registers':>11}{'stack':>7}{'shared':>9}")
+    print(f"{'':<40}{'registers':>11}{'stack':>7}{'shared':>9}\n{'kernel':<40}{'a thread':>11}{'bytes':>7}{'bytes':>9}")
     for file in sorted(Path(__file__).parent.glob("*.py")):
         for kernel, constants, *launch in getattr(importlib.import_module(f"kernels.{file.stem}"), "typical", []):
             for number in ("bf16", "fp16"):

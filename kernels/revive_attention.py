@@ -8,7 +8,7 @@ decode_attention does, whose kernels do the exact part and add both up. `insert`
 
 Bytes: of memory only the sketch, the exact slots and 4 bytes a vague token. But each token's slots, 2·r·D numbers, come from the
 GPU's cache: r times what full attention reads from memory. So for r = 3 rows it can only keep up with full attention if the
-cache delivers three times what memory does (an H100's gives about twice), and for one row it should be faster. (One row is
+cache delivers three times what memory does, which it hardly will, and for one row it should be faster. (One row is
 linear, too: `methods/kv_reviver.py` then attends to slots in place of tokens.)
 """
 import torch
@@ -22,7 +22,7 @@ from kernels.decode_attention import Segment, add_tile, add_up, attend, check, c
 PRIME = tl.constexpr(2 ** 31 - 1)
 
 
-def hashed(token: Tensor, by: Tensor) -> Tensor:
+def cubic(token: Tensor, by: Tensor) -> Tensor:
     """Cubics by (4, r), int64, of tokens modulo 2³¹ − 1: (...) → (..., r)."""
     token, f = token.long().unsqueeze(-1), 0
     for c in by:
@@ -40,9 +40,9 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
     """
     (B, H, a), r, D = token.shape, place.shape[1], q.shape[-1]
     width = x.shape[2] // r
-    at = hashed(token, place) % width + width * torch.arange(r, device=x.device)  # (B, H, a, r)
+    at = cubic(token, place) % width + width * torch.arange(r, device=x.device)  # (B, H, a, r)
     rows = x.float().gather(2, at.flatten(2).unsqueeze(-1).expand(-1, -1, -1, 2 * D)).view(B, H, a, r, 2 * D)
-    minus = 1 - 2 * (hashed(token, sign) % 2).unsqueeze(-1).float()
+    minus = 1 - 2 * (cubic(token, sign) % 2).unsqueeze(-1).float()
     k, v = rows.chunk(2, -1)
     k, v = ((y * s).median(3).values for y, s in ((k, minus if signed_keys else 1.0), (v, minus)))
     if mean is not None:
@@ -60,7 +60,7 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
 
 
 @triton.jit
-def number(b_token, p_by, row, ROWS: tl.constexpr):
+def cubic_of(b_token, p_by, row, ROWS: tl.constexpr):
     """A cubic of tokens (uint32) modulo p = 2³¹ − 1, in 32 bits: as 2³¹ is 1 modulo p, the upper bits of a number are added to the
     lower 31, and no division is needed."""
     b_f = tl.load(p_by + row).to(tl.uint32) + 0 * b_token
@@ -76,8 +76,8 @@ def number(b_token, p_by, row, ROWS: tl.constexpr):
 @triton.jit
 def of_row(p_x, b_token, p_place, p_sign, row, here, o_d, is_d, width, D: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr):
     """Keys and values (slots, D) as one row of the sketch tells them."""
-    b_slot = (number(b_token, p_place, row, ROWS) % width.to(tl.uint32)).to(tl.int32) + row * width
-    b_sign = (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
+    b_slot = (cubic_of(b_token, p_place, row, ROWS) % tl.cast(width, tl.uint32)).to(tl.int32) + row * width
+    b_sign = (1 - 2 * (cubic_of(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
     at = b_slot[:, None] * (2 * D) + o_d
     b_k = tl.load(p_x + at, mask=here[:, None] & is_d, other=0.0)
     b_v = tl.load(p_x + at + D, mask=here[:, None] & is_d, other=0.0) * b_sign.to(b_k.dtype)[:, None]
@@ -179,8 +179,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, token: Tensor, x: Tensor, mean: 
 def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False):
     """Adds tokens (B, H, n) with k, v (B, H, n, D), each `times` (B, H, n), to the sketch x (B, H, r·b, 2D)."""
     r, D = place.shape[1], k.shape[-1]
-    at = hashed(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
-    minus = (1 - 2 * (hashed(token, sign) % 2)).unsqueeze(-1).to(x)
+    at = cubic(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
+    minus = (1 - 2 * (cubic(token, sign) % 2)).unsqueeze(-1).to(x)
     k, v = (torch.where(times[..., None, None] == 0, 0, y.unsqueeze(3) * times[..., None, None].to(x)) for y in (k, v))
     rows = torch.cat((k * minus if signed_keys else k.expand(*minus.shape[:-1], D), v * minus), -1).flatten(2, 3)
     x.scatter_add_(2, at.flatten(2).unsqueeze(-1).expand_as(rows), rows)
@@ -195,8 +195,8 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
     here, is_d = o_n < n, o_d < D
     b_token = tl.load(p_token + i_head * n + o_n, mask=here, other=0).to(tl.uint32)
     b_times = tl.load(p_times + i_head * n + o_n, mask=here, other=0.0)
-    b_signed = b_times * (1 - 2 * (number(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
-    at = ((i_head * ROWS + row) * width + (number(b_token, p_place, row, ROWS) % width.to(tl.uint32)).to(tl.int64))[:, None] * (2 * D) + o_d
+    b_signed = b_times * (1 - 2 * (cubic_of(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
+    at = ((i_head * ROWS + row) * width + (cubic_of(b_token, p_place, row, ROWS) % tl.cast(width, tl.uint32)).to(tl.int64))[:, None] * (2 * D) + o_d
     is_in = (here & (b_times != 0))[:, None] & is_d
     of_token = (i_head * n + o_n)[:, None] * D + o_d
     b_k = tl.load(p_k + of_token, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]

@@ -6,9 +6,10 @@ For a tile of rows a this is ordinary attention whose queries are k_{1,a} ∘ q:
 maximum and total for each row. Only then are the rows weighed against each other and by v_{1,a}; what remains of a tile is a
 vector, and decode_attention's `add_up` adds the tiles up.
 
-Work: 4·n²·D operations a query head, for 8·n·D bytes at 16 bits and the queries k₁ ∘ q, 4·n·D: n/3 operations a byte, so beyond a few hundred tokens the rate
-of the matrix units binds. With n = 8192, D = 128 that is 34 GFLOP a head: not below 43 µs at 800 TFLOP/s, when 132 processors
-share it. One exponential a pair costs as much again as D/16 of its operations would (16 a clock and processor, against 4096).
+Work: 4·n²·D operations a query head, for 8·n·D bytes a group at 16 bits: n/2 operations a byte and more, so beyond a few hundred tokens the rate
+of the matrix units binds. With n = 8192, D = 128 that is 34 GFLOP a head: not below 35 µs at 989 TFLOP/s (H100, H200). A processor does 4096
+operations a clock and 16 exponentials, so that the one exponential of a pair takes half as long as its 4·D operations.
+The queries k₁ ∘ q are made in memory, n·D numbers a query head.
 """
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, 
     block_d = max(16, triton.next_power_of_2(D))
     rows = rows or (128 if block_d <= 128 else 64)  # so that it all fits into a processor
     parts = triton.cdiv(n, rows)
-    # k₁ ∘ q in units of log₂; what is multiplied has to be loaded, not worked out, for the matrix units to be kept busy
+    # k₁ ∘ q in units of log₂; they have to be loaded, not worked out, or the matrix units wait for them
     k1 = torch.mul(k1.unsqueeze(2), (q.float() * ((D ** -0.5 if scale is None else scale) * LOG2E.value)).unsqueeze(3)).to(q.dtype)
     most, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
     partial, lse = q.new_empty(B * H, parts, G, D, dtype=torch.float32), q.new_empty(B * H, G, dtype=torch.float32)

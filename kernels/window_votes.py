@@ -7,9 +7,9 @@ in memory: a first kernel goes over the keys for the sums of each row, a second 
 
 The query heads of a group are rows of one tile, so that a key is read once for all of them.
 
-Bytes moved: every key twice, the votes once. Work: 4·w·D operations a key and query head; at w = 32, D = 128, 16 bits and groups of
-4 that is 120 for each byte that is read, and the votes' exponentials: a little below where memory stops and the matrix units begin
-to bind (H100 295, H200 206).
+Bytes moved: every key twice, the votes once. Work: 4·w·D operations a key and query head. At w = 32, D = 128, 16 bits and groups of
+4 that is 124 operations a byte, so memory binds (up to 295 on an H100, 206 on an H200); could keys be read once it would be 241,
+and both would. The exponentials, two a vote, take as long as the products.
 Pooling and chunk sums are left to PyTorch: they work on the votes, a number a token.
 """
 import torch

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Kernels: from the loop to the tile
 #
-# A method that keeps a quarter of the cache has earned a quarter of the time: decoding reads every key and value once for each token, and that reading is what takes the time. In PyTorch much of the gain is lost again. Heads of different length (AdaKV) are padded to the longest, weights that only their sums are wanted of (H2O) are written out, revived keys (KVReviver) go to memory and come back. A *kernel* is a program that does one job in one go on the GPU, and `kernels/` has five of them, in [Triton](https://triton-lang.org). This notebook writes one, from the loop up, and tells what to expect of all of them.
+# Decoding reads every cached key and value once for each new token, and in a long text that reading is what attention takes its time for. So with a quarter of the cache it should take a quarter of the time. In PyTorch much of that is lost again. Heads of different length (AdaKV) are padded to the longest, weights of which only sums are needed (H2O) are written out, revived keys (KVReviver) go to memory and come back. A *kernel* is a program that does one job in one go on the GPU, and `kernels/` has some for five jobs, in [Triton](https://triton-lang.org). This notebook writes one, from the loop up, and tells what to expect of all of them.
 #
-# Everything runs on a CPU: without a GPU, Triton has an interpreter that executes kernels line by line, with NumPy. It tells right from wrong, but not fast from slow.
+# Everything runs on a CPU: without a GPU, Triton has an interpreter that executes kernels line by line, with NumPy. It tells right from wrong in 32 bits and in float16 (bfloat16 it gets wrong), but not fast from slow.
 #
 # You should know attention and what a KV cache is (`00_kv_cache.ipynb`); no GPU programming. The code to read beside it: `kernels/decode_attention.py`, then the others.
 
@@ -87,14 +87,14 @@ print(f"{len(parts)} parts: off by {((weight @ y) / (weight @ total) - expected)
 # %% [markdown]
 # ## 4. The kernel
 #
-# The same in Triton. A *program* is one iteration of the outer loop above (`tl.program_id` says which); all of them run at once, or in any order. A block is loaded from memory by a block of addresses; `mask` says which of them exist, and `other` what stands for those that do not. Everything between `load` and `store` lives in registers.
+# The same in Triton. A *program* is one iteration of the outer loop above (`tl.program_id` says which); all of them run at once, or in any order. A block is loaded from memory by a block of addresses; `mask` says which of them exist, and `other` what stands for those that do not. Everything between `load` and `store` stays on the processor, in its registers and its shared memory. (In the names, `p_` is a pointer, `b_` a block of numbers, `o_` a block of offsets.)
 
 # %%
 @triton.jit
 def attend(p_q, p_k, p_v, p_m, p_total, p_y, scale, n, share, D: tl.constexpr, BLOCK: tl.constexpr):
     part, o_n, o_d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     b_q = tl.load(p_q + o_d)
-    m, total, b_y = -3e38, 0.0, tl.zeros((D,), tl.float32)
+    m, total, b_y = -3e38, 0.0, tl.zeros((D,), tl.float32)                 # −3e38: see exercise 1
     end = tl.minimum(n, (part + 1) * share)
     for first in range(part * share, end, BLOCK):
         here = first + o_n < end
@@ -123,7 +123,7 @@ print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs()
 # %% [markdown]
 # `kernels/decode_attention.py` is this and four things more: all query heads of a group are rows of one tile, so that a key is read once for the group and the matrix units can multiply (`tl.dot`); a head says where its slots begin and how many they are; slots may have a bias; and the scores can be kept, if somebody wants their sums.
 #
-# How do you know that it is right? The outputs are full of NaN before the kernel runs, so what it leaves out shows. And what lies around the slots that it may read is NaN as well: if a mask is off by one, that shows too. Every test of `kernels/` does both, at lengths such as 1, 63 and 65.
+# How do you know that it is right? The outputs are full of NaN before the kernel runs, so what it leaves out shows. And the memory before and after the slots is NaN as well: if a mask is off by one, that shows too. The tests of `kernels/` do both, at lengths such as 1, 63 and 65.
 
 # %%
 storage = torch.full((2, n + 24, D), math.nan)  # the slots that are there, and room to spare
@@ -134,7 +134,7 @@ print("told that there is one more:", run(*storage, n + 1)[:3])
 # %% [markdown]
 # ## 5. Heads of different length
 #
-# AdaKV deals out a layer's budget among its heads, so that lengths differ. The cache packs them one after the other; PyTorch's attention wants a rectangle, so without a kernel each step copies a layer's slots into one, as long as the longest head, and reads that. How much more is that, on real text?
+# AdaKV deals out a layer's budget among its heads, so that lengths differ. The cache packs them one after the other; PyTorch's attention wants a rectangle, so without a kernel each step copies a layer's slots into one, as long as the longest head of all texts, and reads that. How much more is that, on four real texts?
 
 # %%
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -143,15 +143,15 @@ caches = make_cache(model, AdaKV, budget=128)
 feed(model, text, caches)
 finish_prompt(caches)
 counts = torch.stack([cache.counts for cache in caches], 1)  # (B, layers, heads)
-padded = counts.amax((0, 2))                                 # a layer of the batch is a rectangle
+padded = counts.amax((0, 2))                                 # a layer of the whole batch is one rectangle
 figure, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
 axis.bar(range(counts[0].numel()), counts[0].flatten(), color="0.4", label="slots of a head, first text")
-axis.step([i * counts.shape[2] - 0.5 for i in range(len(padded) + 1)], [*padded, padded[-1]], "k--", where="post", label="what padding makes of it")
+axis.step([i * counts.shape[2] - 0.5 for i in range(len(padded) + 1)], [*padded, padded[-1]], "k--", where="post", label="the longest head of four texts")
 axis.set_xticks([counts.shape[2] * (i + 0.5) - 0.5 for i in range(len(padded))], [f"heads of\nlayer {i}" for i in range(len(padded))])
 axis.set(ylabel="slots", ylim=(0, 1.4 * padded.max()))
 axis.legend(fontsize=8)
-print(f"slots held: {counts.sum()}, with padding {counts[0].numel() // len(padded) * len(text) * padded.sum()}: "
-      f"{counts[0].numel() // len(padded) * len(text) * padded.sum() / counts.sum():.2f} times as many")
+padding = padded.sum() * counts[:, 0].numel(), counts.amax(2).sum() * counts.shape[2]
+print(f"slots held: {counts.sum()}; padded {padding[0]}, {padding[0] / counts.sum():.2f} times as many; each text by itself {padding[1] / counts.sum():.2f}")
 
 # %% [markdown]
 # Padding reads that many times as much, after it has read and written it once for the copy. The kernel reads what is there:
@@ -169,7 +169,7 @@ by_pytorch = F.scaled_dot_product_attention(queries, cache.k, cache.v, seen.expa
 print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's slots add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, methods ask for the kernels by themselves (`kernel_for` in `nanollm/cache.py`); on a CPU their plain code runs.
+# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, with a model in 16 bits, methods ask for the kernels by themselves (`kernel_for` in `nanollm/cache.py`); elsewhere their plain code runs.
 #
 # ## 6. The fastest kernel is the one that is not needed
 #
@@ -179,7 +179,7 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
 
 # %%
 torch.set_num_threads(1)
-print("tokens in the sketch   by reading back      by slots   ratio    largest difference")
+print("tokens in the sketch   by reading back      by slots   ratio    difference")
 for tokens in (1024, 4096, 16384):
     sketch, J = Sketch(torch.zeros(1, 2, 1, 64), 1, tokens // 100, "signed", 0), torch.arange(tokens).expand(1, 2, -1)
     sketch.insert(J, *torch.randn(2, 1, 2, tokens, 64))
@@ -191,7 +191,7 @@ for tokens in (1024, 4096, 16384):
         return p @ values
 
     slow, fast = best(read_back, 5), best(lambda: sketch.attend(one, *few, J), 5)
-    print(f"{tokens:20} {1e3 * slow:14.2f} ms {1e3 * fast:10.2f} ms {slow / fast:7.1f} {(read_back() - sketch.attend(one, *few, J)[0]).abs().max():21.1e}")
+    print(f"{tokens:20} {1e3 * slow:14.2f} ms {1e3 * fast:10.2f} ms {slow / fast:7.1f} {(read_back() - sketch.attend(one, *few, J)[0]).norm() / read_back().norm():13.1e}")
 torch.set_num_threads(2)
 
 # %% [markdown]
@@ -211,7 +211,7 @@ print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs()
 # %% [markdown]
 # ## 8. What the compiler says
 #
-# A kernel can be compiled for a GPU that is not there. What it then takes of a processor tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. An H100 has 65,536 registers and 227 KiB of shared memory a processor, for up to 2048 threads; a program here has 128 or 256.
+# A kernel can be compiled for a GPU that is not there. What it then takes of a processor tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. A processor of an H100 has 65,536 registers and 228 KiB of shared memory for all programs on it; a program here has 128 threads, or 256 (pairs, norms). So three programs of `attend` fit, and one of pairs.
 
 # %%
 print(subprocess.run([sys.executable, "-m", "kernels.resources"], capture_output=True, text=True, check=True,
@@ -235,13 +235,13 @@ print(bench.table([row for row in told["rows"] if row["batch"] == 1 and row["tok
 bench.roofline(told);
 
 # %% [markdown]
-# Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: decoding is bound by memory by a factor of fifty, and reviving by five, so multiplying cleverly gains nothing there, and moving fewer bytes everything. Votes of a window of 32 stand where both bind alike. Norms of projected values and pairs are bound by the matrix units. And the floor of reviving is that of a tenth of the bytes; but with three rows its slots come from the GPU's cache, 3 · 2D numbers a token, for which this roof has no line.
+# Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: the two rates meet at 206 operations a byte. Decoding has 4, a fiftieth, and reviving 40, a fifth of that, so there it gains nothing to multiply faster, and everything to move fewer bytes. Votes of a window of 32 have 241 and stand where both bind alike. Pairs and the norms of projected values have thousands, and the matrix units bind (`units`). The roof says that reviving could be ten times as fast as attention to the full cache. But with three rows it takes 3 · 2D numbers a token from the GPU's cache, and this roof has no line for that. (`insert` is the sketch's; `ragged` are heads of 0.2 to 1.8 times the mean length; `by slots` is section 6, some fifty operations of PyTorch, each of which takes some µs of its own.)
 #
 # ## Exercises
 #
-# 1. In the kernel of section 4, start `m` at `float("-inf")` and hide the whole first tile (a bias of −∞). What is $-\infty - (-\infty)$? Why is −3e38 safe?
-# 2. `share` is 256 slots. What do 64 programs a head cost the second kernel, and when is that too much? Look at `split` in `kernels/__init__.py`.
+# 1. In the kernel of section 4, start `m` at `float("-inf")`, give slots a bias, and hide the whole first tile with −∞. What is $-\infty - (-\infty)$? Why is −3e38 safe?
+# 2. `share` is 256 slots. What do 64 programs a head cost the kernel that adds them up (`add_up`), and when is that too much? Look at `split` in `kernels/__init__.py`.
 # 3. Let the kernel of section 4 do a group of four query heads, with `tl.dot`. Its blocks must be at least 16 × 16: what is in the other 12 rows?
-# 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check it against `Sketch.attend`. Which number of tokens in one slot would make you worry about the order of the additions?
+# 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check the output against `Sketch.attend`. Then let it add in float16: from how many tokens a slot is the output off by more than 1 %?
 # 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. By Cauchy and Schwarz it is at most $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and $\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix. How much less work is that, and how often does CriticalKV choose otherwise?
 # 6. The score of a pair is symmetric if $K_1 = K_2$. Half of the tiles would do. Which, and what becomes of the outputs?

@@ -77,7 +77,7 @@ def test_the_floor_is_the_larger_of_two_times():
     slow_memory = predicted(case, dict(copy=3e12, product=10e12))
     assert slow_memory["floor"] == pytest.approx(2.0) and slow_memory["binds"] == "memory"
     slow_product = predicted(case, dict(copy=3e12, product=1e12))
-    assert slow_product["floor"] == pytest.approx(10.0) and slow_product["binds"] == "product"
+    assert slow_product["floor"] == pytest.approx(10.0) and slow_product["binds"] == "units"
 
 
 def test_a_verdict_is_that_of_the_worst_case():
@@ -166,4 +166,4 @@ def test_without_a_gpu_it_says_so_and_predicts(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench", "--predict", "--copy", "1", "--product", "100"])
     bench.main()
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("decode_attention  ") and " 131072 " in line)
-    assert row == ["decode_attention", "1", "131072", "memory", f"{2 * 131072 * 8 * 128 * 2 / 1e12 * 1e6:.1f}"]
+    assert row == ["decode_attention", "1", "131072", "4", "memory", f"{2 * 131072 * 8 * 128 * 2 / 1e12 * 1e6:.1f}"]

@@ -141,3 +141,6 @@ def test_every_kernel_compiles_for_an_h100_without_spills():
                                      "revive_attention.attend_revived", "revive_attention.add"}
     for name, number, registers, stack, shared in rows:
         assert int(stack) == 0 and int(registers) <= 216 and int(shared) <= 160 * 1024, name
+    readme = open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "README.md")).read()
+    most = f"at most {max(int(row[2]) for row in rows)} registers a thread and {max(int(row[4]) for row in rows) // 1024} KiB of shared memory"
+    assert most in readme, most

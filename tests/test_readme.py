@@ -52,6 +52,16 @@ def test_the_use_of_a_method_in_the_readme_writes_on(capsys):
     assert " import system" in capsys.readouterr().out
 
 
+def test_the_use_of_a_kernel_in_the_readme_is_attention(capsys):
+    import pytest
+
+    pytest.importorskip("triton")  # Linux only
+    (code,) = re.findall(r"```\n(import kernels .*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(code, names := {})
+    assert (names["y"] - names["F"].scaled_dot_product_attention(*(names[name] for name in "qkv"))).abs().max() < 1e-5
+    assert capsys.readouterr().out.count("4.0") == 2
+
+
 def test_the_use_of_tensor_attention_in_the_readme_writes_on(capsys):
     (code,) = re.findall(r"```\n(from methods.sub_gen .*?)```", (ROOT / "README.md").read_text(), re.S)
     exec(code, {})
