@@ -15,9 +15,10 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 
 
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """How n slots of each head are dealt out, whole blocks to a program, so that processors have several programs each where there are enough: slots a program, programs.
+    """How n slots of each head are dealt out, whole blocks to a program: slots a program, programs.
 
-    A program has at most 4096 slots, as a few long ones at the end would keep all others waiting.
+    Processors have several programs each where there are slots enough, and a program has at most 4096 slots, as a few long ones at
+    the end would keep all others waiting.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     wanted = max(min(4 * processors // heads, 64), -(-n // 4096), 1)

@@ -67,11 +67,11 @@ class Case(NamedTuple):
 def plain(run: Callable) -> Callable:
     """What methods run without kernels, on a GPU too."""
     def without(*inputs):
-        seam.use_kernels = False
+        before, seam.use_kernels = seam.use_kernels, False
         try:
             return run(*inputs)
         finally:
-            seam.use_kernels = True
+            seam.use_kernels = before
     return without
 
 

@@ -22,6 +22,8 @@ import triton.language as tl
 
 from kernels import split
 
+LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e)
+
 
 class Segment(NamedTuple):
     """Slots of B·H heads in flat storage."""

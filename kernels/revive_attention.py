@@ -207,9 +207,8 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
 
 def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False,
            block: int = 32):
-    """As `plain_insert`, by the kernel: sums that meet in a slot are added in the order in which programs come, so that their
-    last bits may differ from run to run. ValueError if shapes do not fit, or x, which is changed in
-    place, is not contiguous."""
+    """As `plain_insert`, by the kernel: what meets in a slot is added in the order in which programs come, so that last bits may differ
+    from run to run. ValueError if shapes do not fit, or x, which is changed in place, is not contiguous."""
     (B, H, n), rows, D = token.shape, place.shape[1], k.shape[-1]
     if not x.is_contiguous() or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D):
         raise ValueError(f"sketch {tuple(x.shape)} must be contiguous, {rows} rows of as many slots of 2 × {D} numbers for {(B, H)} heads")
@@ -217,9 +216,10 @@ def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place:
         raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} and times {tuple(times.shape)} must be those of {n} tokens of {(B, H)} heads, "
                          f"and place {tuple(place.shape)} and sign {tuple(sign.shape)} {(4, rows)}")
     if n:
-        add[triton.cdiv(n, block), B * H, rows](x, token.int().contiguous(), k.contiguous(), v.contiguous(), times.float().contiguous(),
-                                                place.contiguous(), sign.contiguous(), n, x.shape[2] // rows, D, block, max(16, triton.next_power_of_2(D)), rows,
-                                                signed_keys, num_warps=4)
+        token, k, v, times, place, sign = (y.contiguous() for y in (token.int(), k, v, times.float(), place, sign))
+        add[triton.cdiv(n, block), B * H, rows](x, token, k, v, times, place, sign, n, x.shape[2] // rows, D, block,
+                                                max(16, triton.next_power_of_2(D)), rows, signed_keys, num_warps=4)
+
 
 
 _sizes = dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=32)

@@ -16,9 +16,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from kernels.decode_attention import add_up
-
-LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e)
+from kernels.decode_attention import LOG2E, add_up
 
 
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels import split
-
-LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e)
+from kernels.decode_attention import LOG2E
 
 
 def plain(q: Tensor, k: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class ChunkKV(WindowCache):
     def link(self, layer, layers, below, w_o, freq):
         super().link(layer, layers, below, w_o, freq)
         if self.follows:
-            self.voters = 0  # no probabilities are computed here
+            self.voters = 0  # the choice is that of a layer below
 
     @property
     def follows(self) -> bool:

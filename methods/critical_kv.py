@@ -80,7 +80,7 @@ class LeastTheta(WindowCache):
 
 
 def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
-    """‖𝒱_i‖₁ = ‖v_i W_O‖₁ of every query head: v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n).
+    """‖𝒱_i‖₁ = ‖v_i W_O‖₁ of every query head: v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n), 32 bits at least.
 
     One head and 1024 tokens at a time, which fit into a processor's cache: 𝒱 itself, n × d_model, is never there whole.
     """
@@ -88,11 +88,11 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
         return fast(v, w_o)
     B, H, n, D = v.shape
     w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
-    norms = v.new_empty(H, w_o.shape[1], B * n)
+    norms = v.new_empty(H, w_o.shape[1], B * n, dtype=torch.promote_types(v.dtype, torch.float32))
     for h, heads in enumerate(w_o):
         for part, tokens in enumerate(v[:, h].flatten(0, 1).split(1024)):
             for g, w in enumerate(heads):
-                norms[h, g, part * 1024:part * 1024 + len(tokens)] = torch.sum((tokens @ w).abs_(), -1)
+                norms[h, g, part * 1024:part * 1024 + len(tokens)] = torch.sum((tokens @ w).abs_(), -1, dtype=norms.dtype)
     return norms.view(H, -1, B, n).permute(2, 0, 1, 3)
 
 

@@ -124,7 +124,7 @@ class Sketch:
             vague = vague + q @ mean[..., :q.shape[-1]].mT
         p = torch.cat((q @ k.mT, vague), -1).softmax(-1, dtype=torch.float32).to(q)
         exact, vague = p.split((k.shape[2], J.shape[2]), -1)
-        of_slots = vague.new_zeros(*q.shape[:3], x.shape[2], dtype=exact.dtype if exact.dtype == torch.float64 else torch.float32)
+        of_slots = vague.new_zeros(*q.shape[:3], x.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
         of_slots = of_slots.scatter_add(3, at, (vague * sign).to(of_slots))  # 16 bits would lose the sum of many
         y = exact @ v + factor * of_slots.to(q) @ of_value
         if mean is not None:
@@ -260,6 +260,7 @@ class KVReviver(LayerCache):
         """The n candidates with the lowest scores go into the sketch; of equal ones the oldest."""
         if self.sketch is None and width:
             self.sketch = Sketch(self.k, self.rows, width, self.kind, 1000 * self.seed + self.layer)
+            self.sketch.tokens = self.seen
         stays = rank(self.slot_scores(), self.pos) < self.length - n
         if self.sketch is not None:
             leave = indices(~stays)

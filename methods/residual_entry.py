@@ -43,7 +43,7 @@ class Residual(WindowCache):
         room = (budget >= self.entries) & (budget < n)  # (B, H)
         kept = super().select(votes, budget - self.entries * room)
         member = self.groups(~kept & room[..., None], votes.mean(2))  # (B, H, entries, n)
-        weight = mean_weights(member, votes.mean(2))
+        weight = mean_weights(member, votes.mean(2)).to(self.k)
         key, value = weight @ self.k[:, :, :n], weight @ self.v[:, :, :n]
         total = self.window * (member * votes.sum(2).unsqueeze(2)).sum(-1)  # Σ_t Σ_i α_{t,i} over the group's queries
         bias = (self.share * total).log() - self.reach(key)
@@ -63,7 +63,7 @@ class Residual(WindowCache):
         member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
         for _ in range(self.rounds):
             k = self.k[:, :, :gone.shape[-1]]
-            group = torch.cdist(k, mean_weights(member, votes) @ k).argmin(-1)
+            group = torch.cdist(k, mean_weights(member, votes).to(k) @ k).argmin(-1)
             member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
         return member
 

@@ -155,7 +155,11 @@ class LayerCache:
 
         Here: a kernel that reads the slots as they lie. Of the probabilities (B, H, G, 1, S) it tells the mean over G.
         """
-        fast = kernel_for(q, "decode_attention", "attend_one") if bool(self.packed) != bool(self.watch) else None
+        if self.packed:  # sums of heads that differ in length would have no shape, and `read` unpacks
+            suits = not self.watch and type(self).read is LayerCache.read
+        else:
+            suits = self.watch  # else scaled_dot_product_attention reads every slot once, too
+        fast = kernel_for(q, "decode_attention", "attend_one") if suits else None
         return fast(self, q, pos) if fast else None
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
@@ -186,7 +190,10 @@ class LayerCache:
         return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
 
     def observe(self, q: Tensor, p: Tensor | None):
-        """Called after each `attend` with q (B, H·G, T, D) and probabilities p (B, H, G, w, S) of the last w queries."""
+        """Called after each `attend` with q (B, H·G, T, D) and probabilities p (B, H, G, w, S) of the last w queries.
+
+        For w = 1 a kernel tells each of the G their mean (`decode`), in float32: go by sums or means over G, and do not write to p.
+        """
         if self.prompt_done:
             self.forget()
 
@@ -314,11 +321,17 @@ class WindowCache(LayerCache):
     @property
     def rows(self) -> Tensor:
         """Probabilities (B, H, G, w, S) of the window's queries: for methods that want more of them than votes."""
-        return window_rows(self.queries.unflatten(1, (self.k.shape[1], -1)), self.k)
+        return window_rows(self.window_queries(), self.k)
+
+    def window_queries(self) -> Tensor:
+        """The last queries, (B, H, G, w, D)."""
+        if self.queries is None:
+            raise ValueError("the prompt is over and the window's queries are gone; ask before finish_prompt, and call that once")
+        return self.queries.unflatten(1, (self.k.shape[1], -1))
 
     def chosen(self) -> Tensor:
         """Slots that stay, (B, H, n), −1 for none."""
-        votes = window_votes(self.queries.unflatten(1, (self.k.shape[1], -1)), self.k)
+        votes = window_votes(self.window_queries(), self.k)
         kept = self.select(votes, self.budgets(votes))
         return indices(F.pad(kept, (0, self.window), value=True))
 
@@ -347,10 +360,10 @@ def window_rows(q: Tensor, k: Tensor) -> Tensor:
 
 
 def window_votes(q: Tensor, k: Tensor) -> Tensor:
-    """Their mean over the window, of the keys before it, (B, H, G, S − w)."""
+    """Their mean over the window, of the keys before it, (B, H, G, S − w), in 32 bits at least."""
     if q.shape[3] <= 128 and (fast := kernel_for(k, "window_votes")):
         return fast(q, k)
-    return window_rows(q, k)[..., :-q.shape[3]].mean(3)
+    return window_rows(q, k)[..., :-q.shape[3]].mean(3, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[LayerCache]:

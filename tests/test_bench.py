@@ -11,12 +11,14 @@ import torch
 pytest.importorskip("triton")  # Linux only
 
 from kernels import bench  # noqa: E402
-from kernels.bench import Shape, cases, check, decode, difference, inserting, microseconds, norms, pairs, predicted, revive, table, verdicts, votes  # noqa: E402
+from kernels.bench import (  # noqa: E402
+    Shape, cases, check, decode, difference, inserting, microseconds, norms, pairs, predicted, revive, table, verdicts, votes)
 
 TINY = dict(H=2, G=2, D=16, dtype=torch.float32, device="cpu")
 
 
-@pytest.mark.parametrize("case", [*cases([70], [1], **TINY), decode(Shape(3, 40, **TINY), 0.8)], ids=lambda case: f"{case.name}, batch {case.shape.B}")
+@pytest.mark.parametrize("case", [*cases([70], [1], **TINY), decode(Shape(3, 40, **TINY), 0.8)],
+                         ids=lambda case: f"{case.name}, batch {case.shape.B}")
 def test_what_is_compared_is_the_same(case):
     torch.manual_seed(case.shape.B)
     check(case, 1e-5)

@@ -352,9 +352,20 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
     cache = WindowCache(budget=10, window=4)
     fill(cache, 20)
     queries = 2 * 6 * 4 * 8 * 4
+    assert cache.queries.untyped_storage().nbytes() == queries  # not a view of all of them
     assert cache.bytes()[0] == queries + 2 * 2 * 20 * (2 * 8 * 4 + 4)
     cache.finish_prompt()
     assert cache.bytes() == (2 * 2 * 10 * (2 * 8 * 4 + 4),) * 2
+
+
+def test_after_the_prompt_the_windows_queries_are_gone():
+    cache = WindowCache(budget=10, window=4)
+    fill(cache, 20)
+    cache.finish_prompt()
+    fill(cache, 1)
+    for ask in (lambda: cache.rows, cache.finish_prompt):
+        with pytest.raises(ValueError, match="the prompt is over"):
+            ask()
 
 
 def test_budgets_per_head_make_ragged_heads():
