@@ -6,10 +6,10 @@ For a tile of rows a this is ordinary attention whose queries are k_{1,a} ∘ q:
 maximum and total for each row. Only then are the rows weighed against each other and by v_{1,a}; what remains of a tile is a
 vector, and decode_attention's `add_up` adds the tiles up.
 
-Work: 4·n²·D operations a query head, for 8·n·D bytes a group at 16 bits: n/2 operations a byte and more, so beyond a few hundred tokens the rate
-of the matrix units binds. With n = 8192, D = 128 that is 34 GFLOP a head: not below 35 µs at 989 TFLOP/s (H100, H200). A processor does 4096
-operations a clock and 16 exponentials, so that the one exponential of a pair takes half as long as its 4·D operations.
-The queries k₁ ∘ q are made in memory, n·D numbers a query head.
+Work: 4·n²·D operations a query head, for 8·n·D bytes a group at 16 bits: n/2 operations a byte and more, so beyond a few hundred
+tokens the rate of the matrix units binds. With n = 8192, D = 128 that is 34 GFLOP a head: not below 35 µs at 989 TFLOP/s (H100,
+H200). A processor does 4096 operations a clock and 16 exponentials, so that the one exponential of a pair takes half as long as its
+4·D operations. The queries k₁ ∘ q are made in memory, n·D numbers a query head.
 """
 import torch
 from torch import Tensor

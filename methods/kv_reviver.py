@@ -14,7 +14,7 @@ long text leaves no room in the end, which is a ValueError. The slack, which the
 Beyond the paper: kind="signed" gives keys their signs too; kind="shrunk" also sketches what is left when the mean of the
 vague tokens, kept exactly, is taken off, and shrinks what it reads towards that mean as far as collisions ask for (Wiener):
 its expected error is never above that of the mean alone (proved for one row, which is also the better choice, until swaps
-leave residues). vague=0 has no sketch.
+leave residues). vague=0 has no sketch. One row is linear, so that a new token attends to its slots and nothing is read back.
 """
 from dataclasses import dataclass
 from functools import partial

@@ -28,9 +28,8 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def kernel_for(x: Tensor, file: str, name: str | None = None):
-    """Where x is on a GPU, in 16 bits, and Triton is installed, the function of kernels/FILE.py that is called as the file is, or `name`.
-
-    Else None, and the plain code after the call computes the same.
+    """Where x is on a GPU, in 16 bits, and Triton is installed: the function of kernels/FILE.py that is called as the file is, or
+    `name`. Else None, and the plain code after the call computes the same, but for its rounding to 16 bits on the way.
     """
     return getattr(import_module(f"kernels.{file}"), name or file) if on_gpu(x) else None
 
