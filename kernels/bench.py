@@ -119,7 +119,7 @@ def votes(s: Shape, w: int = 32) -> Case:
     B, n, H, G, D = s[:5]
     return Case("window_votes", s, B * H * n * (D * s.dtype.itemsize + 4 * G), 4 * B * H * G * w * n * D,
                 lambda: (s.draw(B, H, G, min(w, n), D), s.draw(B, H, n, D)), window_votes,
-                lambda q, k: seam.window_rows(q, k)[..., :-q.shape[3]].mean(3))
+                plain(seam.window_votes))
 
 
 def norms(s: Shape) -> Case:

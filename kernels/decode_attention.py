@@ -43,12 +43,17 @@ class Segment(NamedTuple):
         flat = [x.as_strided(((B * H - 1) * apart + S, D), (D, 1)) for x in (k, v)]
         if bias is not None:
             bias = F.pad(bias.float(), (0, apart - S)).flatten()[:len(flat[0])]
-        return cls(*flat, torch.arange(B * H, device=k.device) * apart, torch.full((B * H,), S, dtype=torch.int32, device=k.device), S, bias)
+        return cls(*flat, *evenly(B * H, apart, S, k.device), S, bias)
 
     def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
         """What heads of equal length have in x (N,), (B, H, S)."""
         apart = (len(self.k) - self.longest) // max(B * H - 1, 1)
         return x.as_strided((B, H, self.longest), (H * apart, apart, 1))
+
+
+def evenly(heads: int, apart: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Starts and counts of heads of n slots each, whose first ones lie so far apart."""
+    return apart * torch.arange(heads, device=device), torch.full((heads,), n, dtype=torch.int32, device=device)
 
 
 def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tensor, list[Tensor]]:
@@ -157,27 +162,46 @@ def check(q: Tensor, segments: list[Segment]):
             raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
 
 
+def partials(q: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for m and Σ exp(s − m) (B·H, parts, G), and for Σ exp(s − m) v (B·H, parts, G, D), of queries q (B, H, G, D)."""
+    B, H, G, D = q.shape
+    return *q.new_empty(2, B * H, parts, G, dtype=torch.float32), q.new_empty(B * H, parts, G, D, dtype=torch.float32)
+
+
+def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: tuple, share: int, count: int, part: int, block: int):
+    """`count` programs with `share` slots each, whose findings begin at `part`; scores (N, G) are kept if there is room for them."""
+    B, H, G, D = q.shape
+    attend[B * H, count](q, s.k, s.v, s.bias, s.start, s.count, *found, score, D ** -0.5, share, part, found[0].shape[1], G, D,
+                         *tile(q), block, s.bias is not None, score is not None, num_warps=4, num_stages=3)
+
+
+def tile(q: Tensor) -> tuple[int, int]:
+    """Rows and columns of a block that holds the queries of a group: the matrix units want 16 at least."""
+    return tuple(max(16, triton.next_power_of_2(n)) for n in q.shape[2:])
+
+
+def added_up(q: Tensor, found: tuple[Tensor, Tensor, Tensor], scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
+    """y (B, H, G, D) of all parts; for each `scored` (segment, (share, programs), scores (N, G)) the weights (N,) of its slots."""
+    B, H, G, D = q.shape
+    y, lse, weights = torch.empty_like(q), q.new_empty(B * H, G, dtype=torch.float32), []
+    add_up[B * H, G](*found, y, lse, found[0].shape[1], G, D, tile(q)[1], 32)
+    for s, (share, count), score in scored:
+        weights.append(torch.zeros(len(score), device=q.device))
+        column_sums[B * H, count](score, lse, s.start, s.count, weights[-1], share, G, triton.next_power_of_2(G), block)
+    return y, weights
+
+
 def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64) -> tuple[Tensor, list[Tensor]]:
     """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit together."""
-    B, H, G, D = q.shape
-    heads, q = B * H, q.contiguous()
+    q = q.contiguous()
     check(q, segments)
-    splits = [split(s.longest, block, heads, q.device) for s in segments]
-    parts = sum(count for _, count in splits)
-    most, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)
-    partial, lse = q.new_empty(heads, parts, G, D, dtype=torch.float32), q.new_empty(heads, G, dtype=torch.float32)
-    scores = [q.new_empty(len(s.k), G, dtype=torch.float32) if sums else None for s in segments]
-    block_g, block_d, part = max(16, triton.next_power_of_2(G)), max(16, triton.next_power_of_2(D)), 0
+    splits = [split(s.longest, block, q.shape[0] * q.shape[1], q.device) for s in segments]
+    found, part = partials(q, sum(count for _, count in splits)), 0
+    scores = [q.new_empty(len(s.k), q.shape[2], dtype=torch.float32) if sums else None for s in segments]
     for s, (share, count), score in zip(segments, splits, scores):
-        attend[heads, count](q, s.k, s.v, s.bias, s.start, s.count, most, total, partial, score, D ** -0.5, share, part, parts, G, D,
-                             block_g, block_d, block, s.bias is not None, sums, num_warps=4, num_stages=3)
+        launch_attend(q, s, score, found, share, count, part, block)
         part += count
-    y = torch.empty_like(q)
-    add_up[heads, G](most, total, partial, y, lse, parts, G, D, block_d, 32)
-    weights = [torch.zeros(len(s.k), device=q.device) for s in segments] if sums else []
-    for s, (share, count), score, weight in zip(segments, splits, scores, weights):
-        column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
-    return y, weights
+    return added_up(q, found, zip(segments, splits, scores) if sums else (), block)
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:

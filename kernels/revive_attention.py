@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels import split
-from kernels.decode_attention import Segment, add_tile, add_up, attend, check, column_sums
+from kernels.decode_attention import Segment, add_tile, added_up, check, evenly, launch_attend, partials, plain as plain_attention, tile
 
 PRIME = tl.constexpr(2 ** 31 - 1)
 
@@ -47,16 +47,8 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
     k, v = ((y * s).median(3).values for y, s in ((k, minus if signed_keys else 1.0), (v, minus)))
     if mean is not None:
         k, v = (shrink * y + m.unsqueeze(2) for y, m in zip((k, v), mean.float().chunk(2, -1)))
-    y, weights = torch.zeros_like(q), [torch.zeros(len(exact.k), device=q.device), torch.zeros(B, H, a, device=q.device)]
-    for i, (queries, out, k, v, vague) in enumerate(zip(*(y.flatten(0, 1) for y in (q, y, k, v, weights[1])))):
-        rows = slice(int(exact.start[i]), int(exact.start[i]) + int(exact.count[i]))
-        score = queries.float() @ torch.cat((exact.k[rows].float(), k)).T * D ** -0.5
-        if exact.bias is not None:
-            score[:, :rows.stop - rows.start] += exact.bias[rows]
-        p = score.softmax(-1)
-        out.copy_(p @ torch.cat((exact.v[rows].float(), v)))
-        weights[0][rows], vague[:] = p.sum(0).tensor_split((rows.stop - rows.start,))
-    return y, weights if sums else []
+    y, weights = plain_attention(q, [exact, Segment(k.flatten(0, 2), v.flatten(0, 2), *evenly(B * H, a, a, q.device), a)], sums)
+    return y, [weights[0], weights[1].view(B, H, a)] if sums else []
 
 
 @triton.jit
@@ -142,24 +134,15 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
                          f"{tuple(sign.shape)} {(4, rows)}, and a mean 2 × {D} numbers a head")
     check(q, [exact])
     heads, q, x, token, place, sign = B * H, *(y.contiguous() for y in (q, x, token.int(), place, sign))
-    vague = Segment(x, x, a * torch.arange(heads, device=q.device), torch.full((heads,), a, dtype=torch.int32, device=q.device), a)
-    splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
-    parts = sum(count for _, count in splits)
-    most, total = q.new_empty(2, heads, parts, G, dtype=torch.float32)
-    partial, lse = q.new_empty(heads, parts, G, D, dtype=torch.float32), q.new_empty(heads, G, dtype=torch.float32)
+    vague = Segment(x, x, *evenly(heads, a, a, q.device), a)
+    (share, count), (share_vague, count_vague) = splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
+    found = partials(q, count + count_vague)
     scores = [q.new_empty(n, G, dtype=torch.float32) if sums else None for n in (len(exact.k), heads * a)]
-    sizes = G, D, max(16, triton.next_power_of_2(G)), max(16, triton.next_power_of_2(D)), block
-    (share, count), (share_vague, count_vague) = splits
-    attend[heads, count](q, exact.k, exact.v, exact.bias, exact.start, exact.count, most, total, partial, scores[0], D ** -0.5, share,
-                         0, parts, *sizes, exact.bias is not None, sums, num_warps=4, num_stages=3)
-    attend_revived[heads, count_vague](q, x, None if mean is None else mean.contiguous(), token, place, sign, most, total, partial,
-                                       scores[1], D ** -0.5, shrink, a, x.shape[2] // rows, share_vague, count, parts, *sizes, rows,
+    launch_attend(q, exact, scores[0], found, share, count, 0, block)
+    attend_revived[heads, count_vague](q, x, None if mean is None else mean.contiguous(), token, place, sign, *found, scores[1], D ** -0.5,
+                                       shrink, a, x.shape[2] // rows, share_vague, count, count + count_vague, G, D, *tile(q), block, rows,
                                        signed_keys, mean is not None, sums, num_warps=4, num_stages=2)
-    y = torch.empty_like(q)
-    add_up[heads, G](most, total, partial, y, lse, parts, G, D, sizes[3], 32)
-    weights = [torch.zeros(n, device=q.device) for n in (len(exact.k), heads * a)] if sums else []
-    for s, (share, count), score, weight in zip((exact, vague), splits, scores, weights):
-        column_sums[heads, count](score, lse, s.start, s.count, weight, share, G, triton.next_power_of_2(G), block)
+    y, weights = added_up(q, found, zip((exact, vague), splits, scores) if sums else (), block)
     return y, [weights[0], weights[1].view(B, H, a)] if sums else []
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-from kernels.decode_attention import LOG2E, add_up
+from kernels.decode_attention import LOG2E, added_up, partials, tile
 
 
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
@@ -68,26 +68,22 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_most, p_total, p_partial, n, parts
 def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float | None = None,
                      rows: int | None = None, columns: int = 64) -> Tensor:
     """As `plain`, by the kernels, `rows` (None: 128, or 64 above a head dim of 128) × `columns` pairs at a time; scale of the scores,
-    1/√D if None. ValueError if the four
-    matrices do not fit the queries or hold no token."""
+    1/√D if None. ValueError if the four matrices do not fit the queries or hold no token."""
     (B, H, G, D), n = q.shape, k1.shape[2]
     for x in (k1, k2, v1, v2):
         if x.shape != (B, H, n, D) or x.dtype != q.dtype or not n:
             raise ValueError(f"k₁, k₂, v₁, v₂ {tuple(x.shape)} of {x.dtype} must be {(B, H)} heads of at least 1 token, {n} in all of "
                              f"them, of {D} numbers of {q.dtype} as q")
     q, k1, k2, v1, v2 = (x.contiguous() for x in (q, k1, k2, v1, v2))
-    block_d = max(16, triton.next_power_of_2(D))
+    block_d = tile(q)[1]
     rows = rows or (128 if block_d <= 128 else 64)  # so that it all fits into a processor
     parts = triton.cdiv(n, rows)
     # k₁ ∘ q in units of log₂; they have to be loaded, not worked out, or the matrix units wait for them
     k1 = torch.mul(k1.unsqueeze(2), (q.float() * ((D ** -0.5 if scale is None else scale) * LOG2E.value)).unsqueeze(3)).to(q.dtype)
-    most, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
-    partial, lse = q.new_empty(B * H, parts, G, D, dtype=torch.float32), q.new_empty(B * H, G, dtype=torch.float32)
-    rows_of_pairs[parts, B * H * G](k1, k2, v1, v2, most, total, partial, n, parts, G, D, rows, columns, block_d, num_warps=8,
+    found = partials(q, parts)
+    rows_of_pairs[parts, B * H * G](k1, k2, v1, v2, *found, n, parts, G, D, rows, columns, block_d, num_warps=8,
                                     num_stages=3 if block_d <= 128 else 2)
-    y = torch.empty_like(q)
-    add_up[B * H, G](most, total, partial, y, lse, parts, G, D, block_d, 32)
-    return y
+    return added_up(q, found)[0]
 
 
 typical = [(rows_of_pairs, dict(G=4, D=128, BLOCK_A=128, BLOCK_B=64, BLOCK_D=128), 8),

@@ -30,14 +30,22 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
 
 
 @triton.jit
+def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The window's queries of BLOCK_G heads as rows of a tile; of each row its place in the window, its number, and if it is there."""
+    o_r, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D)
+    o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
+    is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
+    b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
+    return b_q, o_w, row, is_r
+
+
+@triton.jit
 def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
              BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """BLOCK_G query heads of a group, `share` of the keys: log Σ exp(s) of each query, (B·H, parts, G, w)."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_r, o_n, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
-    is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
-    b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
     b_most, b_total = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32), tl.zeros((BLOCK_G * BLOCK_W,), tl.float32)
     end = tl.minimum(n, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
@@ -57,10 +65,8 @@ def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D
                  BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """BLOCK_G query heads of a group, `share` of the keys before the window: votes (B·H, G, n − w)."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_r, o_n, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
-    is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
-    b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
+    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
     b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf")) * LOG2E  # rows beyond w weigh nothing
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)

@@ -72,9 +72,10 @@ class Sketch:
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
         """Add tokens J (B, H, n) with k and v (B, H, n, D), each `times` (B, H, n, 1): −1 deletes, 0 does nothing."""
+        times = k.new_ones(*J.shape, 1) * times
         x = torch.cat((k, v), -1) * times
         if insert := kernel_for(k, "revive_attention", "insert"):
-            insert(self.x, J, k, v, k.new_full(J.shape, 1) * (times if isinstance(times, float) else times.squeeze(-1)), *self.cubics())
+            insert(self.x, J, k, v, times.squeeze(-1), *self.cubics())
         else:
             i = self.place(J).flatten(2)
             self.x.scatter_add_(2, spread(i, self.x), (x.unsqueeze(3) * self.sign(J)).flatten(2, 3))
