@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import LayerCache, cache_bytes, check_budget, finish_prompt, make_cache, probabilities
+from nanollm.cache import NEVER, LayerCache, cache_bytes, check_budget, finish_prompt, make_cache, probabilities
 from nanollm.data import Batch, Tasks
 from nanollm.generate import prefill
 
@@ -192,13 +192,15 @@ def continuation(model, full: Reference, make: Make, told: Told | None = None, c
     Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query head with
     o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and peak bytes;
     tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,) and l1
-    (B, L, H·G), means over the continuation.
+    (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens that are compressed; `slots` held right
+    after that and slots_end after the last token; forgets, whether the method has a `forget` of its own.
     `told` is `full.told`, where reading the prompt need not be part of it; without, `chunk` tokens are read at a time.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
     caches = make(cut)
     peak = feed(model, full.prompt, caches, chunk) if told is None else replay([told], caches)
     finish_prompt(caches)
+    after_prompt = slots(caches)
     with head_outputs(model) as heads:
         began = time.perf_counter()
         steps = [model(token[:, None], caches) for token in tokens[:, cut:-1].unbind(1)]
@@ -212,7 +214,40 @@ def continuation(model, full: Reference, make: Make, told: Told | None = None, c
     kl = F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1)
     return dict(perplexity=math.exp(nll.mean().item()), nll=nll, kl=kl,
                 l1=changes(full, caches, answers), live=live, allocated=allocated, peak=peak,
-                tokens_per_s=tokens.shape[0] * new / seconds)
+                tokens_per_s=tokens.shape[0] * new / seconds, prompt=cut, slots=after_prompt, slots_end=slots(caches),
+                forgets=any(type(cache).forget is not LayerCache.forget for cache in caches))
+
+
+def slots(caches: list[LayerCache]) -> float | None:
+    """Live slots per key/value head: the mean over layers and heads, of the text that has the most.
+
+    So heads and layers may share their budgets out. What a method remembers beside its slots shows in its bytes alone;
+    None if there are no slots.
+    """
+    try:
+        live = [cache.pos != NEVER for cache in caches]
+    except KeyError:
+        return None
+    return sum(layer.sum((1, 2)) for layer in live).max().item() / sum(layer.shape[1] for layer in live)
+
+
+def excess(row: dict) -> str:
+    """What a row of `continuation`, with the `fraction` of its budget, holds beyond that budget, in words; "" if nothing.
+
+    At the prompt's end no method may hold more. Later those that evict by `forget` may not, for it is called after each
+    token; window methods, which only compress the prompt, append.
+    """
+    if row["fraction"] is None or row["slots"] is None:
+        return ""
+    budget = share(row["fraction"], row["prompt"])
+    if row["slots"] == row["prompt"] > budget:
+        return f"evicts nothing: holds all {row['prompt']} tokens of a prompt, and its budget is {budget}"
+    if row["slots"] > budget:
+        return f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
+    if row["forgets"] and row["slots_end"] > budget:
+        return (f"grows to {row['slots_end']:g} slots a head after the prompt, and its budget is {budget}; "
+                "does its observe call super().observe(q, p)?")
+    return ""
 
 
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
@@ -370,14 +405,19 @@ def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
     return difference.mean().item(), standard_error(difference.flatten())
 
 
+def share(fraction: float, tokens: int) -> int:
+    """The budget, in slots per key/value head, that is a fraction of a prompt."""
+    return round(fraction * tokens)
+
+
 def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> Make:
     """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention)."""
     if fraction is None:
         return lambda tokens: make_cache(model, Method, **knobs)
 
     def make(tokens: int) -> list[LayerCache]:
-        check_budget(round(fraction * tokens), 1, "one slot")
-        return make_cache(model, Method, budget=round(fraction * tokens), **knobs)
+        check_budget(share(fraction, tokens), 1, "one slot")
+        return make_cache(model, Method, budget=share(fraction, tokens), **knobs)
     return make
 
 

@@ -13,10 +13,11 @@ from methods.chunk_kv import ChunkKV, SemanticChunkKV
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
 from methods.streaming_llm import StreamingLLM
+from methods.sub_gen import SubGen
 from nanollm import evaluate
-from nanollm.__main__ import pick
+from nanollm.__main__ import given, has_budget, pick
 from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, make_cache
-from nanollm.evaluate import (Benchmark, ReadsOtherwise, Recorder, bits_per_byte, continuation, exact_match, feed,
+from nanollm.evaluate import (Benchmark, ReadsOtherwise, Recorder, bits_per_byte, continuation, exact_match, excess, feed,
                               head_outputs, maker, ngram_bits, paired, perturbation, prompt_and_question, reading_within, record,
                               reference, replay, retrieve, text_windows, told_or_read)
 from nanollm.generate import generate
@@ -298,6 +299,71 @@ def test_the_benchmark_lets_such_a_method_read(model, benchmark):
 def test_the_benchmark_reads_for_no_other_method(model, benchmark, monkeypatch):
     monkeypatch.setattr(evaluate, "feed", None)
     assert benchmark.run(model, maker(model, H2O, 0.1))["kl"] > 0.01
+
+
+# ---- what a row holds beyond its budget ---
+
+
+class NeverEvicts(RandomEviction):
+    def forget(self):
+        pass
+
+
+class EvictsHalf(H2O):
+    """One layer of two."""
+    def forget(self):
+        if self.layer:
+            super().forget()
+
+
+class ForgetsSuper(H2O):
+    """Compresses at the prompt's end, and then grows."""
+    def observe(self, q, p):
+        self.slot("accumulated").add_(p.sum((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def long(model):
+    """A decoder with heads that are as large as those of the checkpoint, and texts with a prompt as long as `compare` has it."""
+    decoder = Decoder(Config(vocab_size=V, max_len=512, n_layers=L, n_heads=H * G, n_kv_heads=H, head_dim=32, d_model=32,
+                             d_ff=32)).eval()
+    return decoder, reference(decoder, torch.randint(0, V, (2, 456), generator=torch.Generator().manual_seed(2)), 8)
+
+
+def measured(long, Method, fraction, **knobs):
+    known = dict(window=8, ends=torch.arange(V) % 9 == 0, heads=((1, 0),))
+    make = maker(long[0], Method, fraction, **given(Method, **known) | knobs)
+    return told_or_read(continuation, *long, make, long[1].told) | dict(fraction=fraction)
+
+
+@pytest.mark.parametrize("name", [*pick([])])
+def test_no_method_holds_more_than_its_budget(long, name):
+    Method = pick([name])[name]
+    for fraction in (1.0, 0.5, 0.25, 0.125, 0.0625) if has_budget(Method) else [None]:
+        row = measured(long, Method, fraction)
+        budget = row["prompt"] if fraction is None else round(fraction * 447)
+        assert row["prompt"] == 447 and 0 < row["slots"] <= budget and excess(row) == ""
+        if name in ("h2o", "snap_kv", "ada_kv", "pyramid_kv"):
+            assert (row["slots"], row["slots_end"]) == (budget, budget + 8 * (name != "h2o"))
+
+
+@pytest.mark.parametrize("Method, slots, message", [
+    (NeverEvicts, 447, "evicts nothing: holds all 447 tokens of a prompt, and its budget is 112"),
+    (EvictsHalf, (447 + 112) / 2, "holds 279.5 slots a head after a prompt, and its budget is 112"),
+    (ForgetsSuper, 112, "grows to 120 slots a head after the prompt, and its budget is 112; does its observe call super")])
+def test_a_method_that_holds_more_is_found_out(long, Method, slots, message):
+    row = measured(long, Method, 0.25)
+    assert row["slots"] == slots and message in excess(row)
+    assert excess(row | dict(fraction=None)) == ""
+
+
+def test_slots_are_those_of_the_text_that_has_the_most_and_empty_ones_do_not_count():
+    one, other, without = LayerCache(), LayerCache(), SubGen(radius=1.0, samples=1, draws=1)
+    for cache in (one, other):
+        cache.write(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.arange(6)[None])
+    one.keep(torch.tensor([[[0, 1, 2], [0, -1, -1]], [[0, 1, -1], [0, -1, -1]]]))
+    assert evaluate.slots([one, other]) == (3 + 1 + 6 + 6) / 4
+    assert evaluate.slots([one, without]) is None and excess(dict(fraction=0.5, slots=None)) == ""
 
 
 # ---- retrieval ---
