@@ -8,7 +8,10 @@ import torch
 torch.set_num_threads(1)  # the tests' tensors are too small to share out
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path.insert(0, os.path.dirname(__file__))
+ROOT = os.path.dirname(__file__)
+sys.path.insert(0, ROOT)
+import kernels  # noqa: E402
+kernels.__path__.append(os.path.join(ROOT, "kernels"))  # the Hub's, where it is installed: tests find ours in it
 
 
 def pytest_configure(config):

@@ -16,6 +16,7 @@ from datetime import date
 import json
 from pathlib import Path
 from statistics import median
+import sys
 import time
 from typing import NamedTuple
 
@@ -24,11 +25,16 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from kernels.decode_attention import Segment, decode_attention
-from kernels.revive_attention import insert, plain_insert, revive_attention
-from kernels.tensor_attention import tensor_attention
-from kernels.value_norms import value_norms
-from kernels.window_votes import window_votes
+if __name__ == "__main__":  # again, where all imports find what is meant
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from nanollm.cache import kernel_file
+    sys.exit(kernel_file("bench").main())
+
+from .decode_attention import Segment, decode_attention
+from .revive_attention import insert, plain_insert, revive_attention
+from .tensor_attention import tensor_attention
+from .value_norms import value_norms
+from .window_votes import window_votes
 from methods import critical_kv, kv_reviver
 from methods.tensor_attention import FactoredFourCache
 from nanollm import cache as seam
@@ -384,7 +390,3 @@ def main():
     roofline(told).savefig(args.figure, dpi=110)
     print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product {ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n")
     print(table(rows) + "\n\n" + verdicts(rows) + f"\n\n{len(rows)} rows in {time.perf_counter() - began:.0f} s; {args.json}, {args.figure}")
-
-
-if __name__ == "__main__":
-    main()

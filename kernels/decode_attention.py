@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 import torch.nn.functional as F
+from .launch import launcher, split  # before triton: chooses what runs it
 import triton
 import triton.language as tl
-
-from kernels import split
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e)
 
@@ -191,6 +190,7 @@ def added_up(q: Tensor, found: tuple[Tensor, Tensor, Tensor], scored=(), block: 
     return y, weights
 
 
+@launcher
 def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64) -> tuple[Tensor, list[Tensor]]:
     """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit together."""
     q = q.contiguous()

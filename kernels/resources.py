@@ -1,5 +1,5 @@
 """What each kernel takes of an H100 or H200, found out by compiling it, which needs no GPU: python -m kernels.resources"""
-import importlib
+import argparse
 import os
 from pathlib import Path
 import subprocess
@@ -38,11 +38,14 @@ def compiled(kernel, constants: dict, number: str, warps: int = 4, stages: int =
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m kernels.resources", description=__doc__).parse_args()
     if os.environ.get("TRITON_INTERPRET") != "0":  # the interpreter's kernels cannot be compiled; it is chosen at import
-        sys.exit(subprocess.run([sys.executable, "-m", "kernels.resources"], env=os.environ | {"TRITON_INTERPRET": "0"}).returncode)
+        sys.exit(subprocess.run([sys.executable, __file__], env=os.environ | {"TRITON_INTERPRET": "0"}).returncode)
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from nanollm.cache import kernel_file
     print(f"{'':<40}{'registers':>11}{'stack':>7}{'shared':>9}\n{'kernel':<40}{'a thread':>11}{'bytes':>7}{'bytes':>9}")
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        for kernel, constants, *launch in getattr(importlib.import_module(f"kernels.{file.stem}"), "typical", []):
+        for kernel, constants, *launch in getattr(kernel_file(file.stem), "typical", []):
             for number in ("bf16", "fp16"):
                 used = compiled(kernel, constants, number, *launch)
                 name = f"{file.stem}.{kernel.__name__}"

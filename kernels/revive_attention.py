@@ -13,11 +13,11 @@ linear, too: `methods/kv_reviver.py` then attends to slots in place of tokens.)
 """
 import torch
 from torch import Tensor
+from .launch import launcher, split  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
-from kernels import split
-from kernels.decode_attention import Segment, add_tile, added_up, check, evenly, launch_attend, partials, plain as plain_attention, tile
+from .decode_attention import Segment, add_tile, added_up, check, evenly, launch_attend, partials, plain as plain_attention, tile
 
 PRIME = tl.constexpr(2 ** 31 - 1)
 
@@ -122,6 +122,7 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_most, p_total, 
     tl.store(p_partial + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
 
 
+@launcher
 def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, sign: Tensor, mean: Tensor | None = None,
                      shrink: float = 1.0, signed_keys: bool = False, sums: bool = False, block: int = 32) -> tuple[Tensor, list[Tensor]]:
     """As `plain`, by the kernels, `block` slots or tokens at a time. ValueError if sketch, tokens and queries do not fit together."""
@@ -188,6 +189,7 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
     tl.atomic_add(p_x + at + D, b_v.to(p_x.dtype.element_ty), mask=is_in, sem="relaxed")
 
 
+@launcher
 def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False,
            block: int = 32):
     """As `plain_insert`, by the kernel: what meets in a slot is added in the order in which programs come, so that last bits may differ

@@ -13,10 +13,11 @@ H200). A processor does 4096 operations a clock and 16 exponentials, so that the
 """
 import torch
 from torch import Tensor
+from .launch import launcher  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
-from kernels.decode_attention import LOG2E, added_up, partials, tile
+from .decode_attention import LOG2E, added_up, partials, tile
 
 
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
@@ -65,6 +66,7 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_most, p_total, p_partial, n, parts
     tl.store(p_partial + o * D + o_d, tl.sum(b_weight[:, None] * b_v1 * b_y, 0), mask=is_d)
 
 
+@launcher
 def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float | None = None,
                      rows: int | None = None, columns: int = 64) -> Tensor:
     """As `plain`, by the kernels, `rows` (None: 128, or 64 above a head dim of 128) × `columns` pairs at a time; scale of the scores,

@@ -8,6 +8,7 @@ and d_model = 4096 these are some 4000 operations a byte, so the rate of the mat
 """
 import torch
 from torch import Tensor
+from .launch import launcher  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
@@ -33,6 +34,7 @@ def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLO
     tl.store(p_norm + (i_head * G + g) * n + o_n, b_norm, mask=o_n < n)
 
 
+@launcher
 def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
     """As `plain`, by the kernel; `block` tokens at a time. ValueError if v and w_o do not fit together."""
     (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape

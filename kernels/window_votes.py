@@ -14,11 +14,11 @@ Pooling and chunk sums are left to PyTorch: they work on the votes, a number a t
 """
 import torch
 from torch import Tensor
+from .launch import launcher, split  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
-from kernels import split
-from kernels.decode_attention import LOG2E
+from .decode_attention import LOG2E
 
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
@@ -78,6 +78,7 @@ def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D
         tl.store(p_vote + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_vote, mask=(o_g < G)[None, :] & (at < end)[:, None])
 
 
+@launcher
 def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     """As `plain`, by the kernels; `block` keys at a time. ValueError if q and k do not fit together."""
     (B, H, G, w, D), n = q.shape, k.shape[2]

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 import math
+from pathlib import Path
+import sys
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,11 +30,19 @@ def on_gpu(x: Tensor) -> bool:
     return use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
+def kernel_file(name: str):
+    """The module kernels/NAME.py. Its package has a name of its own here: the Hub has a library called `kernels`, which Python
+    prefers to our folder where it is installed."""
+    package = sys.modules.setdefault("nanollm_kernels", ModuleType("nanollm_kernels"))
+    package.__path__ = [str(Path(__file__).parents[1] / "kernels")]
+    return import_module(f"nanollm_kernels.{name}")
+
+
 def kernel_for(x: Tensor, file: str, name: str | None = None):
     """Where x is on a GPU, in 16 bits, and Triton is installed: the function of kernels/FILE.py that is called as the file is, or
     `name`. Else None, and the plain code after the call computes the same, but for its rounding to 16 bits on the way.
     """
-    return getattr(import_module(f"kernels.{file}"), name or file) if on_gpu(x) else None
+    return getattr(kernel_file(file), name or file) if on_gpu(x) else None
 
 
 def rank(score: Tensor, pos: Tensor) -> Tensor:

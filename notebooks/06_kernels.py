@@ -8,7 +8,8 @@
 # You should know attention and what a KV cache is (`00_kv_cache.ipynb`); no GPU programming. The code to read beside it: `kernels/decode_attention.py`, then the others.
 
 # %%
-import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+import os; os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
+import sys; sys.path[:0] = [".", ".."]           # the repository, seen from its root or from notebooks/
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,6 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-import kernels                # before triton: chooses the interpreter if there is no GPU
 from kernels import bench
 from kernels.decode_attention import Segment, decode_attention
 import triton
@@ -214,8 +214,7 @@ print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs()
 # A kernel can be compiled for a GPU that is not there. What it then takes of a processor tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. A processor of an H100 has 65,536 registers and 228 KiB of shared memory for all programs on it; a program here has 128 threads, or 256 (pairs, norms). So three programs of `attend` fit, and one of pairs.
 
 # %%
-print(subprocess.run([sys.executable, "-m", "kernels.resources"], capture_output=True, text=True, check=True,
-                     cwd=Path(kernels.__file__).parents[1]).stdout)
+print(subprocess.run([sys.executable, Path(bench.__file__).with_name("resources.py")], capture_output=True, text=True, check=True).stdout)
 
 # %% [markdown]
 # ## 9. What a GPU can do at best
@@ -240,7 +239,7 @@ bench.roofline(told);
 # ## Exercises
 #
 # 1. In the kernel of section 4, start `m` at `float("-inf")`, give slots a bias, and hide the whole first tile with −∞. What is $-\infty - (-\infty)$? Why is −3e38 safe?
-# 2. `share` is 256 slots. What do 64 programs a head cost the kernel that adds them up (`add_up`), and when is that too much? Look at `split` in `kernels/__init__.py`.
+# 2. `share` is 256 slots. What do 64 programs a head cost the kernel that adds them up (`add_up`), and when is that too much? Look at `split` in `kernels/launch.py`.
 # 3. Let the kernel of section 4 do a group of four query heads, with `tl.dot`. Its blocks must be at least 16 × 16: what is in the other 12 rows?
 # 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check the output against `Sketch.attend`. Then let it add in float16: from how many tokens a slot is the output off by more than 1 %?
 # 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. By Cauchy and Schwarz it is at most $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and $\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix. How much less work is that, and how often does CriticalKV choose otherwise?

@@ -1,4 +1,8 @@
 """Methods with the kernels in the place of their plain code, in Triton's interpreter: the same slots, outputs and bytes."""
+import os
+from pathlib import Path
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +26,7 @@ from nanollm import cache as seam  # noqa: E402
 from nanollm.cache import LayerCache  # noqa: E402
 
 B, H, G, D, T, LATER = 2, 2, 2, 16, 40, 3
+ROOT = Path(__file__).parent.parent
 
 
 class CriticalAdaKV(Critical, AdaKV):
@@ -187,5 +192,51 @@ def test_without_a_gpu_no_kernel_is_asked_for():
     assert seam.kernel_for(torch.zeros(1), "no such file") is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "on_gpu", lambda x: True)
-        from kernels.value_norms import value_norms
-        assert seam.kernel_for(torch.zeros(1), "value_norms") is value_norms
+        assert seam.kernel_for(torch.zeros(1), "value_norms") is seam.kernel_file("value_norms").value_norms
+
+
+def fresh(code: str, **environment: str) -> str:
+    """What a new process prints, which knows only PATH and HOME and starts in the repository's root."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env={name: os.environ[name] for name in ("PATH", "HOME")} | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_kernels_does_nothing():
+    """transformers looks for a library of that name: the Hub's."""
+    told = fresh("import os, sys; before = dict(os.environ), {*sys.modules}; import kernels; "
+                 "print(dict(os.environ) == before[0], {*sys.modules} - before[1])")
+    assert told == "True {'kernels'}\n"
+    told = fresh("from transformers import AutoModelForCausalLM, LlamaForCausalLM; from nanollm import TINY; "
+                 "print(type(AutoModelForCausalLM.from_pretrained(TINY)) is LlamaForCausalLM)")
+    assert told == "True\n"
+
+
+def test_every_file_of_kernels_can_be_imported_first():
+    """Each in a process of its own, which is forked off one that has torch."""
+    told = fresh("import importlib, os, pathlib, torch\n"
+                 "for file in pathlib.Path('kernels').glob('*.py'):\n"
+                 "    if not os.fork(): importlib.import_module(f'kernels.{file.stem}'), os._exit(0)\n"
+                 "    print(file.stem, os.wait()[1])")
+    assert dict(line.split() for line in told.splitlines()) == {file.stem: "0" for file in (ROOT / "kernels").glob("*.py")}
+
+
+def test_where_another_library_is_called_kernels_ours_are_found(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("theirs = True\n")
+    told = fresh("import kernels, torch; from nanollm import cache; cache.on_gpu = lambda x: True; x = torch.ones(1, 1, 2, 16); "
+                 "fast = cache.kernel_for(x, 'value_norms'); print(kernels.theirs, fast(x, x[0]).tolist()); "
+                 "from transformers import LlamaForCausalLM", PYTHONPATH=str(tmp_path), TRITON_INTERPRET="1")
+    assert told == "True [[[[16.0, 16.0], [16.0, 16.0]]]]\n"
+    for file in "bench", "resources":
+        done = subprocess.run([sys.executable, f"kernels/{file}.py", "--help"], cwd=ROOT, capture_output=True, text=True,
+                              env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+        assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+
+
+def test_kernels_that_came_too_late_for_the_interpreter_say_so_when_they_are_called():
+    told = fresh("import os, torch, triton; torch.cuda.is_available = lambda: False; before = dict(os.environ); "
+                 "from kernels.value_norms import plain, value_norms; x = torch.ones(1, 1, 2, 16); plain(x, x[0])\n"
+                 "try: value_norms(x, x[0])\nexcept ValueError as e: print(e, dict(os.environ) == before)")
+    assert told.startswith("tensors on cpu are for Triton's interpreter") and "TRITON_INTERPRET=1" in told and told.endswith(" True\n")

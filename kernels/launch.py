@@ -1,0 +1,41 @@
+"""What all kernels need before they run: something to run on, and how many programs share the slots.
+
+In the other files p_ is a pointer, b_ a block of numbers in registers, o_ a block of offsets, i_ an index, is_ a mask.
+"""
+from functools import wraps
+import os
+import sys
+
+import torch
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:  # Triton reads it once, when it is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+interpreted = not isinstance(tl.sum, triton.JITFunction)  # by Triton's interpreter, on a CPU; else compiled, on a GPU
+
+
+def launcher(function):
+    """A function that launches kernels does so on the GPU that holds its first argument, which Triton does not look at."""
+    @wraps(function)
+    def launch(x, *rest, **named):
+        if not (interpreted or x.is_cuda):
+            raise ValueError(f"tensors on {x.device} are for Triton's interpreter, but Triton is here to compile for a GPU; set "
+                             f"TRITON_INTERPRET=1 before Python starts")
+        with torch.cuda.device_of(x):
+            return function(x, *rest, **named)
+    return launch
+
+
+def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """How n slots of each head are dealt out, whole blocks to a program: slots a program, programs.
+
+    Processors have several programs each where there are slots enough, and a program has at most 4096 slots, as a few long ones at
+    the end would keep all others waiting.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    wanted = max(min(4 * processors // heads, 64), -(-n // 4096), 1)
+    share = block * max(1, -(-n // (block * wanted)))
+    return share, max(1, -(-n // share))
