@@ -158,7 +158,8 @@ def test_one_token_gives_the_product_of_its_values(cache):
 @each_chunk
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 5e-6), (torch.float64, 1e-12)])
 def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype, within):
-    """Integer scores: exact in either type (but where fused attention scales them), so that tolerances stay tight."""
+    """Integer scores: exact in either type, so that tolerances stay tight. But fused attention (two) scales them: some
+    processors round a score s there, by up to |s|·ε, which changes its weight in that proportion."""
     q, k, v = text(kind="integer")
     k1, k2 = (x.repeat_interleave(G, 1) for x in k.chunk(2, -1))
     score = torch.einsum("zhid,zhad,zhbd->zhiab", q, k1, k2)
@@ -167,6 +168,8 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype
     assert any((s.amax(-1) < -110).any() for s in score)  # all of one query's would be 0 in float32
     y = feed(new(cache, scale=1.0), *(x.to(dtype) for x in (q, k, v)), chunk)
     assert y.isfinite().all()
+    if cache == "two":
+        within = max(s.abs().max() for s in score).item() * torch.finfo(dtype).eps
     assert torch.allclose(y.double(), expected(N, 1.0, "integer"), rtol=0, atol=within)
 
 
