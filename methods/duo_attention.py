@@ -48,6 +48,7 @@ class DuoAttention(LayerCache):
         self.parts: list[tuple[list[int], LayerCache]] = []  # key/value heads, and their cache
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        self.check(q, k, v, pos)
         H = k.shape[1]
         if self.prompt_done and not self.parts:  # the prompt was one token
             self.split(H)
@@ -64,7 +65,7 @@ class DuoAttention(LayerCache):
 
     def finish_prompt(self):
         super().finish_prompt()
-        if self.seen:
+        if self.seen and not self.parts:
             self.split(self.k.shape[1])
 
     def split(self, H: int):

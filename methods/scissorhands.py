@@ -46,6 +46,7 @@ class BudgetCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """In pieces as long as the room there is: chunks of any length give what single tokens would."""
+        self.check(q, k, v, pos)
         parts, start, T = [], 0, q.shape[2]
         while start < T:
             if self.length == self.budget:

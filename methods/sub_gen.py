@@ -125,6 +125,7 @@ class SubGen(LayerCache):
         self.streams: list[Stream] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        self.check(q, k, v, pos)
         B, heads, T, D = q.shape
         q = q.view(B, k.shape[1], -1, T, D) * (D ** -0.5 if self.scale is None else self.scale)
         outputs = []

@@ -50,6 +50,7 @@ class FourCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q (B, H·G, T, D), k and v (B, H, T, 2D) → (B, H·G, T, D). A pair is seen by queries from its later token on."""
+        self.check(q, k, v, pos)
         B, heads, T, D = q.shape
         self.write(k, v, pos)
         q = q.view(B, k.shape[1], -1, T, D) * (D ** -0.5 if self.scale is None else self.scale)

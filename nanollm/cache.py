@@ -8,13 +8,15 @@ Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key
 Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one rule serves
 causality, chunked prefill, heads of different length and slots that stand for several tokens.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
 import math
+from numbers import Integral, Real
 from pathlib import Path
 import sys
 from types import ModuleType
+from typing import ClassVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -84,6 +86,32 @@ def check_budget(budget: int, least: int, why: str):
         raise ValueError(f"budget {budget} must be at least {least}: {why}")
 
 
+def fits(x, kind) -> bool:
+    """Whether a knob declared as `kind` may be x. A float is a finite number, whole ones included; a bool is no number."""
+    if kind in (int, float):
+        number = Integral if kind is int else Real
+        return isinstance(x, number) and not isinstance(x, bool) and -2 ** 63 <= x < 2 ** 63
+    if get_origin(kind) is tuple:
+        of, *rest = get_args(kind)
+        return isinstance(x, tuple) and (all(fits(y, of) for y in x) if rest == [...] else
+                                         len(x) == 1 + len(rest) and all(map(fits, x, (of, *rest))))
+    if get_origin(kind) is not None:  # a union, but for generics that no knob is declared with
+        return any(fits(x, one) for one in get_args(kind))
+    return not isinstance(kind, type) or isinstance(x, kind)
+
+
+def check_knobs(cache: "LayerCache"):
+    """ValueError unless every knob is a dataclass field and holds what it is declared to hold."""
+    name, hints = type(cache).__name__, get_type_hints(type(cache))
+    knobs = {knob.name: hints[knob.name] for knob in fields(cache)}
+    if lost := [knob for knob, kind in hints.items() if knob not in knobs and get_origin(kind) is not ClassVar]:
+        raise ValueError(f"{name} declares {', '.join(lost)} but is no dataclass; put @dataclass(eq=False) above the class")
+    for knob, kind in knobs.items():
+        if not fits(x := getattr(cache, knob), kind):
+            words = {int: "a whole number", float: "a finite number"}.get(kind, getattr(kind, "__name__", str(kind)))
+            raise ValueError(f"{knob} {' '.join(repr(x).split()):.60} of {name} must be {words}")
+
+
 @dataclass(eq=False)
 class LayerCache:
     """Full attention: remembers every token of one layer. Subclasses add their knobs as dataclass fields.
@@ -96,6 +124,7 @@ class LayerCache:
     vectors = 1  # keys, and values, of a token: 2 in caches for tensor attention, whose k and v are (B, H, T, 2D)
 
     def __post_init__(self):
+        check_knobs(self)
         self.slots: dict[str, Tensor] = {}  # per-slot tensors (B, H, capacity, ...): k, v, pos, and what methods add
         self.length = self.seen = 0
         self.most = NEVER  # buffers never grow beyond so many slots
@@ -108,6 +137,8 @@ class LayerCache:
 
     def link(self, layer: int, layers: int, below: "LayerCache | None", w_o: Tensor, freq: Tensor | None):
         """Called by `make_cache`: where this cache sits in the decoder."""
+        if type(self.watch) is not int or self.watch < 0:
+            raise ValueError(f"watch {self.watch!r} of {type(self).__name__} must be a number of queries, 0 or more, or ALL")
         self.layer, self.layers, self.below, self.w_o, self.freq = layer, layers, below, w_o, freq
 
     def slot(self, name: str) -> Tensor:
@@ -138,6 +169,7 @@ class LayerCache:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
+        self.check(q, k, v, pos)
         T, empty = q.shape[2], self.seen == 0
         self.write(k, v, pos)
         if T == 1 and (done := self.decode(q, pos)):
@@ -159,6 +191,18 @@ class LayerCache:
             parts.append(y.view(*q.shape[:2], w, -1))
         self.observe(q, p)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
+        """ValueError unless these are new tokens of the texts that are held, before anything is written."""
+        B, H, T, D = k.shape if k.dim() == 4 else (0,) * 4
+        if not T or v.shape != k.shape or q.dim() != 4 or q.shape[::2] != (B, T) or q.shape[1] % H:
+            raise ValueError(f"q, k and v of shapes {', '.join(str(tuple(x.shape)) for x in (q, k, v))} are not "
+                             "(B, H·G, T, D), (B, H, T, D) and (B, H, T, D) with T at least 1")
+        if pos.shape not in ((1, T), (B, T)):
+            raise ValueError(f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T})")
+        if "k" in self.slots and (held := self.slots["k"].shape[:2]) != (B, H):
+            raise ValueError(f"{B} texts of {H} heads come to a cache that holds {held[0]} of {held[1]}; "
+                             "make a new cache for a new batch")
 
     def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """One new token's output (B, H·G, 1, D) and what `observe` is told, where there is a shorter way than attend's, else None.
@@ -202,6 +246,8 @@ class LayerCache:
     def observe(self, q: Tensor, p: Tensor | None):
         """Called after each `attend` with q (B, H·G, T, D) and probabilities p (B, H, G, w, S) of the last w queries.
 
+        A long prompt may come in pieces, and then this is called once for each piece, w at most its length. An override
+        ends with `super().observe(q, p)`, which calls `forget` once the prompt is over.
         For w = 1 a kernel tells each of the G their mean (`decode`), in float32: go by sums or means over G, and do not write to p.
         """
         if self.prompt_done:
@@ -219,6 +265,11 @@ class LayerCache:
 
     def keep(self, i: Tensor):
         """Keep the slots i (B, H, n), −1 for an empty one, and free the rest: every per-slot tensor moves together."""
+        B, H, S = self.pos.shape
+        if i.shape[:2] != (B, H) or i.dim() != 3 or i.dtype != torch.int64:
+            raise ValueError(f"slots to keep of shape {tuple(i.shape)}, {i.dtype}, must be ({B}, {H}, n) of int64")
+        if i.numel() and int(i.max()) >= S:
+            raise ValueError(f"slot {int(i.max())} is to be kept, but there are {S}, 0 … {S - 1}")
         empty = i < 0
         i = i.clamp(min=0)
         self.slots = {name: x.gather(2, spread(i, x)) for name, x in ((name, self.slot(name)) for name in self.slots)}
@@ -384,6 +435,8 @@ def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[La
             cache = Method(**knobs)
         except TypeError as error:
             raise ValueError(f"{error}; a method's knobs are its dataclass fields") from error
+        if not hasattr(cache, "slots"):
+            raise ValueError(f"__post_init__ of {type(cache).__name__} must begin with super().__post_init__()")
         if cache.vectors != c.vectors:
             raise ValueError(f"{type(cache).__name__} is for {cache.vectors} key and value vectors a token, the decoder has {c.vectors}; "
                              "caches for 2 are in methods/tensor_attention.py and methods/sub_gen.py, all others are for 1")
@@ -391,6 +444,18 @@ def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[La
         cache.link(layer, c.n_layers, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
         caches.append(cache)
     return caches
+
+
+def check_caches(caches: list[LayerCache], layers: int, B: int):
+    """ValueError unless there is one cache a layer, in step with the others, for B texts. Asked before any is written to."""
+    if len(caches) != layers or len({*map(id, caches)}) != layers:
+        raise ValueError(f"{layers} layers need a cache each, not {len(caches)} of which {len({*map(id, caches)})} differ; "
+                         "use make_cache")
+    if len(seen := {cache.seen for cache in caches}) > 1:
+        raise ValueError(f"the layers' caches have seen {min(seen)} to {max(seen)} tokens and must agree; make new ones")
+    for cache in caches:
+        if "k" in cache.slots and (held := cache.slots["k"].shape[0]) != B:
+            raise ValueError(f"{B} texts come to caches that hold {held}; make new ones for a new batch")
 
 
 def finish_prompt(caches: list[LayerCache]):

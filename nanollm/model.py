@@ -7,10 +7,29 @@ Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value he
 """
 from dataclasses import dataclass
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
+
+from nanollm import whole
+from nanollm.cache import check_caches
+
+# Llama-3.1's scaling of RoPE
+SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float, original_max_position_embeddings=int)
+
+
+def check(name: str, x, kind: type):
+    """ValueError unless x may stand under a name of this type; numbers are above 0, and those of float in float32's range."""
+    if kind is int:
+        whole(name, x, 1, 2 ** 31 - 1)
+    elif kind is float:
+        real = torch.finfo(torch.float32)
+        if not isinstance(x, Real) or isinstance(x, bool) or not real.tiny <= x <= real.max:  # nan is in no range
+            raise ValueError(f"{name} {x!r:.60} must be a finite number above 0")
+    elif not isinstance(x, kind):
+        raise ValueError(f"{name} {x!r:.60} must be {'True or False' if kind is bool else 'an object, {name: value}'}")
 
 
 @dataclass
@@ -30,7 +49,7 @@ class Config:
     vectors: int = 1                  # keys, and values, of a token in each head; 2: tensor attention, to pairs of tokens
     family: str = "llama"
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama-3.1: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings
+    rope_scaling: dict | None = None  # Llama-3.1: the numbers of SCALING
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     o_bias: bool = False
@@ -40,9 +59,11 @@ class Config:
     def __post_init__(self):
         if self.family not in ("llama", "gpt2"):
             raise ValueError(f"family {self.family!r} is unknown; use 'llama' or 'gpt2'")
-        for name in ("vocab_size", "max_len", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        for name, kind in Config.__annotations__.items():
+            if kind in (int, float, bool):
+                if (name, getattr(self, name)) != ("head_dim", 0):
+                    check(name, getattr(self, name), kind)
+                setattr(self, name, kind(getattr(self, name)))  # not NumPy's, which json does not write
         if self.vectors not in (1, 2):
             raise ValueError(f"vectors {self.vectors} must be 1 (attention to tokens) or 2 (tensor attention, to pairs of tokens)")
         if not self.head_dim and self.d_model % self.n_heads:
@@ -52,6 +73,25 @@ class Config:
             raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.family == "llama" and self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs, so make it even")
+        if (s := self.rope_scaling) is not None:
+            check("rope_scaling", s, dict)
+            if s.keys() != SCALING.keys():
+                raise ValueError(f"rope_scaling {s!r:.60} must hold {', '.join(SCALING)} and nothing else")
+            for name, kind in SCALING.items():
+                check(name, s[name], kind)
+            if s["low_freq_factor"] >= s["high_freq_factor"]:
+                raise ValueError(f"low_freq_factor {s['low_freq_factor']} must be below high_freq_factor {s['high_freq_factor']}")
+            self.rope_scaling = {name: kind(s[name]) for name, kind in SCALING.items()}
+
+
+def check_tokens(x: Tensor, name: str = "tokens"):
+    """ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} are a {type(x).__name__}; give an int64 tensor of shape (B, T): torch.tensor([[3, 14, 15]])")
+    if x.dtype != torch.int64:
+        raise ValueError(f"{name} are of {x.dtype} and must be of torch.int64, whole numbers; cast them with .long()")
+    if x.dim() != 2 or not x.numel():
+        raise ValueError(f"{name} are empty or not of shape (B, T): {tuple(x.shape)}; give at least one")
 
 
 def rope_frequencies(config: Config, device=None) -> Tensor:
@@ -219,17 +259,32 @@ class Decoder(nn.Module):
         """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.
 
         `pos` (B or 1, T) overrides the positions (training on position jumps).
-        Raises ValueError if the sequence would grow beyond config.max_len.
+        Raises ValueError, before a cache is touched, if the sequence would grow beyond config.max_len, and for tokens,
+        positions or a `last` that do not fit.
         """
+        check_tokens(tokens)
+        if cache is not None:
+            check_caches(cache, len(self.blocks), len(tokens))
         seen = cache[0].seen if cache else 0
-        T = tokens.shape[1]
-        if seen + T > self.config.max_len:
-            raise ValueError(f"{seen + T} tokens exceed the model's length of {self.config.max_len}; shorten the text")
+        T, longest = tokens.shape[1], self.config.max_len
+        if last is not None:
+            whole("last", last, 1, T)
+        if seen + T > longest:
+            raise ValueError(f"{seen + T} tokens exceed the model's length of {longest}; shorten the text")
         if pos is None:
             pos = torch.arange(seen, seen + T, device=tokens.device)[None]
+        else:
+            check_tokens(pos, "positions")
+            if pos.shape not in ((1, T), tokens.shape) or int(pos.min()) < 0 or int(pos.max()) >= longest:
+                raise ValueError(f"positions {int(pos.min())} … {int(pos.max())} of shape {tuple(pos.shape)} must be from 0 to "
+                                 f"{longest - 1}, of shape {tuple(tokens.shape)} or (1, {T})")
+        try:
+            x = self.embed(tokens)
+        except IndexError:  # on a CPU; a look at every id before each token would cost more than the embedding
+            raise ValueError(f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary 0 … "
+                             f"{self.config.vocab_size - 1}; use the model's own tokenizer") from None
         for memory in cache or ():
             memory.hear(tokens)
-        x = self.embed(tokens)
         if self.positions is not None:
             x, angles = x + self.positions(pos), None
         else:

@@ -240,8 +240,8 @@ def test_values_of_nothing_but_zeros_give_zero(name, chunk):
     q, k, v = random(2, 4, 5, 3), random(2, 2, 5, 3 * vectors, seed=1), torch.zeros(2, 2, 5, 3 * vectors, dtype=F64)
     v[1] = random(2, 5, 3 * vectors, seed=2)  # another text is not disturbed
     cache = CACHES[name](0.5, 2, 3)
-    parts = [x.split(chunk or 5, 2) for x in (q, k, v)]
-    y = torch.cat([cache.attend(*x, torch.arange(5)[None]) for x in zip(*parts)], 2)
+    parts = *(x.split(chunk or 5, 2) for x in (q, k, v)), torch.arange(5)[None].split(chunk or 5, 1)
+    y = torch.cat([cache.attend(*x) for x in zip(*parts)], 2)
     assert (y[0] == 0).all() and y[1].isfinite().all() and (y[1] != 0).all()
 
 
@@ -734,7 +734,7 @@ def test_a_copy_and_its_original_go_on_alike_and_apart(name):
 @each_cache
 @pytest.mark.parametrize("knobs", [dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)])
 def test_bad_knobs_are_refused_at_construction(name, knobs):
-    with pytest.raises(ValueError, match="must be at least 0"):
+    with pytest.raises(ValueError, match="must be"):
         CACHES[name](**dict(radius=1.0, samples=1, draws=1) | knobs)
     assert CACHES[name](radius=0, samples=1, draws=1).seen == 0
 
