@@ -14,6 +14,8 @@ MARKERS, DASHES = "osD^vP*Xph<>dH8", ("-", "--", "-.", ":")
 
 def comparison(rows: list[dict], file: Path):
     """Accuracy aware and blind (mean over the tasks) and KL over the bytes of the cache; one line a method."""
+    if not rows:
+        raise ValueError("there are no rows to draw")
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.8), layout="constrained")
     full = next((row for row in rows if row["method"] == "full"), None)
     names = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "full"))
@@ -59,6 +61,9 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
     """
     pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
     marked = np.zeros(len(pieces)) if marked is None else marked
+    for name, values in (*panels.items(), ("marked", marked)):
+        if np.shape(values) != (len(pieces),):  # or else some would not be drawn
+            raise ValueError(f"{name!r} has values of shape {tuple(np.shape(values))}; {len(pieces)} pieces need one each")
     places, x, y = [], 0, 0  # of each token, in characters and lines
     for piece in pieces:
         if x + len(piece) > width:
@@ -94,12 +99,19 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
     return figure
 
 
+def check_matrix(title: str, values, meant: str):
+    """ValueError unless values have two dimensions: a third would be taken for colours."""
+    if np.ndim(values) != 2:
+        raise ValueError(f"{title!r} has values of shape {tuple(np.shape(values))}, which must be {meant}")
+
+
 def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = False, most: float | None = None):
     """A number per layer and head, (L, heads), on a ground as dark as it is large; the darkest ground is for `most`.
 
     diverging: purple below 0, orange above.
     """
     values = np.asarray(values)
+    check_matrix(title, values, "(L, heads)")
     most = 1.4 * (most or np.abs(values).max())  # so that black can be read on it
     axis.imshow(values, cmap="PuOr_r" if diverging else "Blues", vmin=-most if diverging else 0, vmax=most)
     for (layer, head), value in np.ndenumerate(values):
@@ -109,5 +121,6 @@ def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = Fals
 
 def attention(axis, p, title: str):
     """One head's probabilities (T, S), a row per query; drawn by their square root, so that faint ones can be seen."""
+    check_matrix(title, p, "(T, S)")
     axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
     axis.set(title=title, xlabel="key", ylabel="query")
