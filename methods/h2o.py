@@ -33,7 +33,7 @@ class H2O(LayerCache):
         super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
 
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("accumulated").add_(p.sum((2, 3)))
+        self.slot("accumulated").add_(p.sum((2, 3), dtype=torch.float32))
         super().observe(q, p)
 
     def forget(self):

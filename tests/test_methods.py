@@ -15,7 +15,7 @@ import torch
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
 from methods.streaming_llm import StreamingLLM
-from nanollm.cache import LayerCache, finish_prompt, make_cache
+from nanollm.cache import LayerCache, finish_prompt, make_cache, window_rows, window_votes
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
 
@@ -236,6 +236,42 @@ def test_h2o_keeps_heavy_hitters_and_of_equals_the_newest():
     assert (cache.pos == torch.tensor([0, 5, 16, 17, 18, 19])).all()  # 16 is as light as 1 … 15
     cache = fill(H2O(budget=6), 7, strong=(0, 5))  # one too many: the path that drops a single slot
     assert (cache.pos.sort(-1).values == torch.tensor([0, 2, 3, 4, 5, 6])).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [600, 1])
+def test_h2o_adds_up_attention_in_32_bits(dtype, chunk):
+    """Of all the queries, and of each call's alone: in 16 bits the sum of a token that all look at would hardly grow."""
+    class Notes(H2O):
+        def observe(self, q, p):
+            expected[..., :p.shape[-1]] += p.double().sum((2, 3))
+            super().observe(q, p)
+
+    cache, expected, g = Notes(budget=600), torch.zeros(B, H, 600, dtype=torch.float64), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, 600, D, generator=g, dtype=torch.float32).to(dtype) for heads in (H * G, H, H))
+    k[:, :, 0] = 4 * q[:, ::G].mean(2)
+    for part in torch.arange(600).split(chunk):
+        cache.attend(*(x[:, :, part] for x in (q, k, v)), part[None])
+    torch.testing.assert_close(cache.slot("accumulated").double(), expected, rtol=1e-5, atol=0)
+    assert cache.k.dtype == dtype and expected.max() > 300 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_votes_of_16_bits_are_averaged_in_32(dtype):
+    """Means in 16 bits would often be equal, and equal votes go to the newest token."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(B, H, G, 32, D, generator=g).to(dtype), torch.randn(B, H, 300, D, generator=g).to(dtype)
+    votes = window_votes(q, k)
+    assert votes.dtype == torch.float32
+    torch.testing.assert_close(votes.double(), window_rows(q, k)[..., :-32].double().mean(3), rtol=1e-5, atol=0)
+
+
+def test_a_state_that_is_not_given_is_0_where_another_slot_was_before():
+    cache, x = LayerCache(), torch.ones(B, H, 4, D)
+    cache.write(x, x, torch.arange(4)[None], mass=x[..., 0])
+    cache.drop(torch.zeros(B, H, 1, dtype=torch.long))
+    cache.write(x[:, :, :1], x[:, :, :1], torch.tensor([[4]]))
+    assert cache.slot("mass").tolist() == [[[1, 1, 1, 0]] * H] * B and cache.slots["mass"].shape[2] == 4
 
 
 def test_random_breaks_ties_towards_the_newest(monkeypatch):
