@@ -1,4 +1,91 @@
 """A tiny GPT/Llama decoder with an explicit KV cache, and everything that measures what compressing it costs."""
+from collections.abc import Callable
+from numbers import Integral
+import os
 from pathlib import Path
+import sys
 
 TINY = Path(__file__).parent / "tiny"  # the trained checkpoint that ships
+
+
+def whole(name: str, x, least: int, most: int | None = None):
+    """x, or a ValueError if it is no whole number from `least` to `most`."""
+    if not isinstance(x, Integral) or isinstance(x, bool) or x < least or most is not None and x > most:
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} {x!r} must be a whole number {bounds}")
+    return x
+
+
+def check_seed(seed: int):
+    """ValueError if this is no seed for both NumPy and PyTorch."""
+    whole("seed", seed, 0, 2 ** 63 - 1)
+
+
+def ranks() -> tuple[int, int]:
+    """This process's number and how many there are, as torchrun says it; (0, 1) for a process alone."""
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise ValueError(f"RANK {rank!r} must be a whole number below WORLD_SIZE {world!r}, as torchrun sets them; "
+                         "unset both for a process alone")
+    return int(rank), int(world)
+
+
+def set_threads(asked: int, parameters: int):
+    """PyTorch's CPU threads: as many as asked for; by 0 what suits a decoder of so many parameters."""
+    import torch
+    if whole("threads", asked, 0, 1024):
+        torch.set_num_threads(asked)
+    elif parameters < 50_000_000:
+        torch.set_num_threads(1)
+
+
+def command(run: Callable, *arguments):
+    """Run a command of a shell: whatever its user can cause becomes one line and exit code 2. A bug keeps its traceback."""
+    try:
+        run(*arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        fail("nobody reads the output any more")
+    except KeyboardInterrupt:
+        fail("interrupted")
+    except (ValueError, OSError, MemoryError, RecursionError) as error:
+        fail(str(error) or "not enough memory")
+    except RuntimeError as error:
+        if "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        fail(f"not enough memory ({error})")
+
+
+def fail(why: str):
+    """One line on stderr and exit code 2."""
+    try:
+        print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
+    except OSError:  # it may be closed as well
+        os._exit(2)
+    sys.exit(2)
+
+
+def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
+    """ValueError or OSError, before any work, unless `file` can be written and holds nothing or what this program wrote."""
+    if not file.parent.is_dir():
+        raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is no file; name one for the {what}")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise ValueError(f"{file} must not be written to; name another file for the {what}")
+    if file.exists() and (held := file.read_bytes()) and not ours(held):
+        raise ValueError(f"{file} holds something else than the {what} of an earlier run; name another file or remove it")
+    replace(file, None)
+
+
+def replace(file: Path, data: bytes | None):
+    """Write data to a new file and put it in place at once, so that what was there is whole until then. None: only try."""
+    part = file.resolve().with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with part.open("xb") as out:
+            out.write(data or b"")
+        if data is not None:
+            part.replace(file.resolve())
+    finally:
+        part.unlink(missing_ok=True)

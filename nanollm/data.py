@@ -19,6 +19,8 @@ import zlib
 import numpy as np
 import tiktoken
 
+from nanollm import check_seed, whole
+
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
 DIGITS = 256                             # token 256 + n is the two-digit number n (tokenizer.py)
 LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")  # few-shot: classes of source lines
@@ -84,8 +86,8 @@ class Batch:
 
 
 def check_questions(questions: int, facts: int):
-    if not 0 < questions <= facts:
-        raise ValueError(f"questions {questions} must be at least 1 and at most the number of facts, {facts}")
+    if whole("questions", questions, 1) > whole("facts", facts, 1):
+        raise ValueError(f"questions {questions} must be at most the number of facts, {facts}")
 
 
 class Tasks:
@@ -94,8 +96,12 @@ class Tasks:
     A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words and values
     four-digit numbers; words and numbers of the test split never occur as keys or values in training.
     """
+    KNOWN = "needle", "recall", "few_shot", "copy", "plain"
 
     def __init__(self, encoding: tiktoken.Encoding, split: str):
+        if not isinstance(encoding, tiktoken.Encoding) or encoding.n_vocab < DIGITS + 100 or any(
+                encoding.decode_single_token_bytes(DIGITS + n) != b"%02d" % n for n in range(100)):
+            raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, whose tokens 256 to 355 are 00 to 99")
         self.encoding, self.split = encoding, split
         self.bos = encoding.n_vocab - 1
         self.stream = np.concatenate([[self.bos, *ids] for ids in encoding.encode_ordinary_batch(text(split))])
@@ -115,15 +121,17 @@ class Tasks:
         """n consecutive tokens of real text."""
         if n < 0:
             raise ValueError(f"the facts and questions need {-n} tokens more than the document has; make it longer")
+        if n >= len(self.stream):
+            raise ValueError(f"{n} tokens asked for, but the {self.split} text has {len(self.stream)}; ask for fewer")
         start = rng.integers(0, len(self.stream) - n)
         return self.stream[start:start + n]
 
     def pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
         """n different keys (2 tokens each) with their values, 2 tokens for each of their `numbers`."""
-        if numbers < 1:
-            raise ValueError(f"numbers {numbers} must be at least 1")
         if n > len(self.words):
             raise ValueError(f"{n} keys asked for, but there are {len(self.words)} words; ask for fewer")
+        if n * whole("numbers", numbers, 1) > len(self.values):
+            raise ValueError(f"{n} values of {numbers} numbers asked for, but there are {len(self.values)}; ask for fewer")
         keys = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
         return [(self.words[k], [DIGITS + part for v in value for part in divmod(v, 100)]) for k, value in zip(keys, values)]
@@ -153,6 +161,8 @@ class Tasks:
         A value is `numbers` four-digit numbers; the model is trained on one.
         """
         check_questions(questions, facts)
+        if depth is not None and not 0 <= depth <= 1:
+            raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
         pairs = self.pairs(rng, facts, numbers)
         start, is_, stop, ask = (self.ids(s) for s in (" The code of", " is ", ".", "\nQ:"))
         depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
@@ -176,8 +186,7 @@ class Tasks:
         The query's class has been seen. The answer is one token; chance is 1/classes. With `every_label` (training)
         each label after the first of its class is an answer too.
         """
-        if not 2 <= classes <= len(LINE_KINDS):
-            raise ValueError(f"classes {classes} must lie between 2 and {len(LINE_KINDS)}")
+        whole("shots", shots, 1, T), whole("classes", classes, 2, len(LINE_KINDS))
         kinds = rng.choice(len(LINE_KINDS), classes, replace=False)
         labels = DIGITS + rng.choice(100, classes, replace=False)
         which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
@@ -192,8 +201,8 @@ class Tasks:
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
         """A passage of other text within the text; at the end its first `start` tokens are quoted, the next follow."""
-        if not 0 < start < start + answer <= length:
-            raise ValueError(f"start {start} and answer {answer} must be positive and fit into the passage of {length}")
+        if whole("start", start, 1) + whole("answer", answer, 1) > whole("length", length, 1):
+            raise ValueError(f"start {start} and answer {answer} must fit into the passage of {length}")
         passage = self.filler(rng, length)
         return self.assemble(rng, T, [passage], [(passage[:start], passage[start:start + answer], [])])
 
@@ -203,7 +212,10 @@ class Tasks:
 
     def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
         """B documents of a task ("needle", "recall", "few_shot", "copy"), drawn until question and answers align."""
-        rng, rows, shape = np.random.default_rng(seed), [], None
+        if task not in self.KNOWN:
+            raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
+        check_seed(seed), whole("B", B, 1), whole("T", T, 1)
+        rng, rows, shape, missed = np.random.default_rng(seed), [], None, 0
         while len(rows) < B:
             tokens, roles = getattr(self, task)(rng, T, **knobs)
             tail = roles.copy()
@@ -211,6 +223,9 @@ class Tasks:
             shape = tail if shape is None else shape
             if (tail == shape).all():
                 rows.append((tokens, roles))
+                missed = 0
+            elif (missed := missed + 1) == 1000:
+                raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must be 1 here")
         edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
         answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
         question = int(np.argmax(shape != TEXT)) if answers else T

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from tiktoken import Encoding
 
 from nanollm import data
 from nanollm.data import ANSWER, FACT, LINE_KINDS, QUESTION, TEXT, Tasks, documents, held_out
@@ -91,6 +92,19 @@ def test_words_and_values_of_the_test_split_are_never_keys_or_values_in_training
     assert not seen_keys & held_words and not any(held_out(word, 5) for word in seen_keys)
     assert not seen_values & {*test.values} and sorted(train.values + test.values) == list(range(10_000))
     assert all(len(ids) == 2 for ids in train.words + test.words)
+
+
+@pytest.mark.parametrize("split, other", [("train", "test"), ("test", "train")])
+def test_text_and_few_shot_lines_come_from_their_own_side_alone(split, other, monkeypatch):
+    pool(monkeypatch, documents()[3::15])
+    monkeypatch.setattr(data, "words", data.words.__wrapped__)
+    both = {side: data.text(side) for side in (split, other)}
+    lines = {side: {line.strip() for doc in text for line in doc.splitlines()} for side, text in both.items()}
+    made, bos = Tasks(ENCODING, split), ENCODING.decode([ENCODING.n_vocab - 1])
+    assert decode(made.stream).split(bos)[1:] == both[split]
+    shown = {decode(line) for kind in made.lines for line in kind}
+    assert len(shown) > 50 and shown <= lines[split]
+    assert not shown <= lines[other]  # so the two sides can be told apart
 
 
 # ---- tasks ---
@@ -251,11 +265,39 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
 
 @pytest.mark.parametrize("task, knobs, message", [
     ("recall", dict(pairs=5000), r"5000 keys asked for, but there are \d+ words"),
-    ("needle", dict(numbers=0), "numbers 0 must be at least 1"), ("needle", dict(numbers=-1), "numbers -1"),
+    ("needle", dict(numbers=0), "numbers 0 must be a whole number of at least 1"), ("needle", dict(numbers=-1), "numbers -1"),
     ("copy", dict(length=20, start=8, answer=13), "start 8 and answer 13 .* passage of 20"),
-    ("few_shot", dict(classes=1), "classes 1 must lie between 2 and 8"),
-    ("few_shot", dict(classes=9), "classes 9 must lie between 2 and 8"),
+    ("copy", dict(start=-1), "start -1 must be"), ("recall", dict(questions=17), "questions 17 must be at most .* 16"),
+    ("needle", dict(depth=1.5), "depth 1.5 must lie between 0"), ("needle", dict(facts=2.0), "facts 2.0 must be a whole"),
+    ("needle", dict(numbers=1000), "4 values of 1000 numbers asked for, but there are"),
+    ("few_shot", dict(shots=0), "shots 0 must be a whole number from 1 to 400"),
+    ("few_shot", dict(classes=1), "classes 1 must be a whole number from 2 to 8"),
+    ("few_shot", dict(classes=9), "classes 9 must be a whole number from 2 to 8"),
 ])
 def test_bad_knobs_are_refused(task, knobs, message):
     with pytest.raises(ValueError, match=message):
         tasks("test").batch(task, 0, 1, 400, **knobs)
+
+
+@pytest.mark.parametrize("call, message", [
+    (("nedle", 0, 1, 400), "task 'nedle' is unknown; known are needle, recall"), (("ids", 0, 1, 400), "task 'ids'"),
+    (("plain", -1, 1, 400), "seed -1 must be a whole number from 0 to"), (("plain", 2 ** 63, 1, 400), "seed 9223372036854775808"),
+    (("plain", 0, 0, 400), "B 0"), (("plain", 0, 1, 0), "T 0"), (("plain", 0, 1, 40.0), "T 40.0 must be a whole number"),
+    (("plain", 0, 1, 10 ** 8), "100000000 tokens asked for, but the test text has"),
+])
+def test_bad_batches_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        tasks("test").batch(*call)
+
+
+def test_documents_that_never_align_are_an_error():
+    with pytest.raises(ValueError, match="1000 documents of few_shot in a row do not align with the first; B 2 must be 1"):
+        tasks("test").batch("few_shot", 0, 2, 400, every_label=True)
+    assert tasks("test").batch("few_shot", 0, 1, 400, every_label=True).tokens.shape == (1, 400)
+
+
+def test_a_tokenizer_without_two_digit_numbers_is_refused():
+    bytes_alone = Encoding("bytes", pat_str=".", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={})
+    for other in (bytes_alone, "gpt2"):
+        with pytest.raises(ValueError, match="tokens 256 to 355 are 00 to 99"):
+            Tasks(other, "test")
