@@ -6,30 +6,54 @@
 """
 import argparse
 from dataclasses import fields, make_dataclass
+from functools import partial
 import importlib
 import inspect
 import json
-import os
 from pathlib import Path
 import sys
 import time
+import traceback
 
+import nanollm
 from nanollm import TINY
 
 METHODS = Path(__file__).parent.parent / "methods"
 
 
-def methods() -> tuple[dict, dict]:
-    """Of all files in methods/: every variant by name, after full attention, and what can go on top of a window method."""
+def methods() -> tuple[dict, dict, dict]:
+    """Of all files in methods/: every variant by name, after full attention; what can go on top of a window method; and
+    the files that cannot be used, by name, with the reason."""
     from nanollm.cache import LayerCache
-    found, additions = {}, {}
-    for file in METHODS.glob("*.py"):
-        module = importlib.import_module(f"methods.{file.stem}")
-        if not hasattr(module, "variants"):
-            raise ValueError(f"{file} names no methods; end it with variants = {{'name': Class}}")
+    found, additions, broken = {"full": LayerCache}, {}, {}
+    for file in sorted(METHODS.glob("*.py")):
+        try:
+            module = importlib.import_module(f"methods.{file.stem}")
+            if not hasattr(module, "variants"):
+                raise ValueError("it names no methods; end it with variants = {'name': Class}")
+            more = getattr(module, "additions", {})
+            for name, Method in (module.variants | more).items():
+                of = Method.func if isinstance(Method, partial) else Method
+                if not isinstance(of, type) or not issubclass(of, LayerCache):
+                    raise ValueError(f"{name!r} stands for {of!r}, which is no LayerCache")
+                if (found | additions).get(name, Method) is not Method:
+                    raise ValueError(f"another file has a method {name!r} already; take another name")
+        except (Exception, SystemExit) as error:  # whatever a file may do when it is imported
+            broken[file.name] = told(error)
+            continue
         found |= module.variants
-        additions |= getattr(module, "additions", {})
-    return {"full": LayerCache} | dict(sorted(found.items())), dict(sorted(additions.items()))
+        additions |= more
+    return {"full": LayerCache} | dict(sorted(found.items())), dict(sorted(additions.items())), broken
+
+
+def told(error: BaseException) -> str:
+    """An error in one line. One that no check foresaw also says its kind and where in methods/ it arose."""
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((frame for frame in reversed(frames) if Path(frame.filename).parent == METHODS), None)
+    where = f", line {place.lineno} of {Path(place.filename).name}" if place else ""
+    return f"{type(error).__name__}{where}: {error}"
 
 
 def has_window(Method) -> bool:
@@ -70,12 +94,15 @@ def pick(names: list[str]) -> dict[str, type]:
 
     "all" is every variant, and every window method with each addition.
     """
-    found, additions = methods()
+    found, additions, broken = methods()
+    for file, why in broken.items():
+        print(f"methods/{file} is left out: {why}", file=sys.stderr)
     asks_below = {name for name, Method in additions.items() if getattr(Method, "asks_below", False)}
     composed = {f"{name}+{addition}" for name, Method in found.items() if has_window(Method) and "+" not in name
                 for addition in (asks_below if chooses(Method) else additions)} - found.keys()
     if "all" in names:
-        names = ["full", *sorted(found.keys() - {"full"} | composed)]
+        names = dict.fromkeys(["full", *sorted(found.keys() - {"full"} | composed), *names])
+        del names["all"]
     chosen = {}
     for name in names or found:
         base, *more = name.split("+")
@@ -99,7 +126,9 @@ def load(folder: Path, device: str):
     from nanollm import tokenizer, weights
     model = weights.from_hf(folder, device=device)
     own = folder / "tokenizer.tiktoken"
-    return model, tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
+    encoding = tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
+    tokenizer.check_vocabulary(encoding, model.config.vocab_size)
+    return model, encoding
 
 
 COLUMNS = (("method", "{:<27}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
@@ -131,6 +160,17 @@ def show(row: dict) -> str:
 def mean_l1(row: dict) -> float:
     """Over layers and heads, each layer alone."""
     return sum(map(sum, row["l1_alone"])) / sum(map(len, row["l1_alone"]))
+
+
+def row_of(name: str, fraction: float | None, T: int, documents: int, seed: int, measured: dict, texts: int) -> dict:
+    """A row: what was run, what `Benchmark.run` measured on `texts` texts, bytes now of one of them, means over the tasks."""
+    from nanollm.evaluate import TASKS
+    row = dict(method=name, fraction=fraction, tokens=T, documents=documents, seed=seed) | measured
+    for key in ("live", "allocated", "peak"):
+        row[key] //= texts
+    for setting in ("aware", "blind"):
+        row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
+    return row
 
 
 def additions_table(rows: list[dict]) -> str:
@@ -168,37 +208,41 @@ def compare(argv: list[str]):
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer.tiktoken")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     args = parser.parse_args(argv)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if rank == 0:
-        print("Each method compresses the KV cache of a small trained decoder at the end of a prompt of real text, or while\n"
-              "reading it (scissorhands). aware: the question was in that prompt; blind: it came afterwards.", flush=True)
+    rank, world = nanollm.ranks()
+    nanollm.check_seed(args.seed)
     for percent in args.budgets:
         if not 0 < percent <= 100:
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
-    for file in (args.figure, args.json):
-        if file and not file.parent.is_dir():
-            raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
     if args.figure.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure {args.figure} must end in .png, .pdf or .svg")
+    if args.json and args.json.resolve() == args.figure.resolve():
+        raise ValueError(f"rows and figure cannot both go to {args.json}; name two files")
+    if rank == 0:
+        nanollm.check_output(args.figure, "figure", lambda held: b"matplotlib" in held.lower())
+        if args.json:
+            nanollm.check_output(args.json, "rows", holds_rows)
 
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
     from nanollm import plot
     from nanollm.data import Tasks
-    from nanollm.evaluate import TASKS, Benchmark, maker
+    from nanollm.evaluate import Benchmark, excess, maker
     from nanollm.tokenizer import boundaries
-    lengths = args.lengths or ([512, 1024] if args.full else [512])
-    documents = args.documents if args.documents is not None else 256 if args.full else 32
     chosen = pick(args.methods)
     model, encoding = load(args.model, args.device)
+    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    lengths = list(dict.fromkeys(args.lengths or ([512, 1024] if args.full else [512])))
+    for T in lengths:
+        nanollm.whole("length", T, 16, model.config.max_len)
+    documents = args.documents if args.documents is not None else 256 if args.full else 32
+    fractions = [percent / 100 for percent in dict.fromkeys(args.budgets)]
     jobs = [(T, name, fraction) for T in lengths for name in chosen
-            for fraction in ([percent / 100 for percent in args.budgets] if has_budget(chosen[name]) else [None])]
-    if max(lengths) > model.config.max_len:
-        raise ValueError(f"length {max(lengths)} exceeds the model's length of {model.config.max_len}; use a shorter one")
+            for fraction in (fractions if has_budget(chosen[name]) else [None])]
     ends = boundaries(encoding, model.config.vocab_size)
     knobs = {name: given(Method, window=args.window, ends=ends) for name, Method in chosen.items()}
     for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
@@ -206,49 +250,73 @@ def compare(argv: list[str]):
         try:
             maker(model, chosen[name], fraction, **knobs[name])(shortest)
         except ValueError as error:
-            budget = "" if fraction is None else f" at {100 * fraction:g} % of {shortest} tokens"
-            raise ValueError(f"{name}{budget}: {error}") from error
+            raise ValueError(f"{label(name, fraction)}{'' if fraction is None else f' of {shortest} tokens'}: {error}") from error
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
+    tasks, built, learned = Tasks(encoding, "test"), {}, {}
 
-    tasks, rows, built, learned, began = Tasks(encoding, "test"), [], {}, {}, time.time()
-    bar = tqdm(jobs[rank::world], disable=rank > 0, leave=False, unit="row")
-    for T, name, fraction in bar:
-        bar.set_description(f"{name}, {T} tokens")
+    def measure(T: int, name: str, fraction: float | None) -> dict | str:
+        """A row, or why there is none: one method's mistake costs only its own rows."""
+        nonlocal built
         if T not in built:
             built = {T: Benchmark.build(model, tasks, T, documents, seed=args.seed)}
-            if world == 1:
-                bar.write(header(T, documents, args.seed))
-        if name not in learned:
-            learned[name] = calibrated(chosen[name], model, encoding)
         try:
+            if name not in learned:
+                learned[name] = calibrated(chosen[name], model, encoding)
             row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name] | learned[name]))
-        except ValueError as error:  # a budget may turn out too small only when the prompt is over
-            raise ValueError(f"{name}{'' if fraction is None else f' at {100 * fraction:g} %'}: {error}") from error
-        B = built[T].full.tokens.shape[0]
-        for key in ("live", "allocated", "peak"):
-            row[key] //= B  # per sequence
-        for setting in ("aware", "blind"):
-            row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
-        rows.append(dict(method=name, fraction=fraction, tokens=T, documents=documents, seed=args.seed) | row)
-        if world == 1:
-            bar.write(show(rows[-1]))
+        except Exception as error:
+            return f"{label(name, fraction)}: {told(error)}"
+        return row_of(name, fraction, T, documents, args.seed, row, built[T].full.tokens.shape[0])
+
+    if rank == 0:
+        print("Each method compresses the KV cache of a small trained decoder at the end of a prompt of real text, or while\n"
+              "reading it (scissorhands). aware: the question was in that prompt; blind: it came afterwards.", flush=True)
+    rows, failed, began = [], [], time.time()
+    bar = tqdm(range(0, len(jobs), world), disable=rank > 0, leave=False, unit="row" if world == 1 else "rows")
+    for first in bar:  # `world` rows at a time, one on each rank
+        T, name, _ = jobs[first]
+        bar.set_description(f"{name}, {T} tokens")
+        mine = measure(*jobs[first + rank]) if first + rank < len(jobs) else None
+        results = [mine] * world
+        if world > 1:
+            dist.all_gather_object(results, mine)
+        for row in results if rank == 0 else ():
+            if isinstance(row, str):
+                failed.append(row)
+                bar.write(row)
+            elif row is not None:
+                if not rows or rows[-1]["tokens"] != row["tokens"]:
+                    bar.write(header(row["tokens"], documents, args.seed))
+                rows.append(row)
+                bar.write(show(row) + (f"\n  ! {why}" if (why := excess(row)) else ""))
+                if args.json:
+                    nanollm.replace(args.json, json.dumps(rows, indent=1).encode())
     if world > 1:
-        gathered = [None] * world if rank == 0 else None
-        dist.gather_object(rows, gathered)
         dist.destroy_process_group()
         if rank > 0:
             return
-        rows = sorted(sum(gathered, []), key=lambda row: jobs.index((row["tokens"], row["method"], row["fraction"])))
-        for T in lengths:
-            print(header(T, documents, args.seed), *(show(row) for row in rows if row["tokens"] == T), sep="\n")
     for T in lengths:
         print(additions_table([row for row in rows if row["tokens"] == T]))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-    plot.comparison([row for row in rows if row["tokens"] == lengths[0]], args.figure)
-    print(f"\n{len(rows)} rows in {time.time() - began:.0f} s; figure in {args.figure}" + (f", rows in {args.json}" if args.json else ""))
+    if drawn := [row for row in rows if row["tokens"] == lengths[0]]:
+        plot.comparison(drawn, args.figure)
+        print(f"\n{len(rows)} rows in {time.time() - began:.0f} s; figure in {args.figure}"
+              + (f", rows in {args.json}" if args.json else ""))
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(jobs)} rows failed: {'; '.join(failed)}")
+
+
+def label(name: str, fraction: float | None) -> str:
+    return name if fraction is None else f"{name} at {100 * fraction:g} %"
+
+
+def holds_rows(data: bytes) -> bool:
+    """Whether a file holds what --json wrote."""
+    try:
+        rows = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(rows, list) and all(isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in rows)
 
 
 def generate(argv: list[str]):
@@ -263,7 +331,9 @@ def generate(argv: list[str]):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     args = parser.parse_args(argv)
+    nanollm.check_seed(args.seed)
     if args.method == "all":
         raise ValueError("one method writes one text; name one")
     Method = pick([args.method])[args.method]
@@ -276,6 +346,7 @@ def generate(argv: list[str]):
     from nanollm.generate import stream
     from nanollm.tokenizer import boundaries
     model, encoding = load(args.model, args.device)
+    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     known = {} if args.budget is None else dict(budget=args.budget)
     knobs = given(Method, ends=boundaries(encoding, model.config.vocab_size), **known) | calibrated(Method, model, encoding)
     encode = getattr(encoding, "encode_ordinary", encoding.encode)
@@ -303,20 +374,14 @@ def generate(argv: list[str]):
 
 
 def main(argv: list[str]):
-    command, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
-    try:
-        if command == "compare":
-            compare(rest)
-        elif command == "generate":
-            generate(rest)
-        elif command == "train":
-            from nanollm import train
-            train.main(rest)
-        else:
-            raise ValueError(f"unknown command {command!r}; known are compare, generate, train")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
+    if name == "train":
+        from nanollm.train import main as run
+    elif name in ("compare", "generate"):
+        run = dict(compare=compare, generate=generate)[name]
+    else:
+        nanollm.fail(f"unknown command {name!r}; known are compare, generate, train")
+    nanollm.command(run, rest)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from methods.quantized import Quantized
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from nanollm import evaluate
-from nanollm.__main__ import TINY, additions_table, calibrated, chooses, given, has_budget, has_window, main, methods, pick
-from nanollm.cache import LayerCache, WindowCache, make_cache
+from nanollm.__main__ import (TINY, additions_table, calibrated, chooses, given, has_budget, has_window, header, main, methods,
+                              pick, row_of, show)
+from nanollm.cache import LayerCache, WindowCache, cache_bytes, make_cache
 from nanollm.data import Tasks
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
@@ -93,7 +94,7 @@ def test_there_is_a_row_for_every_method_and_budget_and_every_number_in_it(rows)
     for row in rows:
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
             "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1", "l1_alone",
-            "live", "allocated", "peak", "tokens_per_s", "each"}
+            "live", "allocated", "peak", "tokens_per_s", "each", "prompt", "slots", "slots_end", "forgets"}
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
@@ -152,21 +153,184 @@ def test_two_processes_make_the_rows_of_one(rows, checkpoint, tmp_path):
     assert len([line for line in done.stdout.splitlines() if line.startswith(tuple(NAMES))]) == len(rows)
 
 
+# ---- numbers become a table and a figure ---
+
+
+def measured(**more) -> dict:
+    """What a benchmark of 3 documents may have measured: every number another."""
+    shares = dict(zip((f"{task}_{setting}" for task in TASKS for setting in ("aware", "blind")),
+                      (0.11, 0.22, 0.33, 0.44, 0.55, 0.75)))
+    return shares | {f"{key}_se": 0.9 for key in shares} | dict(
+        perplexity=12.34, kl=0.567, l1=[[70.0, 80.0]], l1_alone=[[6.0, 7.0], [8.0, 9.5]], live=3 * 1024 * 5,
+        allocated=3 * 1024 * 6, peak=3 * 1024 * 7, tokens_per_s=4321.0) | more
+
+
+def test_every_number_of_a_row_stands_below_its_name():
+    row = row_of("h2o", 0.125, 300, 17, 4, measured(), 3)
+    assert {key: row[key] for key in ("method", "fraction", "tokens", "documents", "seed", "live", "allocated", "peak")} == dict(
+        method="h2o", fraction=0.125, tokens=300, documents=17, seed=4, live=5 * 1024, allocated=6 * 1024, peak=7 * 1024)
+    assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
+    assert row["blind"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
+    assert show(row).split() == "h2o 12.5 % 5 0.11 0.22 0.33 0.44 0.55 0.75 12.34 0.567 7.62 4321".split()
+    _, first, _, of_tasks, names = header(300, 17, 4).split("\n")
+    assert first == "17 documents per task, 300 tokens each; seed 4; standard error of an accuracy: at most 0.12"  # 1/2 / √16
+    assert names.split() == ["method", "budget", "KiB", *["aware", "blind"] * 3, "perpl.", "KL", "L1", "tokens/s"]
+    assert of_tasks.split() == ["live", *TASKS, "batch"]
+    for task, share in zip(TASKS, ("0.22", "0.44", "0.75")):  # a task's name stands above its second number, `blind`
+        start, end = of_tasks.index(task), show(row).index(share) + 4
+        assert start < end <= start + len(task) and names[:end].endswith("blind")
+
+
+def test_the_figure_is_of_the_first_length_and_of_each_row_of_it(checkpoint, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("nanollm.plot.comparison", lambda rows, file: drawn.append((rows, file)))
+    rows = compare(checkpoint, "--methods", "full", "h2o", "--lengths", "300", "288", "--budgets", "50", "--documents", "2")
+    assert [row["tokens"] for row in rows] == [300, 300, 288, 288]
+    ((shown, file),) = drawn
+    assert timeless(shown) == timeless(rows[:2]) and file == Path("compare.png")
+
+
+# ---- a method that is wrong does not look good ---
+
+
+WRONG = {
+    "hoarder": "@dataclass(eq=False)\nclass C(LayerCache):\n    budget: int\n",
+    "grower": """@dataclass(eq=False)
+class C(LayerCache):
+    budget: int
+
+    def observe(self, q, p): pass  # super().observe(q, p) is forgotten
+
+    def forget(self): self.shrink(self.pos, self.budget)
+""",
+    "late": """@dataclass(eq=False)
+class C(LayerCache):
+    budget: int
+
+    def forget(self): self.shrink(self.k[:, :1].norm(dim=-1).expand(1, 3, -1), self.budget)
+""",
+    "plain": "class C(LayerCache):\n    budget: int = 9\n"}
+
+
+@pytest.fixture
+def wrong(monkeypatch, tmp_path_factory):
+    """A folder of methods that are wrong in one way each, beside one that is right."""
+    folder = tmp_path_factory.mktemp("wrong") / "methods"
+    folder.mkdir()
+    monkeypatch.setattr("nanollm.__main__.METHODS", folder)
+    monkeypatch.syspath_prepend(folder.parent)
+    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, code in WRONG.items():
+        (folder / f"{name}.py").write_text("from dataclasses import dataclass\nfrom nanollm.cache import LayerCache\n\n\n"
+                                           f"{code}\n\nvariants = {{'{name}': C}}\n")
+    shutil.copy(ROOT / "methods" / "h2o.py", folder)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
+        del sys.modules[name]  # monkeypatch puts the right ones back
+
+
+def test_a_row_that_holds_more_than_its_budget_is_marked(checkpoint, wrong, capsys):
+    names = "hoarder", "grower", "h2o", "full"
+    compare(checkpoint, "--methods", *names, "--budgets", "50", "--documents", "2")
+    lines = capsys.readouterr().out.splitlines()
+    marks = {line.split()[0]: after for line, after in zip(lines, lines[1:]) if line.startswith(names)}
+    assert marks["hoarder"] == "  ! evicts nothing: holds all 223 tokens of a prompt, and its budget is 112"
+    assert re.match(r"  ! grows to \d+ slots a head after the prompt, and its budget is 112; does its obs", marks["grower"])
+    assert "!" not in marks["h2o"] + marks["full"]
+
+
+def test_a_row_that_fails_leaves_the_others(checkpoint, wrong, capsys):
+    arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, "--budgets", "50", "--methods"]
+    out = refused(capsys, [*arguments, "full", "late", "h2o"],
+                  r"1 of 3 rows failed: late at 50 %: \w+Error, line 9 of late.py: ")
+    assert [row["method"] for row in json.loads(Path("rows.json").read_text())] == ["full", "h2o"]
+    assert out.index("\nfull") < out.index("\nlate at 50 %: ") < out.index("\nh2o") and Path("compare.png").exists()
+    refused(capsys, [*arguments, "plain"], "plain.*: C declares budget but is no dataclass; put @dataclass")
+
+
+def test_a_broken_file_is_named_and_the_others_run(checkpoint, wrong, capsys):
+    (wrong / "syntax.py").write_text("def\n")
+    (wrong / "typo.py").write_text("\nx = undefined\n")
+    (wrong / "empty.py").write_text("\n")
+    (wrong / "three.py").write_text("variants = {'three': 3}\n")
+    (wrong / "zz_again.py").write_text((wrong / "h2o.py").read_text())
+    found, _, broken = methods()
+    assert [*found] == ["full", "grower", "h2o", "hoarder", "late", "plain"]
+    assert {file: re.sub(r"\(.*\)", "()", why) for file, why in broken.items()} == {
+        "empty.py": "it names no methods; end it with variants = {'name': Class}",
+        "syntax.py": "SyntaxError: invalid syntax ()", "three.py": "'three' stands for 3, which is no LayerCache",
+        "typo.py": "NameError, line 2 of typo.py: name 'undefined' is not defined",
+        "zz_again.py": "another file has a method 'h2o' already; take another name"}
+    main(["generate", "--model", str(checkpoint), "--tokens", "2", "x"])
+    out, error = capsys.readouterr()
+    assert out.startswith("x")
+    assert [line.split()[0] for line in error.splitlines()] == [f"methods/{file}" for file in sorted(broken)]
+    with pytest.raises(ValueError, match="unknown method 'typo'"):
+        pick(["typo"])
+
+
+# ---- nothing is lost, nothing that is not ours is overwritten ---
+
+
+def test_rows_are_written_as_they_come(checkpoint, monkeypatch):
+    seen, run = [], evaluate.Benchmark.run
+
+    def then_look(self, *arguments):
+        file = Path("rows.json")
+        seen.append([row["method"] for row in json.loads(file.read_text())] if file.exists() else None)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(evaluate.Benchmark, "run", then_look)
+    with pytest.raises(SystemExit):
+        compare(checkpoint, "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2")
+    assert seen == [None, ["full"], ["full", "random"]] and len(json.loads(Path("rows.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("options, message", [
+    ("--json config.json", "config.json holds something else than the rows of an earlier run; name another file"),
+    ("--figure photo.png", "photo.png holds something else than the figure of an earlier run"),
+    ("--json x.png --figure x.png", "rows and figure cannot both go to x.png"),
+    ("--json ./x.png --figure x.png", "rows and figure cannot both go to x.png"),
+    ("--json folder", "folder is no file; name one for the rows"), ("--json=", "is no file; name one for the rows"),
+    ("--json /dev/null", "/dev/null is no file"), ("--json " + 300 * "x", "File name too long"),
+    ("--figure table.txt", "must end in .png")])
+def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, message):
+    Path("folder").mkdir()
+    kept = {"config.json": b'{"model_type": "llama"}', "photo.png": b"\x89PNG of somebody else"}
+    for name, data in kept.items():
+        Path(name).write_bytes(data)
+    out = refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "h2o", *options.split()], message)
+    assert out == "" and {path.name for path in Path().iterdir()} == {"folder", *kept}
+    assert all(Path(name).read_bytes() == data for name, data in kept.items())
+
+
+def test_a_second_run_replaces_rows_and_figure_of_the_first(checkpoint):
+    for seed in "01":
+        (row,) = compare(checkpoint, "--methods", "full", "--documents", "2", "--seed", seed)
+    assert row["seed"] == 1 and {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
+
+
+def test_output_that_cannot_be_written_is_one_line(checkpoint):
+    arguments = [sys.executable, "-m", "nanollm", "generate", "--model", str(checkpoint), "--tokens", "9", "x"]
+    for end in ("| true", "> /dev/full"):
+        done = subprocess.run(["bash", "-c", f'set -o pipefail; "$@" {end}', "-", *arguments], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert done.returncode == 2 and re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
+
+
 # ---- which methods ---
 
 
-def test_methods_are_the_variants_of_all_files(monkeypatch, tmp_path):
-    found, additions = methods()
-    assert [*found] == ["full", *sorted(found.keys() - {"full"})] and found["full"] is LayerCache
+def test_methods_are_the_variants_of_all_files():
+    found, additions, broken = methods()
+    assert not broken and [*found] == ["full", *sorted(found.keys() - {"full"})] and found["full"] is LayerCache
     assert {"h2o", "random", "streaming_llm", "snap_kv", "ada_kv", "snap_kv+critical"} <= found.keys()
     assert [*additions] == sorted(additions) and additions["critical"] is found["snap_kv+critical"] is Critical
     assert pick([]) == found and [*pick(["random", "full"])] == ["random", "full"]
     assert [name for name in NAMES + ["ada_kv", "snap_kv"] if has_window(found[name])] == ["ada_kv", "snap_kv"]
-    monkeypatch.setattr("nanollm.__main__.METHODS", tmp_path)
-    (tmp_path / "snap_kv.py").touch()
-    monkeypatch.delattr("methods.snap_kv.variants")
-    with pytest.raises(ValueError, match="snap_kv.py names no methods; end it with variants"):
-        methods()
 
 
 @pytest.mark.parametrize("name, bases", [
@@ -189,7 +353,7 @@ def test_a_knob_keeps_the_default_of_the_uppermost_method_that_names_it():
 
 
 def test_all_is_every_window_method_with_each_addition_once():
-    found, additions = methods()
+    found, additions, broken = methods()
     windows = [name for name, Method in found.items() if has_window(Method) and "+" not in name]
     assert {"ada_kv", "pyramid_kv", "snap_kv", "chunk_kv"} <= {*windows} and {"critical", "chunk", "residual"} <= additions.keys()
     chosen = pick(["all"])
@@ -197,6 +361,9 @@ def test_all_is_every_window_method_with_each_addition_once():
     assert chosen.keys() - found.keys() == {f"{name}+{x}" for name in windows for x in additions
                                             if x == "residual" or not name.startswith("chunk")} - found.keys()
     assert chosen.keys() >= found.keys() and chosen["snap_kv+critical"] is Critical
+    assert pick(["all", "h2o"]).keys() == chosen.keys()
+    with pytest.raises(ValueError, match="unknown method 'nope'"):
+        pick(["all", "nope"])
 
 
 @pytest.mark.parametrize("name", ["nope", "nope+critical", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical",
@@ -401,9 +568,12 @@ def test_generate_without_a_budget(checkpoint, capsys):
     caches = make_cache(model, Quantized, bits=2, exact=16)
     new, seen = generate(model, tokens, 9, caches), tokens.shape[1] + 8
     left = seen - (seen - 16) // 32 * 32
+    live, allocated = (f"{x / 1024:.0f} KiB" for x in cache_bytes(caches))
     text, tail = capsys.readouterr().out.split("\n\n[")
     assert text == prompt + ENCODING.decode(new[0].tolist()).removesuffix("\ufffd")
-    assert left < seen and tail.startswith(f"{seen} tokens seen, at most {left} slots kept per head in layer 0")
+    assert left < seen and live != allocated
+    assert tail == (f"{seen} tokens seen, at most {left} slots kept per head in layer 0, "
+                    f"{live} live, {allocated} allocated]\n")
 
 
 def test_generate_cuts_where_the_text_does(checkpoint, capsys):
@@ -452,11 +622,14 @@ def refused(capsys, arguments, message):
     ("--budgets nan", "budget nan %"),
     ("--methods streaming_llm --budgets 50 1", r"streaming_llm at 1 % of \d+ tokens: budget 2 must be at least 5"),
     ("--methods chunk_kv --budgets 50 6.25", r"chunk_kv at 6.25 % of 223 tokens: budget 14 has no room for a chunk of 10"),
-    ("--documents 1", "documents 1 must be at least 2"),
-    ("--methods kv_reviver --budgets 3 --documents 2 --lengths 256", "error: kv_reviver at 3 %: budget 7 has no room"),
-    ("--documents 0", "documents 0 must be at least 2"),
+    ("--documents 1", "documents 1 must be a whole number of at least 2"),
+    ("--methods kv_reviver --budgets 3 --documents 2 --lengths 256", "1 of 1 rows failed: kv_reviver at 3 %: budget 7 has"),
+    ("--documents 0", "documents 0 must be a whole number of at least 2"),
     ("--methods full --lengths 30", r"need \d+ tokens more"),
-    ("--lengths 401", "exceed.* length of 400"),
+    ("--lengths 401", "length 401 must be a whole number from 16 to 400"),
+    ("--lengths 288 0", "length 0 must be a whole number from 16 to 400"),
+    ("--seed -1", "seed -1 must be a whole number from 0"), ("generate --seed 99999999999999999999 x", "seed 9+ must be"),
+    ("--threads -1", "threads -1 must be a whole number"), ("generate --threads -1 x", "threads -1 must be a whole number"),
     ("--json nowhere/rows.json", "folder nowhere for rows.json is not there"),
     ("--figure nowhere/compare.png", "folder nowhere for compare.png is not there"),
     ("generate --method nope x", "unknown method 'nope'; known are"),
@@ -487,7 +660,7 @@ def test_a_window_that_does_not_fit_is_found_before_any_work(checkpoint, capsys,
     assert "documents per task" not in refused(capsys, ["--model", str(checkpoint), *SMALL, *arguments], message)
 
 
-@pytest.mark.parametrize("prompt, message", [("", "the prompt is empty"),
+@pytest.mark.parametrize("prompt, message", [("", "the prompt's tokens are empty"),
                                              ("word " * 300, "prompt tokens and 100 new ones exceed")])
 def test_a_prompt_that_cannot_be_read_is_one_line(checkpoint, capsys, prompt, message):
     assert refused(capsys, ["generate", "--model", str(checkpoint), prompt], message) == ""  # nor is the prompt echoed
