@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from nanollm import whole
 from nanollm.cache import WindowCache, kernel_for, top
 
 
@@ -70,6 +71,10 @@ class LeastTheta(WindowCache):
     """
     steps: int = 2       # of improvement; 0 takes the better of top-A and two-stage; here 2 come within 0.5 % of 12
     pooled: bool = True  # A is what is to be expected after pooling; False: what the window's queries saw
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole("steps", self.steps, 0, 100)
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
         weights = self.rows.mean(3)  # (B, H, G, S): the window stays and carries weight too

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from nanollm import whole
 from nanollm.cache import WindowCache, visible
 
 
@@ -32,9 +33,9 @@ class Residual(WindowCache):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.entries < 1 or self.rounds < 0 or not 0 < self.share <= 1:
-            raise ValueError(f"entries {self.entries} must be at least 1, rounds {self.rounds} at least 0 and share "
-                             f"{self.share} above 0 and at most 1")
+        whole("entries", self.entries, 1, 1000), whole("rounds", self.rounds, 0, 100)
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share {self.share} must lie above 0 and be at most 1")
 
     def select(self, votes: Tensor, budget: int | Tensor) -> Tensor:
         """What the method below keeps of a smaller budget, and the entries, which are written over evicted slots."""

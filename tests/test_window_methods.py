@@ -465,6 +465,7 @@ def test_at_the_end_of_a_knob_is_snap_kv(Method, knobs):
     (PyramidKV, dict(beta=0), "beta 0"), (AdaKV, dict(floor=1.5), "floor 1.5"), (AdaKV, dict(floor=-0.1), "floor -0.1"),
     (Critical, dict(alpha=1.5), "alpha 1.5"), (on(Critical, AdaKV), dict(alpha=-0.5), "alpha -0.5"),
     (Residual, dict(entries=0), "entries 0"), (Residual, dict(rounds=-1), "rounds -1"),
+    (Residual, dict(rounds=10**9), "rounds 1000000000 must be"), (LeastTheta, dict(steps=10**9), "steps 1000000000 must be"),
     (Residual, dict(share=0), "share 0"), (on(Residual, Critical, AdaKV), dict(share=1.5), "share 1.5"),
     (ChunkKV, dict(chunk=0), "chunk 0 .* must be at least 1"), (ChunkKV, dict(reuse=0), "reuse 0 must be at least 1"),
     (ChunkKV, dict(first=-1), "first -1 at least 0"),
