@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from nanollm import whole
 from nanollm.cache import NEVER, LayerCache, cache_bytes, check_budget, finish_prompt, make_cache, probabilities
 from nanollm.data import Batch, Tasks
-from nanollm.generate import prefill
+from nanollm.generate import check_prompt, prefill
 
 Make = Callable[[int], list[LayerCache]]  # from the number of prompt tokens to fresh caches
 TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs, 16 shots of 4 classes
@@ -27,6 +28,7 @@ TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs
 
 def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> int:
     """Feed tokens (B, T) of a prompt. Returns the peak of the caches' allocated bytes."""
+    whole("chunk", chunk, 1)
     peak = 0
     for part in tokens.split(chunk, 1):
         prefill(model, part, caches)
@@ -106,6 +108,9 @@ def replay(told: list[Told], caches: list[LayerCache]) -> int:
 def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens (B, T), those before the question, and those of the question that are fed before the compression."""
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
+    check_prompt(model, tokens)
+    if not batch.answers:
+        raise ValueError("these documents ask nothing; take a task with questions")
     return tokens, tokens[:, :batch.question], tokens[:, batch.question:batch.answers[0].start - 1]
 
 
@@ -174,6 +179,7 @@ class Reference:
 @torch.no_grad()
 def reference(model, tokens: Tensor, new: int) -> Reference:
     """What the full cache says about the last `new` of tokens (B, T)."""
+    check_prompt(model, tokens)
     if not 0 < new < tokens.shape[1] - 1:
         raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]} by at least 2")
     caches = make_cache(model, Recorder)
@@ -285,17 +291,27 @@ def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: in
     One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the most
     likely one after the true tokens before it.
     """
+    check_size(model, documents, 1, T)
     right = []
     batch = tasks.batch(task, seed, documents, T, **knobs)
-    for rows in torch.from_numpy(batch.tokens).to(model.embed.weight.device).split(max(1, 16_384 // T)):
+    tokens, *_ = prompt_and_question(model, batch)
+    for rows in tokens.split(max(1, 16_384 // T)):
         best = model(rows[:, :-1]).argmax(-1)
         right += [(best[:, a.start - 1:a.stop - 1] == rows[:, a]).all(1).float().mean().item() * len(rows) for a in batch.answers]
     return sum(right) / documents / len(batch.answers)
 
 
+def check_size(model, documents: int, least: int, T: int):
+    """ValueError, before documents are made, if they are too few or longer than the model reads."""
+    whole("documents", documents, least)
+    if whole("T", T, 2) > model.config.max_len:
+        raise ValueError(f"{T} tokens exceed the model's length of {model.config.max_len}; make the documents shorter")
+
+
 def text_windows(tasks: Tasks, windows: int, T: int) -> Tensor:
     """(windows, T) tokens of the split's text, evenly spaced; special tokens taken out."""
     stream = tasks.stream[tasks.stream != tasks.bos]
+    whole("windows", windows, 1), whole("T", T, 2, len(stream))
     starts = np.linspace(0, len(stream) - T, windows).astype(int)
     return torch.from_numpy(np.stack([stream[s:s + T] for s in starts]))
 
@@ -318,11 +334,15 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, dis
 
     p_n(t | context) = max(count − d, 0)/total + d · kinds/total · p_{n−1}(t | shorter context)
     """
+    if not 0 < discount <= 1:
+        raise ValueError(f"discount {discount} must be above 0, or what was never seen has no probability, and at most 1")
     stream, rows = training.stream.tolist(), text_windows(held_out, windows, T)
     counts = [defaultdict(Counter) for _ in range(4)]
     for n, table in enumerate(counts):
+        asked = {tuple(row[i - n:i]) for row in rows.tolist() for i in range(n, T)}  # to count all contexts takes 20 times as long
         for *context, token in zip(*(stream[i:] for i in range(n + 1))):
-            table[tuple(context)][token] += 1
+            if (key := tuple(context)) in asked:
+                table[key][token] += 1
     totals = [{context: sum(table[context].values()) for context in table} for table in counts]
 
     def p(n: int, context: list[int], token: int) -> float:
@@ -359,8 +379,7 @@ class Benchmark:
     @torch.no_grad()
     def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
         """`documents` of each task and half as many texts, T tokens each."""
-        if documents < 2:
-            raise ValueError(f"documents {documents} must be at least 2")
+        check_size(model, documents, 2, T)
         batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
         told = {}
         for task, batch in batches.items():
@@ -414,6 +433,8 @@ def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> M
     """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention)."""
     if fraction is None:
         return lambda tokens: make_cache(model, Method, **knobs)
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction {fraction} of the prompt must lie above 0 and be at most 1")
 
     def make(tokens: int) -> list[LayerCache]:
         check_budget(share(fraction, tokens), 1, "one slot")

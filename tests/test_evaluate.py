@@ -1,5 +1,6 @@
 """Measurements against loops, on a random decoder and on a reader whose answers and whose reading can be followed."""
 from itertools import product
+import json
 import math
 from types import SimpleNamespace
 
@@ -388,7 +389,7 @@ class Notes(LayerCache):
 
 class Reader:
     """A "model" that continues as the last time it saw the same two tokens: right on some documents, for a reason."""
-    config, blocks, embed = SimpleNamespace(vocab_size=V, max_len=1024), [None], torch.nn.Embedding(1, 1)
+    config, blocks, embed = SimpleNamespace(vocab_size=V, max_len=1024, n_layers=1), [None], torch.nn.Embedding(1, 1)
 
     def __call__(self, tokens, caches=None, last=None):
         (cache,) = caches or [Notes()]
@@ -441,6 +442,24 @@ def test_aware_compresses_all_but_one_token_and_blind_the_context(task, knobs):
     assert 0 < aware_right.mean() < 1
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_the_blind_cache_shares_nothing_with_the_one_that_reads_the_question(model, benchmark, monkeypatch, told):
+    """H2O would show it: with every query that reads them, the scores of its slots grow."""
+    def spy(*asked):
+        ended.append((answer(*asked), state(asked[-1])))
+        return ended[-1][0]
+
+    make, batch, answer, ended = maker(model, H2O, 0.25), benchmark.batches["recall"], evaluate.answer, []
+    monkeypatch.setattr(evaluate, "answer", spy)
+    retrieve(model, batch, make, benchmark.told["recall"] if told else None)
+    tokens, context, _ = prompt_and_question(model, batch)
+    feed(model, context, alone := make(batch.question))
+    spy(model, tokens, batch.answers, batch.question, alone)
+    _, (blind, left), (expected, left_alone) = ended
+    assert torch.equal(blind, expected) and all(torch.equal(a["pos"], b["pos"]) for a, b in zip(left, left_alone, strict=True))
+    same(left, left_alone)
+
+
 def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
     batch, kl, l1, alone = tasks("test").batch("needle", 0, 10, 200), torch.rand(5), torch.rand(5, L, 4), torch.rand(5, L, 4)
     monkeypatch.setattr(evaluate, "continuation", lambda *_: dict(kl=kl, nll=2 * kl, l1=l1, live=7))
@@ -472,8 +491,6 @@ def test_every_method_gets_the_same_documents(model, benchmark):
     assert torch.equal(one.full.tokens, text_windows(tasks("test"), 2, 320))
     for task, batch in one.batches.items():
         assert (batch.tokens == again.batches[task].tokens).all() and (batch.tokens != other.batches[task].tokens).any()
-    with pytest.raises(ValueError, match="documents 1 must be at least 2"):
-        Benchmark.build(model, tasks("test"), 320, 1)
 
 
 @pytest.mark.parametrize("task, knobs", [("recall", dict(pairs=3)), ("needle", dict(facts=3)), ("few_shot", {}),
@@ -488,6 +505,51 @@ def test_exact_match_equals_greedy_decoding(task, knobs):
             right.append(new[0].tolist() == row[a].tolist())
     got = exact_match(Reader(), tasks("test"), task, 320, documents, **knobs)
     assert got == pytest.approx(np.mean(right)) and 0 < got < 1
+
+
+# ---- what cannot be measured ---
+
+
+class Breaks(H2O):
+    def forget(self):
+        if self.seen == 290:
+            raise ArithmeticError
+        super().forget()
+
+
+def test_a_method_that_breaks_leaves_the_benchmark_as_it_was(model, benchmark):
+    before, broken, after = (maker(model, Method, 0.25) for Method in (H2O, Breaks, H2O))
+    before = benchmark.run(model, before)
+    with pytest.raises(ArithmeticError):
+        benchmark.run(model, broken)
+    after = benchmark.run(model, after)
+    assert json.dumps(before | dict(tokens_per_s=0)) == json.dumps(after | dict(tokens_per_s=0))
+    assert before["slots"] == 64 and excess(before | dict(fraction=0.25)) == ""
+
+
+@pytest.mark.parametrize("ask, message", [
+    *((lambda model, documents=documents: Benchmark.build(model, None, 320, documents), f"documents {documents} must be a .* at least 2")
+      for documents in (1, 0, -1, 2.5, math.nan, True)),
+    (lambda model: Benchmark.build(model, None, 320.0, 4), "T 320.0 must be"),
+    (lambda model: Benchmark.build(model, None, 513, 4), "513 tokens exceed the model's length of 512"),
+    (lambda model: exact_match(model, None, "needle", 513, 4), "513 tokens exceed the model's length of 512"),
+    (lambda model: exact_match(model, None, "needle", 320, 0), "documents 0 must be a .* at least 1"),
+    (lambda model: exact_match(model, tasks("test"), "plain", 320, 2), "ask nothing; take a task with questions"),
+    (lambda model: retrieve(model, tasks("test").batch("plain", 0, 2, 320), None), "ask nothing; take a task with questions"),
+    (lambda model: retrieve(model, tasks("test").batch("needle", 0, 2, 520), None), "520 prompt tokens .* exceed .* length of 512"),
+    (lambda model: reference(model, TOKENS.repeat(1, 7), 8), "560 prompt tokens .* exceed .* length of 512"),
+    *((lambda model, fraction=fraction: maker(model, H2O, fraction), f"fraction {fraction} of the prompt must lie above 0")
+      for fraction in (0, -0.5, 1.01, math.inf, math.nan)),
+    (lambda model: feed(model, TOKENS, [], 0), "chunk 0 must be"),
+    *((lambda model, size=size: text_windows(tasks("test"), *size), "(windows 0|T 1|T 1000000000) must be")
+      for size in ((0, 50), (4, 1), (4, 10 ** 9))),
+    (lambda model: exact_match(model, tasks("test"), "nope", 320, 2), "task 'nope' is unknown"),
+    *((lambda model, d=d: ngram_bits(symbols([0, 1]), symbols([0, 1]), 1, 2, d), f"discount {d} must be") for d in (0, 1.5, math.nan))])
+def test_what_cannot_be_measured_is_refused_before_any_work(model, monkeypatch, ask, message):
+    monkeypatch.setattr(Decoder, "forward", None)
+    with pytest.raises(ValueError, match=message) as error:
+        ask(model)
+    assert "\n" not in str(error.value)
 
 
 # ---- bits per byte ---
