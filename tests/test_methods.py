@@ -328,6 +328,8 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (StreamingLLM, dict(budget=0, sinks=0), "budget 0 must be at least 1"),
     (StreamingLLM, dict(budget=8, sinks=-1), "sinks -1"),
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
+    (RandomEviction, dict(budget=8, seed=2 ** 62), "seed 4611686018427387904 must be a whole number from 0 to"),
+    (RandomEviction, dict(budget=8, seed=-1), "seed -1 must be"),
 ])
 def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
     with pytest.raises(ValueError, match=message):

@@ -67,6 +67,8 @@ def test_the_comparison_draws_every_number_of_every_row_and_no_other(drawn, meth
         assert [(text.get_text(), text.get_position()[1]) for text in axis.texts] == [("full cache", row[key]) for row in full]
         (left, right), (low, high) = sorted(axis.get_xlim()), sorted(axis.get_ylim())
         assert all(low < row[key] < high and (left < row["live"] / 1024 < right or row in full) for row in measured)
+        ticks, live = axis.get_xticks(), [row["live"] / 1024 for row in measured if row not in full or len(measured) == 1]
+        assert ticks[0] <= min(live) and max(live) <= ticks[-1] and (ticks[1:] == 2 * ticks[:-1]).all()
         styles.append([(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines])
     assert styles[0] == styles[1] == styles[2] and len({style[1:] for style in styles[0]}) == len(styles[0])
     legend = [(text.get_text(), handle.get_color(), handle.get_marker(), handle.get_linestyle()) for key in figure.legends
@@ -162,7 +164,7 @@ def test_heads_writes_each_number_at_its_layer_and_head(values, options, limit):
 
 
 def test_attention_is_drawn_as_it_is_a_row_per_query():
-    p = torch.tensor([[1.0, 0.0, 0.0], [0.25, 0.75, 0.0]])
+    p = torch.tensor([[0.6, 0.4, 0.0], [0.25, 0.65, 0.1]])
     _, axis = plt.subplots()
     plot.attention(axis, p, "title")
     (image,) = axis.images
