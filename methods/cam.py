@@ -5,7 +5,8 @@ to the values of the next tokens that stay.
 
     V_j ← V_j + M V_i / m  for the m kept tokens after i,   M ~ Bernoulli(min(1, A_i / mean of A over those that stay))
 
-A_i is the attention that i has had from all queries so far. Keys stay as they are, and nobody gets a larger weight.
+A_i is the attention that i has had from all queries so far, summed up; the mean is over heavy hitters, too. Keys stay as they
+are, and nobody gets a larger weight.
 
 Differs from the paper: it evicts while it reads, one token at a time, and so do its authors' scripts, each with a rule of its
 own for the mean; here the prompt is read with full attention, and its end evicts many at once, so that a kept value may

@@ -7,6 +7,9 @@ Few heads fetch what stands far back; all others look at the first tokens and th
 Differs from the paper: it learns a gate for each head; here each head in turn is made to stream, and what that does to answers
 tells (`importance`). There, streaming heads stream while the prompt is read, too; here from its end on. The budget is one of
 all heads together, from which follows how many may keep everything, and w.
+
+One head at a time is enough for the shipped decoder, whose three retrieving heads were built into its starting weights
+(`induction_start` in nanollm/train.py). Heads that can stand in for one another would not be found so.
 """
 from dataclasses import dataclass
 
@@ -109,14 +112,15 @@ class DuoAttention(LayerCache):
 
 
 @torch.no_grad()
-def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16, seed: int = 0) -> Tensor:
+def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16, seed: int = 0,
+               of: tuple[str, ...] = ("needle", "recall")) -> Tensor:
     """How many nats per token the right answers become less likely when one head alone streams after the context, (L, H).
 
-    Mean over needles and pairs, of `documents` each; the question comes later. T tokens, of which a streaming head keeps `window`.
+    Mean over the tasks `of`, with `documents` each; the question comes later. T tokens, of which a streaming head keeps `window`.
     """
     c = model.config
     loss = torch.zeros(c.n_layers, c.n_kv_heads)
-    for task in ("needle", "recall"):
+    for task in of:
         batch = tasks.batch(task, seed, documents, T)
         tokens, context, _ = prompt_and_question(model, batch)
         told, answer = record(model, make_cache(model, Recorder), context), batch.answers[0]
@@ -133,7 +137,7 @@ def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: in
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, answer].flatten()).item()
 
         full = nll(None)
-        loss += torch.tensor([[nll((layer, head)) - full for head in range(c.n_kv_heads)] for layer in range(c.n_layers)]) / 2
+        loss += torch.tensor([[nll((layer, head)) - full for head in range(c.n_kv_heads)] for layer in range(c.n_layers)]) / len(of)
     return loss
 
 

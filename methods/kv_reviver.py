@@ -12,9 +12,10 @@ scores of all tokens ever seen, which the paper keeps beside it, take their byte
 long text leaves no room in the end, which is a ValueError. The slack, which the paper does not give, is 8. No code was published.
 
 Beyond the paper: kind="signed" gives keys their signs too; kind="shrunk" also sketches what is left when the mean of the
-vague tokens, kept exactly, is taken off, and shrinks what it reads towards that mean as far as collisions ask for (Wiener):
-its expected error is never above that of the mean alone (proved for one row, which is also the better choice, until swaps
-leave residues). vague=0 has no sketch. One row is linear, so that a new token attends to its slots and nothing is read back.
+vague tokens, kept exactly, is taken off, and shrinks what it reads towards that mean as far as collisions ask for (Wiener).
+Until swaps leave residues, its squared error is, on average over the hashes, at most that of the mean alone: with one row by
+construction, whatever the vectors are. A single token may be farther off. vague=0 has no sketch. One row is linear, so that
+a new token attends to its slots and nothing is read back.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +68,7 @@ class Sketch:
         return self.number(J, self.sign_by) % 2
 
     def sign(self, J: Tensor) -> Tensor:
-        """±1 for every number of tokens J in every row, (B, H, n, r, 2D); as printed, the keys' are all 1."""
+        """±1 for every number of tokens J in every row, (B, H, n, r, 2D); by the paper's rule, the keys' are all 1."""
         return torch.where(self.negative(J).bool().unsqueeze(-1), self.flip, 1.0)
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
@@ -77,8 +78,10 @@ class Sketch:
         if insert := kernel_for(k, "revive_attention", "insert"):
             insert(self.x, J, k, v, times.squeeze(-1), *self.cubics())
         else:
-            i = self.place(J).flatten(2)
-            self.x.scatter_add_(2, spread(i, self.x), (x.unsqueeze(3) * self.sign(J)).flatten(2, 3))
+            total = self.x.to(self.sum)  # in 16 bits a sum is rounded once, or a slot that is full enough would no longer change
+            for i, sign in zip(self.place(J).unbind(3), self.sign(J).unbind(3)):
+                total.scatter_add_(2, spread(i, total), (x * sign).to(total))
+            self.x.copy_(total)
         if self.kind == "shrunk":
             self.sum += x.to(self.sum).sum(2)
 
@@ -270,7 +273,7 @@ class KVReviver(LayerCache):
 
     def swap(self):
         """As long as a vague token beats the lowest candidate, its estimate takes that one's slot. What is deleted from the
-        sketch is the estimate, so its error stays behind."""
+        sketch is the estimate, so the estimate's error stays in the sketch."""
         while True:
             score, tokens = self.slot_scores(), self.vague_tokens()
             vague = self.score.gather(2, tokens)
@@ -315,6 +318,24 @@ def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]
         for layer, (block, grad) in enumerate(zip(model.blocks, torch.autograd.grad(loss, weights))):
             fisher[layer] += sum(part.square().mean() for part in block.attention.split(grad)[1:])
     return tuple((even / len(weights) + (1 - even) * fisher / fisher.sum()).tolist())
+
+
+def relative_error(found: Tensor, true: Tensor) -> float:
+    """Squared error over the variance of true (B, H, n, D) about its mean over tokens, mean over heads: the mean alone is at 1."""
+    spread_out = (true - true.mean(2, keepdim=True)).square().sum((2, 3))
+    return ((found - true).square().sum((2, 3)) / spread_out).mean().item()
+
+
+def take_out(sketch: Sketch, J: Tensor, k: Tensor, v: Tensor, n: int, true: bool = False):
+    """Delete the first n of the tokens J (B, H, a) that are in a sketch, one by one: their estimates, as swaps do, or the `true`
+    k and v. Returns the relative error of the values still in after each, and what was deleted, k and v (B, H, n, D)."""
+    errors, deleted = [], []
+    for i in range(n):
+        one = J[:, :, i:i + 1]
+        deleted.append((k[:, :, i:i + 1], v[:, :, i:i + 1]) if true else sketch.query(one, J[:, :, i:]))
+        sketch.insert(one, *deleted[-1], times=-1.0)
+        errors.append(relative_error(sketch.query(J[:, :, i + 1:])[1], v[:, :, i + 1:]))
+    return errors, [torch.cat(x, 2) for x in zip(*deleted)]
 
 
 def activations(p: Tensor, kept: Tensor, least: float = 0.005) -> Tensor:

@@ -256,12 +256,13 @@ def test_the_least_knobs_work_and_the_defaults_are_four_sinks_of_sixteen():
 # ---- who retrieves ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [dict(), dict(T=150, sinks=3, window=9, seed=5), dict(T=150, sinks=0, window=1)])
+@pytest.mark.parametrize("given", [dict(), dict(T=150, sinks=3, window=9, seed=5), dict(T=150, sinks=0, window=1),
+                                   dict(T=150, of=("copy",))])
 def test_importance_is_what_dense_attention_loses_when_one_head_streams_after_the_context(given):
     model = decoder(vocab=2048, layers=2, H=2, max_len=600)
     sinks, window, n = given.get("sinks", 4), given.get("window", 16), given.get("T", 512)
-    expected = torch.zeros(2, 2)
-    for task in ("needle", "recall"):
+    expected, of = torch.zeros(2, 2), given.get("of", ("needle", "recall"))
+    for task in of:
         batch = tasks("test").batch(task, given.get("seed", 0), 3, n)
         tokens, (answer, *_) = torch.from_numpy(batch.tokens), batch.answers
         causal = torch.ones(2, 2, n, n, dtype=torch.bool).tril()
@@ -274,7 +275,7 @@ def test_importance_is_what_dense_attention_loses_when_one_head_streams_after_th
             for h in range(2):
                 seen = causal.clone()
                 seen[layer, h, batch.question:, sinks:batch.question - (window - sinks)] = False
-                expected[layer, h] += (loss(seen) - loss(causal)) / 2
+                expected[layer, h] += (loss(seen) - loss(causal)) / len(of)
     got = importance(model, tasks("test"), documents=3, **given)
     assert got.shape == (2, 2) and expected.abs().min() > 1e-4
     assert torch.allclose(got, expected, atol=5e-6)
@@ -323,6 +324,12 @@ def test_the_shipped_decoder_retrieves_in_layer_1_and_nowhere_else():
     assert {layer for layer, _ in retrieval_heads(lost)} == {1} and len(retrieval_heads(lost)) == 3
     lost[1] = 0
     assert lost.abs().max() < 0.01
+
+
+@pytest.mark.parametrize("of", ["copy", "few_shot"])
+def test_tasks_that_it_is_not_calibrated_on_need_the_same_three_heads_of_the_shipped_decoder(of):
+    lost = importance(shipped()[0], tasks("train"), documents=8, of=(of,))
+    assert {*lost.flatten().topk(3).indices.tolist()} == {3, 4, 5} and lost[1].min() > 4 * lost[[0, 2, 3, 4, 5]].abs().max()
 
 
 def test_calibrate_and_the_command_line_give_the_knobs_that_depend_on_the_decoder(asked):
