@@ -8,14 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanollm.cache import finish_prompt, make_cache
+from nanollm import check_seed, whole
+from nanollm.cache import check_caches, finish_prompt, fits, make_cache
+from nanollm.model import check_tokens
+
+LEAST = 1e-6  # below it a temperature would make logits overflow, and a top_p round to 0
 
 
 def check_prompt(model, tokens: Tensor, new: int = 0):
     """ValueError unless tokens (B, T) are a prompt that the model can read and continue by `new` tokens."""
     V, longest = model.config.vocab_size, model.config.max_len
-    if tokens.dim() != 2 or tokens.numel() == 0:
-        raise ValueError(f"the prompt is empty or not of shape (B, T): {tuple(tokens.shape)}; give at least one token")
+    check_tokens(tokens, "the prompt's tokens")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= V:
         raise ValueError(f"token id {low if low < 0 else high} lies outside the vocabulary 0 … {V - 1}; "
@@ -25,6 +28,12 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
                          f"shorten the prompt or ask for fewer")
 
 
+def check_chunk(chunk: int | None):
+    """ValueError unless a prompt can be fed so many tokens at a time, or whole."""
+    if chunk is not None:
+        whole("chunk", chunk, 1)
+
+
 @torch.no_grad()
 def prefill(model, tokens: Tensor, caches, chunk: int | None = None) -> Tensor:
     """Feed tokens (B, T), whole or at most `chunk` at a time; returns the last token's logits (B, V).
@@ -32,18 +41,31 @@ def prefill(model, tokens: Tensor, caches, chunk: int | None = None) -> Tensor:
     Chunks bound the memory: a cache that watches every query makes a matrix of chunk × S probabilities, not T × S.
     """
     check_prompt(model, tokens)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk {chunk} must be at least 1")
-    for part in tokens.split(chunk or tokens.shape[1], 1):
+    check_chunk(chunk)
+    T, longest = tokens.shape[1], model.config.max_len
+    all_of_it = T + (caches[0].seen if caches else 0)
+    if all_of_it > longest:  # else the first chunks would be read and a later one refused
+        raise ValueError(f"{all_of_it} tokens exceed the model's length of {longest}; shorten the text")
+    for part in tokens.split(min(chunk or T, T), 1):
         logits = model(part, caches, last=1)
     return logits[:, -1]
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float):
+    """ValueError unless `sample` can work with these."""
+    whole("top_k", top_k, 0)
+    if not fits(temperature, float) or not (temperature == 0 or temperature >= LEAST):
+        raise ValueError(f"temperature {temperature!r:.60} must be 0 or a finite number from {LEAST:g} on")
+    if not fits(top_p, float) or not LEAST <= top_p <= 1:
+        raise ValueError(f"top_p {top_p!r:.60} must be a number from {LEAST:g} to 1")
 
 
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
     """Next token (B,) from logits (B, V). Temperature 0 takes the most likely one."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    check_sampling(temperature, top_k, top_p)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # 16 bits overflow
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -59,14 +81,16 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     """Yield up to `new` tokens (B,) as they come, after prompt (B, T).
 
     `caches` are fresh ones from `make_cache`, by default full attention. A row that has met a token of `stop` repeats
-    it; the stream ends when all rows have.
+    it; the stream ends when all rows have. Raises ValueError, at the call, for what is out of range.
     """
-    check_prompt(model, prompt, new)
-    if new < 1:
-        raise ValueError(f"new {new} must be at least 1 token")
-    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature {temperature} and top_k {top_k} must be at least 0, top_p {top_p} in (0, 1]")
+    check_prompt(model, prompt, whole("new", new, 1))
+    check_sampling(temperature, top_k, top_p), check_seed(seed), check_chunk(chunk)
+    if not isinstance(stop, (tuple, list)):
+        raise ValueError(f"stop {stop!r:.60} must be a tuple of token ids, (3,) for one")
+    for token in stop:
+        whole("stop", token, 0, model.config.vocab_size - 1)
     caches = make_cache(model) if caches is None else caches
+    check_caches(caches, model.config.n_layers, len(prompt))
     if caches[0].seen:
         raise ValueError(f"the cache has already seen {caches[0].seen} tokens; make a new one for a new prompt")
     generator = torch.Generator(prompt.device).manual_seed(seed)

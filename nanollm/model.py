@@ -7,29 +7,29 @@ Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value he
 """
 from dataclasses import dataclass
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
 
 from nanollm import whole
-from nanollm.cache import check_caches
+from nanollm.cache import check_caches, fits
 
 # Llama-3.1's scaling of RoPE
-SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float, original_max_position_embeddings=int)
+SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
+               original_max_position_embeddings=int)
 
 
 def check(name: str, x, kind: type):
-    """ValueError unless x may stand under a name of this type; numbers are above 0, and those of float in float32's range."""
+    """ValueError unless x may stand under a name of this type; numbers are above 0, also in 32 bits."""
     if kind is int:
         whole(name, x, 1, 2 ** 31 - 1)
     elif kind is float:
-        real = torch.finfo(torch.float32)
-        if not isinstance(x, Real) or isinstance(x, bool) or not real.tiny <= x <= real.max:  # nan is in no range
+        if not fits(x, float) or not x >= torch.finfo(torch.float32).tiny:
             raise ValueError(f"{name} {x!r:.60} must be a finite number above 0")
     elif not isinstance(x, kind):
-        raise ValueError(f"{name} {x!r:.60} must be {'True or False' if kind is bool else 'an object, {name: value}'}")
+        right = "True or False" if kind is bool else "an object, {name: value}"
+        raise ValueError(f"{name} {x!r:.60} must be {right}")
 
 
 @dataclass
@@ -79,17 +79,18 @@ class Config:
                 raise ValueError(f"rope_scaling {s!r:.60} must hold {', '.join(SCALING)} and nothing else")
             for name, kind in SCALING.items():
                 check(name, s[name], kind)
-            if s["low_freq_factor"] >= s["high_freq_factor"]:
-                raise ValueError(f"low_freq_factor {s['low_freq_factor']} must be below high_freq_factor {s['high_freq_factor']}")
+            low, high = s["low_freq_factor"], s["high_freq_factor"]
+            if low >= high:
+                raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
             self.rope_scaling = {name: kind(s[name]) for name, kind in SCALING.items()}
 
 
 def check_tokens(x: Tensor, name: str = "tokens"):
     """ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} are a {type(x).__name__}; give an int64 tensor of shape (B, T): torch.tensor([[3, 14, 15]])")
+        raise ValueError(f"{name} are a {type(x).__name__}; give an int64 tensor (B, T), torch.tensor([[3]])")
     if x.dtype != torch.int64:
-        raise ValueError(f"{name} are of {x.dtype} and must be of torch.int64, whole numbers; cast them with .long()")
+        raise ValueError(f"{name} are {x.dtype} and must be torch.int64; give whole numbers, cast by .long()")
     if x.dim() != 2 or not x.numel():
         raise ValueError(f"{name} are empty or not of shape (B, T): {tuple(x.shape)}; give at least one")
 
@@ -259,8 +260,8 @@ class Decoder(nn.Module):
         """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.
 
         `pos` (B or 1, T) overrides the positions (training on position jumps).
-        Raises ValueError, before a cache is touched, if the sequence would grow beyond config.max_len, and for tokens,
-        positions or a `last` that do not fit.
+        Raises ValueError, before a cache is touched, if the sequence would grow beyond config.max_len, and if
+        tokens, positions, caches or `last` do not fit.
         """
         check_tokens(tokens)
         if cache is not None:
@@ -275,14 +276,16 @@ class Decoder(nn.Module):
             pos = torch.arange(seen, seen + T, device=tokens.device)[None]
         else:
             check_tokens(pos, "positions")
-            if pos.shape not in ((1, T), tokens.shape) or int(pos.min()) < 0 or int(pos.max()) >= longest:
-                raise ValueError(f"positions {int(pos.min())} … {int(pos.max())} of shape {tuple(pos.shape)} must be from 0 to "
-                                 f"{longest - 1}, of shape {tuple(tokens.shape)} or (1, {T})")
+            low, high = int(pos.min()), int(pos.max())
+            if pos.shape not in ((1, T), tokens.shape) or low < 0 or high >= longest:
+                raise ValueError(f"positions {low} … {high} of shape {tuple(pos.shape)} must lie in "
+                                 f"0 … {longest - 1} and have the shape {tuple(tokens.shape)} or (1, {T})")
         try:
             x = self.embed(tokens)
-        except IndexError:  # on a CPU; a look at every id before each token would cost more than the embedding
-            raise ValueError(f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary 0 … "
-                             f"{self.config.vocab_size - 1}; use the model's own tokenizer") from None
+        except IndexError:  # on a CPU; to look at every id first would make a GPU wait at each token
+            low, high, V = int(tokens.min()), int(tokens.max()), self.config.vocab_size
+            raise ValueError(f"token ids {low} … {high} must lie in the vocabulary 0 … {V - 1}; "
+                             "use the model's own tokenizer") from None
         for memory in cache or ():
             memory.hear(tokens)
         if self.positions is not None:

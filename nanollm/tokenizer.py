@@ -66,12 +66,26 @@ def save(ranks: dict[bytes, int], path: str | Path):
 
 
 def load(name: str | Path) -> tiktoken.Encoding:
-    """The encoding in a .tiktoken file written by `save`, or one of tiktoken's own by name ("gpt2", "cl100k_base")."""
+    """The encoding in a .tiktoken file written by `save`, or one of tiktoken's own by name ("gpt2", "cl100k_base").
+
+    Raises ValueError naming a broken file and its line. Only `check_vocabulary` sees one cut at a line's end.
+    """
     if Path(name).suffix == ".tiktoken":
         if not Path(name).is_file():
             raise ValueError(f"no tokenizer at {name}")
-        lines = Path(name).read_text().splitlines()
-        ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+        ranks = {}
+        for line in Path(name).read_bytes().splitlines():
+            try:
+                token, rank = line.split()
+                token, right = base64.b64decode(token, validate=True), int(rank) == len(ranks)
+            except ValueError:
+                right = False
+            if not right or ranks.setdefault(token, len(ranks)) != int(rank):
+                n = len(ranks)
+                raise ValueError(f"line {n + 1} of {name}, {line!r:.60}, must be a new token in base64 and its "
+                                 f"rank {n}; copy the file again")
+        if missing := {bytes([b]) for b in range(256)} - ranks.keys():
+            raise ValueError(f"{name} has no token for the byte {ord(min(missing))}; copy the file again")
         return tiktoken.Encoding(Path(name).stem, pat_str=PATTERN, mergeable_ranks=ranks,
                                  special_tokens={BOS: len(ranks)})
     if name not in tiktoken.list_encoding_names():
@@ -81,6 +95,21 @@ def load(name: str | Path) -> tiktoken.Encoding:
     except OSError as error:  # requests' errors are OSErrors
         raise ValueError(f"tiktoken downloads {name!r} once, and that failed; go online, or set TIKTOKEN_CACHE_DIR "
                          f"to a folder that holds it") from error
+
+
+def check_vocabulary(encoding, vocab_size: int):
+    """ValueError unless this tokenizer is that of a model with vocab_size token ids.
+
+    A tiktoken encoding must have as many: a file cut at a line's end looks whole, but its BOS is another.
+    Hugging Face's may have fewer, as such models pad their vocabulary, but no id beyond it.
+    """
+    if exact := isinstance(encoding, tiktoken.Encoding):
+        ids = encoding.n_vocab
+    else:
+        ids = max(encoding.get_vocab().values(), default=-1) + 1
+    if not ids or ids > vocab_size or exact and ids < vocab_size:
+        raise ValueError(f"the tokenizer has {ids} token ids and the model {vocab_size}; they do not belong "
+                         "together, so copy both again")
 
 
 def boundaries(encoding, vocab_size: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import torch
 from torch import Tensor
 
-from nanollm.model import Config, Decoder
+from nanollm.model import SCALING, Config, Decoder, check
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
@@ -24,14 +24,24 @@ KEYS = {
                   n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim",
                   d_model="hidden_size", d_ff="intermediate_size", norm_eps="rms_norm_eps",
                   tie_embeddings="tie_word_embeddings")}
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# what a key must hold, and those that may hold null
+TYPES = {theirs: Config.__annotations__[ours] for names in KEYS.values() for ours, theirs in names.items()}
+TYPES |= SCALING | dict(rope_theta=float, rope_scaling=dict, rope_parameters=dict, sliding_window=int,
+                        attention_bias=bool, mlp_bias=bool)
+OPTIONAL = {"n_inner", "num_key_value_heads", "head_dim", "sliding_window", "rope_scaling", "rope_parameters"}
+
+
+def check_types(hf: dict):
+    for key, x in hf.items():
+        if key in TYPES and not (x is None and key in OPTIONAL):
+            check(key, x, TYPES[key])
 
 
 def require(hf: dict, key: str, *allowed):
     """ValueError unless config.json has one of `allowed` under `key`; the first is what an absent key means."""
     if hf.get(key, allowed[0]) not in allowed:
         right = " or ".join(map(repr, allowed))
-        raise ValueError(f"{key} {hf[key]!r} in config.json is not implemented; only {right} is")
+        raise ValueError(f"{key} {hf[key]!r:.60} is not implemented; only {right} is")
 
 
 def fields(hf: dict, family: str, **default) -> dict:
@@ -61,12 +71,17 @@ def llama_config(hf: dict) -> Config:
     # transformers 5 writes rope_parameters, with rope_theta inside, in place of rope_scaling
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
+    check_types(rope)
     require(rope, "rope_type", "default", "llama3")
     require(hf | rope, "partial_rotary_factor", 1.0)
+    old, scaled = "original_max_position_embeddings", rope["rope_type"] == "llama3"
+    if scaled and hf.get(old, rope.get(old)) != rope.get(old):  # transformers shows one and takes the other
+        raise ValueError(f"{old} is {hf[old]} at the top level and {rope.get(old)} in rope_scaling; "
+                         "which one counts is not clear, so keep it in rope_scaling alone")
     llama = kind == "llama"
     bias = llama and hf.get("attention_bias", False)
     return Config(rope_theta=rope["rope_theta"],
-                  rope_scaling={key: rope[key] for key in LLAMA3} if rope["rope_type"] == "llama3" else None,
+                  rope_scaling={key: rope[key] for key in SCALING} if scaled else None,
                   qkv_bias=bias or kind == "qwen2", o_bias=bias, mlp_bias=llama and hf.get("mlp_bias", False),
                   **fields(hf, "llama", num_key_value_heads=hf["num_attention_heads"], head_dim=0,
                            tie_word_embeddings=False))
@@ -77,9 +92,12 @@ READERS = {"gpt2": gpt2_config, "llama": llama_config, "mistral": llama_config, 
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object {{…}}; download it again")
+    return content
 
 
 def read_config(folder: Path) -> Config:
@@ -87,12 +105,19 @@ def read_config(folder: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
     hf = read_json(path)
-    if hf.get("model_type") not in READERS:
-        raise ValueError(f"model_type {hf.get('model_type')!r} in {path} is unknown; known are {', '.join(READERS)}")
+    kind = hf.get("model_type")
     try:
-        return READERS[hf["model_type"]](hf)
+        if not isinstance(kind, str) or kind not in READERS:
+            raise ValueError(f"model_type {kind!r:.60} is unknown; known are {', '.join(READERS)}")
+        if hf.get("quantization_config") is not None:
+            raise ValueError("quantization_config means quantized weights, which are not implemented; "
+                             "use plain ones")
+        check_types(hf)
+        return READERS[kind](hf)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}; download it again") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def hf_config(c: Config) -> dict:
@@ -104,12 +129,13 @@ def hf_config(c: Config) -> dict:
     elif biases == (True, False, False):
         kind, name, fits = "qwen2", "Qwen2ForCausalLM", True
     else:
-        kind, name, fits = "llama", "LlamaForCausalLM", c.qkv_bias == c.o_bias
+        kind, name, fits = "llama", "LlamaForCausalLM", c.qkv_bias == c.o_bias and c.d_model % c.n_heads == 0
     if c.vectors != 1:
         raise ValueError(f"{c} fits no Hugging Face model: they have 1 key and value vector a token")
     if not fits:
         raise ValueError(f"{c} fits no Hugging Face model: GPT-2 has every bias and n_heads = n_kv_heads = d_model / "
-                         "head_dim; Llama has qkv_bias = o_bias; Qwen2 has qkv_bias alone")
+                         "head_dim; Llama has qkv_bias = o_bias and d_model a multiple of n_heads; "
+                         "Qwen2 has qkv_bias alone")
     hf = dict(model_type=kind, architectures=[name])
     hf |= {theirs: getattr(c, ours) for ours, theirs in KEYS[c.family].items()}
     if c.family == "gpt2":
@@ -157,33 +183,52 @@ def layout(model: Decoder) -> dict[str, Tensor]:
     return names
 
 
-def open_shards(folder: Path) -> list[safe_open]:
+def open_shards(folder: Path) -> dict[Path, safe_open]:
     """The checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
     files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
     if not files[0].is_file() and index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ValueError(f"{index} has no weight_map, an object {{tensor: file}}; download it again")
+        there = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
+        for name in names.values():  # a file of this folder: not one above it, no number, no list
+            if name not in [file.name for file in there]:
+                raise ValueError(f"{index} lists {name!r:.100}, which is missing there; download it again")
+        files = [file for file in there if file.name in names.values()]
     elif not files[0].is_file():
         if pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
             raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it to safetensors "
                              "(transformers: load it, then save_pretrained)")
         raise ValueError(f"{files[0]} is missing; give the folder of a Hugging Face checkpoint")
-    shards = []
+    shards = {}
     for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is missing, though {index.name} lists it; download it again")
         try:
-            shards.append(safe_open(file, "pt"))
+            shards[file] = safe_open(file, "pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or no safetensors file ({error}); download it again") from None
     return shards
 
 
 def check_device(name: str | torch.device) -> torch.device:
-    """The device, or a ValueError if there is none of this name here."""
+    """The device, or a ValueError if nothing can be computed on one of this name here."""
     try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device {str(name)!r} is not there ({str(error).splitlines()[0]}); use cpu") from None
+        one = torch.ones(1, device=name)
+        one.item()  # meta tensors have no numbers
+        return one.device
+    except Exception as error:  # every backend that is not there has an error of its own
+        raise ValueError(f"device {str(name)!r} is not there ({brief(error)}); use cpu") from None
+
+
+def check_dtype(dtype: torch.dtype):
+    """ValueError unless weights can be held and multiplied in this dtype."""
+    right = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    if dtype not in right:
+        raise ValueError(f"dtype {dtype!r:.60} is not for weights; use one of {', '.join(map(str, right))}")
+
+
+def brief(error: Exception) -> str:
+    """An error's first line, or its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @torch.no_grad()
@@ -194,37 +239,50 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
     Raises ValueError naming the file, the key of config.json or the tensor that is missing, damaged or not understood.
     """
     folder, device = Path(folder), check_device(device)
+    check_dtype(dtype)
     config = read_config(folder)
-    prefix, found = PREFIX[config.family], {}  # full name → the shard, and the name there
-    for shard in open_shards(folder):
+    prefix, found = PREFIX[config.family], {}  # full name → the file, its shard, and the name there
+    for file, shard in open_shards(folder).items():
         for name in shard.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            if full in found:
+                other, _, there = found[full]
+                raise ValueError(f"{name} in {file} and {there} in {other} are one tensor; remove one")
             if not DERIVED.search(full):
-                found[full] = shard, name
+                found[full] = file, shard, name
 
-    with torch.device("meta"):  # costs neither memory nor the time for random weights
-        model = Decoder(config).to(dtype)
-    model.to_empty(device=device)
-    if config.tie_embeddings:  # to_empty has untied them
-        model.head.weight = model.embed.weight
+    is_it = "is config.json that of these weights?"
+    if config.n_layers > len(found):  # before so many are made
+        raise ValueError(f"{folder} has {len(found)} tensors for {config.n_layers} layers; {is_it}")
+    try:
+        with torch.device("meta"):  # costs neither memory nor the time for random weights
+            model = Decoder(config).to(dtype)
+    except RuntimeError:
+        raise ValueError(f"{folder} should hold a tensor of more than 2**63 bytes; {is_it}") from None
     names = layout(model)
     tied = config.tie_embeddings and found.pop("lm_head.weight", None)
     if extra := found.keys() - names:
-        raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder ({len(extra)} such tensors); "
-                         "is config.json that of these weights?")
+        raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder "
+                         f"({len(extra)} such tensors); {is_it}")
     for name, p in names.items():
-        transposed = TRANSPOSED.search(name)
-        want = list(p.T.shape if transposed else p.shape)
+        want = list(p.T.shape if TRANSPOSED.search(name) else p.shape)
         if name not in found:
-            raise ValueError(f"tensor {name} {want} is missing from {folder}; is config.json that of these weights?")
-        shard, there = found[name]
+            raise ValueError(f"tensor {name} {want} is missing from {folder}; {is_it}")
+        _, shard, there = found[name]
+        if (shape := shard.get_slice(there).get_shape()) != want:
+            raise ValueError(f"tensor {there} is {shape} and should be {want}; {is_it}")
+
+    model.to_empty(device=device)
+    if config.tie_embeddings:  # to_empty has untied them
+        model.head.weight = model.embed.weight
+    for name, p in layout(model).items():
+        _, shard, there = found[name]
         x = shard.get_tensor(there)
-        if list(x.shape) != want:
-            raise ValueError(f"tensor {there} is {list(x.shape)} and should be {want}; "
-                             "is config.json that of these weights?")
-        if not p.copy_(x.T if transposed else x).isfinite().all():
+        if not x.is_floating_point():
+            raise ValueError(f"tensor {there} holds {x.dtype}, as if quantized; use weights that are not")
+        if not p.copy_(x.T if TRANSPOSED.search(name) else x).isfinite().all():
             raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype or download it again")
-    if tied and not torch.equal(tied[0].get_tensor(tied[1]).to(model.head.weight), model.head.weight):
+    if tied and not torch.equal(tied[1].get_tensor(tied[2]).to(model.head.weight), model.head.weight):
         raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings; "
                          "set it to false there")
     return model.eval()
@@ -235,9 +293,10 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     """Write config.json and model.safetensors, weights cast to dtype, for from_hf and for transformers' AutoModel.
 
     The family decides the layout: gpt2, or llama, or qwen2 if only q, k and v have biases. Raises ValueError for biases
-    and heads that fit none of them, and for a weight that is not finite in dtype.
+    and heads that fit none of them, for integers as dtype, and for a weight that is not finite in dtype.
     """
     c = model.config
+    check_dtype(dtype)
     config = hf_config(c) | dict(
         torch_dtype=str(dtype).removeprefix("torch."),
         bos_token_id=None, eos_token_id=None)  # else transformers puts in those of the family's own tokenizer
@@ -249,17 +308,22 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
         tensors[name] = (x.T if TRANSPOSED.search(name) else x).contiguous()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    part = folder / "model.safetensors.part"  # an interrupted save leaves the old weights whole
+    part = folder / "model.safetensors.part"  # an interrupted save leaves the old checkpoint whole
     save_file(tensors, part, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     part.replace(folder / "model.safetensors")
 
 
 def hf_tokenizer(folder: str | Path):
-    """The folder's own tokenizer, a transformers tokenizer. ValueError if the folder has none."""
+    """The folder's own tokenizer, a transformers tokenizer. ValueError if there is none or it is broken."""
     folder = Path(folder)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((folder / name).is_file() for name in names):
         raise ValueError(f"{folder} has no tokenizer, neither {', '.join(names[:-1])} nor {names[-1]}; download it")
+    for file in (*folder.glob("*token*.json"), *folder.glob("vocab.json")):
+        read_json(file)  # transformers' message would not say which of them is broken
     from transformers import AutoTokenizer  # here, as importing it takes seconds
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of whichever library reads it
+        raise ValueError(f"{folder} has a broken tokenizer ({brief(error)}); download it again") from error

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nanollm.cache import LayerCache, make_cache
-from nanollm.generate import generate, prefill, sample, stream
+from nanollm.generate import LEAST, generate, prefill, sample, stream
 from nanollm.model import Config, Decoder
 
 V = 50
@@ -85,8 +85,9 @@ def test_tokens_come_as_they_are_made(model):
         next(tokens)
         assert caches[0].seen == 20 + n
     assert next(tokens, None) is None
-    with pytest.raises(ValueError, match="new 0 must be at least 1"):
-        stream(model, PROMPT, 0)
+    for new in (0, 2.0, True, "3", None):
+        with pytest.raises(ValueError, match=f"new {new!r} must be a whole number of at least 1"):
+            stream(model, PROMPT, new)
 
 
 # ---- sampling ---
@@ -125,6 +126,16 @@ def test_each_row_is_cut_by_its_own_logits():
     for top_k, top_p in ((2, 1.0), (0, 0.9)):
         drawn = torch.stack([sample(logits, 1.0, top_k, top_p, torch.Generator().manual_seed(s)) for s in range(100)], 1)
         assert [set(row.tolist()) for row in drawn] == [{0, 3}, {2, 3}]
+
+
+def test_a_small_temperature_or_top_p_is_greedy_in_16_bits_too():
+    logits = torch.tensor([[60.0, -70.0, 65.0, 0.0]])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for temperature, top_p in ((LEAST, 1.0), (1e-3, 1.0), (100.0, LEAST)):
+            assert sample(logits.to(dtype), temperature, 0, top_p, None) == 2
+    for knobs in ((1e-40, 0, 1.0), (1.0, 0, 1e-320)):
+        with pytest.raises(ValueError, match="1e-06"):
+            sample(logits, *knobs, None)
 
 
 def test_temperature_0_and_top_k_1_are_greedy(model):
@@ -166,8 +177,11 @@ def test_a_stop_token_in_the_prompt_stops_nothing(model):
 
 
 @pytest.mark.parametrize("prompt, message", [
-    (torch.zeros(1, 0, dtype=torch.long), r"prompt is empty.*\(1, 0\)"),
+    (torch.zeros(1, 0, dtype=torch.long), r"prompt's tokens are empty.*\(1, 0\)"),
     (torch.zeros(3, dtype=torch.long), r"not of shape \(B, T\): \(3,\)"),
+    (torch.ones(1, 3), r"prompt's tokens are torch.float32 .*cast by .long\(\)"),
+    (PROMPT > 9, "tokens are torch.bool"), (PROMPT.int(), "tokens are torch.int32"),
+    ([[1, 2, 3]], "tokens are a list; give an int64 tensor"), (PROMPT.numpy(), "tokens are a ndarray; give"),
     (torch.tensor([[3, 50]]), "token id 50 lies outside the vocabulary 0 … 49"),
     (torch.tensor([[3, -1]]), "token id -1 lies outside the vocabulary"),
     (torch.zeros(1, 61, dtype=torch.long), "61 prompt tokens and 4 new ones exceed the model's length of 64"),
@@ -190,9 +204,22 @@ def test_a_used_cache_is_refused(model):
         stream(model, PROMPT, 3, caches)
 
 
+def test_a_prompt_too_long_for_what_was_read_before_is_refused_whole(model):
+    caches = make_cache(model, Probe)
+    prefill(model, PROMPT, caches)
+    with pytest.raises(ValueError, match="70 tokens exceed the model's length of 64"):
+        prefill(model, torch.zeros(2, 50, dtype=torch.long), caches, chunk=10)
+    assert caches[0].parts == [20]
+
+
 @pytest.mark.parametrize("options, message", [
-    (dict(temperature=-0.1), "temperature -0.1"), (dict(temperature=math.nan), "temperature nan"), (dict(top_k=-1), "top_k -1"),
-    (dict(top_p=0.0), "top_p 0.0"), (dict(top_p=1.1), "top_p 1.1"),
+    *((dict(temperature=x), f"temperature {x} must be 0") for x in (-0.1, math.nan, math.inf, 1e-40, True)),
+    *((dict(top_k=x), f"top_k {x} must be a whole number") for x in (-1, 2.0, True)),
+    *((dict(top_p=x), f"top_p {x} must be a number from 1e-06 to 1") for x in (0.0, 1.1, 1e-320, math.nan)),
+    *((dict(seed=x), f"seed {x} must be a whole number from 0 to 922") for x in (-1, 2 ** 63, 0.5)),
+    *((dict(chunk=x), f"chunk {x} must be a whole number") for x in (0, 2.0)),
+    (dict(stop=3), "stop 3 must be a tuple"), (dict(stop=(3, V)), "stop 50 must be .* from 0 to 49"),
+    (dict(caches=[]), "2 layers need a cache each"),
 ])
 def test_bad_options_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
@@ -200,5 +227,5 @@ def test_bad_options_are_refused(model, options, message):
 
 
 def test_a_bad_chunk_is_refused(model):
-    with pytest.raises(ValueError, match="chunk 0 must be at least 1"):
-        generate(model, PROMPT, 3, chunk=0)
+    with pytest.raises(ValueError, match="chunk 0 must be a whole number of at least 1"):
+        prefill(model, PROMPT, make_cache(model), chunk=0)

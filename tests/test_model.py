@@ -1,6 +1,9 @@
 """The decoder against transformers: tiny random models of every kind it reads, cached and uncached; attention to pairs against a loop."""
 from itertools import product
+import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import (AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config,
@@ -35,6 +38,7 @@ CASES = {
     "llama 3 heads 1 kv": LlamaConfig(**shape(24, 3, 1)),
     "llama 5 heads": LlamaConfig(**shape(40, 5, 5, head_dim=16)),
     "llama biases": LlamaConfig(**shape(32, 4, 2, attention_bias=True, mlp_bias=True)),
+    "llama attention biases": LlamaConfig(**shape(32, 4, 2, attention_bias=True)),
     "llama3.1": LlamaConfig(**shape(32, 4, 2, head_dim=16, rope_parameters=LLAMA3)),
     "mistral": MistralConfig(**shape(32, 4, 2, sliding_window=None, head_dim=4)),
     "qwen2": Qwen2Config(**shape(32, 4, 2, rope_parameters=dict(rope_type="default", rope_theta=300.0))),
@@ -128,15 +132,58 @@ def test_sequences_end_at_max_len(family):
     model(TOKENS[:, :1], cache)  # the refused call left no trace
 
 
+@pytest.mark.parametrize("call, message", [
+    (dict(last=0), "last 0 must be a whole number from 1 to 5"),
+    (dict(last=-1), "last -1"),
+    (dict(last=6), "last 6 .* to 5"),
+    (dict(last=2.0), "last 2.0"),
+    (dict(tokens=[[1, 2]]), "tokens are a list; give an int64 tensor"),
+    (dict(tokens=TOKENS.numpy()), "tokens are a ndarray"),
+    (dict(tokens=TOKENS[:, :5].float()), r"tokens are torch.float32 .* cast by .long\(\)"),
+    (dict(tokens=TOKENS[:, :5] > 30), "tokens are torch.bool"),
+    (dict(tokens=TOKENS[0]), r"tokens are empty or not of shape \(B, T\): \(40,\)"),
+    (dict(tokens=TOKENS[:, :0]), r"tokens are empty or .*: \(2, 0\)"),
+    (dict(tokens=TOKENS[:, :5] + 57), "token ids 58 … 116 must lie in the vocabulary 0 … 60"),
+    (dict(pos=torch.arange(5)), r"positions are empty or not of shape \(B, T\): \(5,\)"),
+    (dict(pos=torch.arange(4)[None]), r"positions 0 … 3 of shape \(1, 4\) .* shape \(2, 5\) or \(1, 5\)"),
+    (dict(pos=torch.arange(12, 17)[None]), "positions 12 … 16 .* must lie in 0 … 15"),
+    (dict(pos=torch.arange(-1, 4)[None]), "positions -1 … 3"),
+])
+def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):
+    model = Decoder(tiny(family="gpt2"))
+    cache = make_cache(model)
+    for memory in cache:
+        memory.hear = lambda tokens: pytest.fail("the cache has heard of it")
+    with pytest.raises(ValueError, match=message) as error:
+        model(**dict(tokens=TOKENS[:, :5], cache=cache) | call)
+    assert "\n" not in str(error.value) and [memory.seen for memory in cache] == [0, 0]
+
+
+SCALED = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+
+
 @pytest.mark.parametrize("changed, message", [
     (dict(family="bert"), "family 'bert' is unknown"),
-    (dict(n_layers=0), "n_layers 0 must be at least 1"),
-    (dict(vocab_size=-1), "vocab_size -1 must be at least 1"),
+    (dict(n_layers=0), "n_layers 0 must be a whole number from 1 to 2147483647"),
+    (dict(vocab_size=-1), "vocab_size -1 must be a whole number"),
+    (dict(d_model=32.0), "d_model 32.0 must be a whole number"),
+    (dict(d_ff=True), "d_ff True must be a whole number"),
+    (dict(max_len="16"), "max_len '16' must be a whole number"),
+    (dict(head_dim=-8), "head_dim -8 must be a whole number"),
+    (dict(o_bias=1), "o_bias 1 must be True or False"),
+    *((dict(rope_theta=x), f"rope_theta {x} must be a finite") for x in (0, -1e4, math.nan, math.inf, None)),
+    *((dict(norm_eps=x), f"norm_eps {x} must be a finite") for x in (0.0, -1, math.nan, 1e-50)),
+    (dict(rope_scaling=8.0), "rope_scaling 8.0 must be an object"),
+    (dict(rope_scaling=dict(factor=8.0)), "rope_scaling .* must hold factor, .* and nothing else"),
+    (dict(rope_scaling=SCALED | dict(rope_type="yarn")), "and nothing else"),
+    (dict(rope_scaling=SCALED | dict(factor=0)), "factor 0 must be a finite number above 0"),
+    (dict(rope_scaling=SCALED | dict(low_freq_factor=4.0)), "low_freq_factor 4.0 must be below .* 4.0"),
+    (dict(rope_scaling=SCALED | dict(original_max_position_embeddings=32.0)), "32.0 must be a whole number"),
     (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"),
     (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3"),
     (dict(head_dim=7), "head_dim 7 is odd"),
     (dict(vectors=3), "vectors 3 must be 1 .* or 2"),
-    (dict(vectors=0), "vectors 0 must be 1"),
+    (dict(vectors=0), "vectors 0 must be a whole number"),
 ])
 def test_a_bad_config_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
@@ -146,6 +193,24 @@ def test_a_bad_config_is_refused(changed, message):
 def test_head_dim_follows_from_d_model_unless_set():
     assert tiny().head_dim == 8 and tiny(d_model=30, head_dim=6).head_dim == 6
     assert tiny(family="gpt2", head_dim=7).head_dim == 7  # only RoPE needs pairs
+
+
+def test_numbers_of_numpy_become_those_that_json_writes():
+    scaled = SCALED | dict(factor=np.int32(8))
+    config = tiny(d_model=np.int64(32), rope_theta=np.float32(500), rope_scaling=scaled)
+    assert config == tiny(rope_theta=500.0, rope_scaling=SCALED) and json.dumps(vars(config))
+
+
+def test_residual_branches_start_smaller_by_the_root_of_their_number():
+    """GPT-2, section 2.3: 1/√N for N residual layers, two in each block."""
+    torch.manual_seed(0)
+    model = Decoder(tiny(n_layers=8))
+    drawn = {"qkv": [], "o": [], "up": [], "down": []}
+    for name, p in model.named_parameters():
+        if name.startswith("blocks") and (part := name.split(".")[-2]) in drawn:
+            drawn[part].append(p.flatten())
+    std = {part: torch.cat(p).std().item() for part, p in drawn.items()}  # of 8192 numbers or more: ± 0.8 %
+    assert std == pytest.approx(dict(qkv=0.02, o=0.005, up=0.02, down=0.005), rel=0.04)
 
 
 def test_gradients_reach_every_parameter():

@@ -12,7 +12,7 @@ import tiktoken
 import torch
 
 from nanollm import tokenizer
-from nanollm.tokenizer import BOS, PATTERN, boundaries, load, merge, save, train
+from nanollm.tokenizer import BOS, PATTERN, boundaries, check_vocabulary, load, merge, save, train
 
 TINY = Path(tokenizer.__file__).parent / "tiny" / "tokenizer.tiktoken"
 ENCODING = load(TINY)
@@ -104,6 +104,51 @@ def test_a_failed_download_says_what_to_do(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(ValueError, match="downloads 'gpt2' once.*TIKTOKEN_CACHE_DIR"):
         load("gpt2")
+
+
+LINES = TINY.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda lines: [], "no token for the byte 0;"),
+    (lambda lines: lines[:200], "no token for the byte 200;"),
+    (lambda lines: lines[:7] + lines[8:], r"line 8 of .*x.tiktoken, .*, must be .* its rank 7;"),
+    (lambda lines: lines[:300] + [b"eHh4eHg= 299\n"] + lines[300:], "line 301 .* rank 300;"),  # a rank twice
+    (lambda lines: lines[:300] + [b"CQ== 300\n"] + lines[301:], "line 301 "),  # a token twice
+    (lambda lines: [b"AA== -1\n"] + lines, "line 1 "),
+    (lambda lines: lines[:-1] + [lines[-1][:-2]], "line 2047 "),  # cut within the last rank
+    (lambda lines: lines[:-1] + [lines[-1].split()[0]], "line 2047 "),  # and before it
+    (lambda lines: lines[:5] + [b"\n"] + lines[5:], "line 6 "),
+    (lambda lines: lines[:5] + [b"B 5\n"] + lines[6:], "line 6 .* in base64"),
+    (lambda lines: lines[:5] + [b"BQ== five\n"] + lines[6:], "line 6 "),
+    (lambda lines: lines[:5] + [b"\xff\xfe 5\n"] + lines[6:], "line 6 "),
+])
+def test_a_broken_file_is_refused_with_its_line(tmp_path, change, message):
+    file = tmp_path / "x.tiktoken"
+    file.write_bytes(b"".join(change(LINES)))
+    with pytest.raises(ValueError, match=message) as error:
+        load(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_cut_at_a_lines_end_does_not_fit_the_model(tmp_path):
+    (tmp_path / "cut.tiktoken").write_bytes(b"".join(LINES[:1000]))
+    cut = load(tmp_path / "cut.tiktoken")  # whole by itself
+    with pytest.raises(ValueError, match="tokenizer has 1001 token ids and the model 2048"):
+        check_vocabulary(cut, 2048)
+    check_vocabulary(ENCODING, 2048)
+    for vocab_size in (2047, 2049):
+        with pytest.raises(ValueError, match=f"2048 token ids and the model {vocab_size}"):
+            check_vocabulary(ENCODING, vocab_size)
+
+
+def test_hugging_faces_tokenizers_may_be_shorter_than_the_padded_model_and_never_longer():
+    theirs = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1, "<added>": 9})
+    check_vocabulary(theirs, 10), check_vocabulary(theirs, 64)
+    with pytest.raises(ValueError, match="10 token ids and the model 9"):
+        check_vocabulary(theirs, 9)
+    with pytest.raises(ValueError, match="0 token ids"):
+        check_vocabulary(SimpleNamespace(get_vocab=dict), 9)
 
 
 @pytest.mark.parametrize("name, message", [

@@ -1,5 +1,6 @@
 """Checkpoints in and out. The oracle is transformers: what it saves we read, what we write it opens."""
 import json
+import math
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanollm.model import Decoder
+from nanollm.tokenizer import check_vocabulary
 from nanollm.weights import from_hf, hf_tokenizer, to_hf
 
 
@@ -58,6 +60,7 @@ def refused(folder, *words, **options):
         from_hf(folder, **options)
     for word in words:
         assert str(word) in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
 
 
 def equal(a: Decoder, b: Decoder):
@@ -121,11 +124,28 @@ BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
     (dict(family="gpt2", n_kv_heads=4), "qkv_bias=False.*GPT-2 has every bias"),
     (dict(o_bias=True), "o_bias=True.*Llama has qkv_bias = o_bias"),
     (dict(qkv_bias=True, mlp_bias=True), "mlp_bias=True.*Qwen2 has qkv_bias alone"),
+    (dict(d_model=20, n_heads=3, n_kv_heads=3, head_dim=14), "d_model=20.*d_model a multiple of n_heads"),
 ])
 def test_a_model_that_no_layout_fits_is_not_written(tmp_path, changed, message):
     with pytest.raises(ValueError, match=message):
         to_hf(Decoder(tiny(**changed)), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn, "float16", None])
+def test_a_dtype_that_is_not_for_weights_is_refused(tmp_path, dtype):
+    with pytest.raises(ValueError, match="is not for weights; use one of torch.float16, torch.bfloat16"):
+        to_hf(Decoder(tiny()), tmp_path / "new", dtype)
+    assert not (tmp_path / "new").exists()
+    to_hf(Decoder(tiny()), tmp_path)
+    refused(tmp_path, "is not for weights", dtype=dtype)
+
+
+def test_qwen2_may_have_heads_that_do_not_divide_d_model(tmp_path):
+    ours = Decoder(tiny(d_model=20, n_heads=3, n_kv_heads=3, head_dim=14, qkv_bias=True)).eval()
+    to_hf(ours, tmp_path, torch.float32)
+    tokens = TOKENS[:, :16]
+    same(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, ours(tokens))
 
 
 def test_a_weight_too_large_for_the_dtype_is_not_written(tmp_path):
@@ -146,7 +166,7 @@ def test_shards(saved, tmp_path, case):
     equal(from_hf(tmp_path), from_hf(saved(case)))
     first = min(tmp_path.glob("*.safetensors"))
     first.unlink()
-    refused(tmp_path, first, "is missing")
+    refused(tmp_path, first.name, "is missing")
     (tmp_path / "model.safetensors.index.json").write_text("{")
     refused(tmp_path, "model.safetensors.index.json is not JSON")
 
@@ -190,12 +210,94 @@ def test_a_sliding_window_that_never_bites_is_full_attention(saved, copy):
     equal(from_hf(copy("mistral", dict(sliding_window=64))), from_hf(saved("mistral")))
 
 
+@pytest.mark.parametrize("entry", [dict(rope_theta=10_000), dict(quantization_config=None)])
+def test_whole_numbers_serve_as_floats_and_no_quantization_is_none(saved, copy, entry):
+    case = "llama multi-head"
+    equal(from_hf(copy(case, entry | dict(rope_parameters=None))), from_hf(saved(case)))
+
+
 # ---- errors ---
+
+
+@pytest.mark.parametrize("key, values, right", [
+    ("hidden_size", ["32", 32.0, True, 0, -8, None, [32], 2 ** 40], "a whole number from 1 to 2147483647"),
+    ("head_dim", ["8", 8.0, -8], "a whole number"),
+    ("rope_theta", [0, -1, math.nan, math.inf, None, "1e4", True, {}, 1e-50, 10 ** 400], "a finite number"),
+    ("rms_norm_eps", [0, -1, math.nan, None, "1e-5"], "a finite number above 0"),
+    ("tie_word_embeddings", ["false", 0, None], "True or False"),
+    ("rope_scaling", ["llama3", [8.0], 8.0, False], "an object"),
+])
+def test_an_entry_of_another_type_or_range_is_refused_with_its_file_key_and_value(copy, key, values, right):
+    for x in values:
+        folder = copy("llama multi-head", {"rope_parameters": None, key: x})
+        refused(folder, folder / "config.json", f"{key} {repr(x)[:40]}", f"must be {right}")
+
+
+def test_scaling_out_of_range_is_refused(copy):
+    for change, words in ((dict(factor=0), "factor 0 must be"), (dict(factor="8"), "factor '8' must be"),
+                          (dict(low_freq_factor=5.0), "low_freq_factor 5.0 must be below"),
+                          (dict(original_max_position_embeddings=32.0), "embeddings 32.0 must be"),
+                          (dict(rope_theta=None), "rope_theta None must be")):
+        refused(copy("llama3.1", dict(rope_parameters=LLAMA3 | change)), "config.json", words)
+
+
+def test_an_old_length_beside_the_scaling_is_refused_as_transformers_is_not_of_one_mind(saved, copy):
+    old = "original_max_position_embeddings"
+    refused(copy("llama3.1", {old: 16}), f"{old} is 16 at the top level and 32 in rope_scaling", "keep it in")
+    equal(from_hf(copy("llama3.1", {old: 32})), from_hf(saved("llama3.1")))
+    inside = {key: x for key, x in LLAMA3.items() if key != old}
+    refused(copy("llama3.1", {"rope_parameters": inside, old: 16}), "16 at the top level and None in")
+    refused(copy("llama3.1", dict(rope_parameters=inside)), f"lacks {old!r}")
+
+
+@pytest.mark.parametrize("root", ["[]", "3", "null", '"text"', "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(copy, root):
+    folder = copy("qwen2")
+    (folder / "config.json").write_text(root)
+    refused(folder, folder / "config.json", "JSON" if root[:2] == "[[" else "not an object")
+
+
+@pytest.mark.parametrize("index, words", [
+    ([], "holds a list"), *((map_, "no weight_map") for map_ in ({}, {"weight_map": []}, {"weight_map": {}})),
+    *(({"weight_map": {"lm_head.weight": file}}, "which is missing there")
+      for file in (3, None, ["model.safetensors"], "../above.safetensors", "", "a\0b", "x" * 300)),
+])
+def test_an_index_that_does_not_list_files_of_its_folder_is_refused(copy, index, words):
+    folder = copy("qwen2")
+    (folder / "model.safetensors").rename(folder.parent / "above.safetensors")
+    write_config(index, folder / "model.safetensors.index.json")
+    refused(folder, folder / "model.safetensors.index.json", words)
+
+
+def test_two_names_for_one_tensor_are_refused(saved, copy):
+    name = "model.embed_tokens.weight"
+    folder = copy("qwen2", tensors={"embed_tokens.weight": torch.zeros(61, 32)})
+    refused(folder, f"{name} in", " embed_tokens.weight in")
+    folder = copy("gpt2")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    names = {"x": "a.safetensors", "y": "b.safetensors"}
+    write_config({"weight_map": names}, folder / "model.safetensors.index.json")
+    refused(folder, "transformer.h.0", folder / "a.safetensors", folder / "b.safetensors", "are one tensor")
+
+
+def test_sizes_of_another_checkpoint_are_refused_before_memory_is_taken(copy):
+    refused(copy("qwen2", dict(num_hidden_layers=10 ** 9)), "27 tensors for 1000000000 layers")
+    much = 2 ** 30
+    refused(copy("qwen2", dict(hidden_size=much, intermediate_size=much)), "more than 2**63 bytes")
+    refused(copy("qwen2", dict(vocab_size=much)), f"is [61, 32] and should be [{much}, 32]")
+
+
+@pytest.mark.parametrize("name", ["meta", "hpu", "x", "", "cuda:99", "mps", 1.5])
+def test_a_device_on_which_nothing_can_be_computed_is_refused(saved, name):
+    refused(saved("qwen2"), f"device {str(name)!r} is not there", "use cpu", device=name)
 
 
 @pytest.mark.parametrize("case, config, words", [
     ("llama3.1", dict(model_type="bert"), ["'bert'", "gpt2, llama, mistral, qwen2"]),
     ("llama3.1", dict(model_type=DROP), ["None", "gpt2, llama, mistral, qwen2"]),
+    ("llama3.1", dict(model_type=["llama"]), ["model_type ['llama']", "gpt2, llama, mistral, qwen2"]),
+    ("llama3.1", dict(quantization_config={}), ["quantization_config", "use plain ones"]),
     ("llama3.1", dict(hidden_size=DROP), ["config.json lacks 'hidden_size'"]),
     ("llama3.1", dict(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
     ("llama3.1", dict(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), ["'yarn'", "'default' or 'llama3'"]),
@@ -254,6 +356,7 @@ NAME = "model.layers.1.self_attn.k_proj.bias"
     ("llama3.1", {NAME: torch.ones(32)}, [f"tensor {NAME}"]),  # a bias that config.json does not announce
     ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, [f"tensor {NAME} holds inf or nan"]),
     ("gpt2", {"transformer.wpe.weight": torch.full((64, 32), torch.inf)}, ["wpe.weight holds inf or nan"]),
+    ("qwen2", {NAME: torch.ones(16, dtype=torch.int8)}, [f"tensor {NAME} holds torch.int8"]),
 ])
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
     refused(copy(case, tensors=tensors), *words)
@@ -275,3 +378,22 @@ def test_tokenizer(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokenizer = hf_tokenizer(tmp_path)
     assert tokenizer.encode("the cache forgets") == [0, 1, 2] and tokenizer.decode([1, 0]) == "cache the"
+    check_vocabulary(tokenizer, 3)
+    with pytest.raises(ValueError, match="3 token ids and the model 2"):
+        check_vocabulary(tokenizer, 2)
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("tokenizer.json", "{", "tokenizer.json is not JSON"),
+    ("tokenizer.json", "[]", "tokenizer.json holds a list"),
+    ("tokenizer.json", "{}", "broken tokenizer"),
+    ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE"}}', "broken tokenizer"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+    ("vocab.json", "7", "vocab.json holds a int"),
+])
+def test_a_broken_tokenizer_is_named_in_one_line(tmp_path, name, content, words):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=words) as error:
+        hf_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value) and len(str(error.value).splitlines()) == 1
