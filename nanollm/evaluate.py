@@ -339,10 +339,10 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, dis
     stream, rows = training.stream.tolist(), text_windows(held_out, windows, T)
     counts = [defaultdict(Counter) for _ in range(4)]
     for n, table in enumerate(counts):
-        asked = {tuple(row[i - n:i]) for row in rows.tolist() for i in range(n, T)}  # to count all contexts takes 20 times as long
-        for *context, token in zip(*(stream[i:] for i in range(n + 1))):
-            if (key := tuple(context)) in asked:
-                table[key][token] += 1
+        asked = {tuple(row[i - n:i]) for row in rows.tolist() for i in range(n, T)}  # no others need to be counted
+        for gram in zip(*(stream[i:] for i in range(n + 1))):
+            if (context := gram[:-1]) in asked:
+                table[context][gram[-1]] += 1
     totals = [{context: sum(table[context].values()) for context in table} for table in counts]
 
     def p(n: int, context: list[int], token: int) -> float:
