@@ -172,8 +172,8 @@ def test_every_number_of_a_row_stands_below_its_name():
     assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
     assert row["blind"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
     assert show(row).split() == "h2o 12.5 % 5 0.11 0.22 0.33 0.44 0.55 0.75 12.34 0.567 7.62 4321".split()
-    _, first, _, of_tasks, names = header(300, 17, 4).split("\n")
-    assert first == "17 documents per task, 300 tokens each; seed 4; standard error of an accuracy: at most 0.12"  # 1/2 / √16
+    _, first, _, of_tasks, names = header(300, 5, 4).split("\n")
+    assert first == "5 documents per task, 300 tokens each; seed 4; standard error of an accuracy: at most 0.25"  # 1/2 / √4
     assert names.split() == ["method", "budget", "KiB", *["aware", "blind"] * 3, "perpl.", "KL", "L1", "tokens/s"]
     assert of_tasks.split() == ["live", *TASKS, "batch"]
     for task, share in zip(TASKS, ("0.22", "0.44", "0.75")):  # a task's name stands above its second number, `blind`
