@@ -25,8 +25,8 @@ def ranks() -> tuple[int, int]:
     """This process's number and how many there are, as torchrun says it; (0, 1) for a process alone."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ValueError(f"RANK {rank!r} must be a whole number below WORLD_SIZE {world!r}, as torchrun sets them; "
-                         "unset both for a process alone")
+        raise ValueError(f"RANK {rank!r} must be a whole number below WORLD_SIZE {world!r}, as torchrun sets "
+                         "them; unset both for a process alone")
     return int(rank), int(world)
 
 

@@ -84,6 +84,14 @@ class Batch:
         """(B, T) bool: the tokens that carry facts."""
         return self.roles == FACT
 
+    @property
+    def stated(self) -> np.ndarray:
+        """(B,): where the facts first say what the first question asks for, its first token's index."""
+        answer = self.tokens[:, self.answers[0]]
+        n = answer.shape[1]
+        windows = np.lib.stride_tricks.sliding_window_view(self.tokens, n, 1)
+        return ((windows == answer[:, None]).all(-1) & self.facts[:, n - 1:]).argmax(1)
+
 
 def check_questions(questions: int, facts: int):
     if whole("questions", questions, 1) > whole("facts", facts, 1):
@@ -101,7 +109,8 @@ class Tasks:
     def __init__(self, encoding: tiktoken.Encoding, split: str):
         if not isinstance(encoding, tiktoken.Encoding) or encoding.n_vocab < DIGITS + 100 or any(
                 encoding.decode_single_token_bytes(DIGITS + n) != b"%02d" % n for n in range(100)):
-            raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, whose tokens 256 to 355 are 00 to 99")
+            raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
+                             "are 00 to 99")
         self.encoding, self.split = encoding, split
         self.bos = encoding.n_vocab - 1
         self.stream = np.concatenate([[self.bos, *ids] for ids in encoding.encode_ordinary_batch(text(split))])
@@ -122,7 +131,8 @@ class Tasks:
         if n < 0:
             raise ValueError(f"the facts and questions need {-n} tokens more than the document has; make it longer")
         if n >= len(self.stream):
-            raise ValueError(f"{n} tokens asked for, but the {self.split} text has {len(self.stream)}; ask for fewer")
+            raise ValueError(f"{n} tokens asked for, but the {self.split} text has {len(self.stream)}; "
+                             "ask for fewer")
         start = rng.integers(0, len(self.stream) - n)
         return self.stream[start:start + n]
 
@@ -131,7 +141,8 @@ class Tasks:
         if n > len(self.words):
             raise ValueError(f"{n} keys asked for, but there are {len(self.words)} words; ask for fewer")
         if n * whole("numbers", numbers, 1) > len(self.values):
-            raise ValueError(f"{n} values of {numbers} numbers asked for, but there are {len(self.values)}; ask for fewer")
+            raise ValueError(f"{n} values of {numbers} numbers asked for, but there are {len(self.values)}; "
+                             "ask for fewer")
         keys = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
         return [(self.words[k], [DIGITS + part for v in value for part in divmod(v, 100)]) for k, value in zip(keys, values)]
@@ -225,9 +236,20 @@ class Tasks:
                 rows.append((tokens, roles))
                 missed = 0
             elif (missed := missed + 1) == 1000:
-                raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must be 1 here")
+                raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
+                                 "be 1 here")
         edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
         answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
         question = int(np.argmax(shape != TEXT)) if answers else T
         tokens, roles = (np.stack(x) for x in zip(*rows))
         return Batch(tokens, roles, question, answers)
+
+
+class Unmarked(Tasks):
+    """The same tasks, but no full stop, colon or line break of theirs tells where a fact ends.
+
+    The text around the facts keeps its own, and so do the labelled source lines within.
+    """
+
+    def ids(self, string: str) -> list[int]:
+        return super().ids({".": "", ": ": " is ", "\n": ","}.get(string, string))

@@ -3,6 +3,9 @@
     python -m nanollm train --out runs/tiny          # an hour and a half on one CPU core
     torchrun --nproc-per-node 2 -m nanollm train ... # rows of each batch are shared out over the ranks
 
+A run that was cut off goes on from its last checkpoint if it is asked for with the same seed, learning rate
+and steps: stage and rate of a step depend on how many there are. Nothing of another's is written over.
+
 What makes retrieval work in so little training, in order of weight: a structured start (`induction_start`: only the
 starting weights are special, the architecture is not), position jumps (PoSE, arXiv 2309.10400) so that lengths far
 beyond the training length are seen as positions, and a curriculum from dense copying to needles in real text.
@@ -18,13 +21,14 @@ import shutil
 import time
 
 import numpy as np
-import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nanollm import TINY, tokenizer
+from nanollm import TINY, check_seed, ranks, set_threads, tokenizer, whole
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
 from nanollm.model import Config, Decoder
@@ -39,6 +43,10 @@ STAGES = [
     (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13, copy=.12)),
 ]
 WEIGHT = np.zeros(4, dtype=np.float32)  # loss weight of a token by its role; in plain text every token counts 1
+RECIPE = "seed", "lr", "steps"  # a run depends on these alone, so they are written into its checkpoint
+CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
+MADE = "config.json", "model.safetensors", "tokenizer.tiktoken", "train.json"  # at a run's end
+
 WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
 
 
@@ -171,63 +179,112 @@ def stage(step: int, steps: int):
     return T, B, mixture
 
 
-def save(folder: Path, model: Decoder, optimizer, step: int):
+def save(args, model: Decoder, optimizer, step: int, minutes: float):
     """Weights and AdamW's moments in one safetensors file, replaced at once so that a cut-off run leaves a whole one."""
     tensors = {}
     for name, p in model.named_parameters():
-        state = optimizer.state[p]
-        tensors |= {name: p.data, f"{name}.m": state["exp_avg"], f"{name}.v": state["exp_avg_sq"]}
-    safetensors.torch.save_file(tensors, folder / "new", metadata={"step": str(step)})
-    os.replace(folder / "new", folder / "checkpoint.safetensors")
+        state = optimizer.state[p]  # empty before the first step
+        m, v = (state[key] if key in state else torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq"))
+        tensors |= {name: p.data, f"{name}.m": m, f"{name}.v": v}
+    known = dict(step=step, minutes=minutes) | {name: getattr(args, name) for name in RECIPE}
+    try:
+        save_file(tensors, args.out / PART, metadata={name: str(x) for name, x in known.items()})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{args.out / PART} cannot be written: {error}") from None
+    os.replace(args.out / PART, args.out / CHECKPOINT)
 
 
-def resume(folder: Path, model: Decoder, optimizer) -> int:
-    """Load what `save` wrote; returns the number of steps done, 0 if there is nothing."""
-    file = folder / "checkpoint.safetensors"
-    if not file.exists():
-        return 0
-    with safetensors.safe_open(file, "pt", device=str(model.embed.weight.device)) as f:
-        step = int(f.metadata()["step"])
+def find(args) -> tuple[int, float]:
+    """Steps and minutes done by the run in the folder, 0 if it is new or empty.
+
+    Raises ValueError for every other folder: it holds what is not of this run, or a run that is finished.
+    """
+    folder, file = args.out, args.out / CHECKPOINT
+    if folder.exists() and folder.samefile(TINY):
+        raise ValueError(f"{folder} holds the checkpoint that ships; name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder")
+    there = {file.name for file in folder.iterdir()} if folder.exists() else set()
+    if there <= {PART}:
+        return 0, 0.0
+    if CHECKPOINT not in there:
+        raise ValueError(f"{folder} holds {min(there)} and no run to go on with; name a new folder")
+    try:
+        with safe_open(file, "pt") as f:
+            known = f.metadata()
+        step, minutes = int(known["step"]), float(known["minutes"])
+        recipe = {name: known[name] for name in RECIPE}
+        if not 0 <= step <= int(recipe["steps"]):
+            raise ValueError
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        raise ValueError(f"{file} is damaged or another's; name a new folder") from None
+    for name, begun in recipe.items():
+        if begun != str(getattr(args, name)):
+            raise ValueError(f"the run in {folder} has --{name} {begun}, not {getattr(args, name)}; "
+                             "go on with that or name a new folder")
+    if step == args.steps and "train.json" in there:
+        raise ValueError(f"the run in {folder} is finished; name a new folder")
+    if others := there & {*MADE}:
+        raise ValueError(f"{folder} holds {min(others)}, which its run has not written; name a new folder")
+    return step, minutes
+
+
+def resume(file: Path, model: Decoder, optimizer, step: int):
+    """Load the tensors that `save` wrote after so many steps."""
+    with safe_open(file, "pt", device=str(model.embed.weight.device)) as f:
+        def tensor(name: str, p):
+            if name not in f.keys() or (x := f.get_tensor(name)).shape != p.shape or not x.isfinite().all():
+                raise ValueError(f"{file} has no {name} of shape {tuple(p.shape)}, or not a finite one; "
+                                 "name a new folder")
+            return x.to(p.dtype)
+
         for name, p in model.named_parameters():
-            p.data.copy_(f.get_tensor(name))
-            optimizer.state[p] = dict(step=torch.tensor(float(step)), exp_avg=f.get_tensor(f"{name}.m"),
-                                      exp_avg_sq=f.get_tensor(f"{name}.v"))
-    return step
+            p.data.copy_(tensor(name, p))
+            m, v = tensor(f"{name}.m", p), tensor(f"{name}.v", p)
+            done = torch.tensor(float(step), device=p.device)
+            optimizer.state[p] = dict(step=done, exp_avg=m, exp_avg_sq=v)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m nanollm train", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder of the run; an old run there goes on")
+    parser.add_argument("--out", type=Path, default=Path("runs/tiny"),
+                        help="folder of the run: a new one, or that of the same run, which goes on")
     parser.add_argument("--steps", type=int, default=3000, help="steps of 4096 tokens")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves PyTorch's choice")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     parser.add_argument("--every", type=int, default=100, help="steps between measurements and checkpoints")
+    parser.add_argument("--documents", type=int, default=256, help="per task in the measurement at the end")
     args = parser.parse_args(argv)
+    for name in ("steps", "every", "documents"):
+        whole(name, getattr(args, name), 1, 10 ** 9)
+    check_seed(args.seed)
+    if not 0 < args.lr <= 1:
+        raise ValueError(f"lr {args.lr} must lie above 0 and be at most 1")
     check_device(args.device)
-    if args.every < 1 or args.steps < 1:
-        raise ValueError(f"steps {args.steps} and every {args.every} must be at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = ranks()
+    model = Decoder(Config(**CONFIG))
+    set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    first, minutes = find(args)
     if world > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
-    training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
-    model = Decoder(Config(**CONFIG))
     induction_start(model, args.seed)
     model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
-    first = resume(args.out, model, optimizer)
+    if first:
+        resume(args.out / CHECKPOINT, model, optimizer, first)
     forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    if rank == 0 and not first:
+        save(args, model, optimizer, 0, minutes)  # the folder is taken, and it can be written to
+    log = (args.out / "log.jsonl").open("a")
 
-    log = (args.out / "log.jsonl").open("a+")
-    log.seek(0)
-    began = time.time() - 60 * json.loads(([*log] or ['{"minutes": 0}'])[-1])["minutes"]  # a resumed run goes on counting
+    began, saved, few = time.time() - 60 * minutes, first, max(1, args.documents // 8)
+    encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
+    training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, disable=rank > 0, mininterval=2)
     shown, losses = {}, []
     for step in bar:
@@ -245,24 +302,32 @@ def main(argv=None):
         loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * schedule(step, args.steps)
-        optimizer.step()
-
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         if world > 1:
             loss = loss.detach() / world
             dist.all_reduce(loss)
         losses.append(loss.item())
-        if rank == 0 and ((step + 1) % args.every == 0 or step + 1 == args.steps):
-            save(args.out, model, optimizer, step + 1)
-            shown = dict(bpb=bits_per_byte(model, held_out, 16))
+        if not math.isfinite(losses[-1]) or not math.isfinite(norm):
+            bar.close()
+            raise ValueError(f"step {step + 1} has loss {losses[-1]} and gradient norm {norm}: the run stops; "
+                             f"the checkpoint of step {saved} in {args.out} is untouched; "
+                             f"begin anew with --lr below {args.lr}")
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * schedule(step, args.steps)
+        optimizer.step()
+
+        if (step + 1) % args.every == 0 or step + 1 == args.steps:
+            saved = step + 1
+        if rank == 0 and saved == step + 1:
+            minutes = (time.time() - began) / 60
+            save(args, model, optimizer, saved, minutes)
+            shown = dict(bpb=bits_per_byte(model, held_out, max(1, few // 2)))
             if T >= 128:
-                shown |= {"needle": exact_match(model, held_out, "needle", 2 * T, 32),
-                          "recall": exact_match(model, held_out, "recall", 256, 32),
-                          "few_shot": exact_match(model, held_out, "few_shot", 256, 32)}
-            row = dict(step=step + 1, tokens_per_document=T, loss=float(np.mean(losses)), **shown,
-                       minutes=(time.time() - began) / 60)
+                shown |= {"needle": exact_match(model, held_out, "needle", 2 * T, few),
+                          "recall": exact_match(model, held_out, "recall", 256, few),
+                          "few_shot": exact_match(model, held_out, "few_shot", 256, few)}
+            mean = float(np.mean(losses))
+            row = dict(step=saved, tokens_per_document=T, loss=mean, **shown, minutes=minutes)
             log.write(json.dumps({k: round(v, 4) for k, v in row.items()}) + "\n")
             log.flush()
             losses = []
@@ -270,21 +335,25 @@ def main(argv=None):
     if world > 1:
         dist.destroy_process_group()
     if rank == 0:
-        finish(args.out, model, training, held_out, args)
+        finish(args, model, training, held_out, minutes)
 
 
-def finish(folder: Path, model: Decoder, training: Tasks, held_out: Tasks, args):
-    """Write the checkpoint in 16 bits with its tokenizer, and train.json: how it was made and what it can do."""
+def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: float):
+    """Write the checkpoint in 16 bits with its tokenizer, and train.json: how it was made and what it can do.
+
+    All is written beside, and put into its place when it is complete.
+    """
+    folder, documents = args.out / "finish.part", args.documents
     to_hf(model, folder)
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     model = from_hf(folder, device=args.device)  # measure what was written
-    documents = 256
     figures = {f"needle_{T}": exact_match(model, held_out, "needle", T, documents, facts=4)
                for T in tqdm((256, 512, 1024, 2048), desc="measuring")}
     figures |= {"recall_16_pairs_512": exact_match(model, held_out, "recall", 512, documents, pairs=16),
                 "few_shot_16_of_4_classes_512": exact_match(model, held_out, "few_shot", 512, documents),
                 "copy_512": exact_match(model, held_out, "copy", 512, documents)}
-    bits = {"model": bits_per_byte(model, held_out, 64)} | ngram_bits(training, held_out, 64)
+    windows = max(1, documents // 4)
+    bits = {"model": bits_per_byte(model, held_out, windows)} | ngram_bits(training, held_out, windows)
     named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
     processor = named[1] if named else platform.processor()
     report = dict(
@@ -293,10 +362,13 @@ def finish(folder: Path, model: Decoder, training: Tasks, held_out: Tasks, args)
         versions=dict(python=platform.python_version(), torch=torch.__version__),
         parameters=sum(p.numel() for p in model.parameters()),
         training_tokens=4096 * args.steps,
-        minutes=json.loads((folder / "log.jsonl").read_text().splitlines()[-1])["minutes"],
+        minutes=round(minutes, 4),
         documents_per_figure=documents,
         exact_match={k: dict(value=round(v, 4), standard_error=round(math.sqrt(v * (1 - v) / documents), 4))
                      for k, v in figures.items()},
         bits_per_byte={k: round(v, 3) for k, v in bits.items()})
     (folder / "train.json").write_text(json.dumps(report, indent=1) + "\n")
+    for name in MADE:
+        os.replace(folder / name, args.out / name)
+    folder.rmdir()
     print(json.dumps(report, indent=1))

@@ -5,17 +5,19 @@ import math
 import os
 from pathlib import Path
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from test_data import decode, tasks
 import torch
 import torch.nn.functional as F
 
-from nanollm import train
+from nanollm import set_threads, train
 from nanollm.data import ANSWER, FACT
 from nanollm.model import Config, Decoder, rope
 from nanollm.train import CONFIG, STAGES, batch, document, induction_start, main, position_jumps, schedule, stage
@@ -170,8 +172,8 @@ def small(monkeypatch):
     shrink(monkeypatch.setattr)
 
 
-def run(folder: Path, steps=6):
-    main(["--out", str(folder), "--steps", str(steps), "--every", "1"])
+def run(folder: Path, steps=6, *more):
+    main(["--out", str(folder), "--steps", str(steps), "--every", "1", *more])
     return log(folder)
 
 
@@ -190,16 +192,21 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_a_run_cut_off_and_resumed_equals_the_whole_one_bit_for_bit(whole, small, tmp_path, monkeypatch):
-    def cut_off(seed, step, *rest):
-        if step == 3:
+def cut_off(folder: Path, monkeypatch, at: int):
+    """A run that ends before this step."""
+    def until(seed, step, *rest):
+        if step == at:
             raise KeyboardInterrupt
         return batch(seed, step, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "batch", cut_off)
+        patch.setattr(train, "batch", until)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path)
+            run(folder)
+
+
+def test_a_run_cut_off_and_resumed_equals_the_whole_one_bit_for_bit(whole, small, tmp_path, monkeypatch):
+    cut_off(tmp_path, monkeypatch, 3)
     assert len(log(tmp_path)) == 3 and not (tmp_path / "model.safetensors").exists()
     monkeypatch.setattr(train, "induction_start", lambda model, seed: None)  # all comes from the checkpoint
     assert run(tmp_path) == log(whole)
@@ -213,11 +220,12 @@ def test_two_processes_learn_what_one_learns(whole, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nfrom nanollm import train\nimport test_train\n"
                       "test_train.shrink(setattr)\ntrain.main(sys.argv[1:])\n")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script,
-                           "--out", tmp_path, "--steps", "6", "--every", "1"], capture_output=True, text=True, timeout=300,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run([*command, "--out", tmp_path / "run", "--steps", "6", "--every", "1"],
+                          capture_output=True, text=True, timeout=300,
                           env=os.environ | dict(PYTHONPATH=f"{root}:{root / 'tests'}"))
     assert done.returncode == 0, done.stderr
-    for two, one in zip(log(tmp_path), log(whole), strict=True):
+    for two, one in zip(log(tmp_path / "run"), log(whole), strict=True):
         assert two == pytest.approx(one, rel=1e-3)
 
 
@@ -243,19 +251,184 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
     assert [row["tokens_per_document"] for row in log(whole)] == [64, 128, 256, 256, 512, 512]
     report = json.loads((whole / "train.json").read_text())
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
-    assert report["command"] == "python -m nanollm train --steps 6 --lr 0.002 --seed 0 --device cpu --threads 0"
+    options = "--steps 6 --lr 0.002 --seed 0 --device cpu --threads 0 --documents 256"
+    assert report["command"] == "python -m nanollm train " + options
     assert report["exact_match"]["needle_2048"] == dict(value=0.25, standard_error=round(math.sqrt(0.25 * 0.75 / 256), 4))
     assert report["bits_per_byte"] == {"model": round(model.embed.weight.sum().item(), 3), "2-gram": 3.0}
 
 
-def test_a_resumed_run_goes_on_counting_minutes(small, tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"minutes": 50.0}\n')
-    main(["--out", str(tmp_path), "--steps", "1"])
+def test_fewer_documents_make_the_measuring_short(small, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train, "exact_match", lambda *x, **_: asked.append(x[-1]) or 0.0)
+    monkeypatch.setattr(train, "ngram_bits", lambda *x: asked.append(x[-1]) or {})
+    run(tmp_path, 6, "--documents", "16")
+    assert asked == [2] * 15 + [16] * 7 + [4]
+    assert json.loads((tmp_path / "train.json").read_text())["documents_per_figure"] == 16
+
+
+def test_a_resumed_run_goes_on_counting_minutes(small, tmp_path, monkeypatch):
+    cut_off(tmp_path, monkeypatch, 2)
+    change(tmp_path / "checkpoint.safetensors", minutes="50.0")
+    run(tmp_path)
     minutes = [json.loads(row)["minutes"] for row in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert 50 < minutes[1] < 60 and len(minutes) == 2
+    assert minutes[1] < 10 and all(50 < x < 60 for x in minutes[2:]) and len(minutes) == 6
+    assert 50 < json.loads((tmp_path / "train.json").read_text())["minutes"] < 60
 
 
-@pytest.mark.parametrize("wrong, message", [(["--every", "0"], "every 0"), (["--device", "foo"], "device 'foo' is not there")])
-def test_a_run_that_cannot_be_is_refused(tmp_path, wrong, message):
+@pytest.mark.parametrize("wrong, message", [
+    (["--every", "0"], "every 0 must be"), (["--every", "-1"], "every -1"), (["--steps", "-1"], "steps -1"),
+    (["--steps", "1" + "0" * 400], "steps 10"), (["--documents", "0"], "documents 0"),
+    (["--seed", "-1"], "seed -1"), (["--seed", str(2 ** 63)], "seed 9223372036854775808"),
+    *((["--lr", lr], f"lr {lr} must lie above 0 and be at") for lr in ("inf", "nan", "0.0", "-1.0", "1.5")),
+    (["--device", "foo"], "device 'foo' is not there"), (["--device", "meta"], "device 'meta'"),
+    (["--threads", "-1"], "threads -1"), (["--threads", str(2 ** 40)], "threads 1099511627776"),
+])
+def test_a_run_that_cannot_be_is_refused_before_any_work(tmp_path, wrong, message, monkeypatch):
+    monkeypatch.delattr(train, "induction_start")
     with pytest.raises(ValueError, match=message):
         train.main(["--out", str(tmp_path / "run"), *wrong])
+    assert not (tmp_path / "run").exists()
+
+
+# ---- nothing is lost, and nothing of another's is written over ---
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def change(file: Path, drop: str = "", tensor: dict | None = None, **known: str):
+    """The checkpoint with some of what it says and holds changed."""
+    with safe_open(file, "pt") as f:
+        known = f.metadata() | known
+    tensors = load_file(file) | (tensor or {})
+    save_file(tensors, file, metadata={name: x for name, x in known.items() if name != drop})
+
+
+def refused(folder: Path, message: str, *options: str):
+    before = held(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        run(folder, 6, *options)
+    assert "\n" not in str(error.value) and held(folder) == before
+
+
+def test_the_shipped_checkpoint_is_never_written_over(tmp_path, monkeypatch):
+    shipped = tmp_path / "tiny"
+    shutil.copytree(train.TINY, shipped)
+    monkeypatch.setattr(train, "TINY", shipped)
+    (tmp_path / "link").symlink_to(shipped)
+    monkeypatch.chdir(tmp_path)
+    for folder in (shipped, tmp_path / "link", Path("tiny"), Path("tiny/../link")):
+        refused(folder, "holds the checkpoint that ships")
+
+
+@pytest.mark.parametrize("name, message", [
+    ("checkpoint.safetensors", "checkpoint.safetensors is damaged or another's"),
+    *((name, f"holds {name} and no run") for name in ("config.json", "model.safetensors", "log.jsonl")),
+])
+def test_a_folder_of_another_s_is_refused(name, message, tmp_path):
+    (tmp_path / name).write_text("mine")
+    refused(tmp_path, message)
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        run(tmp_path / name)
+
+
+def test_a_run_goes_on_only_with_what_it_began_with(small, tmp_path, monkeypatch):
+    cut_off(tmp_path, monkeypatch, 2)
+    refused(tmp_path, "has --seed 0, not 1; go on", "--seed", "1")
+    refused(tmp_path, "has --lr 0.002, not 0.001; go on", "--lr", "0.001")
+    refused(tmp_path, "has --steps 6, not 7; go on", "--steps", "7")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("mine")
+        refused(tmp_path, f"holds {name}, which its run has not written")
+        (tmp_path / name).unlink()
+    run(tmp_path)
+    refused(tmp_path, "is finished; name a new folder")
+
+
+def test_a_run_cut_off_at_its_end_leaves_no_half_of_a_result_and_goes_on(small, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(train, "ngram_bits")
+        with pytest.raises(NameError):
+            run(tmp_path)
+    assert not {*held(tmp_path)} & {*train.MADE}
+    run(tmp_path)
+    assert {*held(tmp_path)} == {*train.MADE, "checkpoint.safetensors", "log.jsonl"} and len(log(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("how, message", [
+    (dict(drop="step"), "is damaged or another's"), (dict(drop="seed"), "is damaged or another's"),
+    (dict(step="two"), "is damaged or another's"), (dict(minutes="x"), "is damaged or another's"),
+    (dict(step="7"), "is damaged or another's"), (dict(step="-1"), "is damaged or another's"),
+    (dict(tensor={"norm.weight": torch.ones(63)}), r"no norm.weight of shape \(64,\)"),
+    (dict(tensor={"norm.weight.m": torch.full((64,), math.nan)}), "norm.weight.m of .*, or not a finite one"),
+])
+def test_a_damaged_checkpoint_is_refused(how, message, small, tmp_path, monkeypatch):
+    cut_off(tmp_path, monkeypatch, 1)
+    file = tmp_path / "checkpoint.safetensors"
+    change(file, **how)
+    refused(tmp_path, message)
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(tmp_path, "is damaged or another's")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_saves(small, tmp_path, monkeypatch):
+    whole_loss, calls = F.cross_entropy, []
+
+    def overflow(*inputs, **options):
+        calls.append(1)
+        return whole_loss(*inputs, **options) * (math.inf if len(calls) == 4 else 1)
+
+    monkeypatch.setattr(train.F, "cross_entropy", overflow)
+    with pytest.raises(ValueError, match="^step 4 has loss (inf|nan) .* checkpoint of step 3 in .* is untou"):
+        run(tmp_path)
+    with safe_open(tmp_path / "checkpoint.safetensors", "pt") as f:
+        assert f.metadata()["step"] == "3" and len(log(tmp_path)) == 3
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
+    with pytest.raises(ValueError, match="^step 1 has .* norm nan.* checkpoint of step 0 in .* is untouched"):
+        run(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_any_work(small, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(train, "save_file", full)
+    monkeypatch.delattr(train, "Tasks")
+    with pytest.raises(OSError, match="checkpoint.part cannot be written: No space left on device"):
+        run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("rank, world", [
+    ("1", None), ("abc", "2"), ("0", "0"), ("2", "2"), ("-1", "2"), ("", "2"), ("0", "two")])
+def test_ranks_that_cannot_be_are_refused(rank, world, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world) if world else monkeypatch.delenv("WORLD_SIZE", raising=False)
+    message = f"RANK '{rank}' must be a whole number below WORLD_SIZE '{world or 1}'"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path)
+
+
+def test_threads_are_those_asked_for_and_one_for_a_small_model():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        set_threads(3, 10)
+        assert torch.get_num_threads() == 3
+        set_threads(0, 10 ** 10)
+        assert torch.get_num_threads() == 3  # PyTorch's choice stays
+        set_threads(0, 3_000_000)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_refusal_is_one_line_and_exit_code_2_in_a_clean_shell():
+    done = subprocess.run([sys.executable, "-m", "nanollm", "train", "--out", "nanollm/tiny", "--steps", "1"],
+                          capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent,
+                          env={name: os.environ[name] for name in ("PATH", "HOME")})
+    line = "error: nanollm/tiny holds the checkpoint that ships; name another folder\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
