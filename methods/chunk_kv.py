@@ -12,6 +12,9 @@ argues against; `fill` gives it to single tokens. The window counts inside the b
 vote together, as in SnapKV. The authors' code in NVIDIA/kvpress is ChunkKV(chunk=20, score="mean", kernel=5,
 per_head=False), but for its average pool and a count of kept tokens that drifts from the budget.
 
+The grid cuts facts: a value that begins a chunk is scored without the words before it, on which the votes fall.
+`kernel=7, score="max"` mends that for values of two tokens (C1).
+
 Beyond the paper: `SemanticChunkKV`, whose chunks end where a line or sentence does. Below: what is kept, and the appendix's
 theory with its constants.
 """
@@ -22,7 +25,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import NEVER, WindowCache, top
+from nanollm.cache import NEVER, WindowCache, finish_prompt, held, top
+from nanollm.data import Batch
+from nanollm.evaluate import Make, Told, replay
 
 
 @dataclass(eq=False)
@@ -90,9 +95,10 @@ class ChunkKV(WindowCache):
 @dataclass(eq=False)
 class SemanticChunkKV(ChunkKV):
     """Chunks end where a line, sentence or clause does (beyond the paper). They differ in length, so the mean decides:
-    it is what a slot of the chunk gathers. Pooled, so that a vote beside a cut counts on both sides."""
+    it is what a slot of the chunk gathers. Pooled, so that a vote beside a cut counts on both sides. As good as the marks
+    in the text: a list without line breaks falls into chunks of the longest length, of which few have room."""
     kernel: int = 7
-    chunk: int = 32             # the longest, or what the budget has room for beside the window
+    chunk: int = 32             # the longest (chosen on this repository's tasks), or what has room beside the window
     score: str = "mean"
     ends: Tensor | None = None  # (V,) of bool, tokens that end a chunk: `tokenizer.boundaries(encoding, V)`
 
@@ -164,6 +170,43 @@ def jaccard(kept: Tensor, other: Tensor) -> Tensor:
 def kept_whole(kept: Tensor, examples: list[slice]) -> Tensor:
     """Share of the examples of a prompt of which no token is missing, (...), from kept (..., n) of bool."""
     return torch.stack([kept[..., example].all(-1) for example in examples]).float().mean(0)
+
+
+def examples(batch: Batch, line_break: int) -> list[list[slice]]:
+    """Of every document, the labelled lines: each begins with the token `line_break`."""
+    starts = [(facts & (tokens == line_break)).nonzero()[0].tolist() for tokens, facts in zip(batch.tokens, batch.facts)]
+    return [[slice(a, b) for a, b in zip(at, [*at[1:], batch.question])] for at in starts]
+
+
+@torch.no_grad()
+def at_the_answer(model, batch: Batch, told: list[Told], make: Make, blind: bool = False) -> tuple[Tensor, Tensor]:
+    """log-probabilities (B, V) of the first answer's first token, and which tokens were held before the question,
+    (B, L, H, question) of bool. `told` is the record of context and question (`record` in nanollm/evaluate.py)."""
+    last, caches = batch.answers[0].start, make(batch.question)
+    for n in range(1, 2 if blind else 3):
+        replay(told[:n], caches)
+    finish_prompt(caches)
+    kept = held(caches, batch.question)
+    tokens = torch.from_numpy(batch.tokens[:, batch.question if blind else last - 1:last])
+    for token in tokens.unbind(1):
+        logits = model(token[:, None], caches)
+    return logits[:, -1].log_softmax(-1), kept
+
+
+@dataclass(eq=False)
+class PlacedChunkKV(ChunkKV):
+    """A grid of its own for every document, to measure what the grid does: token `at` has place `place` in its chunk."""
+    at: Tensor | None = None  # (B,)
+    place: int = 0            # from 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.at, Tensor):
+            raise ValueError("at must be a tensor (B,), a token's index for each document; give batch.stated")
+
+    def ends_at(self, votes: Tensor) -> Tensor:
+        first = (self.at.to(votes.device) - self.place - 1) % self.chunk  # ends the first chunk
+        return super().ends_at(votes).scatter(1, first[:, None], True)
 
 
 # ---- the theory: an example O = [x, y] of k tokens is drawn from θ*, and a wrong θ must be told from it --------------

@@ -9,13 +9,14 @@ from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from methods.chunk_kv import (ChunkKV, SemanticChunkKV, answer_bound, chunk_noise, cut, distance_bound, divergence, fisher,
-                              fit, jaccard, kept_whole, markov, scores, token_divergences, token_noise)
+from methods.chunk_kv import (ChunkKV, PlacedChunkKV, SemanticChunkKV, answer_bound, at_the_answer, chunk_noise, cut,
+                              distance_bound, divergence, examples, fisher, fit, jaccard, kept_whole, markov, scores,
+                              token_divergences, token_noise)
 from methods.snap_kv import SnapKV
 from nanollm import TINY, tokenizer, weights
 from nanollm.cache import LayerCache, finish_prompt, held, make_cache
-from nanollm.data import Tasks
-from nanollm.evaluate import (Recorder, feed, maker, prompt_and_question, record, replay, retrieve, standard_error,
+from nanollm.data import Tasks, Unmarked
+from nanollm.evaluate import (Recorder, feed, maker, prompt_and_question, record, retrieve, standard_error,
                               text_windows)
 from test_window_methods import chunks_of
 
@@ -301,6 +302,12 @@ def test_where_some_parameter_changes_no_token_there_is_no_bound():
     assert distance_bound(each.sum(), information) == answer_bound(each.sum(), information) == torch.inf
     way = vector(0.994, 0.1094)  # tokens that depend on θ in one direction alone: rounding makes λ_min 1e-18
     assert distance_bound(torch.tensor(1.0), torch.outer(way, way)[None]) > 1e15
+    model, other = weights.from_hf(TINY), weights.from_hf(TINY)  # nor does any token of a decoder tell all its weights
+    attention, text = other.blocks[0].attention, torch.arange(300, 360)[None]
+    with torch.inference_mode():
+        attention.split(attention.qkv.weight)[2].mul_(2)
+        attention.o.weight.div_(2)
+        assert torch.equal(model(text), other(text))
     whole = fisher(lambda theta: markov(theta, 3), vector(0.3, 0.2))  # one silent token is enough: the first
     assert distance_bound(torch.tensor(1.0), whole) == torch.inf > distance_bound(torch.tensor(1.0), whole[1:])
 
@@ -472,6 +479,16 @@ def test_fit_skips_a_chunk_that_is_too_long_and_goes_on_and_an_empty_one_costs_n
     assert fit(score, length, 11).all()
 
 
+@pytest.mark.parametrize("place", [0, 1, 9])
+def test_a_placed_grid_gives_a_token_of_each_document_its_place_in_a_chunk_of_full_length(place):
+    at = torch.tensor([0, 3, 17, 40, 41])
+    cache = PlacedChunkKV(budget=30, window=8, at=at, place=place)
+    unit = cut(cache.ends_at(torch.zeros(5, 3, 60)), 10)
+    for row, i in zip(unit, at.tolist()):
+        assert (row[:i] == row[i]).sum() == min(i, place)
+        assert row.bincount()[1:-1].tolist() == [10] * (row[-1] - 1)
+
+
 # ---- the claims about a trained model, on the shipped one ---
 
 
@@ -489,35 +506,55 @@ def read(model, batch):
 
 @pytest.fixture(scope="module")
 def found(shipped):
-    """Per document, whether its question is answered, aware, with an eighth of 512 tokens."""
+    """Per document, whether its question is answered, aware, with a share of 512 tokens."""
     model, tasks = shipped
+    sources = {"marked": tasks, "unmarked": Unmarked(tasks.encoding, "test")}
 
-    read_once = cache(lambda task, *how: read(model, tasks.batch(task, 1, 32, 512, **dict(how))))
+    @cache
+    def read_once(marks, task, *how):
+        return read(model, sources[marks].batch(task, 1, 32, 512, **dict(how)))
 
     @torch.inference_mode()
-    def answers(Method, task, how={}, **knobs):
-        batch, told = read_once(task, *how.items())
-        ends = dict(ends=tokenizer.boundaries(tasks.encoding, 2048)) if Method is SemanticChunkKV else {}
-        return retrieve(model, batch, maker(model, Method, 1 / 8, window=8, **ends, **knobs), told)["aware"]
+    def answers(Method, task, how={}, share=1 / 8, marks="marked", **knobs):
+        batch, told = read_once(marks, task, *how.items())
+        knobs |= dict(ends=tokenizer.boundaries(tasks.encoding, 2048)) if Method is SemanticChunkKV else {}
+        knobs |= dict(at=torch.from_numpy(batch.stated)) if Method is PlacedChunkKV else {}
+        return retrieve(model, batch, maker(model, Method, share, window=8, **knobs), told)["aware"]
     return answers
 
 
+def fewer(one, other):
+    difference = other - one
+    return difference.mean() > 2 * standard_error(difference)
+
+
+LONG = dict(facts=1, numbers=4)  # values of 8 tokens
+
+
 @pytest.mark.claim("C1")
-def test_chunks_keep_long_facts_lose_short_ones_on_a_grid_and_neither_if_cut_where_the_text_does(found):
-    """Values of 8 tokens and of 2."""
-    def short(Method, **knobs):
-        return torch.cat([found(Method, task, **knobs) for task in ("needle", "recall")])
+def test_chunks_keep_long_facts_and_the_more_the_longer_they_are(found):
+    snap, grid = (found(Method, "needle", LONG) for Method in (SnapKV, ChunkKV))
+    assert snap.mean() < 0.05 and fewer(snap, grid) and fewer(grid, found(ChunkKV, "needle", LONG, chunk=20))
+    for marks in ("marked", "unmarked"):
+        assert found(SemanticChunkKV, "needle", LONG, marks=marks).mean() > 0.85
 
-    def long(Method, **knobs):
-        return found(Method, "needle", dict(facts=1, numbers=4), **knobs)
 
-    def fewer(one, other):
-        difference = other - one
-        return difference.mean() > 2 * standard_error(difference)
+@pytest.mark.claim("C1")
+@pytest.mark.parametrize("task", ["needle", "recall"])
+def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them_and_nowhere_else(found, task):
+    places = {place: found(PlacedChunkKV, task, place=place) for place in (0, 4, 8, 9)}
+    assert torch.stack([places[0], places[9]]).mean() < 0.3 and min(places[4].mean(), places[8].mean()) > 0.95
+    assert found(ChunkKV, task, kernel=7, score="max").mean() > 0.95  # a vote beside a cut counts on both sides
+    assert found(SemanticChunkKV, task).mean() > 0.95
 
-    assert long(SnapKV).mean() < 0.05 and fewer(long(SnapKV), long(ChunkKV)) and fewer(long(ChunkKV), long(ChunkKV, chunk=20))
-    assert fewer(short(ChunkKV), short(SnapKV)) and fewer(short(ChunkKV), short(ChunkKV, kernel=7, score="max"))
-    assert long(SemanticChunkKV).mean() > 0.85 and short(SemanticChunkKV).mean() > 0.95
+
+@pytest.mark.claim("C1")
+def test_without_a_mark_where_facts_end_semantic_chunks_still_find_needles_and_lose_lists_more_than_the_grid(found):
+    grid, semantic = ({task: found(Method, task, marks="unmarked", share=share) for task, share in
+                       (("needle", 1 / 8), ("recall", 1 / 16))} for Method in (ChunkKV, SemanticChunkKV))
+    assert semantic["needle"].mean() > 0.9 and fewer(grid["needle"], semantic["needle"])
+    assert semantic["recall"].mean() < 0.4 and fewer(semantic["recall"], grid["recall"])
+    assert found(SnapKV, "recall", marks="unmarked", share=1 / 16).mean() > 0.9
 
 
 @pytest.mark.claim("C2")
@@ -546,26 +583,16 @@ def test_reusing_the_indices_of_layer_0_loses_the_answers_and_those_of_layer_1_i
 @torch.inference_mode()
 def test_chunks_keep_more_examples_whole_which_helps_against_single_tokens_if_the_question_is_known_and_else_not(shipped):
     model, tasks = shipped
-    (batch, told), line_break = read(model, tasks.batch("few_shot", 2, 32, 512, shots=16)), tasks.ids("\n")[0]
-    tokens, last = torch.from_numpy(batch.tokens), batch.answers[0].start
-    starts = [(facts & (row == line_break)).nonzero()[0].tolist() for row, facts in zip(batch.tokens, batch.facts)]
-    examples = [[slice(a, b) for a, b in zip(at, [*at[1:], batch.question])] for at in starts]
-    assert {len(x) for x in examples} == {16}
-
-    def measure(Method, cut, **knobs):
-        caches = make_cache(model, Method, **knobs)
-        for n in range(1, 2 if cut == batch.question else 3):
-            replay(told[:n], caches)
-        finish_prompt(caches)
-        kept = held(caches, cut)
-        logits = torch.stack([model(token[:, None], caches) for token in tokens[:, cut:last].unbind(1)])[-1]
-        return torch.stack([kept_whole(row, at).mean() for row, at in zip(kept, examples)]), logits[:, 0].log_softmax(-1)
+    batch, told = read(model, tasks.batch("few_shot", 2, 32, 512, shots=16))
+    lines = examples(batch, *tasks.ids("\n"))
+    assert {len(x) for x in lines} == {16}
 
     whole, kl = {}, {}
-    for setting, cut in (("aware", last - 1), ("blind", batch.question)):
-        _, full = measure(LayerCache, cut)
+    for setting in ("aware", "blind"):
+        full, _ = at_the_answer(model, batch, told, maker(model, LayerCache, None), setting == "blind")
         for name, Method, knobs in (("tokens", SnapKV, dict(kernel=1)), ("snap", SnapKV, {}), ("chunks", ChunkKV, {})):
-            whole[setting, name], log_p = measure(Method, cut, budget=120, window=8, **knobs)
+            log_p, kept = at_the_answer(model, batch, told, maker(model, Method, 1 / 4, window=8, **knobs), setting == "blind")
+            whole[setting, name] = torch.stack([kept_whole(row, at).mean() for row, at in zip(kept, lines)])
             kl[setting, name] = torch.nn.functional.kl_div(log_p, full, log_target=True, reduction="none").sum(-1)
         tokens_, snap, chunks = (whole[setting, name].mean() for name in ("tokens", "snap", "chunks"))
         assert chunks > 1.3 * snap > 1.3 * 1.3 * tokens_

@@ -9,7 +9,7 @@ from tiktoken import Encoding
 
 from nanollm import data
 from nanollm.data import ANSWER, FACT, LINE_KINDS, QUESTION, TEXT, Tasks, documents, held_out
-from nanollm.tokenizer import load
+from nanollm.tokenizer import boundaries, load
 from nanollm.train import TINY
 
 ENCODING = load(TINY / "tokenizer.tiktoken")
@@ -301,3 +301,28 @@ def test_a_tokenizer_without_two_digit_numbers_is_refused():
     for other in (bytes_alone, "gpt2"):
         with pytest.raises(ValueError, match="tokens 256 to 355 are 00 to 99"):
             Tasks(other, "test")
+
+
+@cache
+def unmarked() -> data.Unmarked:
+    return data.Unmarked(ENCODING, "test")
+
+
+@pytest.mark.parametrize("task", ["needle", "recall"])
+def test_stated_is_where_the_facts_first_have_the_answer(task):
+    for source in (tasks("test"), unmarked()):
+        batch = source.batch(task, 3, 4, 400)
+        batch.tokens[:, 1:3] = batch.tokens[:, batch.answers[0]]  # the same in the text, before the facts
+        for row, facts, at in zip(batch.tokens, batch.facts, batch.stated):
+            answer = row[batch.answers[0]].tolist()
+            places = [i for i in range(batch.question) if row[i:i + 2].tolist() == answer and facts[i:i + 2].all()]
+            assert at == places[0]
+
+
+@pytest.mark.parametrize("task", ["needle", "recall"])
+def test_unmarked_facts_hold_no_token_that_ends_a_chunk_and_are_otherwise_the_same(task):
+    ends = boundaries(ENCODING, ENCODING.n_vocab).numpy()
+    marked, plain = (source.batch(task, 3, 4, 400) for source in (tasks("test"), unmarked()))
+    for one, other in zip(marked.tokens, plain.tokens):
+        assert one[marked.answers[0]].tolist() == other[plain.answers[0]].tolist()
+    assert ends[marked.tokens[marked.facts]].any() and not ends[plain.tokens[plain.facts]].any()
