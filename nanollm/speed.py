@@ -1,9 +1,11 @@
 """How fast decoding is, over the cache's length and against transformers on the same weights; what compressing costs.
 
     python -m nanollm.speed
+    python -m nanollm.speed --lengths 256 --new 8 --repeat 1    # only to see it run: 40 s on one core
 """
 import argparse
 from pathlib import Path
+import sys
 import tempfile
 import time
 
@@ -11,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanollm import TINY
+from nanollm import TINY, command, whole
 from nanollm.cache import finish_prompt, make_cache
 from nanollm.generate import generate, prefill
 from nanollm.tokenizer import boundaries
-from nanollm.weights import from_hf, to_hf
+from nanollm.weights import to_hf
 
 
 def best(run, repeat: int) -> float:
@@ -62,7 +64,7 @@ class Count(TorchDispatchMode):
         return out
 
 
-def against_transformers(folder: Path, prompts=(128, 1024), new: int = 128, repeat: int = 7):
+def against_transformers(ours, new: int, prompts=(128, 1024), repeat: int = 7):
     """Greedy decoding of the same tokens with both, in one process, single-threaded and on two threads.
 
     The time of a run with one new token is taken off, so that reading the prompt does not count.
@@ -70,7 +72,6 @@ def against_transformers(folder: Path, prompts=(128, 1024), new: int = 128, repe
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
-    ours = from_hf(folder)
     with tempfile.TemporaryDirectory() as copy:
         to_hf(ours, copy, torch.float32)
         theirs = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
@@ -93,14 +94,17 @@ def against_transformers(folder: Path, prompts=(128, 1024), new: int = 128, repe
                 raise ValueError("the two decode different tokens; their speeds cannot be compared")
             rounds = [[best(lambda: f(n), 1) for f in (a, b) for n in (new + 1, 1)] for _ in range(repeat)]
             long_a, short_a, long_b, short_b = (min(column) for column in zip(*rounds))
-            mine, other = new / (long_a - short_a), new / (long_b - short_b)
-            print(f"{threads:>8}{length:>8}{mine:>10.0f} t/s{other:>12.0f} t/s{mine / other:>8.2f}", flush=True)
+            if long_a > short_a and long_b > short_b:
+                mine, other = new / (long_a - short_a), new / (long_b - short_b)
+                speeds = f"{mine:>10.0f} t/s{other:>12.0f} t/s{mine / other:>8.2f}"
+            else:  # the machine did something else
+                speeds = f"{'too few tokens or repeats to tell':>38}"
+            print(f"{threads:>8}{length:>8}{speeds}", flush=True)
 
 
-def over_length(folder: Path, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9):
+def over_length(model, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9):
     """Time of one decoding step with that many slots in the cache, and what of it passes inside attention."""
     torch.set_num_threads(1)
-    model = from_hf(folder)
     print("one decoding step, batch 1, one thread")
     print(f"{'slots':>8}{'step':>12}{'attention':>12}{'the rest':>12}")
     for n in slots:
@@ -124,14 +128,13 @@ def over_length(folder: Path, slots=(128, 512, 2048), steps: int = 32, repeat: i
         print(f"{n:>8}{step:>9.2f} ms{attention:>9.2f} ms{step - attention:>9.2f} ms", flush=True)
 
 
-def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
+def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int = 5):
     """Time of each method's `finish_prompt` at a budget of a quarter, in a share of the prefill with the full cache.
 
     Reading: its own prefill in units of the full cache's; a method that counts attention works there already.
     """
-    from nanollm.__main__ import calibrated, given, load, pick
+    from nanollm.__main__ import calibrated, given
     torch.set_num_threads(1)
-    (model, encoding), methods = load(folder, "cpu"), pick(["all"])
     ends = boundaries(encoding, model.config.vocab_size)
     knobs = {name: given(Method, ends=ends) | calibrated(Method, model, encoding) for name, Method in methods.items()}
     print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
@@ -155,11 +158,32 @@ def compression(folder: Path, lengths=(512, 1024, 2048), repeat: int = 5):
     print(*(f"{'full: the prefill' if name == 'full' else name:<27}{cells}" for name, cells in table.items()), sep="\n")
 
 
-if __name__ == "__main__":
+def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm.speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=TINY)
-    folder = parser.parse_args().model
-    over_length(folder)
-    compression(folder)
-    against_transformers(folder)
+    parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the texts; else each table's own")
+    parser.add_argument("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
+    parser.add_argument("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
+    args = parser.parse_args(argv)
+    from nanollm.__main__ import given, load, pick
+    whole("new", args.new, 1, 1024)
+    repeat = {} if args.repeat is None else dict(repeat=whole("repeat", args.repeat, 1))
+    model, encoding = load(args.model, "cpu")
+    methods, ends = pick(["all"]), boundaries(encoding, model.config.vocab_size)
+    longest = max(1, model.config.max_len - max(32, args.new + 1))
+    for n in args.lengths or [2048]:  # what cannot be measured is found before any work is done
+        whole("length", n, 1, longest)
+        for name, Method in methods.items():
+            try:
+                make_cache(model, Method, **given(Method, ends=ends, budget=n // 4))
+            except ValueError as error:
+                raise ValueError(f"{name} at a quarter of {n} tokens: {error}") from None
+    lengths = [args.lengths] if args.lengths else []
+    over_length(model, *lengths, **repeat)
+    compression(model, encoding, methods, *lengths, **repeat)
+    against_transformers(model, args.new, *lengths, **repeat)
+
+
+if __name__ == "__main__":
+    command(main, sys.argv[1:])
