@@ -6,6 +6,7 @@ the merged pair are touched, so 1024 tokens take seconds, not minutes.
 """
 import base64
 from collections import Counter, defaultdict
+from os.path import isfile
 from pathlib import Path
 
 import regex
@@ -66,12 +67,12 @@ def save(ranks: dict[bytes, int], path: str | Path):
 
 
 def load(name: str | Path) -> tiktoken.Encoding:
-    """The encoding in a .tiktoken file written by `save`, or one of tiktoken's own by name ("gpt2", "cl100k_base").
+    """The encoding in a .tiktoken file that `save` wrote, or one of tiktoken's own by name, such as "gpt2".
 
     Raises ValueError naming a broken file and its line. Only `check_vocabulary` sees one cut at a line's end.
     """
     if Path(name).suffix == ".tiktoken":
-        if not Path(name).is_file():
+        if not isfile(name):
             raise ValueError(f"no tokenizer at {name}")
         ranks = {}
         for line in Path(name).read_bytes().splitlines():
@@ -82,8 +83,8 @@ def load(name: str | Path) -> tiktoken.Encoding:
                 right = False
             if not right or ranks.setdefault(token, len(ranks)) != int(rank):
                 n = len(ranks)
-                raise ValueError(f"line {n + 1} of {name}, {line!r:.60}, must be a new token in base64 and its "
-                                 f"rank {n}; copy the file again")
+                raise ValueError(f"line {n + 1} of {name}, {line!r:.60}, must be a new token in base64 and "
+                                 f"its rank {n}; copy the file again")
         if missing := {bytes([b]) for b in range(256)} - ranks.keys():
             raise ValueError(f"{name} has no token for the byte {ord(min(missing))}; copy the file again")
         return tiktoken.Encoding(Path(name).stem, pat_str=PATTERN, mergeable_ranks=ranks,

@@ -4,6 +4,7 @@ Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding wi
 Decoder would compute differently from its authors is a ValueError, never an approximation.
 """
 import json
+from os.path import isfile  # false for names that are none, too
 from pathlib import Path
 import re
 
@@ -27,7 +28,8 @@ KEYS = {
 # what a key must hold, and those that may hold null
 TYPES = {theirs: Config.__annotations__[ours] for names in KEYS.values() for ours, theirs in names.items()}
 TYPES |= SCALING | dict(rope_theta=float, rope_scaling=dict, rope_parameters=dict, sliding_window=int,
-                        attention_bias=bool, mlp_bias=bool)
+                        attention_bias=bool, mlp_bias=bool, use_sliding_window=bool, scale_attn_weights=bool,
+                        scale_attn_by_inverse_layer_idx=bool, add_cross_attention=bool)
 OPTIONAL = {"n_inner", "num_key_value_heads", "head_dim", "sliding_window", "rope_scaling", "rope_parameters"}
 
 
@@ -92,7 +94,7 @@ READERS = {"gpt2": gpt2_config, "llama": llama_config, "mistral": llama_config, 
 
 def read_json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
@@ -102,7 +104,7 @@ def read_json(path: Path) -> dict:
 
 def read_config(folder: Path) -> Config:
     path = folder / "config.json"
-    if not path.is_file():
+    if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
     hf = read_json(path)
     kind = hf.get("model_type")
@@ -186,16 +188,16 @@ def layout(model: Decoder) -> dict[str, Tensor]:
 def open_shards(folder: Path) -> dict[Path, safe_open]:
     """The checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
     files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
-    if not files[0].is_file() and index.is_file():
+    if not isfile(files[0]) and isfile(index):
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ValueError(f"{index} has no weight_map, an object {{tensor: file}}; download it again")
-        there = [file for file in sorted(folder.glob("*.safetensors")) if file.is_file()]
+        there = [file for file in sorted(folder.glob("*.safetensors")) if isfile(file)]
         for name in names.values():  # a file of this folder: not one above it, no number, no list
             if name not in [file.name for file in there]:
                 raise ValueError(f"{index} lists {name!r:.100}, which is missing there; download it again")
         files = [file for file in there if file.name in names.values()]
-    elif not files[0].is_file():
+    elif not isfile(files[0]):
         if pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
             raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it to safetensors "
                              "(transformers: load it, then save_pretrained)")
@@ -227,8 +229,8 @@ def check_dtype(dtype: torch.dtype):
 
 
 def brief(error: Exception) -> str:
-    """An error's first line, or its kind."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The begin of an error's first line, or its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @torch.no_grad()
@@ -247,7 +249,7 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if full in found:
                 other, _, there = found[full]
-                raise ValueError(f"{name} in {file} and {there} in {other} are one tensor; remove one")
+                raise ValueError(f"{name!r} in {file} and {there!r} in {other} are one tensor; remove one")
             if not DERIVED.search(full):
                 found[full] = file, shard, name
 
@@ -262,7 +264,7 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
     names = layout(model)
     tied = config.tie_embeddings and found.pop("lm_head.weight", None)
     if extra := found.keys() - names:
-        raise ValueError(f"tensor {min(extra)} has no place in a {config.family} decoder "
+        raise ValueError(f"tensor {min(extra)!r} has no place in a {config.family} decoder "
                          f"({len(extra)} such tensors); {is_it}")
     for name, p in names.items():
         want = list(p.T.shape if TRANSPOSED.search(name) else p.shape)
@@ -318,12 +320,15 @@ def hf_tokenizer(folder: str | Path):
     """The folder's own tokenizer, a transformers tokenizer. ValueError if there is none or it is broken."""
     folder = Path(folder)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((folder / name).is_file() for name in names):
+    if not any(isfile(folder / name) for name in names):
         raise ValueError(f"{folder} has no tokenizer, neither {', '.join(names[:-1])} nor {names[-1]}; download it")
     for file in (*folder.glob("*token*.json"), *folder.glob("vocab.json")):
         read_json(file)  # transformers' message would not say which of them is broken
     from transformers import AutoTokenizer  # here, as importing it takes seconds
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not tokenizer.encode("The"):  # some that are broken load, and lose every text or fail on the first
+            raise ValueError("it makes no tokens of a text")
+        return tokenizer
     except Exception as error:  # of whichever library reads it
         raise ValueError(f"{folder} has a broken tokenizer ({brief(error)}); download it again") from error
