@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import ALL, LayerCache, check_budget
+from nanollm.cache import ALL, LayerCache, check_budget, make_cache, probabilities
+from nanollm.evaluate import Recorder, record
 
 
 # ---- 1. the budget cache ----------------------------------------------------------------------------------------
@@ -176,6 +177,21 @@ def write_on(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, 
             x[t] /= x[t].norm()
         kept = torch.cat((kept, torch.tensor([t - 1])))
     return x, torch.stack(lost)
+
+
+def own_weights(sharpness: float, draws: int = 10) -> tuple[float, float]:
+    """What the softmax of Eq. 5, which has 1/t inside, makes of λ_Q λ_K = sharpness, where `condition` is just met: how many
+    times the smallest of 399 weights the largest is, and the most mass that a budget of 100 keys loses. Means of so many
+    Gaussian layers of 32 dimensions, with tokens kept at norm 1, which gives attention the most to work with."""
+    found, root = [], sharpness ** 0.5
+    for seed in range(draws):
+        generator = torch.Generator().manual_seed(seed)
+        layer = OneLayer.draw(32, 32, 64, (root, root, 0.4, 1 / (1 + sharpness), 0.5, 0.5), generator)
+        start = F.normalize(torch.randn(100, 32, dtype=torch.float64, generator=generator), dim=-1)
+        x, lost = write_on(layer, start, 400, budget=100, normalise=True)
+        weight = (layer.scores(x[-1], x[:-1]) / 400).softmax(0)
+        found.append((weight.max() / weight.min(), lost.max()))
+    return tuple(torch.tensor(found).mean(0).tolist())
 
 
 class Persistence(NamedTuple):
@@ -339,6 +355,14 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
 # ---- 3. what is observed in a trained decoder -------------------------------------------------------------------
 
 
+@torch.no_grad()
+def attention_maps(model, tokens: Tensor) -> Tensor:
+    """The decoder's own attention weights for tokens (B, T): (L, B, H·G, T, T)."""
+    caches = make_cache(model, Recorder)
+    return torch.stack([probabilities(q, cache.k, cache.pos, None, pos).flatten(1, 2)
+                        for cache, (_, q, _, _, pos) in zip(caches, record(model, caches, tokens))])
+
+
 def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
     """Section 3.2 from probabilities p (..., T, T): a token is pivotal if some query, at least `distance` tokens behind it,
     gives it more than times/t. Of the tokens pivotal to the second half's queries, the share that already was to the first
@@ -371,10 +395,19 @@ def block_similarity(model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(m.mean((1, 2)) for m in measured)
 
 
+def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
+    """Weights of the last queries of p (..., T, T), in units of the even share 1/t: those above 0 (n,), every so many-th so
+    that n ≤ most."""
+    t = torch.arange(p.shape[-1] - last, p.shape[-1], device=p.device)[:, None] + 1
+    x = p[..., -last:, :] * t
+    x = x[x > 0]
+    return x[::math.ceil(len(x) / most)]
+
+
 class Tail(NamedTuple):
     """A power law x^{−k} fitted to the largest values."""
     k: float
-    error: float     # standard error of k for this `least`; that it was chosen is not in it
+    error: float     # standard error of k for this `least`, of independent values; that it was chosen is not in it
     least: float     # fitted to the n values from here on
     most: float      # the largest of them
     n: int

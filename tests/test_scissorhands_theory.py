@@ -1,5 +1,6 @@
 """Scissorhands' appendix: the one-layer model against loops, its theorems on draws that meet their conditions, by
-simulation and by integration, where they fail as printed; what is observed in a decoder against loops."""
+simulation and by integration, where they fail as printed; what is observed in a decoder against loops, and in the shipped
+one."""
 from functools import cache
 from math import comb, exp, inf, isinf, isnan, log, nan, sqrt
 
@@ -8,9 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from methods.scissorhands import (OneLayer, block_similarity, condition, draw_power_law, drift_bound, eviction_bound,
-                                  failure, mlp_bound, moment, persistence_bounds, persistence_ratio, printed_bound,
-                                  printed_failure, repaired_bound, tail_exponent, tail_mass, weights_bound, write_on)
+from methods.scissorhands import (OneLayer, attention_maps, block_similarity, condition, draw_power_law, drift_bound,
+                                  even_shares, eviction_bound, failure, mlp_bound, moment, own_weights, persistence_bounds,
+                                  persistence_ratio, printed_bound, printed_failure, repaired_bound, tail_exponent,
+                                  tail_mass, weights_bound, write_on)
+from nanollm import TINY, tokenizer, weights
+from nanollm.data import Tasks
+from nanollm.evaluate import text_windows
+from nanollm.model import rope
 from test_methods import TOKENS, decoder
 
 F64 = torch.float64
@@ -559,6 +565,14 @@ def test_the_model_s_own_weights_are_nearly_uniform_so_they_follow_no_power_law(
         assert at_most(weights.max() / weights.min(), exp(2 * norms[0] * norms[1] / t))
 
 
+@pytest.mark.claim("S6")
+def test_where_the_condition_is_just_met_a_quarter_of_the_keys_loses_nearly_three_quarters_of_the_mass():
+    for sharpness, spread, lost in ((1, 1.00, 0.749), (1000, 1.75, 0.727)):
+        found = own_weights(sharpness)
+        assert found == (pytest.approx(spread, abs=0.005), pytest.approx(lost, abs=0.0005))
+        assert found[0] < exp(2 * sharpness / 400) and found[1] < 299 / 399
+
+
 # ---- Theorem B.3: the mass in the tail of a power law ---
 
 
@@ -976,6 +990,46 @@ def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, ca
     assert tuple(tail_exponent(x, candidates)) == pytest.approx(fit_by_loops(x.tolist(), candidates), rel=1e-9)
     single = tail_exponent(x.float(), candidates)
     assert single == tail_exponent(x.float().double(), candidates)
+
+
+def test_even_shares_are_the_last_queries_weights_times_t():
+    p = torch.softmax(normal(0, 2, 6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -inf), -1)
+    expected = [float(p[i, t, j]) * (t + 1) for i in range(2) for t in (4, 5) for j in range(t + 1)]
+    assert close(even_shares(p, last=2), expected) and len(expected) == 22
+    assert close(even_shares(p, last=2, most=8), expected[::3])
+
+
+@torch.no_grad()
+def test_attention_maps_are_the_decoders_own_weights():
+    model, T = decoder(), TOKENS.shape[1]
+    p, stream = attention_maps(model, TOKENS), model.embed(TOKENS)
+    assert p.shape == (3, 2, 6, T, T)
+    for found, block, (x, change) in zip(p, model.blocks, blocks_by_hand(model, TOKENS)):
+        q, k, _ = block.attention.project(block.norm1(stream), rope(model.freq, torch.arange(T)[None]))
+        score = q @ k.repeat_interleave(3, 1).mT / sqrt(8)
+        assert torch.allclose(found, score.masked_fill(torch.ones(T, T).triu(1).bool(), -inf).softmax(-1), atol=1e-5)
+        stream = x + change
+
+
+@pytest.mark.claim("S7")
+def test_in_the_shipped_decoder_importance_outlives_chance_only_above_16_even_shares():
+    """Eight texts of 512 tokens, as in the notebook."""
+    model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+    text = text_windows(Tasks(encoding, "test"), windows=8, T=512)
+    p = attention_maps(model, text)
+    mean = lambda *knobs: [x.nanmean((1, 2)) for x in persistence_ratio(p, *knobs)]
+    near = lambda x, *expected: torch.allclose(x, torch.tensor(expected), rtol=0, atol=0.003)
+    ratio, chance = mean()
+    assert near(ratio, 1.000, 0.725, 0.990, 0.984, 0.990, 0.975)
+    assert (ratio >= chance).all() and (ratio - chance).max() < 0.018
+    ratio, chance = mean(16, 16)
+    assert near(ratio, 0.012, 0.358, 0.311, 0.475, 0.331, 0.382)
+    assert near(chance, 0.002, 0.331, 0.032, 0.062, 0.045, 0.053)
+    assert near(block_similarity(model, text)[0], 0.981, 0.924, 0.943, 0.942, 0.955, 0.925)
+    k = torch.tensor([[tail_exponent(even_shares(x)).k for x in layer] for layer in p])
+    assert torch.allclose(k.mean(1), torch.tensor([2.35, 1.58, 2.14, 2.45, 1.95, 1.87]), rtol=0, atol=0.03)
+    error = k.std(1) / 8 ** 0.5
+    assert (k.mean(1) + 2 * error < 2).tolist() == [False, True, False, False, False, True] and error.max() < 0.07
 
 
 @pytest.mark.claim("S7")
