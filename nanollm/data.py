@@ -89,8 +89,8 @@ class Batch:
         """(B,): where the facts first say what the first question asks for, its first token's index."""
         answer = self.tokens[:, self.answers[0]]
         n = answer.shape[1]
-        windows = np.lib.stride_tricks.sliding_window_view(self.tokens, n, 1)
-        return ((windows == answer[:, None]).all(-1) & self.facts[:, n - 1:]).argmax(1)
+        tokens, facts = (np.lib.stride_tricks.sliding_window_view(x, n, 1) for x in (self.tokens, self.facts))
+        return ((tokens == answer[:, None]) & facts).all(-1).argmax(1)
 
 
 def check_questions(questions: int, facts: int):
