@@ -199,9 +199,11 @@ def find(args) -> tuple[int, float]:
 
     Raises ValueError for every other folder: it holds what is not of this run, or a run that is finished.
     """
-    folder, file = args.out, args.out / CHECKPOINT
-    if folder.exists() and folder.samefile(TINY):
-        raise ValueError(f"{folder} holds the checkpoint that ships; name another folder")
+    folder = args.out.resolve()  # NEW/.. is a folder that is there
+    file = folder / CHECKPOINT
+    if TINY.resolve() in (folder, *folder.parents):
+        raise ValueError(f"{args.out} is in the folder of the checkpoint that ships; name another folder")
+    args.out = folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder")
     there = {file.name for file in folder.iterdir()} if folder.exists() else set()

@@ -318,8 +318,8 @@ def test_the_shipped_checkpoint_is_never_written_over(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "TINY", shipped)
     (tmp_path / "link").symlink_to(shipped)
     monkeypatch.chdir(tmp_path)
-    for folder in (shipped, tmp_path / "link", Path("tiny"), Path("tiny/../link")):
-        refused(folder, "holds the checkpoint that ships")
+    for folder in (shipped, tmp_path / "link", Path("tiny"), Path("tiny/../link"), Path("tiny/new"), Path("tiny/new/..")):
+        refused(folder, "is in the folder of the checkpoint that ships")
 
 
 @pytest.mark.parametrize("name, message", [
@@ -430,5 +430,5 @@ def test_a_refusal_is_one_line_and_exit_code_2_in_a_clean_shell():
     done = subprocess.run([sys.executable, "-m", "nanollm", "train", "--out", "nanollm/tiny", "--steps", "1"],
                           capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent,
                           env={name: os.environ[name] for name in ("PATH", "HOME")})
-    line = "error: nanollm/tiny holds the checkpoint that ships; name another folder\n"
+    line = "error: nanollm/tiny is in the folder of the checkpoint that ships; name another folder\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
