@@ -448,8 +448,8 @@ def test_keys_with_a_mean_at_one_token_a_slot():
     """Mean 1, variance 1, a/N = 1: what the paper does, and what signs do."""
     x = 1 + unit(120, 16)
     paper, signed = (errors(kind, 3, 40, x, 150)[..., :8] for kind in ("paper", "signed"))
-    assert paper.mean() == pytest.approx(2.9, rel=0.1) and paper.square().mean() == pytest.approx(11, rel=0.15)
-    assert signed.mean().abs() < 0.1 and signed.square().mean() == pytest.approx(2.4, rel=0.15)
+    assert paper.mean() == pytest.approx(2.7, rel=0.05) and paper.square().mean() == pytest.approx(9.8, rel=0.05)
+    assert signed.mean().abs() < 0.1 and signed.square().mean() == pytest.approx(2.3, rel=0.05)
 
 
 @once
@@ -998,7 +998,13 @@ def test_the_smaller_the_sketch_the_better_and_none_is_no_worse():
     assert below(paper[0.1], paper[0.2]) and below(5 * shrunk[0.4], paper[0.1])
     recent = [kl(kind="shrunk", rows=1, recent=recent).mean().item() for recent in (0.2, 0.45, 0.6)]
     assert recent[1] < min(recent[0], recent[2]) and max(recent) - recent[1] < 0.1
-    assert torch.equal(kl(kind="shrunk", rows=1, replace_rate=1.5), shrunk[0.1])
+    assert torch.allclose(kl(kind="shrunk", rows=1, replace_rate=1.0), shrunk[0.1], atol=5e-4)
+
+
+@pytest.mark.claim("R4")
+def test_swaps_do_harm_in_the_paper_s_sketch():
+    often, some, none = (kl(replace_rate=rate) for rate in (1.0, 1.1, 1000.0))
+    assert below(some, often) and below(none, some)
 
 
 @pytest.mark.claim("R7")
