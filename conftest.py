@@ -13,6 +13,10 @@ sys.path.insert(0, ROOT)
 import kernels  # noqa: E402
 kernels.__path__.append(os.path.join(ROOT, "kernels"))  # the Hub's, where it is installed: tests find ours in it
 
+# What kernels are tested on: a GPU, or a CPU in Triton's interpreter, which TRITON_INTERPRET=1 asks for where there is a GPU.
+DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET", "0") == "0" else "cpu"
+interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter alone: TRITON_INTERPRET=1 pytest")
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "claim(id): the numbered claim of a paper that this test checks")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import copy
 from datetime import date
 import json
+import math
 from pathlib import Path
 from statistics import median
 import sys
@@ -27,9 +28,11 @@ from tqdm import tqdm
 
 if __name__ == "__main__":  # again, where all imports find what is meant
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    from nanollm import command
     from nanollm.cache import kernel_file
-    sys.exit(kernel_file("bench").main())
+    sys.exit(command(kernel_file("bench").main, sys.argv[1:]))
 
+from .launch import interpreted
 from .decode_attention import Segment, decode_attention
 from .revive_attention import insert, plain_insert, revive_attention
 from .tensor_attention import tensor_attention
@@ -37,7 +40,7 @@ from .value_norms import value_norms
 from .window_votes import window_votes
 from methods import critical_kv, kv_reviver
 from methods.tensor_attention import FactoredFourCache
-from nanollm import cache as seam
+from nanollm import cache as seam, check_output, replace
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
 MOST_TOKENS = 2 ** 21  # of a batch: 8 GiB of keys and values
@@ -170,7 +173,7 @@ def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
 
 
 def inserting(s: Shape) -> Case:
-    """n tokens into 3 rows of n/300 slots."""
+    """n tokens into 3 rows of n/300 slots, with keys of a mean that adds up, as real ones have."""
     B, n, H, G, D = s[:5]
     width, by = max(n // 300, 1), torch.randint(kv_reviver.PRIME, (2, 4, 3), device=s.device)
 
@@ -182,7 +185,7 @@ def inserting(s: Shape) -> Case:
         return into
 
     return Case("insert", s, B * H * 2 * D * s.dtype.itemsize * (n + 3 * width), 0,
-                lambda: (*s.draw(2, B, H, n, D), torch.arange(n, device=s.device).int().repeat(B, H, 1), s.draw(B, H, 3 * width, 2 * D)),
+                lambda: (*(s.draw(2, B, H, n, D) + 3), torch.arange(n, device=s.device).int().repeat(B, H, 1), s.draw(B, H, 3 * width, 2 * D)),
                 run(insert), run(plain_insert))
 
 
@@ -197,7 +200,7 @@ def pairs(s: Shape) -> Case:
 
     return Case("tensor_attention", s, B * H * n * D * 4 * s.dtype.itemsize, 4 * B * H * G * n * n * D,
                 lambda: (s.draw(B, H, G, D), *s.draw(4, B, H, n, D)), tensor_attention,
-                plain(lambda q, *kv: FactoredFourCache().one_query(q * D ** -0.5, *kv)), sdpa if s.device == "cuda" else None)
+                plain(lambda q, *kv: FactoredFourCache().one_query(q * D ** -0.5, *kv)), sdpa if s.device == "cuda" and s.dtype.itemsize == 2 else None)
 
 
 def cases(lengths=LENGTHS, batches=BATCHES, **of_shape) -> Iterator[Case]:
@@ -239,7 +242,7 @@ def exact(x):
 
 
 def check(case: Case, most: float):
-    """SystemExit unless the kernel's result is as near to that of the plain code in float32 as `most` of its length, or as half as
+    """ValueError unless the kernel's result is as near to that of the plain code in float32 as `most` of its length, or as half as
     much again as the plain code's own in fewer bits; what was not written is NaN."""
     inputs = case.draw()
     truth = case.eager(*map(exact, inputs)).clone()
@@ -250,8 +253,8 @@ def check(case: Case, most: float):
         other = getattr(case, name)
         if other and not (name == "sdpa" and case.name.startswith("revive")):
             if not (off := difference(other(*inputs), truth)) <= max(most, 1.5 * plain_off):
-                raise SystemExit(f"{case.name} at batch {case.shape.B}, {case.shape.n} tokens: {name} is {off:.3g} off the plain code in "
-                                 f"float32, which is itself {plain_off:.3g} off in {case.shape.dtype}; at most {most}, or half as much again")
+                raise ValueError(f"{name} is {off:.3g} off the plain code in float32, which is itself {plain_off:.3g} off in "
+                                 f"{case.shape.dtype}; at most {most}, or half as much again")
 
 
 def microseconds(run: Callable, sets: list[tuple], graph: bool, least: float = 0.05) -> float:
@@ -332,8 +335,9 @@ def verdicts(rows: list[dict]) -> str:
     """Each aim: the worst of the measured cases that it speaks of."""
     lines = []
     for name, what, least, tokens in AIMS:
-        worst = min(row[what] for row in rows if row["kernel_name"] == name and row["tokens"] >= tokens and what in row)
-        lines.append(f"{name:33}{what:>12} from {tokens:>6} tokens on: at least {least}, found {worst:.2f}: {'yes' if worst >= least else 'no'}")
+        found = [row[what] for row in rows if row["kernel_name"] == name and row["tokens"] >= tokens and what in row]
+        verdict = f"found {min(found):.2f}: {'yes' if min(found) >= least else 'no'}" if found else "not measured"
+        lines.append(f"{name:33}{what:>12} from {tokens:>6} tokens on: at least {least}, {verdict}")
     return "\n".join(lines)
 
 
@@ -363,30 +367,60 @@ def roofline(told: dict):
     return figure
 
 
-def main():
+def holds_times(data: bytes) -> bool:
+    """Whether a file holds what --json wrote."""
+    try:
+        told = json.loads(data)
+    except ValueError:
+        return False
+    return isinstance(told, dict) and told.keys() == {"device", "torch", "ceilings", "rows"}
+
+
+def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--predict", action="store_true", help="floors only, from --copy and --product; needs no GPU")
     parser.add_argument("--copy", type=float, default=4.8, help="TB/s, for --predict (default: an H200's data sheet)")
     parser.add_argument("--product", type=float, default=989.0, help="TFLOP/s in bf16, for --predict (likewise)")
-    parser.add_argument("--json", default=HERE / "bench.json", help="where the numbers go (default: %(default)s)")
-    parser.add_argument("--figure", default=HERE / "roofline.png", help="where the roofline goes (default: %(default)s)")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, default=HERE / "bench.json", help="where the numbers go, each row as it is done (default: %(default)s)")
+    parser.add_argument("--figure", type=Path, default=HERE / "roofline.png", help="where the roofline goes (default: %(default)s)")
+    args = parser.parse_args(argv)
     if args.predict:
+        for name in ("copy", "product"):
+            if not 0 < 1e12 * (rate := getattr(args, name)) < math.inf:
+                raise ValueError(f"--{name} {rate:g} must be a rate above 0, in TB/s or TFLOP/s")
         ceiling = dict(copy=args.copy * 1e12, product=args.product * 1e12)
         print(table([predicted(case, ceiling) for case in cases(device="cpu")]))
         return
     if not torch.cuda.is_available():
-        raise SystemExit("no GPU here, so there is nothing to time; --predict tells what a GPU could do at best, and pytest runs the kernels "
+        raise ValueError("no GPU here, so there is nothing to time; --predict tells what a GPU could do at best, and pytest runs the kernels "
                          "in Triton's interpreter")
-    began = time.perf_counter()
+    if interpreted:
+        raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; unset it")
+    check_output(args.json, "times", holds_times)
+    check_output(args.figure, "roofline", lambda held: b"matplotlib" in held.lower())
+    began, failed = time.perf_counter(), {}
+
+    def done(case: Case, run: Callable, *how):
+        """What `run` returns; or None, and why, if the case fails, which costs no other its row."""
+        try:
+            return run(case, *how)
+        except Exception as error:
+            failed[f"{case.name} at batch {case.shape.B}, {case.shape.n} tokens"] = f"{type(error).__name__}: {error}"
+
     torch.manual_seed(0)
     with torch.inference_mode():
         for case in cases(lengths=[1037], batches=[1, 3]):
-            check(case, 5e-3)
+            done(case, check, 5e-3)
+        wrong = {name.split(" at batch")[0] for name in failed}
         ceiling, device = ceilings(), torch.cuda.get_device_properties(0)
-        rows = [measured(case, ceiling, device.L2_cache_size) for case in tqdm([*cases()], desc="timing")]
-    told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__, ceilings=ceiling, rows=rows)
-    Path(args.json).write_text(json.dumps(told, indent=1) + "\n")
-    roofline(told).savefig(args.figure, dpi=110)
-    print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product {ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n")
-    print(table(rows) + "\n\n" + verdicts(rows) + f"\n\n{len(rows)} rows in {time.perf_counter() - began:.0f} s; {args.json}, {args.figure}")
+        told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__, ceilings=ceiling, rows=[])
+        for case in tqdm([case for case in cases() if case.name not in wrong], desc="timing"):  # what is wrong is not timed
+            if row := done(case, measured, ceiling, device.L2_cache_size):
+                told["rows"].append(row)
+                replace(args.json, (json.dumps(told, indent=1) + "\n").encode())
+    if rows := told["rows"]:
+        roofline(told).savefig(args.figure, dpi=110)
+        print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product {ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n")
+        print(table(rows) + "\n\n" + verdicts(rows) + f"\n\n{len(rows)} rows in {time.perf_counter() - began:.0f} s; {args.json}, {args.figure}")
+    if failed:
+        raise ValueError(f"{len(failed)} failed: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 import torch.nn.functional as F
-from .launch import launcher, split  # before triton: chooses what runs it
+from .launch import block_of, launcher, split  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
@@ -73,19 +73,19 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
 
 @triton.jit
 def add_tile(b_s, b_v, b_most, b_total, b_y):
-    """m, Σ exp(s − m) and Σ exp(s − m) v with one more tile of scores (G, slots) and values (slots, D)."""
+    """m, Σ 2^(s − m) and Σ 2^(s − m) v with one more tile of scores (G, slots) and values (slots, D)."""
     b_new = tl.maximum(b_most, tl.max(b_s, 1))
-    b_p = tl.exp(b_s - b_new[:, None])
-    b_old = tl.exp(b_most - b_new)
+    b_p = tl.exp2(b_s - b_new[:, None])
+    b_old = tl.exp2(b_most - b_new)
     return b_new, b_total * b_old + tl.sum(b_p, 1), b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part", "parts"])
 def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, p_score, scale, share, part, parts, G: tl.constexpr,
            D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
            SCORES: tl.constexpr):
-    """One head, `share` of its slots. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v (B·H, parts, G, D), as one of `parts`
-    in all segments, of which `part` lie before this one's."""
+    """One head, `share` of its slots. Leaves m and Σ 2^(s − m) (B·H, parts, G), Σ 2^(s − m) v (B·H, parts, G, D), as one of `parts`
+    in all segments, of which `part` lie before this one's. Scores s are in units of log 2."""
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
     o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -99,9 +99,9 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, 
         row = start + n + o_n
         at = row[:, None] * D + o_d
         b_k = tl.load(p_k + at, mask=here[:, None] & is_d, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # (G, slots)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G, slots)
         if BIASED:
-            b_s += tl.load(p_bias + row, mask=here, other=0.0)[None, :]
+            b_s += tl.load(p_bias + row, mask=here, other=0.0)[None, :] * LOG2E
         b_s = tl.where(here[None, :], b_s, float("-inf"))
         if SCORES:
             tl.store(p_score + row[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
@@ -113,10 +113,10 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, 
     tl.store(p_partial + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def add_up(p_most, p_total, p_partial, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
            BLOCK_P: tl.constexpr):
-    """One query head: y (B·H, G, D) of all parts, and log Σ exp(s) (B·H, G)."""
+    """One query head: y (B·H, G, D) of all parts, and log₂ Σ 2^s (B·H, G)."""
     i, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
     is_d, most = o_d < D, -3e38  # no maximum is −inf, even if there are no slots at all
@@ -126,19 +126,19 @@ def add_up(p_most, p_total, p_partial, p_y, p_lse, parts, G: tl.constexpr, D: tl
     for p in range(0, parts, BLOCK_P):
         is_p = p + o_p < parts
         o = (i * parts + p + o_p) * G + g
-        b_weight = tl.exp(tl.load(p_most + o, mask=is_p, other=float("-inf")) - most)
+        b_weight = tl.exp2(tl.load(p_most + o, mask=is_p, other=float("-inf")) - most)
         b_total += b_weight * tl.load(p_total + o, mask=is_p, other=0.0)
         b_parts = tl.load(p_partial + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0)
         b_y += tl.sum(b_weight[:, None] * b_parts, 0)
     total = tl.sum(b_total, 0)
     b_y /= tl.maximum(total, 1e-37)  # 0 without slots
     tl.store(p_y + (i * G + g) * D + o_d, b_y, mask=is_d)
-    tl.store(p_lse + i * G + g, most + tl.log(tl.maximum(total, 1e-37)))
+    tl.store(p_lse + i * G + g, most + tl.log2(tl.maximum(total, 1e-37)))
 
 
 @triton.jit
 def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Σ_g exp(s_n − log Σ exp(s)) of one head, `share` of its slots."""
+    """Σ_g 2^(s_n − log₂ Σ 2^s) of one head, `share` of its slots."""
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
     o_g, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
@@ -147,7 +147,7 @@ def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr
         here = n + o_n < end
         row = start + n + o_n
         b_s = tl.load(p_score + row[:, None] * G + o_g, mask=here[:, None] & (o_g < G), other=float("-inf"))
-        tl.store(p_sums + row, tl.sum(tl.exp(b_s - b_lse), 1), mask=here)
+        tl.store(p_sums + row, tl.sum(tl.exp2(b_s - b_lse), 1), mask=here)
 
 
 def check(q: Tensor, segments: list[Segment]):
@@ -161,32 +161,35 @@ def check(q: Tensor, segments: list[Segment]):
             raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
 
 
-def partials(q: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for m and Σ exp(s − m) (B·H, parts, G), and for Σ exp(s − m) v (B·H, parts, G, D), of queries q (B, H, G, D)."""
+def partials(q: Tensor, parts: int) -> dict:
+    """Room for m and Σ 2^(s − m) (B·H, parts, G), and for Σ 2^(s − m) v (B·H, parts, G, D), of queries q (B, H, G, D)."""
     B, H, G, D = q.shape
-    return *q.new_empty(2, B * H, parts, G, dtype=torch.float32), q.new_empty(B * H, parts, G, D, dtype=torch.float32)
+    most, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
+    return dict(p_most=most, p_total=total, p_partial=q.new_empty(B * H, parts, G, D, dtype=torch.float32), parts=parts)
 
 
-def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: tuple, share: int, count: int, part: int, block: int):
-    """`count` programs with `share` slots each, whose findings begin at `part`; scores (N, G) are kept if there is room for them."""
-    B, H, G, D = q.shape
-    attend[B * H, count](q, s.k, s.v, s.bias, s.start, s.count, *found, score, D ** -0.5, share, part, found[0].shape[1], G, D,
-                         *tile(q), block, s.bias is not None, score is not None, num_warps=4, num_stages=3)
+def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: dict, share: int, programs: int, part: int, block: int):
+    """`programs` with `share` slots each, whose findings begin at `part`; scores (N, G) are kept if there is room for them."""
+    attend[len(s.start), programs](p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **found,
+                                   scale=q.shape[3] ** -0.5, share=share, part=part, **tile(q), BLOCK_N=block,
+                                   BIASED=s.bias is not None, SCORES=score is not None, num_warps=4, num_stages=3)
 
 
-def tile(q: Tensor) -> tuple[int, int]:
-    """Rows and columns of a block that holds the queries of a group: the matrix units want 16 at least."""
-    return tuple(max(16, triton.next_power_of_2(n)) for n in q.shape[2:])
+def tile(q: Tensor) -> dict:
+    """Query heads of a group, numbers of a head, and a block that holds them."""
+    G, D = q.shape[2:]
+    return dict(G=G, D=D, BLOCK_G=block_of(G), BLOCK_D=block_of(D))
 
 
-def added_up(q: Tensor, found: tuple[Tensor, Tensor, Tensor], scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
+def added_up(q: Tensor, found: dict, scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
     """y (B, H, G, D) of all parts; for each `scored` (segment, (share, programs), scores (N, G)) the weights (N,) of its slots."""
     B, H, G, D = q.shape
     y, lse, weights = torch.empty_like(q), q.new_empty(B * H, G, dtype=torch.float32), []
-    add_up[B * H, G](*found, y, lse, found[0].shape[1], G, D, tile(q)[1], 32)
-    for s, (share, count), score in scored:
+    add_up[B * H, G](**found, p_y=y, p_lse=lse, G=G, D=D, BLOCK_D=block_of(D), BLOCK_P=32)
+    for s, (share, programs), score in scored:
         weights.append(torch.zeros(len(score), device=q.device))
-        column_sums[B * H, count](score, lse, s.start, s.count, weights[-1], share, G, triton.next_power_of_2(G), block)
+        column_sums[B * H, programs](p_score=score, p_lse=lse, p_start=s.start, p_count=s.count, p_sums=weights[-1], share=share,
+                                     G=G, BLOCK_G=triton.next_power_of_2(G), BLOCK_N=block)
     return y, weights
 
 
@@ -196,11 +199,11 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, blo
     q = q.contiguous()
     check(q, segments)
     splits = [split(s.longest, block, q.shape[0] * q.shape[1], q.device) for s in segments]
-    found, part = partials(q, sum(count for _, count in splits)), 0
+    found, part = partials(q, sum(programs for _, programs in splits)), 0
     scores = [q.new_empty(len(s.k), q.shape[2], dtype=torch.float32) if sums else None for s in segments]
-    for s, (share, count), score in zip(segments, splits, scores):
-        launch_attend(q, s, score, found, share, count, part, block)
-        part += count
+    for s, (share, programs), score in zip(segments, splits, scores):
+        launch_attend(q, s, score, found, share, programs, part, block)
+        part += programs
     return added_up(q, found, zip(segments, splits, scores) if sums else (), block)
 
 
@@ -223,7 +226,3 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         return y.view_as(q), None
     p = torch.cat([s.by_head(weights, B, H) for s, weights in zip(segments, sums)], 2)  # a cache that watches is not packed
     return y.view_as(q), (p / (heads // H)).view(B, H, 1, 1, -1).expand(-1, -1, heads // H, -1, -1)
-
-
-typical = [(attend, dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=64, BIASED=True, SCORES=True)),
-           (add_up, dict(G=4, D=128, BLOCK_D=128, BLOCK_P=32)), (column_sums, dict(G=4, BLOCK_G=4, BLOCK_N=64))]

@@ -18,15 +18,21 @@ interpreted = not isinstance(tl.sum, triton.JITFunction)  # by Triton's interpre
 
 
 def launcher(function):
-    """A function that launches kernels does so on the GPU that holds its first argument, which Triton does not look at."""
+    """A function that launches kernels does so on the GPU that its tensors are on: Triton itself takes the current one."""
     @wraps(function)
-    def launch(x, *rest, **named):
+    def launch(*args, **named):
+        x = next(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor))
         if not (interpreted or x.is_cuda):
             raise ValueError(f"tensors on {x.device} are for Triton's interpreter, but Triton is here to compile for a GPU; set "
                              f"TRITON_INTERPRET=1 before Python starts")
         with torch.cuda.device_of(x):
-            return function(x, *rest, **named)
+            return function(*args, **named)
     return launch
+
+
+def block_of(n: int) -> int:
+    """The least block that holds n numbers: blocks are powers of 2, and the matrix units want 16 at least."""
+    return max(16, triton.next_power_of_2(n))
 
 
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:

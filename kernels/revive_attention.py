@@ -13,11 +13,11 @@ linear, too: `methods/kv_reviver.py` then attends to slots in place of tokens.)
 """
 import torch
 from torch import Tensor
-from .launch import launcher, split  # before triton: chooses what runs it
+from .launch import block_of, launcher, split  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
-from .decode_attention import Segment, add_tile, added_up, check, evenly, launch_attend, partials, plain as plain_attention, tile
+from .decode_attention import LOG2E, Segment, add_tile, added_up, check, evenly, launch_attend, partials, plain as plain_attention, tile
 
 PRIME = tl.constexpr(2 ** 31 - 1)
 
@@ -83,7 +83,7 @@ def median(b_one, b_two, b_three):
     return tl.maximum(tl.minimum(b_one, b_two), tl.minimum(tl.maximum(b_one, b_two), b_three))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["a", "part", "parts"])
 def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_most, p_total, p_partial, p_score, scale, shrink, a, width, share,
                    part, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
                    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr, MEAN: tl.constexpr, SCORES: tl.constexpr):
@@ -111,7 +111,7 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_most, p_total, 
         if MEAN:
             b_k, b_v = b_mean_k + shrink * b_k.to(tl.float32), b_mean_v + shrink * b_v.to(tl.float32)
         b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)
         b_s = tl.where(here[None, :], b_s, float("-inf"))
         if SCORES:
             tl.store(p_score + (i_head * a + n + o_n)[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
@@ -136,13 +136,14 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
     check(q, [exact])
     heads, q, x, token, place, sign = B * H, *(y.contiguous() for y in (q, x, token.int(), place, sign))
     vague = Segment(x, x, *evenly(heads, a, a, q.device), a)
-    (share, count), (share_vague, count_vague) = splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
-    found = partials(q, count + count_vague)
+    (share, programs), (share_vague, programs_vague) = splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
+    found = partials(q, programs + programs_vague)
     scores = [q.new_empty(n, G, dtype=torch.float32) if sums else None for n in (len(exact.k), heads * a)]
-    launch_attend(q, exact, scores[0], found, share, count, 0, block)
-    attend_revived[heads, count_vague](q, x, None if mean is None else mean.contiguous(), token, place, sign, *found, scores[1], D ** -0.5,
-                                       shrink, a, x.shape[2] // rows, share_vague, count, count + count_vague, G, D, *tile(q), block, rows,
-                                       signed_keys, mean is not None, sums, num_warps=4, num_stages=2)
+    launch_attend(q, exact, scores[0], found, share, programs, 0, block)
+    attend_revived[heads, programs_vague](
+        p_q=q, p_x=x, p_mean=None if mean is None else mean.contiguous(), p_token=token, p_place=place, p_sign=sign, p_score=scores[1],
+        **found, scale=D ** -0.5, shrink=shrink, a=a, width=x.shape[2] // rows, share=share_vague, part=programs, **tile(q),
+        BLOCK_N=block, ROWS=rows, SIGNED=signed_keys, MEAN=mean is not None, SCORES=sums, num_warps=4, num_stages=2)
     y, weights = added_up(q, found, zip((exact, vague), splits, scores) if sums else (), block)
     return y, [weights[0], weights[1].view(B, H, a)] if sums else []
 
@@ -160,17 +161,23 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, token: Tensor, x: Tensor, mean: 
 # ---- insert ------------------------------------------------------------------------------------------------------
 
 
+def in_32_bits(x: Tensor) -> Tensor:
+    """x itself if it has as many, else a copy to add to."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor, signed_keys: bool = False):
-    """Adds tokens (B, H, n) with k, v (B, H, n, D), each `times` (B, H, n), to the sketch x (B, H, r·b, 2D)."""
-    r, D = place.shape[1], k.shape[-1]
+    """Adds tokens (B, H, n) with k, v (B, H, n, D), each `times` (B, H, n), to the sketch x (B, H, r·b, 2D). A sum is rounded once to
+    16 bits: if it were each time, a slot that is full enough would no longer change."""
+    r, D, total = place.shape[1], k.shape[-1], in_32_bits(x)
     at = cubic(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
-    minus = (1 - 2 * (cubic(token, sign) % 2)).unsqueeze(-1).to(x)
-    k, v = (torch.where(times[..., None, None] == 0, 0, y.unsqueeze(3) * times[..., None, None].to(x)) for y in (k, v))
+    minus = (1 - 2 * (cubic(token, sign) % 2)).unsqueeze(-1).to(total)
+    k, v = (torch.where(times[..., None, None] == 0, 0, y.unsqueeze(3) * times[..., None, None].to(total)) for y in (k, v))
     rows = torch.cat((k * minus if signed_keys else k.expand(*minus.shape[:-1], D), v * minus), -1).flatten(2, 3)
-    x.scatter_add_(2, at.flatten(2).unsqueeze(-1).expand_as(rows), rows)
+    x.copy_(total.scatter_add_(2, at.flatten(2).unsqueeze(-1).expand_as(rows), rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
         ROWS: tl.constexpr, SIGNED: tl.constexpr):
     """A tile of tokens of one head into one row."""
@@ -185,8 +192,8 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
     of_token = (i_head * n + o_n)[:, None] * D + o_d
     b_k = tl.load(p_k + of_token, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]
     b_v = tl.load(p_v + of_token, mask=is_in, other=0.0) * b_signed[:, None]
-    tl.atomic_add(p_x + at, b_k.to(p_x.dtype.element_ty), mask=is_in, sem="relaxed")
-    tl.atomic_add(p_x + at + D, b_v.to(p_x.dtype.element_ty), mask=is_in, sem="relaxed")
+    tl.atomic_add(p_x + at, b_k, mask=is_in, sem="relaxed")
+    tl.atomic_add(p_x + at + D, b_v, mask=is_in, sem="relaxed")
 
 
 @launcher
@@ -202,12 +209,8 @@ def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place:
                          f"and place {tuple(place.shape)} and sign {tuple(sign.shape)} {(4, rows)}")
     if n:
         token, k, v, times, place, sign = (y.contiguous() for y in (token.int(), k, v, times.float(), place, sign))
-        add[triton.cdiv(n, block), B * H, rows](x, token, k, v, times, place, sign, n, x.shape[2] // rows, D, block,
-                                                max(16, triton.next_power_of_2(D)), rows, signed_keys, num_warps=4)
-
-
-
-_sizes = dict(G=4, D=128, BLOCK_G=16, BLOCK_D=128, BLOCK_N=32)
-typical = [(attend_revived, dict(_sizes, ROWS=3, SIGNED=False, MEAN=False, SCORES=True)),
-           (attend_revived, dict(_sizes, ROWS=1, SIGNED=True, MEAN=True, SCORES=True)),
-           (add, dict(D=128, BLOCK_N=32, BLOCK_D=128, ROWS=3, SIGNED=False))]
+        total = in_32_bits(x)
+        add[triton.cdiv(n, block), B * H, rows](
+            p_x=total, p_token=token, p_k=k, p_v=v, p_times=times, p_place=place, p_sign=sign, n=n, width=x.shape[2] // rows, D=D,
+            BLOCK_N=block, BLOCK_D=block_of(D), ROWS=rows, SIGNED=signed_keys, num_warps=4)
+        x.copy_(total)

@@ -13,11 +13,11 @@ H200). A processor does 4096 operations a clock and 16 exponentials, so that the
 """
 import torch
 from torch import Tensor
-from .launch import launcher  # before triton: chooses what runs it
+from .launch import block_of, launcher  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
-from .decode_attention import LOG2E, added_up, partials, tile
+from .decode_attention import LOG2E, added_up, partials
 
 
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
@@ -29,10 +29,10 @@ def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
     return (v1.unsqueeze(2) * (p @ v2.unsqueeze(2))).sum(3).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "parts"])
 def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_most, p_total, p_partial, n, parts, G: tl.constexpr, D: tl.constexpr,
                   BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One query head, a tile of rows a, all b. Leaves m and Σ exp(s − m) (B·H, parts, G), Σ exp(s − m) v₁ ∘ v₂ (B·H, parts, G, D)."""
+    """One query head, a tile of rows a, all b. Leaves m and Σ 2^(s − m) (B·H, parts, G), Σ 2^(s − m) v₁ ∘ v₂ (B·H, parts, G, D)."""
     part, i_head, g = tl.program_id(0), (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     o_a, o_b, o_d = part * BLOCK_A + tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_D)
     is_d, is_a = o_d < D, o_a < n
@@ -61,7 +61,7 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_most, p_total, p_partial, n, parts
     b_weight = tl.exp2(b_most - most)
     b_v1 = tl.load(p_v1 + of_head + of_a, mask=is_a[:, None] & is_d, other=0.0).to(tl.float32)
     o = (i_head * parts + part) * G + g
-    tl.store(p_most + o, most / LOG2E)
+    tl.store(p_most + o, most)
     tl.store(p_total + o, tl.sum(b_weight * b_total, 0))
     tl.store(p_partial + o * D + o_d, tl.sum(b_weight[:, None] * b_v1 * b_y, 0), mask=is_d)
 
@@ -77,16 +77,12 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, 
             raise ValueError(f"k₁, k₂, v₁, v₂ {tuple(x.shape)} of {x.dtype} must be {(B, H)} heads of at least 1 token, {n} in all of "
                              f"them, of {D} numbers of {q.dtype} as q")
     q, k1, k2, v1, v2 = (x.contiguous() for x in (q, k1, k2, v1, v2))
-    block_d = tile(q)[1]
+    block_d = block_of(D)
     rows = rows or (128 if block_d <= 128 else 64)  # so that it all fits into a processor
     parts = triton.cdiv(n, rows)
     # k₁ ∘ q in units of log₂; they have to be loaded, not worked out, or the matrix units wait for them
     k1 = torch.mul(k1.unsqueeze(2), (q.float() * ((D ** -0.5 if scale is None else scale) * LOG2E.value)).unsqueeze(3)).to(q.dtype)
     found = partials(q, parts)
-    rows_of_pairs[parts, B * H * G](k1, k2, v1, v2, *found, n, parts, G, D, rows, columns, block_d, num_warps=8,
-                                    num_stages=3 if block_d <= 128 else 2)
+    rows_of_pairs[parts, B * H * G](p_rows=k1, p_k2=k2, p_v1=v1, p_v2=v2, **found, n=n, G=G, D=D, BLOCK_A=rows, BLOCK_B=columns,
+                                    BLOCK_D=block_d, num_warps=8, num_stages=3 if block_d <= 128 else 2)
     return added_up(q, found)[0]
-
-
-typical = [(rows_of_pairs, dict(G=4, D=128, BLOCK_A=128, BLOCK_B=64, BLOCK_D=128), 8),
-           (rows_of_pairs, dict(G=4, D=256, BLOCK_A=64, BLOCK_B=64, BLOCK_D=256), 8, 2)]

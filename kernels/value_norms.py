@@ -8,7 +8,7 @@ and d_model = 4096 these are some 4000 operations a byte, so the rate of the mat
 """
 import torch
 from torch import Tensor
-from .launch import launcher  # before triton: chooses what runs it
+from .launch import block_of, launcher  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
@@ -18,7 +18,7 @@ def plain(v: Tensor, w_o: Tensor) -> Tensor:
     return torch.einsum("bhnd,mhgd->bhgnm", v.float(), w_o.float().unflatten(1, (v.shape[1], -1))).abs().sum(-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
           BLOCK_D: tl.constexpr):
     """A tile of tokens of one head: v (B·H, n, D), w (d_model, H·G, D) → norm (B·H, G, n)."""
@@ -44,9 +44,6 @@ def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
     v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:
-        norms[triton.cdiv(n, block), B * H, G](v, w_o, norm, n, H, d_model, G, D, block, 128, max(16, triton.next_power_of_2(D)),
-                                               num_warps=8, num_stages=2)
+        norms[triton.cdiv(n, block), B * H, G](p_v=v, p_w=w_o, p_norm=norm, n=n, H=H, d_model=d_model, G=G, D=D, BLOCK_N=block,
+                                               BLOCK_M=128, BLOCK_D=block_of(D), num_warps=8, num_stages=2)
     return norm
-
-
-typical = [(norms, dict(G=4, D=128, BLOCK_N=128, BLOCK_M=128, BLOCK_D=128), 8, 2)]

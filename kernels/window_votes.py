@@ -14,7 +14,7 @@ Pooling and chunk sums are left to PyTorch: they work on the votes, a number a t
 """
 import torch
 from torch import Tensor
-from .launch import launcher, split  # before triton: chooses what runs it
+from .launch import block_of, launcher, split  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
@@ -39,7 +39,7 @@ def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, 
     return b_q, o_w, row, is_r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "parts"])
 def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
              BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """BLOCK_G query heads of a group, `share` of the keys: log Σ exp(s) of each query, (B·H, parts, G, w)."""
@@ -56,11 +56,11 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
         b_new = tl.maximum(b_most, tl.max(b_s, 1))
         b_total = b_total * tl.exp2(b_most - b_new) + tl.sum(tl.exp2(b_s - b_new[:, None]), 1)
         b_most = b_new
-    b_lse = b_most / LOG2E + tl.log(tl.maximum(b_total, 1e-37))  # of one that sees none −2e38
+    b_lse = b_most / LOG2E + tl.log(tl.maximum(b_total, 1e-37))  # for logsumexp, which adds up the parts; of one that sees none −2e38
     tl.store(p_lse + (i * parts + part) * G * w + row, b_lse, mask=is_r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
                  BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """BLOCK_G query heads of a group, `share` of the keys before the window: votes (B·H, G, n − w)."""
@@ -91,15 +91,12 @@ def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     block_w = triton.next_power_of_2(w)
     block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))  # rows of a tile: 16 at least, 128 if that is enough for a head
     block_w, groups = max(block_w, 16 // block_g), triton.cdiv(G, block_g)
-    sizes = G, D, block_g, block_w, block, max(16, triton.next_power_of_2(D))
+    sizes = dict(scale=D ** -0.5, w=w, n=n, G=G, D=D, BLOCK_G=block_g, BLOCK_W=block_w, BLOCK_N=block, BLOCK_D=block_of(D))
     share, parts = split(n, block, heads * groups, q.device)
     lse, vote = (q.new_empty(*shape, dtype=torch.float32) for shape in ((heads, parts, G, w), (B, H, G, n - w)))
-    row_sums[heads, parts, groups](q, k, lse, D ** -0.5, w, n, share, parts, *sizes, num_warps=4, num_stages=3)
+    row_sums[heads, parts, groups](p_q=q, p_k=k, p_lse=lse, share=share, parts=parts, **sizes, num_warps=4, num_stages=3)
     if n > w:
         share, parts = split(n - w, block, heads * groups, q.device)
-        column_means[heads, parts, groups](q, k, lse.logsumexp(1), vote, D ** -0.5, w, n, share, *sizes, num_warps=4, num_stages=2)
+        column_means[heads, parts, groups](p_q=q, p_k=k, p_lse=lse.logsumexp(1), p_vote=vote, share=share, **sizes,
+                                           num_warps=4, num_stages=2)
     return vote
-
-
-_sizes = dict(G=4, D=128, BLOCK_G=4, BLOCK_W=32, BLOCK_N=64, BLOCK_D=128)
-typical = [(row_sums, _sizes), (column_means, _sizes, 4, 2)]

@@ -25,11 +25,16 @@ import torch.nn.functional as F
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # watch every query
 use_kernels = find_spec("triton") is not None  # False: plain code on a GPU, too
+shared_memory = {64: 64, 128: 100, 256: 164}  # KiB a processor that kernels want for heads of at most so many numbers
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether Triton's kernels are to take x: those are for 16-bit numbers, which the matrix units multiply."""
-    return use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    """Whether Triton's kernels are to take x (..., D): those are for 16-bit numbers, which the matrix units multiply, and for heads
+    whose tiles fit into the GPU's shared memory."""
+    if not (use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
+        return False
+    there = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
+    return any(x.shape[-1] <= D and there >= 1024 * wanted for D, wanted in shared_memory.items())
 
 
 def kernel_file(name: str):

@@ -1,4 +1,5 @@
 """Methods with the kernels in the place of their plain code, in Triton's interpreter: the same slots, outputs and bytes."""
+from dataclasses import dataclass
 import os
 from pathlib import Path
 import subprocess
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from conftest import DEVICE
 
 pytest.importorskip("triton")  # Linux only
 
@@ -29,6 +32,7 @@ B, H, G, D, T, LATER = 2, 2, 2, 16, 40, 3
 ROOT = Path(__file__).parent.parent
 
 
+@dataclass(eq=False)
 class CriticalAdaKV(Critical, AdaKV):
     """Both: heads of different length by weight × norm."""
 
@@ -42,7 +46,7 @@ class Uneven(LayerCache):
 
     def forget(self):
         if self.length == T:
-            self.keep(torch.tensor([[3, 5, 39], [7, -1, -1]]).expand(B, -1, -1))
+            self.keep(torch.tensor([[3, 5, 39], [7, -1, -1]], device=DEVICE).expand(B, -1, -1))
         self.told = None
 
     def observe(self, q, p):
@@ -59,7 +63,7 @@ CASES = {
     "theta": (LeastTheta, WINDOW, {"window_votes", "value_norms"}),
     "chunks": (ChunkKV, dict(WINDOW, chunk=3), {"window_votes"}),
     "k-means": (Residual, dict(WINDOW, entries=2, rounds=1), {"window_votes"}),
-    "residual ada": (type("ResidualAdaKV", (Residual, AdaKV), {}), WINDOW, {"window_votes", ONE}),
+    "residual ada": (dataclass(eq=False)(type("ResidualAdaKV", (Residual, AdaKV), {})), WINDOW, {"window_votes", ONE}),
     "h2o": (H2O, dict(budget=16), {ONE}),
     "uneven": (Uneven, {}, {ONE}),
     "cam": (CaM, dict(budget=16), {ONE}),
@@ -85,10 +89,10 @@ def walk(case: str, dtype: torch.dtype, seed: int = 0):
     q = 2 * torch.randn(B, H * G, n + LATER, D, generator=g)
     k, v = torch.randn(2, B, H, n + LATER, D * Method.vectors, generator=g)
     cache, y = Method(**knobs), []
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    cache.link(0, 1, None, torch.randn(24, H * G, D, generator=g).to(dtype), None)
+    q, k, v = q.to(DEVICE, dtype), k.to(DEVICE, dtype), v.to(DEVICE, dtype)
+    cache.link(0, 1, None, torch.randn(24, H * G, D, generator=g).to(DEVICE, dtype), None)
     for first, last in [(0, n), *((t, t + 1) for t in range(n, n + LATER))]:
-        y.append(cache.attend(q[:, :, first:last], k[:, :, first:last], v[:, :, first:last], torch.arange(first, last)[None]))
+        y.append(cache.attend(q[:, :, first:last], k[:, :, first:last], v[:, :, first:last], torch.arange(first, last, device=DEVICE)[None]))
         if last == n:
             cache.finish_prompt()
     return torch.cat(y, 2), cache
@@ -99,6 +103,7 @@ def walk(case: str, dtype: torch.dtype, seed: int = 0):
 def test_kernels_do_what_the_plain_code_does(case, dtype, tolerance, poisoned, monkeypatch):
     if dtype == torch.float16 and case in SKETCHES:  # sums of many in 16 bits, in another order, and scores of tens
         tolerance = dict(rtol=5e-2, atol=5e-2)
+    monkeypatch.setattr(seam, "use_kernels", False)
     y, cache = walk(case, dtype)
     called, plain = set(), seam.kernel_for
 
@@ -141,11 +146,13 @@ def test_slots_in_a_buffer_are_taken_as_they_lie():
 
 def test_new_slots_behind_packed_ones_may_have_a_bias(monkeypatch):
     cache, g = LayerCache(), torch.Generator().manual_seed(0)
-    cache.write(*torch.randn(2, B, H, 6, D, generator=g), torch.arange(6)[None], bias=torch.randn(B, H, 6, generator=g))
-    cache.keep(torch.tensor([[0, 3, 5], [4, -1, -1]]).expand(B, -1, -1))
+    pos = torch.arange(8, device=DEVICE)[None]
+    bias = torch.randn(B, H, 8, generator=g).to(DEVICE)
+    cache.write(*torch.randn(2, B, H, 6, D, generator=g).to(DEVICE), pos[:, :6], bias=bias[..., :6])
+    cache.keep(torch.tensor([[0, 3, 5], [4, -1, -1]], device=DEVICE).expand(B, -1, -1))
     cache.pack()
-    cache.write(*torch.randn(2, B, H, 2, D, generator=g), torch.arange(6, 8)[None], bias=torch.randn(B, H, 2, generator=g))
-    q, pos = torch.randn(B, H * G, 1, D, generator=g), torch.tensor([[7]])
+    cache.write(*torch.randn(2, B, H, 2, D, generator=g).to(DEVICE), pos[:, 6:], bias=bias[..., 6:])
+    q, pos = torch.randn(B, H * G, 1, D, generator=g).to(DEVICE), pos[:, 7:]
     k, v, at, bias = cache.read()
     expected = (seam.probabilities(q, k, at, bias, pos).flatten(2, 3) @ v).view(B, H * G, 1, D)
     monkeypatch.setattr(seam, "on_gpu", lambda x: True)
@@ -153,13 +160,42 @@ def test_new_slots_behind_packed_ones_may_have_a_bias(monkeypatch):
     assert p is None and torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype, taken", [(torch.float16, True), (torch.bfloat16, True), (torch.float32, False), (torch.float64, False)])
-def test_kernels_are_for_16_bits_on_a_gpu(dtype, taken, monkeypatch):
+GPUS = {75: (64, 64, 64), 80: (164, 163, 256), 89: (100, 99, 128), 90: (228, 227, 256), 120: (100, 99, 128)}
+"""Ten times the compute capability: KiB of shared memory a processor and a program, by NVIDIA's table, and the widest head."""
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_kernels_are_for_16_bits_on_a_gpu_and_heads_that_fit(dtype, arch, monkeypatch):
+    room, _, widest = GPUS[arch]
     monkeypatch.setattr(seam, "use_kernels", True)
-    assert seam.on_gpu(SimpleNamespace(is_cuda=True, dtype=dtype)) == taken
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(shared_memory_per_multiprocessor=1024 * room))
+    for D in (16, 40, 64, 65, 128, 129, 256, 257, 512):
+        x = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 3, D), device="cuda:1")
+        assert seam.on_gpu(x) == (dtype.itemsize == 2 and D <= widest), D
     assert not seam.on_gpu(torch.zeros(1, dtype=dtype))
     monkeypatch.setattr(seam, "use_kernels", False)
-    assert not seam.on_gpu(SimpleNamespace(is_cuda=True, dtype=dtype))
+    assert not seam.on_gpu(x)
+
+
+def test_a_kernel_is_compiled_once_for_all_lengths():
+    """Triton would compile anew for a number that is 1, or a multiple of 16: a text grows by a token at a time."""
+    told = fresh("import torch; from kernels.resources import calls, compiled\n"
+                 "one, two = ([(kernel.__name__, id(made)) for kernel, made in compiled(calls(16, torch.float16, n), 90)] for n in (100, 2048))\n"
+                 "print(len(dict(one)), one == two)", TRITON_INTERPRET="0")
+    assert told == "9 True\n"
+
+
+def test_heads_that_fit_are_those_that_the_compiler_says_fit():
+    """Compiled for GPUs that are not there: every launcher at the widest head, and the norms, which want most, at twice that."""
+    told = fresh("import torch; from kernels.resources import calls, compiled\n"
+                 "most = lambda calls, arch: max(made.metadata.shared for _, made in compiled(calls, arch))\n"
+                 f"for arch, D in {[(arch, widest) for arch, (*_, widest) in GPUS.items() if arch != 120]}:\n"
+                 "    print(arch, most(calls(D, torch.float16), arch), most(calls(2 * D, torch.float16)[2:3], arch))",
+                 TRITON_INTERPRET="0")
+    for line in told.splitlines():
+        arch, fits, too_much = map(int, line.split())
+        assert fits <= 1024 * GPUS[arch][1] < too_much, line
 
 
 def test_a_window_too_wide_for_a_tile_votes_by_plain_code(monkeypatch):

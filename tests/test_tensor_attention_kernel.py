@@ -6,18 +6,20 @@ import re
 import pytest
 import torch
 
+from conftest import DEVICE
+
 pytest.importorskip("triton")  # Linux only
 
 from kernels.tensor_attention import plain, tensor_attention  # noqa: E402
 from methods import tensor_attention as method  # noqa: E402
+from test_decode_attention import TOLERANCE  # noqa: E402
 
-# At 16 bits k₁ ∘ q and the weights are rounded too, each to 1 in 4096: a score of 8 is off by up to 2e-3, and so is y.
-TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=2e-6), torch.float16: dict(rtol=2e-3, atol=2e-3)}
+# At 16 bits k₁ ∘ q and the weights are rounded too, in float16 each to 1 in 4096: a score of 8 is off by up to 2e-3, and so is y.
 
 
 def by_hand(q, k1, k2, v1, v2, scale=None):
     """One query head at a time, all of its pairs."""
-    y = torch.empty(q.shape, dtype=torch.float64)
+    y = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
     for b, h, g in product(*map(range, q.shape[:3])):
         one, two, v_one, v_two = (x[b, h].double() for x in (k1, k2, v1, v2))
         score = torch.einsum("d,ad,bd->ab", q[b, h, g].double(), one, two) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
@@ -31,7 +33,7 @@ def inputs(B, H, G, D, n, dtype=torch.float32, seed=0, sharp=2.0):
     g, made = torch.Generator().manual_seed(seed), []
     for shape in [(B, H, G, D)] + 4 * [(B, H, n, D)]:
         x = torch.randn(shape, generator=g)
-        storage = torch.full((x.numel() + 2 * 2 ** 15,), math.nan, dtype=dtype)
+        storage = torch.full((x.numel() + 2 * 2 ** 15,), math.nan, dtype=dtype, device=DEVICE)
         storage[2 ** 15:-2 ** 15] = x.flatten() * (1 if made else sharp)
         made.append(storage[2 ** 15:-2 ** 15].view(shape))
     return made
@@ -101,7 +103,7 @@ def test_it_is_the_methods_tensor_attention(poisoned):
 
 
 def test_matrices_that_do_not_fit_are_refused():
-    q, x = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 5, 16)
+    q, x = torch.zeros(1, 2, 3, 16, device=DEVICE), torch.zeros(1, 2, 5, 16, device=DEVICE)
     for i, wrong in product(range(4), (x[:, :1], x[..., :8], x.half(), x.expand(2, -1, -1, -1))):
         four = [wrong if j == i else x for j in range(4)]
         with pytest.raises(ValueError, match=re.escape("must be (1, 2) heads of at least 1 token, 5 in all of them, of 16 numbers of "
