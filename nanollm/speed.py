@@ -162,7 +162,7 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm.speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the texts; else each table's own")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of texts; default: each table's")
     parser.add_argument("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
     parser.add_argument("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
     args = parser.parse_args(argv)
