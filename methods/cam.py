@@ -18,6 +18,7 @@ import math
 import torch
 from torch import Tensor
 
+from nanollm import check_seed
 from nanollm.cache import ALL, LayerCache, check_budget, indices, rank, spread
 
 
@@ -34,13 +35,14 @@ class CaM(LayerCache):
         if not 0 <= self.recent <= 1 or self.targets < 1:
             raise ValueError(f"recent {self.recent} is a share of the budget, 0 to 1, and targets {self.targets} at least 1")
         check_budget(self.budget, 2, "one heavy hitter and the newest token")
+        check_seed(self.seed, 1000)
         self.generator = None
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
 
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("accumulated").add_(p.sum((2, 3)))
+        self.slot("accumulated").add_(p.sum((2, 3), dtype=torch.float32))
         super().observe(q, p)
 
     def forget(self):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from nanollm import check_seed
 from nanollm.cache import ALL, NEVER, LayerCache, indices, kernel_for, rank, spread
 
 PRIME = 2 ** 31 - 1
@@ -174,6 +175,9 @@ class KVReviver(LayerCache):
             raise ValueError(f"vague {self.vague} and recent {self.recent} are shares; their sum must leave some for candidates")
         if self.slack < 0 or self.replace_rate < 1:
             raise ValueError(f"slack {self.slack} must be at least 0 tokens and replace_rate {self.replace_rate} at least 1")
+        if self.shares is not None and not (min(self.shares, default=-1) >= 0 and abs(sum(self.shares) - 1) < 1e-3):
+            raise ValueError(f"shares {self.shares!r:.60} of all budgets together must be at least 0 and add up to 1")
+        check_seed(self.seed, 1000)
         self.score: Tensor | None = None  # (B, H, capacity): attention that each token ever seen has had; a token is its position
         self.sketch: Sketch | None = None
         self.in_recent = 0
@@ -227,7 +231,7 @@ class KVReviver(LayerCache):
         at = self.pos
         if p.shape[-1] > self.length:
             at = torch.cat((at, self.vague_tokens()), 2)
-        self.score.scatter_add_(2, at.long(), p.sum((2, 3)).float())
+        self.score.scatter_add_(2, at.long(), p.sum((2, 3), dtype=torch.float32))
         super().observe(q, p)
 
     def sizes(self) -> tuple[int, int, int]:

@@ -120,7 +120,7 @@ class LowBitVague(Quantized):
         super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
 
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("accumulated").add_(p[..., -self.length:].sum((2, 3)))  # rounded tokens come first
+        self.slot("accumulated").add_(p[..., -self.length:].sum((2, 3), dtype=torch.float32))  # rounded tokens come first
         super().observe(q, p)
 
     def forget(self):

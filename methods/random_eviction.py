@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanollm import whole
+from nanollm import check_seed
 from nanollm.cache import LayerCache, check_budget
 
 
@@ -20,7 +20,7 @@ class RandomEviction(LayerCache):
     def __post_init__(self):
         super().__post_init__()
         check_budget(self.budget, 1, "one token")
-        whole("seed", self.seed, 0, 10 ** 15)  # it is multiplied by 1000 below
+        check_seed(self.seed, 1000)
         self.generator = None
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):

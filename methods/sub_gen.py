@@ -19,6 +19,7 @@ import math
 import torch
 from torch import Tensor
 
+from nanollm import check_seed
 from nanollm.cache import LayerCache, spread
 
 
@@ -122,6 +123,7 @@ class SubGen(LayerCache):
         super().__post_init__()
         if not self.radius >= 0 or self.samples < 1 or self.draws < 1:
             raise ValueError(f"radius {self.radius} must be at least 0, samples {self.samples} and draws {self.draws} at least 1")
+        check_seed(self.seed, 1000)
         self.streams: list[Stream] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:

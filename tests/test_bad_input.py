@@ -6,6 +6,7 @@ from typing import ClassVar, get_type_hints
 import pytest
 import torch
 
+from methods.sub_gen import SubGen, SubGen4Cache
 from nanollm.__main__ import given, has_budget, methods
 from nanollm.cache import ALL, LayerCache, finish_prompt, make_cache
 from nanollm.model import Config, Decoder
@@ -138,6 +139,23 @@ def test_a_knob_of_another_type_is_refused_by_name(model, name):
             with pytest.raises(ValueError, match=f"{knob.name} .*must be") as error:
                 make_cache(model, Method, **right | {knob.name: x})
             one_line(error)
+
+
+@pytest.mark.parametrize("Method, knobs", [
+    *((METHODS[name], dict(budget=BUDGET)) for name in ("random", "cam", "kv_reviver")),
+    (SubGen, dict(radius=1.0, samples=1, draws=1)), (SubGen4Cache, dict(radius=1.0, samples=1, draws=1))])
+def test_a_seed_is_one_for_every_layer_or_refused_before_it_is_used(Method, knobs):
+    for seed in (-1, 2 ** 62, 10 ** 30):
+        with pytest.raises(ValueError, match="seed .*must be") as error:
+            Method(seed=seed, **knobs)
+        one_line(error)
+    torch.Generator().manual_seed(1000 * Method(seed=2 ** 63 // 1000 - 1, **knobs).seed + 99)
+
+
+@pytest.mark.parametrize("shares", [(10.0, 10.0), (-1.0, 2.0), ()])
+def test_shares_of_all_budgets_add_up_to_one(model, shares):
+    with pytest.raises(ValueError, match="shares .* of all budgets together must be at least 0 and add up to 1"):
+        make_cache(model, METHODS["kv_reviver"], budget=BUDGET, shares=shares)
 
 
 def test_whole_numbers_of_numpy_and_for_floats_are_welcome(model):

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from methods.cam import CaM
 from methods.h2o import H2O
+from methods.kv_reviver import KVReviver
+from methods.quantized import LowBitVague
 from methods.random_eviction import RandomEviction
 from methods.streaming_llm import StreamingLLM
 from nanollm.cache import LayerCache, finish_prompt, make_cache, window_rows, window_votes
@@ -240,19 +243,22 @@ def test_h2o_keeps_heavy_hitters_and_of_equals_the_newest():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk", [300, 1])
-def test_h2o_adds_up_attention_in_32_bits(dtype, chunk):
+@pytest.mark.parametrize("Method, knobs", [
+    (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300)), (LowBitVague, {})])
+def test_attention_is_added_up_in_32_bits(Method, knobs, dtype, chunk):
     """Of all the queries, and of each call's: in 16 bits the sum of a token that all look at would hardly grow."""
-    class Notes(H2O):
+    class Notes(Method):
         def observe(self, q, p):
             expected[..., :p.shape[-1]] += p.double().sum((2, 3))
             super().observe(q, p)
 
-    cache, expected, g = Notes(budget=300), torch.zeros(B, H, 300, dtype=torch.float64), torch.Generator().manual_seed(0)
+    cache, expected, g = Notes(**knobs), torch.zeros(B, H, 300, dtype=torch.float64), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, heads, 300, D, generator=g, dtype=torch.float32).to(dtype) for heads in (H * G, H, H))
     k[:, :, 0] = 4 * q[:, ::G].mean(2)
     for part in torch.arange(300).split(chunk):
         cache.attend(*(x[:, :, part] for x in (q, k, v)), part[None])
-    torch.testing.assert_close(cache.slot("accumulated").double(), expected, rtol=1e-5, atol=0)
+    total = cache.score if Method is KVReviver else cache.slot("accumulated")
+    torch.testing.assert_close(total[..., :300].double(), expected, rtol=1e-5, atol=0)
     assert cache.k.dtype == dtype
 
 
