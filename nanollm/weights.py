@@ -25,11 +25,11 @@ KEYS = {
                   n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim",
                   d_model="hidden_size", d_ff="intermediate_size", norm_eps="rms_norm_eps",
                   tie_embeddings="tie_word_embeddings")}
-# what a key must hold, and those that may hold null
+# what a key must hold, and those that may hold null; Config checks what has one name here and there
 TYPES = {theirs: Config.__annotations__[ours] for names in KEYS.values() for ours, theirs in names.items()}
-TYPES |= SCALING | dict(rope_theta=float, rope_scaling=dict, rope_parameters=dict, sliding_window=int,
-                        attention_bias=bool, mlp_bias=bool, use_sliding_window=bool, scale_attn_weights=bool,
-                        scale_attn_by_inverse_layer_idx=bool, add_cross_attention=bool)
+TYPES |= dict(rope_scaling=dict, rope_parameters=dict, sliding_window=int, use_sliding_window=bool,
+              attention_bias=bool, mlp_bias=bool, scale_attn_weights=bool, add_cross_attention=bool,
+              scale_attn_by_inverse_layer_idx=bool)
 OPTIONAL = {"n_inner", "num_key_value_heads", "head_dim", "sliding_window", "rope_scaling", "rope_parameters"}
 
 
@@ -73,7 +73,6 @@ def llama_config(hf: dict) -> Config:
     # transformers 5 writes rope_parameters, with rope_theta inside, in place of rope_scaling
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
-    check_types(rope)
     require(rope, "rope_type", "default", "llama3")
     require(hf | rope, "partial_rotary_factor", 1.0)
     old, scaled = "original_max_position_embeddings", rope["rope_type"] == "llama3"
