@@ -12,8 +12,8 @@ argues against; `fill` gives it to single tokens. The window counts inside the b
 vote together, as in SnapKV. The authors' code in NVIDIA/kvpress is ChunkKV(chunk=20, score="mean", kernel=5,
 per_head=False), but for its average pool and a count of kept tokens that drifts from the budget.
 
-The grid cuts facts: a value that begins a chunk is scored without the words before it, on which the votes fall.
-`kernel=7, score="max"` mends that for values of two tokens (C1).
+The grid cuts facts: a value that begins a chunk is scored without the words before it, on which the votes
+fall. `kernel=7, score="max"` mends that for values of two tokens (C1).
 
 Beyond the paper: `SemanticChunkKV`, whose chunks end where a line or sentence does. Below: what is kept, and the appendix's
 theory with its constants.
@@ -95,10 +95,10 @@ class ChunkKV(WindowCache):
 @dataclass(eq=False)
 class SemanticChunkKV(ChunkKV):
     """Chunks end where a line, sentence or clause does (beyond the paper). They differ in length, so the mean decides:
-    it is what a slot of the chunk gathers. Pooled, so that a vote beside a cut counts on both sides. As good as the marks
-    in the text: a list without line breaks falls into chunks of the longest length, of which few have room."""
+    it is what a slot of the chunk gathers. Pooled, so that a vote beside a cut counts on both sides. They are as
+    good as the marks in the text: a list without any falls into chunks of the longest length, and few have room."""
     kernel: int = 7
-    chunk: int = 32             # the longest (chosen on this repository's tasks), or what has room beside the window
+    chunk: int = 32             # the longest (chosen on our own tasks), or what has room beside the window
     score: str = "mean"
     ends: Tensor | None = None  # (V,) of bool, tokens that end a chunk: `tokenizer.boundaries(encoding, V)`
 
@@ -114,6 +114,9 @@ class SemanticChunkKV(ChunkKV):
 
     def hear(self, tokens: Tensor):
         if not self.prompt_done:
+            if (most := int(tokens.max())) >= len(self.ends):
+                raise ValueError(f"token {most} lies beyond the {len(self.ends)} of ends; "
+                                 "give tokenizer.boundaries(encoding, vocab_size)")
             self.heard.append(self.ends.to(tokens.device)[tokens])
 
     def ends_at(self, votes: Tensor) -> Tensor:
@@ -174,14 +177,14 @@ def kept_whole(kept: Tensor, examples: list[slice]) -> Tensor:
 
 def examples(batch: Batch, line_break: int) -> list[list[slice]]:
     """Of every document, the labelled lines: each begins with the token `line_break`."""
-    starts = [(facts & (tokens == line_break)).nonzero()[0].tolist() for tokens, facts in zip(batch.tokens, batch.facts)]
+    starts = [row.nonzero()[0].tolist() for row in batch.facts & (batch.tokens == line_break)]
     return [[slice(a, b) for a, b in zip(at, [*at[1:], batch.question])] for at in starts]
 
 
 @torch.no_grad()
-def at_the_answer(model, batch: Batch, told: list[Told], make: Make, blind: bool = False) -> tuple[Tensor, Tensor]:
-    """log-probabilities (B, V) of the first answer's first token, and which tokens were held before the question,
-    (B, L, H, question) of bool. `told` is the record of context and question (`record` in nanollm/evaluate.py)."""
+def at_the_answer(model, batch: Batch, told: list[Told], make: Make, blind=False) -> tuple[Tensor, Tensor]:
+    """log-probabilities (B, V) of the first answer's first token, and which tokens of the context were held then,
+    (B, L, H, question) of bool. `told` is the record of context and question (nanollm/evaluate.py)."""
     last, caches = batch.answers[0].start, make(batch.question)
     for n in range(1, 2 if blind else 3):
         replay(told[:n], caches)
@@ -195,7 +198,7 @@ def at_the_answer(model, batch: Batch, told: list[Told], make: Make, blind: bool
 
 @dataclass(eq=False)
 class PlacedChunkKV(ChunkKV):
-    """A grid of its own for every document, to measure what the grid does: token `at` has place `place` in its chunk."""
+    """A grid of its own for every document, to measure what grids do: token `at` has place `place` in its chunk."""
     at: Tensor | None = None  # (B,)
     place: int = 0            # from 0
 

@@ -343,9 +343,10 @@ for name, Method in methods.items():
     draws = [dict(seed=seed) for seed in range(4)] if name == "random" else [{}]
     right = [retrieve(model, batch, maker(model, Method, 0.25, **draw)) for draw in draws]
     for setting, end in (("blind", batch.question), ("aware", asking)):
-        kept = [held(compress(Method, needle[:, :end], **draw), end)[:, retrieval[0]].gather(-1, pair) for draw in draws]
-        kept, found = torch.stack(kept), torch.stack([x[setting] for x in right])
-        print(f"{name:17} {setting}:     {kept.float().mean():9.2f} {kept.all(-1).float().mean():5.2f} {found.mean():9.2f}")
+        kept = [held(compress(Method, needle[:, :end], **draw), end)[:, retrieval[0]] for draw in draws]
+        kept = torch.stack([heads.gather(-1, pair) for heads in kept]).float()  # (draws, B, H, 2)
+        found = torch.stack([x[setting] for x in right])
+        print(f"{name:17} {setting}: {kept.mean():13.2f} {kept.amin(-1).mean():5.2f} {found.mean():9.2f}")
 
 # %% [markdown]
 # Both tokens are needed. Random eviction keeps any one token as often as the budget says, a quarter of the time, and two of them together a quarter of a quarter: it holds the most tokens of values here and the fewest values. StreamingLLM keeps neighbours or drops them; H2O stands between.

@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from methods.chunk_kv import (ChunkKV, PlacedChunkKV, SemanticChunkKV, answer_bound, at_the_answer, chunk_noise, cut,
-                              distance_bound, divergence, examples, fisher, fit, jaccard, kept_whole, markov, scores,
-                              token_divergences, token_noise)
+from methods.chunk_kv import (ChunkKV, PlacedChunkKV, SemanticChunkKV, answer_bound, at_the_answer, chunk_noise,
+                              cut, distance_bound, divergence, examples, fisher, fit, jaccard, kept_whole, markov,
+                              scores, token_divergences, token_noise)
 from methods.snap_kv import SnapKV
 from nanollm import TINY, tokenizer, weights
 from nanollm.cache import LayerCache, finish_prompt, held, make_cache
@@ -302,7 +302,7 @@ def test_where_some_parameter_changes_no_token_there_is_no_bound():
     assert distance_bound(each.sum(), information) == answer_bound(each.sum(), information) == torch.inf
     way = vector(0.994, 0.1094)  # tokens that depend on θ in one direction alone: rounding makes λ_min 1e-18
     assert distance_bound(torch.tensor(1.0), torch.outer(way, way)[None]) > 1e15
-    model, other = weights.from_hf(TINY), weights.from_hf(TINY)  # nor does any token of a decoder tell all its weights
+    model, other = weights.from_hf(TINY), weights.from_hf(TINY)  # nor does a token of a decoder tell all weights
     attention, text = other.blocks[0].attention, torch.arange(300, 360)[None]
     with torch.inference_mode():
         attention.split(attention.qkv.weight)[2].mul_(2)
@@ -549,7 +549,7 @@ def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them_and_nowhere_else
 
 
 @pytest.mark.claim("C1")
-def test_without_a_mark_where_facts_end_semantic_chunks_still_find_needles_and_lose_lists_more_than_the_grid(found):
+def test_without_a_mark_where_facts_end_semantic_chunks_find_needles_and_lose_lists_more_than_the_grid(found):
     grid, semantic = ({task: found(Method, task, marks="unmarked", share=share) for task, share in
                        (("needle", 1 / 8), ("recall", 1 / 16))} for Method in (ChunkKV, SemanticChunkKV))
     assert semantic["needle"].mean() > 0.9 and fewer(grid["needle"], semantic["needle"])
@@ -591,7 +591,8 @@ def test_chunks_keep_more_examples_whole_which_helps_against_single_tokens_if_th
     for setting in ("aware", "blind"):
         full, _ = at_the_answer(model, batch, told, maker(model, LayerCache, None), setting == "blind")
         for name, Method, knobs in (("tokens", SnapKV, dict(kernel=1)), ("snap", SnapKV, {}), ("chunks", ChunkKV, {})):
-            log_p, kept = at_the_answer(model, batch, told, maker(model, Method, 1 / 4, window=8, **knobs), setting == "blind")
+            make = maker(model, Method, 1 / 4, window=8, **knobs)
+            log_p, kept = at_the_answer(model, batch, told, make, setting == "blind")
             whole[setting, name] = torch.stack([kept_whole(row, at).mean() for row, at in zip(kept, lines)])
             kl[setting, name] = torch.nn.functional.kl_div(log_p, full, log_target=True, reduction="none").sum(-1)
         tokens_, snap, chunks = (whole[setting, name].mean() for name in ("tokens", "snap", "chunks"))
