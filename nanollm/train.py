@@ -201,7 +201,7 @@ def find(args) -> tuple[int, float]:
     """
     folder = args.out.resolve()  # NEW/.. is a folder that is there
     file = folder / CHECKPOINT
-    if TINY.resolve() in (folder, *folder.parents):
+    if any(part.exists() and part.samefile(TINY) for part in (folder, *folder.parents)):  # by whatever name
         raise ValueError(f"{args.out} is in the folder of the checkpoint that ships; name another folder")
     args.out = folder
     if folder.exists() and not folder.is_dir():
@@ -260,8 +260,8 @@ def main(argv=None):
     parser.add_argument("--every", type=int, default=100, help="steps between measurements and checkpoints")
     parser.add_argument("--documents", type=int, default=256, help="per task in the measurement at the end")
     args = parser.parse_args(argv)
-    for name in ("steps", "every", "documents"):
-        whole(name, getattr(args, name), 1, 10 ** 9)
+    for name, most in (("steps", 10 ** 9), ("every", 10 ** 9), ("documents", 10 ** 6)):
+        whole(name, getattr(args, name), 1, most)
     check_seed(args.seed)
     if not 0 < args.lr <= 1:
         raise ValueError(f"lr {args.lr} must lie above 0 and be at most 1")
