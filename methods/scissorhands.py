@@ -180,9 +180,11 @@ def write_on(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, 
 
 
 def own_weights(sharpness: float, draws: int = 10) -> tuple[float, float]:
-    """What the softmax of Eq. 5, which has 1/t inside, makes of λ_Q λ_K = sharpness, where `condition` is just met: how many
-    times the smallest of 399 weights the largest is, and the most mass that a budget of 100 keys loses. Means of so many
-    Gaussian layers of 32 dimensions, with tokens kept at norm 1, which gives attention the most to work with."""
+    """What the softmax of Eq. 5, with its 1/t, makes of λ_Q λ_K = sharpness where `condition` is just met.
+
+    How many times the smallest of 399 weights the largest is, and the most mass that a budget of 100 keys loses: means of
+    so many Gaussian layers of 32 dimensions. Tokens are kept at norm 1, which gives attention the most to work with.
+    """
     found, root = [], sharpness ** 0.5
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)
@@ -396,8 +398,8 @@ def block_similarity(model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
-    """Weights of the last queries of p (..., T, T), in units of the even share 1/t: those above 0 (n,), every so many-th so
-    that n ≤ most."""
+    """Weights that the last queries of p (..., T, T) give, in units of the even share 1/t: those above 0 (n,), or every
+    second, third … of them, so that n ≤ most."""
     t = torch.arange(p.shape[-1] - last, p.shape[-1], device=p.device)[:, None] + 1
     x = p[..., -last:, :] * t
     x = x[x > 0]

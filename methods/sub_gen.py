@@ -253,6 +253,24 @@ def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
     return (frobenius * spectral2 + spectral * frobenius2) / largest, frobenius * frobenius2 / largest
 
 
+def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What SubGen2Cache and SubGen4Cache estimate, for one unscaled query (1, D) over the pairs of k and v (n, 2D): the
+    numerator (D,), the normaliser, and the lemmas' unit of error ‖softmax‖₂‖V₁ ⊘ V₂‖₂; float64."""
+    k1, k2, v1, v2 = (x for both in (k, v) for x in both.double().chunk(2, 1))
+    e = ((k1 * q.double()) @ k2.T).exp()
+    spectral = torch.linalg.matrix_norm((v1.T @ v1) * (v2.T @ v2), 2) ** 0.5
+    return (v1 * (e @ v2)).sum(0), e.sum(), e.norm() / e.sum() * spectral
+
+
+def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **knobs) -> tuple[Tensor, Tensor, int]:
+    """The same from a Cache: z (runs, D) and τ (runs, 1) of so many runs, and the bytes that each holds. The runs are the
+    rows of a batch, which draw apart."""
+    cache = Cache(**knobs, scale=1.0)
+    cache.write(k.expand(runs, 1, -1, -1), v.expand(runs, 1, -1, -1), torch.arange(len(k))[None])
+    z, tau, top = cache.estimate(q.expand(runs, 1, -1, -1))
+    return (z * top.exp())[:, 0, 0].double(), (tau * top.exp())[:, 0, 0].double(), cache.bytes()[0] // runs
+
+
 def most_clusters(D: int, radius: float) -> float:
     """More clusters of radius δ cannot come of keys of norm ≤ 1: (1 + 2/δ)^D (Lemma 5.4/B.8, repaired).
 

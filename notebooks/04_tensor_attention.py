@@ -10,13 +10,14 @@
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 import math
+import time
 import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 import torch
 from torch.nn.functional import normalize
 
-from methods.sub_gen import SubGen2Cache, SubGen4Cache, most_clusters, sizes
+from methods.sub_gen import SubGen2Cache, SubGen4Cache, estimates, exact, most_clusters, sizes
 from methods.tensor_attention import (FactoredFourCache, FourCache, TwoCache, distortion, index_game_four, learn, learned, match3, pairs,
                                       projected_basis, quantise, race, spread_out)
 from nanollm.cache import make_cache
@@ -92,7 +93,7 @@ for axis, title, label in ((axes[0], "a decoding step", "time, ms"), (axes[1], "
     axis.grid(alpha=.3), axis.legend(title="fitted from 512 tokens on", title_fontsize=8)
 
 # %% [markdown]
-# Time goes with $n^2$ for all three, once overheads no longer count and the pairs no longer fit into the processor's cache. The factored form is faster than the two-cache form at every length, by more the longer the text, and its memory, that of `FourCache`, has another slope. So there is no trade-off: whoever has $K_1, K_2, V_1, V_2$ should keep them (claim T4: *does not hold*). That two matrices beat four *as described* is true from 512 tokens on.
+# Time goes with $n^2$ for all three, once overheads no longer count and the pairs no longer fit into the processor's cache. The factored form is faster than the two-cache form at every length, by more the longer the text, and its memory, that of `FourCache`, has another slope. Theorem 4.3 speaks of the two algorithms of the paper's Figure 1, and of these it is true: at every length here two matrices take $2n^2d$ multiplications less than four *as described*, half of them, and less time. The trade-off that Remark 3.9 concludes from it is not there: whoever has $K_1, K_2, V_1, V_2$ should keep them (claim T4: *does not hold*).
 #
 # ## The Index game: how much must a cache hold?
 #
@@ -156,9 +157,9 @@ for axis in axes:
 axes[0].xaxis.set_major_formatter(lambda x, _: f"{x:g}"), axes[1].xaxis.set_major_formatter(lambda x, _: f"{x:g}");
 
 # %% [markdown]
-# Left: with one bit a number, evicting slides along the line that nobody can cross; for this message, more bits a number are wasted. Middle: below some 16 dimensions the keys blur into each other, for more rows sooner; the printed numbers say that ε is about $2\sqrt{\ln n/d}$ (claim T5). (It is this way of reading that fails then: the bits are still in $V_1$, and whoever may ask for all rows and solve $n$ equations gets them.) Right: a factor $1 \pm \eta$ on what is read does no harm up to η = 0.84 with the proof's query; beyond, the margins cross, and Bob, who cuts midway between them, misreads the 1s that came out low. A query half as long again lets him read up to 0.99 (claim T8: the larger η, the larger $C$ must be).
+# Left: with one bit a number, evicting slides along the line that nobody can cross; for this message, more bits a number are wasted. Middle: below some 16 dimensions the keys blur into each other, for more rows sooner; the printed numbers say that ε is about $2\sqrt{\ln n/d}$ (claim T5). (It is this way of reading that fails then: the bits are still in $V_1$, and whoever may ask for all rows and solve $n$ equations gets them.) Right: a factor $1 \pm \eta$ on what is read does no harm up to η = 0.84 with the proof's query; beyond, the margins cross, and Bob, who cuts midway between them, misreads the 1s that came out low. A query half as long again lets him read up to 0.99 (claim T8: Corollary 4.4, for every η below 1, holds if $C$ grows with η).
 #
-# **Four or two?** Theorem 4.2 plays the same game with $n^2$ rows and concludes that the two-cache form needs $n^2 d$ bits (claim T7). For that its rows must be arbitrary; but the theorem is stated for $K_1 \oslash K_2$, and those are computed from $4nd$ numbers, exactly, as we saw. So it is a bound for the *format*, and a reason not to use it.
+# **Four or two?** Theorem 4.2 plays the same game with $n^2$ rows and concludes that the two-cache form needs $n^2 d$ bits (claim T7). For that its rows must be arbitrary; but the theorem is stated for $K_1 \oslash K_2$, and those are computed from $4nd$ numbers, exactly, as we saw. So it is a bound for the *format*, and a reason not to use it. Corollary 4.5, the same with relative noise, falls with it: what is exact is right up to any factor.
 #
 # ## SubGen: an estimate instead
 #
@@ -170,41 +171,27 @@ axes[0].xaxis.set_major_formatter(lambda x, _: f"{x:g}"), axes[1].xaxis.set_majo
 def in_ball(n, d, generator): return normalize(torch.randn(n, d, generator=generator), dim=-1) * torch.rand(n, 1, generator=generator) ** (1 / d)
 
 
-def text(n, d, tail=0.0, tight=False, seed=0):
-    """Keys uniform in the unit ball (or in 8 tight clusters a side), values of mean 1 (times e^(tail·normal)), a query of norm 4."""
+def text(n, d, tail=0.0, tight=False, seed=0, norm=4):
+    """Keys uniform in the unit ball (or in 8 tight clusters a side), values of mean 1 (times e^(tail·normal)), a query."""
     generator = seeded(n + d + 1000 * seed)
     k = torch.cat((in_ball(n, d, generator), in_ball(n, d, generator)), 1)
     if tight:
         k = .1 * k + .9 * torch.cat([in_ball(8, d, generator)[torch.randint(8, (n,), generator=generator)] for _ in range(2)], 1)
     v = 1 + torch.randn(n, 2 * d, generator=generator)
-    return k, v * (tail * torch.randn(n, 1, generator=generator)).exp(), 4 * normalize(torch.randn(1, d, generator=generator), dim=-1)
+    return k, v * (tail * torch.randn(n, 1, generator=generator)).exp(), norm * normalize(torch.randn(1, d, generator=generator), dim=-1)
 
-
-def exact(k, v, q):
-    """Numerator, normaliser, and the lemmas' unit of error ‖softmax‖₂ ‖V₁ ⊘ V₂‖₂."""
-    (k1, k2), (v1, v2) = (x.double().chunk(2, 1) for x in (k, v))
-    e = ((k1 * q.double()) @ k2.T).exp()
-    return (v1 * (e @ v2)).sum(0), e.sum(), e.norm() / e.sum() * torch.linalg.matrix_norm((v1.T @ v1) * (v2.T @ v2), 2) ** .5
-
-
-def estimates(Cache, k, v, q, runs, **knobs):
-    """z and τ of so many runs, and the bytes of each: rows of a batch draw apart."""
-    cache = Cache(**knobs, scale=1.0)
-    cache.write(k.expand(runs, 1, -1, -1), v.expand(runs, 1, -1, -1), torch.arange(len(k))[None])
-    z, tau, top = cache.estimate(q.expand(runs, 1, -1, -1))
-    return (z * top.exp())[:, 0, 0].double(), (tau * top.exp())[:, 0, 0].double(), cache.bytes()[0] / runs
-
-
+# %%
 k, v, q = text(48, 3)
-z, tau, _ = exact(k, v, q)
+z, tau, _ = exact(q, k, v)
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", sharey=True)
 for axis, Cache in zip(axes, (SubGen2Cache, SubGen4Cache)):
     samples, found = (1, 2, 4, 8, 16, 32), []
     for t in samples:
-        zs, taus, _ = estimates(Cache, k, v, q, 2000, radius=.9, samples=t, draws=32)
+        zs, taus, _ = estimates(Cache, q, k, v, 2000, radius=.9, samples=t, draws=32)
         found.append([(x.mean(), x.std() / 2000 ** .5) for x in (zs.sum(1) / z.sum(), taus[:, 0] / tau, (zs / taus).sum(1) / (z / tau).sum())])
     found = torch.tensor(found)
-    print(f"{Cache.__name__}: z/τ is too large by", ", ".join(f"{bias:.1%} (t = {t})" for t, bias in zip(samples, (found[:, 2, 0] - 1).tolist())))
+    print(f"{Cache.__name__}: z/τ is too large by", ", ".join(
+        f"{mean - 1:.1%} ±{error:.1%} (t = {t})" for t, (mean, error) in zip(samples, found[:, 2].tolist())))
     for (mean, error), name, marker, shift in zip(found.permute(1, 2, 0), ("numerator z", "normaliser τ", "z/τ"), "s^o", (.94, 1, 1.06)):
         axis.errorbar(shift * np.array(samples), mean, 3 * error, marker=marker, linestyle="-" if marker == "o" else "none", capsize=3, label=name)
     axis.axhline(1, color="black", linewidth=.8)
@@ -213,68 +200,77 @@ for axis, Cache in zip(axes, (SubGen2Cache, SubGen4Cache)):
 axes[0].set_ylabel("mean of 2000 runs / exact"), axes[1].legend();
 
 # %% [markdown]
-# Numerator and normaliser are at 1 within their bars, the ratio is above it and comes down with $t$ (claims T9, T10). `SubGen4Cache` does better, as its samples of 5 or 6 clusters a side make many more pairs than those of two clusters of pairs.
+# Numerator and normaliser are at 1 within their bars, the ratio is above it and comes down with $t$, until its bars reach 1 as well, at $t = 32$ and for `SubGen4Cache` from $t = 8$ on (claims T9, T10). `SubGen4Cache` does better, as its samples of 5 or 6 clusters a side make many more pairs than those of two clusters of pairs.
 #
-# What does it cost? The error in the lemmas' unit $\lVert\mathrm{softmax}\rVert_2 \lVert V_1 \oslash V_2\rVert_2$ (spectral norm), over the bytes held; $d$ = 3, $s$ from 10 to 1000 with $t$ from 1 to 16, root mean square over three texts and 16 runs of each. Beside it the simplest thing one could do with as many bytes: keep a random subset of the *tokens* and attend to their pairs.
+# What does it cost? The error in the lemmas' unit $\lVert\mathrm{softmax}\rVert_2 \lVert V_1 \oslash V_2\rVert_2$ (spectral norm), over the bytes held; $d$ = 3, $s$ from 10 to 1000 with $t$ from 1 to 16, root mean square over six texts and 8 runs of each. Beside it the simplest thing one could do with as many bytes: keep a random subset of the *tokens* and attend to their pairs.
 
 # %%
-def errors(n, runs=16, delta=.9, **kind):
-    """name → [(KB, error)] of each cache over its size, and the KB of the exact one."""
+def errors(n, delta=.9, texts=6, runs=8, **kind):
+    """name → (sizes, texts, 2): KB, and the root mean square error. Random tokens hold what SubGen4Cache holds."""
     found, slot = {}, 4 * (4 * 3 + 1)  # of a token: two keys, two values, a position
-    for seed in range(3):
+    for seed in range(texts):
         k, v, q = text(n, 3, seed=seed, **kind)
-        z, tau, unit = exact(k, v, q)
+        z, tau, unit = exact(q, k, v)
+        rms = lambda y: ((y - z / tau).norm(dim=-1) / unit).square().mean().sqrt().item()
         for Cache in (SubGen2Cache, SubGen4Cache) if n <= 256 else (SubGen4Cache,):
             for s, t in ((10, 1), (30, 2), (100, 4), (300, 8), (1000, 16)):
-                zs, taus, held = estimates(Cache, k, v, q, runs, radius=delta, samples=t, draws=s)
-                found.setdefault((Cache.__name__, s), []).append((held, ((zs / taus - z / tau).norm(dim=-1) / unit).square().mean()))
-        for m in (8, 16, 32, 64, 128, 256, 512, 1024):
-            if m < n:
-                subsets = (torch.randperm(n, generator=seeded(run))[:m] for run in range(runs))
-                y = torch.stack([some / total for i in subsets for some, total, _ in [exact(k[i], v[i], q)]])
-                found.setdefault(("random tokens", m), []).append((m * slot, ((y - z / tau).norm(dim=-1) / unit).square().mean()))
-    lines = {}
-    for (name, _), points in found.items():
-        held, squares = np.array(points, dtype=float).T
-        lines.setdefault(name, []).append((held.mean() / 1e3, squares.mean() ** .5))
-    return lines, n * slot / 1e3
+                zs, taus, held = estimates(Cache, q, k, v, runs, radius=delta, samples=t, draws=s)
+                found.setdefault(Cache.__name__, {}).setdefault(s, []).append((held / 1e3, rms(zs / taus)))
+                if Cache is SubGen4Cache and held // slot < n:
+                    subsets = [torch.randperm(n, generator=seeded(run))[:held // slot] for run in range(runs)]
+                    y = torch.stack([some / total for i in subsets for some, total, _ in [exact(q, k[i], v[i])]])
+                    found.setdefault("random tokens", {}).setdefault(s, []).append((held / 1e3, rms(y)))
+    return {name: np.array([*points.values()]) for name, points in found.items()}, n * slot / 1e3
 
-
-figure, axes = plt.subplots(1, 4, figsize=(14, 3.6), layout="constrained", sharey=True, sharex=True)
-for axis, n, kind, title in zip(axes, (256, 4096, 4096, 4096), ({}, {}, dict(tight=True, delta=.2), dict(tail=1.5)), ("256 tokens", "4096 tokens", "4096 tokens, 8 tight clusters", "4096, values of very different norm")):
-    found, whole = errors(n, **kind)
+# %%
+panels = {"256 tokens": dict(n=256), "4096 tokens": dict(n=4096), "4096, 8 tight clusters": dict(n=4096, tight=True, delta=.2),
+          "4096, values of very different norm": dict(n=4096, tail=1.5), "4096, a query of norm 1": dict(n=4096, norm=1),
+          "4096, a query of norm 12": dict(n=4096, norm=12)}
+figure, axes = plt.subplots(2, 3, figsize=(12, 6.4), layout="constrained", sharey=True, sharex=True)
+for axis, (title, kind) in zip(axes.flat, panels.items()):
+    found, whole = errors(**kind)
     print(f"{title}; exact: {whole:.1f} KB")
     for name, colour, marker, dash in (("SubGen2Cache", "C1", "s", "--"), ("SubGen4Cache", "C0", "o", "-"), ("random tokens", "C2", "x", ":")):
         if name in found:
-            axis.loglog(*zip(*found[name]), color=colour, marker=marker, linestyle=dash, label=name)
-            print(f"    {name:<14}", ", ".join(f"{error:.3f} at {held:.1f} KB" for held, error in found[name]))
-    axis.axvline(whole, color="black", linewidth=.8, label="exact"), axis.set(title=title, xlabel="held, KB"), axis.grid(alpha=.3)
+            held, error = found[name][..., 0].mean(1), (found[name][..., 1] ** 2).mean(1) ** .5
+            axis.loglog(held, error, color=colour, marker=marker, linestyle=dash, label=name)
+            print(f"    {name:<14}", ", ".join(f"{y:.3f} at {x:.1f} KB" for x, y in zip(held, error)))
+    ours, random = found["SubGen4Cache"][..., 1], found["random tokens"][..., 1]
+    ratio = np.log(random / ours[:len(random)])  # text by text
+    print("    random/SubGen4", ", ".join(f"{math.exp(m):.2f} (×/÷ {math.exp(e):.2f})" for m, e in zip(ratio.mean(1), ratio.std(1, ddof=1) / ratio.shape[1] ** .5)))
+    axis.axvline(whole, color="black", linewidth=.8, label="exact"), axis.set(title=title), axis.grid(alpha=.3)
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}"), axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-axes[0].set_ylabel("rms error / (‖softmax‖₂ ‖V₁ ⊘ V₂‖₂)"), axes[0].legend(fontsize=8);
+figure.supxlabel("held, KB"), figure.supylabel("rms error / (‖softmax‖₂ ‖V₁ ⊘ V₂‖₂)"), axes[0, 0].legend(fontsize=8);
 
 # %% [markdown]
-# Streaming all pairs takes all earlier tokens to form the new ones, so `SubGen2Cache` is never smaller than the exact cache that it replaces (claim T10); `SubGen4Cache` is. A random subset of the tokens does better at equal bytes where values are alike: its error is 0.6 to 0.8 of SubGen's where keys spread; in tight clusters, which is what the lemmas assume, the two are nearly even from 6 KB on. The reason is mostly that it normalises its own sample, so that errors of numerator and normaliser go together. Where few values carry most of the norm, SubGen has a quarter of the error at 1 KB, and no advantage left at 50. (The factors depend on the query: of norm 1, the two are even from 16 KB on where keys spread; of norm 12, SubGen's error is 2.5 to 4 times as large above 1 KB. Change the 4 in `text`, and see.)
+# (The last line of each panel is the ratio of the errors, the geometric mean over the texts and its standard error as a factor.) Streaming all pairs takes all earlier tokens to form the new ones, so `SubGen2Cache` is never smaller than the exact cache that it replaces (claim T10); `SubGen4Cache` is. A random subset of the tokens does better at equal bytes where values are alike: its error is 0.6 to 0.8 of SubGen's where keys spread. In tight clusters, which is what the lemmas assume, it is 0.64 at 1 KB and 0.78 at 51; between, the two are about even. One reason is that it normalises its own sample, so that errors of numerator and normaliser go together. Where few values carry most of the norm, SubGen has a third of the error at 1 and 2 KB, and no advantage left at 51. It depends on the query, too: of norm 1, the two are even from 16 KB on; of norm 12, SubGen's error is some four times as large, and more at 1 KB.
 #
 # ### The sizes that the lemmas ask for
 #
 # The lemmas leave their constants open. `sizes` has them, by Chebyshev's inequality: $t \propto \sinh^2(\delta r)$, which is the paper's $e^{2\delta r}$, and $s \propto \lVert V\rVert_F^2/\lVert V\rVert_2^2 \le d$ for pairs. (For draws of two sides a similar ratio has no bound: their products may vanish.) Keys in four tight clusters a side, an error of at most ε in 99 of 100 runs:
 
 # %%
-print(f"{'':14}{'ε':>6}{'t':>8}{'s':>7}{'held':>10}   runs beyond ε   largest error")
-generator = seeded(5)
-n, d, radius, r = 32, 2, .02, 2
+print(f"{'':14}{'ε':>5}{'sizes':>7}{'t':>5}{'s':>6}{'held':>10}{'rms error':>11}{'largest':>9}   beyond ε")
+generator, (n, d, radius, r) = seeded(5), (32, 2, .02, 2)
 k = torch.cat([.8 * in_ball(4, d, generator)[torch.arange(n) % 4] + .01 * in_ball(n, d, generator) for _ in range(2)], 1)
 v, q = 1 + torch.randn(n, 2 * d, generator=generator), r * normalize(torch.randn(1, d, generator=generator), dim=-1)
-(z, tau, unit), (v1, v2) = exact(k, v, q), v.double().chunk(2, 1)
+(z, tau, unit), (v1, v2) = exact(q, k, v), v.double().chunk(2, 1)
 for Cache, eps, values in ((SubGen2Cache, .5, (pairs(v1, v2),)), (SubGen4Cache, .75, (v1, v2))):
-    t, s = sizes(eps, radius * r, *values)
-    runs = [estimates(Cache, k, v, q, 20, radius=radius, samples=t, draws=s, seed=seed) for seed in range(3)]
-    error = torch.cat([((zs / taus - z / tau).norm(dim=-1) / unit) for zs, taus, _ in runs])
-    print(f"{Cache.__name__:14}{eps:>6}{t:>8}{s:>7}{runs[0][2] / 1e3:>7.0f} KB   {(error > eps).sum():>4} of {len(error)}   {error.max():>13.3f}")
+    full = sizes(eps, radius * r, *values)
+    for part in (1, 16, 32, 64, 128, 256):
+        t, s = (max(1, round(size / part)) for size in full)
+        runs, rows = (60, 20) if part == 1 else (1000, 1000)
+        error, held = [], 0
+        for seed in range(runs // rows):
+            zs, taus, held = estimates(Cache, q, k, v, rows, radius=radius, samples=t, draws=s, seed=seed)
+            error.append((zs / taus - z / tau).norm(dim=-1) / unit)
+        error = torch.cat(error)
+        print(f"{Cache.__name__:14}{eps:>5}{'1/' + str(part):>7}{t:>5}{s:>6}{held / 1e3:>7.1f} KB"
+              f"{error.square().mean() ** .5:>11.3f}{error.max():>9.3f}   {(error > eps).sum():>3} of {runs}")
 print(f"the exact four matrices: {n * (4 * d + 1) * 4 / 1e3:.1f} KB, {4 * (4 * d + 1)} bytes a token")
 
 # %% [markdown]
-# The promise is kept with much room to spare (the tests do 1000 runs of each), and it is expensive: at these sizes `SubGen4Cache` pays from some 2000 tokens on, `SubGen2Cache` never. The figure above shows what a fraction of those bytes does.
+# The promise is kept with so much room to spare that no number of runs within ε says anything: the root mean square error is 0.036 where 0.5 is allowed, and 0.020 where 0.75 is. (The tests hold it against the standard error of the draws.) It breaks, with more than 10 of 1000 runs beyond ε, at a 64th of the sizes for `SubGen2Cache` and at a 256th for `SubGen4Cache`. At the full sizes it is expensive: `SubGen4Cache` pays from some 2000 tokens on, `SubGen2Cache` never.
 #
 # ## Few dimensions
 #
@@ -330,19 +326,25 @@ for shift in (0, 1, 10, 100):
 # %% [markdown]
 # So the keys of pairs are not rotated here; the order is told by causality, or by GPT-2's learned positions. (Other trilinear forms, such as determinants, are invariant: Roy et al., arXiv 2507.02754.)
 #
-# **The task.** Match-3 asks at every number $x_i$: is there a pair $a, b \le i$ with $x_a + x_b + x_i \equiv 0 \pmod{31}$? For long texts one layer of ordinary attention cannot do it unless it is very wide (Sanford et al., arXiv 2306.02896). Ours are short; what happens there? One head of tensor attention, with its $q$, two keys, two values and output, has the parameters of one and a half ordinary ones. Three small decoders, one seed each:
+# **The task.** Match-3 asks at every number $x_i$: is there a pair $a, b \le i$ with $x_a + x_b + x_i \equiv 0 \pmod{31}$? For long texts one layer of ordinary attention cannot do it unless it is very wide (Sanford et al., arXiv 2306.02896). Ours are short; what happens there? One head of tensor attention, with its $q$, two keys, two values and output, has the parameters of one and a half ordinary ones. Three small decoders, three seeds each:
 
 # %%
 shapes = {"tensor attention, 1 layer": dict(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=64, d_ff=64, vectors=2),
           "attention, 1 layer": dict(n_layers=1, n_heads=3, n_kv_heads=3, head_dim=32, d_ff=64),
           "attention, 2 layers": dict(n_layers=2, n_heads=3, n_kv_heads=3, head_dim=16, d_ff=32)}
-p, T = 31, 12
+p, T, trained = 31, 12, {}
+for name, shape in shapes.items():
+    began = time.process_time()
+    trained[name] = runs = [learn(800, T=T, p=p, d_model=64, seed=seed, every=100, **shape) for seed in range(3)]
+    print(f"{name:<26}{sum(w.numel() for w in runs[0][0].parameters()):>7,} parameters, {time.process_time() - began:3.0f} s:",
+          ", ".join(f"{log[-1][1]:.1%}" for _, log in runs), "of the answers right")
+pair_decoder = trained["tensor attention, 1 layer"][0][0]
+
+# %%
 figure, axis = plt.subplots(figsize=(8, 4.2), layout="constrained")
-for (name, shape), marker, dash in zip(shapes.items(), "os^", ("-", "--", ":")):
-    model, log = learn(800, T=T, p=p, d_model=64, **shape)
-    print(f"{name:<26}{sum(w.numel() for w in model.parameters()):>7,} parameters: {log[-1][1]:.1%} of the answers right")
-    axis.plot(*zip(*log), marker=marker, linestyle=dash, markersize=4, label=name)
-    pair_decoder = model if "tensor" in name else pair_decoder
+for i, ((name, runs), marker, dash) in enumerate(zip(trained.items(), "os^", ("-", "--", ":"))):
+    for seed, (_, log) in enumerate(runs):
+        axis.plot(*zip(*log), marker=marker, linestyle=dash, color=f"C{i}", markersize=4, label=None if seed else name)
 tokens, answers = match3(20_000, T, p, seeded(1))
 x, yes = tokens[:, 1:], answers == p + 2
 near = torch.stack([((2 * x[:, :i + 1] + x[:, i:i + 1]) % p == 0).any(1) | ((x[:, :i + 1] + 2 * x[:, i:i + 1]) % p == 0).any(1) for i in range(T)], 1)
@@ -356,7 +358,7 @@ axis.set(xlabel="step (64 texts of 12 numbers)", ylabel="right answers, 1000 hel
 figure.legend(loc="outside right upper", fontsize=8);
 
 # %% [markdown]
-# Tensor attention finds the pairs. Both ordinary decoders come to where one gets by looking for hits among *two* numbers, $a = b$ or $b = i$, and knowing the place, and hardly beyond. A step of tensor attention takes about twice as long, since it makes $T^3$ scores; but time is not what they lack: `learn(2000, d_model=64, **shapes["attention, 2 layers"])` gets to 87.3 %, and 5000 steps with `lr=2.5e-3` to 88.2 %. That is "slower by far", not "cannot".
+# Tensor attention finds the pairs, with every seed. Both ordinary decoders come to where one gets by looking for hits among *two* numbers, $a = b$ or $b = i$, and knowing the place, and hardly beyond. (A step of tensor attention takes about twice as long, since it makes $T^3$ scores.) In 800 steps, that is: what more steps do is exercise 6.
 #
 # Decoded token by token on 200 other texts, with each cache:
 
@@ -376,3 +378,4 @@ for Cache in (FourCache, TwoCache, FactoredFourCache):
 # 3. Give `FactoredFourCache` a budget: which score of a *token* tells what its pairs are worth? Try it on the Match-3 decoder.
 # 4. Take halves of vectors for real and imaginary parts, and $\mathrm{Re}(\bar q\, k_1 k_2)$ for the score. Rotate $q$ by its position's angle and each key by *half* of its own. Show that shifting the text changes nothing now. Which pairs can the score not tell apart any more? What changes in the caches?
 # 5. Attention to triples: which of the three caches would you extend, and what does a step cost in the factored form?
+# 6. Give the two-layer decoder of ordinary attention more time: `learn(5000, lr=2.5e-3, d_model=64, **shapes["attention, 2 layers"])`. Does it find pairs, or only look longer for hits among two numbers? And with twice the width?

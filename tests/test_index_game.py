@@ -181,8 +181,9 @@ def test_every_bit_comes_back_from_n_squared_rows_in_the_format_of_two_matrices(
 
 
 @pytest.mark.claim("T7")
+@pytest.mark.claim("T8")
 def test_those_rows_are_no_kronecker_product_so_the_bound_is_one_of_the_format():
-    """In K₁ ⊘ K₂ the rows (a, b) ∘ (c, d) equal (a, d) ∘ (c, b); four matrices of n·d numbers answer for all of them."""
+    """So Corollary 4.5 falls with Theorem 4.2: what is exact is right up to any 1 ± η. In K₁ ⊘ K₂ the rows (a, b) ∘ (c, d) equal (a, d) ∘ (c, b); four matrices of n·d numbers answer for all of them."""
     def cross(rows):
         square = rows.unflatten(0, (8, 8))
         return (square[0, 0] * square[1, 1] - square[0, 1] * square[1, 0]).abs().max()
