@@ -199,7 +199,7 @@ def find(args) -> tuple[int, float]:
 
     Raises ValueError for every other folder: it holds what is not of this run, or a run that is finished.
     """
-    folder = args.out.resolve()  # NEW/.. is a folder that is there
+    folder = Path(os.path.realpath(args.out))  # NEW/.. is a folder that is there
     file = folder / CHECKPOINT
     if any(part.exists() and part.samefile(TINY) for part in (folder, *folder.parents)):  # by whatever name
         raise ValueError(f"{args.out} is in the folder of the checkpoint that ships; name another folder")
@@ -216,7 +216,7 @@ def find(args) -> tuple[int, float]:
             known = f.metadata()
         step, minutes = int(known["step"]), float(known["minutes"])
         recipe = {name: known[name] for name in RECIPE}
-        if not 0 <= step <= int(recipe["steps"]):
+        if not (0 <= step <= int(recipe["steps"]) and 0 <= minutes < math.inf):
             raise ValueError
     except (OSError, SafetensorError, TypeError, KeyError, ValueError):
         raise ValueError(f"{file} is damaged or another's; name a new folder") from None

@@ -333,6 +333,12 @@ def test_a_folder_of_another_s_is_refused(name, message, tmp_path):
         run(tmp_path / name)
 
 
+def test_a_link_to_itself_is_no_folder(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError):
+        run(tmp_path / "loop")
+
+
 def test_a_run_goes_on_only_with_what_it_began_with(small, tmp_path, monkeypatch):
     cut_off(tmp_path, monkeypatch, 2)
     refused(tmp_path, "has --seed 0, not 1; go on", "--seed", "1")
@@ -359,6 +365,7 @@ def test_a_run_cut_off_at_its_end_leaves_no_half_of_a_result_and_goes_on(small, 
 @pytest.mark.parametrize("how, message", [
     (dict(drop="step"), "is damaged or another's"), (dict(drop="seed"), "is damaged or another's"),
     (dict(step="two"), "is damaged or another's"), (dict(minutes="x"), "is damaged or another's"),
+    (dict(minutes="nan"), "is damaged or another's"), (dict(minutes="inf"), "is damaged or another's"),
     (dict(step="7"), "is damaged or another's"), (dict(step="-1"), "is damaged or another's"),
     (dict(tensor={"norm.weight": torch.ones(63)}), r"no norm.weight of shape \(64,\)"),
     (dict(tensor={"norm.weight.m": torch.full((64,), math.nan)}), "norm.weight.m of .*, or not a finite one"),
