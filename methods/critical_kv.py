@@ -26,7 +26,8 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from nanollm import whole
-from nanollm.cache import WindowCache, kernel_for, top
+from nanollm.cache import WindowCache, kernel_for, make_cache, top
+from nanollm.generate import prefill
 
 
 @dataclass(eq=False)
@@ -143,6 +144,38 @@ def with_window(kept: Tensor, window: int) -> Tensor:
 
 # ---- the theory -------------------------------------------------------------------------------------------------
 
+def seen_by_window(model, tokens: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a prompt's last `window` queries see: weights A (mean over them), norms ‖𝒱‖₁ and 𝒱 of prompts tokens (B, T).
+
+    A and norms are (B, L, heads, T), 𝒱 (B, L, heads, T, d_model), for all query heads.
+    """
+    caches = make_cache(model, WindowCache, budget=window + 1, window=window)
+    prefill(model, tokens, caches)
+    w_o = [cache.w_o.unflatten(1, (cache.k.shape[1], -1)) for cache in caches]  # (d_model, H, G, D)
+    values = [torch.einsum("bhnd,ohgd->bhgno", cache.v, w) for cache, w in zip(caches, w_o)]
+    seen = [(cache.rows.mean(3), value_norms(cache.v, cache.w_o), value) for cache, value in zip(caches, values)]
+    return tuple(torch.stack([x.flatten(1, 2) for x in layers], 1) for layers in zip(*seen))
+
+
+def algorithm_1(weights: Tensor, norms: Tensor, budget: int, alpha: float = 0.25) -> tuple[Tensor, Tensor]:
+    """Both stages' sets of a head that keeps no window."""
+    first = top(weights, part_of(alpha, budget))
+    return first, two_stage(first, weights * norms, budget) & ~first
+
+
+def heads_that_win(weights: Tensor, norms: Tensor, values: Tensor, budget: int) -> Tensor:
+    """(2, 3): the share of heads in which θ, and L, is lower with two stages than with top-A, with `least_theta` than
+    with top-A, and with `least_theta` than with two stages. One query head an entry, no window, no pool."""
+    ours = least_theta(weights.unsqueeze(-2), norms.unsqueeze(-2), budget, window=0)
+    sets = top(weights, budget), torch.logical_or(*algorithm_1(weights, norms, budget)), ours
+    lower = []
+    for bound, x in ((theta, norms), (perturbation, values)):
+        by_weight, critical, least = (bound(weights, x, kept) for kept in sets)
+        lower.append([(one < other * (1 - 1e-6)).float().mean() for one, other in
+                      ((critical, by_weight), (least, by_weight), (least, critical))])
+    return torch.tensor(lower)
+
+
 def perturbation(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
     """L = ‖o − ô‖₁ (Definition 1, Eq. 5) of projected values 𝒱 (..., n, d_model)."""
     return ((weights - masked_attention(weights, kept)).unsqueeze(-2) @ values).abs().sum((-2, -1))
@@ -173,8 +206,8 @@ def assumption_1(weights: Tensor, first: Tensor) -> Tensor:
 def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """θ̂ = C − (2 − 1/σ) Σ (N′ + N″)_i A_i ‖𝒱_i‖₁ (Theorem 3, Eq. 14, 15).
 
-    θ̂ ≥ θ for any σ, with equality where stage 2 adds no weight or the kept values are 0 (the paper prints <). But only if σ > 1/2 does the largest
-    A_i ‖𝒱_i‖₁ give the least θ̂; else it gives the greatest.
+    θ̂ ≥ θ for any σ, with equality where stage 2 adds no weight or the kept values are 0 (the paper prints <). But only
+    if σ > 1/2 does the largest A_i ‖𝒱_i‖₁ give the least θ̂; else it gives the greatest.
     """
     return (weights * norms).sum(-1) - (2 - 1 / assumption_1(weights, first)) * (weights * norms * (first | second)).sum(-1)
 
