@@ -310,7 +310,10 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"  # an interrupted save leaves the old checkpoint whole
-    save_file(tensors, part, metadata={"format": "pt"})
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{part} cannot be written: {error}") from None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     part.replace(folder / "model.safetensors")
 
