@@ -1,5 +1,6 @@
 """A tiny GPT/Llama decoder with an explicit KV cache, and everything that measures what compressing it costs."""
 from collections.abc import Callable
+from contextlib import suppress
 from numbers import Integral
 import os
 from pathlib import Path
@@ -74,6 +75,8 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
     """ValueError or OSError, before any work, unless `file` can be written and holds nothing or what this program wrote."""
     if not file.parent.is_dir():
         raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
+    with suppress(FileNotFoundError):
+        file.stat()  # an OSError where a link leads to itself
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is no file; name one for the {what}")
     if file.exists() and not os.access(file, os.W_OK):

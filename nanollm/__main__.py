@@ -10,6 +10,7 @@ from functools import partial
 import importlib
 import inspect
 import json
+from os.path import realpath
 from pathlib import Path
 import sys
 import time
@@ -33,9 +34,13 @@ def methods() -> tuple[dict, dict, dict]:
                 raise ValueError("it names no methods; end it with variants = {'name': Class}")
             more = getattr(module, "additions", {})
             for name, Method in (module.variants | more).items():
+                if not isinstance(name, str):
+                    raise ValueError(f"{name!r} is no name; write variants = {{'name': Class}}")
                 of = Method.func if isinstance(Method, partial) else Method
                 if not isinstance(of, type) or not issubclass(of, LayerCache):
                     raise ValueError(f"{name!r} stands for {of!r}, which is no LayerCache")
+                if name in more and not has_window(Method):
+                    raise ValueError(f"the addition {name!r} goes on top of window methods; make it a class on WindowCache")
                 if (found | additions).get(name, Method) is not Method:
                     raise ValueError(f"another file has a method {name!r} already; take another name")
         except (Exception, SystemExit) as error:  # whatever a file may do when it is imported
@@ -219,17 +224,17 @@ def compare(argv: list[str]):
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
     if args.figure.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure {args.figure} must end in .png, .pdf or .svg")
-    if args.json and args.json.resolve() == args.figure.resolve():
+    if args.json and realpath(args.json) == realpath(args.figure):
         raise ValueError(f"rows and figure cannot both go to {args.json}; name two files")
+    from nanollm import plot
     if rank == 0:
-        nanollm.check_output(args.figure, "figure", lambda held: b"matplotlib" in held.lower())
+        nanollm.check_output(args.figure, "figure", lambda held: plot.TITLE.encode() in held)
         if args.json:
             nanollm.check_output(args.json, "rows", holds_rows)
 
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
-    from nanollm import plot
     from nanollm.data import Tasks
     from nanollm.evaluate import Benchmark, excess, maker
     from nanollm.tokenizer import boundaries
@@ -251,6 +256,8 @@ def compare(argv: list[str]):
             maker(model, chosen[name], fraction, **knobs[name])(shortest)
         except ValueError as error:
             raise ValueError(f"{label(name, fraction)}{'' if fraction is None else f' of {shortest} tokens'}: {error}") from error
+        except Exception:  # a bug: its row will name it, and the others go on
+            pass
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
@@ -314,9 +321,9 @@ def holds_rows(data: bytes) -> bool:
     """Whether a file holds what --json wrote."""
     try:
         rows = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
-    return isinstance(rows, list) and all(isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in rows)
+    return isinstance(rows, list) and rows != [] and all(isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in rows)
 
 
 def generate(argv: list[str]):

@@ -199,12 +199,18 @@ class LayerCache:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
         """ValueError unless these are new tokens of the texts that are held, before anything is written."""
+        if not all(isinstance(x, Tensor) for x in (q, k, v, pos)):
+            raise ValueError("q, k, v and pos must be tensors")
         B, H, T, D = k.shape if k.dim() == 4 else (0,) * 4
-        if not T or v.shape != k.shape or q.dim() != 4 or q.shape[::2] != (B, T) or q.shape[1] % H:
+        if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or not q.is_floating_point():
+            raise ValueError(f"q, k and v are {', '.join(f'{x.dtype} on {x.device}' for x in (q, k, v))}; they must be of "
+                             "one floating dtype on one device")
+        if not k.numel() or not q.numel() or v.shape != k.shape or q.dim() != 4 or q.shape[::2] != (B, T) or q.shape[1] % H \
+                or q.shape[3] * self.vectors != D:
             raise ValueError(f"q, k and v of shapes {', '.join(str(tuple(x.shape)) for x in (q, k, v))} are not "
                              "(B, H·G, T, D), (B, H, T, D) and (B, H, T, D) with T at least 1")
-        if pos.shape not in ((1, T), (B, T)):
-            raise ValueError(f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T})")
+        if pos.shape not in ((1, T), (B, T)) or pos.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T}), whole numbers and not {pos.dtype}")
         if "k" in self.slots and (held := self.slots["k"].shape[:2]) != (B, H):
             raise ValueError(f"{B} texts of {H} heads come to a cache that holds {held[0]} of {held[1]}; "
                              "make a new cache for a new batch")
@@ -271,6 +277,8 @@ class LayerCache:
     def keep(self, i: Tensor):
         """Keep the slots i (B, H, n), −1 for an empty one, and free the rest: every per-slot tensor moves together."""
         B, H, S = self.pos.shape
+        if not isinstance(i, Tensor):
+            raise ValueError(f"slots to keep are a {type(i).__name__}; give an int64 tensor ({B}, {H}, n)")
         if i.shape[:2] != (B, H) or i.dim() != 3 or i.dtype != torch.int64:
             raise ValueError(f"slots to keep of shape {tuple(i.shape)}, {i.dtype}, must be ({B}, {H}, n) of int64")
         if i.numel() and int(i.max()) >= S:
@@ -453,6 +461,8 @@ def make_cache(model, Method: type[LayerCache] = LayerCache, **knobs) -> list[La
 
 def check_caches(caches: list[LayerCache], layers: int, B: int):
     """ValueError unless there is one cache a layer, in step with the others, for B texts. Asked before any is written to."""
+    if not isinstance(caches, (list, tuple)) or not all(isinstance(cache, LayerCache) for cache in caches):
+        raise ValueError(f"{caches!r:.60} is no list of caches; use make_cache")
     if len(caches) != layers or len({*map(id, caches)}) != layers:
         raise ValueError(f"{layers} layers need a cache each, not {len(caches)} of which {len({*map(id, caches)})} differ; "
                          "use make_cache")

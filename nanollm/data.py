@@ -226,6 +226,8 @@ class Tasks:
         if task not in self.KNOWN:
             raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
         check_seed(seed), whole("B", B, 1), whole("T", T, 1)
+        if B * T > 2 ** 31:
+            raise ValueError(f"{B:g} documents of {T:g} tokens are more than memory holds; ask for at most {2 ** 31 // T}")
         rng, rows, shape, missed = np.random.default_rng(seed), [], None, 0
         while len(rows) < B:
             tokens, roles = getattr(self, task)(rng, T, **knobs)

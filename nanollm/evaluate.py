@@ -18,7 +18,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from nanollm import whole
-from nanollm.cache import NEVER, LayerCache, cache_bytes, check_budget, finish_prompt, make_cache, probabilities
+from nanollm.cache import NEVER, LayerCache, cache_bytes, check_budget, finish_prompt, fits, make_cache, probabilities
 from nanollm.data import Batch, Tasks
 from nanollm.generate import check_prompt, prefill
 
@@ -180,7 +180,7 @@ class Reference:
 def reference(model, tokens: Tensor, new: int) -> Reference:
     """What the full cache says about the last `new` of tokens (B, T)."""
     check_prompt(model, tokens)
-    if not 0 < new < tokens.shape[1] - 1:
+    if not fits(new, int) or not 0 < new < tokens.shape[1] - 1:
         raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]} by at least 2")
     caches = make_cache(model, Recorder)
     full = Reference(tokens, new, None, None, None)
@@ -433,7 +433,7 @@ def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> M
     """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention)."""
     if fraction is None:
         return lambda tokens: make_cache(model, Method, **knobs)
-    if not 0 < fraction <= 1:
+    if not fits(fraction, float) or not 0 < fraction <= 1:
         raise ValueError(f"fraction {fraction} of the prompt must lie above 0 and be at most 1")
 
     def make(tokens: int) -> list[LayerCache]:

@@ -20,7 +20,9 @@ BOS = "<|bos|>"
 
 def train(texts: list[str], vocab_size: int) -> dict[bytes, int]:
     """Ranks of vocab_size tokens: 256 bytes, the 100 two-digit numbers, then merges. Ties: the larger pair of bytes."""
-    if vocab_size < 356:
+    if isinstance(texts, str):
+        raise ValueError("texts are one string; give a list of them")
+    if not isinstance(vocab_size, int) or vocab_size < 356:
         raise ValueError(f"vocab_size {vocab_size} must be at least 356: 256 bytes and 100 two-digit numbers")
     ranks = {bytes([b]): b for b in range(256)}
     for number in range(100):  # every two-digit number is one token, whatever the text

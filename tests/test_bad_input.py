@@ -112,8 +112,36 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(shapes, 
     assert cache.seen == cache.length == 5
 
 
+HALF, RIGHT = torch.zeros(2, 4, 3, 8).half(), (*map(torch.zeros, ((2, 4, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8))), torch.arange(3)[None])
+
+
+@pytest.mark.parametrize("at, x, message", [
+    (0, HALF, "must be of one floating dtype on one device"), (1, HALF[:, :2], "must be of one floating dtype"),
+    (0, RIGHT[0].to("meta"), "torch.float32 on meta, torch.float32 on cpu"), (0, None, "q, k, v and pos must be tensors"),
+    (0, torch.zeros(2, 4, 3, 6), "q, k and v of shapes"), (0, torch.zeros(2, 0, 3, 8), "q, k and v of shapes"),
+    (3, torch.arange(3.)[None], "whole numbers and not torch.float32"), (3, [[0, 1, 2]], "must be tensors")])
+def test_tensors_of_another_kind_are_refused_before_anything_is_written(at, x, message):
+    cache = LayerCache()
+    with pytest.raises(ValueError, match=message) as error:
+        cache.attend(*RIGHT[:at], x, *RIGHT[at + 1:])
+    one_line(error)
+    assert not cache.slots
+
+
+@pytest.mark.parametrize("caches", [3, "ab", LayerCache(), [None, None], [LayerCache, LayerCache]])
+def test_what_are_no_caches_is_refused(model, caches):
+    with pytest.raises(ValueError, match="is no list of caches; use make_cache"):
+        model(texts(1, 1, 0), caches)
+
+
+def test_ends_of_another_vocabulary_are_refused(model):
+    caches = make_cache(model, METHODS["chunk_kv_semantic"], budget=BUDGET, window=4, ends=ENDS[:5])
+    with pytest.raises(ValueError, match="token 49 lies beyond the 5 of ends; give tokenizer.boundaries"):
+        model(torch.tensor([[3, 49]]), caches)
+
+
 @pytest.mark.parametrize("i, message", [
-    (torch.zeros(1, 2, 3, dtype=torch.int64), r"of shape \(1, 2, 3\), torch.int64, must be \(2, 2, n\)"),
+    ([[0]], "slots to keep are a list; give an int64 tensor"), (torch.zeros(1, 2, 3, dtype=torch.int64), r"of shape \(1, 2, 3\), torch.int64, must be \(2, 2, n\)"),
     (torch.zeros(2, 1, 3, dtype=torch.int64), "must be"), (torch.zeros(2, 2, dtype=torch.int64), "must be"),
     (torch.zeros(2, 2, 3), "torch.float32, must be"), (torch.full((2, 2, 1), 5), "slot 5 is to be kept, but there are 5")])
 def test_keep_refuses_slots_that_are_not_there(i, message):

@@ -282,6 +282,7 @@ def test_bad_knobs_are_refused(task, knobs, message):
 @pytest.mark.parametrize("call, message", [
     (("nedle", 0, 1, 400), "task 'nedle' is unknown; known are needle, recall"), (("ids", 0, 1, 400), "task 'ids'"),
     (("plain", -1, 1, 400), "seed -1 must be a whole number from 0 to"), (("plain", 2 ** 63, 1, 400), "seed 9223372036854775808"),
+    (("plain", 0, 10 ** 30, 400), r"1e\+30 documents of 400 tokens are more than memory holds; ask for at most 5368709"),
     (("plain", 0, 0, 400), "B 0"), (("plain", 0, 1, 0), "T 0"), (("plain", 0, 1, 40.0), "T 40.0 must be a whole number"),
     (("plain", 0, 1, 10 ** 8), "100000000 tokens asked for, but the test text has"),
 ])

@@ -539,7 +539,8 @@ def test_a_method_that_breaks_leaves_the_benchmark_as_it_was(model, benchmark):
     (lambda model: retrieve(model, tasks("test").batch("needle", 0, 2, 520), None), "520 prompt tokens .* exceed .* length of 512"),
     (lambda model: reference(model, TOKENS.repeat(1, 7), 8), "560 prompt tokens .* exceed .* length of 512"),
     *((lambda model, fraction=fraction: maker(model, H2O, fraction), f"fraction {fraction} of the prompt must lie above 0")
-      for fraction in (0, -0.5, 1.01, math.inf, math.nan)),
+      for fraction in (0, -0.5, 1.01, math.inf, math.nan, "0.5")),
+    (lambda model: reference(model, TOKENS, 2.5), "continuation of 2.5 tokens must be shorter"),
     (lambda model: feed(model, TOKENS, [], 0), "chunk 0 must be"),
     *((lambda model, size=size: text_windows(tasks("test"), *size), "(windows 0|T 1|T 1000000000) must be")
       for size in ((0, 50), (4, 1), (4, 10 ** 9))),

@@ -209,6 +209,7 @@ class C(LayerCache):
 
     def forget(self): self.shrink(self.k[:, :1].norm(dim=-1).expand(1, 3, -1), self.budget)
 """,
+    "early": "@dataclass(eq=False)\nclass C(LayerCache):\n    budget: int\n    def __post_init__(self): 1 / 0\n",
     "plain": "class C(LayerCache):\n    budget: int = 9\n"}
 
 
@@ -246,6 +247,7 @@ def test_a_row_that_fails_leaves_the_others(checkpoint, wrong, capsys):
                   r"1 of 3 rows failed: late at 50 %: \w+Error, line 9 of late.py: ")
     assert [row["method"] for row in json.loads(Path("rows.json").read_text())] == ["full", "h2o"]
     assert out.index("\nfull") < out.index("\nlate at 50 %: ") < out.index("\nh2o") and Path("compare.png").exists()
+    refused(capsys, [*arguments, "full", "early"], "1 of 2 rows failed: early at 50 %: ZeroDivisionError, line 8 of early.py")
     refused(capsys, [*arguments, "plain"], "plain.*: C declares budget but is no dataclass; put @dataclass")
 
 
@@ -254,11 +256,15 @@ def test_a_broken_file_is_named_and_the_others_run(checkpoint, wrong, capsys):
     (wrong / "typo.py").write_text("\nx = undefined\n")
     (wrong / "empty.py").write_text("\n")
     (wrong / "three.py").write_text("variants = {'three': 3}\n")
+    (wrong / "number.py").write_text("from methods.h2o import H2O\nvariants = {7: H2O}\n")
+    (wrong / "on_top.py").write_text("from methods.h2o import H2O\nvariants, additions = {}, {'more': H2O}\n")
     (wrong / "zz_again.py").write_text((wrong / "h2o.py").read_text())
     found, _, broken = methods()
-    assert [*found] == ["full", "grower", "h2o", "hoarder", "late", "plain"]
+    assert [*found] == ["full", "early", "grower", "h2o", "hoarder", "late", "plain"]
     assert {file: re.sub(r"\(.*\)", "()", why) for file, why in broken.items()} == {
         "empty.py": "it names no methods; end it with variants = {'name': Class}",
+        "number.py": "7 is no name; write variants = {'name': Class}",
+        "on_top.py": "the addition 'more' goes on top of window methods; make it a class on WindowCache",
         "syntax.py": "SyntaxError: invalid syntax ()", "three.py": "'three' stands for 3, which is no LayerCache",
         "typo.py": "NameError, line 2 of typo.py: name 'undefined' is not defined",
         "zz_again.py": "another file has a method 'h2o' already; take another name"}
@@ -296,14 +302,18 @@ def test_rows_are_written_as_they_come(checkpoint, monkeypatch):
     ("--json ./x.png --figure x.png", "rows and figure cannot both go to x.png"),
     ("--json folder", "folder is no file; name one for the rows"), ("--json=", "is no file; name one for the rows"),
     ("--json /dev/null", "/dev/null is no file"), ("--json " + 300 * "x", "File name too long"),
-    ("--figure table.txt", "must end in .png")])
+    ("--json none.json", "none.json holds something else"), ("--json deep.json", "deep.json holds something else"),
+    ("--figure other.png", "other.png holds something else"), ("--figure loop.png", "Too many levels of symbolic links"),
+    ("--json loop.png", "Too many levels"), ("--figure table.txt", "must end in .png")])
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, message):
     Path("folder").mkdir()
-    kept = {"config.json": b'{"model_type": "llama"}', "photo.png": b"\x89PNG of somebody else"}
+    kept = {"config.json": b'{"model_type": "llama"}', "photo.png": b"\x89PNG of somebody else",
+            "none.json": b"[]", "deep.json": b"[" * 100_000, "other.png": b"\x89PNG, Software: Matplotlib"}
+    Path("loop.png").symlink_to("loop.png")
     for name, data in kept.items():
         Path(name).write_bytes(data)
     out = refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "h2o", *options.split()], message)
-    assert out == "" and {path.name for path in Path().iterdir()} == {"folder", *kept}
+    assert out == "" and {path.name for path in Path().iterdir()} == {"folder", "loop.png", *kept}
     assert all(Path(name).read_bytes() == data for name, data in kept.items())
 
 

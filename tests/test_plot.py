@@ -36,6 +36,14 @@ def drawn(tmp_path, monkeypatch):
     return draw
 
 
+@pytest.mark.parametrize("live", [(0, 0), (0, 4096), (-5, 9)])
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_a_figure_is_marked_as_ours_and_drawn_whatever_a_cache_says_of_its_bytes(tmp_path, kind, live):
+    measured = [dict(method=name, live=x, aware=0.5, blind=0.5, kl=1.0) for name, x in zip("ab", live)]
+    plot.comparison(measured, tmp_path / f"figure.{kind}")
+    assert plot.TITLE.encode() in (tmp_path / f"figure.{kind}").read_bytes()
+
+
 def rows(methods):
     """No number twice, bytes in no order, and other bytes than live ones."""
     n = iter(range(1000))

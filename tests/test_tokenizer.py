@@ -164,6 +164,10 @@ def test_a_vocabulary_without_room_for_the_bytes_and_numbers_is_refused():
     with pytest.raises(ValueError, match="vocab_size 355 must be at least 356"):
         train(["text"], 355)
     assert len(train(["text"], 356)) == 356
+    with pytest.raises(ValueError, match="vocab_size nan must be at least 356"):
+        train(["text"], float("nan"))
+    with pytest.raises(ValueError, match="texts are one string"):
+        train("text", 356)
 
 
 @pytest.mark.parametrize("piece, ends", [
