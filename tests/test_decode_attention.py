@@ -89,7 +89,7 @@ def test_many_parts_are_added_up_as_one(poisoned):
     q = 100 * torch.randn(1, 1, 2, 32, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     y, (weight,) = by_hand(q, [s])
     assert (q[0, 0] @ s.k[1:701].T / math.sqrt(32)).max() > 89
-    for block in (16, 64, 1024):
+    for block in (16, 64, 1024 if DEVICE == "cpu" else 256):  # a GPU has no room for more
         found, (sums,) = decode_attention(q, [s], sums=True, block=block)
         assert torch.allclose(found.double(), y, rtol=1e-4, atol=1e-5) and torch.allclose(sums.double(), weight, atol=1e-5)
         assert abs(sums.sum().item() - 2) < 1e-4

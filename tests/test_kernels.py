@@ -1,4 +1,5 @@
 """Methods with the kernels in the place of their plain code, in Triton's interpreter: the same slots, outputs and bytes."""
+from contextlib import contextmanager
 from dataclasses import dataclass
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import DEVICE
+from conftest import DEVICE, interpreter
 
 pytest.importorskip("triton")  # Linux only
 
@@ -178,10 +179,30 @@ def test_kernels_are_for_16_bits_on_a_gpu_and_heads_that_fit(dtype, arch, monkey
     assert not seam.on_gpu(x)
 
 
+@interpreter
+def test_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
+    """Triton launches on the current device; cuda:1 need not be that."""
+    from kernels.resources import calls
+    from triton.runtime.interpreter import InterpretedFunction
+    inside, launched = [], []
+
+    @contextmanager
+    def guard(x):
+        inside.append(x.device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", guard)
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda kernel, grid: lambda **how: launched.append([*inside]))
+    for call in calls(16, torch.float16):
+        call()
+    assert len(launched) >= 9 and all(devices == [torch.device("cpu")] for devices in launched)
+
+
 def test_a_kernel_is_compiled_once_for_all_lengths():
     """Triton would compile anew for a number that is 1, or a multiple of 16: a text grows by a token at a time."""
     told = fresh("import torch; from kernels.resources import calls, compiled\n"
-                 "one, two = ([(kernel.__name__, id(made)) for kernel, made in compiled(calls(16, torch.float16, n), 90)] for n in (100, 2048))\n"
+                 "one, two = ([(kernel.__name__, id(made)) for kernel, made in compiled(calls(16, torch.float16, n), 90)] for n in (40, 2048))\n"
                  "print(len(dict(one)), one == two)", TRITON_INTERPRET="0")
     assert told == "9 True\n"
 
