@@ -1,6 +1,6 @@
 """Does a smaller change of the attention output mean better text? So says Appendix I of CriticalKV (arXiv 2502.03805).
 
-    python -m methods.theory.change_and_text > methods/theory/change_and_text.jsonl    # 8 minutes on one core
+    python -m methods.theory.change_and_text > methods/theory/change_and_text.jsonl    # 9 minutes of one core
 
 compresses 64 texts with each of METHODS at each of SHARES and prints a row of JSON for each. L, kl and nll are a number
 a text: the mean L1 change ‖o − ô‖₁ of a head's output, each layer alone (Definition 1), KL(full ‖ compressed) and
