@@ -1,6 +1,5 @@
 import math
 import os
-import sys
 
 import pytest
 import torch
@@ -8,18 +7,17 @@ import torch
 torch.set_num_threads(1)  # the tests' tensors are too small to share out
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-ROOT = os.path.dirname(__file__)
-sys.path.insert(0, ROOT)
-import kernels  # noqa: E402
-kernels.__path__.append(os.path.join(ROOT, "kernels"))  # the Hub's, where it is installed: tests find ours in it
+import kernels
+# where the Hub's package of this name is installed, tests still find ours
+kernels.__path__.append(os.path.join(os.path.dirname(__file__), "kernels"))
 
-# What kernels are tested on: a GPU, or a CPU in Triton's interpreter, which TRITON_INTERPRET=1 asks for where there is a GPU.
-DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET", "0") == "0" else "cpu"
-interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter alone: TRITON_INTERPRET=1 pytest")
+pytest_plugins = ["claims.plugin"]  # tests/claims/: CLAIMS.md from what the tests record
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "claim(id): the numbered claim of a paper that this test checks")
+def pytest_xdist_auto_num_workers(config):
+    """As many processes as there are cores for a run of all tests, none beside this one for less."""
+    from claims.plugin import is_whole
+    return min(os.cpu_count(), 4) if is_whole(config) else 0
 
 
 @pytest.fixture

@@ -1,16 +1,19 @@
 """Decoding: the queries of one new token attend to a compressed cache whose heads differ in length.
 
-A head's slots are rows start … start + count − 1 of a flat k and v; so heads that are packed one after the other (AdaKV) and
-heads in a buffer of equal capacity are read by the same kernel, and a cache that has both is two segments.
+A head's slots are rows start … start + count − 1 of a flat k and v. So heads that are packed one after the
+other (AdaKV) and heads in a buffer of equal capacity are read by the same kernel. A cache that has both is
+two segments.
 
-    y = Σ_n p_n v_n,   p_n = exp(s_n − m) / Σ exp(s − m),   s_n = q·k_n/√D + bias_n
+    y = Σ_n p_n v_n,   p_n = exp(s_n − m)/l,   l = Σ exp(s − m),   m = max s,   s_n = q·k_n/√D + bias_n
 
-The slots are split among programs, as one sequence alone would leave most of the GPU idle; each leaves its own m, Σ exp(s − m)
-and Σ exp(s − m) v, and a second kernel adds them up (flash-decoding). H2O, Scissorhands and KVReviver want Σ_g p_n as well:
-the scores are then kept, 4 bytes a slot and query head, and a third kernel turns them into weights.
+The slots are split among programs, as one sequence alone would leave most of the GPU idle. Each leaves its
+own m, l and acc = Σ exp(s − m) v, and a second kernel adds them up (flash-decoding). H2O, Scissorhands and
+KVReviver want Σ_g p_n as well: the scores are then kept, 4 bytes a slot and query head, and a third kernel
+turns them into weights.
 
-Bytes moved: every key and value once, 2·D·bytes a slot; with sums 8·G + 4 bytes a slot more. All else is small: at 16 bits,
-D = 128 and 3.35 TB/s (H100) or 4.8 TB/s (H200), 32k slots of 8 heads are 134 MB and cannot take less than 40 or 28 µs.
+Bytes moved: every key and value once, 2·D·bytes a slot; with sums 8·G + 4 bytes a slot more. All else is
+small. At 16 bits, D = 128 and 3.35 TB/s (H100) or 4.8 TB/s (H200), 32k slots of 8 heads are 134 MB and cannot
+take less than 40 or 28 µs.
 """
 from typing import NamedTuple
 
@@ -30,12 +33,12 @@ class Segment(NamedTuple):
     v: Tensor      # (N, D)
     start: Tensor  # (B·H,) int64: row of a head's first slot
     count: Tensor  # (B·H,) int32: how many it has
-    longest: int   # at least the largest count (known on the host, so that nobody waits for the GPU)
+    longest: int   # at least the largest count: known on the host, so that nobody waits for the GPU
     bias: Tensor | None = None  # (N,) float32, added to the scores; −inf hides a slot
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, bias: Tensor | None = None) -> "Segment":
-        """Heads of equal length, k and v (B, H, S, D): as they lie, if that is in a buffer with room to spare."""
+        """Heads of equal length, k and v (B, H, S, D), as they lie, in a buffer with room to spare or not."""
         (B, H, S, D), apart = k.shape, k.stride(1) // k.shape[3]
         if k.stride() != v.stride() or k.stride() != (H * apart * D, apart * D, D, 1):
             k, v, apart = k.contiguous(), v.contiguous(), S
@@ -52,19 +55,24 @@ class Segment(NamedTuple):
 
 def evenly(heads: int, apart: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Starts and counts of heads of n slots each, whose first ones lie so far apart."""
-    return apart * torch.arange(heads, device=device), torch.full((heads,), n, dtype=torch.int32, device=device)
+    count = torch.full((heads,), n, dtype=torch.int32, device=device)
+    return apart * torch.arange(heads, device=device), count
 
 
 def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """q (B, H, G, D) → y (B, H, G, D), 0 for a head without slots that are seen; with `sums`, for each segment (N,) float32: the weight that
-    the G queries of its head give each slot."""
+    """q (B, H, G, D) → y (B, H, G, D), 0 for a head without slots that are seen.
+
+    With `sums`, also for each segment (N,) float32: the weight that the G queries of its head give each slot.
+    """
     y, weights = torch.zeros_like(q), [torch.zeros(len(s.k), device=q.device) for s in segments]
     for i, (queries, out) in enumerate(zip(q.flatten(0, 1), y.flatten(0, 1))):
         rows = [slice(int(s.start[i]), int(s.start[i]) + int(s.count[i])) for s in segments]
         k, v = (torch.cat([getattr(s, name)[row] for s, row in zip(segments, rows)]).float() for name in "kv")
-        bias = torch.cat([s.k.new_zeros(row.stop - row.start, dtype=torch.float32) if s.bias is None else s.bias[row]
+        bias = torch.cat([s.k.new_zeros(len(s.k), dtype=torch.float32)[row] if s.bias is None else s.bias[row]
                           for s, row in zip(segments, rows)])
-        p = (queries.float() @ k.T * q.shape[-1] ** -0.5 + bias).softmax(-1).masked_fill((bias == -torch.inf).all(), 0)  # (G, slots)
+
+        p = (queries.float() @ k.T * q.shape[-1] ** -0.5 + bias).softmax(-1)  # (G, slots)
+        p = p.masked_fill((bias == -torch.inf).all(), 0)
         out.copy_(p @ v)
         for weight, row, part in zip(weights, rows, p.sum(0).split([row.stop - row.start for row in rows])):
             weight[row] = part
@@ -72,28 +80,32 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
 
 
 @triton.jit
-def add_tile(b_s, b_v, b_most, b_total, b_y):
-    """m, Σ 2^(s − m) and Σ 2^(s − m) v with one more tile of scores (G, slots) and values (slots, D)."""
-    b_new = tl.maximum(b_most, tl.max(b_s, 1))
-    b_p = tl.exp2(b_s - b_new[:, None])
-    b_old = tl.exp2(b_most - b_new)
-    return b_new, b_total * b_old + tl.sum(b_p, 1), b_y * b_old[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+def add_tile(b_s, b_v, b_m, b_l, b_acc):
+    """m, l and acc with one more tile of scores (G, slots), in units of log 2, and values (slots, D)."""
+    b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s - b_m_new[:, None])
+    b_alpha = tl.exp2(b_m - b_m_new)
+    b_acc = b_acc * b_alpha[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    return b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_acc
 
 
 @triton.jit(do_not_specialize=["part", "parts"])
-def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, p_score, scale, share, part, parts, G: tl.constexpr,
-           D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BIASED: tl.constexpr,
-           SCORES: tl.constexpr):
-    """One head, `share` of its slots. Leaves m and Σ 2^(s − m) (B·H, parts, G), Σ 2^(s − m) v (B·H, parts, G, D), as one of `parts`
-    in all segments, of which `part` lie before this one's. Scores s are in units of log 2."""
+def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_m, p_l, p_acc, p_score, scale, share, part, parts,
+           G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+           BLOCK_N: tl.constexpr, BIASED: tl.constexpr, SCORES: tl.constexpr):
+    """One head, `share` of its slots. Leaves m and l (B·H, parts, G) and acc (B·H, parts, G, D).
+
+    It is one of `parts` in all segments, of which `part` lie before this one's.
+    """
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
     o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     is_g, is_d = o_g < G, o_d < D
     b_q = tl.load(p_q + (i_head * G + o_g[:, None]) * D + o_d, mask=is_g[:, None] & is_d, other=0.0)  # (G, D)
-    b_most = tl.full((BLOCK_G,), -3e38, tl.float32)  # not −inf: a slot with a bias of −inf is hidden, and −inf − (−inf) is no number
-    b_total = tl.zeros((BLOCK_G,), tl.float32)
-    b_y = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    # not −inf: a slot with a bias of −inf is hidden, and −inf − (−inf) is no number
+    b_m = tl.full((BLOCK_G,), -3e38, tl.float32)
+    b_l = tl.zeros((BLOCK_G,), tl.float32)
+    b_acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for n in range(i_share * share, end, BLOCK_N):
         here = n + o_n < end
         row = start + n + o_n
@@ -106,38 +118,41 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_most, p_total, p_partial, 
         if SCORES:
             tl.store(p_score + row[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
         b_v = tl.load(p_v + at, mask=here[:, None] & is_d, other=0.0)
-        b_most, b_total, b_y = add_tile(b_s, b_v, b_most, b_total, b_y)
+        b_m, b_l, b_acc = add_tile(b_s, b_v, b_m, b_l, b_acc)
     o = (i_head * parts + part + i_share) * G + o_g
-    tl.store(p_most + o, b_most, mask=is_g)
-    tl.store(p_total + o, b_total, mask=is_g)
-    tl.store(p_partial + o[:, None] * D + o_d, b_y, mask=is_g[:, None] & is_d)
+    tl.store(p_m + o, b_m, mask=is_g)
+    tl.store(p_l + o, b_l, mask=is_g)
+    tl.store(p_acc + o[:, None] * D + o_d, b_acc, mask=is_g[:, None] & is_d)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def add_up(p_most, p_total, p_partial, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def add_up(p_m, p_l, p_acc, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
            BLOCK_P: tl.constexpr):
     """One query head: y (B·H, G, D) of all parts, and log₂ Σ 2^s (B·H, G)."""
     i, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    is_d, most = o_d < D, -3e38  # no maximum is −inf, even if there are no slots at all
+    is_d, m = o_d < D, -3e38  # no maximum is −inf, even if there are no slots at all
     for p in range(0, parts, BLOCK_P):
-        most = tl.maximum(most, tl.max(tl.load(p_most + (i * parts + p + o_p) * G + g, mask=p + o_p < parts, other=-3e38), 0))
-    b_total, b_y = tl.zeros((BLOCK_P,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+        o = (i * parts + p + o_p) * G + g
+        m = tl.maximum(m, tl.max(tl.load(p_m + o, mask=p + o_p < parts, other=-3e38), 0))
+
+    b_l, b_acc = tl.zeros((BLOCK_P,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
     for p in range(0, parts, BLOCK_P):
         is_p = p + o_p < parts
         o = (i * parts + p + o_p) * G + g
-        b_weight = tl.exp2(tl.load(p_most + o, mask=is_p, other=float("-inf")) - most)
-        b_total += b_weight * tl.load(p_total + o, mask=is_p, other=0.0)
-        b_parts = tl.load(p_partial + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0)
-        b_y += tl.sum(b_weight[:, None] * b_parts, 0)
-    total = tl.sum(b_total, 0)
-    b_y /= tl.maximum(total, 1e-37)  # 0 without slots
-    tl.store(p_y + (i * G + g) * D + o_d, b_y, mask=is_d)
-    tl.store(p_lse + i * G + g, most + tl.log2(tl.maximum(total, 1e-37)))
+        b_weight = tl.exp2(tl.load(p_m + o, mask=is_p, other=float("-inf")) - m)
+        b_l += b_weight * tl.load(p_l + o, mask=is_p, other=0.0)
+        b_parts = tl.load(p_acc + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0)
+        b_acc += tl.sum(b_weight[:, None] * b_parts, 0)
+
+    total = tl.maximum(tl.sum(b_l, 0), 1e-37)  # without slots y is 0
+    tl.store(p_y + (i * G + g) * D + o_d, b_acc / total, mask=is_d)
+    tl.store(p_lse + i * G + g, m + tl.log2(total))
 
 
 @triton.jit
-def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
+def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr, BLOCK_G: tl.constexpr,
+                BLOCK_N: tl.constexpr):
     """Σ_g 2^(s_n − log₂ Σ 2^s) of one head, `share` of its slots."""
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
@@ -154,25 +169,29 @@ def check(q: Tensor, segments: list[Segment]):
     """ValueError if storage and queries (B, H, G, D) do not fit together."""
     heads, D = q.shape[0] * q.shape[1], q.shape[3]
     for s in segments:
-        if not (s.k.is_contiguous() and s.v.is_contiguous() and s.k.shape[1] == D and s.k.shape == s.v.shape and s.k.dtype == s.v.dtype == q.dtype):
-            raise ValueError(f"k {tuple(s.k.shape)} of {s.k.dtype} and v {tuple(s.v.shape)} of {s.v.dtype} must be contiguous rows of the "
-                             f"head dim {D}, of {q.dtype} as q")
+        rows = s.k.is_contiguous() and s.v.is_contiguous() and s.k.shape == s.v.shape and s.k.shape[1] == D
+        if not rows or not s.k.dtype == s.v.dtype == q.dtype:
+            raise ValueError(f"k {tuple(s.k.shape)} of {s.k.dtype} and v {tuple(s.v.shape)} of {s.v.dtype} "
+                             f"must be contiguous rows of the head dim {D}, of {q.dtype} as q")
         if len(s.start) != heads or len(s.count) != heads:
-            raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; give one each")
+            raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; "
+                             "give one each")
 
 
 def partials(q: Tensor, parts: int) -> dict:
-    """Room for m and Σ 2^(s − m) (B·H, parts, G), and for Σ 2^(s − m) v (B·H, parts, G, D), of queries q (B, H, G, D)."""
+    """Room for m and l (B·H, parts, G) and acc (B·H, parts, G, D) of queries q (B, H, G, D)."""
     B, H, G, D = q.shape
-    most, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
-    return dict(p_most=most, p_total=total, p_partial=q.new_empty(B * H, parts, G, D, dtype=torch.float32), parts=parts)
+    m, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
+    return dict(p_m=m, p_l=total, p_acc=q.new_empty(B * H, parts, G, D, dtype=torch.float32), parts=parts)
 
 
-def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: dict, share: int, programs: int, part: int, block: int):
-    """`programs` with `share` slots each, whose findings begin at `part`; scores (N, G) are kept if there is room for them."""
-    attend[len(s.start), programs](p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **found,
-                                   scale=q.shape[3] ** -0.5, share=share, part=part, **tile(q), BLOCK_N=block,
-                                   BIASED=s.bias is not None, SCORES=score is not None, num_warps=4, num_stages=3)
+def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: dict, share: int, programs: int,
+                  part: int, block: int):
+    """`programs` with `share` slots each, whose findings begin at `part`; scores (N, G) are kept, or not."""
+    attend[len(s.start), programs](
+        p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **found,
+        scale=q.shape[3] ** -0.5, share=share, part=part, **tile(q), BLOCK_N=block, BIASED=s.bias is not None,
+        SCORES=score is not None, num_warps=4, num_stages=3)
 
 
 def tile(q: Tensor) -> dict:
@@ -182,20 +201,25 @@ def tile(q: Tensor) -> dict:
 
 
 def added_up(q: Tensor, found: dict, scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
-    """y (B, H, G, D) of all parts; for each `scored` (segment, (share, programs), scores (N, G)) the weights (N,) of its slots."""
+    """y (B, H, G, D) of all parts, and the weights (N,) of the slots of each segment that is `scored`.
+
+    scored: tuples of segment, (share, programs) and scores (N, G).
+    """
     B, H, G, D = q.shape
     y, lse, weights = torch.empty_like(q), q.new_empty(B * H, G, dtype=torch.float32), []
     add_up[B * H, G](**found, p_y=y, p_lse=lse, G=G, D=D, BLOCK_D=block_of(D), BLOCK_P=32)
     for s, (share, programs), score in scored:
         weights.append(torch.zeros(len(score), device=q.device))
-        column_sums[B * H, programs](p_score=score, p_lse=lse, p_start=s.start, p_count=s.count, p_sums=weights[-1], share=share,
-                                     G=G, BLOCK_G=triton.next_power_of_2(G), BLOCK_N=block)
+        column_sums[B * H, programs](
+            p_score=score, p_lse=lse, p_start=s.start, p_count=s.count, p_sums=weights[-1], share=share, G=G,
+            BLOCK_G=triton.next_power_of_2(G), BLOCK_N=block)
     return y, weights
 
 
 @launcher
-def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, block: int = 64) -> tuple[Tensor, list[Tensor]]:
-    """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit together."""
+def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False,
+                     block: int = 64) -> tuple[Tensor, list[Tensor]]:
+    """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit."""
     q = q.contiguous()
     check(q, segments)
     splits = [split(s.longest, block, q.shape[0] * q.shape[1], q.device) for s in segments]
@@ -208,21 +232,27 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False, blo
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What `LayerCache.decode` wants: q (B, H·G, 1, D) over all slots of a LayerCache, be they packed or in a buffer."""
-    B, heads, _, D = q.shape
-    if cache.packed:  # older slots head after head, newer ones in a buffer
-        old, n = cache.counts.flatten(), cache.length - cache.behind
-        new = {name: x.narrow(2, 0, n) for name, x in cache.slots.items()}
-        segments = [Segment(cache.packed["k"], cache.packed["v"], old.cumsum(0) - old, old.int(), cache.behind, cache.packed.get("bias")),
-                    Segment.of(new["k"], new["v"], new.get("bias"))]
-    else:
-        k, v, at, bias = cache.read()
-        if cache.ragged or bias is not None:
-            bias = torch.where(at <= pos[:, None], 0.0 if bias is None else bias, -torch.inf)
-        segments = [Segment.of(k, v, bias)]
-    H = cache.slots["k"].shape[1]
-    y, sums = decode_attention(q.view(B, H, -1, D), segments, sums=bool(cache.watch))
+    """What `LayerCache.decode` wants: q (B, H·G, 1, D) over all slots. It tells the weights' mean over G."""
+    (B, heads, _, D), H = q.shape, cache.slots["k"].shape[1]
+    k, v, at, bias = cache.read()
+    if cache.ragged or bias is not None:
+        bias = torch.where(at <= pos[:, None], 0.0 if bias is None else bias, -torch.inf)
+    s = Segment.of(k, v, bias)
+
+    y, sums = decode_attention(q.view(B, H, -1, D), [s], sums=bool(cache.watch))
     if not sums:
         return y.view_as(q), None
-    p = torch.cat([s.by_head(weights, B, H) for s, weights in zip(segments, sums)], 2)  # a cache that watches is not packed
-    return y.view_as(q), (p / (heads // H)).view(B, H, 1, 1, -1).expand(-1, -1, heads // H, -1, -1)
+    p = s.by_head(sums[0], B, H) / (heads // H)
+    return y.view_as(q), p.view(B, H, 1, 1, -1).expand(-1, -1, heads // H, -1, -1)
+
+
+def attend_packed(cache, q: Tensor) -> Tensor:
+    """What `WindowCache.decode` wants: q (B, H·G, 1, D) over packed slots, and newer ones in a buffer."""
+    counts = cache.counts.flatten()
+    old = Segment(cache.packed["k"], cache.packed["v"], counts.cumsum(0) - counts, counts.int(),
+                  cache.longest, cache.packed.get("bias"))
+    new = {name: x[:, :, :cache.length - cache.longest] for name, x in cache.slots.items()}
+    B, _, _, D = q.shape
+    grouped = q.view(B, new["k"].shape[1], -1, D)
+    y, _ = decode_attention(grouped, [old, Segment.of(new["k"], new["v"], new.get("bias"))])
+    return y.view_as(q)

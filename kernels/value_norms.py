@@ -1,10 +1,13 @@
-"""‖v_n W_O‖₁ of every cached token and query head, which CriticalKV weighs attention by (Eq. 6), without making v W_O.
+"""‖v_n W_O‖₁ of every cached token and query head, which CriticalKV weighs attention by (Eq. 6).
+
+v W_O itself is never made.
 
     norm_n = Σ_m |Σ_d v_{n,d} W_{d,m}|     W: the columns of the output projection that belong to the head
 
-Each program takes a tile of tokens of one head and runs over d_model in tiles: a matrix product whose result is summed at once.
-Work: 2·D·d_model operations a token and query head, for 2·D bytes read (16 bits, once per query head of a group): at D = 128
-and d_model = 4096 these are some 4000 operations a byte, so the rate of the matrix units binds, not memory.
+Each program takes a tile of tokens of one head and runs over d_model in tiles: a matrix product whose result
+is summed at once. Work: 2·D·d_model operations a token and query head, for 2·D bytes read (16 bits, once per
+query head of a group): at D = 128 and d_model = 4096 these are some 4000 operations a byte, so the rate of
+the tensor cores binds, not memory.
 """
 import torch
 from torch import Tensor
@@ -15,21 +18,25 @@ import triton.language as tl
 
 def plain(v: Tensor, w_o: Tensor) -> Tensor:
     """v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n) float32."""
-    return torch.einsum("bhnd,mhgd->bhgnm", v.float(), w_o.float().unflatten(1, (v.shape[1], -1))).abs().sum(-1)
+    w = w_o.float().unflatten(1, (v.shape[1], -1))
+    return torch.einsum("bhnd,mhgd->bhgnm", v.float(), w).abs().sum(-1)
 
 
 @triton.jit(do_not_specialize=["n"])
-def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-          BLOCK_D: tl.constexpr):
+def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """A tile of tokens of one head: v (B·H, n, D), w (d_model, H·G, D) → norm (B·H, G, n)."""
     i_head, g = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    o_n, o_m, o_d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     b_v = tl.load(p_v + (i_head * n + o_n[:, None]) * D + o_d, mask=(o_n < n)[:, None] & (o_d < D), other=0.0)
     head = (i_head % H) * G + g
+
     b_norm = tl.zeros((BLOCK_N,), tl.float32)
     for m in range(0, d_model, BLOCK_M):
         here = m + o_m < d_model
-        b_w = tl.load(p_w + ((m + o_m)[:, None] * (H * G) + head) * D + o_d, mask=here[:, None] & (o_d < D), other=0.0)  # (M, D)
+        at = ((m + o_m)[:, None] * (H * G) + head) * D + o_d
+        b_w = tl.load(p_w + at, mask=here[:, None] & (o_d < D), other=0.0)  # (M, D)
         b_norm += tl.sum(tl.abs(tl.dot(b_v, tl.trans(b_w), input_precision="ieee")), 1)
     tl.store(p_norm + (i_head * G + g) * n + o_n, b_norm, mask=o_n < n)
 
@@ -39,11 +46,12 @@ def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
     """As `plain`, by the kernel; `block` tokens at a time. ValueError if v and w_o do not fit together."""
     (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape
     if width != D or heads % H or v.dtype != w_o.dtype:
-        raise ValueError(f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} numbers, "
-                         f"of {v.dtype} as v")
+        raise ValueError(f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} "
+                         f"numbers, of {v.dtype} as v")
     v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:
-        norms[triton.cdiv(n, block), B * H, G](p_v=v, p_w=w_o, p_norm=norm, n=n, H=H, d_model=d_model, G=G, D=D, BLOCK_N=block,
-                                               BLOCK_M=128, BLOCK_D=block_of(D), num_warps=8, num_stages=2)
+        norms[triton.cdiv(n, block), B * H, G](
+            p_v=v, p_w=w_o, p_norm=norm, n=n, H=H, d_model=d_model, G=G, D=D, BLOCK_N=block, BLOCK_M=128,
+            BLOCK_D=block_of(D), num_warps=8, num_stages=2)
     return norm

@@ -1,16 +1,17 @@
-"""The observation window's votes: the attention that the last w queries give to every earlier token, mean over the window.
+"""The observation window's votes: the mean attention that the last w queries give to every earlier token.
 
-    vote_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over all tokens that query t sees
+    vote_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over what query t sees
 
-SnapKV and all that is built on it choose by them (Algorithm 2 of CriticalKV). The weights of w queries and n tokens are never
-in memory: a first kernel goes over the keys for the sums of each row, a second one goes over them again and adds up columns.
+SnapKV and all that is built on it choose by them (Algorithm 2 of CriticalKV). The weights of w queries and n
+tokens are never in memory: a first kernel goes over the keys for the sums of each row, a second one goes over
+them again and adds up columns.
 
 The query heads of a group are rows of one tile, so that a key is read once for all of them.
 
-Bytes moved: every key twice, the votes once. Work: 4·w·D operations a key and query head. At w = 32, D = 128, 16 bits and groups of
-4 that is 124 operations a byte, so memory binds (up to 295 on an H100, 206 on an H200); could keys be read once it would be 241,
-and both would. The exponentials, two a vote, take as long as the products.
-Pooling and chunk sums are left to PyTorch: they work on the votes, a number a token.
+Bytes moved: every key twice, the votes once. Work: 4·w·D operations a key and query head. At w = 32, D = 128,
+16 bits and groups of 4 that is 124 operations a byte, so memory binds (up to 295 on an H100, 206 on an H200).
+Could keys be read once it would be 241, and both would bind. The exponentials, two a vote, take as long as
+the products. Pooling and chunk sums are left to PyTorch: they work on the votes, a number a token.
 """
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from .decode_attention import LOG2E
 
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
-    """The window's queries q (B, H, G, w, D), keys k (B, H, n, D), the window's at the end → votes (B, H, G, n − w) float32."""
+    """The window's queries q (B, H, G, w, D), keys k (B, H, n, D) → votes (B, H, G, n − w) float32.
+
+    The window's own keys come last.
+    """
     w, n = q.shape[3], k.shape[2]
     score = q.float() @ k.float().unsqueeze(2).mT * q.shape[-1] ** -0.5
     later = torch.ones(w, n, dtype=torch.bool, device=q.device).triu(n - w + 1)
@@ -30,8 +34,12 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
 
 
 @triton.jit
-def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The window's queries of BLOCK_G heads as rows of a tile; of each row its place in the window, its number, and if it is there."""
+def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
+            BLOCK_D: tl.constexpr):
+    """The window's queries of BLOCK_G heads as rows of a tile, and three facts of each row.
+
+    These are its place in the window, its number, and whether it is there.
+    """
     o_r, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D)
     o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
     is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
@@ -40,42 +48,48 @@ def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
-def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
-             BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
+             BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """BLOCK_G query heads of a group, `share` of the keys: log Σ exp(s) of each query, (B·H, parts, G, w)."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
-    b_most, b_total = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32), tl.zeros((BLOCK_G * BLOCK_W,), tl.float32)
+
+    b_m = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32)
+    b_l = tl.zeros((BLOCK_G * BLOCK_W,), tl.float32)
     end = tl.minimum(n, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
         at = first + o_n
         b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G·w, keys)
         b_s = tl.where(at[None, :] <= n - w + o_w[:, None], b_s, float("-inf"))  # query t stands at n − w + t
-        b_new = tl.maximum(b_most, tl.max(b_s, 1))
-        b_total = b_total * tl.exp2(b_most - b_new) + tl.sum(tl.exp2(b_s - b_new[:, None]), 1)
-        b_most = b_new
-    b_lse = b_most / LOG2E + tl.log(tl.maximum(b_total, 1e-37))  # for logsumexp, which adds up the parts; of one that sees none −2e38
+        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
+        b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(tl.exp2(b_s - b_m_new[:, None]), 1)
+        b_m = b_m_new
+    # for logsumexp, which adds up the parts; of one that sees none −2e38
+    b_lse = b_m / LOG2E + tl.log(tl.maximum(b_l, 1e-37))
     tl.store(p_lse + (i * parts + part) * G * w + row, b_lse, mask=is_r)
 
 
 @triton.jit(do_not_specialize=["n"])
-def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
-                 BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
+                 BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """BLOCK_G query heads of a group, `share` of the keys before the window: votes (B·H, G, n − w)."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
-    b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf")) * LOG2E  # rows beyond w weigh nothing
+    # rows beyond w weigh nothing
+    b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf")) * LOG2E
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
         at = first + o_n
         b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
-        b_p = tl.exp2(tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E) - b_lse[None, :])  # (keys, G·w)
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E)  # (keys, G·w)
+        b_p = tl.exp2(b_s - b_lse[None, :])
         b_vote = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
-        tl.store(p_vote + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_vote, mask=(o_g < G)[None, :] & (at < end)[:, None])
+        is_vote = (o_g < G)[None, :] & (at < end)[:, None]
+        tl.store(p_vote + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_vote, mask=is_vote)
 
 
 @launcher
@@ -83,20 +97,28 @@ def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     """As `plain`, by the kernels; `block` keys at a time. ValueError if q and k do not fit together."""
     (B, H, G, w, D), n = q.shape, k.shape[2]
     if w > 128:
-        raise ValueError(f"a window of {w} queries is more than the 128 that fit into a tile; use the plain code")
+        raise ValueError(f"a window of {w} queries is more than the 128 that fit into a tile; "
+                         "use the plain code")
     if k.shape != (B, H, n, D) or k.dtype != q.dtype or n < w:
-        raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of {D} numbers, "
-                         f"of {q.dtype} as q")
+        raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of "
+                         f"{D} numbers, of {q.dtype} as q")
     q, k, heads = q.contiguous(), k.contiguous(), B * H
+
+    # rows of a tile: 16 at least, 128 if that is enough for a head
     block_w = triton.next_power_of_2(w)
-    block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))  # rows of a tile: 16 at least, 128 if that is enough for a head
+    block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))
     block_w, groups = max(block_w, 16 // block_g), triton.cdiv(G, block_g)
-    sizes = dict(scale=D ** -0.5, w=w, n=n, G=G, D=D, BLOCK_G=block_g, BLOCK_W=block_w, BLOCK_N=block, BLOCK_D=block_of(D))
+    sizes = dict(scale=D ** -0.5, w=w, n=n, G=G, D=D)
+    sizes |= dict(BLOCK_G=block_g, BLOCK_W=block_w, BLOCK_N=block, BLOCK_D=block_of(D))
+
     share, parts = split(n, block, heads * groups, q.device)
-    lse, vote = (q.new_empty(*shape, dtype=torch.float32) for shape in ((heads, parts, G, w), (B, H, G, n - w)))
-    row_sums[heads, parts, groups](p_q=q, p_k=k, p_lse=lse, share=share, parts=parts, **sizes, num_warps=4, num_stages=3)
+    lse = q.new_empty(heads, parts, G, w, dtype=torch.float32)
+    row_sums[heads, parts, groups](p_q=q, p_k=k, p_lse=lse, share=share, parts=parts, **sizes,
+                                   num_warps=4, num_stages=3)
+
+    vote = q.new_empty(B, H, G, n - w, dtype=torch.float32)
     if n > w:
         share, parts = split(n - w, block, heads * groups, q.device)
-        column_means[heads, parts, groups](p_q=q, p_k=k, p_lse=lse.logsumexp(1), p_vote=vote, share=share, **sizes,
-                                           num_warps=4, num_stages=2)
+        column_means[heads, parts, groups](p_q=q, p_k=k, p_lse=lse.logsumexp(1), p_vote=vote, share=share,
+                                           **sizes, num_warps=4, num_stages=2)
     return vote

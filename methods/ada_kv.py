@@ -1,13 +1,14 @@
 """AdaKV: heads share a layer's budget (Feng et al., arXiv 2407.11550).
 
-A head that spreads its attention needs more entries than one that gathers it. So the H heads of a layer are ranked
-together: each gets as many entries as it has among the layer's H·b highest votes, over a floor that is dealt out
-evenly. Heads then differ in length; they are stored one after the other, so nothing is padded and memory is freed.
+A head that spreads its attention needs more entries than one that gathers it. So the H heads of a layer are
+ranked together: each gets as many entries as it has among the layer's H·b highest votes, over a floor that is
+dealt out evenly. Heads then differ in length; they are stored one after the other, so nothing is padded and
+memory is freed.
 
     b_h = f·b + (1 − f) · |{ i : A_{h,i} ∈ Top_{H·b}(A) }|,   Σ_h b_h = H·b
 
-Differs from the paper: b counts the entries beside the window (so does the authors' code, with the window on top of
-its budget); a head is a key/value head, whose group of query heads votes together.
+Differs from the paper: b counts the entries beside the window (so does the authors' code, with the window on
+top of its budget). A head is a key/value head, whose group of query heads votes together.
 """
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,12 +16,13 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from nanollm.cache import WindowCache, rank, top
+from nanollm.ranking import rank, top
+from nanollm.window import WindowCache
 
 
 @dataclass(eq=False)
 class AdaKV(WindowCache):
-    floor: float = 0.2  # share of the budget that is dealt out evenly (the authors' code: 0.2 or 0.5); 1 is SnapKV
+    floor: float = 0.2  # share of the budget dealt out evenly (the authors' code: 0.2 or 0.5); 1 is SnapKV
 
     def __post_init__(self):
         super().__post_init__()
@@ -28,18 +30,22 @@ class AdaKV(WindowCache):
             raise ValueError(f"floor {self.floor} is a share of the budget; it must lie between 0 and 1")
 
     def budgets(self, votes: Tensor) -> Tensor:
-        return shared(self.pool(votes.mean(2)), self.budget - self.window, self.floor)
+        return shared(self.pool(votes.mean(2)), self.budget - self.window_size, self.floor)
 
 
 def shared(score: Tensor, mean: int, floor: float) -> Tensor:
-    """Entries per head (B, H), `H · mean` in all, from score (B, H, S); ties between heads go to the newest token."""
+    """Entries per head (B, H), `H · mean` in all, from score (B, H, S); ties go to the newest token."""
     B, H, S = score.shape
-    highest = top(score.mT.flatten(1), H * mean).view(B, S, H)  # token by token, so that a later place is a newer token
+    by_token = score.mT.flatten(1)  # so that a later place is a newer token
+    highest = top(by_token, H * mean).view(B, S, H).sum(1)
+
+    # in units of 1/denominator; the largest remainders are rounded up, of equals the lower head
     even = Fraction(str(floor)).limit_denominator(10**6)
-    exact = (even.denominator - even.numerator) * highest.sum(1) + even.numerator * mean  # in units of 1/denominator
+    exact = (even.denominator - even.numerator) * highest + even.numerator * mean
     counts = exact // even.denominator
     spare = H * mean - counts.sum(-1, keepdim=True)
-    return counts + (rank(exact % even.denominator, -torch.arange(H, device=score.device).expand(B, H)) < spare)
+    lower_first = -torch.arange(H, device=score.device).expand(B, H)
+    return counts + (rank(exact % even.denominator, lower_first) < spare)
 
 
 variants = {"ada_kv": AdaKV}

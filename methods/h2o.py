@@ -5,8 +5,8 @@ accumulated over all queries so far, and the most recent ones.
 
     F_t(i) = Σ_{s ≤ t} α_{s,i},   evict argmin F_t outside the recent tokens
 
-Differs from the paper: eviction starts at the end of the prompt, not while it is read; the query heads of a group
-vote together, since they share the entry.
+Differs from the paper: eviction starts at the end of the prompt, not while it is read; the query heads of a
+group vote together, since they share the entry.
 """
 from dataclasses import dataclass
 import math
@@ -14,7 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.cache import ALL, LayerCache, check_budget
+from nanollm.cache import ALL, LayerCache
+from nanollm.check import check_budget
 
 
 @dataclass(eq=False)
@@ -36,7 +37,7 @@ class H2O(LayerCache):
         self.slot("accumulated").add_(p.sum((2, 3), dtype=torch.float32))
         super().observe(q, p)
 
-    def forget(self):
+    def evict(self):
         if self.length > self.budget:
             newest = self.seen - max(1, round(self.recent * self.budget))
             self.shrink(self.slot("accumulated").masked_fill(self.pos >= newest, math.inf), self.budget)

@@ -1,20 +1,20 @@
 """PyramidKV: a budget that shrinks with depth (Cai et al., arXiv 2406.02069).
 
-Lower layers spread their attention, upper layers gather it on a few tokens. So the entries beside the window fall
-linearly from the first layer to the last, while their mean over the L layers stays what SnapKV has everywhere.
+Lower layers spread their attention, upper layers gather it on a few tokens. So the entries beside the window
+fall linearly from the first layer to the last. Their mean over the L layers is what SnapKV has everywhere.
 
     b_l = b_max − l · (b_max − b_min) / (L − 1),   b_min = (b − w)/β,   b_max = 2 (b − w) − b_min
 
-Differs from the paper: the total over the layers is exact, by rounding to the largest remainders; the authors' code
-steps by an integer (b_max − b_min) // L and so keeps fewer or more. Where b_max exceeds the prompt, the slope gets
-flatter, with the same total; the authors' code falls back to SnapKV on short prompts.
+Differs from the paper: the total over the layers is exact, by rounding to the largest remainders. (The
+authors' code steps by an integer (b_max − b_min) // L and so keeps fewer or more.) Where b_max exceeds the
+prompt, the slope gets flatter, with the same total. (The authors' code falls back to SnapKV.)
 """
 from dataclasses import dataclass
 from fractions import Fraction
 
 from torch import Tensor
 
-from nanollm.cache import WindowCache
+from nanollm.window import WindowCache
 
 
 @dataclass(eq=False)
@@ -24,21 +24,27 @@ class PyramidKV(WindowCache):
     def __post_init__(self):
         super().__post_init__()
         if not 1 <= self.beta < float("inf"):
-            raise ValueError(f"beta {self.beta} must be finite and at least 1, which gives every layer the same budget")
+            raise ValueError(f"beta {self.beta} must be finite and at least 1, which treats all layers alike")
 
     def budgets(self, votes: Tensor) -> int:
-        return pyramid(self.budget - self.window, self.layers, votes.shape[-1], self.beta)[self.layer]
+        entries = self.budget - self.window_size
+        return pyramid(entries, self.layers, votes.shape[-1], self.beta)[self.layer]
 
 
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:
-    """Entries beside the window, of every layer: falling linearly, `layers · mean` in all, none above `most` ≥ `mean`."""
+    """Entries beside the window, of every layer.
+
+    They fall linearly, `layers · mean` in all, none above `most` ≥ `mean`.
+    """
     if layers == 1:
         return [mean]
     highest = min(2 * mean - mean / Fraction(str(beta)), most)
     lowest = 2 * mean - highest
     exact = [highest - layer * (highest - lowest) / (layers - 1) for layer in range(layers)]
+
+    # the largest remainders are rounded up, of equals the lower layer's, for sorting is stable
     counts = [int(x) for x in exact]
-    by_remainder = sorted(range(layers), key=lambda layer: counts[layer] - exact[layer])  # stable: lower layers first
+    by_remainder = sorted(range(layers), key=lambda layer: counts[layer] - exact[layer])
     for layer in by_remainder[:layers * mean - sum(counts)]:
         counts[layer] += 1
     return counts

@@ -1,46 +1,52 @@
 """The whole cache in few bits: KIVI (Liu et al., ICML 2024, arXiv 2402.02750).
 
-No token is dropped; every number of it is rounded. Keys have a few channels that are always large, so they are rounded channel
-by channel over a group of tokens; values have none, and are rounded token by token over a group of channels.
+No token is dropped; every number of it is rounded. Keys have a few channels that are always large, so they
+are rounded channel by channel over a group of tokens. Values have none, and are rounded token by token over a
+group of channels.
 
-    x ≈ zero + scale · code,   code ∈ {0 … 2^bits − 1},   zero = min, scale = (max − min)/(2^bits − 1) of the group
+    x ≈ zero + scale · code,   code ∈ {0 … 2^bits − 1}
+    zero = min of the group,   scale = (max − min)/(2^bits − 1)
 
-The newest tokens stay exact, since a group of keys is rounded only when it is full, and they matter most.
+The newest tokens stay exact: they matter most, and a group of keys can be rounded only when it is full.
 
-Differs from the authors' code: keys and values alike keep `exact` to `exact` + `group` − 1 tokens as they are (there, R values
-and 0 to R − 1 keys), and codes are packed bit by bit, so that a 3-bit code takes 3 bits. No budget of entries: the size follows from `bits`.
+Differs from the authors' code: of keys and values alike, the newest R to R + `group_size` − 1 are exact, with
+R = `residual_length`. There, R values and 0 to R − 1 keys are. Codes are packed bit by bit, so that a 3-bit
+code takes 3 bits. There is no budget of entries: the size follows from `bits`.
 """
 from dataclasses import dataclass
 from functools import partial
-import math
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import ALL, LayerCache, indices, rank, spread
+from nanollm.cache import LayerCache
+from nanollm.ranking import expand_index, indices
 
-BITS = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]  # of a byte, a byte each
+# Each of the 256 bytes as eight bytes of one bit, lowest first, read as one number of 64 bits
+BITS = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]
 
 
 def pack(code: Tensor, bits: int) -> Tensor:
-    """Codes (..., D) below 2^bits as uint8 (..., bits, D/8): the lowest bits of eight codes in a byte, then the next ones."""
+    """Codes (..., D) below 2^bits → uint8 (..., bits, D/8): the lowest bits of eight codes are one byte."""
     bit = torch.arange(8, dtype=torch.uint8, device=code.device)
-    planes = code.to(torch.uint8).unsqueeze(-2) >> bit[:bits, None] & 1
+    planes = code.to(torch.uint8).unsqueeze(-2) >> bit[:bits, None] & 1  # (..., bits, D)
     return (planes.unflatten(-1, (-1, 8)) << bit).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The codes (..., D), uint8, of packed (..., bits, D/8)."""
-    byte = BITS.to(packed.device)
-    return sum(byte[plane.int()] << i for i, plane in enumerate(packed.unbind(-2))).view(torch.uint8)
+    """packed (..., bits, D/8) → codes (..., D), uint8."""
+    eight = BITS.to(packed.device)
+    planes = (eight[plane.int()] << i for i, plane in enumerate(packed.unbind(-2)))
+    return sum(planes).view(torch.uint8)
 
 
 def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x, and the zero and scale of each group, which lies along `dim` and is of size 1 there; 16 bits each."""
+    """Codes of x; and zero and scale, in 16 bits, of each group along `dim`, where they have size 1."""
     zero, high = x.amin(dim, keepdim=True).half(), x.amax(dim, keepdim=True)
     scale = ((high - zero.to(x)) / (2 ** bits - 1)).half()
     if not scale.isfinite().all():  # as when zero is not
-        raise ValueError(f"keys or values between {x.min():g} and {x.max():g} are too large for ranges of 16 bits")
+        raise ValueError(f"keys or values between {x.min():g} and {x.max():g} are too large "
+                         "for ranges of 16 bits")
     code = ((x - zero.to(x)) / scale.to(x).clamp(min=2 ** -24)).round().clamp(0, 2 ** bits - 1)
     return code.to(torch.uint8), zero, scale
 
@@ -48,20 +54,22 @@ def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass(eq=False)
 class Quantized(LayerCache):
     """Exact tokens are in the slots; rounded ones, which came before them, in `rounded`."""
-    bits: int = 2    # a number, 1 to 8
-    group: int = 32  # tokens that share a key channel's range, and channels that share a value's
-    exact: int = 32  # newest tokens that are never rounded
+    bits: int = 2              # of a number, 1 to 8
+    group_size: int = 32       # tokens that share a key channel's range, and channels that share a value's
+    residual_length: int = 32  # newest tokens that are never rounded
 
     def __post_init__(self):
         super().__post_init__()
-        if not 1 <= self.bits <= 8 or self.group < 1 or self.exact < 0:
-            raise ValueError(f"bits {self.bits} must be 1 to 8, group {self.group} at least 1 and exact {self.exact} at least 0")
-        self.rounded: dict[str, Tensor] = {}  # (B, H, groups of tokens, ...): codes, zero and scale of keys and values
+        if not 1 <= self.bits <= 8 or self.group_size < 1 or self.residual_length < 0:
+            raise ValueError(f"bits {self.bits} must be 1 to 8, group_size {self.group_size} at least 1 "
+                             f"and residual_length {self.residual_length} at least 0")
+        self.rounded: dict[str, Tensor] = {}  # (B, H, groups of tokens, ...): codes, zeros and scales
 
     def link(self, layer: int, layers: int, below: LayerCache | None, w_o: Tensor, freq: Tensor | None):
         D = w_o.shape[-1]
-        if D % 8 or D % min(self.group, D):
-            raise ValueError(f"head dim {D} must be a multiple of 8 and of the group {self.group}; choose another group")
+        if D % 8 or D % min(self.group_size, D):
+            raise ValueError(f"head dim {D} must be a multiple of 8 and of group_size {self.group_size}; "
+                             "choose another group_size")
         super().link(layer, layers, below, w_o, freq)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
@@ -69,65 +77,51 @@ class Quantized(LayerCache):
             self.start = pos[:, :1].int().view(-1, 1, 1).expand(*k.shape[:2], 1)  # (B, H, 1)
         super().write(k, v, pos, **state)
 
-    def forget(self):
+    def evict(self):
         """Round the oldest exact tokens, whole groups only."""
-        n = (self.length - self.exact) // self.group * self.group
+        n = (self.length - self.residual_length) // self.group_size * self.group_size
         if n > 0:
             self.round(torch.arange(self.length, device=self.pos.device).expand_as(self.pos) < n)
 
     def round(self, leaves: Tensor, **state: Tensor):
-        """Slots of a mask (B, H, S) leave to be rounded, as many in every head; of each `state` (B, H, S) what is theirs goes with them."""
-        i, D = indices(leaves), self.k.shape[-1]
-        k, v = (x.gather(2, spread(i, x)).unflatten(2, (-1, self.group)) for x in (self.k, self.v))  # (B, H, groups, group, D)
-        new = dict(zip(("k", "k_zero", "k_scale"), quantise(k, self.bits, 3))) | {name: x.gather(2, i) for name, x in state.items()}
-        code, zero, scale = quantise(v.unflatten(-1, (-1, min(self.group, D))), self.bits, 5)   # (B, H, groups, group, D/g, g)
-        new |= dict(v=code.flatten(4), v_zero=zero, v_scale=scale)
+        """Round slots of a mask (B, H, S), as many in each head, together with their `state` (B, H, S)."""
+        i, g = indices(leaves), min(self.group_size, self.k.shape[-1])
+        k, v = (x.gather(2, expand_index(i, x)).unflatten(2, (-1, self.group_size)) for x in (self.k, self.v))
+
+        # k (B, H, groups, tokens, D): each channel over the tokens
+        k_code, k_zero, k_scale = quantise(k, self.bits, 3)
+        # v (B, H, groups, tokens, D/g, g): each token over g channels
+        v_code, v_zero, v_scale = quantise(v.unflatten(-1, (-1, g)), self.bits, 5)
+
+        new = dict(k=pack(k_code, self.bits), k_zero=k_zero, k_scale=k_scale)
+        new |= dict(v=pack(v_code.flatten(4), self.bits), v_zero=v_zero, v_scale=v_scale)
+        new |= {name: x.gather(2, i) for name, x in state.items()}
+
         for name, x in new.items():
-            x = pack(x, self.bits) if name in ("k", "v") else x
-            self.rounded[name] = torch.cat((self.rounded[name], x), 2) if name in self.rounded else x
+            before = [self.rounded[name]] if name in self.rounded else []
+            self.rounded[name] = torch.cat((*before, x), 2)
         self.keep(indices(~leaves))
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        exact = super().read()
+        k, v, pos, bias = super().read()
         if not self.rounded:
-            return exact
-        r, like = self.rounded, exact[0]
-        k = unpack(r["k"]).to(like) * r["k_scale"].to(like) + r["k_zero"].to(like)
-        v = unpack(r["v"]).to(like).unflatten(-1, (r["v_zero"].shape[4], -1)) * r["v_scale"].to(like) + r["v_zero"].to(like)
-        at = r.get("at")
-        if at is None:  # from the first token on
-            at = self.start + torch.arange(self.seen - self.length, device=k.device, dtype=torch.int32)
-        return *(torch.cat(x, 2) for x in zip((k.flatten(2, 3), v.flatten(4).flatten(2, 3), at), exact)), None
+            return k, v, pos, bias
 
-    def bytes(self) -> tuple[int, int]:
-        rounded = sum(x.nbytes for x in self.rounded.values())
-        return tuple(x + rounded for x in super().bytes())
+        r = {name: x.to(k) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}
+        old_k = unpack(self.rounded["k"]).to(k) * r["k_scale"] + r["k_zero"]
+        codes = unpack(self.rounded["v"]).to(k).unflatten(-1, (r["v_zero"].shape[4], -1))
+        old_v = codes * r["v_scale"] + r["v_zero"]
+        # (B, H, groups, tokens, …) → (B, H, rounded tokens, D), then the exact ones
+        k = torch.cat((old_k.flatten(2, 3), k), 2)
+        v = torch.cat((old_v.flatten(4).flatten(2, 3), v), 2)
+        return k, v, torch.cat((self.rounded_pos(), pos), 2), None
 
+    def rounded_pos(self) -> Tensor:
+        """Positions of the rounded tokens, (B, H, n): all from the first one on."""
+        return self.start + torch.arange(self.seen - self.length, device=self.pos.device, dtype=torch.int32)
 
-@dataclass(eq=False)
-class LowBitVague(Quantized):
-    """Ours: KVReviver's three parts with few bits in place of its sketch. Beside the newest tokens, those that have had the
-    most attention from all queries so far stay exact (while a group fills, more do); what is rounded does not come back."""
-    heavy: int = 16  # tokens with the most attention that stay exact
-    watch = ALL
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.heavy < 0:
-            raise ValueError(f"heavy {self.heavy} must be at least 0")
-
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
-
-    def observe(self, q: Tensor, p: Tensor):
-        self.slot("accumulated").add_(p[..., -self.length:].sum((2, 3), dtype=torch.float32))  # rounded tokens come first
-        super().observe(q, p)
-
-    def forget(self):
-        n = (self.length - self.exact - self.heavy) // self.group * self.group
-        if n > 0:
-            score = self.slot("accumulated").masked_fill(self.pos - self.start >= self.seen - self.exact, math.inf)
-            self.round(rank(score, self.pos) >= self.length - n, at=self.pos)
+    def beside(self) -> list[Tensor]:
+        return [*self.rounded.values()]
 
 
-variants = {f"quantized_{bits}": partial(Quantized, bits=bits, exact=16) for bits in (2, 3, 4)}  # they have no budget
+variants = {f"quantized_{bits}": partial(Quantized, bits=bits, residual_length=16) for bits in (2, 3, 4)}

@@ -1,15 +1,15 @@
 """Random eviction: the floor that every method must beat.
 
-Each token draws a priority when it arrives and the `budget` highest priorities stay, so that at any time the kept
-tokens are a uniform sample of those seen (reservoir sampling), drawn apart for every layer and head.
+Each token draws a priority when it arrives and the `budget` highest priorities stay, so that at any time the
+kept tokens are a uniform sample of those seen (reservoir sampling), drawn apart for every layer and head.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nanollm import check_seed
-from nanollm.cache import LayerCache, check_budget
+from nanollm.cache import LayerCache
+from nanollm.check import check_budget, check_seed
 
 
 @dataclass(eq=False)
@@ -27,10 +27,11 @@ class RandomEviction(LayerCache):
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
         B, H, T, _ = k.shape
-        priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)  # token by token: chunks do not matter
+        # drawn token by token, so that it does not matter how the prompt is cut
+        priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)
         super().write(k, v, pos, priority=priority.to(k.device))
 
-    def forget(self):
+    def evict(self):
         if self.length > self.budget:
             self.shrink(self.slot("priority"), self.budget)
 

@@ -1,12 +1,12 @@
 """StreamingLLM: attention sinks and a sliding window (Xiao et al., arXiv 2309.17453).
 
-The first few tokens draw attention whatever they say, since softmax must put its weight somewhere; keep them and the
-most recent tokens, forget everything between.
+The first few tokens draw attention whatever they say, since softmax must put its weight somewhere; keep them
+and the most recent tokens, forget everything between.
 
     S_t = {0 … s−1} ∪ {t−(b−s)+1 … t}
 
-Differs from the paper: the prompt is read with full attention and evicted at its end, so that all methods here
-compress the same cache; from then on one token leaves for each that comes.
+Differs from the paper: the prompt is read with full attention and evicted at its end, so that all methods
+here compress the same cache; from then on one token leaves for each that comes.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanollm.cache import NEVER, LayerCache, check_budget
+from nanollm.cache import NEVER, LayerCache
+from nanollm.check import check_budget
 from nanollm.model import rope, rotate
 
 
@@ -22,7 +23,7 @@ from nanollm.model import rope, rotate
 class StreamingLLM(LayerCache):
     budget: int            # slots per key/value head
     sinks: int = 4         # first tokens that are never dropped
-    relative: bool = True  # positions counted inside the cache (paper); False: as in the text (NVIDIA/kvpress)
+    relative: bool = True  # positions as counted in the cache (paper); False: as in the text (NVIDIA/kvpress)
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,14 +48,12 @@ class StreamingLLM(LayerCache):
             self.k[:, :, :self.sinks] = rotate(self.sink_keys, *angles)
         return super().read()
 
-    def forget(self):
+    def evict(self):
         if self.length > self.budget:
             self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.budget)
 
-    def bytes(self) -> tuple[int, int]:
-        live, allocated = super().bytes()
-        extra = 0 if self.sink_keys is None else self.sink_keys.nbytes
-        return live + extra, allocated + extra
+    def beside(self) -> list[Tensor]:
+        return [] if self.sink_keys is None else [self.sink_keys]
 
 
 variants = {"streaming_llm": StreamingLLM, "streaming_llm_absolute": partial(StreamingLLM, relative=False)}

@@ -1,25 +1,12 @@
-"""A tiny GPT/Llama decoder with an explicit KV cache, and everything that measures what compressing it costs."""
+"""A tiny GPT/Llama decoder with an explicit KV cache, and what measures the cost of compressing it."""
 from collections.abc import Callable
 from contextlib import suppress
-from numbers import Integral
+import json
 import os
 from pathlib import Path
 import sys
 
 TINY = Path(__file__).parent / "tiny"  # the trained checkpoint that ships
-
-
-def whole(name: str, x, least: int, most: int | None = None):
-    """x, or a ValueError if it is no whole number from `least` to `most`."""
-    if not isinstance(x, Integral) or isinstance(x, bool) or x < least or most is not None and x > most:
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} {x!r:.60} must be a whole number {bounds}")
-    return x
-
-
-def check_seed(seed: int, times: int = 1):
-    """ValueError if this is no seed for both NumPy and PyTorch, or would be none when it is multiplied by `times`."""
-    whole("seed", seed, 0, 2 ** 63 // times - 1)
 
 
 def ranks() -> tuple[int, int]:
@@ -34,10 +21,11 @@ def ranks() -> tuple[int, int]:
 def set_threads(asked: int, parameters: int):
     """PyTorch's CPU threads: as many as asked for; by 0 what suits a decoder of so many parameters.
 
-    A small one gets one: with a core to itself, a second thread saves it a fifth of the time (README, Speed). But two
-    wait for each other at every operation, and if a core is busy that takes 15 times as long.
+    A small one gets one: with a core to itself, a second thread saves it a fifth of the time (RESULTS.md).
+    But two wait for each other at every operation, and if a core is busy that takes 15 times as long.
     """
     import torch
+    from nanollm.check import whole
     if whole("threads", asked, 0, 1024):
         torch.set_num_threads(asked)
     elif parameters < 50_000_000:
@@ -45,12 +33,15 @@ def set_threads(asked: int, parameters: int):
 
 
 def command(run: Callable, *arguments):
-    """Run a command of a shell: whatever its user can cause becomes one line and exit code 2. A bug keeps its traceback."""
+    """Run a command of a shell: whatever its user can cause becomes one line and exit code 2. A bug keeps its
+    traceback.
+    """
     try:
         run(*arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would fail again
+        # or Python's last flush would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail("nobody reads the output any more")
     except KeyboardInterrupt:
         fail("interrupted")
@@ -72,7 +63,9 @@ def fail(why: str):
 
 
 def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
-    """ValueError or OSError, before any work, unless `file` can be written and holds nothing or what this program wrote."""
+    """ValueError or OSError, before any work, unless `file` can be written and holds nothing or what this
+    program wrote.
+    """
     if not file.parent.is_dir():
         raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
     with suppress(FileNotFoundError):
@@ -82,12 +75,23 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
     if file.exists() and not os.access(file, os.W_OK):
         raise ValueError(f"{file} must not be written to; name another file for the {what}")
     if file.exists() and (held := file.read_bytes()) and not ours(held):
-        raise ValueError(f"{file} holds something else than the {what} of an earlier run; name another file or remove it")
+        raise ValueError(f"{file} holds something else than the {what} of an earlier run; "
+                         "name another file or remove it")
     replace(file, None)
 
 
+def read_json(data: bytes):
+    """What JSON text holds; None for anything else."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
 def replace(file: Path, data: bytes | None):
-    """Write data to a new file and put it in place at once, so that what was there is whole until then. None: only try."""
+    """Write data to a new file and put it in place at once, so that what was there is whole until then. None:
+    only try.
+    """
     part = file.resolve().with_name(f".{file.name}.{os.getpid()}")
     try:
         with part.open("xb") as out:

@@ -1,383 +1,316 @@
-"""python -m nanollm: run every method over several budgets and print one table.
+"""python -m nanollm: what compressing the KV cache costs.
 
-    python -m nanollm [compare] --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
-    python -m nanollm generate --method h2o --budget 64 "The import system"
+    python -m nanollm                          nine methods, a quarter of the entries: forty seconds
+    python -m nanollm --all                    every method at four budgets: five minutes
+    python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
+    python -m nanollm generate                 a page, what is kept of it, and what is answered
+    python -m nanollm generate --method h2o --budget 64 --file TEXT
     python -m nanollm train --help
 """
 import argparse
-from dataclasses import fields, make_dataclass
-from functools import partial
-import importlib
-import inspect
 import json
 from os.path import realpath
 from pathlib import Path
 import sys
 import time
-import traceback
 
 import nanollm
 from nanollm import TINY
+from nanollm.check import check_seed, whole
+from nanollm.select import calibrated, given, has_budget, load, one_line, pick
 
-METHODS = Path(__file__).parent.parent / "methods"
-
-
-def methods() -> tuple[dict, dict, dict]:
-    """Of all files in methods/: every variant by name, after full attention; what can go on top of a window method; and
-    the files that cannot be used, by name, with the reason."""
-    from nanollm.cache import LayerCache
-    found, additions, broken = {"full": LayerCache}, {}, {}
-    for file in sorted(METHODS.glob("*.py")):
-        try:
-            module = importlib.import_module(f"methods.{file.stem}")
-            if not hasattr(module, "variants"):
-                raise ValueError("it names no methods; end it with variants = {'name': Class}")
-            more = getattr(module, "additions", {})
-            for name, Method in (module.variants | more).items():
-                if not isinstance(name, str):
-                    raise ValueError(f"{name!r} is no name; write variants = {{'name': Class}}")
-                of = Method.func if isinstance(Method, partial) else Method
-                if not isinstance(of, type) or not issubclass(of, LayerCache):
-                    raise ValueError(f"{name!r} stands for {of!r}, which is no LayerCache")
-                if name in more and not has_window(Method):
-                    raise ValueError(f"the addition {name!r} goes on top of window methods; make it a class on WindowCache")
-                if (found | additions).get(name, Method) is not Method:
-                    raise ValueError(f"another file has a method {name!r} already; take another name")
-        except (Exception, SystemExit) as error:  # whatever a file may do when it is imported
-            broken[file.name] = told(error)
-            continue
-        found |= module.variants
-        additions |= more
-    return {"full": LayerCache} | dict(sorted(found.items())), dict(sorted(additions.items())), broken
-
-
-def told(error: BaseException) -> str:
-    """An error in one line. One that no check foresaw also says its kind and where in methods/ it arose."""
-    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = next((frame for frame in reversed(frames) if Path(frame.filename).parent == METHODS), None)
-    where = f", line {place.lineno} of {Path(place.filename).name}" if place else ""
-    return f"{type(error).__name__}{where}: {error}"
-
-
-def has_window(Method) -> bool:
-    from nanollm.cache import WindowCache
-    return isinstance(Method, type) and issubclass(Method, WindowCache)
-
-
-def chooses(Method) -> bool:
-    """Whether this window method has a selection of its own, which another on top of it would undo."""
-    from nanollm.cache import WindowCache
-    return Method.select is not WindowCache.select
-
-
-def given(Method, **known) -> dict:
-    """Those of the known values for which the method has a knob."""
-    return {name: value for name, value in known.items() if name in inspect.signature(Method).parameters}
-
-
-def has_budget(Method) -> bool:
-    return "budget" in inspect.signature(Method).parameters
-
-
-def calibrated(Method, model, encoding) -> dict:
-    """What a method finds out about the decoder: knobs, or none."""
-    return Method.calibrate(model, encoding) if hasattr(Method, "calibrate") else {}
-
-
-def on_top(name: str, *bases: type) -> type:
-    """One method of several, the uppermost first. The uppermost that names a knob itself says what its default is;
-    a dataclass alone would take an inherited one for its own."""
-    Plain = make_dataclass(name, [], bases=bases, eq=False)
-    knobs = [(knob.name, knob.type, getattr(Plain, knob.name)) for knob in fields(Plain) if hasattr(Plain, knob.name)]
-    return make_dataclass(name, knobs, bases=bases, eq=False)
-
-
-def pick(names: list[str]) -> dict[str, type]:
-    """Methods by name, all variants for no name. "ada_kv+critical" is a window method with an addition on top.
-
-    "all" is every variant, and every window method with each addition.
-    """
-    found, additions, broken = methods()
-    for file, why in broken.items():
-        print(f"methods/{file} is left out: {why}", file=sys.stderr)
-    asks_below = {name for name, Method in additions.items() if getattr(Method, "asks_below", False)}
-    composed = {f"{name}+{addition}" for name, Method in found.items() if has_window(Method) and "+" not in name
-                for addition in (asks_below if chooses(Method) else additions)} - found.keys()
-    if "all" in names:
-        names = dict.fromkeys(["full", *sorted(found.keys() - {"full"} | composed), *names])
-        del names["all"]
-    chosen = {}
-    for name in names or found:
-        base, *more = name.split("+")
-        if name in found:
-            chosen[name] = found[name]
-        elif has_window(found.get(base)) and additions.keys() >= {*more}:
-            for addition in more if chooses(found[base]) else more[1:]:
-                if addition not in asks_below:
-                    raise ValueError(f"{name}: {addition} chooses the entries itself and would undo "
-                                     + (f"{base}; put it on another method" if chooses(found[base]) else f"{more[0]}; put it first"))
-            if len({*more}) < len(more):
-                raise ValueError(f"{name} names an addition twice")
-            chosen[name] = on_top(name, *(additions[addition] for addition in reversed(more)), found[base])
-        else:
-            raise ValueError(f"unknown method {name!r}; known are {', '.join([*found, *sorted(composed)])}, all")
-    return chosen
-
-
-def load(folder: Path, device: str):
-    """Decoder and tokenizer of a folder."""
-    from nanollm import tokenizer, weights
-    model = weights.from_hf(folder, device=device)
-    own = folder / "tokenizer.tiktoken"
-    encoding = tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
-    tokenizer.check_vocabulary(encoding, model.config.vocab_size)
-    return model, encoding
-
-
-COLUMNS = (("method", "{:<27}"), ("budget", "{:>7}"), ("KiB", "{:>7}"), ("aware", "{:>6}"), ("blind", "{:>6}"),
-           ("aware", "{:>8}"), ("blind", "{:>6}"), ("aware", "{:>8}"), ("blind", "{:>6}"),
-           ("perpl.", "{:>8}"), ("KL", "{:>7}"), ("L1", "{:>6}"), ("tokens/s", "{:>9}"))
-
-
-def line(*cells) -> str:
-    return "".join(form.format(cell) for (_, form), cell in zip(COLUMNS, cells))
-
-
-def header(T: int, documents: int, seed: int) -> str:
-    from nanollm.evaluate import TASKS
-    return "\n".join((
-        f"\n{documents} documents per task, {T} tokens each; seed {seed}; "
-        f"standard error of an accuracy: at most {0.5 / (documents - 1) ** 0.5:.2f}\n",
-        line("", "", "live", *(cell for task in TASKS for cell in ("", task)), "", "", "", "batch"),
-        line(*(name for name, _ in COLUMNS))))
-
-
-def show(row: dict) -> str:
-    from nanollm.evaluate import TASKS
-    accuracy = (f"{row[f'{task}_{setting}']:.2f}" for task in TASKS for setting in ("aware", "blind"))
-    budget = "all" if row["fraction"] is None else f"{100 * row['fraction']:g} %"
-    return line(row["method"], budget, f"{row['live'] / 1024:.0f}", *accuracy, f"{row['perplexity']:.2f}",
-                f"{max(row['kl'], 0):.3f}", f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}")
-
-
-def mean_l1(row: dict) -> float:
-    """Over layers and heads, each layer alone."""
-    return sum(map(sum, row["l1_alone"])) / sum(map(len, row["l1_alone"]))
-
-
-def row_of(name: str, fraction: float | None, T: int, documents: int, seed: int, measured: dict, texts: int) -> dict:
-    """A row: what was run, what `Benchmark.run` measured on `texts` texts, bytes now of one of them, means over the tasks."""
-    from nanollm.evaluate import TASKS
-    row = dict(method=name, fraction=fraction, tokens=T, documents=documents, seed=seed) | measured
-    for key in ("live", "allocated", "peak"):
-        row[key] //= texts
-    for setting in ("aware", "blind"):
-        row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
-    return row
-
-
-def additions_table(rows: list[dict]) -> str:
-    """What each addition changes, paired by document, under the means of the method without it; "" if there is none."""
-    from nanollm.evaluate import TASKS, paired
-    measures = {setting: [f"{task}_{setting}" for task in TASKS] for setting in ("aware", "blind")}
-    measures |= {"nll": ["nll"], "KL": ["kl"], "L1": ["l1_alone"]}
-
-    def line(row: dict, cells) -> str:
-        return f"{row['method']:<27}{100 * row['fraction']:>5g} %" + "".join(f"{cell:<16}" for cell in cells).rstrip()
-
-    lines = []
-    for base in rows:
-        more = [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
-                and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
-        if more:
-            each = ([x for key in keys for x in base["each"][key]] for keys in measures.values())
-            lines += ["", line(base, (f"{sum(x) / len(x):9.3f}" for x in each))]
-            lines += [line(row, ("   {:+.3f} ±{:.3f}".format(*paired(row, base, keys)) for keys in measures.values())) for row in more]
-    head = f"\n{'changes by additions':<27}{'budget':>7}" + "".join(f"{name:>9}{'':7}" for name in measures).rstrip()
-    return "\n".join((head, *lines)) if lines else ""
+# ---- compare: a row a method and budget ---
 
 
 def compare(argv: list[str]):
+    """Measure what is asked for and print a table; rows and a figure go to files."""
+    args = options(argv)
+    rank, world = nanollm.ranks()
+    if rank == 0:
+        check_files(args.figure, args.json)
+
+    import torch
+    from nanollm import table
+    from nanollm.data import Tasks
+    from nanollm.evaluate import excess
+    chosen = pick(args.methods)
+    model, encoding = load(args.model, args.device)
+    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    for T in args.lengths:
+        whole("length", T, 16, model.config.max_len)
+    work = Work(args, model, encoding, chosen)
+    work.try_out()
+    torch.manual_seed(args.seed)
+    work.tasks = Tasks(encoding, "test")
+
+    if rank == 0:
+        print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
+              f"{table.TERMS}", flush=True)
+    rows, failed, began = [], [], time.time()
+    for row, write in work.results(rank, world):
+        if isinstance(row, str):
+            failed.append(row)
+            write(row)
+            continue
+        if not rows or rows[-1]["tokens"] != row["tokens"]:
+            write(table.header(row["tokens"], args.documents, args.seed, args.short))
+        rows.append(row)
+        write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
+        if args.json:
+            nanollm.replace(args.json, json.dumps(rows, indent=1).encode())
+
+    if rank == 0:
+        finish(args, rows, time.time() - began)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(work.jobs)} rows failed: {'; '.join(failed)}")
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    """The command line. Without methods, budgets, --all or --full the short table is asked for."""
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every method, not the nine of the short table")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
-                        help="default: full and every file's in methods/; all: also with every addition, as in ada_kv+critical")
-    parser.add_argument("--budgets", nargs="+", type=float, default=[50, 25, 12.5, 6.25], metavar="PERCENT")
+                        help="these; all: every one, also with every addition, as in ada_kv+critical")
+    parser.add_argument("--budgets", nargs="+", type=float, metavar="PERCENT",
+                        help="default 50 25 12.5 6.25; short table: 25")
     parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
-                        help="that vote, in methods with a window; default 8, as the prompts are a tenth of the papers'")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of the documents; default 512")
-    parser.add_argument("--documents", type=int, help="documents per task; default 32")
+                        help="that vote, in methods with a window; default 8, for short prompts")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
+                        help="of the documents; default 512")
+    parser.add_argument("--documents", type=int, help="documents per task; default 32, short table: 8")
     parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer.tiktoken")
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help="folder of a checkpoint with its tokenizer.tiktoken")
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     args = parser.parse_args(argv)
-    rank, world = nanollm.ranks()
-    nanollm.check_seed(args.seed)
+
+    if args.all and args.methods:
+        raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
+    args.short = not (args.all or args.methods or args.budgets or args.full)
+    if args.short:
+        from nanollm.table import SHOWN
+        args.methods = [*SHOWN]
+    budgets = args.budgets or ([25] if args.short else [50, 25, 12.5, 6.25])
+    args.budgets = [*dict.fromkeys(budgets)]
+    args.lengths = [*dict.fromkeys(args.lengths or ([512, 1024] if args.full else [512]))]
+    if args.documents is None:
+        args.documents = 256 if args.full else 8 if args.short else 32
+
+    check_seed(args.seed)
     for percent in args.budgets:
         if not 0 < percent <= 100:
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
-    if args.figure.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"figure {args.figure} must end in .png, .pdf or .svg")
-    if args.json and realpath(args.json) == realpath(args.figure):
-        raise ValueError(f"rows and figure cannot both go to {args.json}; name two files")
-    from nanollm import plot
-    if rank == 0:
-        nanollm.check_output(args.figure, "figure", lambda held: plot.TITLE.encode() in held)
-        if args.json:
-            nanollm.check_output(args.json, "rows", holds_rows)
+    return args
 
-    import torch
-    import torch.distributed as dist
-    from tqdm import tqdm
-    from nanollm.data import Tasks
-    from nanollm.evaluate import Benchmark, excess, maker
-    from nanollm.tokenizer import boundaries
-    chosen = pick(args.methods)
-    model, encoding = load(args.model, args.device)
-    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
-    lengths = list(dict.fromkeys(args.lengths or ([512, 1024] if args.full else [512])))
-    for T in lengths:
-        nanollm.whole("length", T, 16, model.config.max_len)
-    documents = args.documents if args.documents is not None else 256 if args.full else 32
-    fractions = [percent / 100 for percent in dict.fromkeys(args.budgets)]
-    jobs = [(T, name, fraction) for T in lengths for name in chosen
-            for fraction in (fractions if has_budget(chosen[name]) else [None])]
-    ends = boundaries(encoding, model.config.vocab_size)
-    knobs = {name: given(Method, window=args.window, ends=ends) for name, Method in chosen.items()}
-    for T, name, fraction in jobs:  # a budget that a method cannot work with is found before any work is done
-        shortest = T - Benchmark.continuation_length(T) - 1
-        try:
-            maker(model, chosen[name], fraction, **knobs[name])(shortest)
-        except ValueError as error:
-            raise ValueError(f"{label(name, fraction)}{'' if fraction is None else f' of {shortest} tokens'}: {error}") from error
-        except Exception:  # a bug: its row will name it, and the others go on
-            pass
-    if world > 1:
-        dist.init_process_group("gloo")
-    torch.manual_seed(args.seed)
-    tasks, built, learned = Tasks(encoding, "test"), {}, {}
 
-    def measure(T: int, name: str, fraction: float | None) -> dict | str:
+def check_files(figure: Path, rows: Path | None):
+    """ValueError or OSError, before any work, unless the figure and the rows can be written."""
+    if figure.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"figure {figure} must end in .png, .pdf or .svg")
+    if rows and realpath(rows) == realpath(figure):
+        raise ValueError(f"rows and figure cannot both go to {rows}; name two files")
+
+    def is_figure(data):
+        from nanollm import plot  # only where a file is there: it takes a second
+        return plot.is_ours(data)
+
+    def is_rows(data):
+        held = nanollm.read_json(data)
+        return isinstance(held, list) and held != [] and all(
+            isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in held)
+
+    nanollm.check_output(figure, "figure", is_figure)
+    if rows:
+        nanollm.check_output(rows, "rows", is_rows)
+
+
+class Work:
+    """The rows to measure: `jobs`, each a length, a method's name and its budget, a fraction or None."""
+
+    def __init__(self, args, model, encoding, chosen: dict):
+        from nanollm.tokenizer import boundaries
+        self.args, self.model, self.encoding, self.chosen = args, model, encoding, chosen
+        fractions = [percent / 100 for percent in args.budgets]
+        self.jobs = [(T, name, fraction) for T in args.lengths for name, Method in chosen.items()
+                     for fraction in (fractions if has_budget(Method) else [None])]
+        ends = boundaries(encoding, model.config.vocab_size)
+        self.knobs = {name: given(Method, window_size=args.window) | dict(ends=ends)
+                      for name, Method in chosen.items()}
+        self.learned = {}  # by name: what a method has found out about the decoder
+        self.tasks = self.bench = self.bench_length = None
+
+    def try_out(self):
+        """A budget that a method cannot work with is a ValueError before any work is done."""
+        from nanollm.evaluate import Benchmark, maker
+        from nanollm.table import label
+        for T, name, fraction in self.jobs:
+            prompt = T - Benchmark.continuation_length(T) - 1  # the shortest
+            try:
+                maker(self.model, self.chosen[name], fraction, **self.knobs[name])(prompt)
+            except ValueError as error:
+                where = "" if fraction is None else f" of {prompt} tokens"
+                raise ValueError(f"{label(name, fraction)}{where}: {error}") from error
+            except Exception:  # a bug: its row will name it, and the others go on
+                pass
+
+    def measure(self, T: int, name: str, fraction: float | None) -> dict | str:
         """A row, or why there is none: one method's mistake costs only its own rows."""
-        nonlocal built
-        if T not in built:
-            built = {T: Benchmark.build(model, tasks, T, documents, seed=args.seed)}
+        from nanollm.evaluate import Benchmark, maker
+        from nanollm.table import label, row_of
+        args, model, Method = self.args, self.model, self.chosen[name]
+        if T != self.bench_length:
+            self.bench = Benchmark.build(model, self.tasks, T, args.documents, seed=args.seed)
+            self.bench_length = T
+
         try:
-            if name not in learned:
-                learned[name] = calibrated(chosen[name], model, encoding)
-            row = built[T].run(model, maker(model, chosen[name], fraction, **knobs[name] | learned[name]))
+            if name not in self.learned:
+                self.learned[name] = calibrated(Method, model, self.encoding)
+            make = maker(model, Method, fraction, **self.knobs[name] | self.learned[name])
+            measured = self.bench.run(model, make)
         except Exception as error:
-            return f"{label(name, fraction)}: {told(error)}"
-        return row_of(name, fraction, T, documents, args.seed, row, built[T].full.tokens.shape[0])
+            return f"{label(name, fraction)}: {one_line(error)}"
+        texts = self.bench.full.tokens.shape[0]
+        return row_of(name, fraction, T, args.documents, args.seed, measured, texts)
 
-    if rank == 0:
-        print("Each method compresses the KV cache of a small trained decoder at the end of a prompt of real text, or while\n"
-              "reading it (scissorhands). aware: the question was in that prompt; blind: it came afterwards.", flush=True)
-    rows, failed, began = [], [], time.time()
-    bar = tqdm(range(0, len(jobs), world), disable=rank > 0, leave=False, unit="row" if world == 1 else "rows")
-    for first in bar:  # `world` rows at a time, one on each rank
-        T, name, _ = jobs[first]
-        bar.set_description(f"{name}, {T} tokens")
-        mine = measure(*jobs[first + rank]) if first + rank < len(jobs) else None
-        results = [mine] * world
+    def results(self, rank: int, world: int):
+        """On rank 0: each row, or why there is none, in order, and a function that prints beside the progress
+        bar.
+
+        `world` rows are measured at a time, one on each rank.
+        """
+        from tqdm import tqdm
         if world > 1:
-            dist.all_gather_object(results, mine)
-        for row in results if rank == 0 else ():
-            if isinstance(row, str):
-                failed.append(row)
-                bar.write(row)
-            elif row is not None:
-                if not rows or rows[-1]["tokens"] != row["tokens"]:
-                    bar.write(header(row["tokens"], documents, args.seed))
-                rows.append(row)
-                bar.write(show(row) + (f"\n  ! {why}" if (why := excess(row)) else ""))
-                if args.json:
-                    nanollm.replace(args.json, json.dumps(rows, indent=1).encode())
-    if world > 1:
-        dist.destroy_process_group()
-        if rank > 0:
-            return
-    for T in lengths:
-        print(additions_table([row for row in rows if row["tokens"] == T]))
-    if drawn := [row for row in rows if row["tokens"] == lengths[0]]:
+            import torch.distributed as dist
+            dist.init_process_group("gloo")
+        unit = "row" if world == 1 else "rows"
+        bar = tqdm(range(0, len(self.jobs), world), disable=rank > 0, leave=False, unit=unit)
+        for first in bar:
+            T, name, _ = self.jobs[first]
+            bar.set_description(f"{name}, {T} tokens")
+            mine = self.measure(*self.jobs[first + rank]) if first + rank < len(self.jobs) else None
+            results = [mine] * world
+            if world > 1:
+                dist.all_gather_object(results, mine)
+            for row in results:
+                if rank == 0 and row is not None:
+                    yield row, bar.write
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def finish(args, rows: list[dict], seconds: float):
+    """What stands below the rows, and the figure of those of the first length."""
+    from nanollm import plot, table
+    if args.short and (told := table.findings(rows)):
+        print(f"\n{told}")
+    for T in () if args.short else args.lengths:
+        print(table.additions_table([row for row in rows if row["tokens"] == T]))
+    if drawn := [row for row in rows if row["tokens"] == args.lengths[0]]:
         plot.comparison(drawn, args.figure)
-        print(f"\n{len(rows)} rows in {time.time() - began:.0f} s; figure in {args.figure}"
+        print(f"\n{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
               + (f", rows in {args.json}" if args.json else ""))
-    if failed:
-        raise ValueError(f"{len(failed)} of {len(jobs)} rows failed: {'; '.join(failed)}")
+    if args.short:
+        print("All methods at four budgets: python -m nanollm --all. Tensor attention needs a decoder of\n"
+              "its own: notebooks/04_tensor_attention.ipynb.")
 
 
-def label(name: str, fraction: float | None) -> str:
-    return name if fraction is None else f"{name} at {100 * fraction:g} %"
-
-
-def holds_rows(data: bytes) -> bool:
-    """Whether a file holds what --json wrote."""
-    try:
-        rows = json.loads(data)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(rows, list) and rows != [] and all(isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in rows)
+# ---- generate: a text continued, or a page and a question ---
 
 
 def generate(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m nanollm generate", description="Continue a text, as a stream.")
-    parser.add_argument("prompt")
-    parser.add_argument("--method", default="full")
-    parser.add_argument("--budget", type=int, help="slots per key/value head, for every method that has one")
+    from nanollm import page
+    parser = argparse.ArgumentParser(
+        prog="python -m nanollm generate",
+        description="Continue a text. Without one: read a page that holds facts, show which of its tokens a "
+                    "method evicts, and answer a question about it.")
+    parser.add_argument("prompt", nargs="?", help="the text to continue")
+    parser.add_argument("--file", type=Path, help="a file with the text to continue")
+    parser.add_argument("--method", help=f"default: full; for the page {page.METHOD}")
+    parser.add_argument("--budget", type=int, help="slots per key/value head, for every method that has one; "
+                        f"for the page {page.BUDGET}")
+    parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
+                        help="that vote, in methods with a window; default 8")
     parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help="folder of a checkpoint in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+    parser.add_argument("--figure", type=Path, help="of the page: a file for its picture")
     args = parser.parse_args(argv)
-    nanollm.check_seed(args.seed)
-    if args.method == "all":
-        raise ValueError("one method writes one text; name one")
-    Method = pick([args.method])[args.method]
-    if (args.budget is None) == has_budget(Method):
-        raise ValueError(f"{args.method} needs --budget, in slots per key/value head" if args.budget is None
-                         else f"{args.method} has no budget; leave --budget out")
 
-    import torch
-    from nanollm.cache import cache_bytes, make_cache
-    from nanollm.generate import stream
-    from nanollm.tokenizer import boundaries
+    check_seed(args.seed)
+    if args.prompt is not None and args.file:
+        raise ValueError(f"give the text or --file {args.file}, not both")
+    shows = args.prompt is None and not args.file
+    if args.figure:
+        if not shows:
+            raise ValueError("--figure is of the built-in page; leave it or the text out")
+        check_files(args.figure, None)
+    name = args.method or (page.METHOD if shows else "full")
+    if name == "all":
+        raise ValueError("one method writes one text; name one")
+    Method = pick([name])[name]
+    if args.budget is None and shows and has_budget(Method):
+        args.budget = page.BUDGET
+    if args.budget is not None:
+        whole("budget", args.budget, 1)
+    if (args.budget is None) == has_budget(Method):
+        raise ValueError(f"{name} needs --budget, in slots per key/value head" if args.budget is None
+                         else f"{name} has no budget; leave --budget out")
+
     model, encoding = load(args.model, args.device)
     nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     known = {} if args.budget is None else dict(budget=args.budget)
-    knobs = given(Method, ends=boundaries(encoding, model.config.vocab_size), **known) | calibrated(Method, model, encoding)
+    knobs = given(Method, window_size=args.window, **known) | calibrated(Method, model, encoding)
+    if shows:
+        page.demonstrate(model, encoding, name, Method, knobs, args.device, args.figure)
+    else:
+        write(args, model, encoding, Method, knobs)
+
+
+def write(args, model, encoding, Method, knobs: dict):
+    """Continue a text, each token as it comes, and say what the cache holds at the end."""
+    import torch
+    from nanollm.cache import cache_bytes, make_cache
+    from nanollm.evaluate import for_text
+    from nanollm.generate import stream
+    from nanollm.tokenizer import boundaries
+    text = args.prompt if args.prompt is not None else args.file.read_text(encoding="utf8")
     encode = getattr(encoding, "encode_ordinary", encoding.encode)
-    prompt = torch.tensor([encode(args.prompt)], dtype=torch.long, device=args.device)
-    caches = make_cache(model, Method, **knobs)
-    new = stream(model, prompt, args.tokens, caches, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-                 seed=args.seed)
-    tokens = []
-    written = ""
-    print(args.prompt, end="", flush=True)
+    prompt = torch.tensor([encode(text)], dtype=torch.long, device=args.device)
+    ends = boundaries(encoding, model.config.vocab_size)
+    caches = make_cache(model, for_text(Method, ends[prompt.cpu()]), **knobs)
+    new = stream(model, prompt, args.tokens, caches, temperature=args.temperature, top_k=args.top_k,
+                 top_p=args.top_p, seed=args.seed)
+
+    tokens, written = [], ""
+    print(text, end="", flush=True)
     try:
         for token in new:
             tokens.append(token.item())
-            text = encoding.decode(tokens)
-            if not text.endswith("\ufffd"):  # a character may span tokens
-                print(text[len(written):], end="", flush=True)
-                written = text
+            all_of_it = encoding.decode(tokens)
+            if not all_of_it.endswith("\ufffd"):  # a character may span tokens
+                print(all_of_it[len(written):], end="", flush=True)
+                written = all_of_it
     except ValueError:  # the text so far stays a line of its own
         print()
         raise
-    print(text[len(written):], end="")
+    print(all_of_it[len(written):], end="")
+
     live, allocated = cache_bytes(caches)
     print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "
           f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
+    if args.budget is not None and caches[0].seen <= args.budget:
+        print(f"[nothing was evicted: all tokens fit into the budget of {args.budget}]")
 
 
 def main(argv: list[str]):

@@ -1,16 +1,20 @@
 """Real text from the installed Python, and retrieval tasks made from it. Nothing is downloaded.
 
-The text is the language reference (`pydoc_data.topics`), the standard library's source and NumPy's docstrings, about
-11 MB. A paragraph here ends at a blank line before an unindented one, so that a function or class stays whole.
-It is held out, or not, by a hash of its own text: the split survives a new Python.
+The text is the language reference (`pydoc_data.topics`), the standard library's source and NumPy's
+docstrings, about 11 MB. A paragraph here ends at a blank line before an unindented one, so that a
+function or class stays whole. It is held out, or not, by a hash of its own text: the split survives a new
+Python.
 
-Every task fills a document of exactly T tokens with text and places facts, questions and answers in it, each token
-tagged with its role. Training weighs tokens by role; evaluation cuts the document where the question starts.
+Every task fills a document of exactly T tokens with text and places facts, questions and answers in it,
+each token tagged with its role. Training weighs tokens by role; evaluation cuts the document where the
+question starts.
 """
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 import importlib.util
+import os
 from pathlib import Path
 import re
 import sysconfig
@@ -19,14 +23,15 @@ import zlib
 import numpy as np
 import tiktoken
 
-from nanollm import check_seed, whole
+from nanollm.check import check_seed, whole
 
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
 DIGITS = 256                             # token 256 + n is the two-digit number n (tokenizer.py)
-LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")  # few-shot: classes of source lines
+# few-shot: classes of source lines, by how they begin
+LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")
 
 
-# ---- text -------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------------
 
 def held_out(text: str, one_in: int = 20) -> bool:
     """Whether this piece of text belongs to the evaluation side."""
@@ -38,13 +43,21 @@ def documents() -> list[str]:
     """The whole pool, a document per topic, source file or module's docstrings; the same order every time."""
     from pydoc_data import topics
     docs = [topics.topics[name] for name in sorted(topics.topics)]
-    leave_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+    leave_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages",
+                 "__pycache__"}
     library = Path(sysconfig.get_paths()["stdlib"])
-    docs += [read(file) for file in sorted(library.rglob("*.py")) if not leave_out & {*file.relative_to(library).parts}]
+    docs += [read(file) for file in sorted(sources(library, leave_out))]
     package = Path(importlib.util.find_spec("numpy").origin).parent
     for file in sorted(package.rglob("*.py")):
         docs.append("\n\n".join(re.findall(r'"""(.+?)"""', read(file), re.S)))
     return [doc for doc in docs if doc.strip()]
+
+
+def sources(folder: Path, leave_out: set[str]) -> Iterator[Path]:
+    """Python files below a folder. What is left out is not even walked: site-packages would take seconds."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = {*folders} - leave_out
+        yield from (Path(place, file) for file in files if file.endswith(".py"))
 
 
 def read(file: Path) -> str:
@@ -56,10 +69,13 @@ def text(split: str) -> list[str]:
     """The documents of one split, "train" or "test", each reduced to its paragraphs on that side."""
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r} is unknown; use 'train' or 'test'")
-    sides = (
-        [paragraph for paragraph in re.split(r"\n\s*\n(?=\S)", doc) if held_out(paragraph) == (split == "test")]
-        for doc in documents())
-    return ["\n\n".join(side) + "\n" for side in sides if side]
+    kept = []
+    for doc in documents():
+        paragraphs = re.split(r"\n\s*\n(?=\S)", doc)
+        side = [paragraph for paragraph in paragraphs if held_out(paragraph) == (split == "test")]
+        if side:
+            kept.append("\n\n".join(side) + "\n")
+    return kept
 
 
 @cache
@@ -69,7 +85,7 @@ def words() -> list[str]:
     return sorted(word for word, n in counts.items() if n >= 5)
 
 
-# ---- tasks ------------------------------------------------------------------------------------------------------
+# ---- tasks ---------------------------------------------------------------------------------------------
 
 @dataclass
 class Batch:
@@ -101,8 +117,9 @@ def check_questions(questions: int, facts: int):
 class Tasks:
     """Makes documents. One tokenizer, one split; all randomness comes from the `rng` that each call is given.
 
-    A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words and values
-    four-digit numbers; words and numbers of the test split never occur as keys or values in training.
+    A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words
+    and values four-digit numbers; words and numbers of the test split never occur as keys or values in
+    training.
     """
     KNOWN = "needle", "recall", "few_shot", "copy", "plain"
 
@@ -113,12 +130,16 @@ class Tasks:
                              "are 00 to 99")
         self.encoding, self.split = encoding, split
         self.bos = encoding.n_vocab - 1
-        self.stream = np.concatenate([[self.bos, *ids] for ids in encoding.encode_ordinary_batch(text(split))])
+        encoded = encoding.encode_ordinary_batch(text(split))
+        self.stream = np.concatenate([[self.bos, *ids] for ids in encoded])
+
         on_this_side = [" " + word for word in words() if held_out(word, 5) == (split == "test")]
         self.words = [ids for ids in encoding.encode_ordinary_batch(on_this_side) if len(ids) == 2]
         self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
-        lines = {line.strip() for doc in text(split) for line in doc.splitlines()}
-        self.lines = [self._short([line for line in sorted(lines) if line.startswith(kind)]) for kind in LINE_KINDS]
+
+        lines = sorted({line.strip() for doc in text(split) for line in doc.splitlines()})
+        of_kind = ([line for line in lines if line.startswith(kind)] for kind in LINE_KINDS)
+        self.lines = [self._short(some) for some in of_kind]
 
     def _short(self, lines: list[str]) -> list[list[int]]:
         return [ids for ids in self.encoding.encode_ordinary_batch(lines) if 4 <= len(ids) <= 12]
@@ -129,7 +150,8 @@ class Tasks:
     def filler(self, rng, n: int) -> np.ndarray:
         """n consecutive tokens of real text."""
         if n < 0:
-            raise ValueError(f"the facts and questions need {-n} tokens more than the document has; make it longer")
+            raise ValueError(f"the facts and questions need {-n} tokens more than the document has; "
+                             "make it longer")
         if n >= len(self.stream):
             raise ValueError(f"{n} tokens asked for, but the {self.split} text has {len(self.stream)}; "
                              "ask for fewer")
@@ -145,15 +167,18 @@ class Tasks:
                              "ask for fewer")
         keys = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
-        return [(self.words[k], [DIGITS + part for v in value for part in divmod(v, 100)]) for k, value in zip(keys, values)]
+        digits = [[DIGITS + part for v in value for part in divmod(v, 100)] for value in values]
+        return [(self.words[key], value) for key, value in zip(keys, digits)]
 
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
-        """A document of T tokens: text with the facts in it at `depths` (0 start … 1 end), then the questions.
+        """A document of T tokens: text, the facts in it at `depths` (0 start … 1 end), then the questions.
 
         facts: token lists. questions: (question, answer, tail) token lists.
         """
-        fill = self.filler(rng, T - 1 - sum(map(len, facts)) - sum(len(part) for q in questions for part in q))
+        taken = 1 + sum(map(len, facts)) + sum(len(part) for question in questions for part in question)
+        fill = self.filler(rng, T - taken)
         depths = rng.random(len(facts)) if depths is None else np.asarray(depths)
+
         parts, done = [([self.bos], TEXT)], 0
         for i in np.argsort(depths, kind="stable"):
             at = round(depths[i] * len(fill))
@@ -162,25 +187,31 @@ class Tasks:
         parts.append((fill[done:], TEXT))
         for question, answer, tail in questions:
             parts += [(question, QUESTION), (answer, ANSWER), (tail, QUESTION)]
+
         tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in parts])
         roles = np.concatenate([np.full(len(ids), role, dtype=np.uint8) for ids, role in parts])
         return tokens, roles
 
-    def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None, numbers: int = 1):
-        """Facts scattered in real text; one or several are asked for. `depth` fixes where the first one asked for lies.
+    def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None,
+               numbers: int = 1):
+        """Facts scattered in real text; one or several are asked for.
 
+        `depth` fixes where the first one asked for lies.
         A value is `numbers` four-digit numbers; the model is trained on one.
         """
         check_questions(questions, facts)
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
+
         pairs = self.pairs(rng, facts, numbers)
         start, is_, stop, ask = (self.ids(s) for s in (" The code of", " is ", ".", "\nQ:"))
         depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
         if depth is not None:
             depths[asked[0]] = depth
-        return self.assemble(rng, T, [start + k + is_ + v + stop for k, v in pairs],
-                             [(ask + start + pairs[i][0] + is_, pairs[i][1], stop) for i in asked], depths)
+
+        stated = [start + key + is_ + value + stop for key, value in pairs]
+        questions = [(ask + start + pairs[i][0] + is_, pairs[i][1], stop) for i in asked]
+        return self.assemble(rng, T, stated, questions, depths)
 
     def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
         """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
@@ -192,26 +223,34 @@ class Tasks:
         return self.assemble(rng, T, [block], [(ask + items[i][0] + colon, items[i][1], []) for i in asked])
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
-        """Lines of source code, labelled by kind with labels drawn for this prompt; a new line is to be labelled.
+        """Lines of source code, labelled by kind with labels drawn for this prompt.
 
-        The query's class has been seen. The answer is one token; chance is 1/classes. With `every_label` (training)
-        each label after the first of its class is an answer too.
+        A new line is to be labelled. Its class has been seen. The answer is one token; chance is 1/classes.
+        With `every_label` (training) each label after the first of its class is an answer too.
         """
         whole("shots", shots, 1, T), whole("classes", classes, 2, len(LINE_KINDS))
         kinds = rng.choice(len(LINE_KINDS), classes, replace=False)
         labels = DIGITS + rng.choice(100, classes, replace=False)
         which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
         arrow, newline = self.ids(" =>"), self.ids("\n")
-        ask = lambda c: [*newline, *self.lines[kinds[c]][rng.integers(len(self.lines[kinds[c]]))], *arrow]
+
+        def ask(c: int) -> list[int]:
+            lines = self.lines[kinds[c]]
+            return [*newline, *lines[rng.integers(len(lines))], *arrow]
+
         query = rng.choice(which)
-        shown = [(ask(c), [labels[c]], seen) for c, seen in zip(which, [c in which[:i] for i, c in enumerate(which)])]
+        shown = [(ask(c), [labels[c]]) for c in which]
         last = (ask(query), [labels[query]], [])
-        if every_label:
-            return self.assemble(rng, T, [], [(a, b, []) if seen else (a + b, [], []) for a, b, seen in shown] + [last])
-        return self.assemble(rng, T, [a + b for a, b, _ in shown], [last], [1.0] * shots)
+        if not every_label:
+            return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
+
+        seen = [c in which[:i] for i, c in enumerate(which)]
+        asked = [(line, label, []) if known else (line + label, [], [])
+                 for (line, label), known in zip(shown, seen)]
+        return self.assemble(rng, T, [], [*asked, last])
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
-        """A passage of other text within the text; at the end its first `start` tokens are quoted, the next follow."""
+        """A passage of other text within the text. The end quotes its beginning, and the rest follows."""
         if whole("start", start, 1) + whole("answer", answer, 1) > whole("length", length, 1):
             raise ValueError(f"start {start} and answer {answer} must fit into the passage of {length}")
         passage = self.filler(rng, length)
@@ -222,12 +261,14 @@ class Tasks:
         return self.filler(rng, T), np.full(T, TEXT, dtype=np.uint8)
 
     def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
-        """B documents of a task ("needle", "recall", "few_shot", "copy"), drawn until question and answers align."""
+        """B documents of a task ("needle", "recall", …), drawn until question and answers align."""
         if task not in self.KNOWN:
             raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
         check_seed(seed), whole("B", B, 1), whole("T", T, 1)
         if B * T > 2 ** 31:
-            raise ValueError(f"{B:g} documents of {T:g} tokens are more than memory holds; ask for at most {2 ** 31 // T}")
+            raise ValueError(f"{B:g} documents of {T:g} tokens are more than memory holds; "
+                             f"ask for at most {2 ** 31 // T}")
+
         rng, rows, shape, missed = np.random.default_rng(seed), [], None, 0
         while len(rows) < B:
             tokens, roles = getattr(self, task)(rng, T, **knobs)
@@ -240,6 +281,7 @@ class Tasks:
             elif (missed := missed + 1) == 1000:
                 raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
                                  "be 1 here")
+
         edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
         answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
         question = int(np.argmax(shape != TEXT)) if answers else T

@@ -1,14 +1,18 @@
-"""What compressing the cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes, speed, for any cache.
+"""What compressing the cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes, speed, for any
+cache.
 
-Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed. `blind`: the
-context is compressed before the question arrives. In both the prompt's last token is fed after the compression, or
-else the full cache would answer the first token. After the prompt, tokens come one at a time, as in decoding.
+Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed.
+`blind`: the context is compressed before the question arrives. In both the prompt's last token is fed after
+the compression, or else the full cache would answer the first token. After the prompt, tokens come one at a
+time, as in decoding.
 """
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+import inspect
 import math
 import time
 
@@ -17,96 +21,22 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm import whole
-from nanollm.cache import NEVER, LayerCache, cache_bytes, check_budget, finish_prompt, fits, make_cache, probabilities
+from nanollm.cache import NEVER, LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.check import check_budget, fits, whole
 from nanollm.data import Batch, Tasks
-from nanollm.generate import check_prompt, prefill
+from nanollm.generate import check_prompt
+from nanollm.replay import CannotReplay, Recorder, Recording, feed, record, replay
 
-Make = Callable[[int], list[LayerCache]]  # from the number of prompt tokens to fresh caches
+# From the number of tokens that a budget is a share of, and the prompt (B, T), to fresh caches. The prompt
+# may go on after those tokens: with the question, in the aware setting.
+Make = Callable[[int, Tensor], list[LayerCache]]
 TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs, 16 shots of 4 classes
 
 
-def feed(model, tokens: Tensor, caches: list[LayerCache], chunk: int = 64) -> int:
-    """Feed tokens (B, T) of a prompt. Returns the peak of the caches' allocated bytes."""
-    whole("chunk", chunk, 1)
-    peak = 0
-    for part in tokens.split(chunk, 1):
-        prefill(model, part, caches)
-        peak = max(peak, cache_bytes(caches)[1])
-    return peak
-
-
-class Recorder(LayerCache):
-    """Full attention that keeps what each `attend` was told and answered: q, k, v, pos, y."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.told = []
-
-    def attend(self, q, k, v, pos):
-        y = super().attend(q, k, v, pos)
-        self.told.append((q, k, v, pos, y))
-        return y
-
-
-Told = list[tuple]  # per layer: tokens, q, k, v, pos of a part of a prompt
-
-
-def record(model, caches: list[Recorder], tokens: Tensor) -> Told:
-    """What the caches are told while the decoder reads tokens (B, T).
-
-    Methods that compress at the prompt's end are all told the same before it, so one reading serves them all.
-    """
-    if not tokens.shape[1]:
-        return []
-    feed(model, tokens, caches)
-    told = []
-    for cache in caches:
-        q, k, v, pos, _ = zip(*cache.told)
-        told.append((tokens, torch.cat(q, 2), torch.cat(k, 2), torch.cat(v, 2), torch.cat(pos, 1)))
-        cache.told.clear()
-    return told
-
-
-def pieces(tokens: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n: int):
-    """The same, n tokens at a time."""
-    return zip(tokens.split(n, 1), q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
-
-
-class ReadsOtherwise(Exception):
-    """Before the prompt's end a cache shows attention something else than all tokens: it has to read the prompt itself."""
-
-
-def replay(told: list[Told], caches: list[LayerCache]) -> int:
-    """`feed` of the last part told, without the decoder and without attention's output, which is the full cache's.
-
-    The caches have heard the parts before it. At its end each must show all tokens as they were told. The part is
-    written at once, so the peak is without the slack of growth.
-    """
-    peak = 0
-    for cache, *parts in zip(caches, *told):
-        if type(cache).attend is not LayerCache.attend:
-            raise ReadsOtherwise
-        chunk = 64 if cache.watch > 64 else parts[-1][0].shape[1]  # bounds the probabilities
-        for tokens, new_q, new_k, new_v, new_pos in pieces(*parts[-1], chunk):
-            cache.hear(tokens)
-            cache.write(new_k, new_v, new_pos)
-            keys, _, at, bias = cache.read()
-            if bias is not None or keys.shape[2] != cache.seen:
-                raise ReadsOtherwise
-            w = min(cache.watch, new_q.shape[2])
-            cache.observe(new_q, probabilities(new_q[:, :, -w:], keys, at, None, new_pos[:, -w:]) if w else None)
-        keys, values, at, _ = cache.read()
-        _, _, k, v, pos = zip(*parts)
-        if not (torch.equal(keys, torch.cat(k, 2)) and torch.equal(values, torch.cat(v, 2))
-                and torch.equal(at, torch.cat(pos, 1)[:, None].expand_as(at))):
-            raise ReadsOtherwise
-        peak += cache.bytes()[1]
-    return peak
-
-
 def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens (B, T), those before the question, and those of the question that are fed before the compression."""
+    """All tokens (B, T), those before the question, and those of the question that are fed before the
+    compression.
+    """
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     check_prompt(model, tokens)
     if not batch.answers:
@@ -115,26 +45,37 @@ def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def retrieve(model, batch: Batch, make: Make, told: list[Told] | None = None, chunk: int = 64) -> dict[str, Tensor]:
+def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] | None = None,
+             chunk_size: int = 64) -> dict[str, Tensor]:
     """Share of each document's questions answered exactly by greedy decoding, "aware" and "blind", (B,) each.
 
-    With several questions, `aware` sees the first; the others come later, each after the answer that was given.
-    `told` is the record of `prompt_and_question`'s two parts, if there is one; without, `chunk` tokens are read at a time.
+    With several questions, `aware` sees the first; the others come later, each after the answer that was
+    given. `recordings` are those of `prompt_and_question`'s two parts, if there are any; without, the decoder
+    reads `chunk_size` tokens at a time.
     """
     tokens, *parts = prompt_and_question(model, batch)
-    blind = make(batch.question)
-    feed(model, parts[0], blind, chunk) if told is None else replay(told[:1], blind)
-    shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's own: not to be copied
-    aware, last = copy.deepcopy(blind, shared), batch.answers[0].start - 1
+    last = batch.answers[0].start - 1  # the prompt's last token is fed after the compression
+
+    def read(part: int, caches: list[LayerCache]):
+        if recordings is None:
+            feed(model, parts[part], caches, chunk_size)
+        else:
+            replay(recordings[:part + 1], caches)
+
+    blind = make(batch.question, tokens[:, :last])
+    read(0, blind)
+    shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's: not copied
+    aware = copy.deepcopy(blind, shared)
     if last > batch.question:  # else the question is one token, which is fed after the compression
-        feed(model, parts[1], aware, chunk) if told is None else replay(told, aware)
+        read(1, aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "blind": answer(model, tokens, batch.answers, batch.question, blind)}
 
 
 def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
-    """Finish the prompt of `fed` tokens, feed the rest one by one, answer each span; share of right ones (B,)."""
-    finish_prompt(caches)
+    """End the prompt of `fed` tokens, feed the rest one by one, answer each span; share of right ones (B,).
+    """
+    end_prefill(caches)
     right = []
     for span in spans:
         for token in tokens[:, fed:span.start].unbind(1):
@@ -164,11 +105,12 @@ def head_outputs(model):
 @dataclass
 class Reference:
     """The full cache on a text whose last `new` tokens are its continuation."""
-    tokens: Tensor      # (B, T)
+    tokens: Tensor                 # (B, T)
     new: int
-    log_p: Tensor       # (B, new, V): next-token log-probabilities before each token of the continuation
-    told: Told          # what the prompt told the caches
-    said: list[tuple]   # per layer, over the continuation: tokens, q, k, v, pos and the full cache's answer y (B, H·G, new, D)
+    log_p: Tensor                  # (B, new, V): of each token of the continuation, before it comes
+    recording: list[Recording]     # of the prompt, one a layer
+    continuation: list[Recording]  # of what follows the prompt
+    answers: list[Tensor]          # the full cache's outputs over it, (B, H·G, new, D)
 
     @property
     def prompt(self) -> Tensor:
@@ -181,54 +123,62 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
     """What the full cache says about the last `new` of tokens (B, T)."""
     check_prompt(model, tokens)
     if not fits(new, int) or not 0 < new < tokens.shape[1] - 1:
-        raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]} by at least 2")
-    caches = make_cache(model, Recorder)
-    full = Reference(tokens, new, None, None, None)
-    full.told = record(model, caches, full.prompt)
-    fed = tokens[:, -new - 1:-1]
-    full.log_p = model(fed, caches).log_softmax(-1)
-    full.said = [(fed, *cache.told[0]) for cache in caches]
-    return full
+        raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]} "
+                         "by at least 2")
+    caches, prompt = make_cache(model, Recorder), tokens[:, :-new - 1]
+    recording = record(model, caches, prompt)
+    log_p = model(tokens[:, -new - 1:-1], caches).log_softmax(-1)
+    return Reference(tokens, new, log_p, recording, [cache.told[0] for cache in caches],
+                     [cache.answers[0] for cache in caches])
 
 
 @torch.no_grad()
-def continuation(model, full: Reference, make: Make, told: Told | None = None, chunk: int = 64) -> dict:
+def continuation(model, full: Reference, make: Make, recording: list[Recording] | None = None,
+                 chunk_size: int = 64) -> dict:
     """Compress before the continuation, then feed it token by token.
 
-    Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query head with
-    o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and peak bytes;
-    tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,) and l1
-    (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens that are compressed; `slots` held right
-    after that and slots_end after the last token; forgets, whether the method has a `forget` of its own.
-    `told` is `full.told`, where reading the prompt need not be part of it; without, `chunk` tokens are read at a time.
+    Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query
+    head with o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and
+    peak bytes; tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token,
+    are (B,) and l1 (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens that are
+    compressed; `slots` held right after that and slots_end after the last token; evicts, whether the method
+    has an `evict` of its own. `recording` is `full.recording`, where reading the prompt need not be part of
+    it; without, the decoder reads `chunk_size` tokens at a time.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
-    caches = make(cut)
-    peak = feed(model, full.prompt, caches, chunk) if told is None else replay([told], caches)
-    finish_prompt(caches)
+    # the prompt
+    caches = make(cut, full.prompt)
+    peak = feed(model, full.prompt, caches, chunk_size) if recording is None else replay([recording], caches)
+    end_prefill(caches)
     after_prompt = slots(caches)
+
+    # what follows, token by token
     with head_outputs(model) as heads:
         began = time.perf_counter()
         steps = [model(token[:, None], caches) for token in tokens[:, cut:-1].unbind(1)]
         if tokens.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
+
+    # against the full cache
     log_p = torch.cat(steps, 1).log_softmax(-1)
     live, allocated = cache_bytes(caches)
-    answers = [torch.cat(after, 1).unflatten(-1, cache.w_o.shape[1:]).transpose(1, 2) for cache, after in zip(caches, heads)]
+    answers = [torch.cat(after, 1).unflatten(-1, cache.w_o.shape[1:]).transpose(1, 2)
+               for cache, after in zip(caches, heads)]
     nll = -log_p.gather(-1, tokens[:, -new:, None])[..., 0].mean(-1)
     kl = F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1)
     return dict(perplexity=math.exp(nll.mean().item()), nll=nll, kl=kl,
                 l1=changes(full, caches, answers), live=live, allocated=allocated, peak=peak,
-                tokens_per_s=tokens.shape[0] * new / seconds, prompt=cut, slots=after_prompt, slots_end=slots(caches),
-                forgets=any(type(cache).forget is not LayerCache.forget for cache in caches))
+                tokens_per_s=tokens.shape[0] * new / seconds,
+                prompt=cut, slots=after_prompt, slots_end=slots(caches),
+                evicts=any(type(cache).evict is not LayerCache.evict for cache in caches))
 
 
 def slots(caches: list[LayerCache]) -> float | None:
     """Live slots per key/value head: the mean over layers and heads, of the text that has the most.
 
-    So heads and layers may share their budgets out. What a method remembers beside its slots shows in its bytes alone;
-    None if there are no slots.
+    So heads and layers may share their budgets out. What a method remembers beside its slots shows in its
+    bytes alone; None if there are no slots.
     """
     try:
         live = [cache.pos != NEVER for cache in caches]
@@ -238,10 +188,10 @@ def slots(caches: list[LayerCache]) -> float | None:
 
 
 def excess(row: dict) -> str:
-    """What a row of `continuation`, with the `fraction` of its budget, holds beyond that budget, in words; "" if nothing.
+    """What a row of `continuation` holds beyond the `fraction` that is its budget, in words; "" if nothing.
 
-    At the prompt's end no method may hold more. Later those that evict by `forget` may not, for it is called after each
-    token; window methods, which only compress the prompt, append.
+    At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
+    each token; window methods, which only compress the prompt, append.
     """
     if row["fraction"] is None or row["slots"] is None:
         return ""
@@ -250,46 +200,52 @@ def excess(row: dict) -> str:
         return f"evicts nothing: holds all {row['prompt']} tokens of a prompt, and its budget is {budget}"
     if row["slots"] > budget:
         return f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
-    if row["forgets"] and row["slots_end"] > budget:
+    if row["evicts"] and row["slots_end"] > budget:
         return (f"grows to {row['slots_end']:g} slots a head after the prompt, and its budget is {budget}; "
                 "does its observe call super().observe(q, p)?")
     return ""
 
 
+def held(caches: list[LayerCache], tokens: int) -> Tensor:
+    """(B, L, H, tokens) of bool: which of the first `tokens` tokens every head still has a slot for."""
+    token = torch.arange(tokens, device=caches[0].pos.device)
+    return torch.stack([torch.stack([(head[..., None] == token).any(-2) for head in cache.pos.unbind(1)], 1)
+                        for cache in caches], 1)
+
+
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
-    """‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁ per text, layer and query head, (B, L, H·G), from a layer's answers ŷ (B, H·G, new, D)."""
+    """‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁ per text, layer and query head, (B, L, H·G), from ŷ (B, H·G, new, D)."""
     return torch.stack([torch.einsum("bhtd,ohd->bhto", answer - y, cache.w_o).abs().sum(-1).mean(-1)
-                        for (*_, y), cache, answer in zip(full.said, caches, answers)], 1)
+                        for y, cache, answer in zip(full.answers, caches, answers)], 1)
 
 
 @torch.no_grad()
 def perturbation(full: Reference, make: Make) -> Tensor:
-    """‖o − ô‖₁ (Definition 1 of CriticalKV) of every layer alone, (B, L, H·G): each hears the queries of the full cache.
+    """‖o − ô‖₁ (Definition 1 of CriticalKV) of every layer alone, (B, L, H·G): its queries are the full
+    cache's.
 
     `continuation` has the change that adds up over the layers, for there the queries have changed as well.
     """
-    caches = make(full.prompt.shape[1])
-    for chunk in zip(*(pieces(*told, 64) for told in full.told)):
-        for cache, (tokens, *part) in zip(caches, chunk):
-            cache.hear(tokens)
+    caches = make(full.prompt.shape[1], full.prompt)
+    for cache, told in zip(caches, full.recording):
+        for part in told.split(64):
             cache.attend(*part)
-    finish_prompt(caches)
-    answers = [[] for _ in caches]
-    for token in zip(*(pieces(*said, 1) for *said, _ in full.said)):
-        for cache, (tokens, *part), answer in zip(caches, token, answers):
-            cache.hear(tokens)
-            answer.append(cache.attend(*part))
+    end_prefill(caches)
+
+    answers = []
+    for cache, told in zip(caches, full.continuation):
+        answers.append([cache.attend(*token) for token in told.split(1)])
     return changes(full, caches, [torch.cat(answer, 2) for answer in answers])
 
 
-# ---- the model itself, with the full cache ----------------------------------------------------------------------
+# ---- the model itself, with the full cache ---------------------------------------------------------------
 
 @torch.no_grad()
 def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **knobs) -> float:
     """Share of documents answered right by greedy decoding with the full cache.
 
-    One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the most
-    likely one after the true tokens before it.
+    One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the
+    most likely one after the true tokens before it.
     """
     check_size(model, documents, 1, T)
     right = []
@@ -297,7 +253,9 @@ def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: in
     tokens, *_ = prompt_and_question(model, batch)
     for rows in tokens.split(max(1, 16_384 // T)):
         best = model(rows[:, :-1]).argmax(-1)
-        right += [(best[:, a.start - 1:a.stop - 1] == rows[:, a]).all(1).float().mean().item() * len(rows) for a in batch.answers]
+        for a in batch.answers:
+            exact = (best[:, a.start - 1:a.stop - 1] == rows[:, a]).all(1)
+            right.append(exact.float().mean().item() * len(rows))
     return sum(right) / documents / len(batch.answers)
 
 
@@ -305,7 +263,8 @@ def check_size(model, documents: int, least: int, T: int):
     """ValueError, before documents are made, if they are too few or longer than the model reads."""
     whole("documents", documents, least)
     if whole("T", T, 2) > model.config.max_len:
-        raise ValueError(f"{T} tokens exceed the model's length of {model.config.max_len}; make the documents shorter")
+        raise ValueError(f"{T} tokens exceed the model's length of {model.config.max_len}; "
+                         "make the documents shorter")
 
 
 def text_windows(tasks: Tasks, windows: int, T: int) -> Tensor:
@@ -322,24 +281,29 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Mean bits per byte of the split's text, over `windows` windows of T tokens, from the second token on."""
+    """Mean bits per byte of the split's text, over `windows` windows of T tokens, from the second token on.
+    """
     bits, rows = 0.0, text_windows(tasks, windows, T)
     for part in rows.to(model.embed.weight.device).split(16):
-        bits += F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item() / math.log(2)
+        logits = model(part[:, :-1]).flatten(0, 1)
+        bits += F.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").item() / math.log(2)
     return bits / count_bytes(tasks, rows)
 
 
-def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, discount: float = 0.75) -> dict[str, float]:
-    """Bits per byte of 2-, 3- and 4-grams on the same windows, interpolated by absolute discounting (Ney et al. 1994).
+def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
+               discount: float = 0.75) -> dict[str, float]:
+    """Bits per byte of 2-, 3- and 4-grams on the same windows, interpolated by absolute discounting (Ney et
+    al. 1994).
 
     p_n(t | context) = max(count − d, 0)/total + d · kinds/total · p_{n−1}(t | shorter context)
     """
     if not 0 < discount <= 1:
-        raise ValueError(f"discount {discount} must be above 0, or what was never seen has no probability, and at most 1")
+        raise ValueError(f"discount {discount} must be above 0, or what was never seen has no probability, "
+                         "and at most 1")
     stream, rows = training.stream.tolist(), text_windows(held_out, windows, T)
     counts = [defaultdict(Counter) for _ in range(4)]
     for n, table in enumerate(counts):
-        asked = {tuple(row[i - n:i]) for row in rows.tolist() for i in range(n, T)}  # no others need to be counted
+        asked = {tuple(row[i - n:i]) for row in rows.tolist() for i in range(n, T)}  # no others need counting
         for gram in zip(*(stream[i:] for i in range(n + 1))):
             if (context := gram[:-1]) in asked:
                 table[context][gram[-1]] += 1
@@ -352,7 +316,8 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, dis
         if key not in totals[n]:
             return p(n - 1, context, token)
         seen = counts[n][key]
-        return (max(seen[token] - discount, 0) + discount * len(seen) * p(n - 1, context, token)) / totals[n][key]
+        shorter = discount * len(seen) * p(n - 1, context, token)
+        return (max(seen[token] - discount, 0) + shorter) / totals[n][key]
 
     bits = [0.0, 0.0, 0.0]
     for row in rows.tolist():
@@ -362,13 +327,15 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512, dis
     return {f"{n + 2}-gram": b / count_bytes(held_out, rows) for n, b in enumerate(bits)}
 
 
-# ---- a method, over tasks and text ------------------------------------------------------------------------------
+# ---- a method, over tasks and text -----------------------------------------------------------------------
 
 @dataclass
 class Benchmark:
-    """The same documents and text for every method, read once for all of them: about 10 KB a token with the tiny model."""
+    """The same documents and text for every method, read once for all of them: about 10 KB a token with the
+    tiny model.
+    """
     batches: dict[str, Batch]
-    told: dict[str, list[Told]]  # per task, of the context and of the question
+    recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
     full: Reference
 
     @staticmethod
@@ -381,35 +348,39 @@ class Benchmark:
         """`documents` of each task and half as many texts, T tokens each."""
         check_size(model, documents, 2, T)
         batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
-        told = {}
+        recordings = {}
         for task, batch in batches.items():
             caches = make_cache(model, Recorder)
-            told[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
+            recordings[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
         text = text_windows(tasks, max(2, documents // 2), T).to(model.embed.weight.device)
-        return Benchmark(batches, told, reference(model, text, Benchmark.continuation_length(T)))
+        return Benchmark(batches, recordings, reference(model, text, Benchmark.continuation_length(T)))
 
     def run(self, model, make: Make) -> dict:
         """One row: accuracies, everything of `continuation`, and `perturbation` as "l1_alone".
 
-        Per task and setting, the mean and its standard error; under "each" the single documents (texts, for kl and L1).
+        Per task and setting, the mean and its standard error; under "each" the single documents (texts, for
+        kl and L1).
         """
         row, each = {}, {}
         for task, batch in self.batches.items():
-            for setting, right in told_or_read(retrieve, model, batch, make, self.told[task]).items():
+            found = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
+            for setting, right in found.items():
                 row[f"{task}_{setting}"] = right.mean().item()
                 row[f"{task}_{setting}_se"] = standard_error(right)
                 each[f"{task}_{setting}"] = right.tolist()
-        row |= told_or_read(continuation, model, self.full, make, self.full.told)
+        row |= replayed_or_read(continuation, model, self.full, make, self.full.recording)
         alone = perturbation(self.full, make)
         each |= dict(kl=row["kl"].tolist(), nll=row.pop("nll").tolist(), l1_alone=alone.mean((1, 2)).tolist())
-        return row | dict(kl=row["kl"].mean().item(), l1=row["l1"].mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
+        return row | dict(kl=row["kl"].mean().item(), l1=row["l1"].mean(0).tolist(),
+                          l1_alone=alone.mean(0).tolist(), each=each)
 
 
-def told_or_read(measure, model, what, make: Make, told):
-    """A measurement by the record, or by reading where a method changes attention before the prompt's end."""
+def replayed_or_read(measure, model, what, make: Make, recorded):
+    """A measurement by the recording, or by reading where a method changes attention before the prompt's end.
+    """
     try:
-        return measure(model, what, make, told)
-    except ReadsOtherwise:
+        return measure(model, what, make, recorded)
+    except CannotReplay:
         return measure(model, what, make)
 
 
@@ -419,8 +390,11 @@ def standard_error(x: Tensor) -> float:
 
 
 def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
-    """Mean difference of two rows of the same Benchmark, document by document over all `keys`, and its standard error."""
-    difference = torch.tensor([row["each"][key] for key in keys]) - torch.tensor([base["each"][key] for key in keys])
+    """Mean difference of two rows of the same Benchmark, document by document over all `keys`, and its
+    standard error.
+    """
+    mine, other = (torch.tensor([of["each"][key] for key in keys]) for of in (row, base))
+    difference = mine - other
     return difference.mean().item(), standard_error(difference.flatten())
 
 
@@ -429,23 +403,53 @@ def share(fraction: float, tokens: int) -> int:
     return round(fraction * tokens)
 
 
-def maker(model, Method: type[LayerCache], fraction: float | None, **knobs) -> Make:
-    """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention)."""
-    if fraction is None:
-        return lambda tokens: make_cache(model, Method, **knobs)
-    if not fits(fraction, float) or not 0 < fraction <= 1:
+def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **knobs) -> Make:
+    """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention).
+
+    ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for selections that
+    go by them.
+    """
+    if fraction is not None and (not fits(fraction, float) or not 0 < fraction <= 1):
         raise ValueError(f"fraction {fraction} of the prompt must lie above 0 and be at most 1")
 
-    def make(tokens: int) -> list[LayerCache]:
-        check_budget(share(fraction, tokens), 1, "one slot")
-        return make_cache(model, Method, budget=share(fraction, tokens), **knobs)
+    def make(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
+        budget = {} if fraction is None else dict(budget=share(fraction, tokens))
+        if budget:
+            check_budget(budget["budget"], 1, "one slot")
+        by_text = ends is not None and prompt is not None
+        OfText = for_text(Method, ends.to(prompt.device)[prompt]) if by_text else Method
+        return make_cache(model, OfText, **budget, **knobs)
     return make
+
+
+def for_text(Method, ends: Tensor):
+    """Method for a prompt in which chunks end at `ends` (B, T), of bool, if its selection goes by them; else
+    as it is.
+    """
+    select = inspect.signature(Method).parameters.get("select")
+    told = select and with_ends(select.default, ends)
+    return Method if told is None else partial(Method, select=told)
+
+
+def with_ends(selection, ends: Tensor):
+    """A selection, or the one that it wraps, told where chunks end; None if neither goes by that."""
+    if hasattr(selection, "ends"):
+        return replace(selection, ends=ends)
+    inner = with_ends(selection.inner, ends) if hasattr(selection, "inner") else None
+    return inner and replace(selection, inner=inner)
 
 
 def reading_within(make: Make) -> Make:
     """Caches that evict while they read: told that the prompt is over before it begins."""
-    def ready(tokens: int) -> list[LayerCache]:
-        caches = make(tokens)
-        finish_prompt(caches)
+    def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
+        caches = make(tokens, prompt)
+        end_prefill(caches)
         return caches
     return ready
+
+
+def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
+    """2 · layers · key/value heads · tokens · head dim · bytes (KVReviver, Eq. 1): keys and values of a full
+    cache.
+    """
+    return 2 * config.n_layers * config.n_kv_heads * tokens * config.head_dim * bytes_per_number

@@ -1,16 +1,15 @@
 """Prefill, end of prompt, decode, sampling.
 
-The prompt's last token is fed *after* the cache has been compressed: otherwise the first new token would be answered
-by the full cache.
+The prompt's last token is fed *after* the cache has been compressed: otherwise the first new token would
+be answered by the full cache.
 """
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from nanollm import check_seed, whole
-from nanollm.cache import check_caches, finish_prompt, fits, make_cache
-from nanollm.model import check_tokens
+from nanollm.cache import end_prefill, make_cache
+from nanollm.check import check_caches, check_seed, check_tokens, fits, whole
 
 LEAST = 1e-6  # below it a temperature would make logits overflow, and a top_p round to 0
 
@@ -24,29 +23,30 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
         raise ValueError(f"token id {low if low < 0 else high} lies outside the vocabulary 0 … {V - 1}; "
                          f"use the model's own tokenizer")
     if tokens.shape[1] + new > longest:
-        raise ValueError(f"{tokens.shape[1]} prompt tokens and {new} new ones exceed the model's length of {longest}; "
-                         f"shorten the prompt or ask for fewer")
+        raise ValueError(f"{tokens.shape[1]} prompt tokens and {new} new ones exceed the model's length "
+                         f"of {longest}; shorten the prompt or ask for fewer")
 
 
-def check_chunk(chunk: int | None):
+def check_chunk(chunk_size: int | None):
     """ValueError unless a prompt can be fed so many tokens at a time, or whole."""
-    if chunk is not None:
-        whole("chunk", chunk, 1)
+    if chunk_size is not None:
+        whole("chunk", chunk_size, 1)
 
 
 @torch.no_grad()
-def prefill(model, tokens: Tensor, caches, chunk: int | None = None) -> Tensor:
-    """Feed tokens (B, T), whole or at most `chunk` at a time; returns the last token's logits (B, V).
+def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Tensor:
+    """Feed tokens (B, T), whole or at most `chunk_size` at a time; returns the last token's logits (B, V).
 
-    Chunks bound the memory: a cache that watches every query makes a matrix of chunk × S probabilities, not T × S.
+    Chunks bound the memory: a cache that watches every query makes a matrix of chunk_size × S
+    probabilities, not T × S.
     """
     check_prompt(model, tokens)
-    check_chunk(chunk)
+    check_chunk(chunk_size)
     T, longest = tokens.shape[1], model.config.max_len
     all_of_it = T + (caches[0].seen if caches else 0)
     if all_of_it > longest:  # else the first chunks would be read and a later one refused
         raise ValueError(f"{all_of_it} tokens exceed the model's length of {longest}; shorten the text")
-    for part in tokens.split(min(chunk or T, T), 1):
+    for part in tokens.split(min(chunk_size or T, T), 1):
         logits = model(part, caches, last=1)
     return logits[:, -1]
 
@@ -60,7 +60,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float):
         raise ValueError(f"top_p {top_p!r:.60} must be a number from {LEAST:g} to 1")
 
 
-def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
+           generator: torch.Generator | None) -> Tensor:
     """Next token (B,) from logits (B, V). Temperature 0 takes the most likely one."""
     if temperature == 0:
         return logits.argmax(-1)
@@ -72,19 +73,22 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     p = logits.softmax(-1)
     if top_p < 1:  # nucleus sampling, arXiv 1904.09751: the fewest tokens whose mass reaches top_p
         ordered, token = p.sort(-1, descending=True)
-        p = torch.zeros_like(p).scatter(-1, token, ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0))
+        before = ordered.cumsum(-1) - ordered
+        p = torch.zeros_like(p).scatter(-1, token, ordered.masked_fill(before >= top_p, 0))
     return torch.multinomial(p, 1, generator=generator)[:, 0]
 
 
 def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float = 0.0, top_k: int = 0,
-           top_p: float = 1.0, stop: tuple[int, ...] = (), seed: int = 0, chunk: int | None = None) -> Iterator[Tensor]:
+           top_p: float = 1.0, stop: tuple[int, ...] = (), seed: int = 0,
+           chunk_size: int | None = None) -> Iterator[Tensor]:
     """Yield up to `new` tokens (B,) as they come, after prompt (B, T).
 
-    `caches` are fresh ones from `make_cache`, by default full attention. A row that has met a token of `stop` repeats
-    it; the stream ends when all rows have. Raises ValueError, at the call, for what is out of range.
+    `caches` are fresh ones from `make_cache`, by default full attention. A row that has met a token of
+    `stop` repeats it; the stream ends when all rows have. Raises ValueError, at the call, for what is out
+    of range.
     """
     check_prompt(model, prompt, whole("new", new, 1))
-    check_sampling(temperature, top_k, top_p), check_seed(seed), check_chunk(chunk)
+    check_sampling(temperature, top_k, top_p), check_seed(seed), check_chunk(chunk_size)
     if not isinstance(stop, (tuple, list)):
         raise ValueError(f"stop {stop!r:.60} must be a tuple of token ids, (3,) for one")
     for token in stop:
@@ -92,16 +96,18 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     caches = make_cache(model) if caches is None else caches
     check_caches(caches, model.config.n_layers, len(prompt))
     if caches[0].seen:
-        raise ValueError(f"the cache has already seen {caches[0].seen} tokens; make a new one for a new prompt")
+        raise ValueError(f"the cache has already seen {caches[0].seen} tokens; "
+                         "make a new one for a new prompt")
+
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk)
+    return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk_size)
 
 
 @torch.no_grad()
 def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk):
     if prompt.shape[1] > 1:
         prefill(model, prompt[:, :-1], caches, chunk)
-    finish_prompt(caches)
+    end_prefill(caches)
     token, ended = prompt[:, -1], None
     for _ in range(new):
         following = sample(model(token[:, None], caches)[:, -1], temperature, top_k, top_p, generator)

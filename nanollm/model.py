@@ -1,7 +1,7 @@
 """The decoder: Llama and GPT-2 from one file, read from top to bottom.
 
-The cache is explicit. Attention projects and rotates q, k, v and then says one thing to memory,
-`y = cache.attend(q, k, v, pos)` (cache.py). Without a cache (training) it is causal attention over the sequence.
+The cache is explicit. Attention projects and rotates q, k, v and then says one thing to memory:
+`y = cache.attend(q, k, v, pos)` (cache.py). Without a cache (training) it is causal attention over the text.
 
 Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim, V vocabulary.
 """
@@ -12,32 +12,12 @@ import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
 
-from nanollm import whole
-from nanollm.cache import check_caches, fits
-
-# Llama-3.1's scaling of RoPE
-SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
-               original_max_position_embeddings=int)
-
-
-def check(name: str, x, kind: type):
-    """ValueError unless x may stand under a name of this type; numbers are above 0, also in 32 bits."""
-    if kind is int:
-        whole(name, x, 1, 2 ** 31 - 1)
-    elif kind is float:
-        if not fits(x, float) or not x >= torch.finfo(torch.float32).tiny:
-            raise ValueError(f"{name} {x!r:.60} must be a finite number above 0")
-    elif not isinstance(x, kind):
-        right = "True or False" if kind is bool else "an object, {name: value}"
-        raise ValueError(f"{name} {x!r:.60} must be {right}")
+from nanollm.check import check_config, check_forward, outside
 
 
 @dataclass
 class Config:
-    """Shape of a decoder. `family` is "llama" (RMSNorm, RoPE, SwiGLU) or "gpt2" (LayerNorm, learned positions, GELU).
-
-    With two `vectors` nothing is rotated: a llama then has no positions but the order that causality tells.
-    """
+    """Shape of a decoder."""
     vocab_size: int
     max_len: int                      # longest sequence, in tokens
     n_layers: int
@@ -46,10 +26,9 @@ class Config:
     d_model: int
     d_ff: int
     head_dim: int = 0                 # D; 0 means d_model / n_heads
-    vectors: int = 1                  # keys, and values, of a token in each head; 2: tensor attention, to pairs of tokens
-    family: str = "llama"
+    family: str = "llama"             # RMSNorm, RoPE, SwiGLU; or "gpt2": LayerNorm, learned positions, GELU
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama-3.1: the numbers of SCALING
+    rope_scaling: dict | None = None  # Llama-3.1's: the numbers of check.SCALING
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     o_bias: bool = False
@@ -57,60 +36,26 @@ class Config:
     tie_embeddings: bool = True       # the output head is the embedding matrix
 
     def __post_init__(self):
-        if self.family not in ("llama", "gpt2"):
-            raise ValueError(f"family {self.family!r} is unknown; use 'llama' or 'gpt2'")
-        for name, kind in Config.__annotations__.items():
-            if kind in (int, float, bool):
-                if (name, getattr(self, name)) != ("head_dim", 0):
-                    check(name, getattr(self, name), kind)
-                setattr(self, name, kind(getattr(self, name)))  # not NumPy's, which json does not write
-        if self.vectors not in (1, 2):
-            raise ValueError(f"vectors {self.vectors} must be 1 (attention to tokens) or 2 (tensor attention, to pairs of tokens)")
-        if not self.head_dim and self.d_model % self.n_heads:
-            raise ValueError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}; set head_dim")
+        check_config(self)
         self.head_dim = self.head_dim or self.d_model // self.n_heads
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
-        if self.family == "llama" and self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs, so make it even")
-        if (s := self.rope_scaling) is not None:
-            check("rope_scaling", s, dict)
-            if s.keys() != SCALING.keys():
-                raise ValueError(f"rope_scaling {s!r:.60} must hold {', '.join(SCALING)} and nothing else")
-            for name, kind in SCALING.items():
-                check(name, s[name], kind)
-            low, high = s["low_freq_factor"], s["high_freq_factor"]
-            if low >= high:
-                raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
-            self.rope_scaling = {name: kind(s[name]) for name, kind in SCALING.items()}
-
-
-def check_tokens(x: Tensor, name: str = "tokens"):
-    """ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} are a {type(x).__name__}; give an int64 tensor (B, T), torch.tensor([[3]])")
-    if x.dtype != torch.int64:
-        raise ValueError(f"{name} are {x.dtype} and must be torch.int64; give whole numbers, cast by .long()")
-    if x.dim() != 2 or not x.numel():
-        raise ValueError(f"{name} are empty or not of shape (B, T): {tuple(x.shape)}; give at least one")
 
 
 def rope_frequencies(config: Config, device=None) -> Tensor:
-    """Angle per token of each pair of dimensions, (D/2,). RoPE, arXiv 2104.09864, with Llama-3.1's scaling if set."""
+    """Angle per token of each pair of dimensions, (D/2,): RoPE, arXiv 2104.09864."""
     D = config.head_dim
-    freq = config.rope_theta ** -(torch.arange(0, D, 2, device=device).float() / D)
+    freq = config.rope_theta ** -(torch.arange(0, D, 2, device="cpu").float() / D)
     if config.rope_scaling:
-        # Llama 3.1: wavelengths beyond the old context are stretched by `factor`, short ones stay, between them a ramp
+        # wavelengths beyond the old context are stretched by `factor`, short ones stay, between them a ramp
         s = config.rope_scaling
         low, high = s["low_freq_factor"], s["high_freq_factor"]
         turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)
         ramp = ((turns - low) / (high - low)).clamp(0, 1)
         freq = freq * (ramp + (1 - ramp) / s["factor"])
-    return freq
+    return freq if device is None else freq.to(device)
 
 
 def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle at positions pos (..., T), each (..., 1, T, D): the 1 stands for the heads."""
+    """cos and sin of every angle at positions pos (..., T), each (..., 1, T, D), the 1 for the heads."""
     angle = (pos[..., None].float() * freq).unsqueeze(-3)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the sign is that of rotate_half
@@ -135,31 +80,13 @@ def norm(config: Config) -> nn.Module:
     return kind(config.d_model, eps=config.norm_eps)
 
 
-def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal tensor attention (arXiv 2503.11108): query i attends to all pairs of tokens a, b ≤ i.
-
-    score of (a, b) = q_i · (k₁ₐ ∘ k₂ᵦ)/√D, its value v₁ₐ ∘ v₂ᵦ; q (B, H·G, T, D), k = [k₁ | k₂] and v = [v₁ | v₂]
-    (B, H, T, 2D) → (B, H·G, T, D). Makes T³ scores per head: for training, on short texts.
-    """
-    T, D = q.shape[2:]
-    k1, k2, v1, v2 = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for both in (k, v) for x in both.chunk(2, -1))
-    score = torch.einsum("bhid,bhxd,bhyd->bhixy", q * D ** -0.5, k1, k2)
-    seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-    score = score.masked_fill(~(seen[:, :, None] & seen[:, None]), -math.inf)
-    return torch.einsum("bhixy,bhxd,bhyd->bhid", score.flatten(3).softmax(-1).view_as(score), v1, v2)
-
-
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h.
-
-    With two vectors (tensor attention) a key is [k₁ | k₂] and a value [v₁ | v₂]. They are not rotated: a product of *three*
-    rotated vectors depends on where the text begins, not on distances alone.
-    """
+    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h."""
 
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.heads = c.n_heads, c.vectors * c.n_kv_heads, c.vectors * c.n_kv_heads  # of q, k, v: one above the other in qkv
+        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads  # of q, k, v: one above the other in qkv
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
@@ -168,12 +95,9 @@ class Attention(nn.Module):
         return x.split([heads * self.config.head_dim for heads in self.heads])
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), q and k rotated; with two vectors k and v are (B, H, T, 2D)."""
+        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), q and k rotated."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, sum of heads, T, D)
-        if self.config.vectors == 2:
-            q, *kv = qkv.split(self.heads, 1)  # k and v: head by head, the first vector and the second
-            return q, *(torch.cat((x[:, ::2], x[:, 1::2]), -1) for x in kv)
         if angles is None:
             return qkv.split(self.heads, 1)
         queries, keys, values = self.heads
@@ -184,8 +108,6 @@ class Attention(nn.Module):
         q, k, v = self.project(x, angles)
         if cache is not None:
             y = cache.attend(q, k, v, pos)
-        elif self.config.vectors == 2:
-            y = pair_attention(q, k, v)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o(y.transpose(1, 2).flatten(2))  # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
@@ -208,9 +130,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, attention=Attention):
         super().__init__()
-        self.norm1, self.attention = norm(config), Attention(config)
+        self.norm1, self.attention = norm(config), attention(config)
         self.norm2, self.mlp = norm(config), MLP(config)
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
@@ -221,16 +143,16 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens in, next-token logits out.
 
-    With `cache` (a list from `make_cache`, one LayerCache a layer) only the new tokens are computed; they follow
-    the tokens that the cache has seen, whether or not it still holds them.
+    With `cache` (a list from `make_cache`, one a layer) only the new tokens are computed. They follow
+    the tokens that the cache has seen, whether or not it still holds them. `attention` is its layers' class.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, attention=Attention):
         super().__init__()
         c = self.config = config
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = nn.Embedding(c.max_len, c.d_model) if c.family == "gpt2" else None
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
+        self.blocks = nn.ModuleList(Block(c, attention) for _ in range(c.n_layers))
         self.norm = norm(c)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         if c.tie_embeddings:
@@ -250,48 +172,34 @@ class Decoder(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
 
     def _apply(self, fn, recurse=True):
-        # .half() and the like must not round RoPE's angles: at position 4000 they would be off by a quarter radian
+        # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter radian
         super()._apply(fn, recurse)
         if self.config.family == "llama":
             self.freq = rope_frequencies(self.config, self.embed.weight.device)
         return self
 
-    def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None, last: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None,
+                last: int | None = None) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.
 
         `pos` (B or 1, T) overrides the positions (training on position jumps).
         Raises ValueError, before a cache is touched, if the sequence would grow beyond config.max_len, and if
         tokens, positions, caches or `last` do not fit.
         """
-        check_tokens(tokens)
-        if cache is not None:
-            check_caches(cache, len(self.blocks), len(tokens))
-        seen = cache[0].seen if cache else 0
-        T, longest = tokens.shape[1], self.config.max_len
-        if last is not None:
-            whole("last", last, 1, T)
-        if seen + T > longest:
-            raise ValueError(f"{seen + T} tokens exceed the model's length of {longest}; shorten the text")
+        check_forward(self, tokens, cache, pos, last)
         if pos is None:
-            pos = torch.arange(seen, seen + T, device=tokens.device)[None]
-        else:
-            check_tokens(pos, "positions")
-            low, high = int(pos.min()), int(pos.max())
-            if pos.shape not in ((1, T), tokens.shape) or low < 0 or high >= longest:
-                raise ValueError(f"positions {low} … {high} of shape {tuple(pos.shape)} must lie in "
-                                 f"0 … {longest - 1} and have the shape {tuple(tokens.shape)} or (1, {T})")
+            seen = cache[0].seen if cache else 0
+            pos = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]
         try:
             x = self.embed(tokens)
         except IndexError:  # on a CPU; to look at every id first would make a GPU wait at each token
-            low, high, V = int(tokens.min()), int(tokens.max()), self.config.vocab_size
-            raise ValueError(f"token ids {low} … {high} must lie in the vocabulary 0 … {V - 1}; "
-                             "use the model's own tokenizer") from None
-        for memory in cache or ():
-            memory.hear(tokens)
+            raise outside(tokens, self.config.vocab_size) from None
+
         if self.positions is not None:
             x, angles = x + self.positions(pos), None
         else:
             angles = tuple(a.to(x.dtype) for a in rope(self.freq, pos))
+
         for i, block in enumerate(self.blocks):
             x = block(x, angles, pos, cache[i] if cache else None)
         return self.head(self.norm(x if last is None else x[:, -last:]))

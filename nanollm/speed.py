@@ -1,4 +1,4 @@
-"""How fast decoding is, over the cache's length and against transformers on the same weights; what compressing costs.
+"""How fast decoding is, over the cache's length and against transformers, and what compressing costs.
 
     python -m nanollm.speed
     python -m nanollm.speed --lengths 256 --new 8 --repeat 1    # only to see it run: 40 s on one core
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanollm import TINY, command, whole
-from nanollm.cache import finish_prompt, make_cache
+from nanollm import TINY, command
+from nanollm.cache import end_prefill, make_cache
 from nanollm.generate import generate, prefill
+from nanollm.check import whole
+from nanollm.evaluate import for_text
+from nanollm.select import calibrated, given, load, pick
 from nanollm.tokenizer import boundaries
 from nanollm.weights import to_hf
 
@@ -31,10 +34,10 @@ def best(run, repeat: int) -> float:
 
 
 class Count(TorchDispatchMode):
-    """Counts, of everything that runs under it, the multiplications and the bytes that operations read and write.
+    """Counts multiplications, and the bytes that operations read and write, of all that runs under it.
 
-    A view moves nothing. In a matrix product of (m, k) and (k, n) every product counts, m·k·n; elsewhere each number of
-    what is made by mul, div or exp.
+    A view moves nothing. In a matrix product of (m, k) and (k, n) every product counts, m·k·n; elsewhere each
+    number of what is made by mul, div or exp.
     """
 
     def __init__(self):
@@ -50,7 +53,8 @@ class Count(TorchDispatchMode):
         out, name = op(*args, **kwargs), op.overloadpacket.__name__
         if op.is_view or name == "_unsafe_view":
             return out
-        read, made = ([x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, kwargs), out))
+        read, made = ([x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+                      for tree in ((args, kwargs), out))
         if name == "copy_" or name.startswith("new_"):  # their first argument is not read
             read = read[1:]
         self.bytes += sum(x.numel() * x.element_size() for x in read + made)
@@ -81,25 +85,37 @@ def against_transformers(ours, new: int, prompts=(128, 1024), repeat: int = 7):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for length in prompts:
-            tokens = torch.randint(0, ours.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+            tokens = random_tokens(ours, length, seed=0)
 
             def a(n: int):
                 return generate(ours, tokens, n)[0].tolist()
 
             def b(n: int):
-                return theirs.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0,
-                                       attention_mask=torch.ones_like(tokens))[0, length:].tolist()
+                out = theirs.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False,
+                                      pad_token_id=0, attention_mask=torch.ones_like(tokens))
+                return out[0, length:].tolist()
 
             if a(new + 1) != b(new + 1):
                 raise ValueError("the two decode different tokens; their speeds cannot be compared")
-            rounds = [[best(lambda: f(n), 1) for f in (a, b) for n in (new + 1, 1)] for _ in range(repeat)]
-            long_a, short_a, long_b, short_b = (min(column) for column in zip(*rounds))
-            if long_a > short_a and long_b > short_b:
-                mine, other = new / (long_a - short_a), new / (long_b - short_b)
-                speeds = f"{mine:>10.0f} t/s{other:>12.0f} t/s{mine / other:>8.2f}"
-            else:  # the machine did something else
-                speeds = f"{'too few tokens or repeats to tell':>38}"
-            print(f"{threads:>8}{length:>8}{speeds}", flush=True)
+            print(f"{threads:>8}{length:>8}{speeds(a, b, new, repeat)}", flush=True)
+
+
+def speeds(a, b, new: int, repeat: int) -> str:
+    """Tokens per second of both, and their ratio; what is timed takes turns."""
+    times = {(f, n): [] for f in (a, b) for n in (new + 1, 1)}
+    for _ in range(repeat):
+        for f, n in times:
+            times[f, n].append(best(lambda: f(n), 1))
+
+    seconds_a, seconds_b = (min(times[f, new + 1]) - min(times[f, 1]) for f in (a, b))
+    if seconds_a <= 0 or seconds_b <= 0:  # the machine did something else
+        return f"{'too few tokens or repeats to tell':>38}"
+    return f"{new / seconds_a:>10.0f} t/s{new / seconds_b:>12.0f} t/s{seconds_b / seconds_a:>8.2f}"
+
+
+def random_tokens(model, n: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (1, n), generator=generator)
 
 
 def over_length(model, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9):
@@ -108,7 +124,7 @@ def over_length(model, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9)
     print("one decoding step, batch 1, one thread")
     print(f"{'slots':>8}{'step':>12}{'attention':>12}{'the rest':>12}")
     for n in slots:
-        tokens = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n))
+        tokens = random_tokens(model, n, seed=n)
         caches = make_cache(model)
         prefill(model, tokens, caches)
 
@@ -129,54 +145,60 @@ def over_length(model, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9)
 
 
 def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int = 5):
-    """Time of each method's `finish_prompt` at a budget of a quarter, in a share of the prefill with the full cache.
+    """Time of each method's `end_prefill` at a budget of a quarter, as a share of the full cache's prefill.
 
     Reading: its own prefill in units of the full cache's; a method that counts attention works there already.
     """
-    from nanollm.__main__ import calibrated, given
     torch.set_num_threads(1)
     ends = boundaries(encoding, model.config.vocab_size)
-    knobs = {name: given(Method, ends=ends) | calibrated(Method, model, encoding) for name, Method in methods.items()}
+    knobs = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}
     print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
     print(f"{'tokens':<27}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
-    print(f"{'':<27}" + f"{'finish_prompt':>17}{'reading':>9}" * len(lengths))
+    print(f"{'':<27}" + f"{'end_prefill':>17}{'reading':>9}" * len(lengths))
     table = {name: "" for name in methods}
     for n in lengths:
-        tokens, times = torch.randint(0, model.config.vocab_size, (1, n), generator=torch.Generator().manual_seed(n)), {}
+        tokens = random_tokens(model, n, seed=n)
+        times = {name: [] for name in methods}
         for name in [*methods] * repeat:
-            caches = make_cache(model, methods[name], **knobs[name], **given(methods[name], budget=n // 4))
+            caches = make_cache(model, for_text(methods[name], ends[tokens]), **knobs[name],
+                                **given(methods[name], budget=n // 4))
             began = time.perf_counter()
             prefill(model, tokens, caches)
             read = time.perf_counter()
-            finish_prompt(caches)
-            times.setdefault(name, []).append((read - began, time.perf_counter() - read))
-        reading, finishing = ({name: min(x[i] for x in runs) for name, runs in times.items()} for i in (0, 1))
-        full = reading["full"]
-        table["full"] += f"{1e3 * full:>14.0f} ms{1:>9.2f}"
-        for name in [*methods][1:]:
-            table[name] += f"{1e3 * finishing[name]:>7.1f} ms {100 * finishing[name] / full:>4.1f} %{reading[name] / full:>9.2f}"
-    print(*(f"{'full: the prefill' if name == 'full' else name:<27}{cells}" for name, cells in table.items()), sep="\n")
+            end_prefill(caches)
+            times[name].append((read - began, time.perf_counter() - read))
+
+        least = {name: tuple(map(min, zip(*runs))) for name, runs in times.items()}
+        full = least["full"][0]
+        for name, (reading, ending) in least.items():
+            if name == "full":
+                table[name] += f"{1e3 * full:>14.0f} ms{1:>9.2f}"
+            else:
+                table[name] += f"{1e3 * ending:>7.1f} ms {100 * ending / full:>4.1f} %{reading / full:>9.2f}"
+
+    for name, cells in table.items():
+        print(f"{'full: the prefill' if name == 'full' else name:<27}{cells}")
 
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm.speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="of texts; default: each table's")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
+                        help="of texts; default: each table's")
     parser.add_argument("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
     parser.add_argument("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
     args = parser.parse_args(argv)
-    from nanollm.__main__ import given, load, pick
     whole("new", args.new, 1, 1024)
     repeat = {} if args.repeat is None else dict(repeat=whole("repeat", args.repeat, 1))
     model, encoding = load(args.model, "cpu")
-    methods, ends = pick(["all"]), boundaries(encoding, model.config.vocab_size)
+    methods = pick(["all"])
     longest = max(1, model.config.max_len - max(32, args.new + 1))
     for n in args.lengths or [2048]:  # what cannot be measured is found before any work is done
         whole("length", n, 1, longest)
         for name, Method in methods.items():
             try:
-                make_cache(model, Method, **given(Method, ends=ends, budget=n // 4))
+                make_cache(model, Method, **given(Method, budget=n // 4))
             except ValueError as error:
                 raise ValueError(f"{name} at a quarter of {n} tokens: {error}") from None
     lengths = [args.lengths] if args.lengths else []

@@ -19,7 +19,7 @@ BOS = "<|bos|>"
 
 
 def train(texts: list[str], vocab_size: int) -> dict[bytes, int]:
-    """Ranks of vocab_size tokens: 256 bytes, the 100 two-digit numbers, then merges. Ties: the larger pair of bytes."""
+    """Ranks of vocab_size tokens: 256 bytes, 100 two-digit numbers, merges. Ties: the larger pair."""
     if isinstance(texts, str):
         raise ValueError("texts are one string; give a list of them")
     if not isinstance(vocab_size, int) or vocab_size < 356:
@@ -65,7 +65,8 @@ def merge(word: list[bytes], a: bytes, b: bytes) -> list[bytes]:
 
 def save(ranks: dict[bytes, int], path: str | Path):
     """Write tiktoken's file format: base64 of the token, a space, its rank; one a line."""
-    Path(path).write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    Path(path).write_text("".join(lines))
 
 
 def load(name: str | Path) -> tiktoken.Encoding:
@@ -92,12 +93,13 @@ def load(name: str | Path) -> tiktoken.Encoding:
         return tiktoken.Encoding(Path(name).stem, pat_str=PATTERN, mergeable_ranks=ranks,
                                  special_tokens={BOS: len(ranks)})
     if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"unknown tokenizer {name!r}; give a .tiktoken file or one of {tiktoken.list_encoding_names()}")
+        raise ValueError(f"unknown tokenizer {name!r}; give a .tiktoken file or one of "
+                         f"{tiktoken.list_encoding_names()}")
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # requests' errors are OSErrors
-        raise ValueError(f"tiktoken downloads {name!r} once, and that failed; go online, or set TIKTOKEN_CACHE_DIR "
-                         f"to a folder that holds it") from error
+        raise ValueError(f"tiktoken downloads {name!r} once, and that failed; go online, "
+                         "or set TIKTOKEN_CACHE_DIR to a folder that holds it") from error
 
 
 def check_vocabulary(encoding, vocab_size: int):

@@ -6,9 +6,10 @@
 A run that was cut off goes on from its last checkpoint if it is asked for with the same seed, learning rate
 and steps: stage and rate of a step depend on how many there are. Nothing of another's is written over.
 
-What makes retrieval work in so little training, in order of weight: a structured start (`induction_start`: only the
-starting weights are special, the architecture is not), position jumps (PoSE, arXiv 2309.10400) so that lengths far
-beyond the training length are seen as positions, and a curriculum from dense copying to needles in real text.
+What makes retrieval work in so little training, in order of weight: a structured start
+(`induction_start`: only the starting weights are special, the architecture is not), position jumps (PoSE,
+arXiv 2309.10400) so that lengths far beyond the training length are seen as positions, and a curriculum
+from dense copying to needles in real text.
 """
 import argparse
 import json
@@ -28,21 +29,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nanollm import TINY, check_seed, ranks, set_threads, tokenizer, whole
+from nanollm import TINY, ranks, set_threads, tokenizer
+from nanollm.check import check_seed, whole
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
 from nanollm.model import Config, Decoder
 from nanollm.weights import check_device, from_hf, to_hf
 
-CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512, rope_theta=5e5)
+CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
+              rope_theta=5e5)
 # share of the steps, tokens per document, documents per batch, and the mixture of tasks
 STAGES = [
     (0.08, 64, 64, dict(plain=.20, periodic=.45, associative=.25, few_shot=.10)),
     (0.10, 128, 32, dict(plain=.20, periodic=.15, associative=.10, few_shot=.15, needle=.25, recall=.15)),
     (0.42, 256, 16, dict(plain=.38, periodic=.07, associative=.05, few_shot=.18, needle=.20, recall=.12)),
-    (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13, copy=.12)),
+    (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13,
+                        copy=.12)),
 ]
-WEIGHT = np.zeros(4, dtype=np.float32)  # loss weight of a token by its role; in plain text every token counts 1
+# loss weight of a token by its role; in plain text every token counts 1
+WEIGHT = np.zeros(4, dtype=np.float32)
 RECIPE = "seed", "lr", "steps"  # a run depends on these alone, so they are written into its checkpoint
 CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
 MADE = "config.json", "model.safetensors", "tokenizer.tiktoken", "train.json"  # at a run's end
@@ -50,7 +55,7 @@ MADE = "config.json", "model.safetensors", "tokenizer.tiktoken", "train.json"  #
 WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
 
 
-# ---- documents --------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------------
 
 def periodic(rng, n: int, tasks: Tasks):
     """A segment repeated to the end, from its second time on an answer: the densest signal for induction."""
@@ -65,7 +70,10 @@ def associative(rng, n: int, tasks: Tasks):
     """Random key → value pairs of 1 or 2 tokens, listed once and then again and again in other orders."""
     k, v = rng.integers(1, 3, 2)
     pairs = int(rng.integers(2, n // (2 * (k + v)) + 1))
-    keys = rng.choice(tasks.bos, pairs, replace=False)[:, None] if k == 1 else rng.integers(0, tasks.bos, (pairs, 2))
+    if k == 1:
+        keys = rng.choice(tasks.bos, pairs, replace=False)[:, None]
+    else:
+        keys = rng.integers(0, tasks.bos, (pairs, 2))
     table = np.concatenate([keys, rng.integers(0, tasks.bos, (pairs, v))], 1)
     rounds = -(-n // table.size)
     order = np.concatenate([np.arange(pairs)] + [rng.permutation(pairs) for _ in range(rounds - 1)])
@@ -87,7 +95,8 @@ def document(rng, n: int, task: str, tasks: Tasks):
         tokens, roles = tasks.needle(rng, n, facts=facts, questions=questions)
     elif task == "recall":
         pairs = int(rng.integers(2, min(24, n // 16) + 1))
-        tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=int(rng.integers(1, min(pairs, n // 40) + 1)))
+        questions = int(rng.integers(1, min(pairs, n // 40) + 1))
+        tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=questions)
     elif task == "copy":
         length = int(rng.integers(12, n // 4))
         start = int(rng.integers(3, 9))
@@ -100,7 +109,7 @@ def document(rng, n: int, task: str, tasks: Tasks):
 
 
 def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks):
-    """Tokens and loss weights (B, T + 1) of one step: a function of seed and step alone, so that runs can resume."""
+    """Tokens and loss weights (B, T + 1) of a step: a function of seed and step alone, so runs can resume."""
     rng = np.random.default_rng((seed, step))
     kinds = rng.choice(list(mixture), B, p=np.array(list(mixture.values())) / sum(mixture.values()))
     tokens, weights = zip(*(document(rng, T + 1, kind, tasks) for kind in kinds))
@@ -116,16 +125,17 @@ def position_jumps(rng, B: int, T: int, max_len: int, jumps: int = 3) -> torch.T
     return torch.from_numpy(np.arange(T) + step.sum(1))
 
 
-# ---- the start --------------------------------------------------------------------------------------------------
+# ---- the start -----------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def induction_start(model: Decoder, seed: int):
-    """Starting weights under which layers 0 and 1 already form induction heads (arXiv 2209.11895); all are trained.
+    """Starting weights under which layers 0 and 1 form induction heads (arXiv 2209.11895); all are trained.
 
-    Layer 0: embedding dimension 0 is the same for every token. Queries and keys that read only it see nothing but
-    RoPE's angle, and a query turned by −Δ peaks at the token Δ back. Such a head copies a random subspace U of that
-    token into a free subspace S. Layer 1: query U of the current token against key S meets the token *after* an
-    earlier occurrence, and the value head copies that token's embedding to where the output head reads it.
+    Layer 0: embedding dimension 0 is the same for every token. Queries and keys that read only it see
+    nothing but RoPE's angle, and a query turned by −Δ peaks at the token Δ back. Such a head copies a
+    random subspace U of that token into a free subspace S. Layer 1: query U of the current token against
+    key S meets the token *after* an earlier occurrence, and the value head copies that token's embedding
+    to where the output head reads it.
     """
     c = model.config
     generator = torch.Generator().manual_seed(seed)
@@ -133,24 +143,30 @@ def induction_start(model: Decoder, seed: int):
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             residual = name.endswith(("o.weight", "down.weight"))
-            weight.copy_(torch.randn(weight.shape, generator=generator) * (0 if residual else weight.shape[1] ** -0.5))
+            size = 0 if residual else weight.shape[1] ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * size)
     model.embed.weight.copy_(torch.randn(model.embed.weight.shape, generator=generator) * std)
     model.embed.weight[:, 0] = 4 * std
 
     D, H, G = c.head_dim, c.n_kv_heads, c.n_heads // c.n_kv_heads
-    U, S = (torch.linalg.qr(torch.randn(c.d_model, c.d_model, generator=generator))[0].split(D) for _ in range(2))
+    drawn = (torch.randn(c.d_model, c.d_model, generator=generator) for _ in range(2))
+    U, S = (torch.linalg.qr(x)[0].split(D) for x in drawn)
     fast, half = 6, D // 2  # the six fastest of RoPE's D/2 angles tell neighbours apart
     first, second = model.blocks[0].attention, model.blocks[1].attention
     (q0, k0, v0), (q1, k1, v1) = (layer.split(layer.qkv.weight) for layer in (first, second))
     q0.mul_(0.1), k0.mul_(0.1)
-    sharpness = math.sqrt(30 * math.sqrt(D) / fast) / 3  # score 30 at the peak; dimension 0 is about 3 after the norm
-    back = [1 if h % G == 0 else 2 + h // G for h in range(c.n_heads)]  # 1, 2, 1, 3, 1, 4: how far each head looks
+
+    # layer 0: score 30 at the peak; dimension 0 is about 3 after the norm
+    sharpness = math.sqrt(30 * math.sqrt(D) / fast) / 3
+    back = [1 if h % G == 0 else 2 + h // G for h in range(c.n_heads)]  # how far: 1, 2, 1, 3, 1, 4
     for h in range(c.n_heads):
         angle = -back[h] * model.freq[:fast]
         q0[h * D:h * D + fast, 0] = sharpness * angle.cos()
         q0[h * D + half:h * D + half + fast, 0] = sharpness * angle.sin()
         first.o.weight[:, h * D:(h + 1) * D] = std * S[h].T
-    slow = torch.tensor([i for i in range(D) if i % half >= fast])  # matching content must not depend on distance
+
+    # layer 1: matching content must not depend on distance
+    slow = torch.tensor([i for i in range(D) if i % half >= fast])
     for h in range(H):
         k0[h * D:h * D + fast, 0] = sharpness
         v0[h * D:(h + 1) * D] = U[h]
@@ -162,10 +178,10 @@ def induction_start(model: Decoder, seed: int):
         second.o.weight[:, h * G * D:(h * G + 1) * D] = 4 * std * U[H + h].T
 
 
-# ---- the loop ---------------------------------------------------------------------------------------------------
+# ---- the loop ------------------------------------------------------------------------------------------
 
 def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
-    """Share of the peak learning rate: linear warm-up, flat, then linear decay over the last part down to 2 %."""
+    """Share of the peak learning rate: linear warm-up, flat, then linear decay down to 2 %."""
     return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
 
 
@@ -175,12 +191,12 @@ def stage(step: int, steps: int):
     for share, T, B, mixture in STAGES:
         done += share
         if step < done * steps:
-            break
-    return T, B, mixture
+            return T, B, mixture
+    return STAGES[-1][1:]
 
 
 def save(args, model: Decoder, optimizer, step: int, minutes: float):
-    """Weights and AdamW's moments in one safetensors file, replaced at once so that a cut-off run leaves a whole one."""
+    """Weights and AdamW's moments in one file, replaced at once so that a cut-off run leaves a whole one."""
     tensors = {}
     for name, p in model.named_parameters():
         state = optimizer.state[p]  # empty before the first step
@@ -266,6 +282,7 @@ def main(argv=None):
     if not 0 < args.lr <= 1:
         raise ValueError(f"lr {args.lr} must lie above 0 and be at most 1")
     check_device(args.device)
+
     rank, world = ranks()
     model = Decoder(Config(**CONFIG))
     set_threads(args.threads, sum(p.numel() for p in model.parameters()))
@@ -276,12 +293,14 @@ def main(argv=None):
 
     induction_start(model, args.seed)
     model.to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05,
+                                  fused=True)
     if first:
         resume(args.out / CHECKPOINT, model, optimizer, first)
     forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     if rank == 0 and not first:
         save(args, model, optimizer, 0, minutes)  # the folder is taken, and it can be written to
+
     log = (args.out / "log.jsonl").open("a")
 
     began, saved, few = time.time() - 60 * minutes, first, max(1, args.documents // 8)
@@ -302,6 +321,7 @@ def main(argv=None):
         logits = forward(tokens[:, :-1], pos=pos)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
+
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
@@ -309,10 +329,11 @@ def main(argv=None):
             loss = loss.detach() / world
             dist.all_reduce(loss)
         losses.append(loss.item())
+
         if not math.isfinite(losses[-1]) or not math.isfinite(norm):
             bar.close()
-            raise ValueError(f"step {step + 1} has loss {losses[-1]} and gradient norm {norm}: the run stops; "
-                             f"the checkpoint of step {saved} in {args.out} is untouched; "
+            raise ValueError(f"step {step + 1} has loss {losses[-1]} and gradient norm {norm}: "
+                             f"the run stops; the checkpoint of step {saved} in {args.out} is untouched; "
                              f"begin anew with --lr below {args.lr}")
         for group in optimizer.param_groups:
             group["lr"] = args.lr * schedule(step, args.steps)
@@ -340,6 +361,15 @@ def main(argv=None):
         finish(args, model, training, held_out, minutes)
 
 
+def hardware(device: str) -> str:
+    """The GPU, or the processor and its threads, by name."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{torch.get_num_threads()} thread(s) of {named[1] if named else platform.processor()}"
+
+
 def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: float):
     """Write the checkpoint in 16 bits with its tokenizer, and train.json: how it was made and what it can do.
 
@@ -356,11 +386,11 @@ def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: floa
                 "copy_512": exact_match(model, held_out, "copy", 512, documents)}
     windows = max(1, documents // 4)
     bits = {"model": bits_per_byte(model, held_out, windows)} | ngram_bits(training, held_out, windows)
-    named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-    processor = named[1] if named else platform.processor()
+
+    options = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k not in ("out", "every"))
     report = dict(
-        command="python -m nanollm train " + " ".join(f"--{k} {v}" for k, v in vars(args).items() if k not in ("out", "every")),
-        hardware=torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} thread(s) of {processor}",
+        command="python -m nanollm train " + options,
+        hardware=hardware(args.device),
         versions=dict(python=platform.python_version(), torch=torch.__version__),
         parameters=sum(p.numel() for p in model.parameters()),
         training_tokens=4096 * args.steps,

@@ -1,7 +1,8 @@
-"""Weights in and out, in one layout on disk: Hugging Face's config.json and model.safetensors, whole or in shards.
+"""Weights in and out, in one layout on disk: Hugging Face's config.json and model.safetensors.
 
-Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5. A checkpoint that
-Decoder would compute differently from its authors is a ValueError, never an approximation.
+Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5. A
+checkpoint that Decoder would compute differently from its authors is a ValueError, never an
+approximation.
 """
 import json
 from os.path import isfile  # false for names that are none, too
@@ -11,16 +12,19 @@ import re
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 import torch
+from torch.overrides import TorchFunctionMode
 from torch import Tensor
 
-from nanollm.model import SCALING, Config, Decoder, check
+from nanollm.check import SCALING, check_field
+from nanollm.model import Attention, Config, Decoder
 
-# ---- config.json ----------------------------------------------------------------------------------------------------
+# ---- config.json ---------------------------------------------------------------------------------------
 
 # fields of Config and their names in config.json
 KEYS = {
     "gpt2": dict(vocab_size="vocab_size", max_len="n_positions", n_layers="n_layer", n_heads="n_head",
-                 d_model="n_embd", d_ff="n_inner", norm_eps="layer_norm_epsilon", tie_embeddings="tie_word_embeddings"),
+                 d_model="n_embd", d_ff="n_inner", norm_eps="layer_norm_epsilon",
+                 tie_embeddings="tie_word_embeddings"),
     "llama": dict(vocab_size="vocab_size", max_len="max_position_embeddings", n_layers="num_hidden_layers",
                   n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim",
                   d_model="hidden_size", d_ff="intermediate_size", norm_eps="rms_norm_eps",
@@ -36,11 +40,11 @@ OPTIONAL = {"n_inner", "num_key_value_heads", "head_dim", "sliding_window", "rop
 def check_types(hf: dict):
     for key, x in hf.items():
         if key in TYPES and not (x is None and key in OPTIONAL):
-            check(key, x, TYPES[key])
+            check_field(key, x, TYPES[key])
 
 
 def require(hf: dict, key: str, *allowed):
-    """ValueError unless config.json has one of `allowed` under `key`; the first is what an absent key means."""
+    """ValueError unless config.json has one of `allowed` under `key`; an absent key means the first."""
     if hf.get(key, allowed[0]) not in allowed:
         right = " or ".join(map(repr, allowed))
         raise ValueError(f"{key} {hf[key]!r:.60} is not implemented; only {right} is")
@@ -68,8 +72,8 @@ def llama_config(hf: dict) -> Config:
     if kind == "mistral":
         window = hf.get("sliding_window", 4096)  # absent means 4096, null means none
         if window is not None and window < max_len:
-            raise ValueError(f"sliding_window {window} is below max_position_embeddings {max_len}, and windowed "
-                             "attention is not implemented; use a Mistral from v0.2 on")
+            raise ValueError(f"sliding_window {window} is below max_position_embeddings {max_len}, "
+                             "and windowed attention is not implemented; use a Mistral from v0.2 on")
     # transformers 5 writes rope_parameters, with rope_theta inside, in place of rope_scaling
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
@@ -122,7 +126,7 @@ def read_config(folder: Path) -> Config:
 
 
 def hf_config(c: Config) -> dict:
-    """The config.json of c. rope_theta and rope_scaling are names that every version of transformers reads."""
+    """The config.json of c. Every version of transformers reads rope_theta and rope_scaling."""
     biases = c.qkv_bias, c.o_bias, c.mlp_bias
     if c.family == "gpt2":
         kind, name = "gpt2", "GPT2LMHeadModel"
@@ -131,12 +135,10 @@ def hf_config(c: Config) -> dict:
         kind, name, fits = "qwen2", "Qwen2ForCausalLM", True
     else:
         kind, name, fits = "llama", "LlamaForCausalLM", c.qkv_bias == c.o_bias and c.d_model % c.n_heads == 0
-    if c.vectors != 1:
-        raise ValueError(f"{c} fits no Hugging Face model: they have 1 key and value vector a token")
     if not fits:
-        raise ValueError(f"{c} fits no Hugging Face model: GPT-2 has every bias and n_heads = n_kv_heads = d_model / "
-                         "head_dim; Llama has qkv_bias = o_bias and d_model a multiple of n_heads; "
-                         "Qwen2 has qkv_bias alone")
+        raise ValueError(f"{c} fits no Hugging Face model: GPT-2 has every bias and n_heads = n_kv_heads "
+                         "= d_model / head_dim; Llama has qkv_bias = o_bias and d_model a multiple of "
+                         "n_heads; Qwen2 has qkv_bias alone")
     hf = dict(model_type=kind, architectures=[name])
     hf |= {theirs: getattr(c, ours) for ours, theirs in KEYS[c.family].items()}
     if c.family == "gpt2":
@@ -145,12 +147,13 @@ def hf_config(c: Config) -> dict:
                      rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling})
 
 
-# ---- model.safetensors ----------------------------------------------------------------------------------------------
+# ---- model.safetensors ---------------------------------------------------------------------------------
 
 # Hugging Face's modules and ours; # is the layer.
 NAMES = {
     "gpt2": {
-        "transformer.wte": "embed", "transformer.wpe": "positions", "transformer.ln_f": "norm", "lm_head": "head",
+        "transformer.wte": "embed", "transformer.wpe": "positions", "transformer.ln_f": "norm",
+        "lm_head": "head",
         "transformer.h.#.ln_1": "blocks.#.norm1", "transformer.h.#.ln_2": "blocks.#.norm2",
         "transformer.h.#.attn.c_attn": "blocks.#.attention.qkv",
         "transformer.h.#.attn.c_proj": "blocks.#.attention.o",
@@ -163,7 +166,7 @@ NAMES = {
         **{f"model.layers.#.mlp.{x}_proj": f"blocks.#.mlp.{x}" for x in ("gate", "up", "down")}}}
 PREFIX = {"gpt2": "transformer.", "llama": "model."}  # base models are saved without it
 TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D holds (in, out)
-DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old checkpoints hold the mask and the angles
+DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old ones hold mask and angles
 
 
 def layout(model: Decoder) -> dict[str, Tensor]:
@@ -198,15 +201,16 @@ def open_shards(folder: Path) -> dict[Path, safe_open]:
         files = [file for file in there if file.name in names.values()]
     elif not isfile(files[0]):
         if pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
-            raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it to safetensors "
-                             "(transformers: load it, then save_pretrained)")
+            raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it "
+                             "to safetensors (transformers: load it, then save_pretrained)")
         raise ValueError(f"{files[0]} is missing; give the folder of a Hugging Face checkpoint")
     shards = {}
     for file in files:
         try:
             shards[file] = safe_open(file, "pt")
         except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or no safetensors file ({error}); download it again") from None
+            raise ValueError(f"{file} is truncated or no safetensors file ({error}); "
+                             "download it again") from None
     return shards
 
 
@@ -227,17 +231,28 @@ def check_dtype(dtype: torch.dtype):
         raise ValueError(f"dtype {dtype!r:.60} is not for weights; use one of {', '.join(map(str, right))}")
 
 
+class NoDraws(TorchFunctionMode):
+    """Leaves weights undrawn: for a meta tensor, `normal_` would first import PyTorch's compiler (2 s)."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.init.normal_:
+            return kwargs["tensor"]  # so nn.init hands it over
+        return function(*args, **kwargs or {})
+
+
 def brief(error: Exception) -> str:
     """The begin of an error's first line, or its kind."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @torch.no_grad()
-def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
+            device: str | torch.device = "cpu") -> Decoder:
     """The decoder in a Hugging Face folder, in eval mode, its weights cast to dtype.
 
-    Tensors go one by one from the mapped files into the decoder, so no second copy of the weights is made.
-    Raises ValueError naming the file, the key of config.json or the tensor that is missing, damaged or not understood.
+    Tensors go one by one from the mapped files into the decoder, so no second copy of the weights is
+    made. Raises ValueError naming the file, the key of config.json or the tensor that is missing, damaged
+    or not understood.
     """
     folder, device = Path(folder), check_device(device)
     check_dtype(dtype)
@@ -256,7 +271,7 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
     if config.n_layers > len(found):  # before so many are made
         raise ValueError(f"{folder} has {len(found)} tensors for {config.n_layers} layers; {is_it}")
     try:
-        with torch.device("meta"):  # costs neither memory nor the time for random weights
+        with torch.device("meta"), NoDraws():  # costs neither memory nor the time for random weights
             model = Decoder(config).to(dtype)
     except RuntimeError:
         raise ValueError(f"{folder} should hold a tensor of more than 2**63 bytes; {is_it}") from None
@@ -282,22 +297,27 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32, device: str 
         if not x.is_floating_point():
             raise ValueError(f"tensor {there} holds {x.dtype}, as if quantized; use weights that are not")
         if not p.copy_(x.T if TRANSPOSED.search(name) else x).isfinite().all():
-            raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype or download it again")
+            raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype "
+                             "or download it again")
     if tied and not torch.equal(tied[1].get_tensor(tied[2]).to(model.head.weight), model.head.weight):
-        raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says tie_word_embeddings; "
-                         "set it to false there")
+        raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says "
+                         "tie_word_embeddings; set it to false there")
     return model.eval()
 
 
 @torch.no_grad()
 def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16):
-    """Write config.json and model.safetensors, weights cast to dtype, for from_hf and for transformers' AutoModel.
+    """Write config.json and model.safetensors, weights cast to dtype, for from_hf and transformers.
 
-    The family decides the layout: gpt2, or llama, or qwen2 if only q, k and v have biases. Raises ValueError for biases
-    and heads that fit none of them, for integers as dtype, and for a weight that is not finite in dtype.
+    The family decides the layout: gpt2, or llama, or qwen2 if only q, k and v have biases. Raises
+    ValueError for biases and heads that fit none of them, for integers as dtype, and for a weight that is
+    not finite in dtype.
     """
     c = model.config
     check_dtype(dtype)
+    if type(kind := model.blocks[0].attention) is not Attention:
+        raise ValueError(f"the layers of this decoder are {type(kind).__name__}, "
+                         "which fits no Hugging Face model")
     config = hf_config(c) | dict(
         torch_dtype=str(dtype).removeprefix("torch."),
         bos_token_id=None, eos_token_id=None)  # else transformers puts in those of the family's own tokenizer
@@ -305,7 +325,8 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     for name, p in layout(model).items():
         x = p.detach().to("cpu", dtype)
         if not x.isfinite().all():
-            raise ValueError(f"tensor {name} holds inf or nan as {dtype}; use a wider dtype such as torch.float32")
+            raise ValueError(f"tensor {name} holds inf or nan as {dtype}; "
+                             "use a wider dtype such as torch.float32")
         tensors[name] = (x.T if TRANSPOSED.search(name) else x).contiguous()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +344,8 @@ def hf_tokenizer(folder: str | Path):
     folder = Path(folder)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(isfile(folder / name) for name in names):
-        raise ValueError(f"{folder} has no tokenizer, neither {', '.join(names[:-1])} nor {names[-1]}; download it")
+        raise ValueError(f"{folder} has no tokenizer, neither {', '.join(names[:-1])} nor {names[-1]}; "
+                         "download it")
     for file in (*folder.glob("*token*.json"), *folder.glob("vocab.json")):
         read_json(file)  # transformers' message would not say which of them is broken
     from transformers import AutoTokenizer  # here, as importing it takes seconds

@@ -5,7 +5,9 @@
 # What attention needs from an earlier token is its key and its value, so a decoder keeps these two and never computes them twice: that is the KV cache.
 # This notebook shows the cache of the small decoder that ships in `nanollm/tiny`: that it changes nothing but the time, how many bytes it takes, how trained heads read it, and what is lost when a part of it is thrown away.
 #
-# You should know attention; nothing about caches is assumed. `nanollm/cache.py` and `nanollm/generate.py` are the code to read beside it.
+# **Before:** nothing here; you should know attention. **Runs:** about a minute. **Then you will know** what a KV cache holds, what it costs, what trained heads read in it, and what is lost when entries are thrown away.
+#
+# The code to read beside it: `nanollm/cache.py` and `nanollm/generate.py`.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -16,9 +18,9 @@ import torch
 
 from methods import h2o, random_eviction, streaming_llm
 from nanollm import plot, tokenizer, weights
-from nanollm.cache import ALL, LayerCache, cache_bytes, finish_prompt, full_cache_bytes, held, make_cache
+from nanollm.cache import ALL, LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
-from nanollm.evaluate import answer, maker, retrieve
+from nanollm.evaluate import answer, full_cache_bytes, held, maker, retrieve
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
 from nanollm.train import CONFIG, TINY, induction_start
@@ -30,7 +32,8 @@ model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktok
 tasks = Tasks(encoding, "test")  # held-out text and retrieval tasks, made from the installed Python
 text = torch.from_numpy(tasks.filler(np.random.default_rng(0), 2048))[None]
 c = model.config
-print(f"{c.n_layers} layers, {c.n_heads} query heads that share {c.n_kv_heads} key/value heads, head dim {c.head_dim}")
+print(f"{c.n_layers} layers, {c.n_heads} query heads that share {c.n_kv_heads} key/value heads, "
+      f"head dim {c.head_dim}")
 
 # %% [markdown]
 # ## Old keys and values never change
@@ -43,7 +46,8 @@ short, long = make_cache(model), make_cache(model)
 model(text[:, :100], short)
 model(text[:, :200], long)
 print("keys of one layer (batch, key/value heads, slots, head dim):", *long[0].k.shape)
-change = max((getattr(a, x) - getattr(b, x)[:, :, :100]).abs().max().item() for a, b in zip(short, long) for x in "kv")
+pairs = [pair for a, b in zip(short, long) for pair in ((a.k, b.k), (a.v, b.v))]
+change = max((x - y[:, :, :100]).abs().max().item() for x, y in pairs)
 print(f"largest change of a key or value of the first 100 tokens: {change:.1g}")
 
 # %% [markdown]
@@ -74,7 +78,8 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(cached[0].toli
 # Recomputing is linear in the text for the projections and quadratic for attention; a step with the cache is constant for the projections and linear for attention.
 
 # %%
-lengths, steps = [64, 128, 256, 512, 1024, 2047], {"recompute all": [], "one step with the cache": []}
+lengths = [64, 128, 256, 512, 1024, 2047]
+steps = {"recompute all": [], "one step with the cache": []}
 for T in lengths:
     caches = make_cache(model)
     model(text[:, :T], caches)
@@ -86,7 +91,8 @@ for T in lengths:
             clock.append(time.perf_counter())
         times.append(1000 * np.diff(clock).min())
 for name, times in steps.items():
-    print(f"{name}: {times[-1] / times[0]:.1f} times as long at {lengths[-1]} tokens as at {lengths[0]}")
+    print(f"{name}: {times[-1] / times[0]:.1f} times as long "
+          f"at {lengths[-1]} tokens as at {lengths[0]}")
 
 # %%
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -124,7 +130,8 @@ for T in (64, 256, 1024):
 # As long as nothing is evicted, one could count; afterwards the position can no longer be told from the slot.
 
 # %%
-shapes = {"Llama-2-7B": Config(32_000, 4096, 32, 32, 32, 4096, 11_008),  # …, layers, query heads, key/value heads, …
+# …, layers, query heads, key/value heads, …
+shapes = {"Llama-2-7B": Config(32_000, 4096, 32, 32, 32, 4096, 11_008),
           "Llama-3-8B": Config(128_256, 8192, 32, 32, 8, 4096, 14_336),
           "Llama-3-70B": Config(128_256, 8192, 80, 64, 8, 8192, 28_672)}
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -186,8 +193,10 @@ print(encoding.decode(needle[0].tolist()))
 T = needle.shape[1]
 query, key = torch.arange(T)[:, None], torch.arange(T)
 late, old = slice(T // 2, span.start), slice(0, T // 2)
-average = p[..., late, old].mean(-2) / (1 / (query + 1.0))[late].mean()  # (B, L, heads, S), in even shares
-measures = {"first token, even shares": average[..., 0], "most read token, even shares": average.amax(-1),
+even = (1 / (query + 1.0))[late].mean()
+average = p[..., late, old].mean(-2) / even  # (B, L, heads, S), in even shares
+measures = {"first token, even shares": average[..., 0],
+            "most read token, even shares": average.amax(-1),
             "last 8 tokens": (p * (key > query - 8))[..., late, :].sum(-1).mean(-1),
             "end of question → value": p[torch.arange(16), :, :, asking, value[:16]]}
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.3), layout="constrained")
@@ -207,10 +216,12 @@ def strongest(score):
 
 
 figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
-for axis, kind, numbers in zip(axes, ("heavy hitters", "recency", "retrieval"), list(measures.values())[1:]):
+kinds = "heavy hitters", "recency", "retrieval"
+for axis, kind, numbers in zip(axes, kinds, list(measures.values())[1:]):
     layer, head = strongest(numbers.mean(0))
     plot.attention(axis, p[0, layer, head], f"{kind}: layer {layer}, head {head}")
-axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fraction", arrowprops=dict(arrowstyle="->"));
+axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fraction",
+                 arrowprops=dict(arrowstyle="->"));
 
 # %% [markdown]
 # Each row is a query, each column a key; what lies right of the diagonal is the future.
@@ -219,8 +230,10 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # %%
 retrieval = strongest(measures["end of question → value"].mean(0))
 pieces = [encoding.decode([token]) for token in needle[0].tolist()]
-panels = {"at the end of the question": asking, "one token later, at the answer's first half": asking + 1}
-plot.text(pieces, {name: p[(0, *retrieval, i)] for name, i in panels.items()}, batch.facts[0], "no weight", "all the weight");
+panels = {"at the end of the question": asking,
+          "one token later, at the answer's first half": asking + 1}
+weights_of = {name: p[(0, *retrieval, i)] for name, i in panels.items()}
+plot.text(pieces, weights_of, batch.facts[0], "no weight", "all the weight");
 
 # %% [markdown]
 # The head goes to the first half of the value, then to the second. It finds "the token that came after what I am reading now": an **induction head**.
@@ -238,7 +251,8 @@ for name, layers in cases.items():
     model(needle[:, :asking], caches)
     for i in layers:
         caches[i].keep(slots)
-    print(f"value dropped {name:30} {answer(model, needle, [span], asking, caches).mean():.2f} of the answers are right")
+    right = answer(model, needle, [span], asking, caches).mean()
+    print(f"value dropped {name:30} {right:.2f} of the answers are right")
 
 # %% [markdown]
 # Without two of 250 entries, in the layer that fetches, the answer is lost; in the other layers they are hardly missed. Which entries matter, and where, is what a method of compression has to guess.
@@ -258,7 +272,8 @@ induction_start(start, seed=0)
 distance, angles = torch.arange(13), start.freq[:6]  # the fastest angles tell neighbours apart
 figure, axis = plt.subplots(figsize=(6, 2.8), layout="constrained")
 for back, style in zip((1, 2, 4), ("o-", "s--", "^:")):
-    axis.plot(distance, ((distance - back)[:, None] * angles).cos().sum(-1), style, label=f"Δ = {back}")
+    score = ((distance - back)[:, None] * angles).cos().sum(-1)
+    axis.plot(distance, score, style, label=f"Δ = {back}")
 axis.set(xlabel="tokens back, d", ylabel="score, unscaled")
 axis.grid(alpha=0.3)
 axis.legend();
@@ -303,19 +318,20 @@ for name, decoder in {"random weights": plain, "structured start": start, "train
 # **StreamingLLM** (`methods/streaming_llm.py`) keeps the first four tokens, as sinks, and the newest.
 # **H2O** (`methods/h2o.py`) keeps the newest and the *heavy hitters*: those that collected the most attention from all queries so far, chosen apart for each layer and head.
 #
-# Both get a quarter of the prompt as their budget. The prompt is read with full attention, and at its end, `finish_prompt`, they evict. Here it ends before the question.
+# Both get a quarter of the prompt as their budget. The prompt is read with full attention, and at its end, `end_prefill`, they evict. Here it ends before the question.
 
 # %%
 def compress(Method, prompt, share=0.25, **knobs):
     """Caches that have read the prompt (B, T) and evicted at its end."""
     caches = make_cache(model, Method, budget=round(share * prompt.shape[1]), **knobs)
     model(prompt, caches)
-    finish_prompt(caches)
+    end_prefill(caches)
     return caches
 
 
 prompt = needle[:1, :batch.question]
-streaming = plot.kept(compress(streaming_llm.StreamingLLM, prompt), batch.question)  # (L, H, T) of bool
+caches = compress(streaming_llm.StreamingLLM, prompt)
+streaming = plot.kept(caches, batch.question)  # (L, H, T) of bool
 pieces, facts = pieces[:batch.question], batch.facts[0, :batch.question]
 plot.text(pieces, {"StreamingLLM, every layer": streaming.mean((0, 1))}, facts);
 
@@ -324,7 +340,8 @@ plot.text(pieces, {"StreamingLLM, every layer": streaming.mean((0, 1))}, facts);
 
 # %%
 heavy = plot.kept(compress(h2o.H2O, prompt), batch.question)
-plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers)}, facts, columns=2, width=72);
+panels = {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers)}
+plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
 # Half of the budget is the newest text, as before. The other half is scattered, and differs from layer to layer and, where the ground is pale, from head to head: each keeps what *it* has read most.
@@ -336,17 +353,19 @@ plot.text(pieces, {f"H2O, layer {i}": heavy[i].mean(0) for i in range(c.n_layers
 # First, what becomes of the entries that the retrieval heads need? A value is two tokens: how many of the key/value heads in their layer still hold the one, and how many hold both? Random eviction draws with four seeds.
 
 # %%
-methods = {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O, "random": random_eviction.RandomEviction}
+methods = {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O,
+           "random": random_eviction.RandomEviction}
 pair = value[:, None, None] + torch.arange(2).expand(c.n_kv_heads, 2)  # (B, H, 2)
 print("a quarter of the entries       a token  both  answered")
 for name, Method in methods.items():
     draws = [dict(seed=seed) for seed in range(4)] if name == "random" else [{}]
     right = [retrieve(model, batch, maker(model, Method, 0.25, **draw)) for draw in draws]
     for setting, end in (("blind", batch.question), ("aware", asking)):
-        kept = [held(compress(Method, needle[:, :end], **draw), end)[:, retrieval[0]] for draw in draws]
-        kept = torch.stack([heads.gather(-1, pair) for heads in kept]).float()  # (draws, B, H, 2)
-        found = torch.stack([x[setting] for x in right])
-        print(f"{name:17} {setting}: {kept.mean():13.2f} {kept.amin(-1).mean():5.2f} {found.mean():9.2f}")
+        caches = [compress(Method, needle[:, :end], **draw) for draw in draws]
+        kept = [held(of_draw, end)[:, retrieval[0]].gather(-1, pair) for of_draw in caches]
+        kept = torch.stack(kept).float()  # (draws, B, H, 2)
+        found = torch.stack([x[setting] for x in right]).mean()
+        print(f"{name:17} {setting}: {kept.mean():13.2f} {kept.amin(-1).mean():5.2f} {found:9.2f}")
 
 # %% [markdown]
 # Both tokens are needed. Random eviction keeps any one token as often as the budget says, a quarter of the time, and two of them together a quarter of a quarter: it holds the most tokens of values here and the fewest values. StreamingLLM keeps neighbours or drops them; H2O stands between.
@@ -360,10 +379,12 @@ accuracy = {name: [retrieve(model, batch, maker(model, Method, share)) for share
             for name, Method in methods.items()}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for axis, setting in zip(axes, ("blind", "aware")):
-    for (name, results), style in zip(accuracy.items(), ("o-", "s--", "^:")):
-        axis.semilogx(shares, [result[setting].mean() for result in results], style, base=2, label=name)
+    for name, known in zip(accuracy, ("streaming_llm", "h2o", "random")):
+        found = [result[setting].mean() for result in accuracy[name]]
+        axis.semilogx(shares, found, base=2, label=name, **plot.style(known))
     axis.axhline(full[setting].mean(), color="black", linewidth=1, label="full cache")
-    axis.set(title=setting, xlabel="budget, % of the prompt", xticks=shares, xticklabels=[f"{100 * x:g}" for x in shares])
+    axis.set(title=setting, xlabel="budget, % of the prompt", xticks=shares,
+             xticklabels=[f"{100 * x:g}" for x in shares])
     axis.grid(alpha=0.3)
 axes[0].set_ylabel("needles found")
 axes[0].legend();
@@ -379,4 +400,4 @@ axes[0].legend();
 # 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
 # 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them. *Hint: the newest token is always kept.*
-# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a knob, and call `shrink` in `forget` with a score that is high for facts.*
+# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a knob, and call `shrink` in `evict` with a score that is high for facts.*

@@ -1,12 +1,20 @@
 # %% [markdown]
 # # Which entries would the output miss?
 #
-# SnapKV, PyramidKV and AdaKV keep the cache entries that the end of the prompt *looks at*. CriticalKV asks instead how much the attention *output* changes when an entry goes, bounds that change, and keeps what lowers the bound.
-# This notebook follows its argument on the shipped model, step by step: the votes, the budgets, the bound and its assumption, the selection, and what becomes of the answers. At the end the premise itself is tested: does a smaller change of the output mean better text?
+# SnapKV, PyramidKV and AdaKV keep the cache entries that the end of the prompt *looks at*.
+# **CriticalKV** asks instead how much the attention *output* changes when an entry goes. It bounds that change, and keeps what lowers the bound.
+# This notebook follows its argument step by step: the votes, the budgets, the bound and its assumption, the selection, and what becomes of the answers.
+# At the end the premise itself is tested: does a smaller change of the output mean better text?
 #
-# All numbers are of one decoder with 2.8 million parameters, whose layer 1 retrieves because its starting weights were built so (`00_kv_cache.ipynb`). The paper measures Llama-3.1-8B and Mistral-7B on LongBench; what it says of them cannot be tested here.
+# **Read before:** what a KV cache is (`00_kv_cache.ipynb`), and beside this notebook `nanollm/window.py`, then `methods/snap_kv.py`, `pyramid_kv.py`, `ada_kv.py`, `critical_kv.py`, `least_theta.py` and `residual_entry.py`.
 #
-# You should know what a KV cache is (`00_kv_cache.ipynb`). The code to read beside it: `WindowCache` in `nanollm/cache.py`, then `methods/snap_kv.py`, `pyramid_kv.py`, `ada_kv.py`, `critical_kv.py` and `residual_entry.py`.
+# **How long it takes:** an hour to read, two minutes to run.
+#
+# **What you will know:** how a window of queries votes; how a layer's heads share a budget; what the bound says, and how loose it is; which part of CriticalKV's gain is the norms and which is a missing pool; and that a smaller change of the output is no promise of better text.
+#
+# All numbers are of one decoder with 2.8 million parameters.
+# Its layer 1 retrieves because its starting weights were built so (`00_kv_cache.ipynb`).
+# The paper measures Llama-3.1-8B and Mistral-7B on LongBench; what it says of them cannot be tested here.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -15,23 +23,31 @@ import numpy as np
 import torch
 
 from methods.ada_kv import AdaKV
-from methods.critical_kv import (Critical, CriticalCode, algorithm_1, assumption_1, heads_that_win, perturbation,
-                                 seen_by_window, theta, theta_hat, theta_relaxed, value_norms)
+from methods.critical_kv import Critical, CriticalCode, PooledCritical
+from methods.least_theta import theta
 from methods.pyramid_kv import PyramidKV
 from methods.snap_kv import SnapKV
-from methods.theory.change_and_text import (METHODS, SHARES, OtherNorms, correlation_over_methods, difference,
-                                            stored)
-from nanollm import TINY, evaluate, plot, tokenizer, weights
-from nanollm.cache import cache_bytes, finish_prompt, held, make_cache
+from methods.theory import critical_kv as theory
+from methods.theory.change_and_text import (
+    COMPARED, METHODS, SHARES, VOTING, WINDOW, OtherNorms, answers, change, command_name,
+    compressed, correlation_of_change_and_kl, difference, last_layer, lower, needles_found, stored,
+    value_kept)
+from nanollm import TINY, plot, tokenizer, weights
+from nanollm.cache import cache_bytes
 from nanollm.data import Tasks
-from nanollm.evaluate import TASKS, Benchmark, maker, retrieve, standard_error, told_or_read
+from nanollm.evaluate import TASKS, Benchmark, share as entries_of, standard_error
 
 # %%
 torch.set_grad_enabled(False)
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
 bench = Benchmark.build(model, tasks, 512, documents=16)  # for each of three tasks
-WINDOW = 8  # the papers' 32 would be all of the smallest budget here: prompts are a tenth as long
+w = WINDOW["window_size"]  # 8: the papers' 32 would be all of the smallest budget here
+
+
+def style(name):
+    """A method's colour, marker and dash."""
+    return plot.style(command_name(name))
 
 # %% [markdown]
 # ## The last queries vote
@@ -41,19 +57,12 @@ WINDOW = 8  # the papers' 32 would be all of the smallest budget here: prompts a
 # Below, a needle task: four facts in a text, one of which is asked for at the very end, so that the question is in the window. An eighth of the entries is kept.
 
 # %%
-def compress(Method, tokens, share=1 / 8, **knobs):
-    """Caches that have read tokens (B, T) and kept a share of them."""
-    caches = make_cache(model, Method, budget=round(share * tokens.shape[1]), **dict(window=WINDOW) | knobs)
-    evaluate.feed(model, tokens, caches)
-    finish_prompt(caches)
-    return caches
-
-
 batch = tasks.batch("needle", seed=0, B=16, T=256)
 end = batch.answers[0].start - 1  # the last token of the question is fed after the compression
 prompt, facts = torch.from_numpy(batch.tokens[:1, :end]), batch.facts[0, :end]
 pieces = [encoding.decode([token]) for token in prompt[0].tolist()]
-panels = {f"layer {i}": plot.kept(compress(SnapKV, prompt), end)[i].mean(0) for i in (0, 1, 3, 5)}
+kept = plot.kept(compressed(model, SnapKV, prompt), end)  # (L, H, tokens)
+panels = {f"layer {i}": kept[i].mean(0) for i in (0, 1, 3, 5)}
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
@@ -66,19 +75,20 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
 for axis, Method in zip(axes, (SnapKV, PyramidKV, AdaKV)):
-    entries = plot.kept(compress(Method, prompt), end).sum(-1)
+    entries = plot.kept(compressed(model, Method, prompt), end).sum(-1)
     plot.heads(axis, entries, f"{Method.__name__}: {entries.sum()} entries", "{:.0f}", most=60)
     axis.set_xlabel("key/value head")
 
 # %%
-caches = compress(AdaKV, prompt)
+caches = compressed(model, AdaKV, prompt)
 live, allocated = cache_bytes(caches)
 per_slot = 2 * c.head_dim * 4 + 4  # key, value, position
 padded = sum(cache.length * c.n_kv_heads * per_slot for cache in caches)
-print(f"AdaKV: {live / 1024:.1f} KiB live, {allocated / 1024:.1f} allocated; padded to the longest head: {padded / 1024:.1f}")
+print(f"AdaKV: {live / 1024:.1f} KiB live, {allocated / 1024:.1f} allocated; "
+      f"padded to the longest head: {padded / 1024:.1f}")
 
 # %% [markdown]
-# Heads of different length are stored one after the other (`LayerCache.pack`). Padding each to the longest would give back a part of what eviction has freed.
+# Heads of different length are stored one after the other (`WindowCache.pack`). Padding each to the longest would give back a part of what eviction has freed.
 #
 # ## Why weights alone mislead
 #
@@ -86,25 +96,28 @@ print(f"AdaKV: {live / 1024:.1f} KiB live, {allocated / 1024:.1f} allocated; pad
 # How much is there to gain? Take the weights and the norms $\lVert\mathcal V_i\rVert_1$ of 16 prompts, and look for the entry that is read much and says least: more than 5 % of a head's weight, and the smallest norm.
 
 # %%
-A, norms, V = seen_by_window(model, torch.from_numpy(batch.tokens[:, :end]), WINDOW)
+A, norms, V = theory.seen_by_window(model, torch.from_numpy(batch.tokens[:, :end]), w)
 print(*(f"{name} {tuple(x.shape)}" for name, x in dict(A=A, norms=norms, V=V).items()), sep="   ")
+row, layer, head, token = theory.read_much_saying_little(A, norms, w)
+a, n = A[row, layer, head, :-w], norms[row, layer, head, :-w]
+word, gain = encoding.decode([batch.tokens[row, token]]), a * n
+print(f"{word!r} of prompt {row}: ‖𝒱‖₁ {n[token]:.1f}, median {n.median():.1f}; "
+      f"{a[token] / a.sum():.1%} of the weight outside the window, "
+      f"{gain[token] / gain.sum():.1%} of Σ A‖𝒱‖₁; rank {(a > a[token]).sum() + 1} by weight, "
+      f"{(gain > gain[token]).sum() + 1} by A‖𝒱‖₁")
+spread = norms.log().std(-1)
+together = torch.stack([A.log(), norms.log()]).flatten(1, 3)
+r = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(*together)])
+print(f"all heads and prompts: the norms vary by a factor of e^{spread.mean():.2f} (one standard "
+      f"deviation); log A and log ‖𝒱‖ correlate by {r.mean():+.2f} ± {r.std():.2f} between heads")
 
 # %%
-relative = (norms / (A * norms).sum(-1, keepdim=True))[..., :-WINDOW]   # 1: the mean norm, as the head weighs it
-row, layer, head, token = np.unravel_index(torch.where(A[..., :-WINDOW] > 0.05, relative, 9).argmin().item(), relative.shape)
-a, n = A[row, layer, head, :-WINDOW], norms[row, layer, head, :-WINDOW]
-word = encoding.decode([batch.tokens[row, token]])
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 axis.semilogx(a, n, ".", color="0.6", label="tokens of the prompt")
 axis.semilogx(a[token], n[token], "D", color="#b03a00", label=f"{word!r}, token {token}")
-axis.set(xlabel="attention weight A", ylabel="‖projected value‖₁", ylim=(0, None), title=f"layer {layer}, head {head}")
-axis.legend(loc="lower left")
-print(f"{word!r} of prompt {row}: ‖𝒱‖₁ {n[token]:.1f}, median {n.median():.1f}; {a[token] / a.sum():.1%} of the weight outside the window, "
-      f"{(a * n)[token] / (a * n).sum():.1%} of Σ A‖𝒱‖₁; rank {(a > a[token]).sum() + 1} by weight, {(a * n > (a * n)[token]).sum() + 1} by A‖𝒱‖₁")
-spread, together = norms.log().std(-1), torch.stack([A.log(), norms.log()]).flatten(1, 3)
-r = torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(*together)])
-print(f"all heads and prompts: the norms vary by a factor of e^{spread.mean():.2f} (one standard deviation); "
-      f"correlation of log A and log ‖𝒱‖: {r.mean():+.2f} ± {r.std():.2f} from head to head")
+axis.set(xlabel="attention weight A", ylabel="‖projected value‖₁", ylim=(0, None),
+         title=f"layer {layer}, head {head}")
+axis.legend(loc="lower left");
 
 # %% [markdown]
 # This is the strongest case, and it is mild: two thirds of the head's median norm, half of its mean by weight. In this model the norms of a head differ by about a quarter, and weight and norm hardly go together. In a model with attention sinks, tokens with much weight and almost no value, a norm can matter more. Keep this in mind for everything that follows.
@@ -123,19 +136,23 @@ print(f"all heads and prompts: the norms vary by a factor of e^{spread.mean():.2
 budgets = [8, 16, 32, 64, 128, 192]
 curves = {name: [] for name in ("θ̂ relax (Theorem 4)", "θ̂ (Theorem 3)", "θ (Theorem 2)", "L")}
 for budget in budgets:
-    first, second = algorithm_1(A, norms, budget)
-    holds = assumption_1(A, first) > 0.5
-    ratio = theta(A, norms, first | second).mean() / perturbation(A, V, first | second).mean()
-    print(f"{budget:3} entries: σ > 1/2 in {holds.float().mean():4.0%} of the heads; θ is {ratio:.1f} times L, over all heads")
-    for name, value in zip(curves, (theta_relaxed(A, norms, first, second), theta_hat(A, norms, first, second),
-                                    theta(A, norms, first | second), perturbation(A, V, first | second))):
+    first, second = theory.algorithm_1(A, norms, budget)
+    holds, both = theory.assumption_1(A, first) > 0.5, first | second
+    bounds = (theory.theta_relaxed(A, norms, first, second),
+              theory.theta_hat(A, norms, first, second),
+              theta(A, norms, both), theory.perturbation(A, V, both))
+    ratio = bounds[2].mean() / bounds[3].mean()
+    print(f"{budget:3} entries: σ > 1/2 in {holds.float().mean():4.0%} of the heads; "
+          f"θ is {ratio:.1f} times L, over all heads")
+    for name, value in zip(curves, bounds):
         curves[name].append(value[holds].mean())
 
 # %%
 figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
-for (name, values), style in zip(curves.items(), ("^:", "s-.", "o--", "D-")):
-    axis.plot(budgets, values, style, label=name)
-axis.set(xscale="log", xticks=budgets, xticklabels=budgets, xlabel=f"entries kept of {end}", ylabel="L1, mean where σ > 1/2")
+for (name, values), line in zip(curves.items(), ("^:", "s-.", "o--", "D-")):
+    axis.plot(budgets, values, line, label=name)
+axis.set(xscale="log", xticks=budgets, xticklabels=budgets, xlabel=f"entries kept of {end}",
+         ylabel="L1, mean where σ > 1/2")
 axis.minorticks_off()
 axis.grid(alpha=0.3)
 axis.legend();
@@ -150,10 +167,11 @@ axis.legend();
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.3), layout="constrained")
 for axis, percent in zip(axes, (25, 12.5, 6.25)):
-    first, second = algorithm_1(A, norms, round(percent / 100 * end))
-    sigma, S = assumption_1(A, first), assumption_1(A, first | second)
-    plot.heads(axis, sigma.mean(0), f"σ at {percent:g} %; above 1/2 in {(sigma > 0.5).float().mean():.0%}", most=1)
-    print(f"{percent:5g} %: σ > 1/2 in {(sigma > 0.5).float().mean():.0%} of heads and prompts, S > 1/2 in {(S > 0.5).float().mean():.0%}")
+    first, second = theory.algorithm_1(A, norms, round(percent / 100 * end))
+    sigma, S = (theory.assumption_1(A, kept) for kept in (first, first | second))
+    above, S_above = ((x > 0.5).float().mean() for x in (sigma, S))
+    plot.heads(axis, sigma.mean(0), f"σ at {percent:g} %; above 1/2 in {above:.0%}", most=1)
+    print(f"{percent:5g} %: σ > 1/2 in {above:.0%} of heads and prompts, S > 1/2 in {S_above:.0%}")
 
 # %% [markdown]
 # The paper's figure shows Σ N_i A_i, read as the weight S of the *whole* budget; it exceeds 1/2 nearly everywhere but in the first layer. What the assumption needs is σ, the weight of a *quarter* of it. Here, in a model with 36 heads and prompts of 252 tokens, S > 1/2 holds in most heads too, while σ > 1/2 fails in many, and at 6.25 % in some heads of every layer: stage 1 gets just 4 tokens there. In such heads 2 − 1/σ is negative, and θ̂ then says that an entry of stage 2 *raises* the bound.
@@ -162,23 +180,19 @@ for axis, percent in zip(axes, (25, 12.5, 6.25)):
 #
 # Now for real: the prompt of a text is compressed, its continuation is read token by token, and $\mathcal L$ is measured for each head at those later queries. Each layer hears the queries of the full cache, so that heads can be compared one by one.
 #
-# Eight texts do not settle such questions, and 64 take minutes. So these numbers come from a file: 64 texts of 512 tokens, the last 64 of them the continuation, with 24 methods at four budgets. It was written by this command, with the code in `methods/theory/change_and_text.py`; `tests/test_critical_kv.py` measures some of its rows again.
+# Eight texts do not settle such questions, and 64 take minutes. So these numbers come from a file: 64 texts of 512 tokens, the last 64 of them the continuation, with 24 methods at four budgets. It was written by this command, with the code in `methods/theory/change_and_text.py`; `tests/theory/test_change_and_text.py` measures a row again.
 #
 # ```
 # python -m methods.theory.change_and_text > methods/theory/change_and_text.jsonl
 # ```
 
 # %%
-def lower(name, base, share):
-    """Share of the heads whose L is lower."""
-    return (stored()[name, share]["heads"] < stored()[base, share]["heads"]).mean()
-
-
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained")
 panels = [(base, share) for base in ("SnapKV", "AdaKV") for share in (0.25, 0.0625)]
 for axis, (base, share) in zip(axes, panels):
     after, before = (stored()[name, share]["heads"] for name in (base + "+critical", base))
-    title = f"{base}, {100 * share:g} %: lower in {lower(base + '+critical', base, share):.0%}"
+    part = lower(base + "+critical", base, share)
+    title = f"{base}, {100 * share:g} %: lower in {part:.0%}"
     plot.heads(axis, 100 * (after / before - 1), title, "{:+.0f}", diverging=True, most=30)
 average = np.mean([lower(base + "+critical", base, share) for base, share in panels])
 print(f"heads with a lower L: {average:.1%} on average; the paper: 74.3 %")
@@ -196,40 +210,31 @@ pairs = {"CriticalKV / SnapKV: norms, and stage 2 unpooled": ("SnapKV+critical",
 for share in SHARES:
     print(f"{share:.2%} of the entries")
     for words, (name, base) in pairs.items():
-        unit = stored()[base, share]["L"].mean() / 100
-        change, error = (x / unit for x in difference(name, base, share, "L"))
-        heads = lower(name, base, share)
-        print(f"   {words:50} L {change:+5.1f} ± {error:.1f} %, lower in {heads:4.0%} of the heads")
+        (by, error), heads = change(name, base, share), lower(name, base, share)
+        print(f"   {words:50} L {100 * by:+5.1f} ± {100 * error:.1f} %, "
+              f"lower in {heads:4.0%} of the heads")
 
 # %% [markdown]
-# As printed, the selection lowers $\mathcal L$ by 1.6 to 6.6 % on SnapKV. Leaving out the pool, without any norms, lowers it by 1.9 to 3.3 %, in about as many heads. With the pool on both sides the norms *raise* it by 0.6 to 1.3 %, and lower it in fewer than half of the heads. With the pool on neither side they lower it by 1.7 % with half of the entries, and not with fewer. So "lower in 74.3 % of the heads" compares a selection that pools with one that mostly does not.
+# The paper's rule lowers $\mathcal L$ by 1.6 to 6.6 % on SnapKV. Leaving out the pool, without any norms, lowers it by 1.9 to 3.3 %, in about as many heads. With the pool on both sides the norms *raise* it by 0.6 to 1.3 %, and lower it in fewer than half of the heads. With the pool on neither side they lower it by 1.7 % with half of the entries, and not with fewer. So "lower in 74.3 % of the heads" compares a selection that pools with one that mostly does not.
 # And pooling is there for a reason, as the next table shows: it raises $\mathcal L$ and saves the answers.
 #
 # ## Answers
 #
-# Three budget rules, plain, with **critical** (Algorithm 1 and 2 as printed) and with **critical_code** (as in the authors' code: the votes pooled throughout, half of the budget for stage 1); on SnapKV also **theta** and **residual** (both below) and votes that are never pooled. Accuracies are means over three tasks (needle, recall, few-shot; 16 documents each), *aware* with the question in the prompt, *blind* without. KL, that of the next token on real text, and L are of the 64 texts. The README has every combination, over 128 documents a task.
+# Three budget rules, plain, with **critical** (the paper's rule, Algorithms 1 and 2) and with **critical_code** (as in the authors' code: the votes pooled throughout, half of the budget for stage 1); on SnapKV also **theta** and **residual** (both below) and votes that are never pooled. Accuracies are means over three tasks (needle, recall, few-shot; 16 documents each), *aware* with the question in the prompt, *blind* without. KL, that of the next token on real text, and L are of the 64 texts. RESULTS.md has every combination, over 128 documents a task.
 
 # %%
-def answers(Method, fraction, /, among=bench, **knobs):
-    """The share of right answers of every document, (tasks, documents), aware and blind."""
-    make = maker(model, Method, fraction, **knobs)
-    each = [told_or_read(retrieve, model, batch, make, among.told[task])
-            for task, batch in among.batches.items()]
-    return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
-
-
 names = [rule + selection for rule in ("SnapKV", "PyramidKV", "AdaKV")
          for selection in ("", "+critical", "+critical_code")]
 names += ["SnapKV+theta", "SnapKV+residual", "SnapKV, no pool", "StreamingLLM"]
-rows = {(name, share): answers(METHODS[name][0], share, **METHODS[name][1])
+rows = {(name, share): answers(model, bench, METHODS[name][0], share, **METHODS[name][1])
         for share in SHARES for name in names}
 
 # %%
 print(" " * 23, *(f"{f'{share:.2%}':^26}" for share in SHARES))
 print(" " * 23, *(f"{'aware':>6}{'blind':>6}{'KL':>7}{'L':>6} " for _ in SHARES))
 for name in names:
-    cells = [[rows[name, share][setting].mean() for setting in ("aware", "blind")] +
-             [stored()[name, share][key].mean() for key in ("kl", "L")] for share in SHARES]
+    cells = [[rows[name, share][setting].mean() for setting in ("aware", "blind")]
+             + [stored()[name, share][key].mean() for key in ("kl", "L")] for share in SHARES]
     print(f"{name:23}", *("{:6.2f}{:6.2f}{:7.3f}{:6.2f} ".format(*cell) for cell in cells))
 
 # %% [markdown]
@@ -239,33 +244,26 @@ for name in names:
 print(" " * 31, *(f"{what:^17}" for what in ("aware", "blind", "KL", "nll", "L")))
 for name in [name for name in names if name.startswith("SnapKV") and name != "SnapKV"]:
     for share in SHARES:
-        cells = [(d.mean(), standard_error(d.flatten())) for setting in ("aware", "blind")
-                 for d in [rows[name, share][setting] - rows["SnapKV", share][setting]]]
+        row, base = rows[name, share], rows["SnapKV", share]
+        each = [row[setting] - base[setting] for setting in ("aware", "blind")]
+        cells = [(d.mean(), standard_error(d.flatten())) for d in each]
         cells += [difference(name, "SnapKV", share, key) for key in ("kl", "nll", "L")]
         print(f"{name:23}{share:7.2%} ", *("{:+.3f} ± {:.3f}  ".format(*cell) for cell in cells))
 
 # %% [markdown]
-# *critical* has the lower $\mathcal L$ and loses answers when the question is in the prompt, the more the smaller the budget; its nll is higher from 25 % down. Votes that are never pooled have the lower $\mathcal L$ too, the higher nll and, but for 6.25 %, KL, and lose most answers. *critical_code* has a slightly higher $\mathcal L$ and the same answers within one of 48; over 128 documents a task (README) it loses none on the whole.
+# *critical* has the lower $\mathcal L$ and loses answers when the question is in the prompt, the more the smaller the budget; its nll is higher from 25 % down. Votes that are never pooled have the lower $\mathcal L$ too, the higher nll and, but for 6.25 %, KL, and lose most answers. *critical_code* has a slightly higher $\mathcal L$ and the same answers within one of 48; over 128 documents a task (RESULTS.md) it loses none on the whole.
 #
 # Why are answers lost? Look at layer 1, which retrieves, with a sixteenth of the entries, in one prompt, and count over 16:
 
 # %%
-def value_kept(Method, **knobs):
-    """In how many of 16 prompts × 3 heads layer 1 keeps each token of the value that is asked for."""
-    caches = compress(Method, torch.from_numpy(batch.tokens[:, :end]), 1 / 16, **knobs)
-    there = held(caches, end)[:, 1].float()  # (B, H, end)
-    value = batch.tokens[:, batch.answers[0]]
-    place = [next(i for i in range(end) if (row[i:i + 2] == pair).all())
-             for row, pair in zip(batch.tokens, value)]
-    return [there[range(len(place)), :, [i + more for i in place]].mean().item() for more in (0, 1)]
-
-
-panels = {f"{Method.__name__}, layer 1": plot.kept(compress(Method, prompt, 1 / 16), end)[1].mean(0)
-          for Method in (SnapKV, Critical)}
+choices = {"SnapKV": {}, "critical": dict(select=Critical()),
+           "critical_code": dict(select=CriticalCode()), "SnapKV, no pool": dict(kernel_size=1)}
+kept = {words: plot.kept(compressed(model, SnapKV, prompt, 1 / 16, **knobs), end)[1].mean(0)
+        for words, knobs in choices.items()}
+panels = {f"{words}, layer 1": kept[words] for words in ("SnapKV", "critical")}
 plot.text(pieces, panels, facts, columns=2, width=72)
-for words, Method, knobs in (("SnapKV", SnapKV, {}), ("critical", Critical, {}),
-                             ("critical_code", CriticalCode, {}), ("SnapKV, no pool", SnapKV, dict(kernel=1))):
-    one, two = value_kept(Method, **knobs)
+for words, knobs in choices.items():
+    one, two = value_kept(model, batch, SnapKV, 1 / 16, layer=1, **knobs)
     print(f"{words:16} the first token of the value {one:4.0%}, the second {two:4.0%}")
 
 # %% [markdown]
@@ -277,17 +275,17 @@ for words, Method, knobs in (("SnapKV", SnapKV, {}), ("critical", Critical, {}),
 
 # %%
 short = Benchmark.build(model, tasks, 256, documents=32)
-entries = round(short.batches["needle"].question / 16)
-base = answers(SnapKV, 1 / 16, short, window=WINDOW)["aware"]
-print(f"{entries} entries, {WINDOW} of them the window. SnapKV: {base.mean():.2f} of the answers")
-for words, Method, knobs in (("critical", Critical, {}), ("critical_code", CriticalCode, {}),
-                             ("critical, stage 2 pooled", Critical, dict(pool_second=True)),
-                             ("the same with other tokens' norms", OtherNorms, {})):
-    d = answers(Method, 1 / 16, short, window=WINDOW, **knobs)["aware"] - base
+entries = entries_of(1 / 16, short.batches["needle"].question)
+base = answers(model, short, SnapKV, 1 / 16, window_size=w)["aware"]
+print(f"{entries} entries, {w} of them the window. SnapKV: {base.mean():.2f} of the answers")
+for words, select in {"critical": Critical(), "critical_code": CriticalCode(),
+                      "critical, stage 2 pooled": PooledCritical(),
+                      "the same with other tokens' norms": OtherNorms()}.items():
+    d = answers(model, short, SnapKV, 1 / 16, window_size=w, select=select)["aware"] - base
     print(f"{words:35} {d.mean():+.2f} ± {standard_error(d.flatten()):.2f}")
 
 # %% [markdown]
-# With seven entries beside the window, and votes that stay pooled, the norms gain 22 points of the answers, and other tokens' norms gain none. As printed, unpooled, the selection loses as many. So CriticalKV's idea works here in the form of its authors' code, and shows where entries are scarcest.
+# With seven entries beside the window, and votes that stay pooled, the norms gain 22 points of the answers, and other tokens' norms gain none. The paper's rule, unpooled, loses as many. So CriticalKV's idea works here in the form of its authors' code, and shows where entries are scarcest.
 #
 # ## Layer after layer (Fig. 5), and the last one over budgets (Fig. 3)
 #
@@ -295,15 +293,14 @@ for words, Method, knobs in (("critical", Critical, {}), ("critical_code", Criti
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
-added_up = lambda name, share: stored()[name, share]["layers"]
-for choice, style in zip(("+critical", "+critical_code", "+theta", "+residual"), ("s--", "P-", "^-.", "D:")):
-    name = "SnapKV" + choice
-    change = {share: 100 * (added_up(name, share) / added_up("SnapKV", share) - 1) for share in SHARES}
-    axes[0].plot(change[0.125], style, label=name)
-    axes[1].semilogx(SHARES, [change[share][-1] for share in SHARES], style, base=2)
-    for share in SHARES:
-        one, other = (stored()[x, share]["heads"][-1].mean() for x in (name, "SnapKV"))
-        print(f"{name:20} {share:7.2%}, last layer: {change[share][-1]:+5.1f} %; alone {100 * (one / other - 1):+5.1f} %")
+base = stored()["SnapKV", 0.125]["layers"]
+for name in ("SnapKV+critical", "SnapKV+critical_code", "SnapKV+theta", "SnapKV+residual"):
+    axes[0].plot(100 * (stored()[name, 0.125]["layers"] / base - 1), label=name, **style(name))
+    pairs = [last_layer(name, "SnapKV", share) for share in SHARES]
+    axes[1].semilogx(SHARES, [100 * together for together, _ in pairs], base=2, **style(name))
+    for share, (together, alone) in zip(SHARES, pairs):
+        print(f"{name:20} {share:7.2%}, last layer: {100 * together:+5.1f} %; "
+              f"alone {100 * alone:+5.1f} %")
 axes[0].set(xlabel="layer", ylabel="L against SnapKV, %", title="12.5 %, all layers compressed")
 axes[1].set(xlabel="budget, % of the prompt", title="the last layer", xticks=SHARES,
             xticklabels=[f"{100 * x:g}" for x in SHARES])
@@ -320,13 +317,17 @@ for axis in axes:
 # %%
 figure, axis = plt.subplots(figsize=(5, 3.2), layout="constrained")
 known = {0.25: "SnapKV+critical", 1: "SnapKV"}
-for share, style in zip((0.25, 0.0625), ("o-", "s--")):
-    found = {alpha: answers(Critical, share, window=WINDOW, alpha=alpha) for alpha in (0.0, 0.5, 0.75)}
-    found |= {alpha: rows[name, share] for alpha, name in known.items()}
-    found = {alpha: found[alpha]["aware"].mean() for alpha in sorted(found)}
-    axis.plot(found.keys(), found.values(), style, label=f"{share:.2%}")
-    print(f"{share:.2%}: accuracy, aware", *(f"α={alpha:g}: {x:.2f} " for alpha, x in found.items()))
-    pooled = answers(Critical, share, window=WINDOW, alpha=0.0, pool_second=True)["aware"].mean()
+aware = lambda share, select: answers(
+    model, bench, SnapKV, share, select=select, **WINDOW)["aware"].mean()
+for share, fill in ((0.25, None), (0.0625, "white")):
+    found = {alpha: aware(share, Critical(alpha)) for alpha in (0.0, 0.5, 0.75)}
+    found |= {alpha: rows[name, share]["aware"].mean() for alpha, name in known.items()}
+    found = dict(sorted(found.items()))
+    axis.plot(found.keys(), found.values(), label=f"{share:.2%}", markerfacecolor=fill,
+              **style("SnapKV+critical"))
+    words = [f"α={alpha:g}: {x:.2f} " for alpha, x in found.items()]
+    print(f"{share:.2%}: accuracy, aware", *words)
+    pooled = aware(share, PooledCritical(0.0))
     print(f"        with pooled votes throughout, α=0: {pooled:.2f}")
 axis.set(xlabel="α, share of stage 1", ylabel="accuracy, aware", xticks=list(found))
 axis.legend(title="entries")
@@ -344,20 +345,13 @@ axis.grid(alpha=0.3)
 # `least_theta` starts from the better of top-A and Algorithm 1, ranks by this gain, and repeats: two or four times are enough. Where S < 1/2 the norm even counts *against* an entry. In how many heads is each bound, and each true change, lower? On the 16 prompts' weights (no pool, no window), and on weights and values drawn independently:
 
 # %%
-def drawn(heads=300, n=512, d=64, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    A = (2 * torch.randn(heads, n, generator=g)).softmax(-1)
-    V = torch.randn(heads, n, d, generator=g) * torch.rand(heads, n, 1, generator=g)
-    return A, V.abs().sum(-1), V
-
-
 columns = "two-stage<top-A  ours<top-A  ours<two-stage"
 print(f"{'share of heads with a lower':36}θ: {columns}   L: {columns}")
-for where, heads in {"16 prompts": (A, norms, V), "independent": drawn()}.items():
+for where, heads in {"16 prompts": (A, norms, V), "independent": theory.drawn_heads()}.items():
     for budget in (32, 64, 128):
-        bound, change = ("{:>18.0%}{:>12.0%}{:>16.0%}".format(*x)
-                         for x in heads_that_win(*heads, budget).tolist())
-        print(f"{where:12}{budget:4} entries {bound:>57} {change:>48}")
+        bound, by = ("{:>18.0%}{:>12.0%}{:>16.0%}".format(*x)
+                     for x in theory.heads_that_win(*heads, budget).tolist())
+        print(f"{where:12}{budget:4} entries {bound:>57} {by:>48}")
 
 # %% [markdown]
 # Two-stage has a lower bound than top-A in a quarter of the heads or fewer, and a lower $\mathcal L$ in 30 to 41 % (the paper, with its pools: 74.3 %). Ours never has the higher bound, *by construction*, as it starts from the better of the two; it is strictly lower in most heads. The change itself follows only in part: against two-stage ours has the lower $\mathcal L$ in 64 %, against plain top-A in 34 to 48 %. Where θ is a loose bound, lowering it further buys little.
@@ -375,9 +369,10 @@ for name in ["SnapKV" + case for case in cases]:
     Method, knobs = METHODS[name]
     cells = []
     for share in (0.25, 0.0625):
-        text, aware = stored()[name, share], rows.get((name, share)) or answers(Method, share, **knobs)
+        row = rows.get((name, share)) or answers(model, bench, Method, share, **knobs)
+        text = [stored()[name, share][key].mean() for key in ("L", "kl", "nll")]
         cells.append("   L {:4.2f} KL {:.3f} nll {:.3f} aware {:.2f}".format(
-            text["L"].mean(), text["kl"].mean(), text["nll"].mean(), aware["aware"].mean()))
+            *text, row["aware"].mean()))
     print(f"{name:37}" + "".join(cells))
 
 # %% [markdown]
@@ -386,34 +381,27 @@ for name in ["SnapKV" + case for case in cases]:
 # Now all three rules with all selections, the same at every budget: do methods with the smaller $\mathcal L$ have the smaller KL? The intervals come from drawing the 64 texts anew; they say nothing of other methods.
 
 # %%
-compared = [name for name in METHODS if "residual," not in name and "critical," not in name]
-groups = {"all": compared, "without residual": [name for name in compared if "residual" not in name]}
-groups["without StreamingLLM either"] = [name for name in compared if "residual" not in name and "LLM" not in name]
+groups = {"all": COMPARED,
+          "without residual": [name for name in COMPARED if "residual" not in name],
+          "without StreamingLLM either": VOTING}
 for words, group in groups.items():
     print(f"rank correlation of L and KL over {len(group)} methods, {words}")
     for share in SHARES:
-        L, kl = (np.array([stored()[name, share][key] for name in group]) for key in ("L", "kl"))
-        print("{:12.2%}: {:+.2f}, 95 % {:+.2f} … {:+.2f}".format(share, *correlation_over_methods(L, kl)))
-    L, kl = (np.array([stored()[name, share][key] for name in group for share in SHARES])
-             for key in ("L", "kl"))
-    print("{:>12}: {:+.2f}, 95 % {:+.2f} … {:+.2f}".format("all budgets", *correlation_over_methods(L, kl)))
+        over = correlation_of_change_and_kl(group, [share])
+        print("{:12.2%}: {:+.2f}, 95 % {:+.2f} … {:+.2f}".format(share, *over))
+    over = correlation_of_change_and_kl(group, SHARES)
+    print("{:>12}: {:+.2f}, 95 % {:+.2f} … {:+.2f}".format("all budgets", *over))
 
 # %%
-kinds = {"residual": "D", "no pool": "X", "Streaming": "*", "critical_code": "^", "critical": "P", "": "o"}
-figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-for share, colour in zip(SHARES, plt.cm.viridis(np.linspace(0, 0.85, 4))):
-    axes[0].plot([], [], "s", color=colour, label=f"{100 * share:g} % of the entries")
-    for name in compared:
-        style = dict(marker=next(marker for kind, marker in kinds.items() if kind in name), color=colour,
-                     markersize=10, markeredgecolor="white", markeredgewidth=0.5, alpha=0.8)
-        L, kl = (stored()[name, share][key].mean() for key in ("L", "kl"))
-        axes[0].plot(L, kl, **style)
-        if (name, share) in rows:
-            axes[1].plot(L, rows[name, share]["aware"].mean(), **style)
-for kind, marker in kinds.items():
-    axes[0].plot([], [], marker, color="0.4", label=kind or "plain or theta")
+figure, axes = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+for name in COMPARED:
+    L, kl = ([stored()[name, share][key].mean() for share in SHARES] for key in ("L", "kl"))
+    axes[0].plot(L, kl, label=name, **style(name))
+    if (name, 0.5) in rows:
+        aware = [rows[name, share]["aware"].mean() for share in SHARES]
+        axes[1].plot(L, aware, **style(name))
 for axis, label in zip(axes, ("KL, nats", "accuracy, aware")):
-    axis.set(xlabel="L", ylabel=label)
+    axis.set(xlabel="L, from 50 % of the entries (left) to 6.25 %", ylabel=label)
     axis.grid(alpha=0.3)
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper");
 
@@ -429,28 +417,16 @@ figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper");
 # %%
 depths, lengths = [0, .25, .5, .75, 1], [256, 512, 1024, 2048]
 names = ["StreamingLLM", "SnapKV", "SnapKV+critical", "SnapKV+critical_code"]
-found = np.zeros((len(names), len(depths), len(lengths)))
-for (i, depth), (j, T) in ((x, y) for x in enumerate(depths) for y in enumerate(lengths)):
-    documents = tasks.batch("needle", seed=j, B=4, T=T, depth=depth)
-    tokens, *parts = evaluate.prompt_and_question(model, documents)
-    recorded = make_cache(model, evaluate.Recorder)
-    told = [evaluate.record(model, recorded, part) for part in parts]
-    for m, (Method, knobs) in enumerate(METHODS[name] for name in names):
-        caches = make_cache(model, Method, budget=32, **knobs)
-        evaluate.replay(told[:1], caches)
-        evaluate.replay(told, caches)
-        last = documents.answers[0].start - 1
-        found[m, i, j] = evaluate.answer(model, tokens, documents.answers, last, caches).mean()
-
-# %%
+found = needles_found(model, tasks, names, depths, lengths, budget=32)
 figure, axes = plt.subplots(1, len(names), figsize=(13, 3), layout="constrained", sharey=True)
 for axis, name, values in zip(axes, names, found):
     plot.heads(axis, values, f"{name}: {values.mean():.0%}", "{:.2f}", most=1)
-    axis.set(xlabel="tokens", xticks=range(4), xticklabels=lengths, yticks=range(5), yticklabels=[f"{d:.0%}" for d in depths])
+    axis.set(xlabel="tokens", xticks=range(4), xticklabels=lengths, yticks=range(5),
+             yticklabels=[f"{d:.0%}" for d in depths])
     axis.set_ylabel("depth" if axis is axes[0] else "")
 
 # %% [markdown]
-# StreamingLLM finds what lies in its few recent tokens. SnapKV finds nearly everything with 32 of up to 1024 entries, and three quarters at 2048. Stage 2 as printed, unpooled, loses what the few pooled entries do not cover; at 2048 tokens that is everything. Pooled throughout, the selection finds what SnapKV finds. The paper has needles in up to 128 thousand tokens of Llama-3.1-8B, which cannot be tested here.
+# StreamingLLM finds what lies in its few recent tokens. SnapKV finds nearly everything with 32 of up to 1024 entries, and three quarters at 2048. The paper's stage 2, unpooled, loses what the few pooled entries do not cover; at 2048 tokens that is everything. Pooled throughout, the selection finds what SnapKV finds. The paper has needles in up to 128 thousand tokens of Llama-3.1-8B, which cannot be tested here.
 #
 # ## StreamingLLM beside them (App. H)
 
@@ -470,8 +446,8 @@ for words, value in table.items():
 # ## Exercises
 #
 # 1. `LeastTheta(pooled=False)` minimises θ for the weights as they are. Predict its L and its accuracy beside *theta* and *SnapKV, no pool*, then measure both. *Hint: `answers`, and `measured` in `methods/theory/change_and_text.py`.*
-# 2. Two tokens make a value. Which is the smallest `kernel` with which SnapKV still finds the needles at 6.25 %? And for values of four tokens, what would you expect? *Hint: which neighbour is lost?*
-# 3. CriticalKV's published code multiplies *mean* votes by *mean* norms over a group of query heads (`product_of_means`). Write Theorem 3's bound summed over the group: by what would each head's product have to be weighted, and when is that weight negative? How different are the three kept sets here?
-# 4. Give a head a sink: add to the first key of each head a vector that draws half of the weight, and set its value to zero. Does CriticalKV now win? *Hint: subclass `Critical`, change `self.k` and `self.v` at the start of `finish_prompt`, and do the same for SnapKV.*
-# 5. A residual entry with the mean key answers queries that no real token would answer. Try one whose key is the key of the evicted token with the most votes, and compare KL and L. *Hint: `Residual.select`.*
+# 2. Two tokens make a value. Which is the smallest `kernel_size` with which SnapKV still finds the needles at 6.25 %? And for values of four tokens, what would you expect? *Hint: which neighbour is lost?*
+# 3. CriticalKV's published code multiplies *mean* votes by *mean* norms over a group of query heads (`CriticalCode`). Write Theorem 3's bound summed over the group: by what would each head's product have to be weighted, and when is that weight negative? How different are the three kept sets here?
+# 4. Give a head a sink: add to the first key of each head a vector that draws half of the weight, and set its value to zero. Does CriticalKV now win? *Hint: subclass `SnapKV`, change `self.k` and `self.v` at the start of `end_prefill`, and give it `select=Critical()` or none.*
+# 5. A residual entry with the mean key answers queries that no real token would answer. Try one whose key is the key of the evicted token with the most votes, and compare KL and L. *Hint: `Residual.__call__`.*
 # 6. AdaKV's votes decide how many entries a head gets. Let $A\lVert\mathcal V\rVert_1$ decide instead: override `budgets`. Does it lower L, KL, or both?

@@ -1,11 +1,13 @@
 # %% [markdown]
 # # KVReviver: can what was squeezed out be read back?
 #
+# **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`) and H2O (`methods/h2o.py`). **Time:** it runs in about two minutes; reading takes about an hour. **At the end you will know** what a sketch can give back of what was squeezed into it, whether that helps a small decoder, and what else its bytes would buy.
+#
 # Every method so far forgets: what is evicted is gone, and if somebody asks for it later, the answer is lost. KVReviver calls this *contextual amnesia* and offers a cure: tokens that would be evicted are added, all together, into a small **sketch**, and read back from it, with noise, before each attention. This notebook measures the amnesia, takes the sketch apart, and asks what its bytes would buy elsewhere. In the same bytes `Quantized` keeps every token in few bits (KIVI), `CaM` merges values into their neighbours, and `DuoAttention` keeps everything, but only in the heads that need it.
 #
-# The words: a *heavy hitter* has had much attention so far. KVReviver keeps the newest tokens (*Recent*) and heavy hitters (*Candidate*) as they are, and adds all others to the sketch (*Vague*). It has $r$ rows of $b$ slots, $N = rb$ in all, each as large as a token's key and value; $a$ tokens are in it, each in one slot of every row: $a/N$ tokens per slot of memory, $a/b$ in each slot. A *needle* is one of four facts in a text (" The code of … is 4711."), and the only one asked for. R1 to R10 are the rows of the README's table of claims. Everything below is one decoder of 2.8 million parameters; the paper's models have 7 billion.
+# The words: a *heavy hitter* has had much attention so far. KVReviver keeps the newest tokens (*Recent*) and heavy hitters (*Candidate*) as they are, and adds all others to the sketch (*Vague*). It has $r$ rows of $b$ slots, $N = rb$ in all, each as large as a token's key and value; $a$ tokens are in it, each in one slot of every row: $a/N$ tokens per slot of memory, $a/b$ in each slot. A *needle* is one of four facts in a text (" The code of … is 4711."), and the only one asked for. R1 to R10 are the paper's claims, as `CLAIMS.md` numbers them. Everything below is one decoder of 2.8 million parameters; the paper's models have 7 billion.
 #
-# You should know what a KV cache is (`00_kv_cache.ipynb`) and H2O (`methods/h2o.py`). The code to read beside it: `methods/kv_reviver.py`, then `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
+# The code to read beside it: `methods/kv_reviver.py` is the paper's sketch and cache, `methods/kv_reviver_shrunk.py` our repair of the sketch, and `methods/theory/kv_reviver.py` has the measurements. Then come `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -18,19 +20,26 @@ import torch
 import torch.nn.functional as F
 
 from methods.cam import CaM
-from methods.duo_attention import DuoAttention, importance, retrieval_heads
+from methods.duo_attention import DuoAttention
 from methods.h2o import H2O
-from methods.kv_reviver import (KVReviver, Sketch, activations, collision_variance, fisher_shares,
-                                relative_error, take_out)
-from methods.quantized import LowBitVague, Quantized, quantise
+from methods.kv_reviver import KVReviver, Sketch
+from methods.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
+from methods.low_bit_vague import LowBitVague
+from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
+from methods.theory.duo_attention import importance, retrieval_heads
+
+# %%
+from methods.theory.kv_reviver import (amnesia, collision_variance, fisher_shares, found_blind,
+                                       relative_error, revived_logits, rounded, share_out,
+                                       solve, speed, take_out)
 from nanollm import TINY, evaluate, plot, tokenizer, weights
-from nanollm.cache import LayerCache, cache_bytes, finish_prompt, full_cache_bytes, make_cache, probabilities
+from nanollm.cache import end_prefill, make_cache, probabilities
 from nanollm.data import Batch, Tasks
-from nanollm.evaluate import (Recorder, answer, continuation, maker, prompt_and_question,
-                              reading_within, record, replay, retrieve, standard_error, told_or_read)
-from nanollm.speed import best
+from nanollm.evaluate import (continuation, full_cache_bytes, maker, prompt_and_question,
+                              reading_within, replayed_or_read, retrieve, standard_error)
+from nanollm.replay import Recorder, record, replay
 
 torch.set_grad_enabled(False)
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -44,29 +53,35 @@ tasks, c = Tasks(encoding, "test"), model.config
 # %%
 text = evaluate.text_windows(tasks, 8, 512)
 caches = make_cache(model, Recorder)  # full attention that notes every query and key
-told = record(model, caches, text[::2])
-attention = [probabilities(q, cache.k, cache.pos, None, pos) for cache, (_, q, k, v, pos) in zip(caches, told)]
-later = torch.stack([p[..., 448:, :448] for p in attention])            # (layer, B, H, G, queries, keys)
-votes = {"H2O": torch.stack([p[..., :448, :448].sum((2, 3)) for p in attention]),
-         "SnapKV": torch.stack([F.max_pool1d(p[..., 416:448, :448].mean((2, 3)), 7, 1, 3) for p in attention])}
-votes["random"] = torch.rand(votes["H2O"].shape, generator=torch.Generator().manual_seed(0))
-counts = {}
-print("of the tokens that are not kept     activated above 0.5 %   above 2 %   a query, above 0.5 %   2 %   their share of the attention")
-for name, score in votes.items():
-    for ratio in (.1, .2, .4):
-        heavy = score > score.quantile(1 - ratio, -1, keepdim=True)
-        often = [torch.stack([activations(p, kept, least) for p, kept in zip(later, heavy)]) for least in (.005, .02)]
-        counts[name, ratio] = often[0]
-        ever, each = ([x(n).item() for n in often] for x in (lambda n: (n > 0).sum() / (~heavy).sum(), lambda n: n.sum(-1).float().mean() / 64))
-        share = (later.mean(3) * ~heavy[:, :, :, None]).sum(-1).mean()
-        print(f"{name:7} ratio {ratio} {ever[0]:36.0%} {ever[1]:11.0%} {each[0]:22.1f} {each[1]:5.1f} {share:30.2f}")
+recording = record(model, caches, text[::2])
+attention = [probabilities(x.q, cache.k, cache.pos, None, x.pos)
+             for cache, x in zip(caches, recording)]
+later = torch.stack([p[..., 448:, :448] for p in attention])  # (layer, B, H, G, queries, keys)
+so_far = torch.stack([p[..., :448, :448].sum((2, 3)) for p in attention])
+window = torch.stack([p[..., 416:448, :448].mean((2, 3)) for p in attention])
+window = F.max_pool1d(window.flatten(0, 2), 7, 1, 3).view_as(window)
+chance = torch.rand(so_far.shape, generator=torch.Generator().manual_seed(0))
+
+# %%
+outside = {(name, ratio): amnesia(later, score, ratio) for ratio in (.1, .2, .4)
+           for name, score in (("H2O", so_far), ("SnapKV", window), ("random", chance))}
+print("of the tokens         activated at all    a query activates   their share of")
+print("that are not kept     > 0.5 %    > 2 %     > 0.5 %     > 2 %    the attention")
+for name, ratio in sorted(outside):
+    x = outside[name, ratio]
+    print(f"{name:7} ratio {ratio} {x['ever'][0]:10.0%} {x['ever'][1]:8.0%}"
+          f" {x['each'][0]:11.1f} {x['each'][1]:9.1f} {x['attention']:14.2f}")
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(13, 3), layout="constrained", sharey=True)
+lines = (("H2O", .1, "-"), ("H2O", .4, "--"), ("SnapKV", .1, "-"), ("SnapKV", .4, "--"),
+         ("random", .4, "--"))
+names = {"H2O": "h2o", "SnapKV": "snap_kv", "random": "random"}
 for axis, layer in zip(axes, (1, 3, 5)):
-    for (name, style), ratio in zip((("H2O", "-"), ("H2O", "--"), ("SnapKV", "-."), ("SnapKV", ":"), ("random", (0, (1, 4)))), (.1, .4, .1, .4, .4)):
-        axis.plot(counts[name, ratio][layer].float().sum((0, 1)).sort(descending=True).values / 12, linestyle=style, color="black" if name == "random" else None,
-                  label=f"{name}, ratio {ratio}")
+    for name, ratio, dash in lines:
+        counts = outside[name, ratio]["counts"][layer].float().sum((0, 1)) / 12
+        axis.plot(counts.sort(descending=True).values, label=f"{name}, ratio {ratio}",
+                  linestyle=dash, color=plot.style(names[name])["color"])
     axis.set(title=f"layer {layer}", xlabel="token, the most activated first", yscale="symlog")
 axes[0].set_ylabel("activations by 64 queries,\nmean over 3 heads and 4 texts")
 axes[0].legend(fontsize=8);
@@ -78,10 +93,12 @@ axes[0].legend(fontsize=8);
 
 # %%
 batch = tasks.batch("needle", 0, 16, 512)
-for name, Method in (("H2O", H2O), ("SnapKV", partial(SnapKV, window=8))):
+for name, Method in (("H2O", H2O), ("SnapKV", partial(SnapKV, window_size=8))):
     for share in (.5, .25):
         right = retrieve(model, batch, maker(model, Method, share))
-        print(f"{name:6} {share:.0%}: needles found, question in the prompt: {right['aware'].mean():.2f}; question afterwards: {right['blind'].mean():.2f}")
+        aware, blind = right["aware"].mean(), right["blind"].mean()
+        print(f"{name:6} {share:.0%}: needles found, question in the prompt: {aware:.2f}; "
+              f"question afterwards: {blind:.2f}")
 
 # %% [markdown]
 # SnapKV finds all if the question is in the prompt, and forgets most if it comes later: *this* is amnesia. H2O finds few in either case: it does not look for what is asked at all.
@@ -93,13 +110,22 @@ for name, Method in (("H2O", H2O), ("SnapKV", partial(SnapKV, window=8))):
 # %%
 J = torch.arange(1, 9).view(1, 1, 8)
 value = J.float().unsqueeze(-1)
-sketch = Sketch(torch.zeros(1, 1, 1, 1), rows=3, width=4, kind="signed", seed=1)
+sketch = SignedSketch(torch.zeros(1, 1, 1, 1), rows=3, width=4, seed=1)
 sketch.insert(J, value, value)
-slots, signs = sketch.place(J)[0, 0] % 4, sketch.sign(J)[0, 0, :, :, 0].int()
+slots = sketch.bucket(J)[0, 0] % 4
+signs = sketch.signs(J)[0, 0]
+held = sketch.x[0, 0, :, 0].view(3, 4)
 for row in range(3):
-    print(f"row {row}:", "   ".join(f"[{' '.join(f'{signs[j, row] * (j + 1):+d}' for j in range(8) if slots[j, row] == slot):^12}] = {sketch.x[0, 0, 4 * row + slot, 0]:+3.0f}" for slot in range(4)))
+    parts = [" ".join(f"{signs[j, row] * (j + 1):+d}" for j in range(8) if slots[j, row] == slot)
+             for slot in range(4)]
+    sums = (f"[{part:^12}] = {x:+3.0f}" for part, x in zip(parts, held[row]))
+    print(f"row {row}:", "   ".join(sums))
+
+# %%
 for j in range(8):
-    print(f"token {j + 1}: rows say", *(f"{signs[j, row] * sketch.x[0, 0, 4 * row + slots[j, row], 0]:+3.0f}" for row in range(3)), f"-> median {sketch.query(J)[0][0, 0, j, 0]:+3.0f}")
+    told = [signs[j, row] * held[row, slots[j, row]] for row in range(3)]
+    print(f"token {j + 1}: rows say", *(f"{x:+3.0f}" for x in told),
+          f"-> median {sketch.query(J)[0][0, 0, j, 0]:+3.0f}")
 
 # %% [markdown]
 # Whoever is alone in two of three rows is read exactly (token 7); 3, 5 and 6 are alone once and right by luck, for their neighbours' parts cancel or err to either side; the others get what their neighbours leave. With $N = 12$ slots for 8 tokens, this is a sketch *larger* than its content. The paper's setting is the other way round: 2000 tokens, a tenth of the entries, a tenth of them for the sketch, so $N = 18$ slots, six in each row, and some 1800 tokens, three hundred in each slot. (A tenth for the sketch at a budget of a quarter is 31 tokens per slot of memory at any length.)
@@ -109,20 +135,20 @@ for j in range(8):
 # Now with 1024 tokens of a text, and sketches of all sizes. The error is in units of the variance about the mean (`relative_error`): whoever forgets everything but the mean of all tokens is at 1. *paper* is the paper's rule: keys without signs, values with them, three rows, median. *signed*: keys have signs too. *shrunk* is ours: the mean is stored exactly, what is left is sketched, and what is read is shrunk towards the mean as far as collisions ask for. Of the values, *paper* and *signed* are the same.
 
 # %%
-told = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 1024))
-k, v = (torch.cat([layer[i] for layer in told]) for i in (2, 3))  # layers as a batch (L, H, 1024, D)
+recording = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 1024))
+k, v = (torch.cat([getattr(x, name) for x in recording]) for name in "kv")  # (L, H, 1024, D)
 J = torch.arange(1024).expand(c.n_layers, c.n_kv_heads, -1)
-kinds = {"paper": ("paper", 3), "signed": ("signed", 3),
-         "shrunk, 3 rows": ("shrunk", 3), "shrunk, 1 row": ("shrunk", 1)}
+kinds = {"paper": (Sketch, 3), "signed": (SignedSketch, 3),
+         "shrunk, 3 rows": (ShrunkSketch, 3), "shrunk, 1 row": (ShrunkSketch, 1)}
 sizes, errors = (12288, 4800, 1536, 768, 384, 192, 96, 48, 24, 12), {}
 load = [1024 / N for N in sizes]  # tokens per slot of memory, a/N
-for (name, (kind, rows)), N in product(kinds.items(), sizes):
-    sketch = Sketch(k, rows, N // rows, kind, seed=0)
+for (name, (Kind, rows)), N in product(kinds.items(), sizes):
+    sketch = Kind(k, rows, N // rows, seed=0)
     sketch.insert(J, k, v)
     errors[name, N] = [relative_error(*pair) for pair in zip(sketch.query(J), (k, v))]
 print("squared error / variance\na/N           ", *(f"{x:16.2f}" for x in load[2:7]))
 for name in kinds:
-    print(f"{name:14}", *(f"{errors[name, N][0]:8.3f} {errors[name, N][1]:7.3f}" for N in sizes[2:7]))
+    print(f"{name:14}", *("{:8.3f} {:7.3f}".format(*errors[name, N]) for N in sizes[2:7]))
 for name in ("paper", "signed"):
     curves = np.log([errors[name, N] for N in sizes]).T
     keys, values = (np.exp(np.interp(0, curve, np.log(load))) for curve in curves)
@@ -132,31 +158,28 @@ for name in ("paper", "signed"):
 # (Of each pair, the first number is of the keys, the second of the values.) What the same bytes buy as 1, 2, 3, 4 bits a number, and one bit more for the ranges of its groups:
 
 # %%
-def rounded(x, bits, dim, groups):
-    code, zero, scale = quantise(x.unflatten(*groups), bits, dim)
-    return (code * scale.float() + zero.float()).flatten(groups[0], groups[0] + 1)
-
-
-few = {n: [relative_error(rounded(k, n, 3, (2, (-1, 32))), k),
-           relative_error(rounded(v, n, 4, (3, (-1, 32))), v)] for n in (1, 2, 3, 4)}
+few = {n: [relative_error(rounded(k, n, over_tokens=True), k),
+           relative_error(rounded(v, n, over_tokens=False), v)] for n in (1, 2, 3, 4)}
 print("1, 2, 3, 4 bits, keys and values:", *(f"{x:.4f} {y:.4f}  " for x, y in few.values()))
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
 bytes_of = [256 / (8 * n + 8) for n in few]  # an a/N whose slots take as many bytes
+paper, bits = (plot.style(name)["color"] for name in ("kv_reviver", "quantized_2"))
+lines = {"paper": dict(color=paper, marker="o"), "signed": dict(color=paper, marker="s", ls="--"),
+         "shrunk, 3 rows": dict(color="0.45", marker="D", ls="-."),
+         "shrunk, 1 row": dict(color="black", marker="^", ls=":")}
 for part, axis in enumerate(axes):
-    for name, style in zip(kinds, ("o-", "s--", "D-.", "^:")):
-        axis.loglog(load, [errors[name, N][part] for N in sizes], style, label=name, markersize=5)
+    for name, line in lines.items():
+        axis.loglog(load, [errors[name, N][part] for N in sizes], label=name, markersize=5, **line)
     rounding = [error[part] for error in few.values()]
-    axis.loglog(bytes_of, rounding, "ks", label="1, 2, 3, 4 bits a number", markersize=8, fillstyle="none")
+    axis.loglog(bytes_of, rounding, "*", color=bits, label="1 to 4 bits a number", markersize=9)
     for n, x, y in zip(few, bytes_of, rounding):
-        axis.annotate(n, (x, y), xytext=(8, -10), textcoords="offset points", fontsize=8)
-    axis.loglog(load, [collision_variance(1024, N // 3, 3) for N in sizes], color="0.4", linewidth=.7)
+        axis.annotate(n, (x, y), xytext=(7, -11), textcoords="offset points", color=bits)
+    axis.loglog(load, [collision_variance(1024, N // 3, 3) for N in sizes], color="0.7", lw=.8)
     axis.axhline(1, color="black", linewidth=1)
-    axis.text(.08, 1.3, "returning the mean", fontsize=8)
     axis.set(title=("keys", "values")[part], xlabel="tokens per slot of memory, a/N")
-    axis.grid(alpha=.3)
-axes[0].set_ylabel("squared error / variance")
+axes[0].set_ylabel("squared error / variance\n(1: returning the mean)")
 axes[0].legend(fontsize=8);
 
 # %% [markdown]
@@ -170,22 +193,30 @@ axes[0].legend(fontsize=8);
 
 # %%
 some, pair = J[..., :120], (k[:, :, :120], v[:, :, :120])
+settings = {"signed, N = 180": (SignedSketch, 3, 180), "signed, N = 30": (SignedSketch, 3, 30),
+            "shrunk, N = 30": (ShrunkSketch, 1, 30)}
+curves = {}
+for (name, (Kind, rows, N)), true in product(settings.items(), (False, True)):
+    sketch, what = Kind(k, rows, N // rows, seed=0), "true vector" if true else "estimate"
+    sketch.insert(some, *pair)
+    before = relative_error(sketch.query(some)[1], pair[1])
+    curves[name, what], deleted = take_out(sketch, some, *pair, 100, true)
+    sketch.insert(some[..., :100], *deleted)
+    back = relative_error(sketch.query(some)[1], pair[1])
+    print(f"{name}, {what} deleted: {before:.3f} before, {curves[name, what][-1]:.3f} after, "
+          f"{back:.3f} when all have come back")
+    if true:
+        by_squares = relative_error(solve(sketch, some)[1], pair[1])
+        print(f"   the same sketch by least squares: {by_squares:.2g}")
+        curves[name, "nothing"] = [relative_error(sketch.query(some[..., n:], some)[1],
+                                                  v[:, :, n:120]) for n in range(1, 101)]
+
+# %%
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.3), layout="constrained")
-for axis, (kind, rows, N) in zip(axes, (("signed", 3, 180), ("signed", 3, 30), ("shrunk", 1, 30))):
-    for what, style in (("estimate", "-"), ("true vector", "--")):
-        sketch = Sketch(k, rows, N // rows, kind, seed=0)
-        sketch.insert(some, *pair)
-        before = relative_error(sketch.query(some)[1], pair[1])
-        curve, deleted = take_out(sketch, some, *pair, 100, true=what == "true vector")
-        axis.plot(range(1, 101), curve, style, label=f"{what} deleted")
-        print(f"{kind}, a/N = {120 / N:.2f}, {what} deleted: {before:.3f} before, {curve[-1]:.3f} after", end="")
-        sketch.insert(some[..., :100], *deleted)
-        print(f", {relative_error(sketch.query(some)[1], pair[1]):.3f} when all have come back")
-    print(f"   the same sketch by least squares: {relative_error(sketch.solve(some)[1], pair[1]):.2g}")
-    if kind == "signed":
-        left = [relative_error(sketch.query(some[..., n:])[1], v[:, :, n:120]) for n in range(1, 101)]
-        axis.plot(range(1, 101), left, ":", label="nothing deleted")
-    axis.set(title=f"{kind}, a/N = {120 / N:.2f} at first", xlabel="tokens taken out", ylim=(0, None))
+for axis, (name, (_, _, N)) in zip(axes, settings.items()):
+    for what, dash in (("estimate", "-"), ("true vector", "--"), ("nothing", ":")):
+        axis.plot(range(1, 101), curves[name, what], dash, label=f"{what} deleted")
+    axis.set(title=f"{name}, a/N = {120 / N:.2f} at first", xlabel="tokens taken out", ylim=0)
     axis.axhline(1, color="black", linewidth=.5)
 axes[0].set_ylabel("squared error / variance\nof the values still in")
 axes[0].legend(fontsize=8);
@@ -193,7 +224,7 @@ axes[0].legend(fontsize=8);
 # %% [markdown]
 # (The three scales differ; the thin line is the mean's error, 1.) Where little collides (left), the residue is what remains: with the true vectors deleted the error falls to 0.04, with the estimates to 0.48, two thirds of what it was. Where much collides (middle), deleting the estimate even *helps* those who stay, for most of the way: an estimate that is several times too large takes noise away with it. For the shrunk sketch (right) it changes little until few are left. Then its error exceeds 1: it does not know of the residue, and its sum is no longer that of the tokens. So that it is no farther off than the mean, on average, is true only until swaps leave residues. And if a token comes back, its estimate is added again and the sketch is what it was, to rounding: the residue is there only while a token is out.
 #
-# Is there an exact remedy at equal memory? The sketch is linear: with the places and signs known, its $2DN$ numbers are as many equations for $2Da$ unknowns. As long as the tokens' patterns of signs are independent, least squares (`Sketch.solve`) reads every token *exactly*, where the median has an error of 0.7 (left), and then deleting is exact, too. With three rows of random places that holds up to about 0.9 tokens per slot of memory (claim R2: in 18 of 20 draws at 0.9, in none at 0.95), with one row only while no two tokens share a slot. With more tokens than slots no reader can, for different tokens give the same sketch; least squares then leaves $1 - \mathrm{rank}/a$ of the variance of tokens that have nothing to do with one another (0.76 here, about the mean; the shrunk sketch has 0.80). So the answer is: yes, as long as nothing is compressed; no, as soon as it is.
+# Is there an exact remedy at equal memory? The sketch is linear: with the places and signs known, its $2DN$ numbers are as many equations for $2Da$ unknowns. As long as the tokens' patterns of signs are independent, least squares (`solve` in `methods/theory/kv_reviver.py`) reads every token *exactly*, where the median has an error of 0.7 (left), and then deleting is exact, too. With three rows of random places that holds up to about 0.9 tokens per slot of memory (claim R2: in 18 of 20 draws at 0.9, in none at 0.95), with one row only while no two tokens share a slot. With more tokens than slots no reader can, for different tokens give the same sketch; least squares then leaves $1 - \mathrm{rank}/a$ of the variance of tokens that have nothing to do with one another (0.76 here, about the mean; the shrunk sketch has 0.80). So the answer is: yes, as long as nothing is compressed; no, as soon as it is.
 #
 # ## What revived tokens do to attention
 #
@@ -201,14 +232,15 @@ axes[0].legend(fontsize=8);
 
 # %%
 full = evaluate.reference(model, text[:, :480], 32)
-variants = {"paper": dict(), "signed": dict(kind="signed"), "shrunk, 3 rows": dict(kind="shrunk"),
-            "shrunk, 1 row": dict(kind="shrunk", rows=1)}
+variants = {"paper": KVReviver, "signed": SignedReviver,
+            "shrunk, 3 rows": partial(ShrunkReviver, rows=3), "shrunk, 1 row": ShrunkReviver}
 for name, share in product(("paper", "shrunk, 1 row"), (.25, .125, .0625)):
-    caches = maker(model, KVReviver, share, slack=0, **variants[name])(447)
-    replay([full.told], caches)
-    finish_prompt(caches)
-    a, (rows, b) = caches[0].seen - caches[0].length, (caches[0].sketch.rows, caches[0].sketch.width)
-    print(f"{name:14} {share:6.2%}: {caches[0].length} exact tokens, {a} in {rows} × {b} slots;",
+    caches = maker(model, variants[name], share, slack=0)(447)
+    replay([full.recording], caches)
+    end_prefill(caches)
+    exact, rows, b = caches[0].length, caches[0].sketch.rows, caches[0].sketch.width
+    a = caches[0].seen - exact
+    print(f"{name:14} {share:6.2%}: {exact} exact tokens, {a} in {rows} × {b} slots;",
           f"a/N = {a / rows / b:.0f}, {a / b:.0f} in each slot")
 
 # %% [markdown]
@@ -216,21 +248,10 @@ for name, share in product(("paper", "shrunk, 1 row"), (.25, .125, .0625)):
 
 # %%
 print(f"{'tokens in Vague, layer':40}", *(f"{layer:7}" for layer in range(c.n_layers)))
-for name, knobs in variants.items():
-    caches, table = maker(model, KVReviver, .25, **knobs)(447), []
-    replay([full.told], caches)
-    finish_prompt(caches)
-    for cache, (_, q, keys, values, pos, _), (_, _, prompt_keys, *_) in zip(caches, full.said, full.told):
-        cache.attend(q[:, :, :1], keys[:, :, :1], values[:, :, :1], pos[:, :1])  # the first token of the continuation
-        k_seen, _, at, _ = cache.read()
-        true = torch.cat((prompt_keys, keys[:, :, :1]), 2).gather(2, at.long()[..., None].expand(-1, -1, -1, c.head_dim))
-        revived = torch.arange(at.shape[2]) >= cache.length
-        asked = q[:, :, 1:17].unflatten(1, (c.n_kv_heads, -1))
-        logits = [asked @ x.unsqueeze(2).mT * c.head_dim ** -0.5 for x in (k_seen, true)]
-        mass = [x.softmax(-1)[..., revived].sum(-1).mean() for x in logits]
-        table.append([(logits[0] - logits[1])[..., revived].std(), *(x[..., revived].std(-1).mean() for x in logits), *mass])
-    for what, column in (("logits off by", 0), ("revived logits vary by", 1), ("attention to them", 3)):
-        print(f"{name:15} {what:24}", *(f"{row[column]:7.2f}" for row in table))
+for name, Method in variants.items():
+    table = revived_logits(model, full, maker(model, Method, .25))
+    for what, i in (("logits off by", 0), ("revived logits vary by", 1), ("attention to them", 3)):
+        print(f"{name:15} {what:24}", *(f"{row[i]:7.2f}" for row in table))
 print(f"{'true':15} {'logits vary by':24}", *(f"{row[2]:7.2f}" for row in table))
 print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 
@@ -245,89 +266,103 @@ print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 train = Tasks(encoding, "train")
 documents = dict(needle=32, recall=32, copy=16, few_shot=16)
 lost = {task: importance(model, train, n, of=(task,)) for task, n in documents.items()}
-heads = retrieval_heads((lost["needle"] + lost["recall"]) / 2)  # what DuoAttention.calibrate does
-print("the comparison's:", heads)
 figure, axes = plt.subplots(1, 4, figsize=(12, 2.8), layout="constrained")
 for axis, (task, nats) in zip(axes, lost.items()):
     plot.heads(axis, nats, f"{task}: nats lost per token", form="{:+.3f}")
     axis.set_aspect("auto")
     print(f"{task:9} costs more than 0.1 nats: {retrieval_heads(nats)}")
+
+# %%
+heads = retrieval_heads((lost["needle"] + lost["recall"]) / 2)  # what DuoAttention.calibrate does
+print("the comparison's:", heads)
 for kept in dict.fromkeys(tuple(sorted(retrieval_heads(nats))) for nats in lost.values()):
-    right = [retrieve(model, tasks.batch(task, 0, 16, 512), maker(model, DuoAttention, .25, heads=kept))
-             for task in ("needle", "recall")]
-    print(f"at 25 % {kept} keep all: {right[0]['blind'].mean():.2f} of needles, {right[1]['blind'].mean():.2f} of pairs")
+    make = maker(model, DuoAttention, .25, heads=kept)
+    needles, pairs = (retrieve(model, tasks.batch(task, 0, 16, 512), make)["blind"].mean()
+                      for task in ("needle", "recall"))
+    print(f"at 25 % {kept} keep all: {needles:.2f} of needles, {pairs:.2f} of pairs")
 
 # %% [markdown]
 # On each of the four tasks only heads of layer 1 cost more than 0.03 nats. Copying, which nobody asks for afterwards, names the same three as needles and pairs. The labelled lines name one of them; with that one alone more than half of the needles and most pairs are lost.
 #
-# So the three do not depend on the kind of question. But they depend on this decoder: its training started from weights in which they already retrieved (`00_kv_cache.ipynb`). Where several heads can stand in for one another, leaving out one at a time need not find any. What DuoAttention does below is therefore a result about this hand-built start. In large models the heads that retrieve are said to be a quarter to a half of all.
+# From here on, `heads` are those three: what `DuoAttention` keeps everything for. So they do not depend on the kind of question. But they depend on this decoder: its training started from weights in which they already retrieved (`00_kv_cache.ipynb`). Where several heads can stand in for one another, leaving out one at a time need not find any. What DuoAttention does below is therefore a result about this hand-built start. In large models the heads that retrieve are said to be a quarter to a half of all.
 #
 # ## In the same bytes
 #
 # What does the sketch contribute? (The paper calls few bits and DuoAttention compatible with it, which they are; here they are asked what its bytes would buy.) At each budget: the paper's sketch and its variants, the same cache with nothing but the mean of the vague tokens and one slot (*mean only*), and without a sketch (its bytes go to the candidates), H2O, CaM, DuoAttention, and low bits. Two measures: the KL of the next token over 8 texts (32 tokens each, after 447), and 16 needles, one of four facts each, whose question comes after the compression. `slack=0` here, so that every method uses its bytes to the full.
 
 # %%
-told = record(model, make_cache(model, Recorder), prompt_and_question(model, batch)[1])
-
-
-def blind(model, batch, make, told=None):
-    """Which needles of the batch are found when the question comes after the compression."""
-    tokens, context, _ = prompt_and_question(model, batch)
-    caches = make(batch.question)
-    evaluate.feed(model, context, caches) if told is None else replay([told], caches)
-    return answer(model, tokens, batch.answers, batch.question, caches)
+recording = record(model, make_cache(model, Recorder), prompt_and_question(model, batch)[1])
 
 
 def measure(make):
-    """KiB per text, KL of each text, which needles are found, and the change of attention outputs, ‖o − ô‖₁, of each text."""
-    row = told_or_read(continuation, model, full, make, full.told)
-    return row["live"] / 8192, row["kl"], told_or_read(blind, model, batch, make, told), row["l1"].mean((1, 2))
+    """KiB a text, KL of each text, which needles are found, and ‖o − ô‖₁ of each text."""
+    row = replayed_or_read(continuation, model, full, make, full.recording)
+    needles = replayed_or_read(found_blind, model, batch, make, recording)
+    return row["live"] / 8192, row["kl"], needles, row["l1"].mean((1, 2))
 
+
+methods = {name: partial(Method, slack=0) for name, Method in variants.items()}
+methods |= {"mean only": partial(ShrunkReviver, vague=1e-9, slack=0),
+            "no sketch": partial(KVReviver, vague=0., slack=0),
+            "H2O": H2O, "CaM": CaM, "DuoAttention": partial(DuoAttention, heads=heads)}
 
 # %%
-methods = {name: partial(KVReviver, slack=0, **knobs) for name, knobs in variants.items()}
-methods |= {"mean only": partial(KVReviver, kind="shrunk", rows=1, vague=1e-9, slack=0),
-            "no sketch": partial(KVReviver, vague=0, slack=0),
-            "H2O": H2O, "CaM": CaM, "DuoAttention": partial(DuoAttention, heads=heads)}
 budgets, rows = (.25, .125, .0625), {}
 for name, Method in methods.items():
     for share in budgets if name not in ("signed", "shrunk, 3 rows") else budgets[:1]:
         rows[name, share] = measure(maker(model, Method, share))
 for n in (2, 3, 4):
-    rows["few bits (KIVI)", n] = measure(lambda _: make_cache(model, Quantized, bits=n, exact=16))
+    few_bits = partial(make_cache, model, Quantized, bits=n, residual_length=16)
+    rows["few bits (KIVI)", n] = measure(lambda *_: few_bits())
 for n in (2, 3):
-    low_bits = lambda _: make_cache(model, LowBitVague, bits=n, exact=8, heavy=8)
-    rows["few bits, heavy hitters exact", n] = measure(low_bits)
+    low_bits = partial(make_cache, model, LowBitVague, bits=n, residual_length=8, heavy=8)
+    rows["few bits, heavy hitters exact", n] = measure(lambda *_: low_bits())
 
 # %%
 for (name, share), (kib, kl, found, l1) in rows.items():
     print(f"{name:30} {f'{share} bits' if share > 1 else f'{share:.2%}':>7} {kib:5.0f} KiB   "
-          f"KL {kl.mean():.3f} ±{standard_error(kl):.3f}   needles {found.mean():.2f}   L1 {l1.mean():6.2f}", end="")
+          f"KL {kl.mean():.3f} ±{standard_error(kl):.3f}   needles {found.mean():.2f}   "
+          f"L1 {l1.mean():6.2f}", end="")
     if name != "no sketch" and share < 1:
         _, base, _, base_l1 = rows["no sketch", share]
-        print(f"   against no sketch: KL {(kl - base).mean():+.3f} ±{standard_error(kl - base):.3f}, "
-              f"L1 {(l1 - base_l1).mean():+.2f}", end="")
+        print(f"   against no sketch: KL {(kl - base).mean():+.3f} "
+              f"±{standard_error(kl - base):.3f}, L1 {(l1 - base_l1).mean():+.2f}", end="")
     print()
 for share in budgets:
     more = rows["shrunk, 1 row", share][1] - rows["mean only", share][1]
-    print(f"{share:.2%}: KL of one shrunk row above that of the mean only {more.mean():+.3f} ±{standard_error(more):.3f}")
+    print(f"{share:.2%}: KL of one shrunk row above that of the mean only "
+          f"{more.mean():+.3f} ±{standard_error(more):.3f}")
 
 # %% [markdown]
 # CaM has a higher KL than H2O at every budget, but merging hundreds at once at the prompt's end is not its paper's setting. Evicting while they read, eight tokens at a time:
 
 # %%
 for share in (.25, .125):
-    kls = [continuation(model, full, reading_within(maker(model, Method, share)), chunk=8)["kl"] for Method in (CaM, H2O)]
-    print(f"{share:.1%}: KL of CaM {kls[0].mean():.3f}, of H2O {kls[1].mean():.3f}, difference {(kls[0] - kls[1]).mean():+.3f} ±{standard_error(kls[0] - kls[1]):.3f}")
+    cam, h2o = (continuation(model, full, reading_within(maker(model, Method, share)),
+                             chunk_size=8)["kl"] for Method in (CaM, H2O))
+    print(f"{share:.1%}: KL of CaM {cam.mean():.3f}, of H2O {h2o.mean():.3f}, "
+          f"difference {(cam - h2o).mean():+.3f} ±{standard_error(cam - h2o):.3f}")
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(13, 4), layout="constrained")
-for name, style in zip(dict.fromkeys(name for name, _ in rows), ("o-", "s--", "D-.", "^:", "p-.", "v-", "P--", "x-.", "*-", "k<-", "k>:")):
-    mine = [row for (other, _), row in rows.items() if other == name]
-    for axis, values in zip(axes, ([row[1].mean() for row in mine], [row[2].mean() for row in mine])):
-        axis.plot([row[0] for row in mine], values, style, label=name, markersize=6)
-for axis, label in zip(axes, ("KL(full ‖ compressed), nats", "needles found, question after compression")):
-    axis.set(xscale="log", xlabel=f"live cache, KiB per text (full: {full_cache_bytes(c, 479, 4) / 1024:.0f})", ylabel=label, xticks=(128, 256, 512), xticklabels=(128, 256, 512))
+look = {name: plot.style(method) for name, method in {
+    "paper": "kv_reviver", "shrunk, 1 row": "kv_reviver_shrunk", "H2O": "h2o", "CaM": "cam",
+    "DuoAttention": "duo_attention", "few bits (KIVI)": "quantized_2"}.items()}
+look |= {"signed": look["paper"] | dict(marker="s"), "no sketch": dict(color="black", marker="x"),
+         "shrunk, 3 rows": look["shrunk, 1 row"] | dict(marker="D"),
+         "mean only": dict(color="0.5", marker="^", linestyle="--"),
+         "few bits, heavy hitters exact": look["few bits (KIVI)"] | dict(marker=">", ls=":")}
+look["few bits, heavy hitters exact"].pop("linestyle")
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
+for name in dict.fromkeys(name for name, _ in rows):
+    kib, kl, found, _ = zip(*(row for (other, _), row in rows.items() if other == name))
+    for axis, values in zip(axes, (kl, found)):
+        axis.plot(kib, [x.mean() for x in values], label=name, markersize=6, **look[name])
+at, whole = (128, 256, 512), full_cache_bytes(c, 479, 4) / 1024
+for axis, label in zip(axes, ("KL(full ‖ compressed), nats", "needles found, question afterwards")):
+    axis.set(xscale="log", xlabel=f"live cache, KiB per text (full: {whole:.0f})", ylabel=label)
+    axis.set_xticks(at, at)
     axis.minorticks_off()
     axis.grid(alpha=.3)
 axes[0].set_yscale("log")
@@ -345,10 +380,13 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # %%
 model16 = weights.from_hf(TINY).bfloat16()
 full16 = evaluate.reference(model16, text[:, :480], 32)
-makes = {name: maker(model16, methods[name], .25) for name in ("shrunk, 1 row", "H2O", "DuoAttention")}
-makes |= {f"few bits (KIVI) {n}": lambda _, n=n: make_cache(model16, Quantized, bits=n, exact=16) for n in (2, 3)}
+makes = {name: maker(model16, methods[name], .25)
+         for name in ("shrunk, 1 row", "H2O", "DuoAttention")}
+for n in (2, 3):
+    makes[f"few bits (KIVI) {n}"] = lambda *_, n=n: make_cache(model16, Quantized, bits=n,
+                                                              residual_length=16)
 for name, make in makes.items():
-    row = told_or_read(continuation, model16, full16, make, full16.told)
+    row = replayed_or_read(continuation, model16, full16, make, full16.recording)
     kl = row["kl"].float()
     print(f"{name:20} {row['live'] / 8192:5.0f} KiB   KL {kl.mean():.3f} ±{standard_error(kl):.3f}")
 
@@ -360,24 +398,34 @@ for name, make in makes.items():
 # A quarter of the entries, or 2 bits a number; five depths, three documents each, and the question after the compression (claim R10). (Needles at random depths, as above, rarely lie at the very beginning or end.)
 
 # %%
-panels = {name: partial(maker, model, methods[name], .25) for name in ("paper", "signed", "shrunk, 1 row", "H2O", "CaM", "DuoAttention")}
-panels["StreamingLLM"] = partial(maker, model, StreamingLLM, .25)
-panels["2 bits (KIVI)"] = lambda: lambda n: make_cache(model, Quantized, bits=2, exact=16)
-depths, lengths, found = (0., .25, .5, .75, 1.), (256, 512, 1024), {name: [] for name in panels}
-for T in lengths:
-    parts = [tasks.batch("needle", 7, 3, T, depth=depth) for depth in depths]  # one seed: all questions begin at the same token
-    needles = Batch(np.concatenate([part.tokens for part in parts]), np.concatenate([part.roles for part in parts]), parts[0].question, parts[0].answers)
-    told = record(model, make_cache(model, Recorder), prompt_and_question(model, needles)[1])
-    for name, make in panels.items():
-        found[name].append(told_or_read(blind, model, needles, make(), told).view(len(depths), -1).mean(1))
-print("found on average:", "  ".join(f"{name} {torch.stack(values).mean():.2f}" for name, values in found.items()))
-figure, axes = plt.subplots(1, len(panels), figsize=(14, 2.4), layout="constrained", sharey=True)
-for axis, (name, values) in zip(axes, found.items()):
-    grid = torch.stack(values, 1)
-    axis.imshow(grid, cmap="Blues", vmin=0, vmax=1.4, aspect="auto")
-    for (y, x), value in np.ndenumerate(grid.numpy()):
-        axis.text(x, y, f"{value:.2f}".lstrip("0") if 0 < value < 1 else f"{value:.0f}", ha="center", va="center", fontsize=7)
-    axis.set(title=f"{name}\n{grid.mean():.2f}", xlabel="tokens", xticks=range(len(lengths)), xticklabels=lengths, yticks=range(len(depths)), yticklabels=[f"{depth:.0%}" for depth in depths])
+names = "paper", "signed", "shrunk, 1 row", "H2O", "CaM", "DuoAttention"
+makes = {name: maker(model, methods[name], .25) for name in names}
+makes["StreamingLLM"] = maker(model, StreamingLLM, .25)
+makes["2 bits (KIVI)"] = lambda *_: make_cache(model, Quantized, bits=2, residual_length=16)
+depths, lengths, grid = (0., .25, .5, .75, 1.), (256, 512, 1024), {name: [] for name in makes}
+for T in lengths:  # one seed: all questions begin at the same token
+    parts = [tasks.batch("needle", 7, 3, T, depth=depth) for depth in depths]
+    tokens = np.concatenate([part.tokens for part in parts])
+    roles = np.concatenate([part.roles for part in parts])
+    needles = Batch(tokens, roles, parts[0].question, parts[0].answers)
+    recording = record(model, make_cache(model, Recorder), prompt_and_question(model, needles)[1])
+    for name, make in makes.items():
+        found = replayed_or_read(found_blind, model, needles, make, recording)
+        grid[name].append(found.view(len(depths), -1).mean(1))
+grid = {name: torch.stack(columns, 1) for name, columns in grid.items()}
+print("found on average:", "  ".join(f"{name} {x.mean():.2f}" for name, x in grid.items()))
+
+# %%
+figure, axes = plt.subplots(1, len(grid), figsize=(14, 2.6), layout="constrained", sharey=True)
+for axis, (name, values) in zip(axes, grid.items()):
+    axis.imshow(values, cmap="Blues", vmin=0, vmax=1.4, aspect="auto")
+    for (y, x), value in np.ndenumerate(values.numpy()):
+        short = f"{value:.2f}".lstrip("0") if 0 < value < 1 else f"{value:.0f}"
+        axis.text(x, y, short, ha="center", va="center", fontsize=7)
+    axis.set_title(f"{name}\n{values.mean():.2f}", fontsize=9)
+    axis.set_xlabel("tokens", fontsize=8)
+    axis.set_xticks(range(len(lengths)), lengths)
+    axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axis.tick_params(labelsize=7)
 axes[0].set_ylabel("depth of the needle");
 
@@ -396,14 +444,16 @@ sweeps = {"share of Vague": (lambda x: (x, (1 - x) / 2), (.1, .2, .4)),
 
 @once
 def swept(name, vague=.1, recent=.45, replace_rate=1.1):
-    knobs = variants[name] | dict(vague=vague, recent=recent, replace_rate=replace_rate)
-    return continuation(model, full, maker(model, KVReviver, .25, **knobs), full.told)["kl"]
+    knobs = dict(vague=vague, recent=recent, replace_rate=replace_rate)
+    make = maker(model, variants[name], .25, **knobs)
+    return continuation(model, full, make, full.recording)["kl"]
 
 
 for (label, (at, points)), name in product(sweeps.items(), ("paper", "shrunk, 1 row")):
     kls = [swept(name, *at(x)) for x in points]
-    print(f"{label:16} {name:14}", *(f"{x:g}: {kl.mean():.3f} ({(kl - kls[0]).mean():+.3f} "
-                                     f"±{standard_error(kl - kls[0]):.3f})  " for x, kl in zip(points, kls)))
+    print(f"{label:16} {name:14}", *(
+        f"{x:g}: {kl.mean():.3f} ({(kl - kls[0]).mean():+.3f} ±{standard_error(kl - kls[0]):.3f})  "
+        for x, kl in zip(points, kls)))
 
 # %% [markdown]
 # Of the paper's shares for Vague the smallest has the lowest KL, as in its Table 2 (35.7 to 33.3 Rouge; for the shrunk sketch 0.2 is within two standard errors). It does not try 0, which is no worse. Between Recent and Candidate the optimum is flat, as in Table 3. ReplaceRate the paper found to matter little. To the shrunk sketch it makes no difference, to three digits. In the paper's sketch swaps do harm: the KL is lowest where none happens, which is so from a rate of 1.5 on.
@@ -413,20 +463,24 @@ for (label, (at, points)), name in product(sweeps.items(), ("paper", "shrunk, 1 
 # The paper gives each layer a budget in proportion to the Fisher information of its key and value weights (claim R5), here from 8 texts of the training side.
 
 # %%
+def shared(Method, shares):
+    make = lambda n, *prompt: share_out(maker(model, Method, .25)(n), shares)
+    return continuation(model, full, make, full.recording)["kl"]
+
+
 calibration = evaluate.text_windows(train, 8, 256)
 fisher = fisher_shares(model, calibration)
 print("shares of the layers:", " ".join(f"{share:.2f}" for share in fisher))
 try:
-    continuation(model, full, maker(model, KVReviver, .25, shares=fisher), full.told)
+    shared(KVReviver, fisher)
 except ValueError as error:
     print("as they are:", error)
 mixed = {even: fisher_shares(model, calibration, even) for even in (1., .75, .5)}
 for name in ("shrunk, 1 row", "no sketch"):
-    kls = [continuation(model, full, maker(model, methods[name], .25, shares=shares), full.told)["kl"]
-           for shares in mixed.values()]
+    kls = [shared(methods[name], shares) for shares in mixed.values()]
     print(f"{name:14} part that is shared out evenly:", *(
-        f"{even}: KL {kl.mean():.3f} ({(kl - kls[0]).mean():+.3f} ±{standard_error(kl - kls[0]):.3f})  "
-        for even, kl in zip(mixed, kls)))
+        f"{even}: KL {kl.mean():.3f} ({(kl - kls[0]).mean():+.3f} "
+        f"±{standard_error(kl - kls[0]):.3f})  " for even, kl in zip(mixed, kls)))
 
 # %% [markdown]
 # As they are, the shares starve four of the six layers of this model: the two lowest get 86 %. With half of the whole shared out evenly they help, with and without a sketch alike: KL −0.09 and −0.08 (± 0.03). So of the paper's parts this one does pay here, and it is not about reviving.
@@ -436,25 +490,23 @@ for name in ("shrunk, 1 row", "no sketch"):
 # Reviving costs time at every step; the paper trades it for larger batches (Table 1: 6.48 tokens/s against 12.67 of the full cache at batch 1; 22.46 at batch 16, where the full cache no longer fits). The same here, after 512 tokens, with a tenth of the bytes.
 
 # %%
-methods10 = {"full cache": lambda n: make_cache(model), "H2O": maker(model, H2O, .1), "KVReviver": maker(model, KVReviver, .1),
-             "KVReviver, shrunk": maker(model, KVReviver, .1, kind="shrunk", rows=1)}
+makes = {name: maker(model, Method, .1) for name, Method in {
+    "H2O": H2O, "KVReviver": KVReviver, "KVReviver, shrunk": ShrunkReviver}.items()}
+makes = {"full cache": lambda n: make_cache(model)} | makes
 stream = evaluate.text_windows(tasks, 35, 513)
-told = record(model, make_cache(model, Recorder), stream[:, :-1])
-layer = 2 * c.n_kv_heads * 528 * c.head_dim * 4 / 2 ** 20  # MiB of one layer's keys and values, all tokens
-print(f"{'tokens/s, at batch':18}", *(f"{n:6}" for n in (1, 2, 3, 8, 13, 16, 35)), "  MiB a text  fit in 8 MiB  with the revived layer")
-for name, make in methods10.items():
-    speeds = {}
-    for n in (1, 2, 3, 8, 13, 16, 35):
-        caches = make(512)
-        replay([[(*(x[:n] for x in of_layer[:4]), of_layer[4]) for of_layer in told]], caches)
-        finish_prompt(caches)
-        speeds[n] = n * 8 / best(lambda: [model(stream[:n, -1:], caches) for _ in range(8)], 2)
-    size = cache_bytes(caches)[0] / n / 2 ** 20
-    fits = int(8 / size), int(8 / (size + layer * (name == "KVReviver")))
-    print(f"{name:18}", *(f"{speed:6.0f}" for speed in speeds.values()), f"{size:11.2f} {fits[0]:13} {fits[1]:24}")
+recording = record(model, make_cache(model, Recorder), stream[:, :-1])
+layer = full_cache_bytes(c, 528, 4) / c.n_layers / 2 ** 20  # MiB of one layer, all tokens
+sizes = (1, 2, 3, 8, 13, 16, 35)
+print(f"{'tokens/s, at batch':18}", *(f"{n:6}" for n in sizes),
+      "  MiB a text  fit in 8 MiB  with the revived layer")
+for name, make in makes.items():
+    speeds, mib = speed(model, make, recording, stream[:, -1:], sizes)
+    revived = layer if name == "KVReviver" else 0
+    print(f"{name:18}", *(f"{x:6.0f}" for x in speeds.values()),
+          f"{mib:11.2f} {int(8 / mib):13} {int(8 / (mib + revived)):24}")
 
 # %% [markdown]
-# (The speeds of this machine vary from run to run.) Reviving makes a step several times slower than the full cache's, and more so in larger batches: the work grows with the batch like attention's, and is more of it. Memory allows 35 texts instead of 3. (13, if the keys and values of the layer that is just being revived count, which the paper calls minor: with 32 layers they are a third of what the compressed cache holds, with 6 1.7 times it.) But 35 texts with reviving write fewer tokens a second than 3 without. The shrunk sketch has one row, which is linear, so that nothing has to be revived: it is attended to by slots (`Sketch.attend`; `06_kernels.ipynb` shows how). Its 35 texts write at least about as many tokens a second as the full cache's 3. Evicting (H2O) is slower than the full cache with one text, and faster in large batches; the table says from where.
+# (The speeds of this machine vary from run to run.) Reviving makes a step several times slower than the full cache's, and more so in larger batches: the work grows with the batch like attention's, and is more of it. Memory allows 35 texts instead of 3. (13, if the keys and values of the layer that is just being revived count, which the paper calls minor: with 32 layers they are a third of what the compressed cache holds, with 6 1.7 times it.) But 35 texts with reviving write fewer tokens a second than 3 without. The shrunk sketch has one row, which is linear, so that nothing has to be revived: it is attended to by slots (`SignedSketch.attend`; `06_kernels.ipynb` shows how). Its 35 texts write at least about as many tokens a second as the full cache's 3. Evicting (H2O) is slower than the full cache with one text, and faster in large batches; the table says from where.
 #
 # On the paper's GPU there are 7 billion weights to read at each step. There the ratio at batch 1 was one half. At batch 16 it had 22.46 tokens a second, the full cache 21.48 at batch 2, the largest that the paper prints: 1.05 times as many. That is not testable here. (Few bits, unpacked in PyTorch as here, are slow as well: 0.20 to 0.28 of the full cache's speed in the README's table. KIVI has kernels for that.)
 #
@@ -466,7 +518,7 @@ for name, make in methods10.items():
 #
 # 1. At 1 bit a number `Quantized` takes the ends of the range for its two levels. Take mean ± mean deviation instead (`quantise`). What happens to the KL, and how much of the way to that of 2 bits is it?
 # 2. DuoAttention and few bits: let the three retrieving heads of layer 1 keep all tokens in 3 bits and all others stream. How many bytes find all needles?
-# 3. Read `Sketch.solve` and show that its error for random signs and one row is $1 - $ (slots in use)$/a$. How far is the shrunk estimate from it?
+# 3. Read `solve` in `methods/theory/kv_reviver.py` and show that its error for random signs and one row is $1 - $ (slots in use)$/a$. How far is the shrunk estimate from it?
 # 4. Replace the random places of a sketch by $J \,\mathrm{mod}\, b$, or by runs of neighbours, $\lfloor J b/a \rfloor$. Neighbouring keys are alike; what does the mean of a run have for an error, and the KL?
-# 5. Deal out the budgets of `DuoAttention` by `fisher_shares` instead of evenly among streaming heads.
+# 5. Deal out the budgets of `DuoAttention` by `fisher_shares` and `share_out` instead of evenly among streaming heads.
 # 6. `CaM` gives the merged value no larger weight, though it stands for several tokens. Give its slot a logit `bias` of the log of their number (`methods/residual_entry.py` shows how). Does it help?

@@ -5,12 +5,13 @@
 #
 # Everything runs on a CPU: without a GPU, Triton has an interpreter that executes kernels line by line, with NumPy. It tells right from wrong in 32 bits and in float16 (bfloat16 it gets wrong), but not fast from slow.
 #
-# You should know attention and what a KV cache is (`00_kv_cache.ipynb`); no GPU programming. The code to read beside it: `kernels/decode_attention.py`, then the others.
+# **Before:** notebook 00; of GPU programming nothing. **Runs:** about a minute. **Then you will know** how attention becomes a kernel, tile by tile, and what bounds its speed.
+#
+# The code to read beside it: `kernels/decode_attention.py`, then the others.
 
 # %%
 import os; os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
-import sys; sys.path[:0] = [".", ".."]           # the repository, seen from its root or from notebooks/
-import json
+import sys; sys.path[:0] = [".", ".."]  # the repository, from its root or from notebooks/
 import math
 from pathlib import Path
 import subprocess
@@ -23,13 +24,14 @@ from kernels.decode_attention import Segment, decode_attention
 import triton
 import triton.language as tl
 from methods.ada_kv import AdaKV
-from methods.kv_reviver import Sketch
+from methods.kv_reviver_shrunk import SignedSketch
 from nanollm import TINY, evaluate, tokenizer, weights
-from nanollm.cache import LayerCache, finish_prompt, make_cache
+from nanollm.cache import end_prefill, make_cache
 from nanollm.data import Tasks
-from nanollm.evaluate import feed
+from nanollm.replay import feed
 from nanollm.speed import best
 
+# %%
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
 n, D = 1000, 64  # slots, head dim
@@ -54,7 +56,7 @@ print(f"one slot at a time: off by {(y / total - expected).abs().max():.1e} at m
 # %% [markdown]
 # ## 2. The tile
 #
-# A GPU works on many numbers at a time, and its matrix units on blocks of at least 16 × 16. So take 64 slots in one step: the same recurrence, with a maximum and a sum over the block. The last tile is not full; its surplus slots get a score of $-\infty$, thus a weight of 0.
+# A GPU works on many numbers at a time, and its tensor cores on blocks of at least 16 × 16. So take 64 slots in one step: the same recurrence, with a maximum and a sum over the block. The last tile is not full; its surplus slots get a score of $-\infty$, thus a weight of 0.
 
 # %%
 def tiles(q, k, v, first, end, block=64):
@@ -76,7 +78,7 @@ print(f"64 slots at a time: off by {(y / total - expected).abs().max():.1e}")
 # %% [markdown]
 # ## 3. The split
 #
-# With one sequence and 8 key/value heads, one program a head would keep 8 of a GPU's 132 processors busy. But $(m, \ell, y)$ of any stretch of slots is all that is needed of it, and two of them add up to that of both, in any order: scale each to the larger $m$. So the slots are dealt out, and a second kernel adds up what comes back ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). This is why the kernels take any layout: a head's slots may lie in two places, packed and new, and be as many as they like.
+# With one sequence and 8 key/value heads, one program a head would keep 8 of a GPU's 132 processors (SMs) busy. But $(m, \ell, y)$ of any stretch of slots is all that is needed of it, and two of them add up to that of both, in any order: scale each to the larger $m$. So the slots are dealt out, and a second kernel adds up what comes back ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). This is why the kernels take any layout: a head's slots may lie in two places, packed and new, and be as many as they like.
 
 # %%
 parts = [tiles(q, k, v, first, min(first + 300, n)) for first in range(0, n, 300)]
@@ -87,32 +89,35 @@ print(f"{len(parts)} parts: off by {((weight @ y) / (weight @ total) - expected)
 # %% [markdown]
 # ## 4. The kernel
 #
-# The same in Triton. A *program* is one iteration of the outer loop above (`tl.program_id` says which); all of them run at once, or in any order. A block is loaded from memory by a block of addresses; `mask` says which of them exist, and `other` what stands for those that do not. Everything between `load` and `store` stays on the processor, in its registers and its shared memory. (In the names, `p_` is a pointer, `b_` a block of numbers, `o_` a block of offsets.)
+# The same in Triton. A *program* is one iteration of the outer loop above (`tl.program_id` says which); all of them run at once, or in any order. A block is loaded from memory by a block of addresses; `mask` says which of them exist, and `other` what stands for those that do not. Everything between `load` and `store` stays on the SM, in its registers and its shared memory. (In the names, `p_` is a pointer, `b_` a block of numbers, `o_` a block of offsets.)
 
 # %%
 @triton.jit
 def attend(p_q, p_k, p_v, p_m, p_total, p_y, scale, n, share, D: tl.constexpr, BLOCK: tl.constexpr):
     part, o_n, o_d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     b_q = tl.load(p_q + o_d)
-    m, total, b_y = -3e38, 0.0, tl.zeros((D,), tl.float32)                 # −3e38: see exercise 1
+    m, total, b_acc = -3e38, 0.0, tl.zeros((D,), tl.float32)  # −3e38: see exercise 1
     end = tl.minimum(n, (part + 1) * share)
     for first in range(part * share, end, BLOCK):
         here = first + o_n < end
-        at = (first + o_n)[:, None] * D + o_d                              # (slots, D): row after row
+        at = (first + o_n)[:, None] * D + o_d  # (slots, D): row after row
         b_k = tl.load(p_k + at, mask=here[:, None], other=0.0)
         b_s = tl.where(here, tl.sum(b_k * b_q, 1) * scale, float("-inf"))
         new = tl.maximum(m, tl.max(b_s, 0))
         b_p, old = tl.exp(b_s - new), tl.exp(m - new)
         b_v = tl.load(p_v + at, mask=here[:, None], other=0.0)
-        total, b_y, m = total * old + tl.sum(b_p, 0), b_y * old + tl.sum(b_p[:, None] * b_v, 0), new
+        total, m = total * old + tl.sum(b_p, 0), new
+        b_acc = b_acc * old + tl.sum(b_p[:, None] * b_v, 0)
     tl.store(p_m + part, m)
     tl.store(p_total + part, total)
-    tl.store(p_y + part * D + o_d, b_y)
+    tl.store(p_y + part * D + o_d, b_acc)
 
 
+# %%
 def run(k, v, n, share=256):
     parts = -(-n // share)
-    m, total, y = torch.full((parts,), math.nan), torch.full((parts,), math.nan), torch.full((parts, D), math.nan)  # poisoned
+    m, total = torch.full((2, parts), math.nan)  # poisoned
+    y = torch.full((parts, D), math.nan)
     attend[parts,](q, k, v, m, total, y, D ** -0.5, n, share, D, 64)
     weight = (m - m.max()).exp()
     return (weight @ y) / (weight @ total)
@@ -121,7 +126,7 @@ def run(k, v, n, share=256):
 print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs().max():.1e}")
 
 # %% [markdown]
-# `kernels/decode_attention.py` is this and four things more: all query heads of a group are rows of one tile, so that a key is read once for the group and the matrix units can multiply (`tl.dot`); a head says where its slots begin and how many they are; slots may have a bias; and the scores can be kept, if somebody wants their sums.
+# `kernels/decode_attention.py` is this and four things more: all query heads of a group are rows of one tile, so that a key is read once for the group and the tensor cores can multiply (`tl.dot`); a head says where its slots begin and how many they are; slots may have a bias; and the scores can be kept, if somebody wants their sums.
 #
 # How do you know that it is right? The outputs are full of NaN before the kernel runs, so what it leaves out shows. And the memory before and after the slots is NaN as well: if a mask is off by one, that shows too. The tests of `kernels/` do both, at lengths such as 1, 63 and 65.
 
@@ -141,17 +146,23 @@ model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktok
 text = evaluate.text_windows(Tasks(encoding, "test"), 4, 512)
 caches = make_cache(model, AdaKV, budget=128)
 feed(model, text, caches)
-finish_prompt(caches)
+end_prefill(caches)
 counts = torch.stack([cache.counts for cache in caches], 1)  # (B, layers, heads)
-padded = counts.amax((0, 2))                                 # a layer of the whole batch is one rectangle
+padded = counts.amax((0, 2))  # a layer of the whole batch is one rectangle
+
+# %%
 figure, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
-axis.bar(range(counts[0].numel()), counts[0].flatten(), color="0.4", label="slots of a head, first text")
-axis.step([i * counts.shape[2] - 0.5 for i in range(len(padded) + 1)], [*padded, padded[-1]], "k--", where="post", label="the longest head of four texts")
-axis.set_xticks([counts.shape[2] * (i + 0.5) - 0.5 for i in range(len(padded))], [f"heads of\nlayer {i}" for i in range(len(padded))])
+first, heads = counts[0].flatten(), counts.shape[2]
+axis.bar(range(len(first)), first, color="0.4", label="slots of a head, first text")
+axis.step([i * heads - 0.5 for i in range(len(padded) + 1)], [*padded, padded[-1]], "k--",
+          where="post", label="the longest head of four texts")
+axis.set_xticks([heads * (i + 0.5) - 0.5 for i in range(len(padded))],
+                [f"heads of\nlayer {i}" for i in range(len(padded))])
 axis.set(ylabel="slots", ylim=(0, 1.4 * padded.max()))
 axis.legend(fontsize=8)
-padding = padded.sum() * counts[:, 0].numel(), counts.amax(2).sum() * counts.shape[2]
-print(f"slots held: {counts.sum()}; padded {padding[0]}, {padding[0] / counts.sum():.2f} times as many; each text by itself {padding[1] / counts.sum():.2f}")
+padding = padded.sum() * counts[:, 0].numel(), counts.amax(2).sum() * heads
+print(f"slots held: {counts.sum()}; padded {padding[0]}, {padding[0] / counts.sum():.2f} times "
+      f"as many; each text by itself {padding[1] / counts.sum():.2f}")
 
 # %% [markdown]
 # Padding reads that many times as much, after it has read and written it once for the copy. The kernel reads what is there:
@@ -161,15 +172,17 @@ cache = caches[1]
 B, H = cache.counts.shape
 G, d = model.config.n_heads // H, cache.k.shape[-1]
 start = cache.counts.flatten().cumsum(0) - cache.counts.flatten()
-packed = Segment(cache.packed["k"], cache.packed["v"], start, cache.counts.flatten().int(), cache.behind)
+packed = Segment(cache.packed["k"], cache.packed["v"], start, cache.counts.flatten().int(),
+                 cache.longest)
 queries = torch.randn(B, H, G, d)
 y, (sums,) = decode_attention(queries, [packed], sums=True)
 seen = (cache.pos < 512).unsqueeze(2)
 by_pytorch = F.scaled_dot_product_attention(queries, cache.k, cache.v, seen.expand(-1, -1, G, -1))
-print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's slots add up to its {G} queries: {sums.sum() / (B * H):.4f}")
+print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's slots "
+      f"add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, with a model in 16 bits, methods ask for the kernels by themselves (`kernel_for` in `nanollm/cache.py`); elsewhere their plain code runs.
+# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, with a model in 16 bits, methods ask for the kernels by themselves (`kernel_for` in `nanollm/gpu.py`); elsewhere their plain code runs.
 #
 # ## 6. The fastest kernel is the one that is not needed
 #
@@ -181,7 +194,8 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
 torch.set_num_threads(1)
 print("tokens in the sketch   by reading back      by slots   ratio    difference")
 for tokens in (1024, 4096, 16384):
-    sketch, J = Sketch(torch.zeros(1, 2, 1, 64), 1, tokens // 100, "signed", 0), torch.arange(tokens).expand(1, 2, -1)
+    sketch = SignedSketch(torch.zeros(1, 2, 1, 64), 1, tokens // 100, 0)
+    J = torch.arange(tokens).expand(1, 2, -1)
     sketch.insert(J, *torch.randn(2, 1, 2, tokens, 64))
     sketch.tokens, few, one = tokens, torch.randn(2, 1, 2, 64, 64), torch.randn(1, 2, 4, 64)
 
@@ -191,7 +205,8 @@ for tokens in (1024, 4096, 16384):
         return p @ values
 
     slow, fast = best(read_back, 5), best(lambda: sketch.attend(one, *few, J), 5)
-    print(f"{tokens:20} {1e3 * slow:14.2f} ms {1e3 * fast:10.2f} ms {slow / fast:7.1f} {(read_back() - sketch.attend(one, *few, J)[0]).norm() / read_back().norm():13.1e}")
+    off = (read_back() - sketch.attend(one, *few, J)[0]).norm() / read_back().norm()
+    print(f"{tokens:20} {1e3 * slow:14.2f} ms {1e3 * fast:10.2f} ms {slow / fast:7.1f} {off:13.1e}")
 torch.set_num_threads(2)
 
 # %% [markdown]
@@ -211,36 +226,40 @@ print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs()
 # %% [markdown]
 # ## 8. What the compiler says
 #
-# A kernel can be compiled for a GPU that is not there. What it then takes of a processor tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. A processor of an H100 has 65,536 registers and 228 KiB of shared memory for all programs on it; a program here has 128 threads, or 256 (pairs, norms). So three programs of `attend` fit, and one of pairs.
+# A kernel can be compiled for a GPU that is not there. What it then takes of an SM tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. An SM of an H100 has 65,536 registers and 228 KiB of shared memory for all programs on it; a program here has 128 threads, or 256 (pairs, norms). So three programs of `attend` fit, and one of pairs.
 
 # %%
-print(subprocess.run([sys.executable, Path(bench.__file__).with_name("resources.py")], capture_output=True, text=True, check=True).stdout)
+command = [sys.executable, Path(bench.__file__).with_name("resources.py")]
+print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 # %% [markdown]
 # ## 9. What a GPU can do at best
 #
-# Each kernel must move its inputs and outputs through memory once, and do its multiplications. Bytes over the rate at which memory can be copied, operations over the rate of the matrix units: the larger of the two times is the *floor*. Drawn over the operations per byte, the two rates make a roof:
+# Each kernel must move its inputs and outputs through memory once, and do its multiplications. Bytes over the rate at which memory can be copied, operations over the rate of the tensor cores: the larger of the two times is the *floor*. Drawn over the operations per byte, the two rates make a roof:
 
 # %%
+import json
+
 stored = Path(bench.__file__).with_name("bench.json")
 if stored.exists():
     told = json.loads(stored.read_text())
 else:  # the data sheet of an H200 in the place of measured ceilings, and no points
     ceiling = dict(copy=4.8e12, product=989e12)
-    shown = [case for case in bench.cases(lengths=[8192, 32768], batches=[1], device="cpu")]
-    told = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=[bench.predicted(case, ceiling) for case in shown])
+    shown = bench.cases(lengths=[8192, 32768], batches=[1], device="cpu")
+    rows = [bench.floored(case, ceiling) for case in shown]
+    told = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=rows)
 print("µs; one layer of an 8-billion Llama on " + told["device"] + "\n")
 print(bench.table([row for row in told["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
 bench.roofline(told);
 
 # %% [markdown]
-# Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: the two rates meet at 206 operations a byte. Decoding has 4, a fiftieth, and reviving 40, a fifth of that, so there it gains nothing to multiply faster, and everything to move fewer bytes. Votes of a window of 32 have 241 and stand where both bind alike. Pairs and the norms of projected values have thousands, and the matrix units bind (`units`). The roof says that reviving could be ten times as fast as attention to the full cache. But with three rows it takes 3 · 2D numbers a token from the GPU's cache, and this roof has no line for that. (`insert` is the sketch's; `ragged` are heads of 0.2 to 1.8 times the mean length; `by slots` is section 6, some fifty operations of PyTorch, each of which takes some µs of its own.)
+# Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: the two rates meet at 206 operations a byte. Decoding has 4, a fiftieth, and reviving 40, a fifth of that, so there it gains nothing to multiply faster, and everything to move fewer bytes. Votes of a window of 32 have 241 and stand where both bind alike. Pairs and the norms of projected values have thousands, and the tensor cores bind (`units`). The roof says that reviving could be ten times as fast as attention to the full cache. But with three rows it takes 3 · 2D numbers a token from the GPU's cache, and this roof has no line for that. (`insert` is the sketch's; `ragged` are heads of 0.2 to 1.8 times the mean length; `by slots` is section 6, some fifty operations of PyTorch, each of which takes some µs of its own.)
 #
 # ## Exercises
 #
 # 1. In the kernel of section 4, start `m` at `float("-inf")`, give slots a bias, and hide the whole first tile with −∞. What is $-\infty - (-\infty)$? Why is −3e38 safe?
 # 2. `share` is 256 slots. What do 64 programs a head cost the kernel that adds them up (`add_up`), and when is that too much? Look at `split` in `kernels/launch.py`.
 # 3. Let the kernel of section 4 do a group of four query heads, with `tl.dot`. Its blocks must be at least 16 × 16: what is in the other 12 rows?
-# 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check the output against `Sketch.attend`. Then let it add in float16: from how many tokens a slot is the output off by more than 1 %?
+# 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check the output against `SignedSketch.attend`. Then let it add in float16: from how many tokens a slot is the output off by more than 1 %?
 # 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. By Cauchy and Schwarz it is at most $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and $\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix. How much less work is that, and how often does CriticalKV choose otherwise?
 # 6. The score of a pair is symmetric if $K_1 = K_2$. Half of the tiles would do. Which, and what becomes of the outputs?

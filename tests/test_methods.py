@@ -1,46 +1,221 @@
-"""Every method against loops: which tokens it keeps, and that its output is exact attention over just those.
+"""The contract of all methods, on random text; and the kept tokens of the simplest, by loops.
 
-A new method joins CASES with a loop written from its paper; the tests below need nothing else.
+A method in methods/ is held to the contract by its name on the command line, alone and with every addition.
+The loop that says which tokens it keeps, written from its paper, stands in its own test file or in LOOPS.
 """
-from collections import Counter
-from collections.abc import Callable
-from functools import cache as once
-from itertools import pairwise
+from itertools import accumulate
 import math
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from common import B, D, FREQ, G, H, SLOT, TOKENS, decoder, dense, once, turn
 from methods.cam import CaM
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
-from methods.quantized import LowBitVague
+from methods.low_bit_vague import LowBitVague
 from methods.random_eviction import RandomEviction
 from methods.streaming_llm import StreamingLLM
-from nanollm.cache import LayerCache, finish_prompt, make_cache, window_rows, window_votes
+from nanollm.cache import NEVER, end_prefill, make_cache
+from nanollm.evaluate import for_text
 from nanollm.generate import generate
-from nanollm.model import Config, Decoder
+from nanollm.select import given, has_budget, pick
+from nanollm.window import WindowCache, window_rows, window_votes
 
-B, H, G, D = 2, 2, 3, 8
-FREQ = 10.0 ** -(torch.arange(D // 2) / 4)
-SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
+LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
+METHODS = pick(["all"])
+BUDGETED = [name for name in METHODS if has_budget(METHODS[name])]
+ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tokens that end a chunk
+KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)))
+CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 12, 6], [1] * PROMPT)]
+
+# Attention does not see tokens as they are: values merged, read back from a sketch or from few bits, or one
+# entry for all that is gone; the keys of sinks move along.
+ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm"
+AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
+EVICTS_WHILE_READING = "scissorhands"  # before a token attends, not after
+DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
+GAPS = "random", "+residual", "semantic"  # what stays is not only what is looked at and the newest
 
 
-# ---- which tokens stay: loops. A text comes in parts; from the one that ends the prompt on, each part evicts ---
+def each(names, cuts=CUTS):
+    """Of what is composed of two methods that are here alone, the uncut prompt will do."""
+    how = {cuts[0]: "whole", cuts[-2]: "pieces", cuts[-1]: "tokens"}
+    cases = [(name, cut) for name in names for cut in (cuts if "+" not in name else cuts[:1])]
+    return pytest.mark.parametrize("name, cut", cases, ids=[f"{name}-{how[cut]}" for name, cut in cases])
 
 
-def streaming(q, k, parts, prompt, budget, sinks=4, relative=True):
+@once
+def text():
+    """q, k, v of every layer."""
+    g = torch.Generator().manual_seed(0)
+    return [[torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)] for _ in range(LAYERS)]
+
+
+class Step(NamedTuple):
+    """A part of the text, and for each layer what was held before it, the output, and what is held then."""
+    part: range
+    before: list[torch.Tensor]  # positions (B, H, S)
+    y: list[torch.Tensor]
+    after: list[torch.Tensor]
+    bytes: list[tuple[int, int]]
+
+
+def run(name, cut, layers=None, rows=slice(None), **knobs):
+    """Caches of a decoder, fed its layers' q, k and v."""
+    Method = METHODS[name]
+    caches = make_cache(decoder(), for_text(Method, ENDS[rows]), **given(Method, **KNOBS | knobs))
+    steps = []
+    for stop, n in zip(accumulate(cut), cut):
+        part, pos = slice(stop - n, stop), torch.arange(stop - n, stop)[None]
+        before = [held(cache) for cache in caches]
+        parts = [[x[rows, :, part] for x in qkv] for qkv in layers or text()]
+        y = [cache.attend(*qkv, pos) for cache, qkv in zip(caches, parts)]
+        if stop == PROMPT:
+            end_prefill(caches)
+        after, size = [held(cache) for cache in caches], [cache.bytes() for cache in caches]
+        steps.append(Step(range(stop - n, stop), before, y, after, size))
+    return caches, steps
+
+
+def held(cache) -> torch.Tensor:
+    return cache.pos.sort(-1).values if cache.seen else torch.zeros(B, H, 0)
+
+
+walk = once(run)
+
+
+@once
+def full(layer):
+    return dense(*text()[layer], torch.ones(T, T).tril().bool().expand(B, H, T, T))
+
+
+@each(METHODS)
+def test_room_for_everything_is_full_attention(name, cut):
+    caches, steps = run(name, cut, budget=3 * T, residual_length=T)
+    for layer in range(LAYERS):
+        assert torch.allclose(torch.cat([step.y[layer] for step in steps], 2), full(layer), atol=1e-5)
+    assert [(cache.length, cache.seen) for cache in caches] == [(T, T)] * LAYERS
+
+
+@each(METHODS, CUTS[1:])
+def test_how_the_prompt_is_cut_does_not_matter(name, cut):
+    (*_, last), (*_, other) = walk(name, CUTS[0])[1], walk(name, cut)[1]
+    for layer in range(LAYERS):
+        assert torch.equal(last.after[layer], other.after[layer])
+        assert torch.allclose(last.y[layer], other.y[layer], atol=1e-5)
+
+
+@each(AS_THEY_ARE)
+def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
+    """Whatever is held before a token comes, and itself; nothing else, and that as it came."""
+    _, steps = walk(name, cut)
+    for step in steps:
+        if name.startswith(EVICTS_WHILE_READING) and len(step.part) > 1:
+            continue  # what it held in between is gone
+        for layer, (q, k, v) in enumerate(text()):
+            kept = step.after[layer] if name.startswith(EVICTS_WHILE_READING) else step.before[layer]
+            there = (kept[..., None] == torch.arange(T)).any(2)  # (B, H, T)
+            there[..., step.part] = True
+            visible = torch.ones(T, T).tril().bool()[step.part] & there[:, :, None]
+            expected = dense(q[:, :, step.part], k, v, visible)
+            assert torch.allclose(step.y[layer], expected, atol=1e-5), (layer, step.part)
+
+
+@pytest.mark.parametrize("name", [name for name in AS_THEY_ARE if name != "duo_attention"])
+def test_a_slot_holds_the_key_and_value_of_its_position(name):
+    for cache, (_, k, v) in zip(walk(name, CUTS[0])[0], text()):
+        slot = cache.pos != NEVER
+        i = cache.pos.where(slot, 0).long()
+        for kept, came in ((cache.k, k), (cache.v, v)):
+            assert torch.equal(kept[slot], came.gather(2, i[..., None].expand(-1, -1, -1, D))[slot])
+
+
+@each(BUDGETED)
+def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
+    """All layers' and heads' together; window methods and retrieval heads add what comes after the prompt."""
+    caches, steps = walk(name, cut)
+    appends = isinstance(caches[0], WindowCache) or name == "duo_attention"
+    for step in steps:
+        slots = [(kept != NEVER).sum().item() for kept in step.after]
+        later = max(step.part.stop - PROMPT, 0) if appends else 0
+        if step.part.stop >= PROMPT or name.startswith(EVICTS_WHILE_READING):
+            assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
+        for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
+            assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
+            assert n * SLOT <= live <= allocated
+    for cache in caches:
+        assert cache.bytes()[1] == sum(memory(cache).values())
+
+
+def memory(x, of=None) -> dict[int, int]:
+    """Bytes by address of all tensors that a cache holds, but for what belongs to the decoder."""
+    of = {} if of is None else of
+    if isinstance(x, torch.Tensor):
+        of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    elif isinstance(x, dict):
+        for name, y in x.items():
+            if name not in ("below", "w_o", "freq", "select", "flip", "bucket_by", "sign_by"):
+                memory(y, of)
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            memory(y, of)
+    elif hasattr(x, "__dict__") and not isinstance(x, type):
+        memory(vars(x), of)
+    return of
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith(DRAWN)])
+def test_a_row_of_a_batch_is_what_it_is_alone(name):
+    _, steps = walk(name, CUTS[0])
+    for b in range(B):
+        _, alone = run(name, CUTS[0], rows=slice(b, b + 1))
+        for step, one in zip(steps, alone):
+            for y, other, kept, few in zip(step.y, one.y, step.after, one.after):
+                assert torch.allclose(y[b], other[0], atol=1e-5)
+                assert kept[b][kept[b] != NEVER].tolist() == few[0][few[0] != NEVER].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETED if not any(x in name for x in GAPS)])
+def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
+    """Every query gives all its weight to token 0: what goes is one stretch in the middle."""
+    q, k, v = torch.zeros(B, H * G, T, D), torch.zeros(B, H, T, D), torch.zeros(B, H, T, D)
+    q[..., 0], k[:, :, 0, 0] = 1, 1000
+    _, steps = run(name, CUTS[0], layers=[[q, k, v]] * LAYERS, kernel_size=1)
+    for kept in (head for step in steps for layer in step.after for head in layer.flatten(0, 1)):
+        gaps = kept[kept != NEVER].diff()
+        assert (gaps > 1).sum() == (kept[0] == 0 and len(gaps) + 1 <= kept[-1])
+        assert kept[0] > 0 or not (gaps > 1).any() or kept[(gaps > 1).nonzero()[0]] < 10  # a chunk at most
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
+def test_a_prompt_of_one_token(name):
+    """Nothing is cached yet when the prompt ends."""
+    Method, model, new = METHODS[name], decoder(), 24
+    expected = generate(model, TOKENS[:, :1], new)
+    for budget in (2 * new, BUDGET):
+        knobs = given(Method, **KNOBS | dict(budget=budget, residual_length=new))
+        caches = make_cache(model, for_text(Method, ENDS[:, :1]), **knobs)
+        tokens = generate(model, TOKENS[:, :1], new, caches)
+        assert tokens.shape == (2, new) and all(cache.seen == new for cache in caches)
+        if budget == 2 * new:
+            assert torch.equal(tokens, expected)
+
+
+# ---- which tokens stay: loops. From the part on that ends the prompt, each part evicts ---
+
+
+def streaming(q, k, parts, prompt, budget, sinks=4):
     """Section 3.2: the first tokens and the most recent ones."""
     for part in parts:
         n = part.stop
         everything = n < prompt or n <= budget
-        kept = list(range(n)) if everything else [*range(sinks), *range(n - (budget - sinks), n)]
-        yield [[kept] * H] * B
+        yield [[[*range(n)] if everything else [*range(sinks), *range(n - budget + sinks, n)]] * H] * B
 
 
 def heavy_hitters(q, k, parts, prompt, budget, recent=0.5):
-    """Algorithm 1: F accumulates attention; as long as there are too many, the least F outside the recent tokens goes."""
+    """Algorithm 1: F accumulates attention; of too many, the one with the least F outside the recent goes."""
     F = [[{} for _ in range(H)] for _ in range(B)]
     for part in parts:
         for b in range(B):
@@ -69,239 +244,85 @@ def reservoir(q, k, parts, prompt, budget, seed=0):
         yield [[sorted(head.topk(min(size, part.stop)).indices.tolist()) for head in row] for row in drawn]
 
 
-class Case(NamedTuple):
-    Method: type[LayerCache]
-    knobs: dict
-    kept: Callable            # the loop
-    slot: int = SLOT          # bytes per slot
-    besides: int = 0          # bytes per key/value head beside the slots, once something was evicted
-    in_cache: bool = False    # positions are counted inside the cache
+LOOPS = {
+    "sinks": ("streaming_llm", dict(budget=9), streaming, 4),  # their keys are held twice
+    "one sink": ("streaming_llm", dict(budget=2, sinks=1), streaming, 1),
+    "no sink": ("streaming_llm", dict(budget=6, sinks=0), streaming, 0),
+    "absolute": ("streaming_llm_absolute", dict(budget=9), streaming, 0),
+    "h2o": ("h2o", dict(budget=8), heavy_hitters, None),
+    "h2o no recent": ("h2o", dict(budget=6, recent=0.0), heavy_hitters, None),
+    "h2o all recent": ("h2o", dict(budget=6, recent=1.0), heavy_hitters, None),
+    "h2o smallest": ("h2o", dict(budget=2), heavy_hitters, None),
+    "random": ("random", dict(budget=8), reservoir, None),
+    "random seeded": ("random", dict(budget=1, seed=3), reservoir, None)}
 
 
-CASES = {
-    "streaming": Case(StreamingLLM, dict(budget=9), streaming, besides=4 * D * 4, in_cache=True),
-    "streaming absolute": Case(StreamingLLM, dict(budget=9, relative=False), streaming),
-    "streaming 1 sink": Case(StreamingLLM, dict(budget=2, sinks=1), streaming, besides=D * 4, in_cache=True),
-    "window": Case(StreamingLLM, dict(budget=6, sinks=0), streaming, in_cache=True),
-    "h2o": Case(H2O, dict(budget=8), heavy_hitters, SLOT + 4),
-    "h2o no recent": Case(H2O, dict(budget=6, recent=0.0), heavy_hitters, SLOT + 4),
-    "h2o all recent": Case(H2O, dict(budget=6, recent=1.0), heavy_hitters, SLOT + 4),
-    "h2o smallest": Case(H2O, dict(budget=2), heavy_hitters, SLOT + 4),
-    "random": Case(RandomEviction, dict(budget=8), reservoir, SLOT + 4),
-    "random seeded": Case(RandomEviction, dict(budget=1, seed=3), reservoir, SLOT + 4),
-}
-each_case = pytest.mark.parametrize("case", CASES)
-# prompt tokens, how many come at a time before its end, and after it
-each_walk = pytest.mark.parametrize("prompt, chunk, block", [(20, 20, 1), (20, 7, 1), (20, 1, 1), (20, 8, 5),
-                                                             (3, 3, 1), (3, 2, 4)])
+@pytest.mark.parametrize("case", LOOPS)
+@pytest.mark.parametrize("cut", CUTS, ids=["whole", "pieces", "tokens"])
+def test_kept_tokens_equal_the_loop(case, cut):
+    """The first layer's; and its bytes, 4 more a slot for a score."""
+    name, knobs, loop, sinks = LOOPS[case]
+    (q, k, _), (_, steps) = text()[0], run(name, cut, **knobs)
+    for step, kept in zip(steps, loop(q, k, [step.part for step in steps], PROMPT, **knobs)):
+        assert step.after[0].tolist() == kept, step.part
+        n, moved = len(kept[0][0]), step.before[0].shape[2] < step.part.start
+        slot, beside = (SLOT + 4, 0) if sinks is None else (SLOT, sinks * D * 4 * moved)
+        live, allocated = step.bytes[0]
+        assert live == B * H * (n * slot + beside)
+        assert allocated <= B * H * (1.1 * (n + len(step.part)) * slot + beside)
 
 
-def turn(x, pos):
-    """RoPE as complex numbers: x (..., D) at positions pos (...)."""
-    z = torch.complex(x[..., :D // 2], x[..., D // 2:])
-    z = z * torch.polar(torch.ones(()), pos.float()[..., None] * FREQ)
-    return torch.cat((z.real, z.imag), -1)
-
-
-class Step(NamedTuple):
-    part: range
-    before: list     # [b][h]: positions that the loop keeps before these tokens
-    after: list      # and after them
-    y: torch.Tensor  # (B, H·G, T, D)
-    pos: torch.Tensor
-    bytes: tuple[int, int]
-
-
-@once
-def walk(case: str, prompt: int, chunk: int, block: int, T: int = 34) -> tuple[tuple, list[Step]]:
-    """Feed a text in parts; unrotated q, k, v and what happened at each part."""
-    Method, knobs, kept, *_ = CASES[case]
-    g = torch.Generator().manual_seed(0)
-    raw = q, k, v = [torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)]
-    q, k = turn(q, torch.arange(T)), turn(k, torch.arange(T))
-    edges = [*range(0, prompt, chunk), *range(prompt, T, block), T]
-    parts = [range(a, b) for a, b in pairwise(edges)]
-    cache = Method(**knobs)
+@pytest.mark.parametrize("knobs", [dict(budget=9), dict(budget=2, sinks=1), dict(budget=6, sinks=0)])
+@pytest.mark.parametrize("cut", CUTS, ids=["whole", "pieces", "tokens"])
+def test_streaming_counts_positions_in_the_cache(knobs, cut):
+    (q, k, v), cache = text()[0], StreamingLLM(**knobs)
     cache.link(0, 1, None, None, FREQ)
-    steps, before = [], [[[]] * H] * B
-    for part, after in zip(parts, kept(q, k, parts, prompt, **knobs)):
-        i = slice(part.start, part.stop)
-        y = cache.attend(q[:, :, i], k[:, :, i], v[:, :, i], torch.arange(part.start, part.stop)[None])
-        if part.stop == prompt:
-            cache.finish_prompt()
-        steps.append(Step(part, before, after, y, cache.pos.clone(), cache.bytes()))
-        before = after
-    return raw, steps
-
-
-@each_case
-@each_walk
-def test_kept_tokens_equal_the_loop(case, prompt, chunk, block):
-    for step in walk(case, prompt, chunk, block)[1]:
-        assert step.pos.sort(-1).values.tolist() == step.after, step.part
-
-
-@each_case
-@each_walk
-def test_output_is_dense_attention_over_exactly_the_kept_tokens(case, prompt, chunk, block):
-    (q, k, v), steps = walk(case, prompt, chunk, block)
-    for step in steps:
-        for b in range(B):
-            for h in range(H):
-                there = torch.tensor([*step.before[b][h], *step.part])
-                at = torch.arange(len(there)) if CASES[case].in_cache else there
-                keys, query_at = turn(k[b, h, there], at), at[-len(step.part):]
-                for g in range(G):
-                    score = turn(q[b, h * G + g, step.part], query_at) @ keys.T / math.sqrt(D)
-                    score[torch.tensor(step.part)[:, None] < there] = -math.inf
-                    assert torch.allclose(step.y[b, h * G + g], score.softmax(-1) @ v[b, h, there], atol=1e-5), step.part
-
-
-@each_case
-@each_walk
-def test_slots_never_exceed_the_budget_and_bytes_say_so(case, prompt, chunk, block):
-    _, knobs, _, slot, besides, _ = CASES[case]
-    for step in walk(case, prompt, chunk, block)[1]:
-        n, seen = step.pos.shape[2], step.part.stop
-        assert n == (seen if seen < prompt else min(seen, knobs["budget"]))
-        rotated = besides if len(step.before[0][0]) < step.part.start else 0  # made when something was missing for the first time
-        live, allocated = step.bytes
-        assert live == B * H * (n * slot + rotated)
-        assert live <= allocated <= B * H * (1.1 * (n + len(step.part)) * slot + rotated)
-
-
-# ---- in the decoder ---
-
-
-def decoder(**changed):
-    torch.manual_seed(0)
-    model = Decoder(Config(**dict(vocab_size=50, max_len=64, n_layers=3, n_heads=6, n_kv_heads=2, d_model=48, d_ff=64) | changed))
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model.eval()
-
-
-TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1))
-
-
-@each_case
-@pytest.mark.parametrize("chunk", [30, 7, 1])
-@torch.inference_mode()
-def test_room_for_everything_is_full_attention(case, chunk):
-    reads_and_decodes_as_the_full_cache(CASES[case].Method, CASES[case].knobs | dict(budget=40), chunk)
-
-
-def reads_and_decodes_as_the_full_cache(Method, knobs, chunk):
-    """A prompt of 30 tokens and 10 more."""
-    model = decoder()
-    caches = make_cache(model, Method, **knobs)
-    out = [model(part, caches) for part in TOKENS[:, :30].split(chunk, 1)]
-    finish_prompt(caches)
-    out += [model(TOKENS[:, i:i + 1], caches) for i in range(30, 40)]
-    assert torch.allclose(torch.cat(out, 1), model(TOKENS), atol=1e-5)
-    assert [cache.length for cache in caches] == [40] * 3
-
-
-@each_case
-def test_a_prompt_of_one_token(case):
-    """Nothing is cached yet when the prompt ends."""
-    model, (Method, knobs, *_) = decoder(), CASES[case]
-    expected = generate(model, TOKENS[:, :1], 12)
-    assert torch.equal(generate(model, TOKENS[:, :1], 12, make_cache(model, Method, **knobs | dict(budget=12))), expected)
-    caches = make_cache(model, Method, **knobs)
-    generate(model, TOKENS[:, :1], 12, caches)
-    assert [(cache.length, cache.seen) for cache in caches] == [(knobs["budget"], 12)] * 3
+    token = torch.arange(T)
+    stored_q, stored_k = turn(q, token), turn(k, token)
+    for stop, n in zip(accumulate(cut), cut):
+        part = slice(stop - n, stop)
+        there = torch.cat((held(cache)[0, 0], token[part])).long()
+        y = cache.attend(stored_q[:, :, part], stored_k[:, :, part], v[:, :, part], token[None, part])
+        at = torch.arange(len(there))
+        visible = (at <= at[-n:, None]).expand(B, H, n, len(there))
+        expected = dense(turn(q[:, :, part], at[-n:]), turn(k[:, :, there], at), v[:, :, there], visible)
+        assert torch.allclose(y, expected, atol=1e-5), part
+        if stop == PROMPT:
+            cache.end_prefill()
 
 
 # ---- each method's own ---
 
 
-def fill(cache, T, strong=()):
-    """T tokens; every query gives all its weight to the latest `strong` token that it sees, exactly 0 to the others."""
-    k = torch.zeros(B, H, T, D)
-    for n, i in enumerate(strong):
-        k[:, :, i, 0] = 1000 * (n + 1)
-    q = torch.zeros(B, H * G, T, D)
-    q[..., 0] = 1
-    cache.link(0, 1, None, None, FREQ)
-    cache.attend(q, k, torch.zeros(B, H, T, D), torch.arange(T)[None])
-    cache.finish_prompt()
-    return cache
-
-
-def feed(cache, T=1):
-    pos = torch.arange(cache.seen, cache.seen + T)[None]
-    cache.attend(*(torch.zeros(B, heads, T, D) for heads in (H * G, H, H)), pos)
-
-
-def test_h2o_keeps_heavy_hitters_and_of_equals_the_newest():
-    cache = fill(H2O(budget=6), 20, strong=(0, 5))
-    assert (cache.pos == torch.tensor([0, 5, 16, 17, 18, 19])).all()  # 16 is as light as 1 … 15
-    cache = fill(H2O(budget=6), 7, strong=(0, 5))  # one too many: the path that drops a single slot
-    assert (cache.pos.sort(-1).values == torch.tensor([0, 2, 3, 4, 5, 6])).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk", [300, 1])
 @pytest.mark.parametrize("Method, knobs", [
     (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300)), (LowBitVague, {})])
-def test_attention_is_added_up_in_32_bits(Method, knobs, dtype, chunk):
-    """Of all the queries, and of each call's: in 16 bits the sum of a token that all look at would hardly grow."""
+def test_attention_is_added_up_in_32_bits(Method, knobs, chunk):
+    """In 16 bits the sum of a token that all look at would hardly grow."""
     class Notes(Method):
         def observe(self, q, p):
             expected[..., :p.shape[-1]] += p.double().sum((2, 3))
             super().observe(q, p)
 
-    cache, expected, g = Notes(**knobs), torch.zeros(B, H, 300, dtype=torch.float64), torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(B, heads, 300, D, generator=g, dtype=torch.float32).to(dtype) for heads in (H * G, H, H))
+    cache, g = Notes(**knobs), torch.Generator().manual_seed(0)
+    expected = torch.zeros(B, H, 300, dtype=torch.float64)
+    q, k, v = (torch.randn(B, heads, 300, D, generator=g).bfloat16() for heads in (H * G, H, H))
     k[:, :, 0] = 4 * q[:, ::G].mean(2)
     for part in torch.arange(300).split(chunk):
         cache.attend(*(x[:, :, part] for x in (q, k, v)), part[None])
     total = cache.score if Method is KVReviver else cache.slot("accumulated")
     torch.testing.assert_close(total[..., :300].double(), expected, rtol=1e-5, atol=0)
-    assert cache.k.dtype == dtype
+    assert cache.k.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_votes_of_16_bits_are_averaged_in_32(dtype):
+def test_votes_of_16_bits_are_averaged_in_32():
     """Means in 16 bits would often be equal, and equal votes go to the newest token."""
     g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(B, H, G, 32, D, generator=g).to(dtype), torch.randn(B, H, 300, D, generator=g).to(dtype)
+    q, k = (torch.randn(B, H, *size, D, generator=g).bfloat16() for size in ((G, 32), (300,)))
     votes = window_votes(q, k)
     assert votes.dtype == torch.float32
-    torch.testing.assert_close(votes.double(), window_rows(q, k)[..., :-32].double().mean(3), rtol=1e-5, atol=0)
-
-
-def test_a_state_that_is_not_given_is_0_where_another_slot_was_before():
-    cache, x = LayerCache(), torch.ones(B, H, 4, D)
-    cache.write(x, x, torch.arange(4)[None], mass=x[..., 0])
-    cache.drop(torch.zeros(B, H, 1, dtype=torch.long))
-    cache.write(x[:, :, :1], x[:, :, :1], torch.tensor([[4]]))
-    assert cache.slot("mass").tolist() == [[[1, 1, 1, 0]] * H] * B and cache.slots["mass"].shape[2] == 4
-
-
-def test_random_breaks_ties_towards_the_newest(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda size, generator: torch.zeros(size))
-    cache = fill(RandomEviction(budget=6), 20)
-    assert (cache.pos == torch.arange(14, 20)).all()
-    feed(cache)
-    assert (cache.pos.sort(-1).values == torch.arange(15, 21)).all()
-
-
-def test_random_keeps_every_token_alike():
-    """Positions kept by 4000 heads, after the prompt and after a stretch of decoding."""
-    cache = RandomEviction(budget=8)
-    cache.link(0, 1, None, None, None)
-    x = torch.zeros(40, 100, 24, 1)
-    cache.attend(x[:, :, :16], x[:, :, :16], x[:, :, :16], torch.arange(16)[None])
-    cache.finish_prompt()
-    for seen in (16, 24):
-        counts = Counter(cache.pos.flatten().tolist())
-        mean, sd = 4000 * 8 / seen, math.sqrt(4000 * 8 / seen * (1 - 8 / seen))
-        assert sorted(counts) == list(range(seen))
-        assert all(abs(n - mean) < 4 * sd for n in counts.values())
-        for t in range(seen, min(24, seen + 8)):
-            cache.attend(*[x[:, :, t:t + 1]] * 3, torch.tensor([[t]]))
+    mean = window_rows(q, k)[..., :-32].double().mean(3)
+    torch.testing.assert_close(votes.double(), mean, rtol=1e-5, atol=0)
 
 
 def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
@@ -311,10 +332,9 @@ def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
         generate(model, TOKENS, 4, caches)
         return torch.stack([cache.pos.sort(-1).values for cache in caches])  # (L, B, H, 8)
 
-    one, again, other = kept(0), kept(0), kept(1)
-    assert torch.equal(one, again)
-    different = {tuple(head) for head in torch.cat((one, other)).flatten(0, 2).tolist()}
-    assert len(different) == 2 * 3 * 2 * 2
+    one, other = kept(0), kept(1)
+    assert torch.equal(one, kept(0))
+    assert len(torch.cat((one, other)).flatten(0, 2).unique(dim=0)) == 2 * 3 * 2 * 2
 
 
 @torch.inference_mode()
@@ -329,14 +349,11 @@ def test_streaming_on_learned_positions_needs_them_absolute():
 @pytest.mark.parametrize("Method, knobs, message", [
     (H2O, dict(budget=1), "budget 1 must be at least 2"),
     (H2O, dict(budget=8, recent=1.5), "recent 1.5"),
-    (H2O, dict(budget=8, recent=-0.1), "recent -0.1"),
     (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
     (StreamingLLM, dict(budget=0, sinks=0), "budget 0 must be at least 1"),
     (StreamingLLM, dict(budget=8, sinks=-1), "sinks -1"),
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
-    (RandomEviction, dict(budget=8, seed=2 ** 62), "seed 4611686018427387904 must be a whole number from 0 to"),
-    (RandomEviction, dict(budget=8, seed=-1), "seed -1 must be"),
-])
+    (RandomEviction, dict(budget=8, seed=2 ** 62), "seed 4611686018427387904 must be a whole number")])
 def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
     with pytest.raises(ValueError, match=message):
         Method(**knobs)

@@ -35,7 +35,8 @@ def test_a_refusal_is_one_line_and_exit_code_2_in_a_clean_shell():
 
 
 def test_a_time_that_noise_made_shorter_is_no_speed(monkeypatch, capsys):
-    model = Decoder(Config(vocab_size=50, max_len=64, n_layers=1, n_heads=2, n_kv_heads=1, d_model=16, d_ff=8))
+    model = Decoder(Config(vocab_size=50, max_len=64, n_layers=1, n_heads=2, n_kv_heads=1, d_model=16,
+                           d_ff=8))
     threads = torch.get_num_threads()
     monkeypatch.setattr(speed, "best", lambda run, repeat: 1.0)
     try:

@@ -1,59 +1,79 @@
-"""Does a smaller change of the attention output mean better text? So says Appendix I of CriticalKV (arXiv 2502.03805).
+"""Does a smaller change of the attention output mean better text? App. I of CriticalKV, arXiv 2502.03805.
 
     python -m methods.theory.change_and_text > methods/theory/change_and_text.jsonl    # 9 minutes of one core
 
-compresses 64 texts with each of METHODS at each of SHARES and prints a row of JSON for each. L, kl and nll are a number
-a text: the mean L1 change ‖o − ô‖₁ of a head's output, each layer alone (Definition 1), KL(full ‖ compressed) and
-−log p of the true token, over the next 64 tokens. `heads` is L a layer and query head, `layers` the change that has
-added up in a layer when those below are compressed too. The texts are those of `python -m nanollm --documents 128`.
+compresses 64 texts with each of METHODS at each of SHARES and prints a row of JSON for each. Of the next 64
+tokens, a number a text:
+
+- L: the mean L1 change ‖o − ô‖₁ of a head's output, each layer alone (Definition 1);
+- kl: KL(full ‖ compressed); nll: −log p of the true token.
+
+And means over the texts: `heads`, L of a layer and query head; `layers`, the change that has added up in a
+layer when those below are compressed too. The texts are those of `python -m nanollm --documents 128`.
 """
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from methods.ada_kv import AdaKV
-from methods.critical_kv import Critical, CriticalCode, LeastTheta, part_of, two_stage, value_norms
+from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, two_stage, value_norms
+from methods.least_theta import LeastTheta
 from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer, weights
-from nanollm.cache import top
-from nanollm.data import Tasks
-from nanollm.evaluate import Reference, continuation, maker, perturbation, reference, text_windows, told_or_read
+from nanollm.cache import LayerCache, end_prefill, make_cache
+from nanollm.data import Batch, Tasks
+from nanollm.evaluate import (Benchmark, Reference, answer, continuation, held, maker, perturbation,
+                              prompt_and_question, reference, replayed_or_read, retrieve, text_windows)
+from nanollm.ranking import top
+from nanollm.replay import Recorder, feed, record, replay
 
 FILE = Path(__file__).with_suffix(".jsonl")
 SHARES = 0.5, 0.25, 0.125, 0.0625
-CHOICES = {"": (), "+critical": (Critical,), "+critical_code": (CriticalCode,), "+theta": (LeastTheta,), "+residual": (Residual,)}
 
-
-def on(Rule: type, *choices: type) -> type:
-    """A selection on top of a budget rule."""
-    return make_dataclass("+".join(cls.__name__ for cls in (Rule, *choices)), [], bases=(*reversed(choices), Rule), eq=False)
-
-
-WINDOW = dict(window=8)  # of the queries that vote, as in `python -m nanollm`
-METHODS = {Rule.__name__ + name: (on(Rule, *choices), WINDOW) for Rule in (SnapKV, PyramidKV, AdaKV) for name, choices in CHOICES.items()}
-METHODS |= {f"{Rule.__name__}, no pool": (Rule, WINDOW | dict(kernel=1)) for Rule in (SnapKV, PyramidKV, AdaKV)}
+RULES = SnapKV, PyramidKV, AdaKV
+WINDOW = dict(window_size=8)  # of the queries that vote, as in `python -m nanollm`
+SELECTIONS = {"critical": Critical(), "critical_code": CriticalCode(), "theta": LeastTheta(),
+              "residual": Residual()}
+VARIANTS = {
+    "critical, stage 2 pooled": dict(select=PooledCritical()),
+    "critical, no pool": dict(select=Critical(), kernel_size=1),
+    "residual, share 0.5": dict(select=Residual(share=0.5)),
+    "residual, entries 4": dict(select=Residual(entries=4)),
+    "residual, entries 4, rounds 3": dict(select=Residual(entries=4, rounds=3)),
+}
+METHODS = {}  # name → method, knobs
+for Rule in RULES:
+    METHODS[Rule.__name__] = Rule, WINDOW
+    METHODS |= {f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
+                for name, select in SELECTIONS.items()}
+METHODS |= {f"{Rule.__name__}, no pool": (Rule, WINDOW | dict(kernel_size=1)) for Rule in RULES}
 METHODS["StreamingLLM"] = StreamingLLM, {}
-VARIANTS = {"SnapKV+critical, stage 2 pooled": (Critical, dict(pool_second=True)), "SnapKV+critical, no pool": (Critical, dict(kernel=1))}
-VARIANTS |= {"SnapKV+residual, " + ", ".join(f"{knob} {value}" for knob, value in knobs.items()): (Residual, knobs)
-             for knobs in (dict(share=0.5), dict(entries=4), dict(entries=4, rounds=3))}
-METHODS |= {name: (Method, WINDOW | knobs) for name, (Method, knobs) in VARIANTS.items()}
+METHODS |= {f"SnapKV+{name}": (SnapKV, WINDOW | knobs) for name, knobs in VARIANTS.items()}
+COMMAND = dict(SnapKV="snap_kv", PyramidKV="pyramid_kv", AdaKV="ada_kv", StreamingLLM="streaming_llm")
 
 
+@dataclass(frozen=True)
 class OtherNorms(Critical):
-    """A control: stage 2 on pooled votes, weighted with the norms of other tokens, drawn at random."""
+    """A control: stage 2 weighs pooled votes with the norms of other tokens, drawn at random."""
 
-    def select(self, votes, budget):
-        n, votes = votes.shape[-1], self.pool(votes)
-        other = value_norms(self.v[:, :, :n], self.w_o)[..., torch.randperm(n, generator=torch.Generator().manual_seed(0))]
-        return two_stage(top(votes.mean(2), part_of(self.alpha, budget)), (votes * other).mean(2), budget)
+    def __call__(self, cache, votes: Tensor, budget: int | Tensor) -> Tensor:
+        n, votes = votes.shape[-1], cache.pool(votes)
+        other = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+        norms = value_norms(cache.v[:, :, :n], cache.w_o)[..., other]
+        first = top(votes.mean(2), part_of(self.alpha, budget))
+        return two_stage(first, (votes * norms).mean(2), budget)
 
+
+# ---- measured now ---------------------------------------------------------------------------------------
 
 def texts(model, tasks: Tasks) -> Reference:
     return reference(model, text_windows(tasks, 64, 512), 64)
@@ -63,16 +83,94 @@ def measured(model, full: Reference, name: str, share: float) -> dict[str, np.nd
     """A method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
     Method, knobs = METHODS[name]
     make = maker(model, Method, share, **knobs)
-    text, alone = told_or_read(continuation, model, full, make, full.told), perturbation(full, make)
-    row = dict(L=alone.mean((1, 2)), kl=text["kl"], nll=text["nll"], heads=alone.mean(0), layers=text["l1"].mean((0, 2)))
+    alone = perturbation(full, make)
+    text = replayed_or_read(continuation, model, full, make, full.recording)
+    row = dict(L=alone.mean((1, 2)), kl=text["kl"], nll=text["nll"])
+    row |= dict(heads=alone.mean(0), layers=text["l1"].mean((0, 2)))
     return {key: x.numpy() for key, x in row.items()}
 
+
+def answers(model, bench: Benchmark, Method, share: float, **knobs) -> dict[str, Tensor]:
+    """The share of right answers of every document, (tasks, documents), "aware" and "blind"."""
+    make = maker(model, Method, share, **knobs)
+    each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
+            for task, batch in bench.batches.items()]
+    return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
+
+
+def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **knobs) -> list[LayerCache]:
+    """Caches that have read tokens (B, T) and kept a share of them."""
+    caches = make_cache(model, Method, budget=round(share * tokens.shape[1]), **WINDOW | knobs)
+    feed(model, tokens, caches)
+    end_prefill(caches)
+    return caches
+
+
+def value_kept(model, batch: Batch, Method, share: float, layer: int, **knobs) -> list[float]:
+    """How often a layer's heads keep the first and the second token of the value that is asked for."""
+    end = batch.answers[0].start - 1  # the question's last token is fed after the compression
+    prompts = torch.from_numpy(batch.tokens[:, :end])
+    kept = held(compressed(model, Method, prompts, share, **knobs), end)[:, layer]  # (B, H, end)
+
+    value = batch.tokens[:, batch.answers[0]]
+    place = [next(i for i in range(end) if (row[i:i + 2] == pair).all())
+             for row, pair in zip(batch.tokens, value)]
+    rows = range(len(place))
+    return [kept[rows, :, [i + more for i in place]].float().mean().item() for more in (0, 1)]
+
+
+def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32) -> np.ndarray:
+    """Share of 4 documents' needles that are found, aware, by `budget` entries: (names, depths, lengths)."""
+    found = np.zeros((len(names), len(depths), len(lengths)))
+    for (i, depth), (j, T) in product(enumerate(depths), enumerate(lengths)):
+        batch = tasks.batch("needle", seed=j, B=4, T=T, depth=depth)
+        tokens, *parts = prompt_and_question(model, batch)
+        recorders = make_cache(model, Recorder)
+        recordings = [record(model, recorders, part) for part in parts]
+        for m, name in enumerate(names):
+            Method, knobs = METHODS[name]
+            caches = make_cache(model, Method, budget=budget, **knobs)
+            for n in (1, 2):
+                replay(recordings[:n], caches)
+            right = answer(model, tokens, batch.answers, batch.answers[0].start - 1, caches)
+            found[m, i, j] = right.mean()
+    return found
+
+
+# ---- of the stored rows ---------------------------------------------------------------------------------
 
 @cache
 def stored() -> dict[tuple[str, float], dict[str, np.ndarray]]:
     """The rows of the file, by method and share."""
-    rows = map(json.loads, FILE.read_text().splitlines())
-    return {(row.pop("method"), row.pop("share")): {key: np.array(x) for key, x in row.items()} for row in rows}
+    rows = {}
+    for row in map(json.loads, FILE.read_text().splitlines()):
+        place = row.pop("method"), row.pop("share")
+        rows[place] = {key: np.array(x) for key, x in row.items()}
+    return rows
+
+
+def difference(name: str, base: str, share: float, key: str) -> tuple[float, float]:
+    """Mean difference of two rows of the file, text by text, and its standard error."""
+    d = stored()[name, share][key] - stored()[base, share][key]
+    return d.mean(), d.std(ddof=1) / len(d) ** 0.5
+
+
+def change(name: str, base: str, share: float) -> tuple[float, float]:
+    """`difference` of L as a part of the base's L."""
+    unit = stored()[base, share]["L"].mean()
+    return tuple(x / unit for x in difference(name, base, share, "L"))
+
+
+def lower(name: str, base: str, share: float) -> float:
+    """Share of the heads whose L is lower than the base's."""
+    return (stored()[name, share]["heads"] < stored()[base, share]["heads"]).mean()
+
+
+def last_layer(name: str, base: str, share: float) -> tuple[float, float]:
+    """The last layer's change against the base's, −0.1 for a tenth less: all layers compressed; it alone."""
+    row, other = stored()[name, share], stored()[base, share]
+    together = row["layers"][-1] / other["layers"][-1] - 1
+    return together, row["heads"][-1].mean() / other["heads"][-1].mean() - 1
 
 
 def ranks(x: np.ndarray) -> np.ndarray:
@@ -86,17 +184,32 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     return np.corrcoef(ranks(x), ranks(y))[0, 1]
 
 
-def correlation_over_methods(x: np.ndarray, y: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple[float, float, float]:
-    """Rank correlation of the texts' means of x and y (methods, texts), and the ends of its 95 % when texts are drawn anew."""
+def correlation_over_methods(x: np.ndarray, y: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple:
+    """Rank correlation of the texts' means of x and y (methods, texts), and the ends of its 95 % interval.
+
+    For the interval the texts are drawn anew, the same for x and y.
+    """
     again = np.random.default_rng(seed).integers(0, x.shape[1], (draws, x.shape[1]))
     values = [rank_correlation(x[:, i].mean(1), y[:, i].mean(1)) for i in again]
     return rank_correlation(x.mean(1), y.mean(1)), *np.quantile(values, [0.025, 0.975])
 
 
-def difference(name: str, base: str, share: float, key: str) -> tuple[float, float]:
-    """Mean difference of two rows of the file, text by text, and its standard error."""
-    d = stored()[name, share][key] - stored()[base, share][key]
-    return d.mean(), d.std(ddof=1) / len(d) ** 0.5
+def correlation_of_change_and_kl(names: list[str], shares: list[float]) -> tuple:
+    """`correlation_over_methods` of L and KL, over these methods at these shares."""
+    rows = [stored()[name, share] for name in names for share in shares]
+    return correlation_over_methods(*(np.array([row[key] for row in rows]) for key in ("L", "kl")))
+
+
+def command_name(name: str) -> str:
+    """As the command line and `plot.style` know it: "snap_kv+critical" for "SnapKV+critical"."""
+    for rule, command in COMMAND.items():
+        name = name.replace(rule, command)
+    return name.replace(", ", "+")
+
+
+# the methods that are compared at every share, and of them those that only choose entries by votes
+COMPARED = [name for name in METHODS if "residual," not in name and "critical," not in name]
+VOTING = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
 
 
 if __name__ == "__main__":
@@ -104,5 +217,6 @@ if __name__ == "__main__":
     full = texts(model, tasks)
     for name in METHODS:
         for share in SHARES:
-            row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist() for key, x in measured(model, full, name, share).items()}
+            row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist()
+                   for key, x in measured(model, full, name, share).items()}
             print(json.dumps(dict(method=name, share=share) | row, separators=(",", ":")), flush=True)

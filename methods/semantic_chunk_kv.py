@@ -1,0 +1,58 @@
+"""Semantic chunks: ChunkKV whose chunks end where a line, sentence or clause does. Ours.
+
+Such chunks differ in length, so their mean vote decides: it is what a slot of the chunk gathers. Votes are
+pooled, so that one beside a cut counts on both sides. The chunks are as good as the marks in the text: a list
+without any falls into chunks of the longest length, and few have room.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from methods.chunk_kv import Chunks
+from nanollm.window import Selection, WindowCache
+
+
+@dataclass(frozen=True)
+class SemanticChunks(Chunks):
+    """Any budget will do: a chunk that could never be kept is cut shorter."""
+    chunk_size: int = 32        # of the longest (chosen on our own tasks)
+    score: str = "mean"
+    ends: Tensor | None = None  # (B, T) of bool: which of the prompt's tokens end a chunk
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ends is not None and (self.ends.dtype != torch.bool or self.ends.dim() != 2):
+            raise ValueError(f"ends {tuple(self.ends.shape)} of {self.ends.dtype} must be (B, T) of bool, "
+                             "the prompt's tokens that end a chunk; give boundaries(encoding, V)[prompt]")
+
+    def check(self, cache: WindowCache):
+        pass
+
+    def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
+        known = 0 if self.ends is None else self.ends.shape[1]
+        if known < cache.seen:
+            raise ValueError(f"ends tell of {known} tokens and the prompt has {cache.seen}; "
+                             "give boundaries(encoding, V)[prompt] of nanollm.tokenizer")
+        longest = min(self.chunk_size, cache.budget - cache.window_size)
+        ends = self.ends[:, :votes.shape[-1]].to(votes.device)
+        return cut_at(ends, longest).unsqueeze(1).expand(votes.shape)
+
+
+def cut_at(ends: Tensor, longest: int) -> Tensor:
+    """Number of the chunk of every token, (..., n): one ends at each of `ends` and after `longest` tokens."""
+    i = torch.arange(ends.shape[-1], device=ends.device)
+    after_end = F.pad(ends, (1, 0), value=True)[..., :-1]
+    begin = torch.where(after_end, i, 0).cummax(-1).values
+    return ((i - begin) % longest == 0).cumsum(-1) - 1
+
+
+@dataclass(eq=False)
+class SemanticChunkKV(WindowCache):
+    """SnapKV's window and semantic chunks: `select=SemanticChunks(ends=boundaries(encoding, V)[prompt])`."""
+    select: Selection = SemanticChunks()
+
+
+variants = {"chunk_kv_semantic": SemanticChunkKV}
+additions = {"semantic": dict(select=SemanticChunks())}

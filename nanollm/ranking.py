@@ -1,0 +1,40 @@
+"""From scores to slots: ranks, the highest, and their indices. Ties go to the newest token."""
+import torch
+from torch import Tensor
+
+
+def rank(score: Tensor, pos: Tensor) -> Tensor:
+    """Rank of every slot, (..., S): 0 for the highest score; ties go to the newest token (largest pos)."""
+    newest_first = pos.argsort(dim=-1, descending=True, stable=True)
+    by_score = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+    order = newest_first.gather(-1, by_score)
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, place)
+
+
+def top(score: Tensor, budget: int | Tensor) -> Tensor:
+    """Mask (..., S) of the `budget` highest scores, a number or (...), of slots in the order of their tokens.
+
+    Ties go to the newest token, as in `rank`, at a third of its time.
+    """
+    budget = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])
+    budget = budget.clamp(0, score.shape[-1])[..., None]
+    least = score.sort(-1, descending=True).values.gather(-1, (budget - 1).clamp(min=0))
+    above, tied = score > least, score == least
+    newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many of the tied lie here or later
+    return above | tied & (newer <= budget - above.sum(-1, keepdim=True))
+
+
+def indices(kept: Tensor) -> Tensor:
+    """Slots where kept (B, H, S) is true, in order, as (B, H, n); heads that keep fewer are filled up with
+    −1.
+    """
+    count = kept.sum(-1)
+    n = int(count.max())
+    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)[..., :n]
+    return order.masked_fill(torch.arange(n, device=kept.device) >= count[..., None], -1)
+
+
+def expand_index(i: Tensor, x: Tensor) -> Tensor:
+    """Slots i (B, H, n) as indices (B, H, n, ...) along the slots of x (B, H, S, ...)."""
+    return i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:])

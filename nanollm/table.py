@@ -1,0 +1,147 @@
+"""The tables of python -m nanollm: rows, what additions change, and sentences on the short table."""
+from textwrap import fill
+
+from nanollm.evaluate import TASKS, paired
+
+# The short table: a row a family, all at one budget.
+SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",
+         "streaming_llm", "quantized_2")
+TERMS = """\
+budget  the share of the prompt's tokens that each head may keep; "all" for methods that keep every token
+aware   the question is part of the prompt that is compressed, so attention knows what will be asked
+blind   the prompt is compressed first and the question comes afterwards
+needle  one of 4 facts hidden in real text is asked for; recall: one of 16 pairs; few-shot: a line's label
+KL      how far predictions of real text move from the full cache's, in nats; KiB: the cache of a text"""
+NEARLY = 0.1  # of the answers, mean over the tasks: who loses no more answers nearly all
+
+SETTINGS = "aware", "blind"
+ACCURACIES = tuple(f"{task}_{setting}" for task in TASKS for setting in SETTINGS)
+FIRST = ("{:<27}", "{:>7}", "{:>7}", "{:>6}", "{:>6}", "{:>8}", "{:>6}", "{:>8}", "{:>6}")  # few-shot, blind
+LONG = (*FIRST, "{:>8}", "{:>7}", "{:>6}", "{:>9}")  # perpl., KL, L1, tokens/s
+SHORT = (*FIRST, "{:>8}")                            # KL
+
+
+def line(forms: tuple[str, ...], *cells) -> str:
+    return "".join(form.format(cell) for form, cell in zip(forms, cells, strict=True))
+
+
+def header(T: int, documents: int, seed: int, short: bool = False) -> str:
+    """What stands above the rows: how many documents, how sure an accuracy is, the names of the columns."""
+    error = 0.5 / (documents - 1) ** 0.5  # that of as many ones as zeros, the largest
+    needle, *others = (task.replace("_", "-") for task in TASKS)
+    above = f"{'':<34}{'live':>7}{needle:>12}" + "".join(f"{task:>14}" for task in others)
+    names = "method", "budget", "KiB", *SETTINGS * len(TASKS)
+
+    if short:
+        below = line(SHORT, *names, "KL")
+    else:
+        above += f"{'':>21}{'batch':>9}"
+        below = line(LONG, *names, "perpl.", "KL", "L1", "tokens/s")
+    return (f"\n{documents} documents per task, {T} tokens each; seed {seed}; "
+            f"standard error of an accuracy: at most {error:.2f}\n\n{above}\n{below}")
+
+
+def show(row: dict, short: bool = False) -> str:
+    """A row as a line of the table."""
+    budget = "all" if row["fraction"] is None else f"{100 * row['fraction']:g} %"
+    first = row["method"], budget, f"{row['live'] / 1024:.0f}", *(f"{row[key]:.2f}" for key in ACCURACIES)
+    kl = f"{max(row['kl'], 0):.3f}"
+    if short:
+        return line(SHORT, *first, kl)
+    perplexity, l1, speed = f"{row['perplexity']:.2f}", f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}"
+    return line(LONG, *first, perplexity, kl, l1, speed)
+
+
+def mean_l1(row: dict) -> float:
+    """Over layers and heads, each layer alone."""
+    return sum(map(sum, row["l1_alone"])) / sum(map(len, row["l1_alone"]))
+
+
+def row_of(name: str, fraction: float | None, T: int, documents: int, seed: int, measured: dict,
+           texts: int) -> dict:
+    """A row: what was run, what `Benchmark.run` measured on `texts` texts, bytes now of one of them, means
+    over the tasks.
+    """
+    row = dict(method=name, fraction=fraction, tokens=T, documents=documents, seed=seed) | measured
+    for key in ("live", "allocated", "peak"):
+        row[key] //= texts
+    for setting in SETTINGS:
+        row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
+    return row
+
+
+def label(name: str, fraction: float | None) -> str:
+    return name if fraction is None else f"{name} at {100 * fraction:g} %"
+
+
+# ---- what the rows say ---
+
+def findings(rows: list[dict]) -> str:
+    """Three sentences on rows of one budget: what survived aware, what survived blind, what it cost; "" if
+    there is no row of the full cache, or no other.
+    """
+    full = next((row for row in rows if row["method"] == "full"), None)
+    others = [row for row in rows if row["method"] != "full"]
+    if not full or not others:
+        return ""
+
+    near = {key: [row["method"] for row in others if row[key] >= full[key] - NEARLY] for key in SETTINGS}
+    lost = [row for row in others if row["method"] not in near["blind"]]
+    best = max(lost, key=lambda row: row["needle_blind"], default=None)
+    least = min(others, key=lambda row: row["live"])
+    closest, farthest = (pick(others, key=lambda row: row["kl"]) for pick in (min, max))
+
+    aware = (f"Aware, {counted(near['aware'], len(others))} at most {NEARLY:g} of the full cache's accuracy, "
+             f"mean over the tasks{named(near['aware'])}.")
+    blind = f"Blind, {counted(near['blind'], len(others))} no more{named(near['blind'])}"
+    if best:
+        blind += f"; of the others {best['method']} finds most needles, {best['needle_blind']:.2f}"
+    cost = (f"Cost: {least['method']} holds least, {100 * least['live'] / full['live']:.0f} % of the full "
+            f"cache's bytes; predictions move least with "
+            f"{closest['method']} (KL {max(closest['kl'], 0):.3f}) "
+            f"and most with {farthest['method']} ({farthest['kl']:.3f}).")
+    return "\n".join(fill(sentence, 100) for sentence in (aware, f"{blind}.", cost))
+
+
+def counted(names: list[str], of: int) -> str:
+    return f"{len(names) or 'none'} of {of} methods lose{'s' * (len(names) < 2)}"
+
+
+def named(names: list[str]) -> str:
+    return f": {', '.join(names)}" if names else ""
+
+
+# ---- what an addition changes ---
+
+MEASURES = {setting: [f"{task}_{setting}" for task in TASKS] for setting in SETTINGS} | {
+    "nll": ["nll"], "KL": ["kl"], "L1": ["l1_alone"]}
+
+
+def additions_table(rows: list[dict]) -> str:
+    """What each addition changes, paired by document, under the means of the method without it; "" if there
+    is none.
+    """
+    lines = []
+    for base in rows:
+        more = [row for row in rows if adds_to(row, base)]
+        if not more:
+            continue
+        each = ([x for key in keys for x in base["each"][key]] for keys in MEASURES.values())
+        lines += ["", changes(base, (f"{sum(x) / len(x):9.3f}" for x in each))]
+        for row in more:
+            lines.append(changes(row, ("   {:+.3f} ±{:.3f}".format(*paired(row, base, keys))
+                                       for keys in MEASURES.values())))
+
+    names = "".join(f"{name:>9}{'':7}" for name in MEASURES).rstrip()
+    return "\n".join((f"\n{'changes by additions':<27}{'budget':>7}{names}", *lines)) if lines else ""
+
+
+def adds_to(row: dict, base: dict) -> bool:
+    """Whether this row is of the other's method with one addition on top, at the same budget and length."""
+    same = (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])
+    return same and row["method"].rpartition("+")[0] == base["method"]
+
+
+def changes(row: dict, cells) -> str:
+    cells = "".join(f"{cell:<16}" for cell in cells).rstrip()
+    return f"{row['method']:<27}{100 * row['fraction']:>5g} %{cells}"

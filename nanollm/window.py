@@ -1,0 +1,150 @@
+"""The observation window: the prompt's last queries vote on what stays.
+
+`WindowCache` is the workflow that SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV share. They differ in how
+many entries a head keeps (`budgets`, which a subclass overrides) and in which (`select`, a `Selection`):
+
+    make_cache(model, AdaKV, budget=64, select=Critical(alpha=0.25))
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from nanollm.cache import NEVER, LayerCache, probabilities
+from nanollm.check import check_knobs
+from nanollm.gpu import kernel_for
+from nanollm.ranking import indices, top
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries stay: here those with the highest pooled vote (SnapKV, arXiv 2404.14469)."""
+
+    def __post_init__(self):
+        check_knobs(self)
+
+    def check(self, cache: "WindowCache"):
+        """ValueError if this selection cannot work with the cache's knobs. Called when the cache is made."""
+
+    def __call__(self, cache: "WindowCache", votes: Tensor, budget: int | Tensor) -> Tensor:
+        """Mask (B, H, S − w) of `budget` entries per head, a number or (B, H), by votes (B, H, G, S − w)."""
+        return top(cache.pool(votes.mean(2)), budget)
+
+
+@dataclass(eq=False)
+class WindowCache(LayerCache):
+    """Algorithm 2 of CriticalKV (arXiv 2502.03805); as it stands, SnapKV.
+
+    The last `window_size` queries of the prompt vote on every earlier token. At the prompt's end `budgets`
+    says how many entries each head keeps and `select` which. Decoding then appends.
+    """
+    budget: int            # slots per key/value head, window included
+    window_size: int = 32  # queries that vote, w
+    kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 switches it off
+    select: Selection = Selection()
+
+    def __post_init__(self):
+        super().__post_init__()
+        w, kernel = self.window_size, self.kernel_size
+        if w < 1 or kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"window {w} must be at least 1 and kernel {kernel} an odd number")
+        if self.budget <= w:
+            raise ValueError(f"budget {self.budget} must exceed the window {w}")
+        self.select.check(self)
+        self.queries = None                  # (B, H, G, ≤ w, D): the prompt's last ones, until its end
+        self.packed: dict[str, Tensor] = {}  # heads of unlike length: the prompt's slots, head after head
+        self.counts = None                   # (B, H): how many slots each head has in `packed`
+        self.longest = 0                     # the largest count; `length` − `longest` slots came later
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if not self.prompt_done:
+            new = q.unflatten(1, (self.k.shape[1], -1))
+            last = new if self.queries is None else torch.cat((self.queries, new), 3)
+            self.queries = last[:, :, :, -self.window_size:].clone()  # not a view that would hold all of them
+        super().observe(q, p)
+
+    def end_prefill(self):
+        if self.length > self.budget:
+            self.keep(self.chosen())
+            if self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}:  # all that never changes
+                self.pack()
+        self.queries = None
+        super().end_prefill()
+
+    def chosen(self) -> Tensor:
+        """Slots that stay, (B, H, n), −1 for none."""
+        if self.queries is None:
+            raise ValueError("the prompt is over and the window's queries are gone; call end_prefill once")
+        votes = window_votes(self.queries, self.k)
+        kept = self.select(self, votes, self.budgets(votes))
+        return indices(F.pad(kept, (0, self.window_size), value=True))
+
+    def budgets(self, votes: Tensor) -> int | Tensor:
+        """Entries that each head keeps beside the window, by votes (B, H, G, S − w): a number or (B, H)."""
+        return self.budget - self.window_size
+
+    def pool(self, score: Tensor) -> Tensor:
+        """Max over `kernel_size` neighbours, (..., S) → (..., S): a token is read with those around it."""
+        padding = self.kernel_size // 2
+        return F.max_pool1d(score.flatten(0, -2), self.kernel_size, stride=1, padding=padding).view_as(score)
+
+    # ---- heads of different length ----------------------------------------------------------------------
+
+    def pack(self):
+        """Store the slots head after head: to be read, or dropped by `keep`, but not changed in place.
+
+        Attention sees them padded to the longest head, one layer at a time and only while it runs.
+        """
+        there = self.pos != NEVER
+        self.packed = {name: self.slot(name)[there] for name in self.slots}
+        self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
+        self.counts, self.longest = there.sum(-1), self.length
+
+    def slot(self, name: str) -> Tensor:
+        if not self.packed:
+            return super().slot(name)
+        new = self.slots[name][:, :, :self.length - self.longest]
+        x, place = self.packed[name], torch.arange(self.longest, device=new.device)
+        start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
+        old = x[(start + place).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
+        if name == "pos":
+            old.masked_fill_(place >= self.counts[..., None], NEVER)
+        return torch.cat((old, new), 2)
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
+        self.length -= self.longest  # the buffers hold what came after the packed slots
+        super().write(k, v, pos, **state)
+        self.length += self.longest
+
+    def keep(self, i: Tensor):
+        super().keep(i)
+        self.packed, self.counts, self.longest = {}, None, 0
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """With packed slots: a kernel that reads them as they lie."""
+        if not self.packed:
+            return super().decode(q, pos)
+        plain = not self.watch and type(self).read is LayerCache.read
+        fast = kernel_for(q, "decode_attention", "attend_packed") if plain else None
+        return (fast(self, q), None) if fast else None
+
+    def bytes(self) -> tuple[int, int]:
+        live, allocated = super().bytes()
+        return live, allocated + sum(x.nbytes for x in self.packed.values())
+
+    def beside(self) -> list[Tensor]:
+        return [x for x in (self.queries, self.counts) if x is not None]
+
+
+def window_rows(q: Tensor, k: Tensor) -> Tensor:
+    """Probabilities (B, H, G, w, S) of the last queries (B, H, G, w, D) over all keys (B, H, S, D)."""
+    token = torch.arange(k.shape[2], device=k.device)
+    return probabilities(q.flatten(1, 2), k, token.expand(k.shape[:3]), None, token[None, -q.shape[3]:])
+
+
+def window_votes(q: Tensor, k: Tensor) -> Tensor:
+    """Their mean over the window, of the keys before it, (B, H, G, S − w), in 32 bits at least."""
+    if q.shape[3] <= 128 and (fast := kernel_for(k, "window_votes")):
+        return fast(q, k)
+    return window_rows(q, k)[..., :-q.shape[3]].mean(3, dtype=torch.promote_types(q.dtype, torch.float32))

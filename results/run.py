@@ -1,0 +1,141 @@
+"""RESULTS.md and what it shows: each long table is what its command printed.
+
+    python results/run.py                # write RESULTS.md from the stored outputs
+    python results/run.py all speed      # run these sections' commands, store what they print, then write
+    python results/run.py --check        # fail if RESULTS.md is not what the stored outputs make
+"""
+from datetime import date
+import json
+import os
+from pathlib import Path
+import platform
+import shlex
+import subprocess
+import sys
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+TARGET = ROOT / "RESULTS.md"
+TRAINED = ROOT / "nanollm" / "tiny" / "train.json"
+
+# name: (title, command, what to see)
+SECTIONS = {
+    "short": (
+        "One row a family", "python -m nanollm --figure {scratch}/short.png",
+        "The table that the README shows. Terms stand above it, and the sentences under it are made "
+        "from its rows."),
+    "all": (
+        "Every method", "python -m nanollm --all --figure notebooks/compare.png",
+        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every "
+        "file in `methods/`, at four budgets. The window methods (SnapKV, PyramidKV, AdaKV and what is "
+        "built on them) compress the prompt and then append. So at the smallest budget most of their "
+        "bytes are the 64 tokens that came later. H2O, StreamingLLM, CaM, KVReviver and random keep "
+        "their budget at every step from the prompt's end on, Scissorhands from the first token on. "
+        "DuoAttention's retrieving heads and the low-bit caches append. The last lines compare each "
+        "addition with the method under it, document by document."),
+    "additions": (
+        "What each selection changes",
+        "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
+        "The end of what the command prints: each selection on each budget rule, paired document by "
+        "document, ± one standard error. Aware and blind are means over the three tasks; nll is the "
+        "mean −log p of the true next token; L1 is the change of a head's output, each layer alone. "
+        "`critical` is the paper's selection, whose second stage does not pool the votes. "
+        "`critical_code` is the authors' code, which pools. `theta`, `residual` and `semantic` are "
+        "ours."),
+    "tensor": (
+        "Tensor attention: one decoding step", "python -m methods.theory.tensor_attention",
+        "Two cache matrices, four, and four without ever forming a pair."),
+    "speed": (
+        "Decoding, and what compressing costs", "python -m nanollm.speed",
+        "The first table is a decoding step over the length of the cache. The second is what the end of "
+        "the prompt costs; *reading* is a method's own prefill in units of the full cache's. The third "
+        "compares with `transformers` on the same weights, after a check that both write the same "
+        "tokens."),
+    "resources": (
+        "Kernels, compiled", "python -m kernels.resources",
+        "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),
+}
+
+
+def hardware() -> str:
+    """Date and machine, in a line."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    import torch
+    return (f"{date.today()}, {os.cpu_count()} cores of an {cpu}, {platform.system()}, "
+            f"Python {platform.python_version()}, torch {torch.__version__}")
+
+
+def run(name: str, scratch: Path):
+    """Store what a section's command prints, under the command, the date and the machine."""
+    _, command, _ = SECTIONS[name]
+    words = shlex.split(command.format(scratch=scratch))
+    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          check=True)
+    head = f"{shown(command)}\n{hardware()}\n"
+    (HERE / f"{name}.txt").write_text(head + done.stdout.replace(str(scratch) + "/", ""))
+
+
+def shown(command: str) -> str:
+    """The command as a reader types it: where its figure goes is not part of a result."""
+    return command.partition(" --figure")[0]
+
+
+def checkpoint() -> str:
+    """The shipped decoder's figures, which its training run wrote."""
+    told = json.loads(TRAINED.read_text())
+    rows = [f"| {name.replace('_', ' ')} | {100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} % |"
+            for name, x in told["exact_match"].items()]
+    rows += [f"| bits per byte of held-out text, {name} | {bits:.2f} |"
+             for name, bits in told["bits_per_byte"].items()]
+    return "\n".join((
+        "## The shipped decoder", "",
+        f"`{told['command']}`, {told['hardware']}, {told['minutes']:g} minutes, "
+        f"{told['training_tokens'] / 1e6:.1f} M tokens. {told['note']}", "",
+        f"{told['parameters'] / 1e6:.2f} M parameters; greedy decoding with the full cache, "
+        f"{told['documents_per_figure']} held-out documents each, ± one standard error:", "",
+        "| task, tokens | right |", "|---|---|", *rows))
+
+
+def section(name: str) -> str:
+    title, command, words = SECTIONS[name]
+    stored, machine, output = (HERE / f"{name}.txt").read_text().split("\n", 2)
+    if stored != shown(command):
+        raise SystemExit(f"error: results/{name}.txt is of `{stored}`; run python results/run.py {name}")
+    return f"## {title}\n\n{words}\n\n`{stored}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
+
+
+def rendered() -> str:
+    """RESULTS.md."""
+    there = [name for name in SECTIONS if (HERE / f"{name}.txt").exists()]
+    head = ("# Results\n\nEach table is what the command above it printed, on the day and the machine that "
+            "stand beside it. `python results/run.py NAME` runs one again. Accuracies, KL, L1 and bytes are "
+            "the same on every machine (seed 0); times are not, and only those of one table compare. "
+            "What the papers claim, and whether it holds here, stands in [CLAIMS.md](CLAIMS.md).")
+    contents = "\n".join(f"- [{SECTIONS[name][0]}](#{anchor(SECTIONS[name][0])}): `results/run.py {name}`"
+                         for name in there)
+    return "\n\n".join((head, contents, *map(section, there), checkpoint())) + "\n"
+
+
+def anchor(title: str) -> str:
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+
+
+def main(argv: list[str]):
+    if argv == ["--check"]:
+        if not TARGET.exists() or TARGET.read_text() != rendered():
+            raise SystemExit("error: RESULTS.md is not what results/ makes; run python results/run.py")
+        return
+    if unknown := [name for name in argv if name not in SECTIONS]:
+        raise SystemExit(f"error: unknown section {unknown[0]!r}; known are {', '.join(SECTIONS)}")
+    import tempfile
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in argv:
+            print(name, flush=True)
+            run(name, Path(scratch))
+    TARGET.write_text(rendered())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

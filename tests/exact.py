@@ -1,0 +1,47 @@
+"""What tests of theory share: float64, draws, and closeness up to rounding or chance."""
+import math
+
+from hypothesis import given, settings, strategies as st
+import pytest
+import torch
+
+F64 = torch.float64
+seeds = st.integers(0, 2**32 - 1)
+
+
+def check(claims, *strategies, examples=30):
+    """Of drawn values; and the claims that it checks."""
+    def of(test):
+        test = settings(max_examples=examples, deadline=None)(given(*strategies)(test))
+        for claim in claims.split():
+            test = pytest.mark.claim(claim)(test)
+        return test
+    return of
+
+
+def vector(*values):
+    return torch.tensor(values, dtype=F64)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=seeded(seed), dtype=F64)
+
+
+def close(x, y, tolerance=1e-11):
+    x, y = (torch.as_tensor(value, dtype=F64) for value in (x, y))
+    return torch.allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def at_most(x, y):
+    x, y = (torch.as_tensor(value, dtype=F64) for value in (x, y))
+    return bool((x <= y + 1e-12 * (1 + y.abs())).all())
+
+
+def near(runs, expected, errors=4.5):
+    """The mean over runs (R, ...) is the expected (...), within so many standard errors."""
+    error = errors * runs.std(0) / math.sqrt(len(runs)) + 1e-12 * (1 + abs(expected))
+    return ((runs.mean(0) - expected).abs() <= error).all()

@@ -1,0 +1,102 @@
+"""CLAIMS.md is the templates' words and the tests' numbers, and pytest says when something is missing."""
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+from claims.render import ClaimError, parse, render
+
+TESTS = Path(__file__).parent
+PAPER = """# A paper
+
+## T1 · holds · notebooks 00, 03
+Theorem 1: a | b,
+on two lines.
+> {T1.n} draws,
+> at least {T1.low:.2f}.
+
+Why {x} is so: {T1.low:+.0e}.
+
+- a list
+
+## T2 · not testable here
+Theorem 2.
+> Models of 7B.
+"""
+RECORDED = [("tests/test_a.py::test_one[1]", [("claim", "T1"), ("T1.n", 5), ("T1.low", -0.126), ("time", 3)]),
+            ("tests/test_a.py::test_one[2]", [("claim", "T1"), ("T1.n", 5)]),
+            ("tests/theory/test_b.py::test_two", [("claim", "T1")]), ("tests/test_c.py::test_three", [])]
+BOOKS = {"00": "notebooks/00_a.ipynb", "03": "notebooks/03_b.ipynb"}
+
+
+def test_a_claim_has_a_row_and_its_details():
+    text = render([parse(PAPER, "a.md")], RECORDED, BOOKS)
+    files = "[test_a](tests/test_a.py), [test_b](tests/theory/test_b.py)"
+    books = "[00](notebooks/00_a.ipynb), [03](notebooks/03_b.ipynb)"
+    row, other, first, second = (line for line in text.splitlines() if line.startswith(("| [T", "- [tests")))
+    assert row == (f"| [T1](#t1) Theorem 1: a \\| b, on two lines. | holds | 5 draws, at least −0.13. "
+                   f"| {files} | {books} |")
+    assert other == "| [T2](#t2) Theorem 2. | not testable here | Models of 7B. |  |  |"
+    assert first == "- [tests/test_a.py](tests/test_a.py): `test_one`"
+    assert second == "- [tests/theory/test_b.py](tests/theory/test_b.py): `test_two`"
+    assert "\n\n### T1\n\nTheorem 1: a | b, on two lines.\n\n**Holds.** 5 draws, at least −0.13.\n\n" in text
+    assert "\n\nWhy {x} is so: −1e−01.\n\n- a list\n\n" in text and "\n- [notebooks/00_a.ipynb](" in text
+    assert text.endswith("### T2\n\nTheorem 2.\n\n**Not testable here.** Models of 7B.\n")
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("# A paper", "", "a.md must begin"),
+    ("## T1 · holds ·", "## T1 · hold ·", "'## T1 · hold · notebooks 00, 03' must be"),
+    ("## T1", "## one", "must be '## ID"),
+    ("> {T1.n} draws,\n> at", "at", "T1 needs its claim in a paragraph, then '> "),
+    ("notebooks 00, 03", "notebooks 00, 07", "notebooks that are not there: 07$"),
+    ("## T2 · not testable here", "## T2 · does not hold", "claims without a test: T2$"),
+    ("## T2", "## T1", "there twice: T1$"),
+    ("## T1", "## T3", "claims without a test: T3; markers without a claim in tests/claims/: T1$"),
+    ("T1.n}", "T1.m}", "values that no test recorded: T1.m$"),
+    ("{T1.low:.2f}", "{T1.low:d}", "T1.low:d., recorded as -0.126: Unknown format code 'd'"),
+])
+def test_what_is_wrong_is_named(old, new, message):
+    with pytest.raises(ClaimError, match=message):
+        render([parse(PAPER.replace(old, new), "a.md")], RECORDED, BOOKS)
+
+
+def test_a_value_recorded_twice_is_the_same_both_times():
+    with pytest.raises(ClaimError, match="T1.n is 5 in one test and 6 in .*four"):
+        render([parse(PAPER, "a.md")], [*RECORDED, ("tests/test_a.py::test_four", [("T1.n", 6)])], BOOKS)
+
+
+MODULE = """
+import numpy, pytest
+
+@pytest.mark.claim("T1")
+def test_one(record_property):
+    record_property("T1.n", numpy.int64(5))
+
+def test_two(record_property):
+    record_property("T1.low", 0.5)
+"""
+
+
+def test_pytest_writes_the_claims_and_fails_where_they_are_stale(tmp_path):
+    def run(*options):
+        env = dict(os.environ, PYTHONPATH=str(TESTS), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-p", "claims.plugin", *options]
+        done = subprocess.run(command, cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    (tmp_path / "tests/claims").mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
+    (tmp_path / "tests/claims/a.md").write_text(PAPER.replace(" · notebooks 00, 03", ""))
+    (tmp_path / "tests/test_a.py").write_text(MODULE)
+    written = tmp_path / "CLAIMS.md"
+
+    code, out = run()
+    assert code == 1 and "CLAIMS.md is not what these tests would write; pytest --write-claims" in out
+    assert run("--write-claims", "-k", "one")[0] == 4 and not written.exists()
+    assert run("-n", "2", "--write-claims")[0] == 0 and "5 draws, at least 0.50." in written.read_text()
+    (tmp_path / "tests/test_a.py").write_text(MODULE.replace("0.5)", "0.7); assert 0"))
+    code, out = run("--write-claims")
+    assert code == 1 and "not written, as not all tests passed" in out and "least 0.50" in written.read_text()

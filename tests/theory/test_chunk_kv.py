@@ -1,0 +1,346 @@
+"""ChunkKV's claims: the appendix by brute force, in float64; what the shipped model keeps and finds."""
+from collections import defaultdict
+from functools import partial
+from itertools import product
+from math import log, prod
+
+from hypothesis import strategies as st
+import pytest
+import torch
+from torch.autograd.functional import jacobian
+
+from common import ENCODING, once, tasks
+from exact import F64, at_most, check, close, seeds, vector
+from methods.chunk_kv import ChunkKV, Chunks
+from methods.semantic_chunk_kv import SemanticChunkKV
+from methods.snap_kv import SnapKV
+from methods.theory.chunk_kv import (
+    LaterGroups, PlacedChunks, answer_bound, at_the_answer, aware, bounds, chunk_noise, copies,
+    distance_bound, divergence, examples, fisher, independent, jaccard, kept_whole, lessons, markov, mirrored,
+    read, remainder, seconds, together, token_divergences, token_noise)
+from nanollm import TINY, tokenizer, weights
+from nanollm.cache import LayerCache, end_prefill, make_cache
+from nanollm.data import Unmarked
+from nanollm.evaluate import held, maker, retrieve, standard_error, text_windows
+from nanollm.replay import feed
+
+WINDOW, (BREAK,) = dict(window_size=8), ENCODING.encode("\n")
+sizes, noises = st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.3])
+thetas = st.tuples(*[st.floats(0.05, 0.95)] * 2)
+
+
+def tables(seed, k):
+    """Two tables of k tokens, of 2 to 4 values each; the first has zeros."""
+    g = torch.Generator().manual_seed(seed)
+    shape = torch.randint(2, 5, (k,), generator=g).tolist()
+    p, q = torch.rand(2, *shape, generator=g, dtype=F64)**3 + 1e-3
+    p = p * (torch.rand(shape, generator=g) > 0.2)
+    p[(0,) * k] += 0.1
+    return p / p.sum(), q / q.sum()
+
+
+def marginal(p, kept):
+    """{values of the kept tokens: probability}, by enumeration."""
+    out = defaultdict(float)
+    for values in product(*map(range, p.shape)):
+        out[tuple(values[j] for j in kept)] += float(p[values])
+    return out
+
+
+def kl(p, q, kept, given=()):
+    """E_p log p(kept | given) / q(kept | given), over tokens `kept` that begin with `given`."""
+    (p, q), (known, wrong) = ([marginal(x, of) for x in (p, q)] for of in (kept, given))
+    return sum(chance * log(chance / known[at[:len(given)]] / (q[at] / wrong[at[:len(given)]]))
+               for at, chance in p.items() if chance)
+
+
+def subsets(k):
+    return [[j for j in range(k) if number >> j & 1] for number in range(2**k)]
+
+
+def step(table, theta, delta):
+    """KL_j and I_j of the tokens 2 … k, their remainder, and ‖δ‖²."""
+    each, information = token_divergences(table(theta), table(theta + delta))[1:], fisher(table, theta)[1:]
+    return each, information, float(remainder(each, information, delta)), delta @ delta
+
+
+# ---- tables and their divergences ---
+
+
+@check("C3", thetas, sizes, noises)
+def test_markov_is_the_sum_over_all_hidden_paths(theta, k, noise):
+    table, expected = markov(vector(*theta), k, noise), torch.zeros((2,) * k, dtype=F64)
+    for path, tokens in product(product((0, 1), repeat=k), repeat=2):
+        steps = [theta[a] if b else 1 - theta[a] for a, b in zip(path, path[1:])]
+        said = [1 - noise if token == state else noise for state, token in zip(path, tokens)]
+        expected[tokens] += 0.5 * prod(steps + said)
+    assert close(table, expected)
+
+
+@check("C3", seeds, sizes, st.integers(1, 9))
+def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
+    """Noise: what the lost tokens say beyond the kept, and all that the lost examples say."""
+    p, q = tables(seed, k)
+    whole, each = kl(p, q, range(k)), token_divergences(p, q)
+    assert close(divergence(p, q), whole) and close(each.sum(), whole)
+    assert close(each, [kl(p, q, range(j + 1), range(j)) for j in range(k)])
+    for kept in subsets(k):
+        rest = [j for j in range(k) if j not in kept]
+        assert close(divergence(p, q, kept), kl(p, q, kept)) and close(divergence(q, q, kept), 0)
+        assert divergence(p, q, [j - k for j in kept]) == divergence(p, q, kept)  # −1 is the last token
+        assert close(token_noise(p, q, kept, n), n * kl(p, q, kept + rest, kept))
+        if kept:  # at equal budgets whole examples win just where the kept tokens say less per token
+            margin = whole / k - kl(p, q, kept) / len(kept)
+            tokens, chunks = token_noise(p, q, kept, n * k), chunk_noise(p, q, n * len(kept), n * k)
+            assert close(tokens - chunks, n * k * len(kept) * margin)
+    assert close(chunk_noise(p, q, n // 2, n), (n - n // 2) * whole)
+
+
+@check("C3", thetas, st.integers(1, 3), noises)
+def test_fisher_is_the_expected_square_of_a_tokens_score(theta, k, noise):
+    def upto(j, theta):
+        table = markov(theta, k, noise)
+        return table.reshape(*table.shape[:j], -1).sum(-1)
+
+    theta = vector(*theta)
+    information = fisher(lambda theta: markov(theta, k, noise), theta)
+    assert information.shape == (k, 2, 2)
+    for j in range(k):
+        score = jacobian(lambda x: upto(j + 1, x).log() - upto(j, x).log()[..., None], theta)
+        expected = torch.einsum("...,...p,...q->pq", upto(j + 1, theta), score, score)
+        assert close(information[j], expected, 1e-10)
+
+
+# ---- Eq. 10 to 16 ---
+
+
+@check("C3", thetas, thetas, st.integers(2, 4), noises, st.floats(0.02, 1))
+def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, share):
+    theta, delta = vector(*theta), share * (vector(*other) - vector(*theta))
+    if delta.norm() < 1e-3:  # KL is a difference of numbers near 1
+        return
+    each, information, R, distance = step(lambda theta: markov(theta, k, noise), theta, delta)
+    assert at_most(distance, distance_bound(each.sum(), information, R))
+    assert at_most(each[-1], answer_bound(each.sum(), information, R))
+    low = torch.linalg.eigvalsh(information)[:, 0].amin() / 2
+    assert (distance_bound(each.sum(), information, R) < torch.inf) == (low > R)
+
+
+@pytest.mark.claim("C3")
+def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden(record_property):
+    """Both states are as frequent, so I_j = 1/2 / (0.2 · 0.8) in both directions, KL_j = log 2 − H(0.2)."""
+    each, information, R, distance = step(lambda x: markov(x, 5), vector(0.2, 0.8), vector(0.3, -0.3))
+    says = 0.2 * log(0.4) + 0.8 * log(1.6)
+    assert close(information, torch.eye(2, dtype=F64) * 3.125) and close(distance, 0.18) and close(each, says)
+    paper, repaired = (distance_bound(each.sum(), information, x) for x in (0.0, R))
+    assert close(paper, says * 2 / 3.125) and paper < 0.7 * distance  # 0.123 against 0.18
+    assert close(repaired, distance)                                  # no slack: it could not be smaller
+    assert close(answer_bound(each.sum(), information), says)         # Eq. 15 holds: tokens are alike
+    record_property("C3.eq12_bound", float(paper))
+    record_property("C3.eq12_square", float(distance))
+
+    found = bounds(lambda x: markov(x, 5, 0.1), vector(0.3, 0.8), vector(0.2, -0.2))
+    expected = dict(distance_paper=0.07808 / 0.08, distance_repaired=0.09486 / 0.08)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert found["answer_repaired"] >= 1 and found["R"] < found["least"] / 2
+
+
+@pytest.mark.claim("C3")
+@pytest.mark.parametrize("delta, paper, above, below, both, actual", [
+    (0.05, 0.005720, 0.006144, 0.006178, 0.006636, 0.006401), (0.2, 0.0902, 0.1456, 0.2334, 0.3767, 0.1537)])
+def test_equation_15_needs_its_o_1_above_and_below(delta, paper, above, below, both, actual, record_property):
+    each, information, R, _ = step(mirrored, vector(0.3), vector(delta))
+    noise, half = each.sum(), 0.5 / 0.21
+    bound, distance = answer_bound(noise, information), distance_bound(noise, information)
+    found = [bound, (half + R) * distance, half * distance_bound(noise, information, R),
+             answer_bound(noise, information, R), each[-1]]
+    assert close(information, 2 * half) and close(found, [paper, above, below, both, actual], 1e-4)
+    if delta == 0.2:
+        record_property("C3.eq15_bound", float(bound))
+        record_property("C3.eq15_kl", float(each[-1]))
+
+
+@pytest.mark.claim("C3")
+def test_the_bounds_lose_what_the_tokens_information_differs_in():
+    """Token j is 1 with probability 1/2 + w_j · (θ − 1/2): I_j = 4 w_j²."""
+    table = lambda theta: independent([0.5 + w * (theta[0] - 0.5) for w in (0, 0.5, 0.5, 0.9, 0.8)])
+    each, information, _, distance = step(table, vector(0.5), vector(1e-3))
+    bound = 1.95 / 4 / 0.25
+    assert close(distance_bound(each.sum(), information) / distance, bound, 1e-5)
+    assert close(answer_bound(each.sum(), information) / each[-1], bound * 0.9**2 / 0.8**2, 1e-5)
+
+
+@pytest.mark.claim("C3")
+def test_where_some_parameter_changes_no_token_there_is_no_bound():
+    """Nor where tokens say nothing at all, nor from a remainder of half the least eigenvalue on."""
+    one, way = torch.tensor(1.0), vector(0.6, 0.8)
+    assert distance_bound(one, torch.outer(way, way)[None]) > 1e15  # up to rounding
+    silent = fisher(lambda theta: markov(theta, 3), vector(0.3, 0.2))  # one such token is enough: the first
+    assert distance_bound(one, silent) == torch.inf > distance_bound(one, silent[1:])
+    for bound in (distance_bound, answer_bound):
+        assert bound(0 * one, torch.zeros(3, 2, 2, dtype=F64)) == torch.inf
+        of = partial(bound, one, torch.eye(2, dtype=F64)[None] * 3)
+        assert of(1.4) < torch.inf == of(1.5) == of(2.0)
+
+
+# ---- noise: tokens of every example, or whole examples ---
+
+
+@pytest.mark.claim("C3")
+def test_noise_where_tokens_say_all_together_or_each_or_a_part():
+    says = 0.9 * log(1.5) + 0.1 * log(0.25)
+    pair, copy, coins = ([table(vector(x)) for x in (0.9, 0.6)] for table in (
+        together, copies, lambda theta: independent([theta[0]] * 3)))
+    for kept in ([0], [1]):
+        assert close(token_noise(*pair, kept, 6), 6 * says) and close(chunk_noise(*pair, 3, 6), 3 * says)
+        assert close(token_noise(*copy, kept, 6), 0) and close(chunk_noise(*copy, 3, 6), 3 * says)
+    assert close(token_noise(*coins, [2], 3), chunk_noise(*coins, 1, 3))
+    wider = [x[..., None] * vector(0.5, 0.5) for x in pair]  # a third token that is a coin: what says all
+    assert token_noise(*wider, [0, 1], 6) < 1e-12 < chunk_noise(*wider, 4, 6)  # may be kept without it
+
+    # values that none has add nothing, those that none expects everything
+    assert close(token_divergences(*copy), [says, 0])
+    assert close(fisher(copies, vector(0.3)), [[[1 / 0.21]], [[0]]])
+    assert divergence(vector(0.5, 0.5), vector(1, 0)) == torch.inf
+
+
+# ---- what is kept ---
+
+
+@check("", seeds, st.integers(1, 12), st.floats(0.1, 0.9))
+def test_jaccard_and_kept_whole_are_those_of_sets(seed, n, share):
+    g = torch.Generator().manual_seed(seed)
+    masks = torch.rand(2, 2, 3, n, generator=g) < share
+    edges = torch.randint(0, n + 1, (4, 2), generator=g).sort(-1).values.tolist()
+    similarity, whole = jaccard(*masks), kept_whole(masks[0], [slice(a, b) for a, b in edges])
+    assert similarity.shape == whole.shape == (2, 3)
+    for at in product(range(2), range(3)):
+        kept, other = ({i for i in range(n) if x[at][i]} for x in masks)
+        expected = len(kept & other) / len(kept | other) if kept | other else float("nan")
+        assert similarity[at].item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        assert whole[at] == sum({*range(a, b)} <= kept for a, b in edges) / 4
+
+
+@once
+def shipped():
+    return weights.from_hf(TINY)
+
+
+@torch.inference_mode()
+def test_what_is_measured_at_the_answer_is_what_the_model_says_there():
+    model, batch = shipped(), tasks("test").batch("few_shot", 0, 2, 160, shots=4)
+    full, snap = maker(model, LayerCache, None), maker(model, SnapKV, 0.9, **WINDOW)
+    recordings, tokens, lines = read(model, batch), torch.from_numpy(batch.tokens), examples(batch, BREAK)
+    expected = model(tokens[:, :batch.answers[0].start])[:, -1].log_softmax(-1)
+    assert torch.equal(aware(model, batch, recordings, snap), retrieve(model, batch, snap)["aware"])
+    for row, where in zip(batch.tokens, lines):
+        text = [ENCODING.decode(row[line].tolist()) for line in where]
+        assert len(text) == 4 and all(line[0] == "\n" and "=>" in line for line in text)
+        assert "".join(text) == ENCODING.decode(row[where[0].start:batch.question].tolist())
+
+    for blind in (False, True):
+        log_p, kept = at_the_answer(model, batch, recordings, full, blind)
+        assert torch.allclose(log_p, expected, atol=1e-4) and kept.all()
+        whole, labels, kl = lessons(model, batch, recordings, dict(snap=snap), BREAK, blind)["snap"].values()
+        log_p, kept = at_the_answer(model, batch, recordings, snap, blind)
+        assert torch.allclose(kl, (expected.exp() * (expected - log_p)).sum(-1), atol=1e-4)
+        for b, where in enumerate(lines):
+            last = kept[b][..., [x.stop - 1 for x in where]].float().mean()
+            assert close((whole[b], labels[b]), (kept_whole(kept[b], where).mean(), last), 1e-6)
+    times = seconds(model, tokens, dict(snap=snap), 1)
+    assert [*times] == ["snap", "reading"] and 0 < times["snap"] < times["reading"]
+
+
+# ---- the claims about a trained model, on the shipped one: 32 documents of 256 tokens, a quarter is kept ---
+
+
+@once
+def asked(task, *how):
+    batch = Unmarked(ENCODING, "test").batch(task, 1, 32, 256, **dict(how))  # no mark where a fact ends
+    return batch, read(shipped(), batch)
+
+
+def found(Method, task="needle", how=(), place=None, **knobs):
+    """Per document, whether its question is answered, aware."""
+    batch, recordings = asked(task, *how)
+    if Method is SemanticChunkKV:
+        knobs |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
+    if place is not None:
+        knobs |= dict(select=PlacedChunks(at=torch.from_numpy(batch.stated), place=place))
+    return aware(shipped(), batch, recordings, maker(shipped(), Method, 1 / 4, **WINDOW, **knobs))
+
+
+RULES = ("tokens", SnapKV, dict(kernel_size=1)), ("snap", SnapKV, {}), ("chunks", ChunkKV, {})
+
+
+def fewer(one, other):
+    return (other - one).mean() > 2 * standard_error(other - one)
+
+
+@pytest.mark.claim("C1")
+def test_chunks_keep_long_facts_and_the_more_the_longer_they_are(record_property):
+    how = ("facts", 1), ("numbers", 4)  # values of 8 tokens
+    right = dict(snap=found(SnapKV, how=how), grid=found(ChunkKV, how=how),
+                 twenty=found(ChunkKV, how=how, select=Chunks(20)), semantic=found(SemanticChunkKV, how=how))
+    for name, x in right.items():
+        record_property(f"C1.long_{name}", 100 * x.mean().item())
+    assert right["snap"].mean() < 0.05 and fewer(right["snap"], right["grid"])
+    assert fewer(right["grid"], right["twenty"]) and fewer(right["twenty"], right["semantic"])
+
+
+@pytest.mark.claim("C1")
+@pytest.mark.parametrize("task", ["needle", "recall"])
+def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them(task, record_property):
+    cut, inside = (torch.cat([found(ChunkKV, task, place=x) for x in places]) for places in ((0, 9), (4, 8)))
+    snap, grid, semantic = (found(Method, task) for Method in (SnapKV, ChunkKV, SemanticChunkKV))
+    pooled = found(ChunkKV, task, kernel_size=7, select=Chunks(score="max"))  # votes count beside a cut, too
+    for name, x in dict(cut=cut, inside=inside, grid=grid, pooled=pooled, semantic=semantic).items():
+        record_property(f"C1.{task}_{name}", 100 * x.mean().item())
+    assert cut.mean() < 0.3 and min(inside.mean(), pooled.mean(), snap.mean()) > 0.95 and fewer(grid, pooled)
+    if task == "needle":
+        assert semantic.mean() > 0.95
+    else:  # a list without marks falls into chunks of the longest length
+        assert semantic.mean() < 0.7 and fewer(semantic, snap)
+
+
+@pytest.mark.claim("C2")
+@torch.inference_mode()
+def test_neighbouring_layers_choose_chunks_more_alike_than_tokens(record_property):
+    texts, similar = text_windows(tasks("test"), 4, 512), {}
+    for name, Method, knobs in RULES:
+        caches = make_cache(shipped(), Method, budget=51, **WINDOW, **knobs)
+        feed(shipped(), texts, caches)
+        end_prefill(caches)
+        kept = held(caches, 504)
+        similar[name] = jaccard(kept[:, 1:], kept[:, :-1]).mean((0, 2))  # layers 0 and 1, 1 and 2, …
+        record_property(f"C2.{name}", similar[name].mean().item())
+    assert similar["chunks"].mean() > similar["snap"].mean() + 0.05 > similar["tokens"].mean() + 0.05
+    assert (similar["chunks"][2:] > 0.4).all() and similar["chunks"][0] < 0.15
+
+
+@pytest.mark.claim("C2")
+def test_reuse_of_layer_0s_indices_loses_the_answers_and_of_layer_1s_none(record_property):
+    alone, paper = found(ChunkKV, "recall"), found(ChunkKV, "recall", reuse=2)
+    later = found(LaterGroups, "recall", reuse=5, first=1)
+    for name, x in dict(alone=alone, reuse=paper, later=later).items():
+        record_property(f"C2.{name}", 100 * x.mean().item())
+    assert paper.mean() < alone.mean() - 0.5 and later.mean() > alone.mean() - 0.05
+
+
+@pytest.mark.claim("C3")
+@torch.inference_mode()
+def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(record_property):
+    batch, gain = tasks("test").batch("few_shot", 2, 32, 256, shots=16), {}
+    makes = {name: maker(shipped(), Method, 1 / 4, **WINDOW, **knobs) for name, Method, knobs in RULES}
+    recordings = read(shipped(), batch)
+    for setting in ("aware", "blind"):
+        of = lessons(shipped(), batch, recordings, makes, BREAK, setting == "blind")
+        for name, measured in of.items():
+            record_property(f"C3.{setting}_{name}_whole", 100 * measured["whole"].mean().item())
+            record_property(f"C3.{setting}_{name}_kl", measured["kl"].mean().item())
+            gain[setting, name] = measured["kl"] - of["chunks"]["kl"]
+        tokens, snap, chunks = (of[name]["whole"].mean() for name in makes)
+        assert chunks > 1.3 * snap > 1.3 * 1.3 * tokens
+    mean = {which: x.mean() / standard_error(x) for which, x in gain.items() if "chunks" not in which}
+    assert mean["aware", "tokens"] > 3 and mean["aware", "snap"].abs() < 2  # no difference is seen
+    assert mean["blind", "tokens"] < 2  # nor one for the better

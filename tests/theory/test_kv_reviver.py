@@ -1,0 +1,350 @@
+"""KVReviver's lemmas and bounds, what a sketch can tell, budgets by layer, and claims about a decoder."""
+from collections import Counter
+from functools import cache as once
+from itertools import product
+import math
+
+from hypothesis import strategies as st
+import pytest
+import torch
+
+from common import TOKENS, decoder, tasks
+from exact import F64, check, near, random, seeded
+from methods.duo_attention import DuoAttention
+from methods.h2o import H2O
+from methods.kv_reviver import KVReviver, Sketch
+from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
+from methods.quantized import Quantized
+from methods.snap_kv import SnapKV
+from methods.theory.kv_reviver import (activations, amnesia, collision_variance, fisher_shares,
+                                       found_blind, median_moments, printed_bound, relative_error,
+                                       score_variance, share_out, solve, take_out)
+from nanollm import TINY, evaluate, weights
+from nanollm.cache import make_cache, probabilities
+from nanollm.replay import Recorder, record
+
+each_rows = pytest.mark.parametrize("rows", MEDIAN)
+
+
+def unit(*shape, seed=0):
+    """Random numbers of mean 0 and variance 1 exactly."""
+    x = random(*shape, seed=seed)
+    return (x - x.mean()) / x.std(correction=0)
+
+
+def errors(kind, rows, width, x, runs):
+    """Estimate minus truth of the vectors x (a, 2D), by seed: (runs, a, 2D)."""
+    (k, v), J, found = (y[None, None] for y in x.chunk(2, -1)), torch.arange(len(x)).view(1, 1, -1), []
+    for seed in range(runs):
+        sketch = kind(k, rows, width, seed)
+        sketch.insert(J, k, v)
+        found.append(torch.cat(sketch.query(J), -1)[0, 0])
+    return torch.stack(found) - x
+
+
+# ---- R6: the lemmas, and the sketch's error ---
+
+@pytest.mark.claim("R6")
+def test_the_printed_density_of_the_median_is_half_of_one(record_property):
+    (mass, printed), true = median_moments(3), median_moments(6)
+    assert (mass, printed) == pytest.approx((1 / 2, MEDIAN[3] / 2), abs=1e-9) and MEDIAN[1] == 1
+    assert true == pytest.approx((1, 1 - math.sqrt(3) / math.pi), abs=1e-9)
+    for name, x in dict(mass=mass, printed=printed, true=true[1]).items():
+        record_property(f"R6.{name}", x)
+
+    logits, variance = 2 * random(3, 6), 1e-4  # of attention weights under small noise
+    p, noise = logits.softmax(-1), math.sqrt(variance) * random(50_000, 3, 6, seed=1)
+    expected = ((logits + noise).softmax(-1) - p).square().mean(0)
+    assert torch.allclose(score_variance(p, variance), expected, rtol=0.04)
+
+
+@check("R6", st.lists(st.tuples(st.integers(0, 40), st.integers(1, 100)), min_size=1, max_size=4))
+def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
+    """Not 3/4 as the proof gives: for coins as much. In whole numbers, exactly."""
+    p = Counter([sign * x for x, w in half for sign in (1, -1) for _ in range(w)])
+    one = sum(w * x * x for x, w in p.items()) * p.total() ** 2
+    median = sum(p[x] * p[y] * p[z] * sorted((x, y, z))[1] ** 2 for x, y, z in product(p, repeat=3))
+    assert median == one if len(half) == 1 else median <= one
+
+
+@each_rows
+@pytest.mark.claim("R6")
+def test_signs_make_estimates_unbiased_and_keys_without_are_off(rows):
+    x = 1 + 0.3 * random(9, 4)
+    keys, values = errors(Sketch, rows, 3, x, 400).chunk(2, -1)
+    others = (x.sum(0) - x)[:, :2] / 3  # of a key, what shares its slot
+    assert near(values, 0) and near(errors(SignedSketch, rows, 3, x, 400), 0)
+    assert near(keys, others) if rows == 1 else (keys.mean() / others.mean() - 1).abs() < 0.2
+
+
+@pytest.mark.parametrize("ratio, N", [(0.1, 600), (1, 120), (5, 24), (20, 12)])  # a/N and N
+@pytest.mark.claim("R6")
+def test_squared_errors_of_numbers_of_mean_0(ratio, N, record_property):
+    """Above one token a slot of memory, 0 is nearer than what is read, and one row is better than three."""
+    a = round(ratio * N)
+    one, three = (errors(SignedSketch, r, N // r, unit(a, 32), 100).square().mean((1, 2)) for r in MEDIAN)
+    assert near(one, collision_variance(a, N, 1)) and (one.mean() > three.mean()) == (ratio < 1)
+    assert (three.mean() > 1) == (ratio >= 1)
+    if ratio > 1:
+        assert three.mean() == pytest.approx(collision_variance(a, N // 3, 3), rel=0.1)
+        assert collision_variance(a, N // 3, 3) == pytest.approx(0.4487 * (a - 1) / (N / 3), rel=1e-3)
+        bound, p = printed_bound(a, N)
+        assert (bound, p) == pytest.approx((math.pi * ratio, math.exp(-ratio))) and (three > bound).sum() == 0
+    record_property(f"R6.error_{N}", three.mean())
+
+
+@pytest.mark.claim("R6")
+def test_the_printed_bound_is_not_one_of_keys_that_have_a_mean(record_property):
+    keys = errors(Sketch, 3, 40, 1 + unit(120, 16), 60)[..., :8]  # a/N = 1
+    assert keys.mean() == pytest.approx(2.7, rel=0.1)
+    error = errors(Sketch, 3, 4, 1 + unit(60, 16), 100).square().mean((1, 2))
+    bound, p = printed_bound(60, 12)
+    exceeded = int((error > bound).sum())
+    assert exceeded == 100 and p < 0.01
+    record_property("R6.keys", keys.square().mean())
+    record_property("R6.exceeded", exceeded)
+
+
+# ---- R7: shrunk, on average over the hashes never worse than the mean ---
+
+@each_rows
+@pytest.mark.parametrize("a, width, mean", [(2, 3, 0.0), (13, 1, 5.0), (40, 12, -2.0)])
+@pytest.mark.claim("R7")
+def test_what_is_shrunk_is_on_average_nearer_than_the_mean(rows, a, width, mean):
+    x, ratio = mean + random(a, 6), (a - 1) / width
+    alone = (x - x.mean(0)).square().mean()
+    error = errors(ShrunkSketch, rows, width, x, 200).square().mean((1, 2))
+    # of one row whatever the vectors are
+    assert error.mean() < alone if rows == 3 else near(error, alone * ratio / (1 + ratio))
+
+
+@pytest.mark.claim("R7")
+def test_a_single_token_may_be_farther_off_than_the_mean_of_all(record_property):
+    x = 1 + random(12, 8)
+    above = errors(ShrunkSketch, 1, 3, x, 200).square().mean(2) > (x - x.mean(0)).square().mean(1)
+    assert above.double().mean().item() == pytest.approx(0.24, abs=0.03)
+    record_property("R7.farther", above.double().mean())
+
+
+# ---- R2: least squares ---
+
+
+def rank(sketch, J, slots):
+    """How many of the tokens J are independent in a sketch of so many slots."""
+    pattern = torch.zeros(J.shape[2], slots, dtype=F64)
+    pattern.scatter_add_(1, sketch.bucket(J)[0, 0], sketch.sign(J)[0, 0, ..., -1].double())
+    return int(torch.linalg.matrix_rank(pattern))
+
+
+@pytest.mark.parametrize("kind, rows, width", [(SignedSketch, 3, 30), (Sketch, 3, 4), (ShrunkSketch, 3, 2),
+                                               (SignedSketch, 1, 4), (ShrunkSketch, 1, 4)])
+@pytest.mark.claim("R2")
+def test_least_squares_is_exact_while_tokens_are_independent(kind, rows, width):
+    J, k, v = torch.arange(12).view(1, 1, -1), random(1, 1, 12, 400) + 3, random(1, 1, 12, 400, seed=1) - 2
+    sketch, again = kind(k, rows, width, 0), kind(k, rows, width, 0)
+    sketch.insert(J, k, v), again.insert(J, *solve(sketch, J))
+    assert torch.allclose(again.x, sketch.x, atol=1e-9)  # they would give this sketch
+    told, lost = rank(sketch, J, rows * width), v - solve(sketch, J)[1]
+    assert lost.square().mean() < 1e-18 if told == 12 else lost.square().mean() > 0.3 * (1 - told / 12)
+    if kind is ShrunkSketch:  # numbers have a variance of 11/12 about their own mean
+        assert lost.square().mean() == pytest.approx(1 - told / 12, abs=0.15)
+
+
+@pytest.mark.claim("R2")
+def test_least_squares_needs_a_tenth_more_slots_than_tokens(record_property):
+    exact = {}
+    for ratio in (0.85, 0.9, 0.95):
+        J, one = torch.arange(round(300 * ratio)).view(1, 1, -1), torch.zeros(1, 1, 1, 1, dtype=F64)
+        ranks = [rank(SignedSketch(one, 3, 100, seed), J, 300) for seed in range(20)]
+        exact[ratio] = ranks.count(J.shape[2])
+        record_property(f"R2.at_{100 * ratio:.0f}", exact[ratio])
+    assert exact[0.85] == 20 and 15 <= exact[0.9] < 20 and exact[0.95] == 0
+
+
+# ---- a trained decoder ---
+
+@once
+def shipped():
+    """The decoder, 4 texts of 447 tokens with 16 more to come, and 6 needles whose question comes later."""
+    model, batch = weights.from_hf(TINY), tasks("test").batch("needle", 0, 6, 512)
+    recording = record(model, make_cache(model, Recorder), evaluate.prompt_and_question(model, batch)[1])
+    text = evaluate.text_windows(tasks("test"), 4, 512)
+    return model, text, evaluate.reference(model, text[:, :464], 16), batch, recording
+
+
+@once
+def kl(Method, shares=None, **knobs):
+    """Of each text, at a quarter of the entries' bytes, every one of them used."""
+    model, _, full, *_ = shipped()
+    make = evaluate.maker(model, Method, 0.25, **dict(slack=0) | knobs)
+    shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
+    return evaluate.continuation(model, full, shared, full.recording)["kl"]
+
+
+def found(Method, **knobs):
+    """Needles found at a quarter of the entries, or in so many bits."""
+    model, _, _, batch, recording = shipped()
+    make = evaluate.maker(model, Method, None if "bits" in knobs else 0.25, **knobs)
+    with torch.no_grad():
+        return evaluate.replayed_or_read(found_blind, model, batch, make, recording).mean().item()
+
+
+def below(x, y, errors=2.0):
+    """x is less than y, text by text, by so many standard errors."""
+    return (y - x).mean() > errors * evaluate.standard_error(y - x)
+
+
+def told(record_property, claim, differences):
+    for name, x in differences.items():
+        record_property(f"{claim}.{name}", x.mean())
+        record_property(f"{claim}.{name}_se", evaluate.standard_error(x))
+
+
+@pytest.mark.claim("R4")
+def test_no_sketch_is_no_worse_and_swaps_harm_the_papers(record_property):
+    paper, shrunk, none = kl(KVReviver), kl(ShrunkReviver), kl(KVReviver, vague=0.0)
+    record_property("R4.paper", paper.mean()), record_property("R4.shrunk", shrunk.mean())
+    against = dict(none=none - shrunk, often=kl(KVReviver, replace_rate=1.0) - paper)
+    told(record_property, "R4", against)
+    assert below(0 * paper, against["often"]) and below(5 * shrunk, paper) and against["none"].mean() < 0
+
+
+@pytest.mark.claim("R7")
+def test_all_that_a_shrunk_sketch_gains_is_the_mean(record_property):
+    mean, shrunk, none = kl(ShrunkReviver, vague=1e-9), kl(ShrunkReviver), kl(KVReviver, vague=0.0)
+    assert mean.mean() < shrunk.mean() and abs((shrunk - none).mean()) < 0.04
+    told(record_property, "R7", dict(over_none=shrunk - none, over_mean=shrunk - mean))
+
+
+@once
+def real(n):
+    """n tokens (L, H, n) of the shipped decoder's text and their keys and values (L, H, n, D)."""
+    model, text = shipped()[0], evaluate.text_windows(tasks("test"), 1, 1024)
+    recording = record(model, make_cache(model, Recorder), text)
+    k, v = (torch.cat([getattr(layer, name) for layer in recording])[:, :, :n] for name in "kv")
+    return torch.arange(n).expand(k.shape[:3]), k, v
+
+
+REAL = {("paper", Sketch, 3): ((3.06, 0.74), (155, 7.38)),
+        ("signed", SignedSketch, 3): ((1.16, 0.74), (10.5, 7.38)),
+        ("three", ShrunkSketch, 3): ((0.42, 0.41), (0.88, 0.88)),
+        ("one", ShrunkSketch, 1): ((0.39, 0.39), (0.85, 0.84))}
+
+
+@pytest.mark.claim("R7")
+@pytest.mark.parametrize("name, kind, rows", REAL)
+def test_of_real_keys_only_the_shrunk_are_nearer_than_the_mean(name, kind, rows, record_property):
+    """1024 tokens on 1536 and 192 slots: squared errors of keys and values over their variance."""
+    J, *true = real(1024)
+    for N, expected in zip((1536, 192), REAL[name, kind, rows]):
+        sketch = kind(true[0], rows, N // rows, 0)
+        sketch.insert(J, *true)
+        error = [relative_error(*pair) for pair in zip(sketch.query(J), true)]
+        assert error == pytest.approx(expected, rel=0.02)
+        record_property(f"R7.{name}_{N}", error[0])
+    assert relative_error(true[0].mean(2, keepdim=True), true[0]) == pytest.approx(1)
+
+
+@pytest.mark.claim("R2")
+@pytest.mark.claim("R7")
+@pytest.mark.parametrize("kind, rows, N, last", [
+    (SignedSketch, 3, 180, (0.48, 0.04)), (ShrunkSketch, 1, 30, (1.17, 0.32))])
+def test_deleted_estimates_leave_their_errors_to_those_who_stay(kind, rows, N, last, record_property):
+    J, k, v = real(120)
+    for true, error in zip((False, True), last):
+        sketch = kind(k, rows, N // rows, 0)
+        sketch.insert(J, k, v)
+        before, (curve, deleted) = sketch.x.clone(), take_out(sketch, J, k, v, 100, true)
+        assert curve[-1] == pytest.approx(error, abs=0.01) and len(curve) == 100
+        sketch.insert(J[:, :, :100], *deleted)
+        assert torch.allclose(sketch.x, before, atol=1e-4)
+        record_property(f"{'R2' if N == 180 else 'R7'}.{'true' if true else 'estimate'}", curve[-1])
+
+
+@pytest.mark.claim("R5")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values(family):
+    model, text = decoder(family=family, n_kv_heads=2 if family == "llama" else 6), TOKENS[:, :12]
+    c, expected = model.config, torch.zeros(3)
+    for one in text:
+        log_p = model(one[None, :-1])[0].log_softmax(-1)
+        model.zero_grad()
+        sum(log_p[i, one[i + 1]] for i in range(11)).backward()
+        for layer, block in enumerate(model.blocks):
+            rows = block.attention.qkv.weight.grad.unflatten(0, (-1, c.head_dim))[c.n_heads:]
+            expected[layer] += rows.square().mean() / 2  # as many of keys as of values
+    model.zero_grad()
+    alone = fisher_shares(model, text)
+    assert alone == pytest.approx((expected / expected.sum()).tolist(), rel=1e-4)
+    assert fisher_shares(model, text, 0.75) == pytest.approx([x / 4 + 0.25 for x in alone], rel=1e-5)
+    assert max(alone) > 1.2 * min(alone) and all(p.grad is None for p in model.parameters())
+    for even in (-0.01, 1.01, math.nan):
+        with pytest.raises(ValueError, match=f"even {even} is a share"):
+            fisher_shares(model, text, even)
+
+
+@pytest.mark.claim("R5")
+def test_fisher_shares_starve_layers_unless_a_part_is_even(record_property):
+    model, text = shipped()[0], evaluate.text_windows(tasks("test"), 15, 256)[1::2]
+    alone, mixed = (fisher_shares(model, text, even) for even in (0.0, 0.5))
+    record_property("R5.largest_two", alone[0] + alone[1])
+    assert alone[0] + alone[1] > 0.8
+    with pytest.raises(ValueError, match="no room"):
+        kl(KVReviver, shares=alone, slack=8)
+    kinds = dict(shrunk=(ShrunkReviver, {}), none=(KVReviver, dict(vague=0.0)))
+    change = {name: kl(Method, shares=mixed, **knobs) - kl(Method, **knobs)
+              for name, (Method, knobs) in kinds.items()}
+    assert all(x.mean() < -0.02 for x in change.values())
+    told(record_property, "R5", change)
+
+    fresh = lambda: make_cache(decoder(), KVReviver, budget=41)  # the total stays
+    assert [cache.budget for cache in share_out(fresh(), (0.5, 0.2, 0.3))] == [62, 25, 37]
+    wrong = {(0.5, 0.5): "2 shares for 3", (1.5, -0.5, 0.0): "at least 0", (0.5, 0.2, 0.2): "add up to 1"}
+    for shares, why in wrong.items():
+        with pytest.raises(ValueError, match=why):
+            share_out(fresh(), shares)
+
+
+def test_a_token_is_activated_by_a_query_that_gives_it_more():
+    p, kept = random(2, 3, 2, 4, 6, seed=3).softmax(-1), random(2, 3, 6, seed=4) > 0
+    p[..., 0] = 0.25
+    for least in (0.005, 0.25):
+        times = sum((p[:, :, g, t] > least).int() for g in range(2) for t in range(4))
+        assert torch.equal(activations(p, kept, least), times.masked_fill(kept, 0))
+    assert torch.equal(activations(p, kept), activations(p, kept, 0.005))
+
+
+@pytest.mark.claim("R9")
+def test_many_are_activated_later_but_chance_leaves_hardly_more(record_property):
+    model, text, *_ = shipped()
+    with torch.no_grad():
+        caches = make_cache(model, Recorder)
+        recording = record(model, caches, text[::2])
+        p = torch.stack([probabilities(x.q, cache.k, cache.pos, None, x.pos)
+                         for cache, x in zip(caches, recording)])[..., :448]
+    later, so_far = p[..., 448:, :], p[..., :448, :].sum((3, 4))
+    chance = torch.rand(so_far.shape, generator=seeded(0))
+    often, much = amnesia(later, so_far, 0.4)["ever"]
+    often_chance, much_chance = amnesia(later, chance, 0.4)["ever"]
+    assert 0.45 < often < often_chance < 0.65 and 0.08 < much < much_chance < 0.18
+    for name, x in dict(often=often, much=much, often_chance=often_chance, much_chance=much_chance).items():
+        record_property(f"R9.{name}", x)
+
+
+@pytest.mark.claim("R9")
+@pytest.mark.claim("R10")
+def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(record_property):
+    """Or where the question is seen first: others forget."""
+    model, _, _, batch, _ = shipped()
+    right = evaluate.retrieve(model, batch, evaluate.maker(model, SnapKV, 0.25, window_size=8))
+    aware, blind = (right[name].mean().item() for name in ("aware", "blind"))
+    assert aware > 0.9 and blind < 0.3
+    record_property("R9.aware", aware), record_property("R9.blind", blind)
+
+    names = dict(paper=found(KVReviver), shrunk=found(ShrunkReviver), h2o=found(H2O),
+                 duo=found(DuoAttention, heads=((1, 0), (1, 1), (1, 2))),
+                 bits=found(Quantized, bits=2, residual_length=16))
+    assert names["paper"] == 0 and max(names["shrunk"], names["h2o"]) < 0.3
+    assert names["duo"] == names["bits"] == 1
+    for name, x in names.items():
+        record_property(f"R10.{name}", x)
