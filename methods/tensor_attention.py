@@ -11,8 +11,7 @@ pair need be formed: all scores are one small matrix product, and so is the outp
     score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b},    out_j = Σ_a V₁[a, j] (P V₂)[a, j]
 
 Differs from the paper: scores are scaled by 1/√D as in the decoder; the paper has no scale (`scale=1`).
-Ours, not the paper's: the factored form, with an online softmax over tiles of pairs, so that only a tile of
-scores is held; and the decoder of pairs.
+Ours, not the paper's: the factored form, which holds a tile of scores at a time, and the decoder of pairs.
 """
 from dataclasses import dataclass
 import math
@@ -123,8 +122,9 @@ class TwoCache(PairCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """As in FourCache. Pairs are slots like any others."""
-        times = 1.0 if self.scale is None else self.scale * q.shape[-1] ** 0.5  # undoes LayerCache's 1/√D
-        return super().attend(q * times, k, v, pos)
+        if self.scale is not None:
+            q = q * (self.scale * q.shape[-1] ** 0.5)  # LayerCache multiplies by 1/√D
+        return super().attend(q, k, v, pos)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         for t, (new_k, new_v) in enumerate(remember(self.tokens, k, v, pos)):
