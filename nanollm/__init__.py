@@ -38,10 +38,8 @@ def command(run: Callable, *arguments):
     """
     try:
         run(*arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # where stdout is closed, nothing
     except BrokenPipeError:
-        # or Python's last flush would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         fail("nobody reads the output any more")
     except KeyboardInterrupt:
         fail("interrupted")
@@ -55,6 +53,10 @@ def command(run: Callable, *arguments):
 
 def fail(why: str):
     """One line on stderr and exit code 2."""
+    try:
+        print(end="", flush=True)  # where stdout is closed, nothing
+    except OSError:  # Python's own flush at the end would fail again, in other words and with another code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
         print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
     except OSError:  # it may be closed as well

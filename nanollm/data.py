@@ -1,9 +1,11 @@
-"""Real text from the installed Python, and retrieval tasks made from it. Nothing is downloaded.
+"""Real text, and retrieval tasks made from it. Nothing is downloaded.
 
-The text is the language reference (`pydoc_data.topics`), the standard library's source and NumPy's
+The text is Python's language reference (`pydoc_data.topics`), the standard library's source and NumPy's
 docstrings, about 11 MB. A paragraph here ends at a blank line before an unindented one, so that a
-function or class stays whole. It is held out, or not, by a hash of its own text: the split survives a new
-Python.
+function or class stays whole. It is held out, or not, by a hash of its own text.
+
+Training reads the text of the Python that runs it. The side held out is kept in `held_out/text.json`, so
+that every Python measures the same. `python -m nanollm.data` wrote it.
 
 Every task fills a document of exactly T tokens with text and places facts, questions and answers in it,
 each token tagged with its role. Training weighs tokens by role; evaluation cuts the document where the
@@ -14,8 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 import importlib.util
+import json
 import os
 from pathlib import Path
+import platform
 import re
 import sysconfig
 import zlib
@@ -26,6 +30,7 @@ import tiktoken
 from nanollm.check import check_seed, whole
 
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
+HELD_OUT = Path(__file__).parent / "held_out/text.json"
 DIGITS = 256                             # token 256 + n is the two-digit number n (tokenizer.py)
 # few-shot: classes of source lines, by how they begin
 LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")
@@ -69,20 +74,39 @@ def text(split: str) -> list[str]:
     """The documents of one split, "train" or "test", each reduced to its paragraphs on that side."""
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r} is unknown; use 'train' or 'test'")
-    kept = []
-    for doc in documents():
-        paragraphs = re.split(r"\n\s*\n(?=\S)", doc)
-        side = [paragraph for paragraph in paragraphs if held_out(paragraph) == (split == "test")]
-        if side:
-            kept.append("\n\n".join(side) + "\n")
-    return kept
+    return kept()["documents"] if split == "test" else one_side(documents(), test=False)
 
 
 @cache
-def words() -> list[str]:
-    """English words of 4 to 9 letters that occur at least five times in the pool, sorted."""
-    counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(documents())))
-    return sorted(word for word, n in counts.items() if n >= 5)
+def words(split: str) -> list[str]:
+    """English words of 4 to 9 letters of one split that occur five times in the pool, sorted."""
+    return kept()["words"] if split == "test" else words_of(documents(), test=False)
+
+
+def one_side(docs: list[str], test: bool) -> list[str]:
+    """Each document's paragraphs on the side of the test, or on the other one."""
+    sides = ([paragraph for paragraph in re.split(r"\n\s*\n(?=\S)", doc) if held_out(paragraph) == test]
+             for doc in docs)
+    return ["\n\n".join(side) + "\n" for side in sides if side]
+
+
+def words_of(docs: list[str], test: bool) -> list[str]:
+    counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(docs)))
+    return sorted(word for word, n in counts.items() if n >= 5 and held_out(word, 5) == test)
+
+
+@cache
+def kept() -> dict:
+    """What `keep_held_out` wrote."""
+    return json.loads(HELD_OUT.read_text(encoding="utf8"))
+
+
+def keep_held_out(file: Path = HELD_OUT):
+    """Writes the test side of the installed Python's text and words to `file`, a document a line."""
+    docs = documents()
+    side = {"from": f"Python {platform.python_version()}, NumPy {np.__version__}; see LICENSE.txt",
+            "documents": one_side(docs, test=True), "words": words_of(docs, test=True)}
+    file.write_text(json.dumps(side, ensure_ascii=False, indent=0) + "\n", encoding="utf8")
 
 
 # ---- tasks ---------------------------------------------------------------------------------------------
@@ -133,8 +157,8 @@ class Tasks:
         encoded = encoding.encode_ordinary_batch(text(split))
         self.stream = np.concatenate([[self.bos, *ids] for ids in encoded])
 
-        on_this_side = [" " + word for word in words() if held_out(word, 5) == (split == "test")]
-        self.words = [ids for ids in encoding.encode_ordinary_batch(on_this_side) if len(ids) == 2]
+        encoded = encoding.encode_ordinary_batch([" " + word for word in words(split)])
+        self.words = [ids for ids in encoded if len(ids) == 2]
         self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
 
         lines = sorted({line.strip() for doc in text(split) for line in doc.splitlines()})
@@ -297,3 +321,7 @@ class Unmarked(Tasks):
 
     def ids(self, string: str) -> list[int]:
         return super().ids({".": "", ": ": " is ", "\n": ","}.get(string, string))
+
+
+if __name__ == "__main__":
+    keep_held_out()

@@ -29,7 +29,7 @@ from nanollm.train import CONFIG, TINY, induction_start
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
-tasks = Tasks(encoding, "test")  # held-out text and retrieval tasks, made from the installed Python
+tasks = Tasks(encoding, "test")  # held-out text and retrieval tasks made from it
 text = torch.from_numpy(tasks.filler(np.random.default_rng(0), 2048))[None]
 c = model.config
 print(f"{c.n_layers} layers, {c.n_heads} query heads that share {c.n_kv_heads} key/value heads, "

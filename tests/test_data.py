@@ -1,5 +1,6 @@
 """Text is split without loss or overlap, and every question has one answer that the facts determine."""
 from collections import Counter
+import json
 import re
 
 import numpy as np
@@ -28,22 +29,30 @@ def paragraphs(doc: str) -> list[str]:
     return ["\n".join(lines).strip("\n") for lines in out]
 
 
-def pool(monkeypatch, docs):
-    monkeypatch.setattr(data, "documents", lambda: docs)
-    monkeypatch.setattr(data, "text", data.text.__wrapped__)
-
-
-def test_train_and_test_share_no_paragraph_and_lose_none(monkeypatch):
+def test_train_and_test_share_no_paragraph_and_lose_none():
     function, rest = "def f():\n    first\n\n    second", "\n\n".join(f"line {i}" for i in range(200))
-    pool(monkeypatch, [*documents()[3::15], function + "\n\n" + rest])
+    docs = [*documents()[3::15], function + "\n\n" + rest]
     count = lambda docs: Counter(p for doc in docs for p in paragraphs(doc))
-    train, test = count(data.text("train")), count(data.text("test"))
+    sides = [data.one_side(docs, side) for side in (False, True)]
+    train, test = map(count, sides)
     assert not train.keys() & test.keys()
     # white space at a paragraph's end goes with the split; nothing else may change
     strip = lambda counts: Counter(p.rstrip() for p in counts.elements() if p.strip())
-    assert strip(train + test) == strip(count(data.documents()))
+    assert strip(train + test) == strip(count(docs))
     assert 0.03 < test.total() / (train + test).total() < 0.07
-    assert sum(function in doc for split in ("train", "test") for doc in data.text(split)) == 1  # whole
+    assert sum(function in doc for side in sides for doc in side) == 1  # whole
+
+
+def test_what_is_kept_of_the_text_is_what_training_never_reads(tmp_path):
+    of = lambda docs: {p for doc in docs for p in paragraphs(doc) if p}
+    kept = of(data.text("test"))
+    # with a document's last line break, a paragraph is another text to the hash
+    assert len(kept) > 500 and len(kept & of(data.text("train"))) < len(kept) / 100
+    assert not {*data.words("train")} & {*data.words("test")} and len(data.words("test")) > 500
+    data.keep_held_out(tmp_path / "text.json")  # another Python has another text, mostly the same
+    again = json.loads((tmp_path / "text.json").read_text(encoding="utf8"))
+    assert {*again} == {*data.kept()} and len({*again["words"]} & {*data.words("test")}) > 500
+    assert len(of(again["documents"]) & kept) > len(kept) / 2
 
 
 def test_documents_are_the_pool_and_come_in_one_order():
@@ -70,13 +79,11 @@ def test_words_and_values_of_the_test_split_are_never_keys_or_values_in_training
     assert all(len(ids) == 2 for ids in train.words + test.words)
 
 
-def test_text_and_few_shot_lines_come_from_their_own_side_alone(monkeypatch):
-    pool(monkeypatch, documents()[3::15])
-    monkeypatch.setattr(data, "words", data.words.__wrapped__)
-    text = {split: data.text(split) for split in ("train", "test")}
+def test_text_and_few_shot_lines_come_from_their_own_side_alone():
+    text = {"train": data.one_side(documents()[::10], test=False), "test": data.text("test")}
     lines = {side: {line.strip() for doc in docs for line in doc.splitlines()} for side, docs in text.items()}
     for split, other in (("train", "test"), ("test", "train")):
-        made, bos = Tasks(ENCODING, split), ENCODING.decode([ENCODING.n_vocab - 1])
+        made, bos = tasks(split), ENCODING.decode([ENCODING.n_vocab - 1])
         assert decode(made.stream).split(bos)[1:] == text[split]
         shown = {decode(line) for kind in made.lines for line in kind}
         assert len(shown) > 50 and shown <= lines[split]

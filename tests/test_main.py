@@ -342,8 +342,9 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, messag
 
 @pytest.mark.parametrize("end", ["| true", "> /dev/full"])
 def test_output_that_cannot_be_written_is_one_line(checkpoint, end):
-    done = command("bash", "-c", f'set -o pipefail; "$@" {end}', "-", sys.executable, "-m", "nanollm",
-                   "generate", "--model", checkpoint, "--tokens", "9", "x")
+    # as Python buffers what it prints, unless a variable says otherwise
+    done = command("bash", "-c", f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}', "-", sys.executable,
+                   "-m", "nanollm", "generate", "--model", checkpoint, "--tokens", "9", "x")
     assert done.returncode == 2, done.stderr
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 
