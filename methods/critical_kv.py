@@ -3,14 +3,16 @@
 A token with a large attention weight but a tiny projected value adds next to nothing to the output. So bound
 the L1 change of the output that an eviction causes, and choose the entries that minimise the bound: the first
 α·b by weight alone, the others by weight × ‖projected value‖₁ (Algorithm 1). It is a selection for any window
-method.
+method. With A the attention weights, N 1 for an entry that stays and 0 for another, o the output and ô the
+output after the eviction:
 
     L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁,   𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
 
 Differs from the paper: nothing for one query head per key/value head. Where G query heads share an entry, its
 score is the mean of their products A·‖𝒱‖, each with its own norm. The paper does not say; its published code
-multiplies the means (`CriticalCode`). The sum of the heads' bounds would weigh the products by 2 − 1/σ_g,
-which is positive only where Assumption 1 holds. So the heads are taken alike.
+multiplies the means (`CriticalCode`). The sum of the heads' bounds would weigh head g's products by 2 − 1/σ,
+σ the weight that its stage 1 gathers. That is positive only where σ > 1/2 (Assumption 1). So the heads are
+taken alike.
 
 Ours: `PooledCritical`. The paper pools the votes of stage 1 and not those of stage 2.
 """

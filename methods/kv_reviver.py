@@ -77,7 +77,10 @@ class Sketch:
         self.x.copy_(total)  # a 16-bit sum is rounded once, or a slot that is full would no longer change
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Algorithm 2: estimates of k and v (B, H, n, D) of tokens J (B, H, n), whoever else is in."""
+        """Algorithm 2: estimates of k and v (B, H, n, D) of tokens J (B, H, n).
+
+        among: all tokens that are in, for a subclass that takes them into account.
+        """
         return self.median(self.x, J).chunk(2, -1)
 
     def median(self, x: Tensor, J: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="documents per task; default 32, short table: 8")
     parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
     parser.add_argument("--model", type=Path, default=TINY,
                         help="folder of a checkpoint with its tokenizer.tiktoken")
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
@@ -221,6 +221,8 @@ def finish(args, rows: list[dict], seconds: float):
 
 # ---- generate: a text continued, or a page and a question ---
 
+MARK = "▸"  # between a text and what is written
+
 
 def generate(argv: list[str]):
     from nanollm import page
@@ -236,11 +238,11 @@ def generate(argv: list[str]):
     parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
                         help="that vote, in methods with a window; default 8")
     parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: the most likely")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from so many tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest, of this mass")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
     parser.add_argument("--model", type=Path, default=TINY,
                         help="folder of a checkpoint in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
@@ -267,6 +269,7 @@ def generate(argv: list[str]):
         raise ValueError(f"{name} needs --budget, in slots per key/value head" if args.budget is None
                          else f"{name} has no budget; leave --budget out")
 
+    text = args.file.read_text(encoding="utf8") if args.file else args.prompt
     model, encoding = load(args.model, args.device)
     nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     known = {} if args.budget is None else dict(budget=args.budget)
@@ -274,26 +277,27 @@ def generate(argv: list[str]):
     if shows:
         page.demonstrate(model, encoding, name, Method, knobs, args.device, args.figure)
     else:
-        write(args, model, encoding, Method, knobs)
+        write(args, text, model, encoding, Method, knobs)
 
 
-def write(args, model, encoding, Method, knobs: dict):
-    """Continue a text, each token as it comes, and say what the cache holds at the end."""
+def write(args, text: str, model, encoding, Method, knobs: dict):
+    """Continue a text, each token as it comes, and say what the cache holds at the end, and what the full
+    cache would have written.
+    """
     import torch
-    from nanollm.cache import cache_bytes, make_cache
+    from nanollm.cache import LayerCache, cache_bytes, make_cache
     from nanollm.evaluate import for_text
-    from nanollm.generate import stream
+    from nanollm.generate import generate, stream
     from nanollm.tokenizer import boundaries
-    text = args.prompt if args.prompt is not None else args.file.read_text(encoding="utf8")
     encode = getattr(encoding, "encode_ordinary", encoding.encode)
     prompt = torch.tensor([encode(text)], dtype=torch.long, device=args.device)
     ends = boundaries(encoding, model.config.vocab_size)
     caches = make_cache(model, for_text(Method, ends[prompt.cpu()]), **knobs)
-    new = stream(model, prompt, args.tokens, caches, temperature=args.temperature, top_k=args.top_k,
-                 top_p=args.top_p, seed=args.seed)
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    new = stream(model, prompt, args.tokens, caches, **sampling)
 
     tokens, written = [], ""
-    print(text, end="", flush=True)
+    print(f"{text}{MARK}", end="", flush=True)
     try:
         for token in new:
             tokens.append(token.item())
@@ -311,6 +315,10 @@ def write(args, model, encoding, Method, knobs: dict):
           f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
     if args.budget is not None and caches[0].seen <= args.budget:
         print(f"[nothing was evicted: all tokens fit into the budget of {args.budget}]")
+    elif Method is not LayerCache:
+        full = encoding.decode(generate(model, prompt, args.tokens, **sampling)[0].tolist())
+        same = full == all_of_it
+        print("[the full cache writes the same]" if same else f"[the full cache writes:]\n{full}")
 
 
 def main(argv: list[str]):

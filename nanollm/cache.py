@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.check import check_attend, check_kept, check_knobs, check_watch, constructed
+from nanollm.check import check_attend, check_kept, check_knobs, check_score, check_watch, constructed
 from nanollm.gpu import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
@@ -97,9 +97,7 @@ class LayerCache:
         return fast(self, q, pos) if fast else None
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...) that move along; one not given is
-        0.
-        """
+        """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...), 0 if not given, that move too."""
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
         new = dict.fromkeys(self.slots) | dict(k=k, v=v, pos=pos[:, None], **state)
@@ -165,6 +163,7 @@ class LayerCache:
 
     def shrink(self, score: Tensor, budget: int):
         """Keep the `budget` slots with the highest score (B, H, S) per head; ties go to the newest token."""
+        check_score(score, self.pos.shape)
         if self.ragged:
             score = score.masked_fill(self.pos == NEVER, -math.inf)
         if self.length == budget + 1 and not self.ragged:  # as in decoding: the oldest of the lowest goes

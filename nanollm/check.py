@@ -118,6 +118,13 @@ def check_kept(i: Tensor, shape: tuple[int, int, int]):
         raise ValueError(f"slot {int(i.max())} is to be kept, but there are {S}, 0 … {S - 1}")
 
 
+def check_score(score: Tensor, shape: tuple[int, int, int]):
+    """ValueError unless there is a score for every slot of a cache of `shape` (B, H, S)."""
+    if not isinstance(score, Tensor) or score.shape != shape:
+        given = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
+        raise ValueError(f"scores {given} must be a tensor {tuple(shape)}, one for each slot of each head")
+
+
 def check_watch(cache):
     """ValueError unless `watch` is a number of queries."""
     if type(cache.watch) is not int or cache.watch < 0:

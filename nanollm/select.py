@@ -137,7 +137,8 @@ def pick(names: list[str]) -> dict:
         elif has_window(found.get(base)) and additions.keys() >= {*more}:
             chosen[name] = compose(name, found, additions)
         else:
-            raise ValueError(f"unknown method {name!r}; known are {', '.join([*found, *sorted(both)])}, all")
+            raise ValueError(f"unknown method {name!r}; known are {', '.join(found)}, all; "
+                             f"on window methods, as in ada_kv+critical: {', '.join(additions)}")
     return chosen
 
 

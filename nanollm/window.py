@@ -3,7 +3,7 @@
 `WindowCache` is the workflow that SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV share. They differ in how
 many entries a head keeps (`budgets`, which a subclass overrides) and in which (`select`, a `Selection`):
 
-    make_cache(model, AdaKV, budget=64, select=Critical(alpha=0.25))
+    make_cache(model, methods.ada_kv.AdaKV, budget=64, select=methods.critical_kv.Critical(alpha=0.25))
 """
 from dataclasses import dataclass
 

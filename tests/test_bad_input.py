@@ -113,7 +113,9 @@ NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
     ("keep", (NO_INDEX[:1, :, None],), r"of shape \(1, 2, 1\), torch.int64, must be \(2, 2, n\)"),
     ("keep", (NO_INDEX[:, :1, None],), "must be"), ("keep", (NO_INDEX,), "must be"),
     ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
-    ("keep", (NO_INDEX[..., None] + 3,), "slot 3 is to be kept, but there are 3")])
+    ("keep", (NO_INDEX[..., None] + 3,), "slot 3 is to be kept, but there are 3"),
+    ("shrink", (torch.zeros(2, 4, 3), 2), r"scores \(2, 4, 3\) must be a tensor \(2, 2, 3\)"),
+    ("shrink", ([1.0], 2), "scores list must be")])
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, tensors, message):
     cache = LayerCache()
     cache.attend(Q, K, K, POS)

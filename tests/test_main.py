@@ -16,7 +16,7 @@ from common import ENCODING, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
 from nanollm import TINY, evaluate, page, table
-from nanollm.__main__ import main
+from nanollm.__main__ import MARK, main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
 from nanollm.generate import generate
@@ -355,7 +355,7 @@ def test_output_that_cannot_be_written_is_one_line(checkpoint, end):
 def continued(checkpoint, prompt, new=12, caches=None, **options):
     tokens = torch.tensor([ENCODING.encode(prompt)])
     out = generate(from_hf(checkpoint), tokens, new, caches, **options)
-    return prompt + ENCODING.decode(out[0].tolist()).removesuffix("\ufffd")
+    return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist()).removesuffix("\ufffd")
 
 
 @pytest.mark.parametrize("options, sampling", [
@@ -387,9 +387,12 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
     text = continued(checkpoint, prompt, 9, caches)
     live, allocated = (f"{x / 1024:.0f} KiB" for x in cache_bytes(caches))
     assert live != allocated and caches[0].length < caches[0].seen
-    assert told("quantized_2", prompt) == (
+    out, full = told("quantized_2", prompt), continued(checkpoint, prompt, 9).partition(MARK)[2]
+    assert out.startswith(
         f"{text}\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head "
-        f"in layer 0, {live} live, {allocated} allocated]\n")
+        f"in layer 0, {live} live, {allocated} allocated]\n[the full cache writes")
+    same = out.endswith("[the full cache writes the same]\n")
+    assert same if full == text.partition(MARK)[2] else out.endswith(f"[the full cache writes:]\n{full}\n")
 
 
 def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
@@ -402,8 +405,8 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
 
     monkeypatch.setattr("nanollm.generate.stream", stream)
     main(["generate", "--model", str(checkpoint), "Say:"])
-    assert printed[0] == "Say:" and printed[1] == ENCODING.decode(ids[:1])
-    assert "".join(printed) == "Say: so né😀" and "\ufffd" not in "".join(printed)
+    assert printed[0] == f"Say:{MARK}" and printed[1] == ENCODING.decode(ids[:1])
+    assert "".join(printed) == f"Say:{MARK} so né😀" and "\ufffd" not in "".join(printed)
     assert printed.count("") >= 3  # the emoji's four bytes are four tokens
 
 
