@@ -207,7 +207,7 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ["{:.1f}"] * 2 + 
 # Heads divide the work. **Recency** heads read their neighbourhood. A few **retrieval** heads put most of their weight on the one value that is asked for, out of 250 tokens.
 # Other heads have **heavy hitters**: tokens that many queries read, whatever they look for.
 # A heavy hitter at the very start that says nothing is called a **sink**: softmax has to spend its weight somewhere, and the first token is visible to every query.
-# In large language models a sink takes more than half the weight of many heads, here that would read about 100; the left map shows how far this small model has gone that way.
+# In large language models a sink takes more than half of the weight of many heads. On the left map such a head would read about 100.
 
 # %%
 def strongest(score):
@@ -261,10 +261,10 @@ for name, layers in cases.items():
 # ## How an induction head is built
 #
 # It takes two layers. A head of the lower layer writes into each token *which token came before it*; a head of the upper layer looks for the token that says "before me came what you are reading now".
-# In larger models such heads were found to form in training (Olsson et al., arXiv 2209.11895). This model was started with them, by hand (`induction_start`): only the starting weights are special, and all of them are trained. So that it retrieves in layer 1, and in three heads, was our choice. What training would have built without it is not shown here.
+# In larger models such heads were found to form in training (Olsson et al., arXiv 2209.11895). This model was started with them, by hand (`induction_start`). Only the starting weights are special, and all of them are trained. It retrieves in layer 1, in three heads, because we put retrieval there. What training would have built without it is not shown here.
 #
 # First the lower layer. Let queries and keys read one embedding dimension that is the same for all tokens: then they are constant, but for RoPE's rotation.
-# Turn the query back by the angle of Δ tokens, and the score of a key $d$ tokens back is $\sum_i \cos((d - Δ)\,\theta_i)$ over the angles $\theta_i$ that are used: it peaks at $d = Δ$, whatever the tokens say.
+# Let the query be turned back by the angle of Δ tokens. Then the score of a key $d$ tokens back is $\sum_i \cos((d - Δ)\,\theta_i)$ over the angles $\theta_i$ that are used. It peaks at $d = Δ$, whatever the tokens say.
 
 # %%
 start = Decoder(Config(**CONFIG))
@@ -368,9 +368,9 @@ for name, Method in methods.items():
         print(f"{name:17} {setting}: {kept.mean():13.2f} {kept.amin(-1).mean():5.2f} {found:9.2f}")
 
 # %% [markdown]
-# Both tokens are needed. Random eviction keeps any one token as often as the budget says, a quarter of the time, and two of them together a quarter of a quarter: it holds the most tokens of values here and the fewest values. StreamingLLM keeps neighbours or drops them; H2O stands between.
+# Both tokens are needed. Random eviction keeps a token in a quarter of the cases, as the budget says, and two given tokens together in a sixteenth. So it holds the most tokens of values here, and the fewest whole values. StreamingLLM keeps neighbours or drops them. H2O stands between.
 #
-# No rule can know in `blind` which value will be asked for. In `aware`, the question's own attention could save it; but H2O sums over all queries, and the few of the question add little to what the many before them have said.
+# No rule can know in `blind` which value will be asked for. In `aware` the question's own attention could save it. But H2O sums over all queries, and the few of the question add little to what the many before them have said.
 
 # %%
 shares = [0.0625, 0.125, 0.25, 0.5, 0.75]

@@ -120,7 +120,7 @@ axis.set(xlabel="attention weight A", ylabel="‖projected value‖₁", ylim=(0
 axis.legend(loc="lower left");
 
 # %% [markdown]
-# This is the strongest case, and it is mild: two thirds of the head's median norm, half of its mean by weight. In this model the norms of a head differ by about a quarter, and weight and norm hardly go together. In a model with attention sinks, tokens with much weight and almost no value, a norm can matter more. Keep this in mind for everything that follows.
+# This is the strongest case, and it is mild. The token's norm is two thirds of the head's median, and half of the head's mean by weight. In this model the norms of a head differ by about a quarter, and weight and norm hardly go together. A model with attention sinks has tokens with much weight and almost no value; there a norm can matter more. Keep this in mind for everything that follows.
 #
 # ## The bound
 #
