@@ -218,11 +218,11 @@ def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Te
 
 def make_cache(model, Method=LayerCache, **knobs) -> list[LayerCache]:
     """One cache per layer of the decoder, linked to it. Knobs go to the method; a bad one is a ValueError."""
-    c, caches = model.config, []
+    caches = []
     for layer, block in enumerate(model.blocks):
         cache = constructed(Method, knobs)
-        w_o = block.attention.o.weight.detach().unflatten(1, (c.n_heads, c.head_dim))
-        cache.link(layer, c.n_layers, caches[-1] if caches else None, w_o, getattr(model, "freq", None))
+        w_o, freq = block.attention.w_o, getattr(model, "freq", None)
+        cache.link(layer, len(model.blocks), caches[-1] if caches else None, w_o, freq)
         caches.append(cache)
     return caches
 

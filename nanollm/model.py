@@ -94,6 +94,11 @@ class Attention(nn.Module):
         """The rows of qkv's weight or bias that make q, k and v: views."""
         return x.split([heads * self.config.head_dim for heads in self.heads])
 
+    @property
+    def w_o(self) -> Tensor:
+        """W_O (d_model, H·G, D), which multiplies the heads' outputs: a view."""
+        return self.o.weight.detach().unflatten(1, (self.config.n_heads, self.config.head_dim))
+
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), q and k rotated."""
         B, T, _ = x.shape
