@@ -96,8 +96,9 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
 
 # ---- what is refused ---
 
-DEEPSEEK = SHAPE | EXPERTS | dict(n_routed_experts=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
-                                 v_head_dim=6, qk_nope_head_dim=4, n_group=1, topk_group=1)
+DEEPSEEK = SHAPE | EXPERTS | dict(
+    num_key_value_heads=4, n_routed_experts=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
+    qk_nope_head_dim=4, v_head_dim=6, n_group=1, topk_group=1)
 
 
 @pytest.mark.parametrize("family, shape, message", [
@@ -105,7 +106,7 @@ DEEPSEEK = SHAPE | EXPERTS | dict(n_routed_experts=4, q_lora_rank=16, kv_lora_ra
     ("Gemma3Text", WIDE | dict(sliding_window=16), "last 16 tokens"),
     ("Mistral", SHAPE | dict(sliding_window=39), "last 39 tokens alone, and the text has 40; shorten"),
     ("GptOss", WIDE | EXPERTS | dict(num_local_experts=4), "layer 0 has sink logits"),
-    ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of 6"),
+    ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of 4, and"),
     ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
     ("Bloom", dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4), "BloomForCausalLM does not go")])
 def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape, message):
