@@ -34,14 +34,15 @@ def compare(argv: list[str]):
     from nanollm.data import Tasks
     from nanollm.evaluate import excess
     chosen = pick(args.methods)
-    model, encoding = load(args.model, args.device)
+    own = args.text.read_text(encoding="utf8") if args.text else None
+    model, encoding = load(args.model, args.device, args.engine)
     nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
     work = Work(args, model, encoding, chosen)
     work.try_out()
     torch.manual_seed(args.seed)
-    work.tasks = Tasks(encoding, "test")
+    work.tasks = Tasks(encoding, "test", own)
 
     if rank == 0:
         print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
@@ -83,7 +84,10 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
     parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
     parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint with its tokenizer.tiktoken")
+                        help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--text", type=Path, help="a file to read in place of the text that ships")
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
@@ -245,6 +249,8 @@ def generate(argv: list[str]):
     parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
     parser.add_argument("--model", type=Path, default=TINY,
                         help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="whose decoder runs; auto: ours, if it knows the family")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     parser.add_argument("--figure", type=Path, help="of the page: a file for its picture")
     args = parser.parse_args(argv)
@@ -270,7 +276,7 @@ def generate(argv: list[str]):
                          else f"{name} has no budget; leave --budget out")
 
     text = args.file.read_text(encoding="utf8") if args.file else args.prompt
-    model, encoding = load(args.model, args.device)
+    model, encoding = load(args.model, args.device, args.engine)
     nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     known = {} if args.budget is None else dict(budget=args.budget)
     knobs = given(Method, window_size=args.window, **known) | calibrated(Method, model, encoding)
@@ -289,8 +295,7 @@ def write(args, text: str, model, encoding, Method, knobs: dict):
     from nanollm.evaluate import for_text
     from nanollm.generate import generate, stream
     from nanollm.tokenizer import boundaries
-    encode = getattr(encoding, "encode_ordinary", encoding.encode)
-    prompt = torch.tensor([encode(text)], dtype=torch.long, device=args.device)
+    prompt = torch.tensor([encoding.encode_ordinary(text)], dtype=torch.long, device=args.device)
     ends = boundaries(encoding, model.config.vocab_size)
     caches = make_cache(model, for_text(Method, ends[prompt.cpu()]), **knobs)
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)

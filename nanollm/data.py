@@ -25,13 +25,12 @@ import sysconfig
 import zlib
 
 import numpy as np
-import tiktoken
 
 from nanollm.check import check_seed, whole
+from nanollm.tokenizer import Foreign
 
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
 HELD_OUT = Path(__file__).parent / "held_out/text.json"
-DIGITS = 256                             # token 256 + n is the two-digit number n (tokenizer.py)
 # few-shot: classes of source lines, by how they begin
 LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")
 
@@ -141,24 +140,31 @@ def check_questions(questions: int, facts: int):
 class Tasks:
     """Makes documents. One tokenizer, one split; all randomness comes from the `rng` that each call is given.
 
+    encoding: a tiktoken.Encoding of nanollm/tokenizer.py, or any tokenizer as `Foreign`. filler: a text of
+    one's own around the facts, in place of the split's.
+
     A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words
     and values four-digit numbers; words and numbers of the test split never occur as keys or values in
     training.
     """
     KNOWN = "needle", "recall", "few_shot", "copy", "plain"
 
-    def __init__(self, encoding: tiktoken.Encoding, split: str):
-        if not isinstance(encoding, tiktoken.Encoding) or encoding.n_vocab < DIGITS + 100 or any(
-                encoding.decode_single_token_bytes(DIGITS + n) != b"%02d" % n for n in range(100)):
+    def __init__(self, encoding, split: str, filler: str | None = None):
+        foreign = isinstance(encoding, Foreign)
+        if not foreign and getattr(encoding, "encode_ordinary", len)("0099") != [256, 355]:
             raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
-                             "are 00 to 99")
+                             "are 00 to 99, or one of transformers, as Foreign")
         self.encoding, self.split = encoding, split
-        self.bos = encoding.n_vocab - 1
-        encoded = encoding.encode_ordinary_batch(text(split))
-        self.stream = np.concatenate([[self.bos, *ids] for ids in encoded])
+        # the space before a number: a token's end in nanollm/tokenizer.py, in most others its beginning
+        self.gap = " " if foreign else ""
+        self.bos = encoding.bos if foreign else encoding.n_vocab - 1
+        self.first = [] if self.bos is None else [self.bos]
+        encoded = encoding.encode_ordinary_batch(text(split) if filler is None else [filler])
+        self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(np.int64)
 
         encoded = encoding.encode_ordinary_batch([" " + word for word in words(split)])
-        self.words = [ids for ids in encoded if len(ids) == 2]
+        length = max(range(1, 9), key=lambda n: (min(sum(len(ids) == n for ids in encoded), 100), n == 2, -n))
+        self.words = [ids for ids in encoded if len(ids) == length]
         self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
 
         lines = sorted({line.strip() for doc in text(split) for line in doc.splitlines()})
@@ -191,19 +197,26 @@ class Tasks:
                              "ask for fewer")
         keys = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
-        digits = [[DIGITS + part for v in value for part in divmod(v, 100)] for value in values]
-        return [(self.words[key], value) for key, value in zip(keys, digits)]
+        return [(self.words[key], [t for n in value for t in self.number(n, 4)])
+                for key, value in zip(keys, values)]
+
+    def number(self, n: int, digits: int) -> list[int]:
+        return self.ids(f"{self.gap}{n:0{digits}}")
+
+    def before(self, string: str) -> list[int]:
+        """What stands before a number: the space between them belongs to one of the two."""
+        return self.ids(string if self.gap else f"{string} ")
 
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
         """A document of T tokens: text, the facts in it at `depths` (0 start … 1 end), then the questions.
 
         facts: token lists. questions: (question, answer, tail) token lists.
         """
-        taken = 1 + sum(map(len, facts)) + sum(len(part) for question in questions for part in question)
-        fill = self.filler(rng, T - taken)
+        asked = [part for question in questions for part in question]
+        fill = self.filler(rng, T - len(self.first) - sum(map(len, [*facts, *asked])))
         depths = rng.random(len(facts)) if depths is None else np.asarray(depths)
 
-        parts, done = [([self.bos], TEXT)], 0
+        parts, done = [(self.first, TEXT)], 0
         for i in np.argsort(depths, kind="stable"):
             at = round(depths[i] * len(fill))
             parts += [(fill[done:at], TEXT), (facts[i], FACT)]
@@ -228,7 +241,8 @@ class Tasks:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
 
         pairs = self.pairs(rng, facts, numbers)
-        start, is_, stop, ask = (self.ids(s) for s in (" The code of", " is ", ".", "\nQ:"))
+        start, stop, ask = (self.ids(s) for s in (" The code of", ".", "\nQ:"))
+        is_ = self.before(" is")
         depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
         if depth is not None:
             depths[asked[0]] = depth
@@ -241,7 +255,7 @@ class Tasks:
         """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
         check_questions(questions, pairs)
         items = self.pairs(rng, pairs)
-        line, colon, ask = (self.ids(s) for s in ("\n", ": ", "\nQ:"))
+        line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
         asked = rng.permutation(pairs)[:questions]
         return self.assemble(rng, T, [block], [(ask + items[i][0] + colon, items[i][1], []) for i in asked])
@@ -254,7 +268,7 @@ class Tasks:
         """
         whole("shots", shots, 1, T), whole("classes", classes, 2, len(LINE_KINDS))
         kinds = rng.choice(len(LINE_KINDS), classes, replace=False)
-        labels = DIGITS + rng.choice(100, classes, replace=False)
+        labels = [self.number(n, 2) for n in rng.choice(100, classes, replace=False)]
         which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
         arrow, newline = self.ids(" =>"), self.ids("\n")
 
@@ -263,8 +277,8 @@ class Tasks:
             return [*newline, *lines[rng.integers(len(lines))], *arrow]
 
         query = rng.choice(which)
-        shown = [(ask(c), [labels[c]]) for c in which]
-        last = (ask(query), [labels[query]], [])
+        shown = [(ask(c), labels[c]) for c in which]
+        last = (ask(query), labels[query], [])
         if not every_label:
             return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
 

@@ -67,7 +67,7 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, device: str, fi
 
     figure: a file, for the page with each token as dark as the share of heads that keep it.
     """
-    encode = getattr(encoding, "encode_ordinary", encoding.encode)
+    encode = encoding.encode_ordinary
     context, question, new = encode(PAGE), encode(QUESTION), len(encode(ANSWER))
     tokens = torch.tensor([context + question], device=device)
     cuts = dict(aware=tokens.shape[1] - 1, blind=len(context))  # the last token is fed after the compression
@@ -98,7 +98,7 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, device: str, fi
 def draw(encoding, tokens: list[int], panels: dict, file):
     """The page once a setting, the fact that is asked for underlined."""
     from nanollm import plot
-    encode = getattr(encoding, "encode_ordinary", encoding.encode)
+    encode = encoding.encode_ordinary
     start, length = len(encode(PAGE.partition(FACT)[0])), len(encode(FACT))
     fact = [start <= i < start + length for i in range(len(tokens))]
     picture = plot.text([encoding.decode([token]) for token in tokens], panels, fact, low="kept by no head",

@@ -156,10 +156,16 @@ def calibrated(Method, model, encoding) -> dict:
     return Method.calibrate(model, encoding) if hasattr(Method, "calibrate") else {}
 
 
-def load(folder: Path, device: str):
-    """Decoder and tokenizer of a folder."""
+def load(folder: Path, device: str, engine: str = "auto"):
+    """Decoder and tokenizer of a folder. engine: "ours", "transformers", or "auto": ours, if it knows the
+    family.
+    """
     from nanollm import tokenizer, weights
-    model = weights.from_hf(folder, device=device)
+    if engine == "ours" or engine == "auto" and weights.is_known(folder):
+        model = weights.from_hf(folder, device=device)
+    else:
+        from nanollm.bridge import Bridged
+        model = Bridged(weights.hf_model(folder, device))
     own = folder / "tokenizer.tiktoken"
     encoding = tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
     tokenizer.check_vocabulary(encoding, model.config.vocab_size)

@@ -102,16 +102,39 @@ def load(name: str | Path) -> tiktoken.Encoding:
                          "or set TIKTOKEN_CACHE_DIR to a folder that holds it") from error
 
 
+class Foreign:
+    """A tokenizer of transformers, called as a tiktoken.Encoding is.
+
+    A piece is encoded as the middle of a text: some tokenizers put a space before what begins one.
+    """
+
+    def __init__(self, tokenizer):
+        self.hf, self.bos = tokenizer, tokenizer.bos_token_id
+        self.n_vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self.decode = tokenizer.decode
+        self.line = self.raw(["\n"])[0]  # stands before each piece
+
+    def raw(self, texts: list[str]) -> list[list[int]]:
+        return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+        return [ids[len(self.line):] if ids[:len(self.line)] == self.line else self.raw([text])[0]
+                for text, ids in zip(texts, self.raw([f"\n{text}" for text in texts]))]
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return self.encode_ordinary_batch([text])[0]
+
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        return self.decode(ids).encode()
+
+
 def check_vocabulary(encoding, vocab_size: int):
     """ValueError unless this tokenizer is that of a model with vocab_size token ids.
 
     A tiktoken encoding must have as many: a file cut at a line's end looks whole, but its BOS is another.
     Hugging Face's may have fewer, as such models pad their vocabulary, but no id beyond it.
     """
-    if exact := isinstance(encoding, tiktoken.Encoding):
-        ids = encoding.n_vocab
-    else:
-        ids = max(encoding.get_vocab().values(), default=-1) + 1
+    ids, exact = encoding.n_vocab, isinstance(encoding, tiktoken.Encoding)
     if not ids or ids > vocab_size or exact and ids < vocab_size:
         raise ValueError(f"the tokenizer has {ids} token ids and the model {vocab_size}; they do not belong "
                          "together, so copy both again")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanollm.check import SCALING, check_field
 from nanollm.model import Attention, Config, Decoder
+from nanollm.tokenizer import Foreign
 
 # ---- config.json ---------------------------------------------------------------------------------------
 
@@ -339,8 +340,29 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     part.replace(folder / "model.safetensors")
 
 
+def is_known(folder: str | Path) -> bool:
+    """Whether `from_hf` reads the family of this folder's checkpoint."""
+    return read_json(Path(folder) / "config.json").get("model_type") in READERS
+
+
+def hf_model(folder: str | Path, device: str | torch.device = "cpu"):
+    """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
+    if not isfile(Path(folder) / "config.json"):
+        raise ValueError(f"{folder}/config.json is missing; give the folder of a Hugging Face checkpoint")
+    from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
+    try:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32,
+            output_loading_info=True)
+    except Exception as error:  # of whichever library reads it
+        raise ValueError(f"{folder} cannot be read ({brief(error)}); download it again") from error
+    if lacks := sorted(told["missing_keys"]):
+        raise ValueError(f"{folder} lacks {len(lacks)} tensors, as {lacks[0]}; download it again")
+    return model.to(check_device(device)).eval()
+
+
 def hf_tokenizer(folder: str | Path):
-    """The folder's own tokenizer, a transformers tokenizer. ValueError if there is none or it is broken."""
+    """The folder's own tokenizer, one of transformers. ValueError if there is none or it is broken."""
     folder = Path(folder)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(isfile(folder / name) for name in names):
@@ -353,6 +375,6 @@ def hf_tokenizer(folder: str | Path):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not tokenizer.encode("The"):  # some that are broken load, and lose every text or fail on the first
             raise ValueError("it makes no tokens of a text")
-        return tokenizer
+        return Foreign(tokenizer)
     except Exception as error:  # of whichever library reads it
         raise ValueError(f"{folder} has a broken tokenizer ({brief(error)}); download it again") from error

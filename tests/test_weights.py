@@ -344,7 +344,8 @@ def test_tokenizer(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokenizer = hf_tokenizer(tmp_path)
-    assert tokenizer.encode("the cache evicts") == [0, 1, 2] and tokenizer.decode([1, 0]) == "cache the"
+    assert tokenizer.encode_ordinary("the cache evicts") == [0, 1, 2]
+    assert tokenizer.decode([1, 0]) == "cache the" and tokenizer.bos is None
     check_vocabulary(tokenizer, 3)
     with pytest.raises(ValueError, match="3 token ids and the model 2"):
         check_vocabulary(tokenizer, 2)
