@@ -210,8 +210,9 @@ class Work:
 def finish(args, rows: list[dict], seconds: float):
     """What stands below the rows, and the figure of those of the first length."""
     from nanollm import plot, table
-    if args.short and (told := table.findings(rows)):
-        print(f"\n{told}")
+    for told in (table.unfit(rows), table.findings(rows) if args.short else ""):
+        if told:
+            print(f"\n{told}")
     for T in () if args.short else args.lengths:
         print(table.additions_table([row for row in rows if row["tokens"] == T]))
     if drawn := [row for row in rows if row["tokens"] == args.lengths[0]]:

@@ -85,22 +85,44 @@ def findings(rows: list[dict]) -> str:
     if not full or not others:
         return ""
 
-    near = {key: [row["method"] for row in others if row[key] >= full[key] - NEARLY] for key in SETTINGS}
+    tasks = [task for task in TASKS if judges(full, task)]
+    cost = costs(full, others)
+    if not tasks:
+        return cost
+    mean = lambda row, setting: sum(row[f"{task}_{setting}"] for task in tasks) / len(tasks)
+    near = {key: [row["method"] for row in others if mean(row, key) >= mean(full, key) - NEARLY]
+            for key in SETTINGS}
     lost = [row for row in others if row["method"] not in near["blind"]]
     best = max(lost, key=lambda row: row["needle_blind"], default=None)
-    least = min(others, key=lambda row: row["live"])
-    closest, farthest = (pick(others, key=lambda row: row["kl"]) for pick in (min, max))
-
     aware = (f"Aware, {counted(near['aware'], len(others))} at most {NEARLY:g} of the full cache's accuracy, "
              f"mean over the tasks{named(near['aware'])}.")
     blind = f"Blind, {counted(near['blind'], len(others))} no more{named(near['blind'])}"
     if best:
         blind += f"; of the others {best['method']} finds most needles, {best['needle_blind']:.2f}"
-    cost = (f"Cost: {least['method']} holds least, {100 * least['live'] / full['live']:.0f} % of the full "
-            f"cache's bytes; predictions move least with "
-            f"{closest['method']} (KL {max(closest['kl'], 0):.3f}) "
-            f"and most with {farthest['method']} ({farthest['kl']:.3f}).")
-    return "\n".join(fill(sentence, 100) for sentence in (aware, f"{blind}.", cost))
+    return "\n".join((fill(aware, 100), fill(f"{blind}.", 100), cost))
+
+
+def costs(full: dict, others: list[dict]) -> str:
+    """A sentence on the fewest bytes, and on where predictions moved least and most."""
+    least = min(others, key=lambda row: row["live"])
+    closest, farthest = (pick(others, key=lambda row: row["kl"]) for pick in (min, max))
+    share = 100 * least["live"] / full["live"]
+    return fill(f"Cost: {least['method']} holds least, {share:.0f} % of the full cache's bytes; predictions "
+                f"move least with {closest['method']} (KL {max(closest['kl'], 0):.3f}) and most with "
+                f"{farthest['method']} ({farthest['kl']:.3f}).", 100)
+
+
+def judges(full: dict, task: str) -> bool:
+    """Whether a task tells methods apart: the full cache does it, more often than not."""
+    return full[f"{task}_aware"] >= 0.5
+
+
+def unfit(rows: list[dict]) -> str:
+    """A line for each task at which the full cache itself fails; "" if there is none."""
+    full = next((row for row in rows if row["method"] == "full"), None)
+    failed = [task for task in TASKS if full and not judges(full, task)]
+    return "\n".join(f"The full cache answers {full[f'{task}_aware']:.2f} of {task.replace('_', '-')}: "
+                     "this task cannot judge this model." for task in failed)
 
 
 def counted(names: list[str], of: int) -> str:

@@ -49,9 +49,14 @@ def test_every_number_stands_below_its_name(short, more):
 
 
 def rows(**methods):
-    """Rows with these: needle aware and blind, mean aware and blind, KL, KiB."""
-    keys = "needle_aware", "needle_blind", "aware", "blind", "kl", "live"
-    return [dict(method=name, **dict(zip(keys, numbers))) for name, numbers in methods.items()]
+    """Rows with these: needle aware and blind, mean aware and blind, KL, KiB. The other tasks are alike."""
+    made = []
+    for name, (*needle, aware, blind, kl, live) in methods.items():
+        made.append(dict(method=name, kl=kl, live=live))
+        for setting, first, mean in zip(("aware", "blind"), needle, (aware, blind)):
+            shares = first, *[(len(TASKS) * mean - first) / (len(TASKS) - 1)] * (len(TASKS) - 1)
+            made[-1] |= {f"{task}_{setting}": share for task, share in zip(TASKS, shares)}
+    return made
 
 
 def test_three_sentences_say_what_survived_and_what_it_cost():
@@ -71,6 +76,16 @@ def test_three_sentences_say_what_survived_and_what_it_cost():
     assert "Blind, none of 2 methods loses no more; of the others b finds most needles, 0.20." in told
     assert " Blind, 1 of 1 methods loses no more: a. Cost" in findings(full=full, a=full)
     assert findings(a=low) == findings(full=full) == findings() == ""
+
+
+def test_a_task_that_the_full_cache_fails_judges_nothing():
+    full, low = (0.2, 0.3, 0.8, 0.8, 0, 1000), (0.2, 0.2, 0.5, 0.1, 0.2, 100)
+    told = rows(full=full, a=low)
+    assert table.unfit(told) == "The full cache answers 0.20 of needle: this task cannot judge this model."
+    assert table.findings(told).startswith("Aware, none of 1 methods loses at most 0.1")  # 0.65 against 1.10
+    told = rows(full=(0.2, 0.2, 0.2, 0.2, 0, 1000), a=low)
+    assert table.unfit(told).count("\n") == 2 and table.findings(told).startswith("Cost: a holds least")
+    assert table.unfit(rows(full=(1, 1, 1, 1, 0, 1000), a=low)) == table.unfit(told[1:]) == ""
 
 
 def test_an_addition_is_compared_with_the_row_without_it():
