@@ -1,0 +1,130 @@
+"""Checkpoints of families and tokenizers that are not ours, from the command line."""
+import json
+from pathlib import Path
+import re
+import shutil
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import torch
+import transformers as hf
+
+from nanollm import data
+from nanollm.__main__ import main
+from nanollm.data import ANSWER, FACT, QUESTION, Tasks
+from nanollm.weights import hf_tokenizer
+
+KINDS = {"bytes": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
+                   trainers.BpeTrainer, dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())),
+         "unigram": (models.Unigram(), pre_tokenizers.Metaspace(), decoders.Metaspace(),
+                     trainers.UnigramTrainer, dict(unk_token="<unk>"))}
+FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --budgets 25".split()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    """A tiny random Qwen3 with a tokenizer trained here: its family is not one that `from_hf` reads."""
+    out, (model, pre, decoder, Trainer, more) = tmp_path_factory.mktemp(request.param), KINDS[request.param]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
+    special = ["<s>", "</s>", "<unk>"]
+    tokenizer.train_from_iterator(data.text("test")[::4], Trainer(
+        vocab_size=1500, special_tokens=special, show_progress=False, **more))
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(out)
+    torch.manual_seed(0)
+    hf.Qwen3ForCausalLM(hf.Qwen3Config(
+        vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)).save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("task", ["needle", "recall", "few_shot", "copy"])
+def test_documents_read_as_ours_do_whatever_the_tokenizer(folder, task):
+    """One answer that the facts determine, and as many tokens as were asked for."""
+    encoding = hf_tokenizer(folder)
+    batch = Tasks(encoding, "test").batch(task, 0, 4, 400)
+    assert batch.tokens.shape == (4, 400) and (batch.tokens[:, 0] == encoding.bos).all()
+    for tokens, roles in zip(batch.tokens, batch.roles):
+        fact, question, answer = (encoding.decode(tokens[roles == role].tolist())
+                                  for role in (FACT, QUESTION, ANSWER))
+        if task == "needle":
+            key = question.split("code of ")[1].split(" is")[0]
+            assert fact.count("The code of") == 4 and f"The code of {key} is {answer.strip()}." in fact
+        if task == "recall":
+            assert f" {question.split('Q:')[1].strip()} {answer.strip()}" in fact
+        if task != "copy":
+            assert len(answer.strip()) == (2 if task == "few_shot" else 4) and answer.strip().isdecimal()
+    assert len(batch.answers) == 1
+
+
+def test_pieces_are_encoded_as_the_middle_of_a_text(folder):
+    encoding = hf_tokenizer(folder)
+    text = "\nThe code of star is 6098.\nQ: The code of star is 6098"
+    pieces = ["\nThe code of", " star", " is", " 6098", ".", "\nQ:", " The code of", " star", " is", " 6098"]
+    ids = [t for piece in pieces for t in encoding.encode_ordinary(piece)]
+    assert encoding.decode(ids).split() == encoding.decode(encoding.raw([text])[0]).split() == text.split()
+
+
+def test_compare_and_generate_run_a_foreign_checkpoint(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["--model", str(folder), *FEW, "--json", "rows.json"])
+    out = capsys.readouterr().out
+    rows = json.loads(Path("rows.json").read_text())
+    assert [row["method"] for row in rows] == ["full", "h2o", "snap_kv+critical", "quantized_2"]
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-7
+    assert "needle: this task cannot judge this model" in out and rows[1]["live"] < rows[0]["live"] / 2
+
+    main(["generate", "--model", str(folder), *"--method h2o --budget 16 --tokens 4 text".split()])
+    assert "[nothing was evicted" in capsys.readouterr().out
+    main(["generate", "--model", str(folder)])
+    assert "tokens evicted" in capsys.readouterr().out
+
+    Path("mine.txt").write_text("A text of my own. " * 300)
+    main(["--model", str(folder), *FEW, "--text", "mine.txt"])
+    assert "kv_reviver" not in capsys.readouterr().out
+
+
+def test_both_engines_make_the_same_rows_of_the_shipped_decoder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = []
+    for engine in ("ours", "transformers"):
+        main(["--engine", engine, *FEW, "--json", "rows.json"])
+        made.append(json.loads(Path("rows.json").read_text()))
+        Path("rows.json").unlink()
+    for ours, theirs in zip(*made, strict=True):
+        for key in ours:
+            if key != "tokens_per_s":
+                assert theirs[key] == pytest.approx(ours[key], rel=2e-2, abs=2e-3) if isinstance(
+                    ours[key], float) else key in ("l1", "l1_alone", "each") or theirs[key] == ours[key], key
+
+
+def cut_weights(folder):
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:3000])
+
+
+def shorter_vocabulary(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=700)))
+
+
+@pytest.mark.parametrize("folder", ["bytes"], indirect=True)
+@pytest.mark.parametrize("spoil, options, message", [
+    (lambda folder: (folder / "tokenizer.json").unlink(), "", "has no tokenizer"),
+    (cut_weights, "", "cannot be read"), (shorter_vocabulary, "", "cannot be read|do not belong together"),
+    (lambda folder: (folder / "config.json").unlink(), "", "config.json"),
+    (None, "--lengths 2048", "length 2048 must be a whole number from 16 to 1024"),
+    (None, "--engine ours", "model_type 'qwen3' is unknown"),
+    (None, "--text short.txt", "the test text has .* ask for fewer"), (None, "--text none.txt", "none.txt")])
+def test_what_is_wrong_is_one_line(folder, tmp_path, monkeypatch, capsys, spoil, options, message):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "copy")
+    Path("short.txt").write_text("Too short.")
+    if spoil:
+        spoil(Path("copy"))
+    with pytest.raises(SystemExit) as stop:
+        main(["--model", "copy", *FEW, *options.split()])
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert stop.value.code == 2 and len(lines) == 1 and "Traceback" not in error
+    assert re.search(message, lines[0]), lines[0]
