@@ -331,10 +331,12 @@ def main(argv: list[str]):
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
     if name == "train":
         from nanollm.train import main as run
+    elif name == "plan":
+        from nanollm.plan import main as run
     elif name in ("compare", "generate"):
         run = dict(compare=compare, generate=generate)[name]
     else:
-        nanollm.fail(f"unknown command {name!r}; known are compare, generate, train")
+        nanollm.fail(f"unknown command {name!r}; known are compare, generate, plan, train")
     nanollm.command(run, rest)
 
 

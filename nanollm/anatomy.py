@@ -33,7 +33,7 @@ def frequencies(model, head_dim: int) -> Tensor | None:
     """RoPE's angles per token (D/2,), if this model rotates keys as our decoder does; else None."""
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
     turn = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
-    if turn is None or rotary is None or 2 * len(rotary.inv_freq) != head_dim:
+    if turn is None or rotary is None or 2 * len(rotary.inv_freq) != head_dim or rotary.inv_freq.is_meta:
         return None
     freq = rotary.inv_freq.float()
     pos = torch.tensor([[0, 1, 7]], device=freq.device)

@@ -361,6 +361,19 @@ def hf_model(folder: str | Path, device: str | torch.device = "cpu"):
     return model.to(check_device(device)).eval()
 
 
+def hf_skeleton(folder: str | Path):
+    """transformers' model of a folder's config.json, without memory for its weights."""
+    if not isfile(Path(folder) / "config.json"):
+        raise ValueError(f"{folder}/config.json is missing; give the folder of a Hugging Face checkpoint")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise ValueError(f"{folder}/config.json is not understood ({brief(error)})") from error
+
+
 def hf_tokenizer(folder: str | Path):
     """The folder's own tokenizer, one of transformers. ValueError if there is none or it is broken."""
     folder = Path(folder)

@@ -1,0 +1,107 @@
+"""python -m nanollm plan: the memory of a model, of its cache and of each method's, before one is loaded.
+
+    python -m nanollm plan --model FOLDER --lengths 32768 --batch 8 --memory 80
+
+Only config.json is read. Weights are counted on a model without memory. Caches are not computed by formulas:
+each method compresses short random prompts in the model's shape, and its bytes are carried on in a straight
+line to the length that is asked for, with the budget a share of the prompt as in compare.
+"""
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from nanollm import TINY
+from nanollm.cache import cache_bytes, end_prefill, make_cache
+from nanollm.check import whole
+from nanollm.evaluate import for_text, share
+from nanollm.select import given, has_budget, pick
+from nanollm.table import SHOWN, label
+
+SHORT = 512, 1024  # tokens of the prompts that are compressed
+LINE = "{:<27}{:>7}{:>18}{:>10}{:>9}"
+PIECE = 256         # a prompt is read in pieces of so many tokens
+
+
+def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
+    """What `make_cache` asks of a decoder, made of config.json alone, and the bytes of its weights."""
+    from nanollm.bridge import Bridged
+    from nanollm.weights import hf_skeleton
+    skeleton = hf_skeleton(folder)
+    bridged = Bridged(skeleton)
+    c = bridged.config
+    w_o = torch.zeros(1, c.n_kv_heads, c.head_dim, dtype=dtype)  # no method's bytes depend on more
+    blocks = [SimpleNamespace(attention=SimpleNamespace(w_o=w_o)) for _ in range(c.n_layers)]
+    freq = torch.ones(c.head_dim // 2)
+    numbers = sum(p.numel() for p in skeleton.parameters())
+    return SimpleNamespace(config=c, blocks=blocks, freq=freq), numbers * dtype.itemsize
+
+
+def compressed(shape, Method, knobs: dict, T: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes allocated for one random prompt of T tokens: after compression, and at most while it was read."""
+    c, g = shape.config, torch.Generator().manual_seed(0)
+    ends = torch.arange(T)[None] % 16 == 15  # a chunk's end, for methods that go by them
+    caches, peak = make_cache(shape, for_text(Method, ends), **knobs), 0
+    for pos in torch.arange(T)[None].split(PIECE, 1):
+        for cache in caches:
+            qkv = torch.randn(3, 1, c.n_kv_heads, pos.shape[1], c.head_dim, generator=g, dtype=dtype)
+            cache.attend(*qkv, pos)  # with one query head each
+        peak = max(peak, cache_bytes(caches)[1])
+    end_prefill(caches)
+    return cache_bytes(caches)[1], peak
+
+
+def planned(shape, Method, fraction: float | None, T: int, dtype: torch.dtype, window: int):
+    """`compressed` at T tokens: on the line through two short prompts, or as it is, if T is no longer."""
+    def at(n: int) -> tuple[int, int]:
+        budget = {} if fraction is None else dict(budget=share(fraction, n))
+        return compressed(shape, Method, given(Method, window_size=window) | budget, n, dtype)
+    if T <= SHORT[1]:
+        return at(T)
+    return tuple(b + (b - a) * (T - SHORT[1]) // (SHORT[1] - SHORT[0]) for a, b in zip(*map(at, SHORT)))
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m nanollm plan", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY, help="folder with a config.json")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048], metavar="TOKENS",
+                        help="of the prompt; default 2048")
+    parser.add_argument("--batch", type=int, default=1, help="texts at a time")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--memory", type=float, default=80, metavar="GB", help="what there is; default 80")
+    parser.add_argument("--methods", nargs="+", default=[*SHOWN], metavar="NAME")
+    parser.add_argument("--budget", type=float, default=25, metavar="PERCENT",
+                        help="of the prompt; default 25")
+    parser.add_argument("--window", type=int, default=32, metavar="QUERIES", help="that vote; default 32")
+    args = parser.parse_args(argv)
+    whole("batch", args.batch, 1)
+    if not 0 < args.budget <= 100 or not args.memory > 0:
+        raise ValueError(f"budget {args.budget:g} % and memory {args.memory:g} GB must lie above 0, "
+                         "and the budget be at most 100")
+
+    dtype = getattr(torch, args.dtype)
+    shape, weights = shape_of(args.model, dtype)
+    c, methods = shape.config, pick(args.methods)
+    for T in args.lengths:
+        whole("length", T, 16, c.max_len)
+    print(f"{c.n_layers} layers, {c.n_heads} query and {c.n_kv_heads} key/value heads of {c.head_dim}, "
+          f"{args.dtype}; weights {weights / 1e9:.2f} GB")
+
+    for T in args.lengths:
+        print(f"\n{args.batch} prompts of {T} tokens\n")
+        print(LINE.format("", "", "cache, GB", "peak, GB", "prompts"))
+        print(LINE.format("method", "budget", "after the prompt", "reading", "that fit"))
+        for name, Method in methods.items():
+            fraction = args.budget / 100 if has_budget(Method) else None
+            try:
+                after, peak = planned(shape, Method, fraction, T, dtype, args.window)
+            except ValueError as error:
+                raise ValueError(f"{label(name, fraction)} of {T} tokens: {error}") from error
+            fit = max(0, int((args.memory * 1e9 - weights) // max(after, peak)))
+            budget = "all" if fraction is None else f"{args.budget:g} %"
+            both = (f"{args.batch * x / 1e9:.3f}" for x in (after, peak))
+            print(LINE.format(name, budget, *both, fit), flush=True)
+    print(f"\nThat fit: into {args.memory:g} GB beside the weights, without activations and the matrices of "
+          "attention.")
