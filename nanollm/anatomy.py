@@ -1,4 +1,4 @@
-"""Where a model of transformers keeps what methods ask for: output projections and RoPE's angles."""
+"""Where a model of transformers keeps what methods ask for: output projections, RoPE's angles, chunks."""
 import sys
 
 import torch
@@ -43,3 +43,9 @@ def frequencies(model, head_dim: int) -> Tensor | None:
     except (TypeError, ValueError, RuntimeError):  # a rotation of another kind
         return None
     return freq if torch.allclose(theirs, rotate(x, *rope(freq, pos)), atol=1e-5) else None
+
+
+def chunk_of(module) -> int | None:
+    """Llama-4's layers that attend within chunks of so many tokens; None for any other."""
+    kinds, chunk = (getattr(module.config, name, None) for name in ("layer_types", "attention_chunk_size"))
+    return chunk if kinds and kinds[module.layer_idx] == "chunked_attention" else None

@@ -1,8 +1,7 @@
 """Any causal language model of transformers, with this project's caches as its memory.
 
-Each layer shows its k and v to the model's cache and then hands q, k, v to an attention function that goes by
-a name. `Memory` stores nothing: it marks k with the layer's LayerCache and hands it back, and the attention
-function asks the cache that it finds. What comes without a mark is attended to as transformers does.
+A layer shows k and v to the model's cache and then hands q, k, v to an attention function. `Memory` stores
+nothing: it marks k with the layer's LayerCache, and the attention function asks the cache that it finds.
 
     memory = attach(model, H2O, budget=64)
     model(prompt[:, :-1], past_key_values=memory)
@@ -19,11 +18,12 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nanollm.anatomy import frequencies, output_projections, w_o
-from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.anatomy import chunk_of, frequencies, output_projections, w_o
+from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.check import check_forward
 
 NAME = "nanollm"  # of the attention function, to transformers
+PAST = "does not go through transformers' attention interface; take another model"
 REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores",
            "encoder_hidden_states": "attends to another text"}
 
@@ -39,7 +39,7 @@ class Layer(CacheLayerMixin):
         self.check()
         if k.shape != v.shape:
             raise ValueError(f"layer {self.cache.layer} has keys of {k.shape[-1]} numbers and values of "
-                             f"{v.shape[-1]}, and no cache here knows that; take another model")
+                             f"{v.shape[-1]}; take another model")
         k = k.view_as(k)  # a tensor object of its own, to carry the mark
         k.layer, self.asked = self, False
         return k, v
@@ -47,8 +47,7 @@ class Layer(CacheLayerMixin):
     def check(self):
         """ValueError if the layer showed k and v and then did not ask."""
         if not self.asked:
-            raise ValueError(f"layer {self.cache.layer} does not go through transformers' attention "
-                             "interface; take another model")
+            raise ValueError(f"layer {self.cache.layer} {PAST}")
 
     def get_seq_length(self) -> int:
         return self.cache.seen
@@ -64,7 +63,7 @@ class Layer(CacheLayerMixin):
 
 
 class Memory(Cache):
-    """A cache of transformers made of `caches`, a list of LayerCache, one a layer."""
+    """A cache of transformers made of `caches`, one LayerCache a layer."""
 
     def __init__(self, caches: list[LayerCache]):
         super().__init__(layers=[Layer(cache) for cache in caches])
@@ -77,10 +76,6 @@ class Memory(Cache):
             layer.check()
         end_prefill(self.caches)
 
-    def bytes(self) -> tuple[int, int]:
-        """(live, allocated) bytes of all layers."""
-        return cache_bytes(self.caches)
-
 
 def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None,
               **more) -> tuple[Tensor, None]:
@@ -88,10 +83,9 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     if not hasattr(k, "layer"):
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **more)
     cache, T, D = k.layer.cache, *q.shape[2:]
-    seen, window = cache.seen + T, more.get("sliding_window")
+    seen, window = cache.seen + T, more.get("sliding_window") or chunk_of(module)
     if refused := next((name for name in REFUSED if more.get(name) is not None), None):
-        raise ValueError(f"layer {cache.layer} {REFUSED[refused]} ({refused}), which no cache here knows; "
-                         "take another model")
+        raise ValueError(f"layer {cache.layer} {REFUSED[refused]} ({refused}); take another model")
     if window is not None and seen > window:
         raise ValueError(f"layer {cache.layer} attends to the last {window} tokens alone, and the text has "
                          f"{seen}; shorten the text, or take another model")
@@ -118,15 +112,14 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 class Bridged:
     """A causal language model of transformers, called as our decoder is: tokens, caches → logits.
 
-    Raises ValueError for a model whose attention cannot be replaced. Until `detach` its attention goes by
-    NAME; without a Memory it answers as before.
+    ValueError if its attention cannot be replaced. Until `detach` it goes by NAME, and answers as before
+    without a Memory.
     """
 
     def __init__(self, model):
         c = model.config.get_text_config()
         if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
-            raise ValueError(f"{type(model).__name__} does not go through transformers' attention interface; "
-                             "take another model")
+            raise ValueError(f"{type(model).__name__} {PAST}")
         heads = c.num_attention_heads
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))
                        for o in output_projections(model)]
@@ -143,9 +136,8 @@ class Bridged:
     def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V); of the `last` tokens alone, if that is not 0."""
         check_forward(self, tokens, caches, None, last or None)
-        memory = Memory(caches) if caches else None
-        told = dict(past_key_values=memory, use_cache=memory is not None, logits_to_keep=last)
-        return self.model(tokens, **told).logits
+        memory = caches and Memory(caches)
+        return self.model(tokens, past_key_values=memory, use_cache=bool(memory), logits_to_keep=last).logits
 
 
 def attach(model, Method=LayerCache, **knobs) -> Memory:

@@ -8,7 +8,7 @@ import transformers as hf
 from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer, weights
 from nanollm.bridge import Bridged, attach, detach
-from nanollm.cache import end_prefill, make_cache
+from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.evaluate import for_text
 from nanollm.replay import feed
 from nanollm.select import calibrated, given, pick
@@ -105,8 +105,9 @@ DEEPSEEK = SHAPE | EXPERTS | dict(
     ("Gemma2", WIDE, "layer 0 caps its scores"),
     ("Gemma3Text", WIDE | dict(sliding_window=16), "last 16 tokens"),
     ("Mistral", SHAPE | dict(sliding_window=39), "last 39 tokens alone, and the text has 40; shorten"),
+    ("Llama4Text", FAMILIES["Llama4Text"] | dict(attention_chunk_size=32), "last 32 tokens alone"),
     ("GptOss", WIDE | EXPERTS | dict(num_local_experts=4), "layer 0 has sink logits"),
-    ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of 4, and"),
+    ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of 4; take"),
     ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
     ("Bloom", dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4), "BloomForCausalLM does not go")])
 def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape, message):
@@ -155,7 +156,8 @@ def test_two_models_have_memories_of_their_own():
         last = [model(part, past_key_values=memory).logits for model, memory in zip(models, memories)]
     for expected, logits in zip(alone, last):
         torch.testing.assert_close(logits, expected[:, -20:], atol=1e-5, rtol=0)
-    assert memories[0].bytes()[0] == 3 * 3 * 2 * T * (2 * 8 * 4 + 4)  # layers, texts, heads, k and v and pos
+    live, _ = cache_bytes(memories[0].caches)
+    assert live == 3 * 3 * 2 * T * (2 * 8 * 4 + 4)  # layers, texts, heads, tokens, k and v and a position
 
 
 @torch.no_grad()
