@@ -24,8 +24,7 @@ from nanollm.check import check_forward
 
 NAME = "nanollm"  # of the attention function, to transformers
 PAST = "does not go through transformers' attention interface; take another model"
-REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores",
-           "encoder_hidden_states": "attends to another text"}
+REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores"}
 
 
 class Layer(CacheLayerMixin):
