@@ -10,15 +10,14 @@ import torch
 from common import TOKENS, chunks_of, decoder
 from methods.ada_kv import AdaKV
 from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
-from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
 from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks
 from methods.snap_kv import SnapKV
-from methods.theory.chunk_kv import FilledChunks, LaterGroups, PlacedChunks
+from methods.theory.chunk_kv import FilledChunks, LaterGroups
 from nanollm import window
 from nanollm.cache import NEVER, LayerCache, end_prefill, make_cache
 from windows import (
-    GROUPED, PROMPTS, TIED, Case, by_depth, by_head, check_walk, compress, highest, live, mean,
+    GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, highest, live, mean,
     name_of, pool, walk)
 
 # ---- a prompt through the cache ---
@@ -55,9 +54,7 @@ CASES = {
     "filled": Case(ChunkKV, {}, chunks(FilledChunks(5)), choose=filling),
     "semantic": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6)), choose=by_chunk),
     "on ada": Case(AdaKV, dict(floor=0.1), chunks(Chunks(3)), by_head, by_chunk),
-    "filled on ada": Case(AdaKV, {}, chunks(FilledChunks(4, "mean")), by_head, filling),
     "semantic on ada": Case(AdaKV, {}, chunks(SemanticChunks(20, "sum")), by_head, by_chunk),
-    "on pyramid": Case(PyramidKV, {}, chunks(Chunks(3, "mean")), by_depth, by_chunk),
     "residual": Case(ChunkKV, {}, chunks(Residual(Chunks(2), entries=2)), choose=by_chunk),
 }
 WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "semantic on ada"], PROMPTS[2:])]
@@ -94,9 +91,7 @@ def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
     (lambda: AdaKV(20, 8, select=Chunks(13)), "no room for a chunk of 13 .* make it at least 21, or the"),
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
     (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
-    (lambda: SemanticChunks(ends=torch.zeros(9) > 0), "ends .9,. of torch.bool must be"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
-    (lambda: PlacedChunks(at=[3]), "at .3. of PlacedChunks must be"), (PlacedChunks, "at must be a tensor"),
 ])
 def test_bad_knobs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -104,15 +99,6 @@ def test_bad_knobs_are_refused(make, message):
 
 
 # ---- chunks: cut, scored and taken ---
-
-
-@pytest.mark.parametrize("place", [0, 1, 9])
-def test_a_placed_grid_gives_a_token_its_place_in_a_whole_chunk(place):
-    at = torch.tensor([0, 3, 17, 40, 41])
-    chunk = PlacedChunks(at=at, place=place).cut(ChunkKV(30, 8), torch.zeros(5, 3, 60))
-    for row, i in zip(chunk[:, 1], at.tolist()):
-        assert (row[:i] == row[i]).sum() == min(i, place)
-        assert row.bincount()[1:-1].tolist() == [10] * (row[-1] - 1)
 
 
 # ---- in the decoder: indices that serve several layers ---

@@ -235,21 +235,6 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, record_prope
     assert bool(sum(head.swaps for head in heads.values())) == bool(knobs["vague"])
 
 
-def one_hot(looked_at):
-    """Orthogonal keys and values; each query in turn gives all of its weight, 1, to the token `looked_at`."""
-    eye = torch.eye(64, dtype=F64)[None, None]
-    return 1e4 * eye[:, :, looked_at], eye, eye
-
-
-@pytest.mark.claim("R2")
-def test_of_equal_candidates_the_oldest_goes_and_the_newest_returns():
-    cache, text = SignedReviver(60, vague=0.7, recent=0.05, slack=0, rows=1), one_hot([*range(30), 3, 5])
-    step(cache, *text, range(30), 30)
-    assert cache.pos.flatten().tolist() == [*range(12, 30)] and cache.in_recent == 3
-    step(cache, *text, range(30, 32), 30)  # 12 and 13 have to leave, then 14 and 15 are lower than 5 and 3
-    assert cache.pos.flatten().tolist() == [5, 3, *range(16, 32)]
-
-
 @pytest.mark.claim("R1")
 @pytest.mark.claim("R3")
 def test_where_nothing_collides_compressed_attention_is_exact(record_property):

@@ -12,11 +12,16 @@ import torch
 
 from common import B, D, FREQ, G, H, SLOT, TOKENS, decoder, dense, once, turn
 from methods.cam import CaM
+from methods.duo_attention import DuoAttention
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.low_bit_vague import LowBitVague
+from methods.mean_weight import MeanWeight
 from methods.random_eviction import RandomEviction
+from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
+from methods.sub_gen_pairs import SubGen4Cache
+from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import NEVER, end_prefill, make_cache
 from nanollm.evaluate import for_text
 from nanollm.generate import generate
@@ -121,15 +126,6 @@ def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
             visible = torch.ones(T, T).tril().bool()[step.part] & there[:, :, None]
             expected = dense(q[:, :, step.part], k, v, visible)
             assert torch.allclose(step.y[layer], expected, atol=1e-5), (layer, step.part)
-
-
-@pytest.mark.parametrize("name", [name for name in AS_THEY_ARE if name != "duo_attention"])
-def test_a_slot_holds_the_key_and_value_of_its_position(name):
-    for cache, (_, k, v) in zip(walk(name, CUTS[0])[0], text()):
-        slot = cache.pos != NEVER
-        i = cache.pos.where(slot, 0).long()
-        for kept, came in ((cache.k, k), (cache.v, v)):
-            assert torch.equal(kept[slot], came.gather(2, i[..., None].expand(-1, -1, -1, D))[slot])
 
 
 @each(BUDGETED)
@@ -349,7 +345,21 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (H2O, dict(budget=8, recent=1.5), "recent 1.5"),
     (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
     (StreamingLLM, dict(budget=8, sinks=-1), "sinks -1"),
-    (RandomEviction, dict(budget=0), "budget 0 must be at least 1")])
+    (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
+    (Scissorhands, dict(budget=20, recent=-1), "recent -1 must be at least 0"),
+    (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 at least 1"),
+    (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
+    (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
+    (CaM, dict(budget=1), "budget 1 must be at least 2"), (CaM, dict(budget=5, recent=1.1), "recent 1.1"),
+    (CaM, dict(budget=5, targets=0), "targets 0 at least 1"),
+    (DuoAttention, dict(budget=40, sinks=16), "sinks 16 .* less than the 16"),
+    (DuoAttention, dict(budget=15), "budget 15 must be at least 16"),
+    (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
+    (LowBitVague, dict(bits=0), "bits 0"), (LowBitVague, dict(bits=9), "bits 9"),
+    (LowBitVague, dict(group_size=0), "group_size 0"), (LowBitVague, dict(residual_length=-1), "length -1"),
+    (LowBitVague, dict(heavy=-1), "heavy -1"), (FactoredFourCache, dict(tile=0), "tile 0 must be at least 1"),
+    *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
+      for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
 def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
     with pytest.raises(ValueError, match=message):
         Method(**knobs)

@@ -10,8 +10,8 @@ from common import tasks
 from methods.critical_kv import Critical, PooledCritical
 from methods.theory import change_and_text
 from methods.theory.change_and_text import (COMPARED, METHODS, RULES, SHARES, VOTING, OtherNorms, answers,
-                                            change, correlation_of_change_and_kl, correlation_over_methods,
-                                            difference, last_layer, lower, rank_correlation, stored)
+                                            change, correlation_of_change_and_kl, difference, last_layer,
+                                            lower, stored)
 from methods.snap_kv import SnapKV
 from nanollm import TINY, weights
 from nanollm.evaluate import Benchmark, reference, standard_error, text_windows
@@ -105,13 +105,6 @@ def test_a_stored_row_is_what_the_code_measures():
     assert list(stored()) == [(name, share) for name in METHODS for share in SHARES]
     for row in stored().values():
         assert row["heads"].mean() == pytest.approx(row["L"].mean(), rel=1e-3) and len(row["L"]) == 64
-
-
-def test_rank_correlation_shares_ranks_and_redraws_the_same_texts_for_both():
-    x, y = np.array([3.0, 1, 1, 7]), np.array([2.0, 5, 1, 9])
-    assert rank_correlation(x, y) == pytest.approx(np.corrcoef([3, 1.5, 1.5, 4], [2, 3, 1, 4])[0, 1])
-    noise = np.random.default_rng(0).normal(size=(5, 20))
-    assert correlation_over_methods(noise, 2 * noise) == pytest.approx((1, 1, 1))
 
 
 @pytest.mark.claim("P7")

@@ -2,7 +2,7 @@
 where the paper prints them wrong, and what is observed in a decoder."""
 from functools import cache
 from itertools import product
-from math import comb, exp, inf, log, nan, sqrt
+from math import comb, exp, inf, log, sqrt
 
 from hypothesis import assume, strategies as st
 import numpy as np
@@ -234,19 +234,12 @@ def evict(layer, x, kept):
     return ((part - full) @ layer.v @ layer.o).norm(), 1 - beta[kept].sum()
 
 
-@check("S4", seeds, norms, st.integers(3, 9), st.integers(1, 8), st.sampled_from([1, 3]), st.booleans())
-def test_lemma_b4_with_its_2_bounds_what_eviction_changes(seed, norms, t, budget, p, opposed):
-    """Opposed: what stays points along the direction that W_V W_O stretches most, what goes against it."""
+@check("S4", seeds, norms, st.integers(3, 9), st.integers(1, 8), st.sampled_from([1, 3]))
+def test_lemma_b4_with_its_2_bounds_what_eviction_changes(seed, norms, t, budget, p):
     layer, x = draw(seed, norms, p=p), tokens(seed, t)
-    kept = layer.weights(x).topk(min(budget, t - 1)).indices
-    if opposed:
-        along = torch.linalg.svd(layer.v @ layer.o).U[:, 0]
-        x[:-1] = -along
-        x[kept] = along
-    apart, lost = evict(layer, x, kept)
+    apart, lost = evict(layer, x, layer.weights(x).topk(min(budget, t - 1)).indices)
     assert close(eviction_bound(layer, lost), 2 * norms[2] * norms[3] * lost)
     assert at_most(apart, eviction_bound(layer, lost))
-    assert not (opposed and p == 1) or close(apart, eviction_bound(layer, lost))  # reached
 
 
 @pytest.mark.claim("S4")
@@ -421,11 +414,6 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
     eps, steps = part * beta, proof_steps(beta, k, u, part * beta)
     assert steps.printed == pytest.approx(paper_bound(beta, k, eps), rel=1e-6, abs=1e-9)
     assert at_most(tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps), steps.line + 1e-9)
-    gamma = ((beta - eps) / (1 - eps)) ** (1 / (1 - k)) - 1
-    delta = (1 - (k - 1) * u ** (2 - k) + (k - 2) * u ** (1 - k)) / (1 - u ** (1 - k))  # b − E[C]
-    line = ((1 - beta) - (k - 1) * (beta - eps) * gamma) / delta / (1 - eps) ** 2
-    assert (steps.delta, steps.line) == pytest.approx((delta, line), rel=1e-6)
-    assert steps.factored == pytest.approx(steps.printed * 0.98 / delta, rel=1e-6, abs=1e-9)
 
 
 # ---- probabilities of failure, and the repaired bound ---
@@ -474,52 +462,16 @@ def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(record_pro
         record_property(f"S5.{word}", value)
 
 
-@check("S5", st.floats(0.05, 1), st.floats(0, 0.99), exponents, st.floats(2, 1000), st.integers(10, 10**7))
-def test_repaired_bound_is_the_mass_and_1_minus_beta_in_the_events(beta, part, k, u, n):
-    """Their probabilities are bounded by Maurer and by Hoeffding."""
-    eps = part * beta
-    mass = integrated_tail((beta - eps) / (1 - eps), k, u) / (1 - eps)
-    mean, square = (integral(order, u, k) / integral(0, u, k) for order in (1, 2))
-    poor, few = (eps * mean) ** 2 / (2 * square), 2 * (eps * (1 - beta) / (1 - eps)) ** 2
-    bound = mass + (1 - beta) * (exp(-n * poor) + exp(-n * few))
-    assert repaired_bound(beta, k, u, eps, n) == pytest.approx(min(1 - beta, bound), rel=1e-6, abs=1e-9)
-    assert tail_mass(beta, k, u) <= bound + 1e-9
-
-
 # ---- what is observed in a decoder ---
-
-
-def ratio_by_loops(p, distance, times):
-    T = len(p)
-    half, first, second = T // 2, set(), set()
-    for query in range(T):
-        for token in range(half - distance):
-            if query - token >= distance and p[query][token] > times / (query + 1):
-                (first if query < half else second).add(token)
-    return (len(first & second) / len(second) if second else nan), len(first) / (half - distance)
-
-
-@check("S7", seeds, st.integers(4, 13), st.integers(0, 4), st.sampled_from([1, 2.5]))
-def test_persistence_ratio_is_a_count_over_pairs(seed, T, distance, times):
-    assume(distance < T // 2)
-    p = (2 * random(2, 3, T, T, seed=seed)).masked_fill(~torch.ones(T, T).tril().bool(), -inf).softmax(-1)
-    by_loops = zip(*(ratio_by_loops(m.tolist(), distance, times) for m in p.flatten(0, 1)))
-    for got, expected in zip(persistence_ratio(p, distance, times), by_loops):
-        assert got.shape == (2, 3)
-        assert torch.allclose(got.flatten().double(), vector(*expected), atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.claim("S7")
 @torch.no_grad()
-def test_attention_maps_and_block_similarity_are_the_decoders_own():
+def test_block_similarity_is_the_decoders_own():
     model, T = decoder(), TOKENS.shape[1]
-    p, measured = attention_maps(model, TOKENS), block_similarity(model, TOKENS)
+    measured = block_similarity(model, TOKENS)
     x, pos = model.embed(TOKENS), torch.arange(T)[None]
     for layer, block in enumerate(model.blocks):
-        q, k, _ = block.attention.project(block.norm1(x), rope(model.freq, pos))
-        score = q @ k.repeat_interleave(3, 1).mT / sqrt(8)
-        expected = score.masked_fill(torch.ones(T, T).triu(1).bool(), -inf).softmax(-1)
-        assert torch.allclose(p[layer], expected, atol=1e-5)
         x = x + block.attention(block.norm1(x), rope(model.freq, pos), pos)
         change = block.mlp(block.norm2(x))
         cosine = torch.cosine_similarity(x, x + change, -1)
@@ -533,7 +485,7 @@ def test_shares_and_mass_of_the_last_queries_are_those_of_loops():
     p = torch.softmax(random(2, 3, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -inf), -1)
     expected = [float(p[i, h, t, j]) * (t + 1) for i in range(2) for h in range(3) for t in (10, 11)
                 for j in range(t + 1)]
-    assert close(even_shares(p, last=2), expected) and close(even_shares(p, last=2, most=50), expected[::3])
+    assert close(even_shares(p, last=2), expected)
     for beta, lost in zip((0.5, 0.25), mass_lost(p, (0.5, 0.25), last=2)):
         by_loops = [np.mean([sum(sorted(p[i, h, t, :t + 1].tolist())[:t + 1 - round(beta * (t + 1))])
                              for h in range(3) for t in (10, 11)]) for i in range(2)]
@@ -550,46 +502,6 @@ def test_newest_share_and_the_cost_of_reading_under_a_budget():
     assert (kl > 0).all() and 0 < peak <= 3 * 2 * 9 * (2 * 8 * 4 + 4) / 1024
     kl, peak = cost_of_reading(model, full, BudgetCache, budget=40)
     assert (kl.abs() < 1e-5).all() and peak == 3 * 2 * 34 * (2 * 8 * 4 + 4) / 1024  # 31 tokens and a tenth
-
-
-def fit_by_loops(x, candidates):
-    """Clauset, Shalizi and Newman: k, error, least, most, n and distance for the best of so many starts."""
-    x, best = sorted(x), None
-    for c in range(candidates):
-        tail = x[int(c * (0.99 * len(x) - 1) / (candidates - 1)):]
-        n = len(tail)
-        k = 1 + n / sum(log(value / tail[0]) for value in tail)
-        distance = 0.0
-        for i, value in enumerate(tail):
-            below = 1 - (tail[0] / value) ** (k - 1)  # of the fit; of the data i/n, then (i + 1)/n
-            distance = max(distance, abs(below - i / n), abs(below - (i + 1) / n))
-        if best is None or distance < best[-1]:
-            best = k, (k - 1) / sqrt(n), tail[0], tail[-1], n, distance
-    return best
-
-
-@check("S7", seeds, st.sampled_from([2, 7, 20]), st.floats(1.5, 5), examples=15)
-def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, candidates, k):
-    x = draw_power_law((155,), k, 50, seeded(seed)) + 1e-3
-    by_loops = fit_by_loops(x.tolist(), candidates)
-    assert tuple(tail_exponent(x, candidates)) == pytest.approx(by_loops, rel=1e-9)
-
-
-TOO_LARGE = scalar(1, 1, 0.5, 1.1, 1, 1)
-
-
-@pytest.mark.parametrize("call, message", [
-    (lambda: rollout(TOO_LARGE, torch.ones(1, 1), 4), "start has 1 tokens, .* at least 2 and fewer than T 4"),
-    (lambda: rollout(TOO_LARGE, torch.ones(3, 1), 5, 0), "budget 0 must be at least 1, or None"),
-    (lambda: drift_bound(TOO_LARGE, vector(0.1), 2), "= 1.1 must be at most 1, or tokens outgrow norm 1"),
-    (lambda: tail_mass(0, 3), "beta 0 is the share that is kept; it must lie above 0 and up to 1"),
-    (lambda: draw_power_law((2,), 2, inf, None), "exponent k 2 must exceed 2, or 1 with a finite u; u inf"),
-    (lambda: paper_bound(0.5, 3, 0.5), "eps 0.5 must be at least 0 and below beta 0.5"),
-    (lambda: persistence_ratio(torch.eye(8), 4), "distance 4 must .* half of the 8 queries"),
-    (lambda: tail_exponent(torch.ones(99)), "99 values, .* a fit needs at least 100, all pos")])
-def test_bad_input_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.claim("S2")
