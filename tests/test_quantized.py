@@ -221,16 +221,6 @@ def test_by_attention_what_leaves_and_what_is_seen_are_those_of_the_loop(case, c
         check_bytes(cache, part.stop, before, len(head.rounded), 4, **knobs)
 
 
-def test_of_equal_attention_the_oldest_leave():
-    """Queries each give all of their weight to one token; keys are orthogonal."""
-    cache = LowBitVague(bits=8, group_size=4, residual_length=2, heavy=2)
-    eye = torch.eye(64, dtype=F64)[None, None]
-    q, k = 1e4 * eye[:, :, [0, 0, 1, 1, *[2] * 8]], eye[:, :, :12]
-    cache.attend(q, k, k, torch.arange(12)[None])
-    cache.end_prefill()
-    assert cache.pos.flatten().tolist() == [1, 2, 10, 11]
-
-
 # ---- both ---
 
 

@@ -480,12 +480,9 @@ def test_block_similarity_is_the_decoders_own():
         x = x + change
 
 
-def test_shares_and_mass_of_the_last_queries_are_those_of_loops():
+def test_mass_lost_of_the_last_queries_is_that_of_loops():
     T = 12
     p = torch.softmax(random(2, 3, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -inf), -1)
-    expected = [float(p[i, h, t, j]) * (t + 1) for i in range(2) for h in range(3) for t in (10, 11)
-                for j in range(t + 1)]
-    assert close(even_shares(p, last=2), expected)
     for beta, lost in zip((0.5, 0.25), mass_lost(p, (0.5, 0.25), last=2)):
         by_loops = [np.mean([sum(sorted(p[i, h, t, :t + 1].tolist())[:t + 1 - round(beta * (t + 1))])
                              for h in range(3) for t in (10, 11)]) for i in range(2)]
@@ -502,6 +499,29 @@ def test_newest_share_and_the_cost_of_reading_under_a_budget():
     assert (kl > 0).all() and 0 < peak <= 3 * 2 * 9 * (2 * 8 * 4 + 4) / 1024
     kl, peak = cost_of_reading(model, full, BudgetCache, budget=40)
     assert (kl.abs() < 1e-5).all() and peak == 3 * 2 * 34 * (2 * 8 * 4 + 4) / 1024  # 31 tokens and a tenth
+
+
+def fit_by_loops(x, candidates):
+    """Clauset, Shalizi and Newman: k, error, least, most, n and distance for the best of so many starts."""
+    x, best = sorted(x), None
+    for c in range(candidates):
+        tail = x[int(c * (0.99 * len(x) - 1) / (candidates - 1)):]
+        n = len(tail)
+        k = 1 + n / sum(log(value / tail[0]) for value in tail)
+        distance = 0.0
+        for i, value in enumerate(tail):
+            below = 1 - (tail[0] / value) ** (k - 1)  # of the fit; of the data i/n, then (i + 1)/n
+            distance = max(distance, abs(below - i / n), abs(below - (i + 1) / n))
+        if best is None or distance < best[-1]:
+            best = k, (k - 1) / sqrt(n), tail[0], tail[-1], n, distance
+    return best
+
+
+@check("S7", seeds, st.sampled_from([2, 7, 20]), st.floats(1.5, 5), examples=15)
+def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, candidates, k):
+    x = draw_power_law((155,), k, 50, seeded(seed)) + 1e-3
+    by_loops = fit_by_loops(x.tolist(), candidates)
+    assert tuple(tail_exponent(x, candidates)) == pytest.approx(by_loops, rel=1e-9)
 
 
 @pytest.mark.claim("S2")

@@ -208,6 +208,16 @@ def test_variances_are_at_most_those_of_sizes_and_value_ratios(seed, n, D, radiu
     assert variance <= (first / m + second / m ** 2) * unit ** 2 * (1 + 1e-9)
 
 
+@check("T9", seeds, st.integers(1, 7), st.integers(1, 7), st.integers(1, 4))
+def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
+    v1, v2 = random(n, D, seed=seed), random(m, D, seed=seed + 1)
+    V = pairs(v1, v2)
+    (f, f1, f2), (s, s1, s2) = ([torch.linalg.matrix_norm(x, norm).item() ** 2 for x in (V, v1, v2)]
+                                for norm in ("fro", 2))
+    assert value_ratios(V) == pytest.approx((f / s, 0)) and f / s <= D + 1e-9
+    assert value_ratios(v1, v2) == pytest.approx(((f1 * s2 + s1 * f2) / s, f1 * f2 / s))
+
+
 # ---- T11, T12: how many clusters ---
 
 
