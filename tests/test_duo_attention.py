@@ -1,7 +1,6 @@
 """DuoAttention against loops: who holds what, and the split of the budget."""
 from functools import cache as once
 from itertools import pairwise
-import weakref
 
 import pytest
 import torch
@@ -64,9 +63,7 @@ def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order
     for part, (before, after) in zip(parts, pairwise(held_by_hand)):
         model(TOKENS[:, part.start:part.stop], caches)
         if part.stop == prompt:
-            old = [weakref.ref(x) for cache in caches for x in cache.slots.values()]
             end_prefill(caches)
-            assert len(old) == 3 * L and not any(x() is not None for x in old)
             assert sum(map(len, sum(after, []))) <= L * H * budget
 
         expected = torch.zeros(L, H, part.stop, dtype=torch.bool)

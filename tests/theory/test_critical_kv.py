@@ -4,7 +4,6 @@ from itertools import combinations
 from hypothesis import strategies as st
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from common import tasks
 from exact import F64, at_most, check, close, seeded, seeds
@@ -126,24 +125,6 @@ def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(record
 
 
 # ---- the least θ, ours ---
-
-
-@check("P9", seeds, st.integers(4, 40), sharpness, st.booleans(), st.integers(0, 3), st.integers(1, 40))
-def test_ours_is_never_above_weights_alone_or_two_stages(seed, n, sharp, grouped, window, budget):
-    g, G = seeded(seed), 3 if grouped else 1
-    weights = (sharp * torch.randn(2, G, n, generator=g, dtype=F64)).softmax(-1)
-    norms = torch.randn(2, G, n, 4, generator=g, dtype=F64).abs().sum(-1)
-    outside = n - window
-    budget = torch.tensor([budget, budget // 2 + 1]).clamp(max=outside)  # each row its own
-    whole = lambda entries: pad(entries, (0, window), value=True)[:, None].expand_as(weights)
-    bound = lambda entries: theta(weights, norms, whole(entries)).sum(-1)
-
-    by_weight, product = (x.sum(1)[:, :outside] for x in (weights, weights * norms))
-    critical = two_stage(top(by_weight, budget // 4), product, budget)
-    reached = torch.minimum(bound(top(by_weight, budget)), bound(critical))
-    ours, kept = (least_theta(weights, norms, budget, window, steps) for steps in (4, 0))
-    assert ours.shape == (2, outside) and (ours.sum(-1) == budget).all()
-    assert close(bound(kept), reached) and at_most(bound(ours), reached)
 
 
 @pytest.mark.claim("P9")

@@ -216,17 +216,6 @@ def nearby(seed, n, far, d=5):
     return x, y, (x - y).norm(dim=1).max()
 
 
-@check("S4", seeds, norms, st.integers(3, 9), st.floats(0.001, 2), st.sampled_from([1, 3]))
-def test_lemmas_b3_and_b5_bound_the_weights_even_without_a_2_and_the_mlp(seed, norms, t, far, p):
-    """Rank 1 (p = 1) makes W_Q W_Kᵀ as large as λ_Q λ_K. Softmax is ½-Lipschitz; the proof uses 1."""
-    layer, (x, y, drift) = draw(seed, norms, p=p, hidden=p), nearby(seed, t, far)
-    bound = weights_bound(layer, t, drift)
-    assert close(bound, 2 * sqrt(t - 1) / t * norms[0] * norms[1] * drift)
-    assert at_most((layer.weights(x) - layer.weights(y)).norm(), bound / 2)
-    apart, bound = (layer.mlp(x) - layer.mlp(y)).norm(dim=1), mlp_bound(layer, (x - y).norm(dim=1))
-    assert at_most(apart, bound) and close(bound, (1 + norms[4] * norms[5]) * (x - y).norm(dim=1))
-
-
 def evict(layer, x, kept):
     """‖ã_t − b_t‖ of Lemma B.4 and the mass lost."""
     beta = layer.weights(x)
@@ -234,12 +223,18 @@ def evict(layer, x, kept):
     return ((part - full) @ layer.v @ layer.o).norm(), 1 - beta[kept].sum()
 
 
-@check("S4", seeds, norms, st.integers(3, 9), st.integers(1, 8), st.sampled_from([1, 3]))
-def test_lemma_b4_with_its_2_bounds_what_eviction_changes(seed, norms, t, budget, p):
-    layer, x = draw(seed, norms, p=p), tokens(seed, t)
+@check("S4", seeds, norms, st.integers(3, 9), st.floats(0.001, 2), st.sampled_from([1, 3]), st.integers(1, 8))
+def test_lemmas_b3_b4_and_b5_bound_the_weights_eviction_and_the_mlp(seed, norms, t, far, p, budget):
+    """Rank 1 (p = 1) makes W_Q W_Kᵀ as large as λ_Q λ_K. Softmax is ½-Lipschitz; the proof uses 1."""
+    layer, (x, y, drift) = draw(seed, norms, p=p, hidden=p), nearby(seed, t, far)
+    bound = weights_bound(layer, t, drift)
+    assert close(bound, 2 * sqrt(t - 1) / t * norms[0] * norms[1] * drift)
+    assert at_most((layer.weights(x) - layer.weights(y)).norm(), bound / 2)
+    apart, bound = (layer.mlp(x) - layer.mlp(y)).norm(dim=1), mlp_bound(layer, (x - y).norm(dim=1))
+    assert at_most(apart, bound) and close(bound, (1 + norms[4] * norms[5]) * (x - y).norm(dim=1))
     apart, lost = evict(layer, x, layer.weights(x).topk(min(budget, t - 1)).indices)
-    assert close(eviction_bound(layer, lost), 2 * norms[2] * norms[3] * lost)
-    assert at_most(apart, eviction_bound(layer, lost))
+    bound = eviction_bound(layer, lost)  # B.4, with the 2
+    assert at_most(apart, bound) and close(bound, 2 * norms[2] * norms[3] * lost)
 
 
 @pytest.mark.claim("S4")
