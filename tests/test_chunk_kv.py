@@ -98,9 +98,6 @@ def test_bad_knobs_are_refused(make, message):
         make()
 
 
-# ---- chunks: cut, scored and taken ---
-
-
 # ---- in the decoder: indices that serve several layers ---
 
 ENDS, ROOM = TOKENS[:, :35] % 6 == 0, dict(budget=14, window_size=5)
