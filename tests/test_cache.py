@@ -8,7 +8,7 @@ import torch
 
 from common import decoder, dense
 from nanollm.cache import ALL, NEVER, LayerCache, cache_bytes, make_cache
-from nanollm.evaluate import full_cache_bytes, held
+from nanollm.evaluate import full_cache_bytes
 from nanollm.model import Config
 from nanollm.ranking import top
 from nanollm.window import WindowCache
@@ -210,17 +210,6 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
             ask()
 
 
-def test_make_cache_links_the_layers():
-    model = decoder()
-    caches = make_cache(model)
-    assert [cache.layer for cache in caches] == [0, 1, 2]
-    assert caches[0].below is None and caches[2].below is caches[1]
-    y = torch.randn(1, 6 * 8)
-    by_head = torch.einsum("hd,ohd->o", y.view(6, 8), caches[1].w_o)
-    assert torch.allclose(by_head, model.blocks[1].attention.o(y)[0], atol=1e-6)
-    assert cache_bytes(caches) == (0, 0)
-
-
 @pytest.mark.claim("R8")
 def test_the_memory_formula_counts_what_is_allocated(record_property):
     model = decoder()
@@ -233,15 +222,3 @@ def test_the_memory_formula_counts_what_is_allocated(record_property):
         model(torch.zeros(1, 30, dtype=torch.long), caches)
     positions = sum(cache.pos.nbytes for cache in caches)  # this cache also remembers where its tokens stood
     assert cache_bytes(caches)[0] - positions == full_cache_bytes(model.config, 30, bytes_per_number=4)
-
-
-def test_held_tells_for_every_head_which_tokens_have_a_slot():
-    _, cache = uneven()
-    fill(cache, 1)
-    kept = [[{1, 4, 8, 9}, {2, 9}], [{5, 6, 9}, {9}]]  # per row and head
-    expected = [[[i in head for i in range(11)] for head in row] for row in kept]
-    full = LayerCache()
-    fill(full, 10)
-    told = held([full, cache], 11)
-    assert told[:, 1].tolist() == expected and told[:, 0].tolist() == [[[True] * 10 + [False]] * 2] * 2
-    assert torch.equal(held([full, cache], 2), told[..., :2])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import ENCODING, tasks
+from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
 from nanollm import TINY, evaluate, page, table
@@ -22,8 +22,7 @@ from nanollm.__main__ import main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
 from nanollm.generate import generate
-from nanollm.model import Config, Decoder
-from nanollm.weights import from_hf, to_hf
+from nanollm.weights import from_hf
 from nanollm.window import WindowCache
 
 ROOT = Path(__file__).parent.parent
@@ -33,16 +32,7 @@ SMALL = ["--lengths", "288", "--documents", "4"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    shape = dict(n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32)
-    model = Decoder(Config(vocab_size=2048, max_len=400, **shape))
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.2)
-    to_hf(model, folder)
-    shutil.copy(TINY / "tokenizer.tiktoken", folder)
-    return folder
+    return checkpoint_of_two_layers(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(autouse=True)
@@ -166,22 +156,6 @@ def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, 
     assert f"\n{table.additions_table(rows)}\n" in capsys.readouterr().out
 
 
-def test_two_processes_make_the_rows_of_one(rows, checkpoint, tmp_path):
-    file = tmp_path / "rows.json"
-    done = command(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m",
-                   "nanollm", "--model", checkpoint, *SMALL, "--budgets", 50, 12.5, "--methods", *NAMES[:2],
-                   "--json", file, "--figure", tmp_path / "two.svg")
-    assert done.returncode == 0, done.stderr
-    for two, one in zip(json.loads(file.read_text()), rows[:3], strict=True):
-        for key in one.keys() - {"tokens_per_s", "each"} | one["each"].keys():
-            for a, b in (two.get(key), one.get(key)), (two["each"].get(key), one["each"].get(key)):
-                # a process has one thread, and sums round otherwise
-                same = a == b if key == "method" or b is None else np.allclose(a, b, 1e-3, 1e-5)
-                assert same, key
-    assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith(tuple(NAMES))] == [
-        "full", "random", "random"]
-
-
 @dataclass(eq=False)
 class Learned(LayerCache):
     """Keeps everything; it finds out two of its knobs itself."""
@@ -244,8 +218,7 @@ class C(LayerCache):
     budget: int
 
     def __post_init__(self): 1 / 0
-""",
-    "plain": "class C(LayerCache):\n    budget: int = 9\n"}
+"""}
 
 
 @pytest.fixture
@@ -278,7 +251,6 @@ def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkp
     assert lines[1] == "  ! evicts nothing: holds all 223 tokens of a prompt, and its budget is 112"
     assert [line.split()[0] for line in lines[2:5]] == ["early", "late", "h2o"]
     assert "!" not in "".join(lines[2:]) and Path("compare.png").exists()
-    refused(capsys, [*arguments, "plain"], "plain.*: C declares budget but is no dataclass; put @dataclass")
     (wrong / "syntax.py").write_text("def\n")  # a broken file is named, and what needs it not goes on
     main(["generate", "--model", str(checkpoint), "--tokens", "2", "x"])
     assert capsys.readouterr().err.startswith("methods/syntax.py is left out: SyntaxError")

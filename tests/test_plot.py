@@ -15,10 +15,6 @@ def closed():
     plt.close("all")
 
 
-def darkness(color) -> float:
-    return 1 - np.mean(to_rgb(color))
-
-
 # ---- the comparison ---
 
 
@@ -71,7 +67,7 @@ def check_names(axis, lines, names):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("methods", [["cam", "full", "h2o", "ada_kv"], ["cam"]])
+@pytest.mark.parametrize("methods", [["cam", "full", "h2o", "ada_kv"]])
 def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
     measured, names = rows(methods), [name for name in methods if name != "full"]
     full, others = ([row for row in measured if (row["method"] == "full") == of] for of in (True, False))
@@ -119,20 +115,10 @@ def test_of_many_methods_eight_are_drawn_a_familys_own_first():
     assert plot.drawn(["snap_kv+theta", "full", "mine", "snap_kv+theta"]) == ["snap_kv+theta", "mine"]
 
 
-@pytest.mark.parametrize("heights, moved", [
-    ([0.5, 0.1, 0.9], [0.5, 0.1, 0.9]), ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]), ([1.0, 0.95], [1.0, 0.9]),
-    ([1.2, 0.95, 0.9], [1.0, 0.9, 0.8]), ([], [])])
-def test_labels_are_moved_apart_and_stay_inside(heights, moved):
-    assert plot.apart(heights, 0.1) == pytest.approx(moved)
-
-
 def test_families_can_be_told_apart_in_grey():
-    common = set("snap_kv ada_kv pyramid_kv chunk_kv scissorhands kv_reviver h2o streaming_llm".split())
-    looks = {name: plot.style(name) for name in plot.FAMILIES}
-    assert common < looks.keys()
-    for part in "marker", "color":
-        assert len({look[part] for look in looks.values()}) == len(looks)
-    shades = sorted(np.dot(to_rgb(looks[name]["color"]), (0.299, 0.587, 0.114)) for name in common)
+    common = "snap_kv ada_kv pyramid_kv chunk_kv scissorhands kv_reviver h2o streaming_llm".split()
+    assert all(len({*x}) == len(plot.FAMILIES) for x in zip(*plot.FAMILIES.values()))
+    shades = sorted(np.dot(to_rgb(plot.style(name)["color"]), (0.299, 0.587, 0.114)) for name in common)
     assert min(np.diff(shades)) > 0.015 and shades[-1] < 0.75  # nor does one vanish on white
 
 
@@ -220,10 +206,11 @@ def test_heads_writes_each_number_at_its_layer_and_head(values, options, limit):
     assert ([*axis.get_xticks()], [*axis.get_yticks()]) == ([*range(heads)], [*range(layers)])
 
     low = -1 if options.get("diverging") else 0
-    least, most = (image.cmap(image.norm(x * limit))[:3] for x in (low, 1))
+    colours = [np.array(image.cmap(image.norm(x * limit))[:3]) for x in (low, 0.5, 1)]
+    least, half, most = (1 - colour.mean() for colour in colours)
+    assert least < 0.75 > most > half  # dark, but the numbers can be read
     if low:
-        assert most[0] > most[2] and least[0] < least[2]  # orange; purple
-    assert darkness(least) < 0.75 > darkness(most) > darkness(image.cmap(image.norm(limit / 2))[:3])
+        assert colours[2][0] > colours[2][2] and colours[0][0] < colours[0][2]  # orange; purple
     assert image.norm.vmax > limit - 1e-6 and image.norm.vmin == low * image.norm.vmax
 
 
