@@ -99,7 +99,7 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
 def test_samples_follow_the_distribution(temperature, top_k, top_p):
     """Rows of two kinds, each cut by its own logits."""
     n, g = 20_000, torch.Generator().manual_seed(0)
-    kinds = torch.tensor([LOGITS, LOGITS[::-1]])
+    kinds = torch.tensor([LOGITS, [x / 2 for x in LOGITS[::-1]]])
     drawn = sample(kinds.repeat(n, 1), temperature, top_k, top_p, g).view(n, 2)
     for logits, column in zip(kinds.tolist(), drawn.T):
         p, seen = torch.tensor(distribution(logits, temperature, top_k, top_p)), column.bincount(minlength=8)

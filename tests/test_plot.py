@@ -115,6 +115,13 @@ def test_of_many_methods_eight_are_drawn_a_familys_own_first():
     assert plot.drawn(["snap_kv+theta", "full", "mine", "snap_kv+theta"]) == ["snap_kv+theta", "mine"]
 
 
+@pytest.mark.parametrize("heights, moved", [
+    ([0.5, 0.1, 0.9], [0.5, 0.1, 0.9]), ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]), ([], []),
+    ([1.2, 0.95, 0.9], [1.0, 0.9, 0.8])])
+def test_labels_are_moved_apart_and_stay_inside(heights, moved):
+    assert plot.apart(heights, 0.1) == pytest.approx(moved)
+
+
 def test_families_can_be_told_apart_in_grey():
     common = "snap_kv ada_kv pyramid_kv chunk_kv scissorhands kv_reviver h2o streaming_llm".split()
     assert all(len({*x}) == len(plot.FAMILIES) for x in zip(*plot.FAMILIES.values()))
