@@ -230,7 +230,7 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
     ("copy", dict(length=20, start=8, answer=13), "start 8 and answer 13 .* passage of 20"),
     ("few_shot", dict(shots=0), "shots 0 must be a whole number from 1 to 400"),
     ("few_shot", dict(classes=9), "classes 9 must be a whole number from 2 to 8"),
-    ("few_shot", dict(B=2, every_label=True, shots=6, T=200), "1000 documents .* do not align .*; B 2 must be 1"),
+    ("few_shot", dict(B=2, every_label=True, shots=6, T=200), "1000 documents .* align .*; B 2 must be 1"),
     ("ids", {}, "task 'ids' is unknown; known are needle, recall"),
     ("plain", dict(seed=-1), "seed -1 must be a whole number from 0 to"),
     ("plain", dict(B=10 ** 30), r"1e\+30 documents of 400 tokens are more than memory .* at most 5368709"),
