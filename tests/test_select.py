@@ -53,12 +53,12 @@ def test_all_is_every_window_method_with_each_addition_once():
     assert pick(["all", "h2o"]).keys() == chosen.keys()
 
 
-@pytest.mark.parametrize("name", ["nope", "ada_kv+nope", "h2o+critical"])
-def test_an_unknown_name_is_answered_by_the_known_ones(name):
+def test_an_unknown_name_is_answered_by_the_known_ones():
     known = [*methods()[0], *sorted(pick(["all"]).keys() - methods()[0].keys())]
-    with pytest.raises(ValueError) as error:
-        pick(["h2o", name])
-    assert str(error.value) == f"unknown method {name!r}; known are {', '.join(known)}, all"
+    for name in "nope", "ada_kv+nope", "h2o+critical":
+        with pytest.raises(ValueError) as error:
+            pick(["h2o", name])
+        assert str(error.value) == f"unknown method {name!r}; known are {', '.join(known)}, all"
 
 
 @pytest.mark.parametrize("name, message", [
