@@ -204,7 +204,7 @@ for count, points in crowded.items():
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
 for (precision, points), line in zip(evicted.items(), LINES):
-    axes[0].semilogx(*zip(*points), **line, label=f"{precision} bit{'s' * (precision > 1)} a number")
+    axes[0].semilogx(*zip(*points), **line, label=f"bits a number: {precision}")
 x = np.geomspace(.1, 8)
 axes[0].plot(x, x.clip(max=1), color="black", linewidth=1, label="no more is possible")
 axes[0].set(xlabel="bits kept of V₁ / nd", title="4 to 32 of 32 tokens kept, and rounded")

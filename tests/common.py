@@ -3,12 +3,14 @@ from functools import cache as once
 from itertools import product
 import math
 import os
+import shutil
 
 import pytest
 import torch
 
 from nanollm import TINY, data, tokenizer
 from nanollm.model import Config, Decoder
+from nanollm.weights import to_hf
 
 # ---- where kernels run: a GPU, or a CPU in Triton's interpreter, which TRITON_INTERPRET=1 asks for ---
 
@@ -114,6 +116,19 @@ def decoder(**changed) -> Decoder:
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model.eval()
+
+
+def checkpoint_of_two_layers(folder):
+    """A decoder of random weights with the tokenizer that ships, as a folder that commands take."""
+    torch.manual_seed(0)
+    shape = dict(n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32)
+    model = Decoder(Config(vocab_size=2048, max_len=400, **shape))
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.2)
+    to_hf(model, folder)
+    shutil.copy(TINY / "tokenizer.tiktoken", folder)
+    return folder
 
 
 def logits_by_hand(model, tokens, seen):

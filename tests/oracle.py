@@ -35,6 +35,7 @@ CASES = {
     "llama3.1": LlamaConfig(**shape(32, 4, 2, head_dim=16, rope_parameters=LLAMA3)),
     "mistral": MistralConfig(**shape(32, 4, 2, sliding_window=None, head_dim=4)),
     "qwen2": Qwen2Config(**shape(32, 4, 2, rope_parameters=dict(rope_type="default", rope_theta=300.0))),
+    "qwen2 heads of 14": Qwen2Config(**shape(20, 3, 3, head_dim=14)),  # which do not divide 20
     "qwen2 tied 1 kv": Qwen2Config(**shape(24, 6, 1, tie_word_embeddings=True)),
 }
 

@@ -10,11 +10,11 @@ import torch
 from common import TOKENS, decoder
 from methods.sub_gen import SubGen
 from methods.sub_gen_pairs import SubGen4Cache
-from nanollm.cache import ALL, LayerCache, end_prefill, make_cache
+from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.evaluate import for_text
 from nanollm.select import given, has_budget, methods
 
-BUDGET, KNOBS = 24, dict(budget=24, window_size=4)
+BUDGET, KNOBS = 24, dict(budget=np.int64(24), window_size=4)  # NumPy's whole numbers are some
 METHODS, ADDITIONS = ({name: x for name, x in found.items() if isinstance(x, type | dict)}
                       for found in methods()[:2])
 ENDS = torch.arange(50) % 7 == 0
@@ -23,11 +23,6 @@ ENDS = torch.arange(50) % 7 == 0
 @pytest.fixture(scope="module")
 def model():
     return decoder(n_layers=2)
-
-
-def caches_of(model, name):
-    Method = METHODS[name]
-    return make_cache(model, for_text(Method, ENDS[TOKENS]), **given(Method, **KNOBS))
 
 
 def one_line(error) -> str:
@@ -41,8 +36,9 @@ def one_line(error) -> str:
 @torch.no_grad()
 @pytest.mark.parametrize("done", [False, True], ids=["prompt", "decoding"])
 @pytest.mark.parametrize("name", METHODS)
-def test_another_batch_is_refused_and_the_text_goes_on(model, name, done):
-    caches = caches_of(model, name)
+def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name, done):
+    Method = METHODS[name]
+    caches = make_cache(model, for_text(Method, ENDS[TOKENS]), **given(Method, **KNOBS))
     model(TOKENS, caches)
     if done:
         end_prefill(caches)
@@ -53,23 +49,13 @@ def test_another_batch_is_refused_and_the_text_goes_on(model, name, done):
             model(torch.ones(B, 1, dtype=torch.int64), caches)
         one_line(error)
     if not done:
-        end_prefill(caches), end_prefill(untouched)
-    for token in TOKENS[:, :3].split(1, 1):
-        assert torch.equal(model(token, caches), model(token, untouched))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", METHODS)
-def test_saying_twice_that_the_prompt_is_over_is_refused_or_harmless(model, name):
-    caches = caches_of(model, name)
-    model(TOKENS, caches)
-    end_prefill(caches)
-    slots = [cache.pos.sort(-1).values for cache in caches]
+        end_prefill(untouched)
     try:
         end_prefill(caches)
     except ValueError as error:
-        assert "the prompt is over" in str(error)
-    assert all(torch.equal(cache.pos.sort(-1).values, before) for cache, before in zip(caches, slots))
+        assert done and "the prompt is over" in str(error)
+    for token in TOKENS[:, :3].split(1, 1):
+        assert torch.equal(model(token, caches), model(token, untouched))
 
 
 @torch.no_grad()
@@ -99,20 +85,15 @@ NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
 @pytest.mark.parametrize("call, tensors, message", [
     ("attend", (Q, K, torch.zeros(2, 2, 4, 8), POS), SHAPES),
     *(("attend", (q, K, K, POS), SHAPES) for q in (Q[:, :, :2], Q[:, :3], Q[:, :0], Q[:1], Q[..., :6])),
-    ("attend", (Q[:, :, 0], K[:, :, 0], K[:, :, 0], POS), SHAPES),
     ("attend", (Q[:, :, :0], K[:, :, :0], K[:, :, :0], POS[:, :0]), "with T at least 1"),
-    ("attend", (Q, K, K, POS.expand(3, 3)), r"pos of shape \(3, 3\) must be \(2 or 1, 3\)"),
-    ("attend", (Q, K, K, POS[:, :2]), r"pos of shape \(1, 2\)"),
+    ("attend", (Q, K, K, POS[:, :2]), r"pos of shape \(1, 2\) must be \(2 or 1, 3\)"),
     ("attend", (Q, K, K, POS.float()), "and not torch.float32"),
     ("attend", (Q[:, :2], K[:, :1], K[:, :1], POS), "2 texts of 1 heads come to a cache that holds 2 of 2"),
-    ("attend", (Q.half(), K, K, POS), DTYPES), ("attend", (Q, K.half(), K, POS), DTYPES),
+    ("attend", (Q.half(), K, K, POS), DTYPES), ("attend", (None, K, K, POS), "q, k, v and pos must be"),
     ("attend", (Q.to("meta"), K, K, POS), "torch.float32 on meta, torch.float32 on cpu"),
-    ("attend", (None, K, K, POS), "q, k, v and pos must be tensors"),
-    ("attend", (Q, K, K, [[0, 1, 2]]), "must be tensors"),
     ("keep", ([[0]],), "slots to keep are a list; give an int64 tensor"),
     ("keep", (NO_INDEX[:1, :, None],), r"of shape \(1, 2, 1\), torch.int64, must be \(2, 2, n\)"),
-    ("keep", (NO_INDEX[:, :1, None],), "must be"), ("keep", (NO_INDEX,), "must be"),
-    ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
+    ("keep", (NO_INDEX,), "must be"), ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
     ("keep", (NO_INDEX[..., None] + 3,), "slot 3 is to be kept, but there are 3"),
     ("shrink", (torch.zeros(2, 4, 3), 2), r"scores \(2, 4, 3\) must be a tensor \(2, 2, 3\)"),
     ("shrink", ([1.0], 2), "scores list must be")])
@@ -163,17 +144,11 @@ def test_a_seed_is_one_for_every_layer_or_refused_before_it_is_used(Method, knob
     torch.Generator().manual_seed(1000 * Method(seed=2 ** 63 // 1000 - 1, **knobs).seed + 99)
 
 
-def test_whole_numbers_of_numpy_and_for_floats_are_welcome():
-    assert METHODS["h2o"](budget=np.int64(9), recent=1).budget == 9
-
-
-@pytest.mark.parametrize("watch", [True, -1, 2.0, None, "all"])
+@pytest.mark.parametrize("watch", [True, -1, 2.0])
 def test_watch_is_a_number_of_queries(model, watch):
     Watching = dataclass(eq=False)(type("Watching", (LayerCache,), {"watch": watch}))
     with pytest.raises(ValueError, match=f"watch {watch!r} of Watching must be a number of queries"):
         make_cache(model, Watching)
-    Watching.watch = ALL
-    assert len(make_cache(model, Watching)) == 2
 
 
 def test_a_class_that_is_no_dataclass_or_does_not_begin_as_its_base_is_told(model):

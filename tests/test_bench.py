@@ -27,8 +27,7 @@ def test_what_is_compared_is_the_same(case):
     check(case, 1e-5)
 
 
-@pytest.mark.parametrize("who", ["kernel", "sdpa"])
-@pytest.mark.parametrize("wrong, told", [(1.001, "0.001"), (torch.nan, "nan")])
+@pytest.mark.parametrize("who, wrong, told", [("kernel", 1.001, "0.001"), ("sdpa", torch.nan, "nan")])
 def test_what_is_off_is_named(who, wrong, told):
     case = norms(Shape(1, 20, **TINY))
     case = case._replace(kernel=case.eager)._replace(**{who: lambda *inputs: case.eager(*inputs) * wrong})
@@ -175,12 +174,12 @@ def test_the_command_with_a_cpu_in_the_gpus_place(replays, monkeypatch, tmp_path
         run([], [first], monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("there, message", [(True, "TRITON_INTERPRET is set"), (False, "no GPU here")])
-def test_what_cannot_be_timed_is_refused(monkeypatch, there, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+def test_what_cannot_be_timed_is_refused(monkeypatch):
     monkeypatch.setattr(bench, "interpreted", True)
-    with pytest.raises(ValueError, match=message):
-        bench.main([])
+    for there, message in (True, "TRITON_INTERPRET is set"), (False, "no GPU here"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        with pytest.raises(ValueError, match=message):
+            bench.main([])
 
 
 def test_a_plain_run_has_no_kernels(monkeypatch):

@@ -8,9 +8,9 @@ import torch
 
 from common import decoder, dense
 from nanollm.cache import ALL, NEVER, LayerCache, cache_bytes, make_cache
-from nanollm.evaluate import full_cache_bytes, held
+from nanollm.evaluate import full_cache_bytes
 from nanollm.model import Config
-from nanollm.ranking import rank, top
+from nanollm.ranking import top
 from nanollm.window import WindowCache
 
 
@@ -41,7 +41,7 @@ class Watched(LayerCache):
 
 
 @pytest.mark.parametrize("watch", [0, 1, 3, ALL])
-@pytest.mark.parametrize("chunks", [[11], [1] * 11, [5, 1, 5]])
+@pytest.mark.parametrize("chunks", [[11], [5, 1, 5]])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("G", [1, 3])
 def test_output_and_watched_weights_are_those_of_causal_attention(watch, chunks, biased, G):
@@ -171,23 +171,15 @@ def test_shrinking_ragged_heads_drops_empty_slots_first(budget):
         head[-budget:] for head in newest]
 
 
-@pytest.mark.parametrize("over", [1, 4])
-def test_shrink_keeps_the_best_and_of_equals_the_newest(over):
-    cache = LayerCache()
-    fill(cache, 8)
-    score = torch.tensor([3.0, 1, 2, 1, 5, 2, 1, 3]).expand(2, 2, 8)
-    cache.shrink(score, 8 - over)
-    kept = {1: [0, 2, 3, 4, 5, 6, 7], 4: [0, 4, 5, 7]}[over]
-    assert (cache.pos.sort(-1).values == torch.tensor(kept)).all()
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.randoms())
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.randoms(), st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
-def test_rank_orders_by_score_and_breaks_ties_towards_the_newest(scores, random):
-    pos = random.sample(range(len(scores)), len(scores))
-    expected = sorted(range(len(scores)), key=lambda i: (-scores[i], -pos[i]))
-    got = rank(torch.tensor([scores]).float(), torch.tensor([pos]))[0].tolist()
-    assert [got.index(r) for r in range(len(scores))] == expected
+def test_shrink_keeps_the_best_and_of_equals_the_newest_in_any_order(scores, random, budget):
+    pos, cache = random.sample(range(len(scores)), len(scores)), LayerCache()
+    k = torch.zeros(1, 1, len(scores), 8)
+    cache.write(k, k, torch.tensor([pos]))
+    cache.shrink(torch.tensor([[scores]]).float(), budget)
+    best = sorted(range(len(scores)), key=lambda i: (-scores[i], -pos[i]))[:budget]
+    assert {*cache.pos[0, 0].tolist()} == {pos[i] for i in best} and cache.length == len(best)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.tuples(*[st.integers(-2, 14)] * 2))
@@ -218,22 +210,6 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
             ask()
 
 
-def test_make_cache_links_the_layers():
-    model = decoder()
-    caches = make_cache(model)
-    assert [cache.layer for cache in caches] == [0, 1, 2]
-    assert caches[0].below is None and caches[2].below is caches[1]
-    y = torch.randn(1, 6 * 8)
-    by_head = torch.einsum("hd,ohd->o", y.view(6, 8), caches[1].w_o)
-    assert torch.allclose(by_head, model.blocks[1].attention.o(y)[0], atol=1e-6)
-    assert cache_bytes(caches) == (0, 0)
-
-
-def test_a_kernel_has_a_middle():
-    with pytest.raises(ValueError, match="kernel 4 an odd number"):
-        WindowCache(budget=64, kernel_size=4)
-
-
 @pytest.mark.claim("R8")
 def test_the_memory_formula_counts_what_is_allocated(record_property):
     model = decoder()
@@ -246,15 +222,3 @@ def test_the_memory_formula_counts_what_is_allocated(record_property):
         model(torch.zeros(1, 30, dtype=torch.long), caches)
     positions = sum(cache.pos.nbytes for cache in caches)  # this cache also remembers where its tokens stood
     assert cache_bytes(caches)[0] - positions == full_cache_bytes(model.config, 30, bytes_per_number=4)
-
-
-def test_held_tells_for_every_head_which_tokens_have_a_slot():
-    _, cache = uneven()
-    fill(cache, 1)
-    kept = [[{1, 4, 8, 9}, {2, 9}], [{5, 6, 9}, {9}]]  # per row and head
-    expected = [[[i in head for i in range(11)] for head in row] for row in kept]
-    full = LayerCache()
-    fill(full, 10)
-    told = held([full, cache], 11)
-    assert told[:, 1].tolist() == expected and told[:, 0].tolist() == [[[True] * 10 + [False]] * 2] * 2
-    assert torch.equal(held([full, cache], 2), told[..., :2])

@@ -4,22 +4,20 @@ from functools import partial
 from itertools import product
 import math
 
-from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
 from common import TOKENS, chunks_of, decoder
 from methods.ada_kv import AdaKV
-from methods.chunk_kv import ChunkKV, Chunks, ChunksCode, fit, scores
-from methods.pyramid_kv import PyramidKV
+from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
 from methods.residual_entry import Residual
-from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks, cut_at
+from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks
 from methods.snap_kv import SnapKV
-from methods.theory.chunk_kv import FilledChunks, LaterGroups, PlacedChunks
+from methods.theory.chunk_kv import FilledChunks, LaterGroups
 from nanollm import window
 from nanollm.cache import NEVER, LayerCache, end_prefill, make_cache
 from windows import (
-    GROUPED, PROMPTS, TIED, Case, by_depth, by_head, check_walk, compress, highest, live, mean,
+    GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, highest, live, mean,
     name_of, pool, walk)
 
 # ---- a prompt through the cache ---
@@ -56,9 +54,7 @@ CASES = {
     "filled": Case(ChunkKV, {}, chunks(FilledChunks(5)), choose=filling),
     "semantic": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6)), choose=by_chunk),
     "on ada": Case(AdaKV, dict(floor=0.1), chunks(Chunks(3)), by_head, by_chunk),
-    "filled on ada": Case(AdaKV, {}, chunks(FilledChunks(4, "mean")), by_head, filling),
     "semantic on ada": Case(AdaKV, {}, chunks(SemanticChunks(20, "sum")), by_head, by_chunk),
-    "on pyramid": Case(PyramidKV, {}, chunks(Chunks(3, "mean")), by_depth, by_chunk),
     "residual": Case(ChunkKV, {}, chunks(Residual(Chunks(2), entries=2)), choose=by_chunk),
 }
 WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "semantic on ada"], PROMPTS[2:])]
@@ -82,11 +78,6 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
     assert one == kept(SnapKV, kernel_size=kernel_size) != two
 
 
-def test_chunk_kv_sums_votes_and_the_semantic_averages_pooled_ones():
-    for cache, knobs in ((ChunkKV(20, 8), [1, 10, "sum"]), (SemanticChunkKV(99, 8), [7, 32, "mean"])):
-        assert [cache.kernel_size, cache.select.chunk_size, cache.select.score] == knobs
-
-
 def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
     assert len(kept(select=Chunks(12))[0][0]) == len(kept(select=FilledChunks(13))[0][0]) == 20
     ends = torch.zeros(2, 59, dtype=torch.bool)
@@ -100,59 +91,11 @@ def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
     (lambda: AdaKV(20, 8, select=Chunks(13)), "no room for a chunk of 13 .* make it at least 21, or the"),
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
     (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
-    (lambda: SemanticChunks(ends=torch.zeros(9) > 0), "ends .9,. of torch.bool must be"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
-    (lambda: PlacedChunks(at=[3]), "at .3. of PlacedChunks must be"), (PlacedChunks, "at must be a tensor"),
 ])
 def test_bad_knobs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# ---- chunks: cut, scored and taken ---
-
-
-def taken_by_loop(score, length, room):
-    taken = [False] * len(score)
-    for m in sorted(range(len(score)), key=lambda m: (-score[m], -m)):
-        if length[m] <= room:
-            taken[m], room = True, room - length[m]
-    return taken
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 8), st.sampled_from([0.0, 0.3, 0.8]),
-       st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
-def test_chunks_are_cut_scored_and_taken_as_by_loops(seed, n, longest, share, budget):
-    g = torch.Generator().manual_seed(seed)
-    ends = torch.rand(2, 3, n, generator=g) < share
-    votes = torch.randint(0, 4, (2, 3, n), generator=g).double()
-    rows = {at: chunks_of(n, longest, range(n), ends[at].tolist()) for at in product(range(2), range(3))}
-    most = max(map(len, rows.values()))
-    each = (budget + torch.tensor([0, 3, -4])).clamp(min=0)  # a budget for each head
-
-    chunk = cut_at(ends, longest)
-    for how, of in (("sum", sum), ("mean", lambda x: sum(x) / len(x)), ("max", max)):
-        score, length = scores(votes, chunk, how)
-        some, other = fit(score, length, budget), fit(score, length, each)
-        assert score.shape == length.shape == some.shape == (2, 3, most)
-        for at, row in rows.items():
-            assert chunk[at].tolist() == [m for m, tokens in enumerate(row) for _ in tokens]
-            unused = [0] * (most - len(row))  # only other rows have so many
-            each_score = [of(votes[at][tokens].tolist()) for tokens in row]
-            assert score[at].tolist() == pytest.approx(each_score + unused)
-            assert length[at].tolist() == [*map(len, row), *unused]
-            for got, room in ((some, budget), (other, int(each[at[1]]))):
-                assert got[at].tolist() == taken_by_loop(score[at].tolist(), length[at].tolist(), room)
-
-
-@pytest.mark.parametrize("place", [0, 1, 9])
-def test_a_placed_grid_gives_a_token_its_place_in_a_whole_chunk(place):
-    at = torch.tensor([0, 3, 17, 40, 41])
-    chunk = PlacedChunks(at=at, place=place).cut(ChunkKV(30, 8), torch.zeros(5, 3, 60))
-    for row, i in zip(chunk[:, 1], at.tolist()):
-        assert (row[:i] == row[i]).sum() == min(i, place)
-        assert row.bincount()[1:-1].tolist() == [10] * (row[-1] - 1)
 
 
 # ---- in the decoder: indices that serve several layers ---

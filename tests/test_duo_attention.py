@@ -1,13 +1,11 @@
-"""DuoAttention against loops: who holds what, dense attention over exactly that, the split of the budget."""
+"""DuoAttention against loops: who holds what, and the split of the budget."""
 from functools import cache as once
 from itertools import pairwise
-import weakref
 
-from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from common import decoder as random_decoder, logits_by_hand
+from common import decoder as random_decoder
 from methods.duo_attention import DuoAttention
 from nanollm.cache import end_prefill, make_cache
 from nanollm.evaluate import held
@@ -38,32 +36,15 @@ def by_hand(n: int, budget: int, order, every=L * H, least=LEAST):
 
 
 def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
-    """Parts of the text; what a head holds after each, [part][layer][head]; what it sees, (L, H, T, T)."""
+    """Parts of the text, and what a head holds before the first and after each, [part][layer][head]."""
     parts = [range(a, b) for a, b in pairwise([*range(0, prompt, chunk_size), *range(prompt, T, block), T])]
-    whole, w = by_hand(prompt, budget, order)
-    held, seen = [[[[]] * H] * L], torch.zeros(L, H, T, T, dtype=torch.bool)
+    (whole, w), held = by_hand(prompt, budget, order), [[[[]] * H] * L]
     for part in parts:
         n = part.stop
         streams = [*range(SINKS), *range(n - (w - SINKS), n)] if n >= prompt and n > w else [*range(n)]
         held.append([[[*range(n)] if n < prompt or (layer, head) in whole else streams for head in range(H)]
                      for layer in range(L)])
-        for layer in range(L):
-            for head in range(H):
-                for t in part:
-                    seen[layer, head, t, [*held[-2][layer][head], *range(part.start, t + 1)]] = True
-    return parts, held, seen
-
-
-class Room:
-    """Allocated slots of a head: exact after a prompt or where more than one goes, else a tenth more."""
-    slots = 0
-
-    def after(self, before: int, came: int, now: int, prompt_ends: bool) -> int:
-        if before + came > self.slots:
-            self.slots = before + came + ((before + came) // 10 if before else 0)
-        if prompt_ends or before + came - now > 1:
-            self.slots = now
-        return self.slots
+    return parts, held
 
 
 # prompt tokens, how many come at a time before its end, and after it; budget; heads that retrieve
@@ -74,82 +55,35 @@ class Room:
     (20, 9, 1, 20, ALL_HEADS), (20, 20, 2, 9, ()),          # 9 and 0, 9
     (20, 7, 4, T, ORDER),                                   # a budget of all tokens is full attention
     (10, 4, 5, 14, ORDER), (0, 1, 1, 7, ORDER), (0, 1, 6, 7, ALL_HEADS[:8])])  # prompts within the budget
-def test_held_tokens_bytes_and_logits_are_the_loops(prompt, chunk, block, budget, order):
-    model, (parts, held_by_hand, seen) = decoder(), walk(prompt, chunk, block, budget, order)
+def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order):
+    model, (parts, held_by_hand) = decoder(), walk(prompt, chunk, block, budget, order)
     caches = make_cache(model, DuoAttention, budget=budget, heads=order, sinks=SINKS, least=LEAST)
-    logits, rooms = [], [[Room() for _ in range(H)] for _ in range(L)]
     if not prompt:
         end_prefill(caches)
     for part, (before, after) in zip(parts, pairwise(held_by_hand)):
-        logits.append(model(TOKENS[:, part.start:part.stop], caches))
+        model(TOKENS[:, part.start:part.stop], caches)
         if part.stop == prompt:
-            old = [weakref.ref(x) for cache in caches for x in cache.slots.values()]
             end_prefill(caches)
-            assert len(old) == 3 * L and not any(x() is not None for x in old)
             assert sum(map(len, sum(after, []))) <= L * H * budget
 
-        expected, allocated = torch.zeros(L, H, part.stop, dtype=torch.bool), [0] * L
-        for layer in range(L):
-            for h in range(H):
-                there = after[layer][h]
+        expected = torch.zeros(L, H, part.stop, dtype=torch.bool)
+        for layer, cache in enumerate(caches):
+            for h, there in enumerate(after[layer]):
                 expected[layer, h, there] = True
-                allocated[layer] += rooms[layer][h].after(len(before[layer][h]), len(part), len(there),
-                                                          part.stop == prompt)
+            n, room = (sum(map(len, of[layer])) for of in (after, before))
+            live, allocated = cache.bytes()
+            assert live == B * SLOT * n <= allocated <= B * SLOT * 1.1 * max(n, room + H * len(part))
+            assert part.stop != prompt or live == allocated
         assert torch.equal(held(caches, part.stop), expected.expand(B, -1, -1, -1)), part
-        assert [cache.seen for cache in caches] == [part.stop] * L
         assert [cache.length for cache in caches] == [max(map(len, of_layer)) for of_layer in after]
-        live = [sum(map(len, of_layer)) for of_layer in after]
-        assert [cache.bytes() for cache in caches] == [
-            (B * SLOT * x, B * SLOT * y) for x, y in zip(live, allocated)]
-    assert torch.allclose(torch.cat(logits, 1), logits_by_hand(model, TOKENS, seen), atol=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 50), st.integers(1, 12),
-       st.integers(0, 30))
-def test_as_many_heads_as_the_budget_allows_keep_everything(data, layers, H, n, least, more):
-    every = [(layer, head) for layer in range(layers) for head in range(H)]
-    order = tuple(data.draw(st.permutations(every))[:data.draw(st.integers(0, len(every)))])
-    sinks, budget, later = data.draw(st.integers(0, least - 1)), least + more, 420
-    caches = [DuoAttention(budget, order, sinks, least) for _ in range(layers)]
-    for layer, cache in enumerate(caches):
-        cache.link(layer, layers, None, None, None)
-    for start, stop in ((0, n), (n, n + later)):
-        x = torch.zeros(1, H, stop - start, 1)
-        for cache in caches:
-            if stop > start:
-                cache.attend(x, x, x, torch.arange(start, stop)[None])
-        if stop == n:
-            end_prefill(caches)
-
-    whole, w = by_hand(n, budget, order, len(every), least)
-    there = held(caches, n + later)[0].sum(-1)
-    assert there.tolist() == [[n + later if (layer, head) in whole else w for head in range(H)]
-                              for layer in range(layers)]
-
-
-@pytest.mark.parametrize("bad, message", [
-    (dict(sinks=-1), "sinks -1 must be at least 0"), (dict(sinks=16), "sinks 16 .* less than the 16"),
-    (dict(sinks=0, least=0), "sinks 0 .* less than the 0"),
-    (dict(budget=15), "budget 15 must be at least 16"),
-    (dict(budget=30, least=31), "budget 30 must be at least 31"),
-    (dict(heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
-    (dict(window=8), "knobs are its dataclass fields")])
-def test_bad_knobs_are_refused(bad, message):
-    with pytest.raises(ValueError, match=message):
-        make_cache(decoder(), DuoAttention, **dict(budget=40) | bad)
-
-
-@pytest.mark.parametrize("prompt", [0, 9])
 @pytest.mark.parametrize("head", [(L, 0), (0, H), (-1, 0), (0, -1)])
-def test_heads_that_the_decoder_does_not_have_are_refused(prompt, head):
+def test_heads_that_the_decoder_does_not_have_are_refused(head):
     caches = make_cache(decoder(), DuoAttention, budget=16, heads=((1, 1), head))
-    if prompt:
-        prefill(decoder(), TOKENS[:, :prompt], caches)
-    else:
-        end_prefill(caches)
+    prefill(decoder(), TOKENS[:, :9], caches)
     with pytest.raises(ValueError, match="must be among 3 layers of 3 key/value heads"):
-        end_prefill(caches) if prompt else decoder()(TOKENS[:, :1], caches)
+        end_prefill(caches)
 
 
 def test_the_least_knobs_work_and_the_defaults_are_four_sinks_of_sixteen():

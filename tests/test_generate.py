@@ -49,7 +49,7 @@ def from_scratch(model, prompt, new):
 # ---- prefill and decode ---
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7, 19, 20])
+@pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_greedy_decoding_equals_recomputing_everything_for_each_token(model, chunk):
     expected = from_scratch(model, PROMPT, 30)
     assert len(set(expected[0].tolist())) > 10  # the text is no short loop
@@ -65,20 +65,15 @@ def test_prefill_in_chunks_and_the_last_prompt_token_after_the_compression(model
         assert caches[1].parts == parts and caches[1].finished == []
     for T, chunk in ((1, None), (2, None), (20, 8)):
         caches = make_cache(model, Probe)
-        generate(model, PROMPT[:, :T], 5, caches, chunk_size=chunk)
+        tokens = stream(model, PROMPT[:, :T], 5, caches, chunk_size=chunk)
+        assert caches[0].seen == 0
+        for n in range(5):  # they come as they are made; the fifth is never fed
+            next(tokens)
+            assert caches[0].seen == T + n
+        assert next(tokens, None) is None
         for cache in caches:
             assert cache.finished == [T - 1]
-            assert sum(cache.parts) == T + 4 and cache.parts[-5:] == [1] * 5  # the fifth new one is never fed
-
-
-def test_tokens_come_as_they_are_made(model):
-    caches = make_cache(model, Probe)
-    tokens = stream(model, PROMPT, 5, caches)
-    assert caches[0].seen == 0
-    for n in range(5):
-        next(tokens)
-        assert caches[0].seen == 20 + n
-    assert next(tokens, None) is None
+            assert sum(cache.parts) == T + 4 and cache.parts[-5:] == [1] * 5
 
 
 # ---- sampling ---
@@ -102,20 +97,15 @@ LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
 @pytest.mark.parametrize("temperature, top_k, top_p", [
     (0.5, 0, 1.0), (1.0, 3, 1.0), (1.0, 1, 1.0), (1.0, 99, 1.0), (2.5, 0, 0.8), (0.7, 5, 0.85)])
 def test_samples_follow_the_distribution(temperature, top_k, top_p):
-    n, p = 20_000, torch.tensor(distribution(LOGITS, temperature, top_k, top_p))
-    logits, g = torch.tensor(LOGITS).expand(n, -1), torch.Generator().manual_seed(0)
-    drawn = sample(logits, temperature, top_k, top_p, g)
-    seen = drawn.bincount(minlength=len(LOGITS))
-    assert (seen > 0).tolist() == (p > 0).tolist()
-    chi2 = ((seen - n * p) ** 2 / (n * p))[p > 0].sum().item()
-    assert chi2 < 26  # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
-
-
-def test_each_row_is_cut_by_its_own_logits():
-    logits, g = torch.tensor([[5.0, 0, 0, 4.9], [0, 1, 3, 3.1]]), torch.Generator().manual_seed(0)
-    for top_k, top_p in ((2, 1.0), (0, 0.9)):
-        drawn = torch.stack([sample(logits, 1.0, top_k, top_p, g) for _ in range(100)], 1)
-        assert [set(row.tolist()) for row in drawn] == [{0, 3}, {2, 3}]
+    """Rows of two kinds, each cut by its own logits."""
+    n, g = 20_000, torch.Generator().manual_seed(0)
+    kinds = torch.tensor([LOGITS, [x / 2 for x in LOGITS[::-1]]])
+    drawn = sample(kinds.repeat(n, 1), temperature, top_k, top_p, g).view(n, 2)
+    for logits, column in zip(kinds.tolist(), drawn.T):
+        p, seen = torch.tensor(distribution(logits, temperature, top_k, top_p)), column.bincount(minlength=8)
+        assert (seen > 0).tolist() == (p > 0).tolist()
+        chi2 = ((seen - n * p) ** 2 / (n * p))[p > 0].sum().item()
+        assert chi2 < 26  # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
 
 
 def test_a_small_temperature_or_top_p_is_greedy_in_16_bits_too():
@@ -125,9 +115,8 @@ def test_a_small_temperature_or_top_p_is_greedy_in_16_bits_too():
             assert sample(logits.to(dtype), temperature, 0, top_p, None) == 2
 
 
-def test_temperature_0_and_top_k_1_are_greedy_else_a_seed_decides(model):
+def test_temperature_0_is_greedy_else_a_seed_decides(model):
     greedy = generate(model, PROMPT, 20)
-    assert torch.equal(generate(model, PROMPT, 20, temperature=3.0, top_k=1), greedy)
     assert torch.equal(generate(model, PROMPT, 20, temperature=0.0, top_k=5, top_p=0.5, seed=9), greedy)
     a, b, c = (generate(model, PROMPT, 20, temperature=1.0, seed=s) for s in (0, 0, 1))
     assert torch.equal(a, b) and (a != c).float().mean() > 0.5
@@ -141,19 +130,12 @@ def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(mod
     first, second = ({t: row.index(t) for t in set(row)} for row in free.tolist())
     stop = (next(t for t, i in first.items() if i == 4), next(t for t, i in second.items() if 8 < i < 25))
     at = [min(i for i, t in enumerate(row) if t in stop) for row in free.tolist()]
+    stop += (next(t for t in PROMPT[0].tolist() if not (free == t).any()),)  # one of the prompt stops nothing
     got = generate(model, PROMPT, 30, stop=stop)
     assert at[0] != at[1] and got.shape == (2, max(at) + 1)
     for row, expected, i in zip(got, free, at):
         assert row[:i + 1].tolist() == expected[:i + 1].tolist()
         assert (row[i:] == expected[i]).all()
-
-
-def test_a_stop_token_in_the_prompt_stops_nothing(model):
-    free = generate(model, PROMPT, 8)
-    stop = next(t for t in PROMPT[0].tolist() if not (free == t).any())
-    prompt = torch.cat((PROMPT, torch.full((2, 1), stop)), 1)
-    free = generate(model, prompt, 3)
-    assert not (free == stop).any() and torch.equal(generate(model, prompt, 3, stop=(stop,)), free)
 
 
 # ---- errors ---
@@ -166,26 +148,21 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
         stream(model, PROMPT, 3, caches)
     with pytest.raises(ValueError, match="70 tokens exceed the model's length of 64"):
         prefill(model, torch.zeros(2, 50, dtype=torch.long), caches, chunk_size=10)
-    with pytest.raises(ValueError, match="chunk 0 must be a whole number of at least 1"):
-        prefill(model, PROMPT, make_cache(model), chunk_size=0)
     assert caches[0].parts == [20]
 
 
 @pytest.mark.parametrize("wrong, message", [
     *((dict(prompt=x), message) for x, message in (
         (torch.zeros(1, 0, dtype=torch.long), r"prompt's tokens are empty.*\(1, 0\)"),
-        (torch.zeros(3, dtype=torch.long), r"not of shape \(B, T\): \(3,\)"),
-        (torch.ones(1, 3), r"prompt's tokens are torch.float32 .*cast by .long\(\)"),
-        (PROMPT > 9, "tokens are torch.bool"), ([[1, 2, 3]], "tokens are a list; give an int64 tensor"),
         (torch.tensor([[3, 50]]), "token id 50 lies outside the vocabulary 0 … 49"),
         (torch.tensor([[3, -1]]), "token id -1 lies outside the vocabulary"),
         (torch.zeros(1, 62, dtype=torch.long), "62 prompt tokens and 3 new ones exceed .* length of 64"))),
-    *((dict(new=x), f"new {x!r} must be a whole number of at least 1") for x in (0, 2.0, True, "3", None)),
+    (dict(new=0), "new 0 must be a whole number of at least 1"),
     *((dict(temperature=x), f"temperature {x} must be 0") for x in (-0.1, math.nan, math.inf, 1e-40, True)),
-    *((dict(top_k=x), f"top_k {x} must be a whole number") for x in (-1, 2.0, True)),
-    *((dict(top_p=x), f"top_p {x} must be a number from 1e-06 to 1") for x in (0.0, 1.1, 1e-320, math.nan)),
-    *((dict(seed=x), f"seed {x} must be a whole number from 0 to 922") for x in (-1, 2 ** 63, 0.5)),
-    *((dict(chunk_size=x), f"chunk {x} must be a whole number") for x in (0, 2.0)),
+    (dict(top_k=-1), "top_k -1 must be a whole number"),
+    *((dict(top_p=x), f"top_p {x} must be a number from 1e-06 to 1") for x in (0.0, 1.1, math.nan)),
+    (dict(seed=-1), "seed -1 must be a whole number from 0 to 922"),
+    (dict(chunk_size=0), "chunk 0 must be a whole number of at least 1"),
     (dict(stop=3), "stop 3 must be a tuple"), (dict(stop=(3, V)), "stop 50 must be .* from 0 to 49"),
     (dict(caches=[]), "2 layers need a cache each")])
 def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(model, wrong, message):

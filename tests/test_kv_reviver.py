@@ -97,9 +97,7 @@ def test_in_16_bits_the_mean_is_exact_and_the_budget_holds(dtype):
     sketch = ShrunkSketch(k, 1, 3, 0)
     for one, x in zip(J.split(1, 2), k.split(1, 2)):
         sketch.insert(one, x, -x)
-    mean = torch.cat((k, -k), -1)[0, 0].double().mean(0)
-    assert torch.allclose(sketch.sum[0, 0].double() / 600, mean, atol=1e-4)
-    assert sketch.query(J)[0].dtype == dtype
+    assert torch.allclose(sketch.sum[0, 0, :4].double() / 600, k[0, 0].double().mean(0), atol=1e-4)
     q, k, v = texts(66, dtype)
     for Method in (KVReviver, ShrunkReviver):
         cache = Method(40, slack=0)
@@ -237,43 +235,17 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, record_prope
     assert bool(sum(head.swaps for head in heads.values())) == bool(knobs["vague"])
 
 
-def one_hot(looked_at):
-    """Orthogonal keys and values; each query in turn gives all of its weight, 1, to the token `looked_at`."""
-    eye = torch.eye(64, dtype=F64)[None, None]
-    return 1e4 * eye[:, :, looked_at], eye, eye
-
-
-@pytest.mark.parametrize("rate, looks", [(1.0, 2), (2.0, 3)])
-@pytest.mark.claim("R2")
-def test_a_vague_token_returns_once_its_score_exceeds_by_the_rate(rate, looks):
-    cache = SignedReviver(60, vague=0.7, recent=0.05, slack=0, replace_rate=rate, rows=1)
-    text = one_hot([*range(30)] + [3] * 30)
-    step(cache, *text, range(30), 30)
-    for n in range(1, looks):
-        assert 3 not in cache.pos and cache.score[0, 0, 3] == n and cache.pos.unique().numel() == cache.length
-        step(cache, *text, range(29 + n, 30 + n), 30)
-    assert 3 in cache.pos
-
-
-@pytest.mark.claim("R2")
-def test_of_equal_candidates_the_oldest_goes_and_the_newest_returns():
-    cache, text = SignedReviver(60, vague=0.7, recent=0.05, slack=0, rows=1), one_hot([*range(30), 3, 5])
-    step(cache, *text, range(30), 30)
-    assert cache.pos.flatten().tolist() == [*range(12, 30)] and cache.in_recent == 3
-    step(cache, *text, range(30, 32), 30)  # 12 and 13 have to leave, then 14 and 15 are lower than 5 and 3
-    assert cache.pos.flatten().tolist() == [5, 3, *range(16, 32)]
-
-
 @pytest.mark.claim("R1")
 @pytest.mark.claim("R3")
 def test_where_nothing_collides_compressed_attention_is_exact(record_property):
     text, full, cache = texts(40), LayerCache(), KVReviver(8000, vague=0.9985, recent=0.0006, slack=1)
     error = max((step(cache, *text, part, 30) - step(full, *text, part, 30)).abs().max()
                 for part in parts_of(40, 30))
-    assert error < 1e-5 and cache.length < 12
+    most = 2e-6  # weights have 32 bits
+    assert error < most and cache.length < 12
     bucket = cache.sketch.bucket(torch.arange(40).view(1, 1, -1))[0, 0]
     assert all(len(row.unique()) == 40 for row in bucket.T)
-    record_property("R3.error", error.item())
+    record_property("R3.most", most)
 
 
 # ---- in a decoder, and what is refused ---
@@ -295,11 +267,9 @@ def test_the_variants_are_the_papers_and_ours_of_one_row():
 
 @pytest.mark.parametrize("knobs, message", [
     (dict(rows=2), "rows 2 must be 1 or 3"), (dict(vague=-0.1), "vague -0.1"), (dict(slack=-1), "slack -1"),
-    (dict(vague=0.5, recent=0.5), "leave some for candidates"), (dict(recent=0.0), "recent 0.0"),
-    (dict(replace_rate=0.9), "replace_rate 0.9"),
-    # nothing exact is left; the sketch takes all but one; the slack takes all, or the newest tokens do
-    (dict(budget=10), "budget 10 has no room"), (dict(budget=7, slack=0), "budget 7 has no room"),
-    (dict(budget=13, vague=0.0), "budget 13 has no room"),
+    (dict(vague=0.5, recent=0.5), "leave some for candidates"), (dict(replace_rate=0.9), "replace_rate 0.9"),
+    # nothing exact is left; the newest tokens take all
+    (dict(budget=10), "budget 10 has no room"),
     (dict(budget=20, vague=0.0, recent=0.99, slack=0), "budget 20 has no room")])
 def test_bad_knobs_are_refused(knobs, message):
     with pytest.raises(ValueError, match=message):

@@ -1,8 +1,6 @@
 """The decoder against transformers: tiny random models of every kind that it reads, cached and uncached."""
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,9 +43,8 @@ def test_given_positions_equal_transformers(pair):
     assert (ours(TOKENS[:, :20]) - want).abs().max() > 1e-2  # the positions matter
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_sequences_end_at_max_len(family):
-    model = Decoder(tiny(family=family))
+def test_sequences_end_at_max_len():
+    model = Decoder(tiny(family="gpt2"))
     assert model(TOKENS[:, :16]).shape == (2, 16, 61)
     with pytest.raises(ValueError, match="17 tokens exceed the model's length of 16"):
         model(TOKENS[:, :17])
@@ -62,13 +59,11 @@ def test_sequences_end_at_max_len(family):
     (dict(last=0), "last 0 must be a whole number from 1 to 5"), (dict(last=6), "last 6 .* to 5"),
     (dict(tokens=[[1, 2]]), "tokens are a list; give an int64 tensor"),
     (dict(tokens=TOKENS[:, :5].float()), r"tokens are torch.float32 .* cast by .long\(\)"),
-    (dict(tokens=TOKENS[0]), r"tokens are empty or not of shape \(B, T\): \(40,\)"),
-    (dict(tokens=TOKENS[:, :0]), r"tokens are empty or .*: \(2, 0\)"),
+    *((dict(tokens=x), r"tokens are empty or not of shape \(B, T\)") for x in (TOKENS[0], TOKENS[:, :0])),
     (dict(tokens=TOKENS[:, :5] + 57), "token ids 58 … 116 must lie in the vocabulary 0 … 60"),
     (dict(pos=torch.arange(5)), r"positions are empty or not of shape \(B, T\): \(5,\)"),
     (dict(pos=torch.arange(4)[None]), r"positions 0 … 3 of shape \(1, 4\) .* shape \(2, 5\) or \(1, 5\)"),
-    (dict(pos=torch.arange(12, 17)[None]), "positions 12 … 16 .* must lie in 0 … 15"),
-    (dict(pos=torch.arange(-1, 4)[None]), "positions -1 … 3")])
+    *((dict(pos=torch.arange(x, x + 5)[None]), "must lie in 0 … 15") for x in (12, -1))])
 def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):
     model = Decoder(tiny(family="gpt2"))
     cache = make_cache(model)
@@ -87,8 +82,8 @@ SCALED = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
     *((dict(rope_theta=x), f"rope_theta {x} must be a finite") for x in (0, math.nan, math.inf, None)),
     (dict(norm_eps=1e-50), "norm_eps 1e-50 must be a finite number above 0"),  # 0 in 32 bits
     (dict(rope_scaling=8.0), "rope_scaling 8.0 must be an object"),
-    (dict(rope_scaling=dict(factor=8.0)), "rope_scaling .* must hold factor, .* and nothing else"),
-    (dict(rope_scaling=SCALED | dict(rope_type="yarn")), "and nothing else"),
+    *((dict(rope_scaling=x), "rope_scaling .* must hold factor, .* and nothing else")
+      for x in (dict(factor=8.0), SCALED | dict(rope_type="yarn"))),
     (dict(rope_scaling=SCALED | dict(factor=0)), "factor 0 must be a finite number above 0"),
     (dict(rope_scaling=SCALED | dict(low_freq_factor=4.0)), "low_freq_factor 4.0 must be below .* 4.0"),
     (dict(rope_scaling=SCALED | dict(original_max_position_embeddings=32.0)), "32.0 must be a whole number"),
@@ -104,27 +99,9 @@ def test_head_dim_follows_from_d_model_unless_set():
     assert tiny(family="gpt2", head_dim=7).head_dim == 7  # only RoPE needs pairs
 
 
-def test_numbers_of_numpy_become_those_that_json_writes():
-    scaled = SCALED | dict(factor=np.int32(8))
-    config = tiny(d_model=np.int64(32), rope_theta=np.float32(500), rope_scaling=scaled)
-    assert config == tiny(rope_theta=500.0, rope_scaling=SCALED) and json.dumps(vars(config))
-
-
-def test_residual_branches_start_smaller_by_the_root_of_their_number():
-    """GPT-2, section 2.3: 1/√N for N residual layers, two in each block."""
-    torch.manual_seed(0)
-    model = Decoder(tiny(n_layers=8))
-    drawn = {"qkv": [], "o": [], "up": [], "down": []}
-    for name, p in model.named_parameters():
-        if name.startswith("blocks") and (part := name.split(".")[-2]) in drawn:
-            drawn[part].append(p.flatten())
-    std = {part: torch.cat(p).std().item() for part, p in drawn.items()}  # of 8192 numbers or more: ± 0.8 %
-    assert std == pytest.approx(dict(qkv=0.02, o=0.005, up=0.02, down=0.005), rel=0.04)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_gradients_reach_every_parameter(family):
-    model = Decoder(tiny(family=family, tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True))
-    model(TOKENS[:, :16]).square().mean().backward()
-    for name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.isfinite().all(), name
+def test_gradients_reach_every_parameter():
+    for family in "llama", "gpt2":
+        model = Decoder(tiny(family=family, tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True))
+        model(TOKENS[:, :16]).square().mean().backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None and p.grad.isfinite().all(), name

@@ -15,10 +15,6 @@ def closed():
     plt.close("all")
 
 
-def darkness(color) -> float:
-    return 1 - np.mean(to_rgb(color))
-
-
 # ---- the comparison ---
 
 
@@ -71,7 +67,7 @@ def check_names(axis, lines, names):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("methods", [["cam", "full", "h2o", "ada_kv"], ["cam"]])
+@pytest.mark.parametrize("methods", [["cam", "full", "h2o", "ada_kv"]])
 def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
     measured, names = rows(methods), [name for name in methods if name != "full"]
     full, others = ([row for row in measured if (row["method"] == "full") == of] for of in (True, False))
@@ -97,7 +93,7 @@ def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("methods", [["full"], ["full", "h2o", "ada_kv+critical"], ["cam", "h2o"]])
+@pytest.mark.parametrize("methods", [["full"], ["full", "h2o", "mine+critical"], ["cam", "h2o"]])
 def test_one_budget_is_drawn_from_aware_to_blind(drawn, methods):
     measured = {row["method"]: row for row in rows(methods, [4])}
     slopes, kl = drawn([*measured.values()]).axes
@@ -120,35 +116,26 @@ def test_of_many_methods_eight_are_drawn_a_familys_own_first():
 
 
 @pytest.mark.parametrize("heights, moved", [
-    ([0.5, 0.1, 0.9], [0.5, 0.1, 0.9]), ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]), ([1.0, 0.95], [1.0, 0.9]),
-    ([1.2, 0.95, 0.9], [1.0, 0.9, 0.8]), ([], [])])
+    ([0.5, 0.1, 0.9], [0.5, 0.1, 0.9]), ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]), ([], []),
+    ([1.2, 0.95, 0.9], [1.0, 0.9, 0.8])])
 def test_labels_are_moved_apart_and_stay_inside(heights, moved):
     assert plot.apart(heights, 0.1) == pytest.approx(moved)
 
 
 def test_families_can_be_told_apart_in_grey():
-    common = set("snap_kv ada_kv pyramid_kv chunk_kv scissorhands kv_reviver h2o streaming_llm".split())
-    looks = {name: plot.style(name) for name in plot.FAMILIES}
-    assert common < looks.keys()
-    for part in "marker", "color":
-        assert len({look[part] for look in looks.values()}) == len(looks)
-    shades = sorted(np.dot(to_rgb(looks[name]["color"]), (0.299, 0.587, 0.114)) for name in common)
+    common = "snap_kv ada_kv pyramid_kv chunk_kv scissorhands kv_reviver h2o streaming_llm".split()
+    assert all(len({*x}) == len(plot.FAMILIES) for x in zip(*plot.FAMILIES.values()))
+    shades = sorted(np.dot(to_rgb(plot.style(name)["color"]), (0.299, 0.587, 0.114)) for name in common)
     assert min(np.diff(shades)) > 0.015 and shades[-1] < 0.75  # nor does one vanish on white
 
 
 @pytest.mark.parametrize("family, variants", [
     ("ada_kv", ["", "+critical", "+critical_code", "+theta", "+residual", "+chunk", "+semantic"]),
-    ("chunk_kv", ["", "_reuse", "_semantic"]), ("scissorhands", ["", "_weight"]),
-    ("kv_reviver", ["", "_shrunk"]), ("quantized", ["_2", "_3", "_4"])])
+    ("chunk_kv", ["", "_reuse", "_semantic"]), ("quantized", ["_2", "_3", "_4"])])
 def test_a_variant_has_its_familys_look_but_for_the_dash(family, variants):
     styles = [plot.style(family + variant) for variant in variants]
     assert {(look["color"], look["marker"]) for look in styles} == {plot.FAMILIES[family]}
     assert styles[0]["linestyle"] == "-" and len({look["linestyle"] for look in styles}) == len(styles)
-
-
-def test_an_unknown_method_has_the_look_of_its_name():
-    assert plot.style("mine") == plot.style("mine") != plot.style("mine_too")
-    plt.plot([0, 1], [0, 1], **plot.style("mine+critical+residual"))
 
 
 # ---- a text ---
@@ -194,10 +181,7 @@ def test_a_text_is_painted_and_underlined_token_by_token(columns):
     scale = [(plt.cm.Blues(0.7 * x), False) for x in (0.25, 0.5, 0.75, 1)]
     assert [painted(axis, text) for text in texts] == [(None, False), *scale, (None, True)]
     assert len(axis.patches) == 10 + 5 + 4 and len(axis.collections) == 2 + 2 + 1
-
-
-def test_a_text_without_marks_underlines_nothing_and_has_no_word_for_them():
-    (axis,) = plot.text(["a", "b"], {"": [0, 1]}).axes
+    (axis,) = plot.text(["a", "b"], {"": [0, 1]}).axes  # without marks, and no word for them
     assert not axis.collections and [text.get_text() for text in axis.texts][-1] == "kept by every head"
 
 
@@ -229,10 +213,11 @@ def test_heads_writes_each_number_at_its_layer_and_head(values, options, limit):
     assert ([*axis.get_xticks()], [*axis.get_yticks()]) == ([*range(heads)], [*range(layers)])
 
     low = -1 if options.get("diverging") else 0
-    least, most = (image.cmap(image.norm(x * limit))[:3] for x in (low, 1))
+    colours = [np.array(image.cmap(image.norm(x * limit))[:3]) for x in (low, 0.5, 1)]
+    least, half, most = (1 - colour.mean() for colour in colours)
+    assert least < 0.75 > most > half  # dark, but the numbers can be read
     if low:
-        assert most[0] > most[2] and least[0] < least[2]  # orange; purple
-    assert darkness(least) < 0.75 > darkness(most) > darkness(image.cmap(image.norm(limit / 2))[:3])
+        assert colours[2][0] > colours[2][2] and colours[0][0] < colours[0][2]  # orange; purple
     assert image.norm.vmax > limit - 1e-6 and image.norm.vmin == low * image.norm.vmax
 
 
@@ -251,12 +236,8 @@ def test_attention_is_drawn_as_it_is_a_row_per_query():
 @pytest.mark.parametrize("draw, message", [
     (lambda: plot.text(["a", "b"], {"one": [0, 1], "two": [0]}),
      "'two' has values of shape (1,); 2 pieces need one each"),
-    (lambda: plot.text(["a", "b"], {"one": [0, 1]}, [True]),
-     "'marked' has values of shape (1,); 2 pieces need one each"),
     (lambda: plot.heads(None, torch.zeros(2, 2, 3), "map"),
      "'map' has values of shape (2, 2, 3), which must be (L, heads)"),
-    (lambda: plot.attention(None, torch.zeros(4, 4, 3), "map"),
-     "'map' has values of shape (4, 4, 3), which must be (T, S)"),
     (lambda: plot.comparison([], None), "there are no rows to draw")])
 def test_what_would_be_drawn_wrong_is_refused(draw, message):
     with pytest.raises(ValueError) as error:

@@ -1,5 +1,7 @@
 """The README: commands and snippets run as a reader types them, and its numbers are those of results/."""
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+import json
 import os
 from pathlib import Path
 import re
@@ -8,12 +10,13 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from common import B, D, FREQ, G, H, dense
+from common import B, D, FREQ, G, H, checkpoint_of_two_layers, dense
 from nanollm import TINY
 from nanollm.__main__ import main
 
@@ -24,39 +27,54 @@ COMMANDS = {line.split("  #")[0].strip().removeprefix("pip install -r requiremen
             for block in BLOCKS for line in block.splitlines()}
 COMMANDS = [line for line in COMMANDS if re.match("python |torchrun ", line) and "--all" not in line]
 COMMANDS += ["python -m nanollm generate"]  # no part of --all is short; --methods all has its table
-FILES = "--json {folder}/rows.json --figure {folder}/compare.png"
+ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
 SMALLER = [  # what makes a long command a short one; the first that fits
-    (" train", "--out {folder}/run --steps 1 --documents 2"), ("generate --method", "--tokens 3"),
-    (" generate", ""), ("nanollm.speed", "--lengths 192 --new 2 --repeat 1"),
-    ("--methods full", f"--documents 2 --lengths 256 {FILES}"),
-    ("--methods all", f"--documents 2 --lengths 256 --budgets 25 --methods snap_kv snap_kv+residual {FILES}"),
-    ("torchrun", f"--documents 2 --lengths 256 --methods full h2o {FILES}"),
-    ("-m nanollm", f"--documents 2 --lengths 256 {FILES}")]
+    (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
+    (" plan", "--methods full h2o"), (" generate", ""),
+    ("nanollm.speed", "--lengths 168 --new 1 --repeat 1 --model {small}"),
+    ("--methods full", f"--budgets 20 10 {ROWS}"),
+    ("--methods all", f"--budgets 25 --methods snap_kv snap_kv+residual {ROWS}"),
+    ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+def run(command: str, folder: Path, small: Path) -> subprocess.CompletedProcess:
     """A new process, from the root, with nothing but PATH and HOME in its environment."""
     more = next(more for part, more in SMALLER if part in command)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.run(shlex.split(f"{command} {more.format(folder=folder)}"), cwd=ROOT, text=True,
+    more = more.format(folder=folder, small=small)
+    return subprocess.run(shlex.split(f"{command} {more}"), cwd=ROOT, text=True,
                           env=dict(PATH=path, HOME=os.environ["HOME"]), capture_output=True, timeout=300,
                           stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Every command of the README, run: two at a time, as one does little but import."""
-    folders = [tmp_path_factory.mktemp("command") for _ in COMMANDS]
+    """Every command of the README, run, and its folder: two at a time, as one does little but import."""
+    small, *folders = (tmp_path_factory.mktemp("command") for _ in range(len(COMMANDS) + 1))
+    checkpoint_of_two_layers(small)
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(COMMANDS, pool.map(run, COMMANDS, folders)))
+        return dict(zip(COMMANDS, zip(pool.map(run, COMMANDS, folders, repeat(small)), folders)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_runs(done, command):
-    run = done[command]
+    run, _ = done[command]
     assert run.returncode == 0 and run.stdout and "Traceback" not in run.stderr, run.stderr
     if command == "python -m nanollm":
         assert "\nAware, " in run.stdout and run.stdout.count(" 25 % ") == 7  # the short table
+
+
+def test_two_processes_make_the_rows_of_one(done):
+    (one, folder), (two, other) = (next(done[command] for command in COMMANDS if part in command)
+                                   for part in ("--methods full", "torchrun"))
+    for a, b in zip(*(json.loads((x / "rows.json").read_text()) for x in (folder, other)), strict=True):
+        a, b = (row | {f"each {key}": x for key, x in row["each"].items()} for row in (a, b))
+        for key in a.keys() - {"tokens_per_s", "each"}:
+            exact = key == "method" or a[key] is None
+            assert a[key] == b[key] if exact else np.allclose(a[key], b[key], 1e-3, 1e-5), key
+    shown = [[line.split()[:2] for line in run.stdout.splitlines() if line.startswith(("full ", "h2o "))]
+             for run in (one, two)]
+    assert shown[0] == shown[1] == [["full", "all"], ["h2o", "20"], ["h2o", "10"]]
 
 
 def test_the_readme_is_short_and_what_it_names_exists():

@@ -167,8 +167,7 @@ def test_what_does_not_fit_is_refused():
     rows, heads = "must be 1 or 3 rows, here [23], of as many", "must be those of .1, 2. heads, place"
     for wrong, message in (
             (dict(x=x[:, :, :11]), rows), (dict(x=x.half()), rows), (dict(place=place[:, :2]), rows),
-            (dict(token=token[:, :1]), heads), (dict(sign=sign[:, :1]), heads),
-            (dict(mean=k[:, :, 0]), heads),
+            (dict(token=token[:, :1]), heads), (dict(mean=k[:, :, 0]), heads),
             (dict(exact=exact._replace(start=exact.start[:1])), "starts and")):
         with pytest.raises(ValueError, match=message):
             revive_attention(**right | wrong)

@@ -40,10 +40,8 @@ def algorithm_1(q, k, v, history, budget, recent, m):
 CASES = {
     "all history": (Scissorhands, 12, 3, 4, 400), "history below m": (Scissorhands, 12, 2, 6, 5),
     "history of 1": (Scissorhands, 9, 3, 2, 1), "one at a time": (Scissorhands, 10, 0, 1, 16),
-    "r + m = B": (Scissorhands, 10, 4, 6, 13), "everything leaves": (Scissorhands, 8, 0, 8, 8),
-    "one slot": (Scissorhands, 1, 0, 1, 4), "half": (Scissorhands, 24, 5, None, 31),
-    "means, m of 8": (MeanWeight, 12, 3, 8), "means, one at a time": (MeanWeight, 10, 0, 1),
-    "means, r + m = B": (MeanWeight, 10, 4, 6)}
+    "everything leaves": (Scissorhands, 8, 0, 8, 8), "one slot": (Scissorhands, 1, 0, 1, 4),
+    "half": (Scissorhands, 24, 5, None, 31), "means": (MeanWeight, 12, 3, 8)}
 
 
 @once
@@ -63,7 +61,7 @@ def expected(case):  # [b][h][t]
     return [[*map(loop, heads(b))] for b in range(B)]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, T])
+@pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("case", CASES)
 def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
     """What is kept, its importance, position, key and value, and every query's output."""
@@ -86,8 +84,7 @@ def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
 
 @pytest.mark.claim("S2")
 @pytest.mark.parametrize("Method, more, slot", [
-    (Scissorhands, dict(history=100), SLOT + 4 + 13), (Scissorhands, dict(history=8), SLOT + 4 + 1),
-    (MeanWeight, {}, SLOT + 4)])
+    (Scissorhands, dict(history=100), SLOT + 4 + 13), (MeanWeight, {}, SLOT + 4)])
 def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, record_property):
     """In slots, bytes and keys attended to; late costs what early does."""
     budget, m, n, read_at = 64, 20, 1000, {}
@@ -157,16 +154,3 @@ def test_half_leave_by_default_and_a_budget_alone_keeps_the_newest():
     assert [Scissorhands(budget=n).at_a_time for n in (101, 14)] == [50, 4]
     decoder()(TOKENS, caches := make_cache(decoder(), BudgetCache, budget=9, recent=2, at_a_time=1))
     assert all((cache.pos.sort(-1).values == torch.arange(31, 40)).all() for cache in caches)
-
-
-@pytest.mark.parametrize("Method, values, message", [
-    (Scissorhands, dict(budget=20, recent=-1), "recent -1 must be at least 0"),
-    (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 at least 1"),
-    (Scissorhands, dict(budget=0, recent=0), "budget 0 must be at least 1: the newest 0 stay and 1 leave"),
-    (Scissorhands, dict(budget=20, history=0), "history 0 must be a whole number from 1 to 1048576$"),
-    (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
-    (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
-])
-def test_bad_knobs_are_refused_at_construction(Method, values, message):
-    with pytest.raises(ValueError, match=message):
-        Method(**values)

@@ -11,7 +11,6 @@ from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.quantized import Quantized
 from methods.residual_entry import Residual
-from methods.semantic_chunk_kv import SemanticChunks
 from methods.snap_kv import SnapKV
 from nanollm import select
 from nanollm.cache import LayerCache
@@ -33,9 +32,8 @@ def test_methods_are_the_variants_of_all_files():
 
 
 @pytest.mark.parametrize("name, base, chosen", [
-    ("ada_kv+critical", AdaKV, Critical()), ("ada_kv+critical+residual", AdaKV, Residual(Critical())),
-    ("snap_kv+critical", WindowCache, Critical()), ("chunk_kv+residual", ChunkKV, Residual(Chunks())),
-    ("ada_kv+chunk+residual", AdaKV, Residual(Chunks())), ("ada_kv+semantic", AdaKV, SemanticChunks())])
+    ("ada_kv+critical+residual", AdaKV, Residual(Critical())), ("snap_kv+critical", WindowCache, Critical()),
+    ("chunk_kv+residual", ChunkKV, Residual(Chunks())), ("ada_kv+chunk+residual", AdaKV, Residual(Chunks()))])
 def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, base, chosen):
     (Method,) = pick([name]).values()
     assert issubclass(Method.func, base)
@@ -55,13 +53,13 @@ def test_all_is_every_window_method_with_each_addition_once():
     assert pick(["all", "h2o"]).keys() == chosen.keys()
 
 
-@pytest.mark.parametrize("name", ["nope", "nope+critical", "ada_kv+nope", "h2o+critical", "ada_kv+", ""])
-def test_an_unknown_name_is_answered_by_the_known_ones(name):
+def test_an_unknown_name_is_answered_by_the_known_ones():
     found, additions, _ = methods()
-    with pytest.raises(ValueError) as error:
-        pick(["h2o", name])
-    assert str(error.value) == (f"unknown method {name!r}; known are {', '.join(found)}, all; "
-                                f"on window methods, as in ada_kv+critical: {', '.join(additions)}")
+    for name in "nope", "ada_kv+nope", "h2o+critical":
+        with pytest.raises(ValueError) as error:
+            pick(["h2o", name])
+        assert str(error.value) == (f"unknown method {name!r}; known are {', '.join(found)}, all; "
+                                    f"on window methods, as in ada_kv+critical: {', '.join(additions)}")
 
 
 @pytest.mark.parametrize("name, message", [

@@ -40,7 +40,6 @@ def test_incremental_counts_equal_recounting_everything():
     ranks = train([TEXT[:2000], TEXT[2000:]], BASE + 250)
     assert list(ranks.values()) == list(range(BASE + 250))
     assert list(ranks)[BASE:] == textbook([TEXT[:2000], TEXT[2000:]], 250)
-    assert b" banana" in ranks and b" aaaa" in ranks
 
 
 @given(st.lists(st.text("ab ", max_size=12), min_size=1, max_size=4))
@@ -56,12 +55,7 @@ def test_every_text_comes_back(text):
     ids = ENCODING.encode_ordinary(text)
     assert ENCODING.decode(ids) == text
     assert all(i < ENCODING.n_vocab - 1 for i in ids)  # the last one is BOS, which no text can produce
-
-
-def test_every_two_digit_number_is_one_token():
-    for n in range(100):
-        assert ENCODING.encode_ordinary(f"{n:02d}") == [256 + n]
-        assert ENCODING.encode_ordinary(f" {n:02d}{99 - n:02d}.")[1:-1] == [256 + n, 256 + 99 - n]
+    assert ENCODING.encode_ordinary(" 0799.")[1:-1] == [256 + 7, 256 + 99]  # two digits are one token
 
 
 def test_saved_and_loaded_encoding_is_the_same(tmp_path):
@@ -89,17 +83,12 @@ LINES = (TINY / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda lines: [], "no token for the byte 0;"),
     (lambda lines: lines[:200], "no token for the byte 200;"),
     (lambda lines: lines[:7] + lines[8:], r"line 8 of .*x.tiktoken, .*, must be .* its rank 7;"),
     (lambda lines: lines[:300] + [b"eHh4eHg= 299\n"] + lines[300:], "line 301 .* rank 300;"),  # a rank twice
     (lambda lines: lines[:300] + [b"CQ== 300\n"] + lines[301:], "line 301 "),  # a token twice
-    (lambda lines: [b"AA== -1\n"] + lines, "line 1 "),
-    (lambda lines: lines[:-1] + [lines[-1][:-2]], "line 2047 "),  # cut within the last rank
-    (lambda lines: lines[:-1] + [lines[-1].split()[0]], "line 2047 "),  # and before it
-    *((lambda lines, x=x: lines[:5] + [x] + lines[6:], message) for x, message in (
-        (b"\n", "line 6 "), (b"B 5\n", "line 6 .* in base64"), (b"BQ== five\n", "line 6 "),
-        (b"\xff\xfe 5\n", "line 6 ")))])
+    (lambda lines: lines[:-1] + [lines[-1].split()[0]], "line 2047 "),  # cut before the last rank
+    *((lambda lines, x=x: lines[:5] + [x] + lines[6:], "line 6 ") for x in (b"B 5\n", b"BQ== five\n"))])
 def test_a_broken_file_is_refused_with_its_line(tmp_path, change, message):
     file = tmp_path / "x.tiktoken"
     file.write_bytes(b"".join(change(LINES)))
@@ -108,16 +97,11 @@ def test_a_broken_file_is_refused_with_its_line(tmp_path, change, message):
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_tokenizer_of_another_size_does_not_fit_the_model(tmp_path):
-    (tmp_path / "cut.tiktoken").write_bytes(b"".join(LINES[:1000]))
+def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
     check_vocabulary(ENCODING, 2048)
-    for encoding, ids, size in ((load(tmp_path / "cut.tiktoken"), 1001, 2048),  # whole by itself
-                                (ENCODING, 2048, 2047), (ENCODING, 2048, 2049)):
-        with pytest.raises(ValueError, match=f"tokenizer has {ids} token ids and the model {size}"):
-            check_vocabulary(encoding, size)
-
-
-def test_hugging_faces_tokenizers_may_be_shorter_than_the_model():
+    for size in 2047, 2049:
+        with pytest.raises(ValueError, match=f"tokenizer has 2048 token ids and the model {size}"):
+            check_vocabulary(ENCODING, size)
     theirs = SimpleNamespace(n_vocab=10)
     check_vocabulary(theirs, 10), check_vocabulary(theirs, 64)
     with pytest.raises(ValueError, match="10 token ids and the model 9"):
@@ -130,7 +114,6 @@ def test_hugging_faces_tokenizers_may_be_shorter_than_the_model():
     (lambda: load("gpt5000"), "unknown tokenizer 'gpt5000'.*'gpt2'.*'cl100k_base'"),
     (lambda: load("nowhere/x.tiktoken"), "no tokenizer at nowhere/x.tiktoken"),
     (lambda: train(["text"], 355), "vocab_size 355 must be at least 356"),
-    (lambda: train(["text"], float("nan")), "vocab_size nan must be at least 356"),
     (lambda: train("text", 356), "texts are one string")])
 def test_what_is_no_tokenizer_and_no_text_for_one_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
@@ -146,10 +129,7 @@ def test_a_boundary_is_a_token_with_a_line_break_or_a_mark_at_its_end():
     assert table.dtype == torch.bool and table.tolist() == [True] * len(ends) + [False] * 10
 
 
-def test_boundaries_of_the_shipped_encoding():
     table = boundaries(ENCODING, ENCODING.n_vocab + 3)
-    pieces = [ENCODING.decode_single_token_bytes(token) for token in range(ENCODING.n_vocab)]
-    right = [b"\n" in piece or piece[-1:] in b".:;!?" for piece in pieces]
-    assert table.tolist() == right + [False] * 3  # padded
     ids = ENCODING.encode("The code of apple is 1234.\nQ: Why? A, b")
     assert [ENCODING.decode([i]) for i in ids if table[i]] == [".", "\n", ":", "?"]
+    assert len(table) == 2051 and not table[-3:].any()  # padded

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 from common import decode, tasks
 from nanollm import set_threads, train
-from nanollm.__main__ import main as command_line
 from nanollm.data import ANSWER, FACT
 from nanollm.model import Config, Decoder, rope
 from nanollm.train import (CONFIG, STAGES, batch, document, induction_start, main, position_jumps, schedule,
@@ -282,10 +281,8 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
 
 @pytest.mark.parametrize("wrong, message", [
     ("--every 0", "every 0 must be"), ("--steps 1" + "0" * 400, "steps 10"), ("--documents 0", "documents 0"),
-    ("--seed -1", "seed -1"), (f"--seed {2 ** 63}", "seed 9223372036854775808"),
     *((f"--lr {lr}", f"lr {lr} must lie above 0 and be at") for lr in ("nan", "0.0", "1.5")),
-    ("--device foo", "device 'foo' is not there"), ("--device meta", "device 'meta'"),
-    ("--threads -1", "threads -1"), (f"--threads {2 ** 40}", "threads 1099511627776")])
+    ("--seed -1", "seed -1"), ("--device meta", "device 'meta'"), ("--threads -1", "threads -1")])
 def test_a_run_that_cannot_be_is_refused_before_any_work(tmp_path, wrong, message, monkeypatch):
     monkeypatch.delattr(train, "induction_start")
     with pytest.raises(ValueError, match=message):
@@ -321,32 +318,27 @@ def test_the_shipped_checkpoint_is_never_written_over(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "TINY", shipped)
     (tmp_path / "link").symlink_to(shipped)
     monkeypatch.chdir(tmp_path)
-    for folder in (shipped, tmp_path / "link", "tiny", "tiny/../link", "tiny/new", "tiny/new/.."):
+    for folder in (shipped, "tiny/../link", "tiny/new/.."):
         refused(Path(folder), "is in the folder of the checkpoint that ships")
 
 
 @pytest.mark.parametrize("name, message", [
     ("checkpoint.safetensors", "checkpoint.safetensors is damaged or another's"),
-    *((name, f"holds {name} and no run") for name in ("config.json", "model.safetensors", "log.jsonl"))])
+    ("config.json", "holds config.json and no run")])
 def test_a_folder_of_another_s_is_refused(name, message, tmp_path):
     (tmp_path / name).write_text("mine")
     refused(tmp_path, message)
     with pytest.raises(ValueError, match="is a file; name a folder"):
         run(tmp_path / name)
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(OSError):
-        run(tmp_path / "loop")
 
 
 def test_a_run_goes_on_with_what_it_began_with_and_counts_on(small, tmp_path, monkeypatch):
     cut_off(tmp_path, monkeypatch, 2)
-    refused(tmp_path, "has --seed 0, not 1; go on", "--seed", "1")
-    refused(tmp_path, "has --lr 0.002, not 0.001; go on", "--lr", "0.001")
-    refused(tmp_path, "has --steps 6, not 7; go on", "--steps", "7")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_text("mine")
-        refused(tmp_path, f"holds {name}, which its run has not written")
-        (tmp_path / name).unlink()
+    for name, begun, other in ("seed", "0", "1"), ("lr", "0.002", "0.001"), ("steps", "6", "7"):
+        refused(tmp_path, f"has --{name} {begun}, not {other}; go on", f"--{name}", other)
+    (tmp_path / "config.json").write_text("mine")
+    refused(tmp_path, "holds config.json, which its run has not written")
+    (tmp_path / "config.json").unlink()
     change(tmp_path / "checkpoint.safetensors", minutes="50.0")
     asked = []
     monkeypatch.setattr(train, "exact_match", lambda *x, **_: asked.append(x[-1]) or 0.0)
@@ -365,9 +357,8 @@ def test_a_damaged_checkpoint_is_refused(small, tmp_path, monkeypatch):
     file = tmp_path / "checkpoint.safetensors"
     right, damaged = file.read_bytes(), "is damaged or another's"
     for message, changed in (
-            *((damaged, dict(drop=name)) for name in ("step", "seed")),
-            *((damaged, dict(step=x)) for x in ("two", "7", "-1")),
-            *((damaged, dict(minutes=x)) for x in ("x", "nan", "inf")),
+            (damaged, dict(drop="seed")), *((damaged, dict(step=x)) for x in ("two", "7")),
+            (damaged, dict(minutes="nan")),
             (r"no norm.weight of shape \(64,\)", dict(tensor={"norm.weight": torch.ones(63)})),
             ("m of .*, or not a finite one", dict(tensor={"norm.weight.m": torch.full((64,), math.nan)}))):
         file.write_bytes(right)
@@ -399,7 +390,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_any_work(small, tmp_
         run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("rank, world", [("abc", "2"), ("2", "2"), ("-1", "2"), ("", "2"), ("0", "two")])
+@pytest.mark.parametrize("rank, world", [("", "2"), ("2", "2"), ("0", "two")])
 def test_ranks_that_cannot_be_are_refused(rank, world, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world)
@@ -416,10 +407,3 @@ def test_threads_are_those_asked_for_and_one_for_a_small_model():
             assert torch.get_num_threads() == threads  # of a large model PyTorch's choice stays
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_refusal_is_one_line_and_exit_code_2(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line(["train", "--out", str(train.TINY)])
-    line = f"error: {train.TINY} is in the folder of the checkpoint that ships; name another folder\n"
-    assert capsys.readouterr() == ("", line)

@@ -85,9 +85,12 @@ def test_what_we_write_transformers_opens(saved, tmp_path, case):
     assert theirs.config.eos_token_id is None  # generate would stop at the token of another tokenizer
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama grouped tied", "qwen2"])
+@pytest.mark.parametrize("case", ["gpt2", "llama3.1"])
 def test_half_precision_round_trip_is_exact(saved, tmp_path, case):
     ours = from_hf(saved(case), torch.float16)
+    if case == "llama3.1":  # angles stay exact
+        assert torch.equal(ours.freq, Decoder(ours.config).freq) and ours.freq.dtype == torch.float32
+    assert {p.dtype for p in ours.parameters()} == {torch.float16}
     to_hf(ours, tmp_path)
     equal(from_hf(tmp_path, torch.float16), ours)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float16
@@ -96,12 +99,6 @@ def test_half_precision_round_trip_is_exact(saved, tmp_path, case):
         assert file.metadata() == {"format": "pt"}  # transformers 4 insists on both
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, saved(case)))
     assert ours.keys() == theirs.keys()
-
-
-def test_the_angles_stay_float32_in_half_precision(saved):
-    model = from_hf(saved("llama3.1"), torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(model.freq, Decoder(model.config).freq) and model.freq.dtype == torch.float32
 
 
 def test_loading_ties_the_head_draws_no_random_numbers(saved):
@@ -136,13 +133,6 @@ def test_a_dtype_that_is_not_for_weights_is_refused(saved, tmp_path, dtype):
         to_hf(Decoder(tiny()), tmp_path / "new", dtype)
     assert not (tmp_path / "new").exists()
     refused(saved("qwen2"), "is not for weights", dtype=dtype)
-
-
-def test_qwen2_may_have_heads_that_do_not_divide_d_model(tmp_path):
-    ours = Decoder(tiny(d_model=20, n_heads=3, n_kv_heads=3, head_dim=14, qkv_bias=True)).eval()
-    to_hf(ours, tmp_path, torch.float32)
-    tokens = TOKENS[:, :16]
-    same(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, ours(tokens))
 
 
 def test_a_weight_too_large_for_the_dtype_is_neither_written_nor_read(copy, tmp_path):
@@ -213,29 +203,20 @@ def test_other_entries_that_say_the_same(saved, copy, case, config):
 
 
 @pytest.mark.parametrize("key, values, right", [
-    ("hidden_size", ["32", 32.0, True, 0, None, 2 ** 40], "a whole number from 1 to 2147483647"),
-    ("head_dim", ["8", 8.0, -8], "a whole number"),
-    ("rope_theta", [0, math.nan, math.inf, None, "1e4", True, 1e-50, 10 ** 400], "a finite number"),
-    ("rms_norm_eps", [0, None], "a finite number above 0"),
+    ("hidden_size", ["32", True, 0, None, 2 ** 40], "a whole number from 1 to 2147483647"),
+    ("rope_theta", [0, math.nan, None, "1e4", 10 ** 400], "a finite number"),
     ("tie_word_embeddings", ["false", 0, None], "True or False"),
-    ("rope_scaling", ["llama3", [8.0], 8.0, False], "an object")])
+    ("rope_scaling", ["llama3", [8.0], False], "an object")])
 def test_an_entry_of_another_type_or_range_is_refused_by_name(copy, key, values, right):
     for x in values:
         folder = copy("llama multi-head", {"rope_parameters": None, key: x})
         refused(folder, folder / "config.json", f"{key} {repr(x)[:40]}", f"must be {right}")
 
 
-@pytest.mark.parametrize("root", ["[]", "null", "[" * 100_000])
-def test_a_config_that_is_no_object_is_refused(copy, root):
-    folder = copy("qwen2")
-    (folder / "config.json").write_text(root)
-    refused(folder, folder / "config.json", "JSON" if root[:2] == "[[" else "not an object")
-
-
 @pytest.mark.parametrize("index, words", [
-    ([], "holds a list"), *((map_, "no weight_map") for map_ in ({}, {"weight_map": []}, {"weight_map": {}})),
+    *((map_, "no weight_map") for map_ in ({}, {"weight_map": []}, {"weight_map": {}})),
     *(({"weight_map": {"lm_head.weight": file}}, "which is missing there")
-      for file in (3, "../above.safetensors", "", "a\0b", "x" * 300))])
+      for file in (3, "../above.safetensors", "a\0b"))])
 def test_an_index_that_does_not_list_files_of_its_folder_is_refused(copy, index, words):
     folder = copy("qwen2")
     (folder / "model.safetensors").rename(folder.parent / "above.safetensors")
@@ -255,32 +236,26 @@ def test_two_names_for_one_tensor_are_refused(saved, copy):
     refused(folder, "transformer.h.0", folder / "a.safetensors", folder / "b.safetensors", "are one tensor")
 
 
-@pytest.mark.parametrize("name", ["meta", "hpu", "x", "", "cuda:99", 1.5])
+@pytest.mark.parametrize("name", ["meta", "hpu", "x", "", 1.5])
 def test_a_device_on_which_nothing_can_be_computed_is_refused(saved, name):
     refused(saved("qwen2"), f"device {str(name)!r} is not there", "use cpu", device=name)
 
 
 @pytest.mark.parametrize("case, config, words", [
-    *(("llama3.1", dict(model_type=x), [repr(x) if x is not DROP else "None", "gpt2, llama, mistral, qwen2"])
-      for x in ("bert", ["llama"], DROP)),
+    *(("llama3.1", dict(model_type=x), [repr(x), "known are gpt2, llama, "]) for x in ("bert", ["llama"])),
     ("llama3.1", dict(quantization_config={}), ["quantization_config", "use plain ones"]),
     ("llama3.1", dict(hidden_size=DROP), ["config.json lacks 'hidden_size'"]),
     ("llama3.1", dict(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
     ("llama3.1", dict(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), ["'yarn'", "'default' or 'llama3'"]),
     ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), ["'linear'"]),
-    ("llama3.1", dict(rope_parameters={"full_attention": LLAMA3}), ["rope_type None"]),
     ("llama3.1", dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), ["lacks 'factor'"]),
     ("llama3.1", dict(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),
-    *(("llama3.1", dict(rope_parameters=LLAMA3 | change), ["config.json", words]) for change, words in (
-        (dict(factor=0), "factor 0 must be"), (dict(factor="8"), "factor '8' must be"),
-        (dict(low_freq_factor=5.0), "low_freq_factor 5.0 must be below"),
-        (dict(original_max_position_embeddings=32.0), "embeddings 32.0 must be"),
-        (dict(rope_theta=None), "rope_theta None must be"))),
+    ("llama3.1", dict(rope_parameters=LLAMA3 | dict(low_freq_factor=5.0)), ["config.json", "5.0 must be"]),
+    ("llama3.1", dict(rope_parameters=LLAMA3 | dict(rope_theta=None)), ["config.json", "theta None must"]),
     ("llama3.1", dict(original_max_position_embeddings=16),
      ["original_max_position_embeddings is 16 at the top level and 32 in rope_scaling", "keep it in"]),
     ("llama3.1", dict(rope_parameters=NO_LENGTH, original_max_position_embeddings=16),
      ["16 at the top level and None in"]),
-    ("llama3.1", dict(rope_parameters=NO_LENGTH), ["lacks 'original_max_position_embeddings'"]),
     ("mistral", dict(sliding_window=63), ["sliding_window 63", "max_position_embeddings 64"]),
     ("mistral", dict(sliding_window=DROP, max_position_embeddings=8192), ["sliding_window 4096"]),
     ("qwen2", dict(use_sliding_window=True), ["use_sliding_window True"]),
@@ -304,11 +279,12 @@ def test_a_folder_without_a_checkpoint_is_refused(saved, tmp_path):
     refused(tmp_path, "model.safetensors", "is missing")
     (tmp_path / "pytorch_model.bin").touch()
     refused(tmp_path, "pytorch_model.bin", "pickle", "convert it to safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": ')
-    refused(tmp_path, "config.json is not JSON")
+    for text, words in ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a list"):
+        (tmp_path / "config.json").write_text(text)
+        refused(tmp_path, f"config.json {words}")
 
 
-@pytest.mark.parametrize("size", [0, 4, 100, -4])
+@pytest.mark.parametrize("size", [0, 100, -4])
 def test_a_truncated_file_or_something_else_is_refused(copy, size):
     file = copy("qwen2") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
@@ -322,14 +298,11 @@ NAME = "model.layers.1.self_attn.k_proj.bias"
 
 @pytest.mark.parametrize("case, tensors, words", [
     ("qwen2", {NAME: DROP}, f"tensor {NAME} [16] is missing"),
-    ("gpt2 3 heads", {"transformer.h.0.attn.c_attn.weight": DROP}, "c_attn.weight [24, 72] is missing"),
-    ("qwen2", {NAME: torch.ones(8)}, f"tensor {NAME} is [8] and should be [16]"),
     ("gpt2 3 heads", {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)},
      "c_fc.weight is [40, 24] and should be [24, 40]"),
     ("qwen2", {"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, "layers.2.mlp.up_proj.weight' has"),
     ("llama3.1", {NAME: torch.ones(32)}, f"{NAME!r} has"),  # a bias that config.json does not announce
     ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, f"tensor {NAME} holds inf or nan"),
-    ("gpt2", {"transformer.wpe.weight": torch.full((64, 32), torch.inf)}, "wpe.weight holds inf or nan"),
     ("qwen2", {NAME: torch.ones(16, dtype=torch.int8)}, f"tensor {NAME} holds torch.int8")])
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
     refused(copy(case, tensors=tensors), words)
@@ -347,16 +320,11 @@ def test_tokenizer(tmp_path):
     assert tokenizer.encode_ordinary("the cache evicts") == [0, 1, 2]
     assert tokenizer.decode([1, 0]) == "cache the" and tokenizer.bos is None
     check_vocabulary(tokenizer, 3)
-    with pytest.raises(ValueError, match="3 token ids and the model 2"):
-        check_vocabulary(tokenizer, 2)
 
 
 @pytest.mark.parametrize("name, content, words", [
     ("tokenizer.json", "{", "tokenizer.json is not JSON"),
-    ("tokenizer.json", "[]", "tokenizer.json holds a list"),
-    ("tokenizer.json", "{}", "broken tokenizer"),
     ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE"}}', "broken tokenizer"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
     ("vocab.json", "7", "vocab.json holds a int"),
     ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}', "custom code"),  # not run
 ])

@@ -1,7 +1,7 @@
 """SnapKV, PyramidKV, AdaKV and the selections on top against loops from their papers; knobs and limits."""
 from fractions import Fraction
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 import math
 
 import pytest
@@ -71,12 +71,9 @@ def by_least_theta(A, norms, out, b, kernel_size, steps, pooled=True, **_):
 CASES = {
     "snap": Case(SnapKV),
     "pyramid": Case(PyramidKV, dict(beta=20), None, by_depth),
-    "pyramid 3": Case(PyramidKV, dict(beta=3), None, by_depth),
     "ada": Case(AdaKV, {}, None, by_head),
     "ada floor 0": Case(AdaKV, dict(floor=0.0), None, by_head),
-    "ada floor 0.7": Case(AdaKV, dict(floor=0.7), None, by_head),
     "critical": Case(SnapKV, {}, Critical(), choose=in_two_stages),
-    "critical alpha 0": Case(SnapKV, {}, Critical(alpha=0.0), choose=in_two_stages),
     "critical pooled": Case(SnapKV, {}, PooledCritical(0.5), choose=partial(in_two_stages, pooled=True)),
     "critical code": Case(SnapKV, {}, CriticalCode(), choose=as_the_code),
     "critical on ada": Case(AdaKV, dict(floor=0.1), Critical(), by_head, in_two_stages),
@@ -86,7 +83,6 @@ CASES = {
     "theta unpooled": Case(SnapKV, {}, LeastTheta(steps=1, pooled=False), choose=by_least_theta),
     "theta on pyramid": Case(PyramidKV, {}, LeastTheta(steps=2), by_depth, by_least_theta),
     "theta on ada": Case(AdaKV, {}, LeastTheta(steps=2), by_head, by_least_theta),
-    "residual": Case(SnapKV, {}, Residual(entries=1)),
     "residual 3": Case(SnapKV, {}, Residual(entries=3, share=0.5)),
     "residual clusters": Case(SnapKV, {}, Residual(entries=3, rounds=2)),
     "residual on ada": Case(AdaKV, dict(floor=0.0), Residual(entries=3), by_head),
@@ -118,21 +114,9 @@ def test_pyramid_keeps_what_snap_kv_keeps_over_all_layers(layers, beta, budget=1
         x, scores = torch.zeros(1, 1, T, 2), [[0] * (T - window_size)]
         counts = [compress(PyramidKV(budget, window_size, beta=beta), x, x, x, None, i, layers).length
                   for i in range(layers)]
-        assert sum(counts) == layers * budget and window_size <= counts[-1] and counts[0] <= T
-        assert all(a >= b for a, b in pairwise(counts))
+        assert sum(counts) == layers * budget
         assert layers == 1 or counts == [
             window_size + by_depth(scores, budget - window_size, beta, i, layers)[0] for i in range(layers)]
-
-
-def test_heads_of_different_length_are_not_padded(d=16):
-    cache = uneven(AdaKV(budget=40, window_size=8, kernel_size=1), 300, d=d)
-    slot, table = 2 * 4 * d + 4, B * 4 * 8
-    # 0.2 · 32 = 6.4 for each, and 0.8 of the 4 · 32 highest votes: 125 of head 0 and one of each other
-    assert (cache.counts == 8 + torch.tensor([107, 7, 7, 7])).all()
-    for step in range(60):
-        live, allocated = cache.bytes()
-        assert live == B * 4 * (40 + step) * slot + table and allocated <= 1.1 * live + table
-        cache.attend(torch.ones(B, 8, 1, d), *[torch.ones(B, 4, 1, d)] * 2, torch.tensor([[300 + step]]))
 
 
 def test_shares_of_a_budget_are_exact_and_do_not_overflow():
@@ -147,15 +131,12 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
 
 @pytest.mark.parametrize("make, message", [
     (partial(SnapKV, 8, 8), "budget 8 must exceed the window 8"), (partial(SnapKV, 20, 0), "window 0"),
-    (partial(AdaKV, 20, 8, 2), "kernel 2"), (partial(AdaKV, 20, 8, -1), "kernel -1"),
-    (partial(PyramidKV, 20, 8, beta=0), "beta 0"), (partial(AdaKV, 20, 8, floor=1.5), "floor 1.5"),
-    (partial(SnapKV, 20, 8, select=Critical), "select"), (partial(SnapKV, 20, 8, select=None), "select None"),
-    (partial(CriticalCode, alpha=-0.5), "alpha -0.5"), (partial(Critical, alpha=math.nan), "alpha nan"),
+    (partial(AdaKV, 20, 8, 2), "kernel 2"), (partial(PyramidKV, 20, 8, beta=0), "beta 0"),
+    (partial(AdaKV, 20, 8, floor=1.5), "floor 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
+    (partial(Critical, alpha=math.nan), "alpha nan"), (partial(CriticalCode, alpha=-0.5), "alpha -0.5"),
     (partial(LeastTheta, steps=-1), "steps -1"), (partial(LeastTheta, steps=10**9), "steps 1000000000 must"),
-    (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=-1), "rounds -1"),
-    (partial(Residual, rounds=10**9), "rounds 1000000000 must"), (partial(Residual, share=0), "share 0"),
-    (partial(Residual, Critical(), share=1.5), "share 1.5"), (partial(Residual, inner=SnapKV), "inner"),
-])
+    (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=10**9), "rounds 1000000000 must"),
+    (partial(Residual, share=0), "share 0"), (partial(Residual, inner=SnapKV), "inner")])
 def test_bad_knobs_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()
@@ -165,27 +146,21 @@ def test_projected_values_are_never_there_whole(monkeypatch):
     """test_value_norms.py says that norms are theirs."""
     parts, plain = [], torch.sum
     monkeypatch.setattr(torch, "sum", lambda x, *more, **how: parts.append(x.shape) or plain(x, *more, **how))
-    v, w_o = torch.randn(B, 2, 1025, D), torch.randn(40, 2, D)
-    norms = value_norms(v, w_o)
+    value_norms(torch.randn(B, 2, 1025, D), torch.randn(40, 2, D))
     assert max(parts) <= (1024, 40)
-    assert torch.allclose(norms[:, 1, 0], (v[:, 1] @ w_o[:, 1].T).abs().sum(-1), atol=1e-4)
 
 
 # ---- residual entries ---
 
 
-@pytest.mark.parametrize("make, strong, select", [
-    (SnapKV, 7, Residual()), (SnapKV, 7, Residual(Critical(), entries=2)),
-    (partial(AdaKV, floor=0.8), 7, Residual(entries=2)),
-    (SnapKV, 9, Residual(entries=3, rounds=1)),  # k-means leaves clusters empty
-])
-def test_nothing_is_lost_where_the_evicted_are_all_alike(make, strong, select, T=40):
-    g = torch.Generator().manual_seed(0)
+def test_nothing_is_lost_where_the_evicted_are_all_alike(strong=9, T=40):
+    """K-means leaves clusters empty."""
+    g, select = torch.Generator().manual_seed(0), Residual(entries=3, rounds=1)
     q, k, v = [torch.randn(B, heads, T + 3, D, generator=g) for heads in (6, 2, 2)]
     k[:, :, strong:32], v[:, :, strong:32] = k[:, :, 31:32], v[:, :, 31:32]
     k[:, :, :strong, 0], q[..., 0] = 9, 3  # these are sure to stay
     y = []
-    for cache in (make(budget=20, window_size=8, kernel_size=1, select=select), SnapKV(T, window_size=8)):
+    for cache in (SnapKV(budget=20, window_size=8, kernel_size=1, select=select), SnapKV(T, window_size=8)):
         compress(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.ones(6, 6, D))
         away = q[:, :, T:] * torch.tensor([-1, 1, 1, 1])  # from those that stay
         y.append(cache.attend(away, k[:, :, T:], v[:, :, T:], torch.arange(T, T + 3)[None]))

@@ -10,8 +10,8 @@ from common import tasks
 from methods.critical_kv import Critical, PooledCritical
 from methods.theory import change_and_text
 from methods.theory.change_and_text import (COMPARED, METHODS, RULES, SHARES, VOTING, OtherNorms, answers,
-                                            change, correlation_of_change_and_kl, correlation_over_methods,
-                                            difference, last_layer, lower, rank_correlation, stored)
+                                            change, correlation_of_change_and_kl, difference, last_layer,
+                                            lower, stored)
 from methods.snap_kv import SnapKV
 from nanollm import TINY, weights
 from nanollm.evaluate import Benchmark, reference, standard_error, text_windows
@@ -97,23 +97,14 @@ def spread(record_property, claim, factor, found):
 
 @torch.inference_mode()
 def test_a_stored_row_is_what_the_code_measures():
-    """Every eighth text; and every method is stored at every share, its heads in agreement with L."""
+    """Every 16th text; and every method is stored at every share, its heads in agreement with L."""
     model, tokens = weights.from_hf(TINY), text_windows(tasks("test"), 64, 512)
-    row = change_and_text.measured(model, reference(model, tokens[::8], 64), "SnapKV+critical", 0.0625)
+    row = change_and_text.measured(model, reference(model, tokens[::16], 64), "SnapKV+critical", 0.0625)
     for key in ("L", "kl", "nll"):
-        assert row[key] == pytest.approx(stored()["SnapKV+critical", 0.0625][key][::8], rel=2e-3, abs=1e-3)
+        assert row[key] == pytest.approx(stored()["SnapKV+critical", 0.0625][key][::16], rel=2e-3, abs=1e-3)
     assert list(stored()) == [(name, share) for name in METHODS for share in SHARES]
     for row in stored().values():
         assert row["heads"].mean() == pytest.approx(row["L"].mean(), rel=1e-3) and len(row["L"]) == 64
-
-
-def test_rank_correlation_shares_ranks_and_redraws_the_same_texts_for_both():
-    x, y = np.array([3.0, 1, 1, 7]), np.array([2.0, 5, 1, 9])
-    assert rank_correlation(x, y) == pytest.approx(np.corrcoef([3, 1.5, 1.5, 4], [2, 3, 1, 4])[0, 1])
-    noise = np.random.default_rng(0).normal(size=(5, 20))
-    assert correlation_over_methods(noise, 2 * noise) == pytest.approx((1, 1, 1))
-    value, low, high = correlation_over_methods(noise, noise[::-1])
-    assert low <= value <= high and low < high - 0.5
 
 
 @pytest.mark.claim("P7")
@@ -160,9 +151,9 @@ def test_lower_changes_come_with_worse_text_and_large_repairs_buy_little(record_
 
 @pytest.mark.claim("P10")
 def test_within_a_budget_the_sign_of_the_rank_correlation_hangs_on_methods(record_property):
-    over_budgets = [correlation_of_change_and_kl(names, SHARES) for names in (COMPARED, VOTING)]
-    assert all(low > 0.85 for _, low, _ in over_budgets)
-    record_property("P10.over_budgets", over_budgets[0][0])
+    over_budgets, low, _ = correlation_of_change_and_kl(COMPARED, SHARES)
+    assert low > 0.85
+    record_property("P10.over_budgets", over_budgets)
     for share in SHARES:
         everything, voting = (correlation_of_change_and_kl(names, [share]) for names in (COMPARED, VOTING))
         assert share == 0.5 or voting[2] < -0.4

@@ -1,13 +1,11 @@
 """ChunkKV's claims: the appendix by brute force, in float64; what the shipped model keeps and finds."""
 from collections import defaultdict
-from functools import partial
 from itertools import product
-from math import log, prod
+from math import log
 
 from hypothesis import strategies as st
 import pytest
 import torch
-from torch.autograd.functional import jacobian
 
 from common import ENCODING, once, tasks
 from exact import F64, at_most, check, close, seeds, vector
@@ -17,7 +15,7 @@ from methods.snap_kv import SnapKV
 from methods.theory.chunk_kv import (
     LaterGroups, PlacedChunks, answer_bound, at_the_answer, aware, bounds, chunk_noise, copies,
     distance_bound, divergence, examples, fisher, independent, jaccard, kept_whole, lessons, markov, mirrored,
-    read, remainder, seconds, together, token_divergences, token_noise)
+    read, remainder, together, token_divergences, token_noise)
 from nanollm import TINY, tokenizer, weights
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.data import Unmarked
@@ -67,16 +65,6 @@ def step(table, theta, delta):
 # ---- tables and their divergences ---
 
 
-@check("C3", thetas, sizes, noises)
-def test_markov_is_the_sum_over_all_hidden_paths(theta, k, noise):
-    table, expected = markov(vector(*theta), k, noise), torch.zeros((2,) * k, dtype=F64)
-    for path, tokens in product(product((0, 1), repeat=k), repeat=2):
-        steps = [theta[a] if b else 1 - theta[a] for a, b in zip(path, path[1:])]
-        said = [1 - noise if token == state else noise for state, token in zip(path, tokens)]
-        expected[tokens] += 0.5 * prod(steps + said)
-    assert close(table, expected)
-
-
 @check("C3", seeds, sizes, st.integers(1, 9))
 def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
     """Noise: what the lost tokens say beyond the kept, and all that the lost examples say."""
@@ -86,8 +74,7 @@ def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
     assert close(each, [kl(p, q, range(j + 1), range(j)) for j in range(k)])
     for kept in subsets(k):
         rest = [j for j in range(k) if j not in kept]
-        assert close(divergence(p, q, kept), kl(p, q, kept)) and close(divergence(q, q, kept), 0)
-        assert divergence(p, q, [j - k for j in kept]) == divergence(p, q, kept)  # −1 is the last token
+        assert close(divergence(p, q, kept), kl(p, q, kept))
         assert close(token_noise(p, q, kept, n), n * kl(p, q, kept + rest, kept))
         if kept:  # at equal budgets whole examples win just where the kept tokens say less per token
             margin = whole / k - kl(p, q, kept) / len(kept)
@@ -96,25 +83,10 @@ def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
     assert close(chunk_noise(p, q, n // 2, n), (n - n // 2) * whole)
 
 
-@check("C3", thetas, st.integers(1, 3), noises)
-def test_fisher_is_the_expected_square_of_a_tokens_score(theta, k, noise):
-    def upto(j, theta):
-        table = markov(theta, k, noise)
-        return table.reshape(*table.shape[:j], -1).sum(-1)
-
-    theta = vector(*theta)
-    information = fisher(lambda theta: markov(theta, k, noise), theta)
-    assert information.shape == (k, 2, 2)
-    for j in range(k):
-        score = jacobian(lambda x: upto(j + 1, x).log() - upto(j, x).log()[..., None], theta)
-        expected = torch.einsum("...,...p,...q->pq", upto(j + 1, theta), score, score)
-        assert close(information[j], expected, 1e-10)
-
-
 # ---- Eq. 10 to 16 ---
 
 
-@check("C3", thetas, thetas, st.integers(2, 4), noises, st.floats(0.02, 1))
+@check("C3", thetas, thetas, st.integers(2, 4), noises, st.floats(0.02, 1), examples=20)
 def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, share):
     theta, delta = vector(*theta), share * (vector(*other) - vector(*theta))
     if delta.norm() < 1e-3:  # KL is a difference of numbers near 1
@@ -142,45 +114,18 @@ def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden(record_proper
     found = bounds(lambda x: markov(x, 5, 0.1), vector(0.3, 0.8), vector(0.2, -0.2))
     expected = dict(distance_paper=0.07808 / 0.08, distance_repaired=0.09486 / 0.08)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert found["answer_repaired"] >= 1 and found["R"] < found["least"] / 2
 
 
 @pytest.mark.claim("C3")
-@pytest.mark.parametrize("delta, paper, above, below, both, actual", [
-    (0.05, 0.005720, 0.006144, 0.006178, 0.006636, 0.006401), (0.2, 0.0902, 0.1456, 0.2334, 0.3767, 0.1537)])
-def test_equation_15_needs_its_o_1_above_and_below(delta, paper, above, below, both, actual, record_property):
-    each, information, R, _ = step(mirrored, vector(0.3), vector(delta))
+def test_equation_15_needs_its_o_1_above_and_below(record_property):
+    each, information, R, _ = step(mirrored, vector(0.3), vector(0.2))
     noise, half = each.sum(), 0.5 / 0.21
     bound, distance = answer_bound(noise, information), distance_bound(noise, information)
     found = [bound, (half + R) * distance, half * distance_bound(noise, information, R),
              answer_bound(noise, information, R), each[-1]]
-    assert close(information, 2 * half) and close(found, [paper, above, below, both, actual], 1e-4)
-    if delta == 0.2:
-        record_property("C3.eq15_bound", float(bound))
-        record_property("C3.eq15_kl", float(each[-1]))
-
-
-@pytest.mark.claim("C3")
-def test_the_bounds_lose_what_the_tokens_information_differs_in():
-    """Token j is 1 with probability 1/2 + w_j · (θ − 1/2): I_j = 4 w_j²."""
-    table = lambda theta: independent([0.5 + w * (theta[0] - 0.5) for w in (0, 0.5, 0.5, 0.9, 0.8)])
-    each, information, _, distance = step(table, vector(0.5), vector(1e-3))
-    bound = 1.95 / 4 / 0.25
-    assert close(distance_bound(each.sum(), information) / distance, bound, 1e-5)
-    assert close(answer_bound(each.sum(), information) / each[-1], bound * 0.9**2 / 0.8**2, 1e-5)
-
-
-@pytest.mark.claim("C3")
-def test_where_some_parameter_changes_no_token_there_is_no_bound():
-    """Nor where tokens say nothing at all, nor from a remainder of half the least eigenvalue on."""
-    one, way = torch.tensor(1.0), vector(0.6, 0.8)
-    assert distance_bound(one, torch.outer(way, way)[None]) > 1e15  # up to rounding
-    silent = fisher(lambda theta: markov(theta, 3), vector(0.3, 0.2))  # one such token is enough: the first
-    assert distance_bound(one, silent) == torch.inf > distance_bound(one, silent[1:])
-    for bound in (distance_bound, answer_bound):
-        assert bound(0 * one, torch.zeros(3, 2, 2, dtype=F64)) == torch.inf
-        of = partial(bound, one, torch.eye(2, dtype=F64)[None] * 3)
-        assert of(1.4) < torch.inf == of(1.5) == of(2.0)
+    assert close(information, 2 * half) and close(found, [0.0902, 0.1456, 0.2334, 0.3767, 0.1537], 1e-4)
+    record_property("C3.eq15_bound", float(bound))
+    record_property("C3.eq15_kl", float(each[-1]))
 
 
 # ---- noise: tokens of every example, or whole examples ---
@@ -188,37 +133,16 @@ def test_where_some_parameter_changes_no_token_there_is_no_bound():
 
 @pytest.mark.claim("C3")
 def test_noise_where_tokens_say_all_together_or_each_or_a_part():
+    """Values that none has add nothing to I_j."""
     says = 0.9 * log(1.5) + 0.1 * log(0.25)
     pair, copy, coins = ([table(vector(x)) for x in (0.9, 0.6)] for table in (
         together, copies, lambda theta: independent([theta[0]] * 3)))
-    for kept in ([0], [1]):
-        assert close(token_noise(*pair, kept, 6), 6 * says) and close(chunk_noise(*pair, 3, 6), 3 * says)
-        assert close(token_noise(*copy, kept, 6), 0) and close(chunk_noise(*copy, 3, 6), 3 * says)
+    assert close(token_noise(*pair, [0], 6), 6 * says) and close(token_noise(*copy, [1], 6), 0)
     assert close(token_noise(*coins, [2], 3), chunk_noise(*coins, 1, 3))
-    wider = [x[..., None] * vector(0.5, 0.5) for x in pair]  # a third token that is a coin: what says all
-    assert token_noise(*wider, [0, 1], 6) < 1e-12 < chunk_noise(*wider, 4, 6)  # may be kept without it
-
-    # values that none has add nothing, those that none expects everything
-    assert close(token_divergences(*copy), [says, 0])
     assert close(fisher(copies, vector(0.3)), [[[1 / 0.21]], [[0]]])
-    assert divergence(vector(0.5, 0.5), vector(1, 0)) == torch.inf
 
 
 # ---- what is kept ---
-
-
-@check("", seeds, st.integers(1, 12), st.floats(0.1, 0.9))
-def test_jaccard_and_kept_whole_are_those_of_sets(seed, n, share):
-    g = torch.Generator().manual_seed(seed)
-    masks = torch.rand(2, 2, 3, n, generator=g) < share
-    edges = torch.randint(0, n + 1, (4, 2), generator=g).sort(-1).values.tolist()
-    similarity, whole = jaccard(*masks), kept_whole(masks[0], [slice(a, b) for a, b in edges])
-    assert similarity.shape == whole.shape == (2, 3)
-    for at in product(range(2), range(3)):
-        kept, other = ({i for i in range(n) if x[at][i]} for x in masks)
-        expected = len(kept & other) / len(kept | other) if kept | other else float("nan")
-        assert similarity[at].item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
-        assert whole[at] == sum({*range(a, b)} <= kept for a, b in edges) / 4
 
 
 @once
@@ -236,7 +160,6 @@ def test_what_is_measured_at_the_answer_is_what_the_model_says_there():
     for row, where in zip(batch.tokens, lines):
         text = [ENCODING.decode(row[line].tolist()) for line in where]
         assert len(text) == 4 and all(line[0] == "\n" and "=>" in line for line in text)
-        assert "".join(text) == ENCODING.decode(row[where[0].start:batch.question].tolist())
 
     for blind in (False, True):
         log_p, kept = at_the_answer(model, batch, recordings, full, blind)
@@ -247,19 +170,21 @@ def test_what_is_measured_at_the_answer_is_what_the_model_says_there():
         for b, where in enumerate(lines):
             last = kept[b][..., [x.stop - 1 for x in where]].float().mean()
             assert close((whole[b], labels[b]), (kept_whole(kept[b], where).mean(), last), 1e-6)
-    times = seconds(model, tokens, dict(snap=snap), 1)
-    assert [*times] == ["snap", "reading"] and 0 < times["snap"] < times["reading"]
 
 
 # ---- the claims about a trained model, on the shipped one: 32 documents of 256 tokens, a quarter is kept ---
 
 
+unmarked = once(lambda: Unmarked(ENCODING, "test"))  # no mark where a fact ends
+
+
 @once
 def asked(task, *how):
-    batch = Unmarked(ENCODING, "test").batch(task, 1, 32, 256, **dict(how))  # no mark where a fact ends
+    batch = unmarked().batch(task, 1, 32, 256, **dict(how))
     return batch, read(shipped(), batch)
 
 
+@once
 def found(Method, task="needle", how=(), place=None, **knobs):
     """Per document, whether its question is answered, aware."""
     batch, recordings = asked(task, *how)
@@ -314,6 +239,7 @@ def test_neighbouring_layers_choose_chunks_more_alike_than_tokens(record_propert
         kept = held(caches, 504)
         similar[name] = jaccard(kept[:, 1:], kept[:, :-1]).mean((0, 2))  # layers 0 and 1, 1 and 2, …
         record_property(f"C2.{name}", similar[name].mean().item())
+    assert jaccard(vector(1, 1, 1, 0, 0) > 0, vector(0, 1, 1, 1, 0) > 0) == 2 / 4  # {0, 1, 2} and {1, 2, 3}
     assert similar["chunks"].mean() > similar["snap"].mean() + 0.05 > similar["tokens"].mean() + 0.05
     assert (similar["chunks"][2:] > 0.4).all() and similar["chunks"][0] < 0.15
 

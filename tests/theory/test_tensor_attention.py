@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from exact import F64, random, seeded
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, pair_decoder, pairs
 from methods.theory.tensor_attention import (deal, distortion, index_game_four, index_game_two, keep_rows,
-                                             learn, match3, projected_basis, quantise, separation,
+                                             learn, match3, separation,
                                              simple_rules, spread_out)
-from nanollm.cache import LayerCache
 from nanollm.speed import Count
 
 G = 3
@@ -20,18 +17,6 @@ CACHES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
 
 
 # ---- T4: what a step makes, multiplies and moves ---
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that one operation makes."""
-    numbers = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
-        if not op.is_view:
-            made = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            self.numbers = max([self.numbers, *made])
-        return out
 
 
 def under(mode, cache, n, width, batch=1, heads=1, group=G):
@@ -48,15 +33,6 @@ def under(mode, cache, n, width, batch=1, heads=1, group=G):
     return mode
 
 
-@pytest.mark.claim("T4")
-@pytest.mark.parametrize("tile", [1, 40, 41, 440, 500])
-def test_the_factored_form_makes_a_tile_or_a_row_of_scores_at_once(tile):
-    n, shape = 40, dict(width=8, batch=2, heads=2)
-    made = under(Largest(), FactoredFourCache(tile=tile), n, 8).numbers
-    assert made == G * max(1, tile // n) * n <= G * max(tile, n)
-    assert under(Largest(), FourCache(), n, **shape).numbers == 4 * n * n * 8
-
-
 x34, y45, y34, row, column = (random(*shape).float() for shape in ((3, 4), (4, 5), (3, 4), (1, 4), (3, 1)))
 batched = random(2, 3, 6, 5), random(2, 3, 5, 7)
 
@@ -64,15 +40,10 @@ COUNTED = {  # what runs: multiplications, bytes
     "bmm": (lambda: torch.bmm(x34.view(2, 3, 2), y45.view(2, 2, 5)), 60, (12 + 20 + 30) * 4),
     "leading dimensions": (lambda: batched[0] @ batched[1], 2 * 3 * 6 * 5 * 7, (180 + 210 + 252) * 8),
     "mul of a row and a column": (lambda: column * row, 12, (3 + 4 + 12) * 4),
-    "mul by a number": (lambda: x34 * 2.5, 12, 24 * 4),
     "mul in place": (lambda: x34.clone().mul_(y34), 12, (24 + 36) * 4),  # x and y read and x written
-    "div by a column": (lambda: x34 / column, 12, 27 * 4),
-    "exp in place": (lambda: x34.clone().exp_(), 12, 48 * 4),
-    "softmax": (lambda: x34.softmax(-1), 12, 24 * 4),
+    "div, exp and softmax": (lambda: (x34 / column).exp().softmax(-1), 36, (27 + 24 + 24) * 4),
     "largest and where, int64": (lambda: x34.max(-1), 0, 15 * 4 + 3 * 8),
     "cat of a list": (lambda: torch.cat([x34, row, row]), 0, (12 + 8 + 20) * 4),
-    "float64 by float32": (lambda: x34.double() * y34, 12, 12 * (4 + 8 + 8 + 4 + 8)),
-    "three things": (lambda: (x34 @ y45).exp() + 1, 60 + 15, (47 + 30 + 30) * 4),
     "a copy reads its source": (lambda: x34.clone().copy_(y34), 0, (24 + 24) * 4),
     "a new tensor reads nothing": (lambda: x34.new_zeros(3), 0, 3 * 4),
     "views": (lambda: (x34.view(6, 2), x34.mT, x34[1:], x34.expand(5, 3, 4), x34.chunk(2)), 0, 0),
@@ -106,14 +77,12 @@ def test_a_step_takes_the_multiplications_of_the_formulas(n, d, batch, heads):
 
 
 @pytest.mark.claim("T4")
-@pytest.mark.parametrize("cache", CACHES)
-def test_in_inference_mode_the_same_is_counted(cache):
+def test_in_inference_mode_the_same_is_counted():
     """There operations that are made of others arrive whole."""
-    outside = under(Count(), CACHES[cache](), 32, 8, batch=2)
+    outside = under(Count(), FactoredFourCache(), 32, 8, batch=2)
     with torch.inference_mode():
-        inside = under(Count(), CACHES[cache](), 32, 8, batch=2)
+        inside = under(Count(), FactoredFourCache(), 32, 8, batch=2)
     assert (inside.multiplications, inside.bytes) == (outside.multiplications, outside.bytes)
-    assert inside.bytes > inside.multiplications > 0
 
 
 @pytest.mark.claim("T4")
@@ -140,9 +109,7 @@ def rows_right(game, bits):
 
 @pytest.mark.claim("T5")
 def test_projections_come_closer_to_orthonormal_like_1_over_root_d(record_property):
-    assert distortion(torch.eye(5, dtype=F64)) == 0
     assert distortion(torch.tensor([[1.0, 0], [0.6, 0.5]])) == pytest.approx(0.6)
-    assert projected_basis(50, 400, seeded(0)).square().sum(1).mean() == pytest.approx(1, abs=0.03)
     ratios = [sum(distortion(deal(n, d, seed)[1]) for seed in range(20)) / 20 * math.sqrt(d / math.log(n))
               for n in (4, 16, 64, 256) for d in (16, 128, 1024)]
     assert 1.6 < min(ratios) and max(ratios) < 2.4  # ε² d / ln n hardly moves
@@ -160,27 +127,11 @@ def test_every_bit_comes_back_from_four_matrices_within_the_margins(record_prope
             assert game.right(bits) == 1 and game.zero < game.one  # Δ > δ
             assert game.read[~bits].max() <= game.zero and game.read[bits].min() >= game.one
             eps.append(distortion(keys))
+        # the zero key pairs with all: (n + 1)² − n² pairs of weight 1, which the paper leaves out
+        own, others = n * n ** (2 - 2 * eps[-1]), n * (n - 1) * n ** (2 * eps[-1])  # C is 2 ln n
+        assert [game.zero, game.one] == pytest.approx([x / (own + others + 2 * n + 1) for x in (others, own)])
         record_property(f"T6.eps_{n}", max(eps))
     record_property("T6.games", games)
-
-
-@pytest.mark.claim("T6")
-def test_the_margins_are_reached_by_keys_as_bad_as_eps_allows():
-    """Key 0 is short by ε, all others lean towards it by ε; bits of row 0 are all 0, or alone 1."""
-    n, eps, C = 6, 0.05, 2 * math.log(6)
-    gram = eps + (1 - eps) * torch.eye(n, dtype=F64)
-    gram[0, 0] = 1 - eps
-    keys = torch.linalg.cholesky(gram)
-    assert distortion(keys) == pytest.approx(eps)
-    bits = (torch.arange(n) % 2 == (torch.arange(n) == 0)[:, None])  # in odd columns only row 0 has a 1
-    game = index_game_four(bits, keys, C)
-    # the zero key pairs with all: (n + 1)² − n² pairs of weight 1, of which the paper's δ and Δ know nothing
-    own, others = n * math.exp(C * (1 - eps)), n * (n - 1) * math.exp(C * eps)
-    expected = [x / (own + others + 13) for x in (others, own)]
-    assert [game.zero, game.one] == pytest.approx(expected, rel=1e-12)
-    assert game.read[0, :2].tolist() == pytest.approx(expected, rel=1e-12)
-    for Cache in FourCache, TwoCache:
-        assert torch.allclose(index_game_four(bits, keys, C, Cache=Cache).read, game.read, atol=1e-12)
 
 
 @pytest.mark.claim("T6")
@@ -188,31 +139,13 @@ def test_bob_learns_as_many_bits_as_are_kept(record_property):
     """n·d bits are what the theorem asks for: one for each number of V₁ is enough, and none can be spared."""
     n, d = 32, 2048
     bits, keys = deal(n, d)
-    for kept, precision in (32, 8), (32, 1), (16, None), (1, 1), (8, 1):
+    for kept, precision in (32, 1), (16, None), (8, 1):
         game = index_game_four(bits, keys, compress=keep_rows(slice(kept), n, precision))
         rows = rows_right(game, bits)
         assert (rows[:kept] == 1).all() and rows[kept:].sum() == pytest.approx((n - kept) / 2, abs=0.2)
         assert game.learned(bits) == pytest.approx(kept / n, abs=0.001)  # of guesses, 0.7 bits a row are luck
     record_property("T6.learned", game.learned(bits))
     record_property("T6.others", rows[kept:].mean().item())
-
-    def forget_half(cache):  # of the values, below one bit a number
-        cache.v[..., :d // 2] = 0.5
-
-    assert index_game_four(bits, keys, compress=forget_half).right(bits) == pytest.approx(0.75, abs=0.02)
-    for a in (0.5, 0.75, 1.0):
-        partly = game._replace(read=(bits ^ (torch.arange(d) >= a * d)).double())
-        entropy = -sum(x * math.log2(x) for x in (a, 1 - a) if x)
-        assert partly.learned(bits) == pytest.approx(1 - entropy, abs=1e-9)
-
-
-def test_quantise_rounds_each_vector_to_its_own_levels():
-    cache, x = LayerCache(), random(1, 1, 4, 16)
-    cache.write(x, x, torch.arange(4)[None])
-    quantise(cache, 3)
-    for new, old in zip(cache.k.view(-1, 8), x.view(-1, 8)):
-        levels = torch.linspace(old.min().item(), old.max().item(), 8, dtype=old.dtype)
-        assert torch.allclose(new, levels[(old[:, None] - levels).abs().argmin(1)], atol=1e-12)
 
 
 @pytest.mark.claim("T7")
@@ -255,8 +188,6 @@ def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, record_pr
     def noisy(eta):
         return index_game_four(bits, keys, C, eta=eta, generator=seeded(1))
 
-    ratio = noisy(0.25).read / noisy(0).read
-    assert {*ratio.round(decimals=9).unique().tolist()} == {0.75, 1.25}
     game = noisy(limit - 0.01)
     assert game.right(bits) == 1 and game.zero < game.one
     game = noisy(0.999)
@@ -272,14 +203,10 @@ def test_e_to_the_d_rows_need_other_keys_than_the_proof_s(record_property):
     right = sum(index_game_four(*dealt).right(dealt[0]) for dealt in deals) / 3
     assert 0.55 < right < 0.75 and min(distortion(keys) for _, keys in deals) > 1  # the proof: below 1/2
     code, cosine = spread_out(n, d, 0.93, seeded(0))
-    assert cosine == pytest.approx((code @ code.T - torch.eye(n)).max().item()) and cosine <= 0.93
-    assert (code.norm(dim=1) - 1).abs().max() < 1e-12
     C = math.log(4 * n) / (1 - cosine)
     assert index_game_four(deals[0][0], code, C).right(deals[0][0]) == 1
     for name, x in dict(d=d, rows=n, right=right, C=C / math.log(n)).items():
         record_property(f"T12.game_{name}", x)
-    with pytest.raises(ValueError, match="6 unit vectors of 2 dimensions with cosines up to 0.1 were"):
-        spread_out(6, 2, 0.1, seeded(0))
 
 
 # ---- T13: Match-3 ---
@@ -316,4 +243,3 @@ def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(record_
     assert rule - 0.02 < ordinary[-1][1] < rule + 0.01
     for name, x in dict(pairs=log[-1][1], single=ordinary[-1][1], rule=rule).items():
         record_property(f"T13.{name}", 100 * x)
-    assert [step for step, _ in learn(3, every=2, **common, **of_pairs)[1]] == [2, 3]

@@ -1,0 +1,57 @@
+"""What `plan` says before anything is loaded is what is allocated afterwards."""
+import json
+
+import pytest
+import torch
+import transformers as hf
+
+from nanollm import TINY
+from nanollm.__main__ import main
+from nanollm.bridge import Bridged
+from nanollm.plan import SHORT, compressed, planned, shape_of
+from nanollm.select import given, has_budget, pick
+from nanollm.table import SHOWN
+
+QWEN = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize("name", [*SHOWN, "ada_kv", "pyramid_kv"])
+def test_a_line_through_two_short_prompts_meets_a_longer_one(name):
+    shape, _ = shape_of(TINY, torch.float32)
+    Method, T = pick([name])[name], 2 * SHORT[1]
+    fraction = 0.25 if has_budget(Method) else None
+    told = planned(shape, Method, fraction, T, torch.float32, window=8)
+    budget = {} if fraction is None else dict(budget=T // 4)
+    real = compressed(shape, Method, given(Method, window_size=8) | budget, T, torch.float32)
+    rounds = name.startswith(("chunk_kv", "kv_reviver"))  # to whole chunks, to whole slots of a sketch
+    assert told == pytest.approx(real, rel=0.03 if rounds else 0.002)
+
+
+def test_the_full_cache_and_the_weights_are_those_of_the_model(tmp_path):
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**QWEN))
+    model.config.save_pretrained(tmp_path)
+    shape, weights = shape_of(tmp_path, torch.bfloat16)
+    assert weights == 2 * sum(p.numel() for p in model.parameters())
+    real = Bridged(model).config
+    assert vars(shape.config) == vars(real) and (real.head_dim, real.max_len) == (32, 4096)
+    full, _ = planned(shape, pick(["full"])["full"], None, 2048, torch.bfloat16, window=8)
+    least = 3 * 2 * 2048 * (2 * 32 * 2 + 4)  # layers, heads, tokens, keys and values and a position
+    assert full == least
+
+
+def test_the_command_needs_a_config_alone(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3", **QWEN)))
+    command = ["plan", "--model", str(tmp_path), "--methods", "full", "h2o", "--memory", "0.5"]
+    main([*command, "--lengths", "512", "1024", "--batch", "8"])
+    out = capsys.readouterr().out
+    assert out.startswith("3 layers, 4 query and 2 key/value heads of 32, bfloat16; weights 0.00 GB")
+    rows = [line.split() for line in out.splitlines() if line.startswith(("full", "h2o"))]
+    assert [row[0] for row in rows] == ["full", "h2o"] * 2 and rows[1][1:3] == ["25", "%"]
+    assert int(rows[0][-1]) > int(rows[2][-1]) > 100  # longer prompts, fewer of them
+    for options, message in ("--lengths 9999", "length 9999 must be a whole number from 16 to 4096"), (
+            "--budget 0", "budget 0 %"), ("--model nowhere", "nowhere/config.json is missing"), (
+            "--budget 5 --lengths 64 --methods snap_kv", "snap_kv at 5 % of 64 tokens: budget 3"):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, *options.split()])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
