@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from nanollm.cache import LayerCache
 from nanollm.check import check_attend
 from nanollm.gpu import kernel_for
-from nanollm.model import Config, Decoder
+from nanollm.model import Attention, Config, Decoder
 
 
 def pairs(x: Tensor, y: Tensor) -> Tensor:
@@ -55,7 +55,6 @@ class FourCache(PairCache):
         """q (B, H·G, T, D), k and v (B, H, T, 2D) → (B, H·G, T, D). A pair is as late as its later token."""
         self.check(q, k, v, pos)
         self.write(k, v, pos)
-
         B, heads, T, D = q.shape
         scale = D ** -0.5 if self.scale is None else self.scale
         q = scale * q.view(B, k.shape[1], -1, T, D)  # (B, H, G, T, D)
@@ -173,6 +172,7 @@ class PairAttention(nn.Module):
     Keys are not rotated: a product of *three* rotated vectors depends on where the text begins, not on
     distances alone. So a llama has no positions here but the order that causality tells.
     """
+    w_o = Attention.w_o
 
     def __init__(self, config: Config):
         super().__init__()
@@ -193,7 +193,7 @@ class PairAttention(nn.Module):
 
 
 def pair_decoder(config: Config) -> Decoder:
-    """A decoder every layer of which attends to pairs of tokens. Only the caches for pairs are for it."""
+    """A decoder whose layers attend to pairs of tokens. Only the caches for pairs are for it."""
     return Decoder(config, PairAttention)
 
 
