@@ -341,8 +341,9 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
 
 
 def is_known(folder: str | Path) -> bool:
-    """Whether `from_hf` reads the family of this folder's checkpoint."""
-    return read_json(Path(folder) / "config.json").get("model_type") in READERS
+    """Whether `from_hf` reads the family of this folder's checkpoint, or is to say what is wrong with it."""
+    path = Path(folder) / "config.json"
+    return not isfile(path) or read_json(path).get("model_type") in READERS
 
 
 def hf_model(folder: str | Path, device: str | torch.device = "cpu"):

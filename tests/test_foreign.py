@@ -81,8 +81,8 @@ def test_compare_and_generate_run_a_foreign_checkpoint(folder, tmp_path, monkeyp
     assert "tokens evicted" in capsys.readouterr().out
 
     Path("mine.txt").write_text("A text of my own. " * 300)
-    main(["--model", str(folder), *FEW, "--text", "mine.txt"])
-    assert "kv_reviver" not in capsys.readouterr().out
+    main(["--model", str(folder), *FEW, "--text", "mine.txt", "--json", "rows.json"])
+    assert json.loads(Path("rows.json").read_text())[0]["perplexity"] != rows[0]["perplexity"]
 
 
 def test_both_engines_make_the_same_rows_of_the_shipped_decoder(tmp_path, monkeypatch):

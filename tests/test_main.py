@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch, tmp_path):
     made = tasks("test")
-    monkeypatch.setattr("nanollm.data.Tasks", lambda encoding, split: made)
+    monkeypatch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
     monkeypatch.chdir(tmp_path)  # where compare.png would land
 
 
@@ -72,7 +72,7 @@ def measured(checkpoint, tmp_path_factory):
     """Rows of two lengths, what was printed, and what was drawn."""
     made, drawn, printed = tasks("test"), [], StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr("nanollm.data.Tasks", lambda encoding, split: made)
+        patch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
         patch.setattr("nanollm.plot.comparison", lambda *of: drawn.append(of))
         patch.chdir(tmp_path_factory.mktemp("rows"))
         rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
@@ -129,7 +129,7 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
         ("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
     assert asked == [(task, 0, 8, 288) for task in TASKS] and Path("compare.png").stat().st_size > 5000
     printed = [table.header(288, 8, 0, short=True), *(table.show(row, short=True) for row in rows)]
-    assert "\n".join(printed) in out and f"\n{table.findings(rows)}\n" in out
+    assert "\n".join(printed) in out and f"\n{table.unfit(rows)}\n\n{table.findings(rows)}\n" in out
 
 
 @pytest.mark.parametrize("options, methods, budgets, documents", [
@@ -434,7 +434,7 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, terminal, no_color, d
     ("generate --figure x.png x", "--figure is of the built-in page"),
     ("generate --figure x.txt", "must end in .png"), ("generate --tokens 400 x", "400 new ones exceed"),
     ("--device foo", "device 'foo' is not there"),
-    ("nope", "unknown command 'nope'; known are compare, generate, train")])
+    ("nope", "unknown command 'nope'; known are compare, generate, plan, train")])
 def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     first, *rest = arguments.split()

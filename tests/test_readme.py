@@ -6,19 +6,16 @@ import os
 from pathlib import Path
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, dense
 from nanollm import TINY
-from nanollm.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -61,7 +58,8 @@ def test_every_command_of_the_readme_runs(done, command):
     run, _ = done[command]
     assert run.returncode == 0 and run.stdout and "Traceback" not in run.stderr, run.stderr
     if command == "python -m nanollm":
-        assert "\nAware, " in run.stdout and run.stdout.count(" 25 % ") == 7  # the short table
+        # the short table; this small checkpoint answers nothing
+        assert run.stdout.count("cannot judge this model") == 3 and run.stdout.count(" 25 % ") == 7
 
 
 def test_two_processes_make_the_rows_of_one(done):
@@ -145,30 +143,6 @@ def test_a_snippet_of_the_readme_does_what_it_says(name):
     assert torch.equal(cache.pos.sort(-1).values.long(), score.topk(5).indices.sort(-1).values)
     cache.attend(*(x[:, :, :1] for x in (q, k, v)), torch.tensor([[T]]))
     assert cache.length == 5
-
-
-# ---- other checkpoints ---
-
-
-def test_a_checkpoint_with_a_foreign_tokenizer_runs_or_says_why_not(tmp_path, monkeypatch, capsys):
-    """The shipped decoder with a tokenizer of Hugging Face's, of bytes alone, as any checkpoint may bring."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(TINY, "tiny", ignore=shutil.ignore_patterns("tokenizer*", "train.json"))
-    vocabulary = {x: i for i, x in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save("tiny/tokenizer.json")
-    Path("tiny/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-
-    for more in (["--method", "h2o", "--budget", "64", "--tokens", "3", "a text"], []):  # a text; the page
-        main(["generate", "--model", "tiny", *more])
-        out, error = capsys.readouterr()
-        assert out and not error
-    with pytest.raises(SystemExit) as stop:
-        main(["--model", "tiny"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_transformers_opens_the_shipped_weights():
