@@ -5,6 +5,7 @@
     python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
     python -m nanollm generate                 a page, what is kept of it, and what is answered
     python -m nanollm generate --method h2o --budget 64 --file TEXT
+    python -m nanollm plan --model FOLDER --lengths 32768 --batch 8
     python -m nanollm train --help
 """
 import argparse
