@@ -141,6 +141,8 @@ def test_what_is_measured_by_which_options(options, methods, budgets, documents)
     args = read(options.split())
     assert (args.methods, args.budgets, args.documents) == (methods, budgets, documents)
     assert args.lengths == ([512, 1024] if args.full else [512])
+    assert (args.window, args.seed, args.device, args.threads, args.engine) == (8, 0, "cpu", 0, "auto")
+    assert read(["--budgets", "100", "25", "100"]).budgets == [100, 25]
 
 
 def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, capsys):

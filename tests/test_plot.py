@@ -97,7 +97,8 @@ def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
 def test_one_budget_is_drawn_from_aware_to_blind(drawn, methods):
     measured = {row["method"]: row for row in rows(methods, [4])}
     slopes, kl = drawn([*measured.values()]).axes
-    assert [text.get_text().split(":")[0] for text in slopes.get_xticklabels()] == ["aware", "blind"]
+    assert [text.get_text() for text in slopes.get_xticklabels()] == [
+        "aware:\nquestion in the prompt", "blind:\nquestion after compression"]
     check_names(slopes, slopes.lines, sorted(methods, key=lambda name: name == "full"))
     for line in slopes.lines:
         row = measured[line.get_label()]

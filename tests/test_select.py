@@ -91,7 +91,7 @@ def test_a_broken_file_is_named_and_the_others_are_found(tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
         monkeypatch.delitem(sys.modules, name)
-    broken = {"empty": "", "syntax": "def", "three": "variants = {'three': 3}", "typo": "\nx = undefined",
+    broken = {"empty": "", "leaves": "raise SystemExit(3)", "syntax": "def", "three": "variants = {'three': 3}", "typo": "\nx = undefined",
               "number": "from methods.h2o import H2O\nvariants = {7: H2O}",
               "on_top": "from methods.h2o import H2O\nvariants, additions = {}, {'more': H2O}",
               "zz_again": (folder / "h2o.py").read_text()}
