@@ -131,7 +131,7 @@ def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(mod
     stop = (next(t for t, i in first.items() if i == 4), next(t for t, i in second.items() if 8 < i < 25))
     at = [min(i for i, t in enumerate(row) if t in stop) for row in free.tolist()]
     stop += (next(t for t in PROMPT[0].tolist() if not (free == t).any()),)  # one of the prompt stops nothing
-    got = generate(model, PROMPT, 30, stop=stop)
+    got = generate(model, PROMPT, 30, stop=[*stop])
     assert at[0] != at[1] and got.shape == (2, max(at) + 1)
     for row, expected, i in zip(got, free, at):
         assert row[:i + 1].tolist() == expected[:i + 1].tolist()

@@ -17,7 +17,7 @@ import torch
 from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
-from nanollm import TINY, evaluate, page, table
+from nanollm import TINY, evaluate, page, plot, table
 from nanollm.__main__ import MARK, main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
@@ -124,7 +124,8 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     monkeypatch.setattr(Tasks, "batch", lambda self, *of: asked.append(of) or batch(self, *of))
     monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "quantized_2"))
     main(["--model", str(checkpoint), "--json", "rows.json", "--lengths", "288"])
-    rows, out = json.loads(Path("rows.json").read_text()), capsys.readouterr().out
+    rows, (out, bar) = json.loads(Path("rows.json").read_text()), capsys.readouterr()
+    assert "snap_kv, 288 tokens:  33%" in bar
     assert [(row["method"], row["fraction"]) for row in rows] == [
         ("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
     assert asked == [(task, 0, 8, 288) for task in TASKS] and Path("compare.png").stat().st_size > 5000
@@ -323,6 +324,7 @@ def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
     Path("text.txt").write_text(prompt)
     sampling = dict(temperature=2.0, top_k=40, top_p=0.9, seed=3)
     for source, told in (["--file", "text.txt"], {}), (
+            ["--temperature", "2", prompt], dict(temperature=2.0)), (
             [*"--temperature 2 --top-k 40 --top-p 0.9 --seed 3".split(), prompt], sampling):
         expected = continued(checkpoint, prompt, **told)
         main(["generate", "--model", str(checkpoint), "--tokens", "12", *source])
@@ -372,9 +374,13 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
 # ---- generate: the page ---
 
 
-def test_the_page_is_answered_aware_and_not_blind(capsys):
+def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
+    drawn, text = [], plot.text
+    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append(of) or text(*of, **how))
     main(["generate", "--figure", "page.png"])
     out = capsys.readouterr().out
+    (tokens, panels, fact), = drawn
+    assert "".join(token for token, asked in zip(tokens, fact) if asked) == page.FACT and len(panels) == 2
     answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
     assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
     counts = re.findall(r"(\d+) of (\d+) tokens evicted", out)

@@ -99,6 +99,8 @@ def test_one_budget_is_drawn_from_aware_to_blind(drawn, methods):
     slopes, kl = drawn([*measured.values()]).axes
     assert [text.get_text() for text in slopes.get_xticklabels()] == [
         "aware:\nquestion in the prompt", "blind:\nquestion after compression"]
+    low, high = slopes.get_ylim()
+    assert slopes.get_ylabel() == "accuracy, mean over the tasks" and low < 0 < 1 < high
     check_names(slopes, slopes.lines, sorted(methods, key=lambda name: name == "full"))
     for line in slopes.lines:
         row = measured[line.get_label()]

@@ -55,7 +55,7 @@ def test_all_is_every_window_method_with_each_addition_once():
 
 def test_an_unknown_name_is_answered_by_the_known_ones():
     found, additions, _ = methods()
-    for name in "nope", "ada_kv+nope", "h2o+critical":
+    for name in "nope", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical":
         with pytest.raises(ValueError) as error:
             pick(["h2o", name])
         assert str(error.value) == (f"unknown method {name!r}; known are {', '.join(found)}, all; "
@@ -91,7 +91,8 @@ def test_a_broken_file_is_named_and_the_others_are_found(tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
         monkeypatch.delitem(sys.modules, name)
-    broken = {"empty": "", "leaves": "raise SystemExit(3)", "syntax": "def", "three": "variants = {'three': 3}", "typo": "\nx = undefined",
+    broken = {"empty": "", "leaves": "raise SystemExit(3)", "code": "'é'.encode('ascii')",
+              "syntax": "def", "three": "variants = {'three': 3}", "typo": "\nx = undefined",
               "number": "from methods.h2o import H2O\nvariants = {7: H2O}",
               "on_top": "from methods.h2o import H2O\nvariants, additions = {}, {'more': H2O}",
               "zz_again": (folder / "h2o.py").read_text()}
@@ -102,6 +103,7 @@ def test_a_broken_file_is_named_and_the_others_are_found(tmp_path, monkeypatch, 
     for name, reason in {
             "empty": "it names no methods; end it with variants = {'name': Class}", "syntax": "SyntaxError: ",
             "three": "'three' stands for 3, which is no LayerCache", "number": "7 is no name; write variants",
+            "code": "UnicodeEncodeError, line 1 of code.py: ",
             "typo": "NameError, line 2 of typo.py: name 'undefined' is not defined",
             "on_top": "the addition 'more' goes on top of window methods; write additions",
             "zz_again": "another file has a method 'h2o' already; take another name"}.items():
