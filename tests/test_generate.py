@@ -7,6 +7,7 @@ import torch
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import LEAST, generate, prefill, sample, stream
 from nanollm.model import Config, Decoder
+from nanollm.replay import Recorder
 
 V = 50
 PROMPT = torch.randint(0, V, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -122,6 +123,14 @@ def test_temperature_0_is_greedy_else_a_seed_decides(model):
     assert torch.equal(a, b) and (a != c).float().mean() > 0.5
 
 
+def test_a_prompt_is_fed_in_the_pieces_asked_for(model):
+    caches = make_cache(model, Recorder)
+    generate(model, PROMPT, 2, caches, chunk_size=7)
+    T = PROMPT.shape[1] - 1
+    sizes = [part.q.shape[2] for part in caches[0].told]
+    assert sizes == [7] * (T // 7) + [T % 7] * (T % 7 > 0) + [1, 1]
+
+
 # ---- stop tokens ---
 
 
@@ -131,7 +140,7 @@ def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(mod
     stop = (next(t for t, i in first.items() if i == 4), next(t for t, i in second.items() if 8 < i < 25))
     at = [min(i for i, t in enumerate(row) if t in stop) for row in free.tolist()]
     stop += (next(t for t in PROMPT[0].tolist() if not (free == t).any()),)  # one of the prompt stops nothing
-    got = generate(model, PROMPT, 30, stop=[*stop])
+    got = generate(model, PROMPT, 30, stop=[*reversed(stop)])
     assert at[0] != at[1] and got.shape == (2, max(at) + 1)
     for row, expected, i in zip(got, free, at):
         assert row[:i + 1].tolist() == expected[:i + 1].tolist()

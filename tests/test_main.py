@@ -285,7 +285,7 @@ def test_rows_are_written_as_they_come_over_those_of_an_earlier_run(checkpoint, 
 @pytest.mark.parametrize("options, message", [
     ("--json mine.json", "mine.json holds something else than the rows of an earlier run; name another file"),
     ("--figure photo.png", "photo.png holds something else than the figure of an earlier run"),
-    ("--json ./x.png --figure x.png", "rows and figure cannot both go to x.png"),
+    ("--json folder/../x.png --figure x.png", "rows and figure cannot both go to folder/../x.png"),
     ("--json folder", "folder is no file; name one for the rows"), ("--figure table.txt", "must end in .png"),
     ("--json nowhere/rows.json", "folder nowhere for rows.json is not there")])
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, message):
@@ -383,6 +383,8 @@ def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
     assert "".join(token for token, asked in zip(tokens, fact) if asked) == page.FACT and len(panels) == 2
     answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
     assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
+    for (full, snap_kv, _), title in zip(answers, panels, strict=True):
+        assert title.endswith(f"; snap_kv answers {snap_kv}, the full cache {full}")
     counts = re.findall(r"(\d+) of (\d+) tokens evicted", out)
     texts = re.findall(r"(?:aware|blind): .*?\n\n(.*?)\n\n\d+ of", out, re.S)
     left = [re.sub(r"\[.*?\]", "", text, flags=re.S) for text in texts]
