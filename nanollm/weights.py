@@ -106,10 +106,15 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def read_config(folder: Path) -> Config:
-    path = folder / "config.json"
+def config_file(folder: str | Path) -> Path:
+    path = Path(folder) / "config.json"
     if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
+    return path
+
+
+def read_config(folder: Path) -> Config:
+    path = config_file(folder)
     hf = read_json(path)
     kind = hf.get("model_type")
     try:
@@ -348,8 +353,7 @@ def is_known(folder: str | Path) -> bool:
 
 def hf_model(folder: str | Path, device: str | torch.device = "cpu"):
     """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
-    if not isfile(Path(folder) / "config.json"):
-        raise ValueError(f"{folder}/config.json is missing; give the folder of a Hugging Face checkpoint")
+    config_file(folder)
     from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
@@ -364,8 +368,7 @@ def hf_model(folder: str | Path, device: str | torch.device = "cpu"):
 
 def hf_skeleton(folder: str | Path):
     """transformers' model of a folder's config.json, without memory for its weights."""
-    if not isfile(Path(folder) / "config.json"):
-        raise ValueError(f"{folder}/config.json is missing; give the folder of a Hugging Face checkpoint")
+    config_file(folder)
     from transformers import AutoConfig, AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
