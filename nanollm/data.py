@@ -162,7 +162,7 @@ class Tasks:
         encoded = encoding.encode_ordinary_batch(text(split) if filler is None else [filler])
         self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(np.int64)
 
-        encoded = encoding.encode_ordinary_batch([" " + word for word in words(split)])
+        encoded = self._pieces([" " + word for word in words(split)])
         length = max(range(1, 9), key=lambda n: (min(sum(len(ids) == n for ids in encoded), 100), n == 2, -n))
         self.words = [ids for ids in encoded if len(ids) == length]
         self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
@@ -171,8 +171,13 @@ class Tasks:
         of_kind = ([line for line in lines if line.startswith(kind)] for kind in LINE_KINDS)
         self.lines = [self._short(some) for some in of_kind]
 
+    def _pieces(self, pieces: list[str]) -> list[list[int]]:
+        if isinstance(self.encoding, Foreign):
+            return self.encoding.encode_ordinary_batch(pieces)
+        return [self.ids(piece) for piece in pieces]  # tiktoken's batch is a thread a piece
+
     def _short(self, lines: list[str]) -> list[list[int]]:
-        return [ids for ids in self.encoding.encode_ordinary_batch(lines) if 4 <= len(ids) <= 12]
+        return [ids for ids in self._pieces(lines) if 4 <= len(ids) <= 12]
 
     def ids(self, string: str) -> list[int]:
         return self.encoding.encode_ordinary(string)

@@ -6,7 +6,7 @@ Retrieval is measured in two settings. `aware`: the question is part of the prom
 the compression, or else the full cache would answer the first token. After the prompt, tokens come one at a
 time, as in decoding.
 """
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 import copy
@@ -300,24 +300,25 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
     if not 0 < discount <= 1:
         raise ValueError(f"discount {discount} must be above 0, or what was never seen has no probability, "
                          "and at most 1")
-    stream, rows = training.stream.tolist(), text_windows(held_out, windows, T)
-    counts = [defaultdict(Counter) for _ in range(4)]
-    for n, table in enumerate(counts):
-        asked = {tuple(row[i - n:i]) for row in rows.tolist() for i in range(n, T)}  # no others need counting
-        for gram in zip(*(stream[i:] for i in range(n + 1))):
-            if (context := gram[:-1]) in asked:
-                table[context][gram[-1]] += 1
-    totals = [{context: sum(table[context].values()) for context in table} for table in counts]
+    stream, rows, V = training.stream, text_windows(held_out, windows, T), training.encoding.n_vocab
+    counts, totals, kinds = ([Counter() for _ in range(4)] for _ in range(3))
+    for n in range(4):
+        # contexts as numbers of base V: those that the windows do not have need no counting
+        context = lambda x: sum((x[..., i:x.shape[-1] - n + i] * V ** i for i in range(n)), 0 * x[..., n:])
+        asked = np.isin(context(stream), context(rows.numpy()))
+        counts[n].update(zip(*(stream[i:len(stream) - n + i][asked].tolist() for i in range(n + 1))))
+        for gram, times in counts[n].items():
+            totals[n][gram[:-1]] += times
+            kinds[n][gram[:-1]] += 1
 
     def p(n: int, context: list[int], token: int) -> float:
         if n < 0:
-            return 1 / training.encoding.n_vocab
+            return 1 / V
         key = tuple(context[len(context) - n:])
         if key not in totals[n]:
             return p(n - 1, context, token)
-        seen = counts[n][key]
-        shorter = discount * len(seen) * p(n - 1, context, token)
-        return (max(seen[token] - discount, 0) + shorter) / totals[n][key]
+        shorter = discount * kinds[n][key] * p(n - 1, context, token)
+        return (max(counts[n][*key, token] - discount, 0) + shorter) / totals[n][key]
 
     bits = [0.0, 0.0, 0.0]
     for row in rows.tolist():

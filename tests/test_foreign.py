@@ -39,11 +39,15 @@ def folder(request, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def tasks(folder):
+    return Tasks(hf_tokenizer(folder), "test")
+
+
 @pytest.mark.parametrize("task", ["needle", "recall", "few_shot", "copy"])
-def test_documents_read_as_ours_do_whatever_the_tokenizer(folder, task):
+def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
     """One answer that the facts determine, and as many tokens as were asked for."""
-    encoding = hf_tokenizer(folder)
-    batch = Tasks(encoding, "test").batch(task, 0, 4, 400)
+    encoding, batch = tasks.encoding, tasks.batch(task, 0, 4, 400)
     assert batch.tokens.shape == (4, 400) and (batch.tokens[:, 0] == encoding.bos).all()
     for tokens, roles in zip(batch.tokens, batch.roles):
         fact, question, answer = (encoding.decode(tokens[roles == role].tolist())
@@ -81,7 +85,7 @@ def test_compare_and_generate_run_a_foreign_checkpoint(folder, tmp_path, monkeyp
     assert "tokens evicted" in capsys.readouterr().out
 
     Path("mine.txt").write_text("A text of my own. " * 300)
-    main(["--model", str(folder), *FEW, "--text", "mine.txt", "--json", "rows.json"])
+    main(["--model", str(folder), *FEW[:4], *"--methods full --text mine.txt --json rows.json".split()])
     assert json.loads(Path("rows.json").read_text())[0]["perplexity"] != rows[0]["perplexity"]
 
 
@@ -89,7 +93,7 @@ def test_both_engines_make_the_same_rows_of_the_shipped_decoder(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     made = []
     for engine in ("ours", "transformers"):
-        main(["--engine", engine, *FEW, "--json", "rows.json"])
+        main(["--engine", engine, *FEW, *"--lengths 256 --json rows.json".split()])
         made.append(json.loads(Path("rows.json").read_text()))
         Path("rows.json").unlink()
     for ours, theirs in zip(*made, strict=True):
