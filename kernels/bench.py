@@ -38,7 +38,7 @@ from .tensor_attention import tensor_attention
 from .value_norms import value_norms
 from .window_votes import window_votes
 from methods import critical_kv
-from methods.kv_reviver import PRIME, Sketch
+from methods.count_sketch import PRIME, Sketch
 from methods.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
 from nanollm import check_output, gpu, read_json, replace, window

@@ -19,7 +19,8 @@ import math
 import torch
 from torch import Tensor
 
-from methods.kv_reviver import KVReviver, Sketch
+from methods.count_sketch import Sketch
+from methods.kv_reviver import KVReviver
 from nanollm.gpu import kernel_for
 
 MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of so many normals (Lemma 2)

@@ -7,7 +7,7 @@
 #
 # The words: a *heavy hitter* has had much attention so far. KVReviver keeps the newest tokens (*Recent*) and heavy hitters (*Candidate*) as they are, and adds all others to the sketch (*Vague*). It has $r$ rows of $b$ slots, $N = rb$ in all, each as large as a token's key and value; $a$ tokens are in it, each in one slot of every row: $a/N$ tokens per slot of memory, $a/b$ in each slot. A *needle* is one of four facts in a text (" The code of … is 4711."), and the only one asked for. R1 to R10 are the paper's claims, as `CLAIMS.md` numbers them. Everything below is one decoder of 2.8 million parameters; the paper's models have 7 billion.
 #
-# The code to read beside it: `methods/kv_reviver.py` is the paper's sketch and cache, `methods/kv_reviver_shrunk.py` our repair of the sketch, and `methods/theory/kv_reviver.py` has the measurements. Then come `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
+# The code to read beside it: `methods/count_sketch.py` is the paper's sketch, `methods/kv_reviver.py` its cache, `methods/kv_reviver_shrunk.py` our repair of the sketch, and `methods/theory/kv_reviver.py` has the measurements. Then come `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/

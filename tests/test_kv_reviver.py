@@ -11,7 +11,8 @@ import torch
 
 from common import TOKENS, decoder
 from exact import F64, near, random
-from methods.kv_reviver import PRIME, KVReviver, Sketch, variants
+from methods.count_sketch import PRIME, Sketch
+from methods.kv_reviver import KVReviver, variants
 from methods.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
 from methods.kv_reviver_shrunk import variants as ours
 from nanollm.cache import LayerCache, make_cache

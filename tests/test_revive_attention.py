@@ -13,7 +13,7 @@ pytest.importorskip("triton")  # Linux only
 
 from kernels import revive_attention as module
 from kernels.revive_attention import Segment, insert, plain, plain_insert, revive_attention
-from methods.kv_reviver import PRIME, Sketch
+from methods.count_sketch import PRIME, Sketch
 
 
 def where(J, rows, width, place, sign):

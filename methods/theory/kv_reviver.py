@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.kv_reviver import Sketch
+from methods.count_sketch import Sketch
 from methods.kv_reviver_shrunk import MEDIAN
 from methods.quantized import quantise
 from nanollm.cache import cache_bytes, end_prefill

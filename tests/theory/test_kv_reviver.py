@@ -12,7 +12,8 @@ from common import TOKENS, decoder, tasks
 from exact import F64, check, near, random, seeded
 from methods.duo_attention import DuoAttention
 from methods.h2o import H2O
-from methods.kv_reviver import KVReviver, Sketch
+from methods.count_sketch import Sketch
+from methods.kv_reviver import KVReviver
 from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
 from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
