@@ -17,7 +17,7 @@ import torch
 from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
-from nanollm import TINY, evaluate, page, plot, table
+from nanollm import TINY, evaluate, page, plot, slices, table
 from nanollm.__main__ import MARK, main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
@@ -91,8 +91,8 @@ def test_a_row_for_every_method_and_budget_with_every_number(rows):
     for row in rows:
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
             "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1",
-            "l1_alone", "live", "allocated", "peak", "tokens_per_s", "each", "prompt", "slots", "slots_end",
-            "evicts"}
+            "l1_alone", "live", "allocated", "peak", "device", "tokens_per_s", "each", "prompt", "slots",
+            "slots_end", "evicts", "model", "engine", "dtype", "window", "text"}
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
@@ -262,8 +262,8 @@ def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkp
 # ---- nothing is lost, nothing that is not ours is overwritten ---
 
 
-def test_rows_are_written_as_they_come_over_those_of_an_earlier_run(checkpoint, monkeypatch):
-    seen, run = [], evaluate.Benchmark.run
+def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monkeypatch, capsys):
+    seen, run = [], slices.Slices.run
 
     def then_look(self, *arguments):
         file = Path("rows.json")
@@ -272,11 +272,20 @@ def test_rows_are_written_as_they_come_over_those_of_an_earlier_run(checkpoint, 
             raise KeyboardInterrupt
         return run(self, *arguments)
 
-    monkeypatch.setattr(evaluate.Benchmark, "run", then_look)
+    monkeypatch.setattr(slices.Slices, "run", then_look)
     with pytest.raises(SystemExit):
         compare(checkpoint, "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2")
     assert seen == [None, ["full"], ["full", "random"]]
     assert len(json.loads(Path("rows.json").read_text())) == 2
+
+    monkeypatch.setattr(slices.Slices, "run", lambda *a: seen.append("once more") or run(*a))
+    options = "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2", "--resume"
+    rows = compare(checkpoint, *options)
+    assert [row["method"] for row in rows] == ["full", "random", "h2o"] and seen[3:] == ["once more"]
+    assert compare(checkpoint, *options) == rows and len(seen) == 4
+    with pytest.raises(SystemExit):
+        compare(checkpoint, *options, "--dtype", "bfloat16")
+    assert "were made with --dtype float32, not bfloat16" in capsys.readouterr().err
     for _ in range(2):  # the figure is replaced as well
         (row,) = compare(checkpoint, "--methods", "full", "--documents", "2", "--seed", "1")
     assert row["seed"] == 1 and {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
