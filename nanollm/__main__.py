@@ -48,7 +48,7 @@ def compare(argv: list[str]):
     work = Work(args, model, encoding, chosen, done)
     work.try_out()
     torch.manual_seed(args.seed)
-    work.tasks = Tasks(encoding, "test", own)
+    work.tasks = Tasks(encoding, "test", own, args.chat)
 
     if rank == 0:
         print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
@@ -101,6 +101,8 @@ def options(argv: list[str]) -> argparse.Namespace:
                         help="of recorded prompts at most, or they are read again for each row; "
                              "default: half of the memory that is free")
     parser.add_argument("--text", type=Path, help="a file to read in place of the text that ships")
+    parser.add_argument("--chat", action="store_true",
+                        help="put documents into the tokenizer's chat template")
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
     parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
@@ -152,7 +154,7 @@ def check_files(figure: Path, rows: Path | None):
         nanollm.check_output(rows, "rows", is_rows)
 
 
-SETTINGS = "model", "engine", "dtype", "documents", "seed", "window", "text"
+SETTINGS = "model", "engine", "dtype", "documents", "seed", "window", "text", "chat"
 
 
 def settings(args) -> dict:

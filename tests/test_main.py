@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch, tmp_path):
     made = tasks("test")
-    monkeypatch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
+    monkeypatch.setattr("nanollm.data.Tasks", lambda *_: made)
     monkeypatch.chdir(tmp_path)  # where compare.png would land
 
 
@@ -72,7 +72,7 @@ def measured(checkpoint, tmp_path_factory):
     """Rows of two lengths, what was printed, and what was drawn."""
     made, drawn, printed = tasks("test"), [], StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
+        patch.setattr("nanollm.data.Tasks", lambda *_: made)
         patch.setattr("nanollm.plot.comparison", lambda *of: drawn.append(of))
         patch.chdir(tmp_path_factory.mktemp("rows"))
         rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
@@ -92,7 +92,7 @@ def test_a_row_for_every_method_and_budget_with_every_number(rows):
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
             "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1",
             "l1_alone", "live", "allocated", "peak", "device", "tokens_per_s", "each", "prompt", "slots",
-            "slots_end", "evicts", "model", "engine", "dtype", "window", "text"}
+            "slots_end", "evicts", "model", "engine", "dtype", "window", "text", "chat"}
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
