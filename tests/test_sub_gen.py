@@ -224,7 +224,7 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
 
 @pytest.mark.claim("T9")
 @pytest.mark.claim("T10")
-def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(record_property):
+def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
     """The keys are 4 in each head of two."""
     four, two, size = SubGen4Cache(0.1, 5, 6), SubGen2Cache(0.1, 5, 6), []
     for seed in range(4):
@@ -237,4 +237,4 @@ def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(record_prope
     token = 2 * (4 * 3 * 8 + 4)  # k₁, k₂, v₁, v₂ and a position in each head
     assert [y - x for (_, x), (_, y) in zip(size, size[1:])] == 3 * [30 * token]
     assert (two.streams[0].count.sum(-1) == 120 ** 2).all() and (four.streams[1].count.sum(-1) == 120).all()
-    record_property("T10.over_exact", size[-1][1] / (120 * token))
+    note("T10", over_exact=size[-1][1] / (120 * token))

@@ -42,6 +42,15 @@ def pytest_runtest_call(item):
         item.user_properties[:] = plain
 
 
+@pytest.fixture
+def note(record_property):
+    """note("S3", draws=80): what tests/claims/ calls {S3.draws}."""
+    def noted(claim, **values):
+        for name, x in values.items():
+            record_property(f"{claim}.{name}", x)
+    return noted
+
+
 class Claims:
     def __init__(self, config):
         self.config, self.properties, self.message = config, [], ""
