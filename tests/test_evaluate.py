@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import tasks
+from common import decoder, tasks
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
@@ -43,12 +43,7 @@ every_method = pytest.mark.parametrize("Method, knobs", METHODS.values(), ids=ME
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    decoder = Decoder(Config(**SIZE, d_ff=48)).eval()
-    for p in decoder.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    return decoder
+    return decoder(**SIZE, d_ff=48)
 
 
 @pytest.fixture(scope="module")
