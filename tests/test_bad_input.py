@@ -106,13 +106,6 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, te
     assert cache.seen == cache.length == 3
 
 
-def test_ends_of_another_text_are_refused(model):
-    caches = make_cache(model, for_text(METHODS["chunk_kv_semantic"], ENDS[TOKENS[:, :5]]), **KNOBS)
-    model(TOKENS, caches)
-    with pytest.raises(ValueError, match="ends tell of 5 tokens and the prompt has 40; give boundaries"):
-        end_prefill(caches)
-
-
 # ---- knobs ---
 
 

@@ -10,10 +10,8 @@ from common import clusters_of, feed
 from exact import F64, random, seeded
 from methods.sub_gen import Stream, SubGen
 from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
-from methods.tensor_attention import pair_decoder, tensor_attention
-from nanollm.cache import LayerCache, make_cache
-from nanollm.generate import generate
-from nanollm.model import Config, Decoder
+from methods.tensor_attention import tensor_attention
+from nanollm.cache import LayerCache
 
 CACHES = {"tokens": SubGen, "two": SubGen2Cache, "four": SubGen4Cache}
 VECTORS = {"tokens": 1, "two": 2, "four": 2}  # keys, and values, of a token
@@ -159,23 +157,6 @@ def test_seed_and_layer_decide_what_is_kept(name):
     assert torch.equal(one(), one(seed=0))
     for x, y in combinations((one(), one(seed=1), one(layer=1)), 2):
         assert not torch.allclose(x, y)
-
-
-@each_cache
-@torch.no_grad()
-def test_in_a_decoder(name):
-    torch.manual_seed(0)
-    config = Config(vocab_size=20, max_len=40, n_layers=2, n_heads=4, n_kv_heads=2, d_model=16, d_ff=16)
-    model, other = (Decoder(config), pair_decoder(config))[::1 if name == "tokens" else -1]
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    prompt = torch.randint(20, (2, 12), generator=seeded(0))
-    fresh = lambda: make_cache(model, CACHES[name], radius=0.5, samples=4, draws=8)
-    new = generate(model, prompt, 10, fresh(), chunk_size=5)
-    assert new.shape == (2, 10) and torch.equal(new, generate(model, prompt, 10, fresh(), chunk_size=5))
-    with pytest.raises(ValueError, match=r"q, k and v of shapes .* are not \(B, H·G, T, D\)"):
-        other(prompt, fresh())
 
 
 # ---- memory ---

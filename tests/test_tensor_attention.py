@@ -8,12 +8,15 @@ import torch
 
 from common import feed
 from exact import F64, random, seeded
+from methods.sub_gen import SubGen
+from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import (FactoredFourCache, FourCache, PairAttention, TwoCache, pair_decoder,
                                       pairs, tensor_attention)
 from methods.theory.tensor_attention import rotated_scores
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder, rope, rope_frequencies
+from nanollm.select import given
 from nanollm.weights import to_hf
 
 B, H, G, D = 2, 2, 3, 5
@@ -228,8 +231,10 @@ def test_a_head_of_pairs_has_the_parameters_of_1_5_and_is_not_exported(tmp_path)
 
 def test_caches_for_pairs_are_for_decoders_of_pairs_and_for_no_others():
     pair, single = model_of_pairs(), Decoder(model_of_pairs().config).double()
-    for model, Method, right in (pair, LayerCache, "D"), (single, FourCache, "2D"), (single, TwoCache, "2D"):
-        caches = make_cache(model, Method)
+    wrong = [(pair, Method, "D") for Method in (LayerCache, SubGen)]
+    wrong += [(single, Method, "2D") for Method in (FourCache, TwoCache, SubGen2Cache, SubGen4Cache)]
+    for model, Method, right in wrong:
+        caches = make_cache(model, Method, **given(Method, radius=0.5, samples=4, draws=8))
         with pytest.raises(ValueError, match=rf"not \(B, H·G, T, D\), \(B, H, T, {right}\) and") as error:
             model(TOKENS, caches)
         assert "\n" not in str(error.value) and caches[0].seen == 0
