@@ -30,9 +30,6 @@ def one_line(error) -> str:
     return str(error.value)
 
 
-# ---- a refused call leaves everything as it was ---
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("done", [False, True], ids=["prompt", "decoding"])
 @pytest.mark.parametrize("name", METHODS)
@@ -104,9 +101,6 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, te
         getattr(cache, call)(*tensors)
     one_line(error)
     assert cache.seen == cache.length == 3
-
-
-# ---- knobs ---
 
 
 @pytest.mark.parametrize("name", [name for name in [*METHODS, *ADDITIONS] if name != "full"])

@@ -20,8 +20,6 @@ from windows import (
     GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, highest, live, mean,
     name_of, pool, walk)
 
-# ---- a prompt through the cache ---
-
 
 def by_chunk(A, norms, out, b, kernel_size, heads, row, chunk_size, score, ends=None, together=False,
              fill=False, **_):
@@ -97,8 +95,6 @@ def test_bad_knobs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
-
-# ---- in the decoder: indices that serve several layers ---
 
 ENDS, ROOM = TOKENS[:, :35] % 6 == 0, dict(budget=14, window_size=5)
 

@@ -40,9 +40,6 @@ def from_scratch(model, prompt, new):
     return text[:, prompt.shape[1]:]
 
 
-# ---- prefill and decode ---
-
-
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_greedy_decoding_equals_recomputing_everything_for_each_token(model, chunk):
     expected = from_scratch(model, PROMPT, 30)
@@ -67,9 +64,6 @@ def test_prefill_in_chunks_and_the_last_prompt_token_after_the_compression(model
         assert next(tokens, None) is None
         for cache in caches:
             assert cache.finished == [T - 1] and cache.parts == parts + [1] * 5
-
-
-# ---- sampling ---
 
 
 def distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -115,9 +109,6 @@ def test_temperature_0_is_greedy_else_a_seed_decides(model):
     assert torch.equal(a, b) and (a != c).float().mean() > 0.5
 
 
-# ---- stop tokens ---
-
-
 def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(model):
     free = generate(model, PROMPT, 30)
     first, second = ({t: row.index(t) for t in set(row)} for row in free.tolist())
@@ -129,9 +120,6 @@ def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(mod
     for row, expected, i in zip(got, free, at):
         assert row[:i + 1].tolist() == expected[:i + 1].tolist()
         assert (row[i:] == expected[i]).all()
-
-
-# ---- errors ---
 
 
 def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):

@@ -114,9 +114,6 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, not
     note("S2", tokens=n)
 
 
-# ---- weights α_{t,j} ∝ v_j, whose ranking is stable ---
-
-
 def weigh(cache, strength, group=2):
     """Tokens of weights in proportion to `strength`, whatever the query; yields what each leaves."""
     k = torch.zeros(1, 1, len(strength), D)

@@ -62,9 +62,6 @@ def step(table, theta, delta):
     return each, information, float(remainder(each, information, delta)), delta @ delta
 
 
-# ---- tables and their divergences ---
-
-
 @check("C3", seeds, sizes, st.integers(1, 9))
 def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
     """Noise: what the lost tokens say beyond the kept, and all that the lost examples say."""
@@ -138,9 +135,6 @@ def test_noise_where_tokens_say_all_together_or_each_or_a_part():
     assert close(token_noise(*pair, [0], 6), 6 * says) and close(token_noise(*copy, [1], 6), 0)
     assert close(token_noise(*coins, [2], 3), chunk_noise(*coins, 1, 3))
     assert close(fisher(copies, vector(0.3)), [[[1 / 0.21]], [[0]]])
-
-
-# ---- what is kept ---
 
 
 @once

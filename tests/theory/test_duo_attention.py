@@ -54,9 +54,6 @@ def test_retrieval_heads_lose_more_than_the_least_and_come_in_order():
     assert retrieval_heads(torch.full((3, 20), 0.099)) == ()
 
 
-# ---- the shipped decoder ---
-
-
 @pytest.fixture(scope="module")
 def shipped():
     return weights.from_hf(TINY)
