@@ -199,8 +199,7 @@ WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.
 
 
 @pytest.mark.parametrize("Method, walk, changed", WALKS)
-@pytest.mark.claim("R2")
-@pytest.mark.claim("R3")
+@pytest.mark.claim("R2", "R3")
 def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
     """What is exact, what is vague, what attention sees, scores, sketch and bytes."""
     note("R2", walks=len(WALKS))
@@ -234,8 +233,7 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
     assert bool(sum(head.swaps for head in heads.values())) == bool(knobs["vague"])
 
 
-@pytest.mark.claim("R1")
-@pytest.mark.claim("R3")
+@pytest.mark.claim("R1", "R3")
 def test_where_nothing_collides_compressed_attention_is_exact(note):
     text, full, cache = texts(40), LayerCache(), KVReviver(8000, vague=0.9985, recent=0.0006, slack=1)
     error = max((step(cache, *text, part, 30) - step(full, *text, part, 30)).abs().max()

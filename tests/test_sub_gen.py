@@ -107,8 +107,7 @@ def exactly(q, k, v, scale, vectors):
     return torch.cat(rows, 2)
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @each_cache
 @each_chunk
 def test_with_a_cluster_for_each_key_and_one_value_attention_is_exact(name, chunk):
@@ -177,8 +176,7 @@ def holds(cache):
     return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @each_cache
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
@@ -203,8 +201,7 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
                 assert stream.count.shape[2] <= 1.1 * (stream.count > 0).sum(-1).max() + 1
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
     """The keys are 4 in each head of two."""
     four, two, size = SubGen4Cache(0.1, 5, 6), SubGen2Cache(0.1, 5, 6), []

@@ -95,8 +95,7 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
         assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)  # keys alone is something else
 
 
-@pytest.mark.claim("T2")
-@pytest.mark.claim("T3")
+@pytest.mark.claim("T2", "T3")
 @each_cache_and_tile
 @each_chunk
 def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chunk):
@@ -131,8 +130,7 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype
 # ---- what they hold ---
 
 
-@pytest.mark.claim("T2")
-@pytest.mark.claim("T3")
+@pytest.mark.claim("T2", "T3")
 @each_cache
 @each_chunk
 def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk, note):

@@ -135,7 +135,7 @@ def test_bad_knobs_are_refused_at_construction(make, message):
 
 
 def test_projected_values_are_never_there_whole(monkeypatch):
-    """test_value_norms.py says that norms are theirs."""
+    """test_window_kernels.py says that norms are theirs."""
     parts, plain = [], torch.sum
     monkeypatch.setattr(torch, "sum", lambda x, *more, **how: parts.append(x.shape) or plain(x, *more, **how))
     value_norms(torch.randn(B, 2, 1025, D), torch.randn(40, 2, D))

@@ -65,8 +65,7 @@ def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(answered
     note("P5", few_gained=100 * gained, few_other=100 * compare(other, plain)[0])
 
 
-@pytest.mark.claim("P8")
-@pytest.mark.claim("P10")
+@pytest.mark.claim("P8", "P10")
 def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(answered, note):
     """Without pooled votes too, though these lower L in all three rules, and streaming is far behind."""
     of = {"plain": answered("SnapKV"), "quarter": answered("SnapKV+critical"),

@@ -101,8 +101,7 @@ def test_stage_2_has_the_least_theta_hat_above_half_else_the_most(seed, n, sharp
     assert (kept == top(weights, budget)).all()  # stage 2 by weight alone is top-A
 
 
-@pytest.mark.claim("P4")
-@pytest.mark.claim("P6")
+@pytest.mark.claim("P4", "P6")
 def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
     A, norms = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1], [5, 2, 2, 5, 5]], dtype=F64)
     first, kept = top(A, 1), sets(5, 3)[:6]  # all that hold entry 0, from 0 1 2 to 0 3 4

@@ -241,8 +241,7 @@ def test_of_real_keys_only_the_shrunk_are_nearer_than_the_mean(name, kind, rows,
     assert relative_error(true[0].mean(2, keepdim=True), true[0]) == pytest.approx(1)
 
 
-@pytest.mark.claim("R2")
-@pytest.mark.claim("R7")
+@pytest.mark.claim("R2", "R7")
 @pytest.mark.parametrize("kind, rows, N, last", [
     (SignedSketch, 3, 180, (0.48, 0.04)), (ShrunkSketch, 1, 30, (1.17, 0.32))])
 def test_deleted_estimates_leave_their_errors_to_those_who_stay(kind, rows, N, last, note):
@@ -311,8 +310,7 @@ def test_many_are_activated_later_but_chance_leaves_hardly_more(note):
     note("R9", often=often, much=much, often_chance=often_chance, much_chance=much_chance)
 
 
-@pytest.mark.claim("R9")
-@pytest.mark.claim("R10")
+@pytest.mark.claim("R9", "R10")
 def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
     """Or where the question is seen first: others forget."""
     model, _, _, batch, _ = shipped()

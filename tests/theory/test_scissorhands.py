@@ -234,8 +234,7 @@ def test_lemmas_b3_b4_and_b5_bound_the_weights_eviction_and_the_mlp(seed, norms,
     assert at_most(apart, bound) and close(bound, 2 * norms[2] * norms[3] * lost)
 
 
-@pytest.mark.claim("S4")
-@pytest.mark.claim("S6")
+@pytest.mark.claim("S4", "S6")
 def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(note):
     # B.3: older tokens 1 and −1, the query 1, and all shrink by Δ: half of the bound; B.5 is reached
     layer, x = scalar(0.1, 0.1, 1, 1, 2, 3), vector(1, -1, 1)[:, None]
@@ -283,8 +282,7 @@ def test_the_drift_stays_below_its_bound_at_every_step(seed, norms, gain, n, bud
         assert at_most(rollout(layer, unit(start), T)[0][n:].norm(dim=1), 0.5)
 
 
-@pytest.mark.claim("S5")
-@pytest.mark.claim("S6")
+@pytest.mark.claim("S5", "S6")
 @pytest.mark.parametrize("share, printed, mass", [(0.25, -3.615, 0.389), (0.51, 0.00814, 0.130)])
 def test_mass_and_drift_exceed_bounds_that_fail_almost_never(share, printed, mass, note):
     """ε → 0 alone would not do: the paper's probability is then no less than 1."""
@@ -506,8 +504,7 @@ def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, ca
     assert tuple(tail_exponent(x, candidates)) == pytest.approx(by_loops, rel=1e-9)
 
 
-@pytest.mark.claim("S2")
-@pytest.mark.claim("S7")
+@pytest.mark.claim("S2", "S7")
 @torch.no_grad()
 def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
     """Eight texts of 512 tokens, as in the notebook."""

@@ -57,8 +57,7 @@ def drawn(ks, vs, q, s):
 RADIUS, RUNS = 0.8, 20_000
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("samples, chunk", [(1, 9), (2, 2)])
 def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(name, samples, chunk):
@@ -146,8 +145,7 @@ def standard_error(name, q, k, v, s):
     return (variance.sqrt() / tau / unit).item()
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @pytest.mark.parametrize("name, claim, many, part", [("two", "T10", 64, 1), ("four", "T9", 256, 4)])
 def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, many, part, note):
     """In 1 of 100 runs at most the error may be beyond ε. At the sizes it is that of the draws, no less."""

@@ -144,8 +144,7 @@ def test_bob_learns_as_many_bits_as_are_kept(note):
     note("T6", learned=game.learned(bits), others=rows[kept:].mean().item())
 
 
-@pytest.mark.claim("T7")
-@pytest.mark.claim("T8")
+@pytest.mark.claim("T7", "T8")
 def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
     """A bound of the format, and Corollary 4.5 falls with it: what is exact is right up to any 1 ± η.
 
