@@ -299,8 +299,7 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, messag
     assert all(Path(name).read_bytes() == data for name, data in kept.items())
 
 
-@pytest.mark.parametrize("end", ["| true", "> /dev/full"])
-@pytest.mark.parametrize("flush", ["", ", flush=True"])
+@pytest.mark.parametrize("end, flush", [("| true", ""), ("> /dev/full", ", flush=True")])
 def test_output_that_cannot_be_written_is_one_line(end, flush):
     # as Python buffers what it prints, unless a variable says otherwise
     text = f"import nanollm, time; time.sleep(0.3); nanollm.command(lambda: print('a text'{flush}))"

@@ -70,9 +70,9 @@ def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
 @pytest.mark.claim("R6")
 def test_signs_make_estimates_unbiased_and_keys_without_are_off(rows):
     x = 1 + 0.3 * random(9, 4)
-    keys, values = errors(Sketch, rows, 3, x, 400).chunk(2, -1)
+    keys, values = errors(Sketch, rows, 3, x, 200).chunk(2, -1)
     others = (x.sum(0) - x)[:, :2] / 3  # of a key, what shares its slot
-    assert near(values, 0) and near(errors(SignedSketch, rows, 3, x, 400), 0)
+    assert near(values, 0) and near(errors(SignedSketch, rows, 3, x, 200), 0)
     assert near(keys, others) if rows == 1 else (keys.mean() / others.mean() - 1).abs() < 0.2
 
 
