@@ -193,9 +193,6 @@ def test_top_keeps_the_highest_and_of_equals_the_newest(scores, budgets):
     assert top(both[0].log(), budgets[0]).tolist() == expected[0]  # −inf is a score like any other
 
 
-# ---- the window, and a list of caches ---
-
-
 def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
     cache = WindowCache(budget=10, window_size=4)
     fill(cache, 20)

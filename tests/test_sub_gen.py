@@ -37,9 +37,6 @@ def streamed(k, v=None, *, radius=0.0, samples=1, draws=1, chunk=None, seed=0):
     return stream
 
 
-# ---- clusters ---
-
-
 @pytest.mark.claim("T9")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 4), st.sampled_from([1, 5, None]),
@@ -68,9 +65,6 @@ def test_a_key_at_the_very_edge_joins_or_not_however_the_text_is_cut(dtype):
     assert streamed(k, radius=edge, chunk=1).count.sum() == 30
 
 
-# ---- samples and draws ---
-
-
 @pytest.mark.claim("T9")
 def test_texts_and_heads_are_drawn_apart():
     """theory/test_sub_gen.py tells of means and variances of what is drawn."""
@@ -86,9 +80,6 @@ def test_a_long_stream_loses_no_bits():
     u = stream.uniform(torch.tensor([2 ** 40, 3]), 1000)
     assert u.shape == (2, 1000) and u.dtype == F64 and (u[0].long() % 2 ** 16 != 0).sum() > 900
     assert (u >= 0).all() and u[0].amax() < 2 ** 40 and 2.9 < u[1].amax() < 3
-
-
-# ---- as caches ---
 
 
 def text(name, B=2, H=2, G=3, n=9, D=3):
@@ -156,9 +147,6 @@ def test_seed_and_layer_decide_what_is_kept(name):
     assert torch.equal(one(), one(seed=0))
     for x, y in combinations((one(), one(seed=1), one(layer=1)), 2):
         assert not torch.allclose(x, y)
-
-
-# ---- memory ---
 
 
 def of_pairs(k):

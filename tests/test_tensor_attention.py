@@ -33,9 +33,6 @@ def equal(x, y, atol=1e-12):
     return torch.allclose(x.double(), y, rtol=0, atol=atol)
 
 
-# ---- loops ---
-
-
 def attend_to(these, q, k1, k2, v1, v2, scale):
     """Lists of rows, q one row: softmax over `these` pairs (a, b) of k₁ₐ ∘ k₂ᵦ, and the mean of v₁ₐ ∘ v₂ᵦ."""
     score = {(a, b): scale * math.fsum(x * y * z for x, y, z in zip(q, k1[a], k2[b])) for a, b in these}
@@ -70,9 +67,6 @@ def expected(n, scale, integer=False):
 def new(name, **more):
     Method, knobs = (CACHES | TILES)[name]
     return Method(**knobs, **more)
-
-
-# ---- T1, T2, T3: pairs, and every cache equals the definition ---
 
 
 @pytest.mark.claim("T1")
@@ -127,9 +121,6 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype
     assert y.isfinite().all() and equal(y, expected(N, 1.0, True), atol=within)
 
 
-# ---- what they hold ---
-
-
 @pytest.mark.claim("T2", "T3")
 @each_cache
 @each_chunk
@@ -149,9 +140,6 @@ def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk
     note(claim, numbers=(held.k.numel() + held.v.numel()) // B // H)
     later = [i for i in range(N) for pair in product(range(N), repeat=2) if max(pair) == i]
     assert (held.pos == torch.tensor(later if cache == "two" else range(N))).all()
-
-
-# ---- T13: a decoder of pairs ---
 
 
 def model_of_pairs(family="llama", **changed):

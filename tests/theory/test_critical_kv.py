@@ -119,9 +119,6 @@ def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
     note("P4", relaxed=relaxed, change=L)
 
 
-# ---- the least θ, ours ---
-
-
 @pytest.mark.claim("P9")
 def test_with_values_independent_of_weights_two_stages_are_mostly_worse(note):
     """The 300 heads of 512 entries of notebook 01, at 64 entries."""

@@ -42,8 +42,6 @@ def errors(kind, rows, width, x, runs):
     return torch.stack(found) - x
 
 
-# ---- R6: the lemmas, and the sketch's error ---
-
 @pytest.mark.claim("R6")
 def test_the_printed_density_of_the_median_is_half_of_one(note):
     (mass, printed), true = median_moments(3), median_moments(6)
@@ -102,8 +100,6 @@ def test_the_printed_bound_is_not_one_of_keys_that_have_a_mean(note):
     note("R6", keys=keys.square().mean(), exceeded=exceeded)
 
 
-# ---- R7: shrunk, on average over the hashes never worse than the mean ---
-
 @each_rows
 @pytest.mark.parametrize("a, width, mean", [(2, 3, 0.0), (13, 1, 5.0), (40, 12, -2.0)])
 @pytest.mark.claim("R7")
@@ -121,9 +117,6 @@ def test_a_single_token_may_be_farther_off_than_the_mean_of_all(note):
     above = errors(ShrunkSketch, 1, 3, x, 200).square().mean(2) > (x - x.mean(0)).square().mean(1)
     assert above.double().mean().item() == pytest.approx(0.24, abs=0.03)
     note("R7", farther=above.double().mean())
-
-
-# ---- R2: least squares ---
 
 
 def rank(sketch, J, slots):
@@ -157,8 +150,6 @@ def test_least_squares_needs_a_tenth_more_slots_than_tokens(note):
         note("R2", **{f"at_{100 * ratio:.0f}": exact[ratio]})
     assert exact[0.85] == 20 and 15 <= exact[0.9] < 20 and exact[0.95] == 0
 
-
-# ---- a trained decoder ---
 
 @once
 def shipped():

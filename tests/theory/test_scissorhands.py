@@ -59,9 +59,6 @@ def scaled(norms, gain=1.0, condition=None):
     return lq, lk, lv, gain / (lv * (1 + l1 * l2)), l1, l2
 
 
-# ---- the model, Eq. 5 and 6 ---
-
-
 def feed_forward(layer, a):
     out = a.clone()
     for unit_in, unit_out in zip(layer.w1, layer.w2.T):
@@ -202,7 +199,7 @@ def test_the_papers_condition_with_j_up_to_t_excludes_a_query_like_its_key():
     assert bounds.eps[1] < 1e-6 and bounds.lower[1] > 0 and inside(bounds).all()
 
 
-# ---- Lemmas B.3 to B.5 ---
+# ---- Lemmas B.3 to B.5, and Theorem B.2: how far a budget makes the tokens drift ---
 
 
 def nearby(seed, n, far, d=5):
@@ -252,9 +249,6 @@ def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(note):
     assert close((lost, *mass), 1 / (1 + exp(0.02 / 3))) and apart > 2 * 3 * lost
     assert close(eviction_bound(layer, lost), apart) and close(drift_bound(other, mass, 3), drift)
     note("S4", b4_apart=apart, b4_printed=2 * 3 * lost)
-
-
-# ---- Theorem B.2: how far a budget makes the tokens drift ---
 
 
 @check("S6", seeds, norms, st.floats(0.01, 0.999), starts, st.integers(1, 6), st.booleans(),
@@ -371,9 +365,6 @@ def test_tail_mass_is_what_integration_finds(beta, k, u):
         assert limit == pytest.approx(1 + (k - 2) * beta - (k - 1) * beta ** ((k - 2) / (k - 1)), abs=1e-12)
 
 
-# ---- Eq. 11 as the paper prints it ---
-
-
 @pytest.mark.claim("S5")
 def test_equation_11_is_wrong_by_each_of_two_slips(note):
     # u → ∞, where Δ → b: the share that is factored out is too large
@@ -396,9 +387,6 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
     eps, steps = part * beta, proof_steps(beta, k, u, part * beta)
     assert steps.printed == pytest.approx(paper_bound(beta, k, eps), rel=1e-6, abs=1e-9)
     assert at_most(tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps), steps.line + 1e-9)
-
-
-# ---- probabilities of failure, and the repaired bound ---
 
 
 @pytest.mark.claim("S5")

@@ -21,9 +21,6 @@ def ball(n, D, seed=0):
     return in_ball(n, D, seeded(seed)).double()
 
 
-# ---- means and variances, against all that can be sampled and drawn ---
-
-
 def cluster(keys, radius):
     """Indices of the keys (n, D) of each cluster."""
     of, centres = clusters_of(keys.tolist(), radius)
@@ -109,9 +106,6 @@ def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
         bias.append(100 * (ratio - 1))
         note("T10", **{f"bias_{t}": bias[-1]})
     assert all(1.8 < x / y < 2.7 for x, y in zip(bias, bias[1:]))
-
-
-# ---- the lemmas' sizes ---
 
 
 def clustered(name):
@@ -213,9 +207,6 @@ def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
                                 for norm in ("fro", 2))
     assert value_ratios(V) == pytest.approx((f / s, 0)) and f / s <= D + 1e-9
     assert value_ratios(v1, v2) == pytest.approx(((f1 * s2 + s1 * f2) / s, f1 * f2 / s))
-
-
-# ---- T11, T12: how many clusters ---
 
 
 def clusters(k, radius):

@@ -16,9 +16,6 @@ G = 3
 CACHES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
 
 
-# ---- T4: what a step makes, multiplies and moves ---
-
-
 def under(mode, cache, n, width, batch=1, heads=1, group=G):
     """A cache of n − 1 tokens with room for one more takes that one, under this mode."""
     shapes = (heads * group, width), (heads, 2 * width), (heads, 2 * width)
@@ -96,9 +93,6 @@ def test_the_factored_form_multiplies_as_two_matrices_and_moves_less(note):
     assert four.bytes > 1.5 * two.bytes > 1.5 * 2 * n * n * d * 4 and two.bytes > 8 * factored.bytes
     note("T4", saved=saved / (2 * n * n * d), multiplied=factored.multiplications / two.multiplications,
          moved=two.bytes / factored.bytes)
-
-
-# ---- T5 to T8: the Index game ---
 
 
 def rows_right(game, bits):
@@ -201,9 +195,6 @@ def test_e_to_the_d_rows_need_other_keys_than_the_proof_s(note):
     C = math.log(4 * n) / (1 - cosine)
     assert index_game_four(deals[0][0], code, C).right(deals[0][0]) == 1
     note("T12", game_d=d, game_rows=n, game_right=right, game_C=C / math.log(n))
-
-
-# ---- T13: Match-3 ---
 
 
 @pytest.mark.claim("T13")
