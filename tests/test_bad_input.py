@@ -73,8 +73,6 @@ def test_each_layer_has_a_cache_of_its_own_in_step_with_the_others(model, spoil,
 
 # 2 texts, 2 key/value heads, 4 query heads, 3 tokens, head dim 8
 Q, K, POS = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 3, 8), torch.arange(3)[None]
-
-
 SHAPES, DTYPES = "q, k and v of shapes", "must be of one floating dtype on one device"
 NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
 

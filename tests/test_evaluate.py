@@ -240,11 +240,7 @@ def test_the_benchmark_lets_such_a_method_read_and_no_other(model, benchmark, mo
 
 
 NeverEvicts = type("NeverEvicts", (RandomEviction,), dict(evict=lambda self: None))
-
-
 EvictsHalf = type("EvictsHalf", (H2O,), dict(evict=lambda self: self.layer and H2O.evict(self)))
-
-
 ForgetsSuper = type("ForgetsSuper", (H2O,), dict(observe=lambda *_: None))
 
 
