@@ -90,6 +90,7 @@ def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
     (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
+    (lambda: kept(select=SemanticChunks(ends=torch.zeros(2, 58) > 0)), "ends tell of 58 .*; give boundaries"),
 ])
 def test_bad_knobs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
