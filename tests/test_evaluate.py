@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import tasks
+from common import decoder, tasks
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
@@ -44,12 +44,7 @@ every_method = pytest.mark.parametrize("Method, knobs", METHODS.values(), ids=ME
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    decoder = Decoder(Config(**SIZE, d_ff=48)).eval()
-    for p in decoder.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    return decoder
+    return decoder(**SIZE, d_ff=48)
 
 
 @pytest.fixture(scope="module")
@@ -246,11 +241,7 @@ def test_the_benchmark_lets_such_a_method_read_and_no_other(model, benchmark, mo
 
 
 NeverEvicts = type("NeverEvicts", (RandomEviction,), dict(evict=lambda self: None))
-
-
 EvictsHalf = type("EvictsHalf", (H2O,), dict(evict=lambda self: self.layer and H2O.evict(self)))
-
-
 ForgetsSuper = type("ForgetsSuper", (H2O,), dict(observe=lambda *_: None))
 
 

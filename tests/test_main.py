@@ -48,10 +48,6 @@ def compare(checkpoint, *options) -> list[dict]:
     return json.loads(Path("rows.json").read_text())
 
 
-def command(*arguments):
-    return subprocess.run([*map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 def refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -225,22 +221,13 @@ class C(LayerCache):
 
 
 @pytest.fixture
-def wrong(monkeypatch, tmp_path_factory):
+def wrong(only_h2o):
     """A folder of methods that are wrong in one way each, beside one that is right."""
-    folder = tmp_path_factory.mktemp("wrong") / "methods"
-    folder.mkdir()
-    monkeypatch.setattr("nanollm.select.METHODS", folder)
-    monkeypatch.syspath_prepend(folder.parent)
-    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
-        monkeypatch.delitem(sys.modules, name)
     for name, code in WRONG.items():
-        (folder / f"{name}.py").write_text("from dataclasses import dataclass\n"
-                                           "from nanollm.cache import LayerCache"
-                                           f"\n\n\n{code}\n\nvariants = {{'{name}': C}}\n")
-    shutil.copy(ROOT / "methods" / "h2o.py", folder)
-    yield folder
-    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
-        del sys.modules[name]  # monkeypatch puts the right ones back
+        (only_h2o / f"{name}.py").write_text("from dataclasses import dataclass\n"
+                                             "from nanollm.cache import LayerCache"
+                                             f"\n\n\n{code}\n\nvariants = {{'{name}': C}}\n")
+    return only_h2o
 
 
 def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkpoint, wrong, capsys):
@@ -308,13 +295,13 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, messag
     assert all(Path(name).read_bytes() == data for name, data in kept.items())
 
 
-@pytest.mark.parametrize("end", ["| true", "> /dev/full"])
-@pytest.mark.parametrize("flush", ["", ", flush=True"])
+@pytest.mark.parametrize("end, flush", [("| true", ""), ("> /dev/full", ", flush=True")])
 def test_output_that_cannot_be_written_is_one_line(end, flush):
     # as Python buffers what it prints, unless a variable says otherwise
     text = f"import nanollm, time; time.sleep(0.3); nanollm.command(lambda: print('a text'{flush}))"
-    done = command("bash", "-c", f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}', "-", sys.executable,
-                   "-c", text)
+    shell = f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}'
+    done = subprocess.run(["bash", "-c", shell, "-", sys.executable, "-c", text], cwd=ROOT, timeout=300,
+                          capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 
