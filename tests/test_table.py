@@ -14,6 +14,12 @@ def measured(**more) -> dict:
         allocated=3 * 1024 * 6, peak=3 * 1024 * 7, tokens_per_s=4321.0) | more
 
 
+def test_the_legend_says_what_a_column_holds():
+    terms = dict(line.split(maxsplit=1) for line in table.TERMS.splitlines())
+    assert "question is part of the prompt" in terms["aware"] and "question comes after" in terms["blind"]
+    assert "from the full cache's, in nats" in terms["KL"]
+
+
 def test_a_row_holds_what_was_run_and_the_means():
     row = table.row_of("h2o", 0.125, 300, 17, 4, measured(), 3)
     expected = dict(method="h2o", fraction=0.125, tokens=300, documents=17, seed=4, live=5 * 1024,
@@ -39,6 +45,7 @@ def test_every_number_stands_below_its_name(short, more):
         end = names.index(name, end) + len(name)
         assert line[:end].endswith(f" {number}"), name
     assert line.startswith("h2o ") and len(line) == len(names) == end
+    assert table.changes(row, []).split() == ["h2o", "12.5", "%"]
     for task in TASKS:
         end = tasks.index(task.replace("_", "-")) + len(task)
         assert names[:end].endswith("blind") and line[:end].endswith(f"{SHARES[f'{task}_blind']:.2f}")
