@@ -203,7 +203,7 @@ def cut_off(folder: Path, monkeypatch, at: int):
             run(folder)
 
 
-def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_path, monkeypatch):
+def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_path, monkeypatch, capsys):
     cut_off(tmp_path, monkeypatch, 3)
     assert len(log(tmp_path)) == 3
     monkeypatch.setattr(train, "induction_start", lambda model, seed: None)  # all comes from the checkpoint
@@ -211,6 +211,7 @@ def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_
         patch.delattr(train, "ngram_bits")
         run(tmp_path)
     assert not {*held(tmp_path)} & {*train.MADE}  # no half of a result
+    assert "| 6/6 [" in capsys.readouterr().err  # the bar goes on, too
     assert run(tmp_path) == log(whole)
     assert {*held(tmp_path)} == {*train.MADE, "checkpoint.safetensors", "log.jsonl"}
     for name in ("checkpoint.safetensors", "model.safetensors"):
@@ -341,14 +342,18 @@ def test_a_run_goes_on_with_what_it_began_with_and_counts_on(small, tmp_path, mo
     (tmp_path / "config.json").unlink()
     change(tmp_path / "checkpoint.safetensors", minutes="50.0")
     asked = []
-    monkeypatch.setattr(train, "exact_match", lambda *x, **_: asked.append(x[-1]) or 0.0)
+    monkeypatch.setattr(train, "exact_match", lambda *x, **_: asked.append(x[2:]) or 0.0)
     monkeypatch.setattr(train, "ngram_bits", lambda *x: asked.append(x[-1]) or {})
     run(tmp_path, 6, "--documents", "16")
     minutes = [json.loads(row)["minutes"] for row in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert minutes[1] < 10 and all(50 < x < 60 for x in minutes[2:]) and len(minutes) == 6
     report = json.loads((tmp_path / "train.json").read_text())
     assert 50 < report["minutes"] < 60 and report["documents_per_figure"] == 16
-    assert asked == [2] * 12 + [16] * 7 + [4]  # fewer documents make the measuring short
+    # fewer documents make the measuring short; needles are looked for in more than is learned from
+    assert asked == [ask for T in (256, 256, 512, 512) for ask in (
+        ("needle", 2 * T, 2), ("recall", 256, 2), ("few_shot", 256, 2))] + [
+        ("needle", T, 16) for T in (256, 512, 1024, 2048)] + [
+        (task, 512, 16) for task in ("recall", "few_shot", "copy")] + [4]
     refused(tmp_path, "is finished; name a new folder")
 
 
