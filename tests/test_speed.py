@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from common import decoder
 from nanollm import speed
 
 ROOT = Path(__file__).parent.parent
@@ -37,3 +38,9 @@ def test_a_time_that_noise_made_shorter_is_no_speed(monkeypatch):
     assert speed.speeds(str, int, 2, 1).strip() == "too few tokens or repeats to tell"
     monkeypatch.setattr(speed, "best", lambda run, repeat: run())
     assert speed.speeds(lambda n: n, lambda n: 2 * n, 2, 1).split() == "1 t/s 0 t/s 2.00".split()
+
+
+def test_what_passes_inside_attention_is_told_in_the_step_s_milliseconds(capsys):
+    speed.over_length(decoder(max_len=1024), (1000,), 2, 1)
+    slots, step, _, attention, *_ = capsys.readouterr().out.splitlines()[-1].split()
+    assert slots == "1000" and 0.002 < float(attention) / float(step) < 2
