@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,7 @@ def measured(checkpoint, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
         patch.setattr("nanollm.plot.comparison", lambda *of: drawn.append(of))
+        patch.setattr("nanollm.__main__.time", SimpleNamespace(time=iter((10, 100)).__next__))
         patch.chdir(tmp_path_factory.mktemp("rows"))
         rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
     return rows, printed.getvalue(), drawn
@@ -116,6 +118,7 @@ def test_rows_of_every_length_are_printed_and_those_of_the_first_drawn(measured)
     assert both[5]["live"] * 287 == both[0]["live"] * 299 and drawn == [(both[:5], Path("new.png"))]
     assert [line for line in out.splitlines() if line.startswith(tuple(NAMES))] == [*map(table.show, both)]
     assert out.startswith("What compressing") and table.TERMS in out
+    assert out.endswith("\n10 rows in 90 s; figure in new.png, rows in rows.json\n")
     assert out.count(table.header(288, 4, 0)) == out.count(table.header(300, 4, 0)) == 1
 
 
@@ -152,11 +155,12 @@ def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, 
     monkeypatch.setattr(evaluate, "maker", lambda model, Method, fraction, ends, **knobs:
                         made.append(knobs) or maker(model, Method, fraction, ends=ends, **knobs))
     rows = compare(checkpoint, *("--methods h2o ada_kv ada_kv+critical --budgets 50 --seed 7 --documents 2 "
-                                 "--window 5").split())
-    assert asked == [(task, 7, 2, 288) for task in TASKS]
+                                 "--window 5 --lengths 288 300").split())
+    assert asked == [(task, 7, 2, T) for T in (288, 300) for task in TASKS]
     assert (rows[0]["seed"], rows[0]["documents"]) == (7, 2)
-    assert made == [{}, dict(window_size=5), dict(window_size=5)] * 2  # once to try them all, once to run
-    assert f"\n{table.additions_table(rows)}\n" in capsys.readouterr().out
+    assert made == [{}, dict(window_size=5), dict(window_size=5)] * 4  # once to try them all, once to run
+    below = "".join(f"{table.additions_table(some)}\n" for some in (rows[:3], rows[3:]))
+    assert f"\n{below}" in capsys.readouterr().out
 
 
 @dataclass(eq=False)
@@ -341,6 +345,8 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
 
     prompt, live = "A longer prompt " * 9, 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
     assert f"6 slots kept per head in layer 0, {live:.0f} KiB live" in told("h2o --budget 6", prompt)
+    # of the window, of the rest of the prompt, and since; layer 1 keeps none of the rest
+    assert f"at most {8 + 8 + 9} slots kept per head in layer 0" in told("pyramid_kv --budget 12", prompt)
     assert told("h2o --budget 99", "x").endswith(
         "[nothing was evicted: all tokens fit into the budget of 99]\n")
 
@@ -369,6 +375,10 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
     assert printed[0] == f"Say:{MARK}" and printed[1] == ENCODING.decode(ids[:1])
     assert "".join(printed) == f"Say:{MARK} so né😀" and "\ufffd" not in "".join(printed)
     assert printed.count("") >= 3  # the emoji's four bytes are four tokens
+    del ids[-2:]
+    monkeypatch.setattr("nanollm.generate.generate", lambda *_, **__: torch.tensor([ids]))
+    main(["generate", "--model", str(checkpoint), "--method", "quantized_2", "Say:"])
+    assert capsys.readouterr().out.endswith("\n[the full cache writes the same]\n")  # to the half character
 
 
 # ---- generate: the page ---
@@ -376,10 +386,11 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
 
 def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
     drawn, text = [], plot.text
-    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append(of) or text(*of, **how))
+    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append((*of, how)) or text(*of, **how))
     main(["generate", "--figure", "page.png"])
     out = capsys.readouterr().out
-    (tokens, panels, fact), = drawn
+    (tokens, panels, fact, words), = drawn
+    assert words["low"] == "kept by no head"
     assert "".join(token for token, asked in zip(tokens, fact) if asked) == page.FACT and len(panels) == 2
     answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
     assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
