@@ -89,7 +89,8 @@ def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
         (left, right), (low, high) = sorted(axis.get_xlim()), sorted(axis.get_ylim())
         live = [row["live"] / 1024 for row in others]
         assert all(low < row[key] < high for row in measured) and left < min(live) and max(live) < right
-        assert low < 0 and (key == "kl" or high > 1)
+        assert low < 0 and axis.xaxis.get_major_formatter()(8192) == "8192"
+        assert axis.yaxis.get_major_formatter()(0.01) == "0.01" if key == "kl" else high > 1
         ticks = axis.get_xticks()
         assert ticks[0] <= min(live) and max(live) <= ticks[-1] and (ticks[1:] == 2 * ticks[:-1]).all()
 
@@ -119,6 +120,7 @@ def test_of_many_methods_eight_are_drawn_a_familys_own_first():
     assert plot.drawn(sorted(first + more) * 2) == first
     assert plot.drawn(["snap_kv+theta", "full", "mine", "snap_kv+theta"]) == ["snap_kv+theta", "mine"]
     assert plot.family_of("camera") is None
+    assert len({plot.style(f"mine{more}")["color"] for more in ("", "+critical", "+theta", "+chunk")}) == 1
 
 
 @pytest.mark.parametrize("heights, moved", [
@@ -173,6 +175,7 @@ def test_a_text_is_painted_and_underlined_token_by_token(columns):
         (heading, *tokens), texts = texts[:11], texts[11:]
         (left, top), (_, first) = heading.get_position(), tokens[0].get_position()
         assert heading.get_text() == title and top + 1 < first
+        assert heading.get_fontsize() == pytest.approx(max(1.1 * tokens[0].get_fontsize(), 9))
         corners.append((left, top))
         for i, (token, (x, y)) in enumerate(zip(tokens, PLACES, strict=True)):
             assert token.get_text() == SHOWN[i] and not token.get_parse_math()
