@@ -14,12 +14,6 @@ def measured(**more) -> dict:
         allocated=3 * 1024 * 6, peak=3 * 1024 * 7, tokens_per_s=4321.0) | more
 
 
-def test_the_legend_says_what_a_column_holds():
-    terms = dict(line.split(maxsplit=1) for line in table.TERMS.splitlines())
-    assert "question is part of the prompt" in terms["aware"] and "question comes after" in terms["blind"]
-    assert "from the full cache's, in nats" in terms["KL"]
-
-
 def test_a_row_holds_what_was_run_and_the_means():
     row = table.row_of("h2o", 0.125, 300, 17, 4, measured(), 3)
     expected = dict(method="h2o", fraction=0.125, tokens=300, documents=17, seed=4, live=5 * 1024,
@@ -31,7 +25,7 @@ def test_a_row_holds_what_was_run_and_the_means():
 
 @pytest.mark.parametrize("short, more", [
     (False, {"perpl.": "12.34", "KL": "0.567", "L1": "7.62", "tokens/s": "4321"}), (True, {"KL": "0.567"})])
-def test_every_number_stands_below_its_name(short, more):
+def test_every_number_stands_below_its_name_and_terms_are_told(short, more):
     row = table.row_of("h2o", 0.125, 300, 17, 4, measured(), 3)
     line, (_, first, _, tasks, names) = table.show(row, short), table.header(300, 5, 4, short).split("\n")
     assert first == ("5 documents per task, 300 tokens each; seed 4; "
@@ -53,6 +47,9 @@ def test_every_number_stands_below_its_name(short, more):
     assert tasks.index("live") + 4 == names.index("KiB") + 3
     other = table.show(row | dict(fraction=None, kl=-1e-9), short)
     assert other.split()[1] == "all" and "-0.000" not in other
+    terms = dict(line.split(maxsplit=1) for line in table.TERMS.splitlines())
+    assert "question is part of the prompt" in terms["aware"] and "question comes after" in terms["blind"]
+    assert "from the full cache's, in nats" in terms["KL"]
 
 
 def rows(**methods):
@@ -81,7 +78,8 @@ def test_three_sentences_say_what_survived_and_what_it_cost():
     told = findings(full=full, a=low, b=(1, 0.2, 0.95, 0.5, 0.1, 300))
     assert "Aware, 2 of 2 methods lose at most" in told and ": a, b." in told
     assert "Blind, none of 2 methods loses no more; of the others b finds most needles, 0.20." in told
-    assert " Blind, 1 of 1 methods loses no more: a. Cost" in findings(full=full, a=full)
+    told = findings(full=full, a=(*full[:4], -1e-9, 1000))
+    assert " Blind, 1 of 1 methods loses no more: a. Cost" in told and "(KL 0.000)" in told
     assert findings(a=low) == findings(full=full) == findings() == ""
 
 
