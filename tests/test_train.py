@@ -252,7 +252,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch):
 
 
 def test_the_loss_is_the_weighted_mean_and_the_first_step_is_small(small, tmp_path):
-    (row,) = run(tmp_path, steps=1)
+    (row,) = run(tmp_path, 1, "--every", "2")
     model = Decoder(Config(**train.CONFIG))
     induction_start(model, 0)
     _, T, B, mixture = train.STAGES[0]
@@ -272,6 +272,7 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
         assert torch.equal(p, last[name].half().float()), name
     assert (whole / "tokenizer.tiktoken").read_bytes() == (train.TINY / "tokenizer.tiktoken").read_bytes()
     assert [row["tokens_per_document"] for row in log(whole)] == [64, 128, 256, 256, 512, 512]
+    assert from_hf(train.TINY).config == Config(**CONFIG)
     report = json.loads((whole / "train.json").read_text())
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     options = "--steps 6 --lr 0.002 --seed 0 --device cpu --threads 0 --documents 256"
