@@ -364,6 +364,8 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
         f"in layer 0, {live} live, {allocated} allocated]\n[the full cache writes")
     same = out.endswith("[the full cache writes the same]\n")
     assert same if full == text.partition(MARK)[2] else out.endswith(f"[the full cache writes:]\n{full}\n")
+    arguments = f"generate --model {checkpoint} --method kv_reviver --budget 24 --tokens 390 x".split()
+    assert refused(capsys, arguments, "budget 24 has no room").endswith("\n")  # what was written is a line
 
 
 def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
