@@ -324,7 +324,7 @@ def test_output_that_cannot_be_written_is_one_line(end, flush):
 def continued(checkpoint, prompt, new=12, caches=None, **options):
     tokens = torch.tensor([ENCODING.encode(prompt)])
     out = generate(from_hf(checkpoint), tokens, new, caches, **options)
-    return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist()).removesuffix("\ufffd")
+    return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist())
 
 
 def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
