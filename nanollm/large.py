@@ -141,22 +141,28 @@ def attempt(*arguments) -> dict:
 
 # ---- the table ---
 
-FORMS = dict(prefill_s=(9, 2, 1), end_s=(9, 3, 1), tokens_per_s=(10, 1, 1), plain_per_s=(10, 1, 1))
-FORMS |= dict.fromkeys(("live", "allocated", "peak", "device", "device_peak"), (10, 2, 1e6))  # digits, unit
-HEADER = """
-Seconds to read the prompts and to compress them at their end; tokens/s of decoding, all texts together{0}.
-MB that are held after that end, and at most while reading: as the caches say themselves, and by the allocator
-of a GPU beyond the weights. A CPU has no such count.
-
-{2:60}{1}MB of the caches {2:8}   of the device
- tokens batch  method          reading      end  tokens/s{1}      live allocated      peak      held      peak\
+COLUMNS = dict(  # title, width, digits, unit
+    prefill_s=("reading", 9, 2, 1), end_s=("end", 8, 3, 1), tokens_per_s=("tokens/s", 10, 1, 1),
+    plain_per_s=("plain", 9, 1, 1), live=("live", 10, 2, 1e6), allocated=("allocated", 10, 2, 1e6),
+    peak=("peak", 10, 2, 1e6), device=("GPU", 10, 2, 1e6), device_peak=("GPU peak", 10, 2, 1e6))
+TERMS = """
+Seconds to read the prompts and to compress them at their end; tokens/s of decoding, all texts together{}.
+MB that the caches say they hold after that end, and at most while reading; GPU: what its allocator handed out
+beyond the weights, which a CPU does not count.
 """
+
+
+def header(cuda: bool) -> str:
+    """What stands above the rows."""
+    titles = (form for name, form in COLUMNS.items() if cuda or name != "plain_per_s")
+    cells = "".join(f"{title:>{width}}" for title, width, *_ in titles)
+    return f"{TERMS.format('; plain: without kernels' if cuda else '')}\n tokens batch  {'method':<18}{cells}"
 
 
 def show(row: dict) -> str:
     """A row as a line; a dash where there is no number."""
-    line = f"{row['tokens']:>7}{row['batch']:>6}  {row['method']:<14}"
-    for name, (width, digits, unit) in FORMS.items():
+    line = f"{row['tokens']:>7}{row['batch']:>6}  {row['method']:<18}"
+    for name, (_, width, digits, unit) in COLUMNS.items():
         if name in row:
             cell = "–" if row[name] is None else f"{row[name] / unit:.{digits}f}"
             line += f"{cell:>{width}}"
@@ -254,7 +260,7 @@ def main(argv: list[str]):
     rows = stored(args.json, settings, args.resume) if args.json else []
     print(f"{date.today()}, {settings['hardware']}, torch {torch.__version__}, {args.dtype}, {parameters:,} "
           f"parameters, weights {weights / 1e9:.2f} GB")
-    print(HEADER.format(*("; plain: without kernels", f"{'plain':>10}") if cuda else ("", ""), ""), flush=True)
+    print(header(cuda), flush=True)
     fill(model, args.device, args.seed)
 
     done, warm = {(row["tokens"], row["batch"], row["method"]): row for row in rows}, set()
@@ -269,8 +275,8 @@ def main(argv: list[str]):
             asked = model, methods[name], knobs[T, name], tokens, args.new, chunk, cuda
             row = attempt(*asked)
             if "live" in row and (T, name) not in warm:
+                warm.add((T, name))
                 row = attempt(*asked)
-            warm.add((T, name))
             done[T, B, name] = dict(tokens=T, batch=B, method=name) | row
             if args.json:
                 held = dict(settings=settings, rows=[*done.values()])
