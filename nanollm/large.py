@@ -39,7 +39,7 @@ SHAPES = {
                            rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
     "llama3-8b": Config(128_256, 8192, n_layers=32, n_heads=32, n_kv_heads=8, d_model=4096, d_ff=14_336,
                         rope_theta=5e5, tie_embeddings=False)}
-METHODS = "full", "snap_kv", "ada_kv", "chunk_kv", "h2o", "quantized_2", "kv_reviver"
+METHODS = "full snap_kv ada_kv chunk_kv h2o quantized_2 kv_reviver"
 ON_CPU = dict(shape="small", dtype="float32", lengths=[256, 1024], batch=[1, 4], new=16)
 ON_GPU = dict(shape="llama3-8b", dtype="bfloat16", lengths=[8192, 32768, 65536], batch=[1, 4, 16], new=128)
 AT_ONCE = 512  # tokens of all texts: attention may make a number for each, slot and query head
@@ -98,8 +98,8 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         of_before = torch.cuda.memory_allocated()
-    ends = (torch.arange(T, device=tokens.device) % 16 == 15).expand(B, T)  # of chunks that go by the text
-    caches = make_cache(model, for_text(Method, ends), **knobs)
+    place = torch.arange(T, device=tokens.device)[None]
+    caches = make_cache(model, for_text(Method, place % 16 == 15), **knobs)  # a chunk's end every 16 tokens
 
     began = now(cuda)
     row = dict(peak=feed(model, tokens[:, :-1], caches, chunk), device=None, device_peak=None)
@@ -176,14 +176,16 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanollm.large", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     there = "cuda" if torch.cuda.is_available() else "cpu"
-    default = {name: f"default {x} on a GPU, {ON_CPU[name]} on a CPU" for name, x in ON_GPU.items()}
+    words = {name: [re.sub(r"[\[\],]", "", str(on[name])) for on in (ON_GPU, ON_CPU)] for name in ON_GPU}
+    default = {name: f"default {gpu} on a GPU, {cpu} on a CPU" for name, (gpu, cpu) in words.items()}
     parser.add_argument("--shape", choices=SHAPES, help=default["shape"])
     parser.add_argument("--model", type=Path, help="a folder whose config.json gives the shape; no weights")
     parser.add_argument("--device", default=there, help="default here %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=default["dtype"])
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help=default["lengths"])
     parser.add_argument("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
-    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="NAME", help="default %(default)s")
+    parser.add_argument("--methods", nargs="+", default=METHODS.split(), metavar="NAME",
+                        help=f"default {METHODS}")
     parser.add_argument("--budget", type=float, default=25, metavar="PERCENT", help="of a prompt; default 25")
     parser.add_argument("--new", type=int, metavar="TOKENS", help=f"to decode; {default['new']}")
     parser.add_argument("--chunk", type=int, metavar="TOKENS",
@@ -235,8 +237,8 @@ def main(argv: list[str]):
     if cuda:
         torch.cuda.set_device(args.device)
     config, methods = read_config(args.model) if args.model else SHAPES[args.shape], pick(args.methods)
-    settings = dict(shape=dict(vars(config)), dtype=args.dtype, budget=args.budget, new=args.new,
-                    chunk=args.chunk, seed=args.seed, torch=torch.__version__)
+    settings = dict(vars(config), dtype=args.dtype, budget=args.budget, new=args.new, chunk=args.chunk,
+                    seed=args.seed, torch=torch.__version__)
     after = 1 + 2 * args.new  # tokens, with and without kernels
     if config.family == "llama":  # no weight goes by positions, so there may be as many as asked for
         config = replace(config, max_len=max(config.max_len, *args.lengths) + after)

@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
             run(f"--resume --lengths 99 {more}")
     errors += [RuntimeError("a bug")]
     with pytest.raises(RuntimeError, match="a bug"):
-        run("--lengths 99")
+        run("--lengths 99 --batch 3 1")  # anew
     (tmp_path / "rows.json").write_text("[]")
     with pytest.raises(ValueError, match="holds something else than the rows"):
         run("--lengths 99")
@@ -95,13 +95,16 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
 
 @interpreter
 def test_a_gpu_is_waited_for_and_its_allocator_asked(monkeypatch):
-    called, ticks, decode = [], count(), large.decode
+    called, ticks, decode, answer = [], count(), large.decode, torch.zeros(1, 1, 9)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
     monkeypatch.setattr(torch.cuda, "memory_allocated", count(100, 7).__next__)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000)
     monkeypatch.setattr(large, "perf_counter", lambda: called.append("clock") or next(ticks))
     monkeypatch.setattr(gpu, "on_gpu", lambda x: gpu.use_kernels)
+    large.decode(lambda *of: called.append("step") or answer, [], None, 2, True)
+    assert called == ["step", "synchronize", "clock", "step", "step", "synchronize", "clock"]
+    called.clear()
     model, tokens = large.skeleton(SHAPE, torch.float32), torch.arange(40).view(2, 20)
     large.fill(model, torch.device("cpu"), 0)
 
