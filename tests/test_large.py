@@ -1,4 +1,5 @@
 """Decoding in a real model's shape: parameters, rows, what does not fit, going on, and a GPU's calls."""
+from dataclasses import replace
 from itertools import count
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from common import interpreter
 from nanollm import gpu, large
 from nanollm.cache import cache_bytes, end_prefill, make_cache
+from nanollm.evaluate import for_text
 from nanollm.model import Config
 from nanollm.select import given, pick
 
@@ -46,6 +48,8 @@ def test_weights_are_seeded_and_normal_norms_one_and_biases_nought():
 def test_a_row_has_every_number_and_the_bytes_of_caches_filled_by_hand(run, monkeypatch, capsys):
     monkeypatch.setattr(large, "perf_counter", count().__next__)  # a second passes between two looks
     rows = run("--lengths 100 70 --batch 1 3 --new 5 --chunk 40")
+    model = large.skeleton(replace(SHAPE, max_len=100), torch.float32)
+    large.fill(model, torch.device("cpu"), 0)
     sizes = [(T, B, name) for T in (100, 70) for B in (1, 3) for name in METHODS]
     for (T, B, name), row, line in zip(sizes, rows, capsys.readouterr().out.splitlines()[-24:], strict=True):
         live, allocated, peak = held = [row.pop(name) for name in ("live", "allocated", "peak")]
@@ -53,13 +57,11 @@ def test_a_row_has_every_number_and_the_bytes_of_caches_filled_by_hand(run, monk
                            device=None, device_peak=None)
         shown = " ".join(f"{x / 1e6:.2f}" for x in held)
         assert line.split() == f"{T} {B} {name} 1.00 1.000 {5 * B}.0 {shown} – –".split()
-        if name == METHODS[-1]:  # its chunks are of unlike length, and which stay goes by the weights
-            continue
-        Method, most = pick([name])[name], 0
-        caches = make_cache(large.Decoder(SHAPE), Method, **given(Method, budget=T // 2))
-        for part in torch.arange(T)[None].split(40, 1):
-            for cache in caches:
-                cache.attend(*(torch.randn(B, heads, part.shape[1], 16) for heads in (4, 2, 2)), part)
+        Method, most = for_text(pick([name])[name], torch.arange(T)[None] % 16 == 15), 0
+        caches = make_cache(model, Method, **given(Method, budget=T // 2))
+        tokens = torch.randint(60, (B, T + 1), generator=torch.Generator().manual_seed(0))
+        for part in tokens[:, :-1].split(40, 1):
+            model(part, caches)
             most = max(most, cache_bytes(caches)[1])
         end_prefill(caches)
         assert (live, allocated, peak) == (*cache_bytes(caches), most)
@@ -80,8 +82,9 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
     notes = "fit: CUDA out", "fit: MemoryError", "too long", "fit: DefaultCPU"
     assert all(note in row["note"] for note, row in zip(notes, first)) and first[4]["live"] == 6
     assert asked == [((3, 100), 170)] * 8 and capsys.readouterr().out.count("fit: ") == 3  # two of six twice
-    later = run("--lengths 99 --batch 3 1 --resume")
-    assert later[:6] == first and len(later) == 12 and asked[8:] == [((1, 100), 512)] * 12
+    later = run("--lengths 99 --batch 3 1 5 --resume")
+    assert later[:6] == first and len(later) == 18
+    assert asked[8:] == [((1, 100), 512)] * 12 + [((5, 100), 102)] * 6  # a length's first batch is read twice
     for more, told in ("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and now"):
         with pytest.raises(ValueError, match=told):
             run(f"--resume --lengths 99 {more}")
