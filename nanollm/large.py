@@ -98,8 +98,8 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         of_before = torch.cuda.memory_allocated()
-    place = torch.arange(T, device=tokens.device)[None]
-    caches = make_cache(model, for_text(Method, place % 16 == 15), **knobs)  # a chunk's end every 16 tokens
+    ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # of chunks, for what goes by the text
+    caches = make_cache(model, for_text(Method, ends), **knobs)
 
     began = now(cuda)
     row = dict(peak=feed(model, tokens[:, :-1], caches, chunk), device=None, device_peak=None)
@@ -175,12 +175,12 @@ def show(row: dict) -> str:
 def options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanollm.large", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    there = "cuda" if torch.cuda.is_available() else "cpu"
     words = {name: [re.sub(r"[\[\],]", "", str(on[name])) for on in (ON_GPU, ON_CPU)] for name in ON_GPU}
     default = {name: f"default {gpu} on a GPU, {cpu} on a CPU" for name, (gpu, cpu) in words.items()}
     parser.add_argument("--shape", choices=SHAPES, help=default["shape"])
     parser.add_argument("--model", type=Path, help="a folder whose config.json gives the shape; no weights")
-    parser.add_argument("--device", default=there, help="default here %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="default here %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=default["dtype"])
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help=default["lengths"])
     parser.add_argument("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
@@ -205,10 +205,11 @@ def options(argv: list[str]) -> argparse.Namespace:
     for name, x in (ON_GPU if args.device.type == "cuda" else ON_CPU).items():
         if getattr(args, name) is None:
             setattr(args, name, x)
-    for name, numbers in dict(length=args.lengths, batch=args.batch, new=[args.new]).items():
+    chunk = [] if args.chunk is None else [args.chunk]
+    for name, numbers in dict(length=args.lengths, batch=args.batch, new=[args.new], chunk=chunk).items():
         for x in numbers:
             whole(name, x, 1, 2 ** 24)
-    whole("chunk", args.chunk or 1, 1), check_seed(args.seed)
+    check_seed(args.seed)
     if not 0 < args.budget <= 100:
         raise ValueError(f"budget {args.budget:g} % must lie above 0 and up to 100 percent of the prompt")
     return args
