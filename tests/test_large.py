@@ -130,7 +130,7 @@ def test_a_gpu_is_waited_for_and_its_allocator_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong, message", [
-    ("--lengths 0", "length 0 must"), ("--new 0", "new 0"), ("--seed -1", "seed -1"), ("--chunk 0", "chunk 0"),
+    ("--lengths 0", "length 0 must"), ("--new 0", "new 0"), ("--seed -1", "seed"), ("--chunk 0", "chunk 0"),
     ("--budget 0", "budget 0 %"), ("--device none", "device 'none'"), ("--methods none", "unknown method"),
     ("--methods snap_kv --lengths 64", "snap_kv at 25 % of 64 tokens: budget 16 must exceed the window"),
     ("--resume", "--json FILE"), ("--model none", "missing"), ("--model none --shape small", "two shapes"),
