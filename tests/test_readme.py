@@ -31,6 +31,7 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
     (" plan", "--methods full h2o"), (" generate", ""),
     ("nanollm.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
+    ("nanollm.large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("--methods full", f"--budgets 20 10 {ROWS}"),
     ("--methods all", f"--budgets 25 --methods snap_kv snap_kv+residual {ROWS}"),
     ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
