@@ -152,6 +152,22 @@ def test_a_layer_that_never_asks_is_told_of(monkeypatch):
 
 
 @torch.no_grad()
+def test_a_memory_is_not_read_past_a_model_that_was_detached():
+    model = tiny("Llama")
+    bridged, memory = Bridged(model), attach(model)
+    model(TOKENS[:, :20], past_key_values=memory)
+    detach(model)
+    for call in (lambda: model(TOKENS[:, 20:], past_key_values=memory),
+                 lambda: bridged(TOKENS, make_cache(bridged))):
+        with pytest.raises(ValueError, match="its own attention back, .*; attach it again"):
+            call()
+    attach(model)
+    expected = bridged(TOKENS)[:, 20:]
+    torch.testing.assert_close(model(TOKENS[:, 20:], past_key_values=memory).logits, expected,
+                               atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
 def test_two_models_have_memories_of_their_own():
     models = tiny("Llama"), tiny("Qwen2")
     alone = [model(TOKENS).logits for model in models]
