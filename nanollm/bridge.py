@@ -122,7 +122,9 @@ class Bridged:
 
     def __init__(self, model):
         c = model.config.get_text_config()
-        if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} has an encoder that it attends to; take another model")
+        if not model._can_set_attn_implementation():
             raise ValueError(f"{type(model).__name__} {PAST}")
         heads = c.num_attention_heads
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))

@@ -125,6 +125,12 @@ def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape,
     assert torch.equal(own(model), written)
 
 
+def test_an_encoder_is_refused():
+    config = hf.T5Config(vocab_size=V, d_model=32, num_layers=1)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder that it attends"):
+        attach(hf.T5ForConditionalGeneration(config))
+
+
 @torch.no_grad()
 def test_a_padded_batch_is_refused_and_texts_of_one_length_are_not():
     model, mask = tiny("Llama"), torch.ones_like(TOKENS)
