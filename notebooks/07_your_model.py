@@ -31,13 +31,14 @@ from nanollm.evaluate import TASKS, maker, paired, retrieve, standard_error
 from nanollm.select import given, has_budget, load, pick
 from nanollm.slices import Slices
 
-torch.set_grad_enabled(False);
+torch.set_grad_enabled(False);  # or whatever is read would be kept for a backward pass
 
 # %% [markdown]
 # ## Your model
 #
 # `FOLDER` is a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes it. Nothing is downloaded.
-# `load` is what the command line uses. It gives a model wrapped for our measurements and its own tokenizer; inside is the model as `AutoModelForCausalLM.from_pretrained` makes it.
+# `load` is what the command line uses. It gives a model wrapped for our measurements and its own tokenizer; inside is the model as `AutoModelForCausalLM.from_pretrained` makes it. A large one takes half the bytes with `dtype="bfloat16"`.
+# If you have a model and its tokenizer at hand already, these are enough: `bridged = Bridged(model)` and `encoding = Foreign(its_tokenizer)`, from `nanollm.tokenizer`.
 
 # %%
 FOLDER, DEVICE = TINY, "cpu"  # ← a pathlib.Path of your own, and "cuda" if you have it
@@ -45,8 +46,9 @@ FOLDER, DEVICE = TINY, "cpu"  # ← a pathlib.Path of your own, and "cuda" if yo
 bridged, encoding = load(FOLDER, DEVICE, engine="transformers")
 model, c = bridged.model, bridged.config
 detach(model)  # its own attention back, as if nothing had happened
-print(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
-      f"{c.n_layers} layers, {c.n_heads} query heads that share {c.n_kv_heads} key/value heads")
+size = sum(p.numel() for p in model.parameters()) / 1e6
+print(f"{type(model).__name__}: {size:.1f} M parameters, {c.n_layers} layers, "
+      f"{c.n_heads} query heads that share {c.n_kv_heads} key/value heads")
 
 # %% [markdown]
 # It needs something to remember. `Tasks` hides four facts in real text and asks for one of them at the end, in the model's own tokens.
@@ -63,7 +65,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 #
 # ## Five lines
 #
-# `attach` makes a memory: one cache a layer, of the method that you name, with its knobs. The model reads the prompt into it. `end_prompt` says that the prompt is over, and the method compresses. `generate` goes on from what is left.
+# `attach` makes a memory: one cache a layer, of the method that you name, with its knobs. The model reads the prompt into it. `end_prompt` says that the prompt is over, and the method compresses. `generate` goes on from what is left. `detach` gives the model its own attention back.
 # The prompt's last token is read after the compression. Otherwise the full cache would give the first word of the answer.
 #
 # The method is SnapKV: the last queries of the prompt vote, and each head keeps the 48 tokens with the most votes, the 8 voting ones among them.
@@ -72,7 +74,8 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 memory = attach(model, SnapKV, budget=48, window_size=8)
 model(prompt[:, :-1], past_key_values=memory)
 memory.end_prompt()
-written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right), do_sample=False)
+written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right),
+                         do_sample=False)
 detach(model)
 
 print("answer:", encoding.decode(written[0, answer.start:].tolist()))
@@ -83,12 +86,13 @@ print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 
 # %%
 def ask(Method=LayerCache, cut=answer.start - 1, **knobs):
-    """The answer, the first `cut` tokens compressed and the rest read afterwards; and the memory then."""
+    """The answer, with the first `cut` tokens compressed; what each head then kept; the bytes."""
     memory = attach(model, Method, **knobs)
     model(prompt[:, :cut], past_key_values=memory)
     memory.end_prompt()
     kept, bytes_ = plot.kept(memory.caches, cut), cache_bytes(memory.caches)
-    written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right), do_sample=False)
+    written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right),
+                             do_sample=False)
     detach(model)
     return encoding.decode(written[0, answer.start:].tolist()), kept, bytes_
 
@@ -101,7 +105,7 @@ for setting, cut in CUTS.items():
     print(f"{setting:10} {told}")
 
 # %% [markdown]
-# Aware, the answer is that of the full cache, from an eighth of the tokens. Blind, the model answers as well, in the same form, and it is made up.
+# Aware, the answer is that of the full cache, from an eighth of the tokens. Blind, the model answers in the same form, but the number is made up.
 #
 # ## What it keeps
 #
@@ -117,8 +121,9 @@ for axis, (setting, held) in zip(axes, kept.items()):
     there = np.ma.masked_equal(held.reshape(-1, held.shape[-1]), False)
     axis.imshow(there, cmap=ListedColormap([plot.style("snap_kv")["color"]]), aspect="auto",
                 interpolation="none", zorder=1)
-    axis.hlines(H * np.arange(1, c.n_layers) - 0.5, -0.5, answer.start, color="0.6", linewidth=0.6)
-    axis.annotate("asked for", (value, -0.5), (value, -2), ha="center", arrowprops=dict(arrowstyle="->"))
+    axis.hlines(H * np.arange(1, c.n_layers) - 0.5, -0.5, answer.start, "0.6", linewidth=0.6)
+    axis.annotate("asked for", (value, -0.5), (value, -2), ha="center",
+                  arrowprops=dict(arrowstyle="->"))
     axis.set(xlim=(-0.5, answer.start - 0.5), ylim=(H * c.n_layers - 0.5, -0.5),
              yticks=H * np.arange(c.n_layers) + (H - 1) / 2, yticklabels=range(c.n_layers),
              ylabel=f"layer, {H} heads each")
@@ -128,11 +133,11 @@ axes[1].set_xlabel("token");
 # %%
 for setting, held in kept.items():
     both = held[..., value:value + len(right)].all(-1)  # (L, H): heads that hold the whole number
-    print(f"{setting}: the number is whole in {both.sum(-1).tolist()} heads of layers 0 to {c.n_layers - 1}, "
-          f"in {both.sum()} of {both.size}")
+    print(f"{setting}: the number is whole in {both.sum()} of {both.size} heads; "
+          f"layer by layer: {both.sum(-1).tolist()}")
 
 # %% [markdown]
-# Aware, the three heads of layer 1 keep the whole number. They are the ones that retrieve in this model (`00_kv_cache.ipynb`). Blind, no head keeps it. The stretch at the right is the 8 tokens that vote, and what lies just before them.
+# Aware, the three heads of layer 1 keep the whole number. That is the layer that retrieves in this model (`00_kv_cache.ipynb`). Blind, no head keeps it. The stretch at the right is the 8 tokens that vote, and what lies just before them.
 #
 # The bytes are counted on the tensors: *live* is what is kept, *allocated* is what the buffers take.
 
@@ -142,7 +147,7 @@ print("after the prompt:        live  allocated, KiB")
 full = ask()[2][0]
 for name, Method in METHODS.items():
     live, allocated = ask(Method, **given(Method, budget=96, window_size=8))[2]
-    print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{live / full:8.0%} of the full cache")
+    print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{live / full:8.0%} of full")
 
 # %% [markdown]
 # `budget=96` is a quarter of the page. `quantized_2` has no budget: it keeps every token and gives each number two bits. H2O takes a little more than the others, because it remembers a score with each token. (StreamingLLM turns keys by RoPE. For a model with learned positions, as GPT-2, put `streaming_llm_absolute` into the list.)
@@ -150,7 +155,7 @@ for name, Method in METHODS.items():
 # ## Compare
 #
 # One page proves nothing. `Slices` makes documents of three kinds: **needle** is the task above, **recall** asks for one of 16 listed pairs, **few-shot** for the label of a line of code. It also compresses plain text and measures how far the predictions that follow move from the full cache's: KL, in nats a token.
-# `Bridged(model)` is the model with its attention replaced. It reads `BATCH` documents at a time, each once for all methods, if the recordings fit into `KEEP` bytes.
+# `Bridged(model)` is the model with its attention replaced. It reads `BATCH` documents at a time, each once for all methods: the queries, keys and values are recorded, if they fit into `KEEP` bytes.
 #
 # 16 documents a task are few. They tell methods apart that differ much, and no others; the standard error is printed.
 
@@ -174,7 +179,7 @@ print(table.header(T, N, seed=0, short=True))
 rows = [measure(name, Method) for name, Method in METHODS.items()]
 
 # %% [markdown]
-# KiB are those of one text after its continuation; `full` and `quantized_2` keep a slot for every token, so their budget is "all". The figure shows the mean over the three tasks and KL over bytes. A bar is one standard error.
+# KiB are those of one text after its continuation; `full` and `quantized_2` keep every token, so their budget is "all". The figure shows the mean over the three tasks and KL over bytes. A bar is one standard error.
 
 # %%
 def draw(rows):
@@ -222,10 +227,11 @@ detach(model)
 expected = model(tokens).logits
 for size in (T, 64, 1):
     memory = attach(model)
-    logits = torch.cat([model(part, past_key_values=memory).logits for part in tokens.split(size, 1)], 1)
+    parts = [model(part, past_key_values=memory).logits for part in tokens.split(size, 1)]
+    logits = torch.cat(parts, 1)
     same = (logits.argmax(-1) == expected.argmax(-1)).all().item()
-    print(f"{size:3} tokens at a time: largest difference of a logit "
-          f"{(logits - expected).abs().max():.1g}; the likeliest token is the same: {same}")
+    print(f"{size:3} tokens at a time: a logit differs by at most "
+          f"{(logits - expected).abs().max():.1g}; the likeliest tokens are the same: {same}")
 print(f"logits lie between {expected.min():.1f} and {expected.max():.1f}")
 detach(model)
 
@@ -282,10 +288,10 @@ draw(rows)
 snap_kv = next(row for row in rows if row["method"] == "snap_kv")
 for setting in table.SETTINGS:
     more, error = paired(rows[-1], snap_kv, [f"{task}_{setting}" for task in TASKS])
-    print(f"{setting}: unlike_keys answers {more:+.2f} ±{error:.2f} more than snap_kv, paired by document")
+    print(f"{setting}: unlike_keys against snap_kv, answers: {more:+.2f} ±{error:.2f}, by document")
 
 # %% [markdown]
-# Blind, it finds needles that nobody has asked for yet. It pays in few-shot, and its predictions move most.
+# Blind, it finds needles that nobody has asked for yet. It pays with answers in few-shot, and its predictions move most.
 #
 # Before you believe in it: a number within ordinary text *is* unlike its surroundings, so the task may suit the rule. The last cell takes that away. The facts are the same, but they stand among other words and numbers.
 
@@ -303,7 +309,7 @@ for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": Unlik
     print(f"{name:11}", *(f"{x.mean():.2f} ±{standard_error(x):.2f}  " for x in found.values()))
 
 # %% [markdown]
-# SnapKV, aware, and the full cache still find nearly all. `unlike_keys` loses most of what it had found: it found numbers, not facts. A table tells how a method does on its tasks; what made it do so is a second question, and it needs a second experiment.
+# The full cache and SnapKV, aware, still find every needle. `unlike_keys` loses most of what it had found: what it had found was what stands out, and not what is a fact. A table tells how a method does on its tasks; what made it do so is a second question, and it needs a second experiment.
 #
 # ## Where to go
 #
