@@ -210,6 +210,7 @@ draw(rows)
 
 # %%
 print("above:", table.unfit(rows) or "the full cache does every task")
+torch.manual_seed(0)
 untrained = Bridged(type(model)(model.config).to(DEVICE).eval())
 random = Slices(untrained, tasks, T, 4, seed=0, batch=BATCH, keep=KEEP)
 row = table.row_of("full", None, T, {}, random.run(untrained, maker(untrained, LayerCache, None)))
@@ -293,7 +294,7 @@ for setting in table.SETTINGS:
 # %% [markdown]
 # Blind, it finds needles that nobody has asked for yet. It pays with answers in few-shot, and its predictions move most.
 #
-# Before you believe in it: a number within ordinary text *is* unlike its surroundings, so the task may suit the rule. The last cell takes that away. The facts are the same, but they stand among other words and numbers.
+# Before you believe in it: a number within ordinary text *is* unlike its surroundings, so the task may suit the rule. The last cell takes that away. The facts are of the same kind, but they stand among other words and numbers.
 
 # %%
 rng = np.random.default_rng(0)
