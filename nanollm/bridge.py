@@ -62,11 +62,16 @@ class Layer(CacheLayerMixin):
 
 
 class Memory(Cache):
-    """A cache of transformers made of `caches`, one LayerCache a layer."""
+    """A cache of transformers made of `caches`, one LayerCache a layer of the model of this config."""
 
-    def __init__(self, caches: list[LayerCache]):
+    def __init__(self, caches: list[LayerCache], config):
         super().__init__(layers=[Layer(cache) for cache in caches])
-        self.caches = caches
+        self.caches, self.of = caches, config
+
+    def update(self, *told, **more) -> tuple[Tensor, Tensor]:
+        if self.of._attn_implementation != NAME:  # it would see the new tokens alone
+            raise ValueError("the model has its own attention back, which reads no memory; attach it again")
+        return super().update(*told, **more)
 
     def end_prompt(self):
         """Tell every layer, lowest first, that the prompt is over: compress."""
@@ -117,7 +122,9 @@ class Bridged:
 
     def __init__(self, model):
         c = model.config.get_text_config()
-        if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} has an encoder that it attends to; take another model")
+        if not model._can_set_attn_implementation():
             raise ValueError(f"{type(model).__name__} {PAST}")
         heads = c.num_attention_heads
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))
@@ -135,13 +142,13 @@ class Bridged:
     def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V); of the `last` tokens alone, if that is not 0."""
         check_forward(self, tokens, caches, None, last or None)
-        memory = caches and Memory(caches)
+        memory = caches and Memory(caches, self.model.config)
         return self.model(tokens, past_key_values=memory, use_cache=bool(memory), logits_to_keep=last).logits
 
 
 def attach(model, Method=LayerCache, **knobs) -> Memory:
     """A memory for one batch of texts, to pass as `past_key_values`; its `end_prompt` compresses it."""
-    return Memory(make_cache(Bridged(model), Method, **knobs))
+    return Memory(make_cache(Bridged(model), Method, **knobs), model.config)
 
 
 def detach(model):
