@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nanollm.anatomy import chunk_of, frequencies, output_projections, w_o
+from nanollm.anatomy import causal, chunk_of, frequencies, output_projections, w_o
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.check import check_forward
 
@@ -103,12 +103,6 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     return y.transpose(1, 2).contiguous(), None
 
 
-def causal(mask: Tensor) -> bool:
-    """Whether a mask (B, 1, T, T) hides later tokens and nothing else."""
-    shown = mask if mask.dtype == torch.bool else mask == 0
-    return torch.equal(shown, torch.ones_like(shown).tril())
-
-
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
@@ -122,10 +116,9 @@ class Bridged:
 
     def __init__(self, model):
         c = model.config.get_text_config()
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"{type(model).__name__} has an encoder that it attends to; take another model")
-        if not model._can_set_attn_implementation():
-            raise ValueError(f"{type(model).__name__} {PAST}")
+        if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
+            why = "has an encoder; take another model" if model.config.is_encoder_decoder else PAST
+            raise ValueError(f"{type(model).__name__} {why}")
         heads = c.num_attention_heads
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))
                        for o in output_projections(model)]
@@ -154,5 +147,4 @@ def attach(model, Method=LayerCache, **knobs) -> Memory:
 def detach(model):
     """Give the model its own attention back."""
     if hasattr(model, "attention_before"):
-        model.set_attn_implementation(model.attention_before)
-        del model.attention_before
+        model.set_attn_implementation(vars(model).pop("attention_before"))

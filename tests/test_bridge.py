@@ -127,7 +127,7 @@ def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape,
 
 def test_an_encoder_is_refused():
     config = hf.T5Config(vocab_size=V, d_model=32, num_layers=1)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder that it attends"):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder; take"):
         attach(hf.T5ForConditionalGeneration(config))
 
 
