@@ -47,8 +47,9 @@ def main(argv: list[str]):
     work.tasks = Tasks(encoding, "test", own, args.chat)
 
     if rank == 0:
-        print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
-              f"{table.TERMS}", flush=True)
+        whose = "a small trained decoder" if args.model == nanollm.TINY else args.model
+        print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
+              flush=True)
     rows, failed, began = [], [], time.time()
     for row, write in work.results(rank, world):
         if isinstance(row, str):
@@ -224,6 +225,7 @@ class Work:
         slices = Slices(self.model, self.tasks, T, args.documents, args.seed, args.batch, keep)
         if not args.short or not slices.keeps:
             tqdm.write(str(slices), file=sys.stderr)
+        slices.benchmark(self.model, 0)  # what the model refuses is an error, not one of each row
         return slices
 
     def results(self, rank: int, world: int):
