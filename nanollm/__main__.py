@@ -6,6 +6,7 @@
     python -m nanollm generate                 a page, what is kept of it, and what is answered
     python -m nanollm generate --method h2o --budget 64 --file TEXT
     python -m nanollm plan --model FOLDER --lengths 32768 --batch 8
+    python -m nanollm claims --model FOLDER
     python -m nanollm train --help
 """
 import argparse
@@ -334,10 +335,12 @@ def main(argv: list[str]):
         from nanollm.train import main as run
     elif name == "plan":
         from nanollm.plan import main as run
+    elif name == "claims":
+        from nanollm.claims import main as run
     elif name in ("compare", "generate"):
         run = dict(compare=compare, generate=generate)[name]
     else:
-        nanollm.fail(f"unknown command {name!r}; known are compare, generate, plan, train")
+        nanollm.fail(f"unknown command {name!r}; known are claims, compare, generate, plan, train")
     nanollm.command(run, rest)
 
 

@@ -1,0 +1,82 @@
+"""python -m nanollm claims: do the papers' claims hold on a model of yours?
+
+    python -m nanollm claims                                  on the shipped decoder: three minutes of a core
+    python -m nanollm claims --model FOLDER --claims P6 C1    on both, side by side
+
+Each claim about trained models is measured, and a rule on the numbers decides; methods/theory/claims.py has
+both. A number within two of its standard errors of a rule's limit decides nothing.
+"""
+import argparse
+import json
+from pathlib import Path
+from textwrap import fill
+
+from tqdm import tqdm
+
+import nanollm
+from nanollm import TINY
+from nanollm.check import check_seed, whole
+from nanollm.data import Tasks
+from nanollm.select import load
+
+NAME, COLUMN = 36, 30  # widths
+
+
+def says(claim) -> str:
+    """The claim of a function in one line: the first paragraph of its docstring."""
+    return " ".join(claim.__doc__.split("\n\n")[0].split())
+
+
+def show(name: str, claim, findings: dict) -> str:
+    """A claim, and below it a row for the verdict and for each number, a column a model."""
+    rows = {"": [finding.verdict for finding in findings.values()]}
+    for number in dict.fromkeys(key for finding in findings.values() for key in finding.numbers):
+        of_each = (finding.numbers.get(number) for finding in findings.values())
+        rows[number] = ["{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each]
+    lines = [fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")]
+    lines += [f"    {row:<{NAME}}" + "".join(f"{cell:<{COLUMN}}" for cell in cells)
+              for row, cells in rows.items()]
+    lines += [f"    {model}: {finding.why}" for model, finding in findings.items() if finding.why]
+    return "\n".join(map(str.rstrip, lines)) + "\n"
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
+    parser.add_argument("--claims", nargs="+", metavar="ID", help="default: all that a model decides")
+    parser.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
+    parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")
+    parser.add_argument("--seed", type=int, default=0, help="of the documents and of what is drawn")
+    parser.add_argument("--json", type=Path, help="write the findings here, each as it is made")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+    args = parser.parse_args(argv)
+    check_seed(args.seed), whole("documents", args.documents, 2), whole("length", args.length, 128)
+    if args.json:
+        nanollm.check_output(args.json, "findings", lambda data: isinstance(nanollm.read_json(data), list))
+
+    from methods.theory.claims import CLAIMS, Subject, judge
+    names, subjects = [*dict.fromkeys(args.claims or CLAIMS)], {}
+    if unknown := [name for name in names if name not in CLAIMS]:
+        raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
+    for folder in dict.fromkeys([TINY, args.model or TINY]):
+        model, encoding = load(folder, args.device, args.engine)
+        nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+        label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
+        subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
+    columns = "".join(f"{label:<{COLUMN}}" for label in subjects)
+    print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
+          f"± a standard error\n\n    {'':<{NAME}}{columns.rstrip()}\n")
+
+    found, bar = [], tqdm(names, unit="claim", leave=False)
+    for name in bar:
+        bar.set_description(name)
+        findings = {label: judge(name, on) for label, on in subjects.items()}
+        bar.write(show(name, CLAIMS[name], findings))
+        found += [dict(claim=name, says=says(CLAIMS[name]), model=label, seed=args.seed, tokens=args.length,
+                       documents=args.documents) | finding._asdict() for label, finding in findings.items()]
+        if args.json:
+            nanollm.replace(args.json, json.dumps(found, indent=1).encode())
