@@ -1,5 +1,8 @@
 import math
 import os
+from pathlib import Path
+import shutil
+import sys
 
 import pytest
 import torch
@@ -28,3 +31,19 @@ def poisoned(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_like", full_of_nan(torch.empty_like))
+
+
+@pytest.fixture
+def only_h2o(monkeypatch, tmp_path_factory):
+    """A folder in the place of methods/ that has h2o.py alone."""
+    folder = tmp_path_factory.mktemp("own") / "methods"
+    folder.mkdir()
+    shutil.copy(Path(__file__).parent / "methods" / "h2o.py", folder)
+    monkeypatch.setattr("nanollm.select.METHODS", folder)
+    monkeypatch.syspath_prepend(folder.parent)
+    loaded = lambda: [name for name in sys.modules if name.split(".")[0] == "methods"]
+    for name in loaded():
+        monkeypatch.delitem(sys.modules, name)
+    yield folder
+    for name in loaded():
+        del sys.modules[name]  # monkeypatch puts the right ones back

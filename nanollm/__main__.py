@@ -3,6 +3,7 @@
     python -m nanollm                          nine methods, a quarter of the entries: forty seconds
     python -m nanollm --all                    every method at four budgets: five minutes
     python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
+    python -m nanollm --model FOLDER --lengths 4096 --batch 4 --dtype bfloat16 --json rows.json --resume
     python -m nanollm generate                 a page, what is kept of it, and what is answered
     python -m nanollm generate --method h2o --budget 64 --file TEXT
     python -m nanollm plan --model FOLDER --lengths 32768 --batch 8
@@ -11,6 +12,7 @@
 """
 import argparse
 import json
+import os
 from os.path import realpath
 from pathlib import Path
 import sys
@@ -30,6 +32,9 @@ def compare(argv: list[str]):
     rank, world = nanollm.ranks()
     if rank == 0:
         check_files(args.figure, args.json)
+    done = earlier(args) if args.resume else []
+    if world > 1 and args.device == "cuda":  # a GPU a process
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
 
     import torch
     from nanollm import table
@@ -37,14 +42,14 @@ def compare(argv: list[str]):
     from nanollm.evaluate import excess
     chosen = pick(args.methods)
     own = args.text.read_text(encoding="utf8") if args.text else None
-    model, encoding = load(args.model, args.device, args.engine)
+    model, encoding = load(args.model, args.device, args.engine, args.dtype)
     nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
-    work = Work(args, model, encoding, chosen)
+    work = Work(args, model, encoding, chosen, done)
     work.try_out()
     torch.manual_seed(args.seed)
-    work.tasks = Tasks(encoding, "test", own)
+    work.tasks = Tasks(encoding, "test", own, args.chat)
 
     if rank == 0:
         print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
@@ -56,7 +61,8 @@ def compare(argv: list[str]):
             write(row)
             continue
         if not rows or rows[-1]["tokens"] != row["tokens"]:
-            write(table.header(row["tokens"], args.documents, args.seed, args.short))
+            gpu = row["device"] is not None
+            write(table.header(row["tokens"], args.documents, args.seed, args.short, gpu))
         rows.append(row)
         write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
         if args.json:
@@ -89,8 +95,17 @@ def options(argv: list[str]) -> argparse.Namespace:
                         help="folder of a checkpoint in Hugging Face layout")
     parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
                         help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                        help="of weights, keys and values; default float32")
+    parser.add_argument("--batch", type=int, default=32, metavar="DOCUMENTS", help="at a time; default 32")
+    parser.add_argument("--keep", type=float, metavar="GB",
+                        help="of recorded prompts at most, or they are read again for each row; "
+                             "default: half of the memory that is free")
     parser.add_argument("--text", type=Path, help="a file to read in place of the text that ships")
+    parser.add_argument("--chat", action="store_true",
+                        help="put documents into the tokenizer's chat template")
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
+    parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     args = parser.parse_args(argv)
@@ -108,6 +123,11 @@ def options(argv: list[str]) -> argparse.Namespace:
         args.documents = 256 if args.full else 8 if args.short else 32
 
     check_seed(args.seed)
+    whole("batch", args.batch, 1)
+    if args.keep is not None and not args.keep >= 0:
+        raise ValueError(f"keep {args.keep:g} GB must be at least 0")
+    if args.resume and not args.json:
+        raise ValueError("--resume goes on with the rows of a file; name it with --json")
     for percent in args.budgets:
         if not 0 < percent <= 100:
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
@@ -135,12 +155,35 @@ def check_files(figure: Path, rows: Path | None):
         nanollm.check_output(rows, "rows", is_rows)
 
 
-class Work:
-    """The rows to measure: `jobs`, each a length, a method's name and its budget, a fraction or None."""
+SETTINGS = "model", "engine", "dtype", "documents", "seed", "window", "text", "chat"
 
-    def __init__(self, args, model, encoding, chosen: dict):
+
+def settings(args) -> dict:
+    """What a row depends on beside its length, method and budget."""
+    return {key: str(x) if isinstance(x := getattr(args, key), Path) else x for key in SETTINGS}
+
+
+def earlier(args) -> list[dict]:
+    """The rows in --json. ValueError if they were made with other settings."""
+    rows = json.loads(args.json.read_bytes() or "[]") if args.json.exists() else []
+    for row in rows:
+        for key, x in settings(args).items():
+            if row.get(key) != x:
+                raise ValueError(f"the rows in {args.json} were made with --{key} {row.get(key)}, not {x}; "
+                                 "give what they were made with, or name another file")
+    return rows
+
+
+class Work:
+    """The rows to measure: `jobs`, each a length, a method's name and its budget, a fraction or None.
+
+    done: rows that need not be measured.
+    """
+
+    def __init__(self, args, model, encoding, chosen: dict, done: list[dict]):
         from nanollm.tokenizer import boundaries
         self.args, self.model, self.encoding, self.chosen = args, model, encoding, chosen
+        self.done = {(row["tokens"], row["method"], row["fraction"]): row for row in done}
         fractions = [percent / 100 for percent in args.budgets]
         self.jobs = [(T, name, fraction) for T in args.lengths for name, Method in chosen.items()
                      for fraction in (fractions if has_budget(Method) else [None])]
@@ -148,7 +191,7 @@ class Work:
         self.knobs = {name: given(Method, window_size=args.window) | dict(ends=ends)
                       for name, Method in chosen.items()}
         self.learned = {}  # by name: what a method has found out about the decoder
-        self.tasks = self.bench = self.bench_length = None
+        self.tasks = self.slices = self.length = None
 
     def try_out(self):
         """A budget that a method cannot work with is a ValueError before any work is done."""
@@ -166,22 +209,34 @@ class Work:
 
     def measure(self, T: int, name: str, fraction: float | None) -> dict | str:
         """A row, or why there is none: one method's mistake costs only its own rows."""
-        from nanollm.evaluate import Benchmark, maker
+        from nanollm.evaluate import maker
         from nanollm.table import label, row_of
         args, model, Method = self.args, self.model, self.chosen[name]
-        if T != self.bench_length:
-            self.bench = Benchmark.build(model, self.tasks, T, args.documents, seed=args.seed)
-            self.bench_length = T
+        if row := self.done.get((T, name, fraction)):
+            return row
+        if T != self.length:
+            self.slices, self.length = self.read(T), T
 
         try:
             if name not in self.learned:
                 self.learned[name] = calibrated(Method, model, self.encoding)
             make = maker(model, Method, fraction, **self.knobs[name] | self.learned[name])
-            measured = self.bench.run(model, make)
+            measured = self.slices.run(model, make)
         except Exception as error:
             return f"{label(name, fraction)}: {one_line(error)}"
-        texts = self.bench.full.tokens.shape[0]
-        return row_of(name, fraction, T, args.documents, args.seed, measured, texts)
+        return row_of(name, fraction, T, settings(args), measured)
+
+    def read(self, T: int):
+        """Documents of T tokens; what they cost is said where it matters."""
+        import psutil
+        from tqdm import tqdm
+        from nanollm.slices import Slices
+        args = self.args
+        keep = psutil.virtual_memory().available / 2 if args.keep is None else args.keep * 1e9
+        slices = Slices(self.model, self.tasks, T, args.documents, args.seed, args.batch, keep)
+        if not args.short or not slices.keeps:
+            tqdm.write(str(slices), file=sys.stderr)
+        return slices
 
     def results(self, rank: int, world: int):
         """On rank 0: each row, or why there is none, in order, and a function that prints beside the progress

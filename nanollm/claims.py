@@ -47,6 +47,8 @@ def main(argv: list[str]):
     parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
                         help="whose decoder runs; auto: ours, if it knows the family")
     parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                        help="of weights, keys and values; default float32")
     parser.add_argument("--claims", nargs="+", metavar="ID", help="default: all that a model decides")
     parser.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
     parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")
@@ -63,7 +65,7 @@ def main(argv: list[str]):
     if unknown := [name for name in names if name not in CLAIMS]:
         raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
     for folder in dict.fromkeys([TINY, args.model or TINY]):
-        model, encoding = load(folder, args.device, args.engine)
+        model, encoding = load(folder, args.device, args.engine, args.dtype)
         nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
         label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
         subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)

@@ -141,7 +141,8 @@ class Tasks:
     """Makes documents. One tokenizer, one split; all randomness comes from the `rng` that each call is given.
 
     encoding: a tiktoken.Encoding of nanollm/tokenizer.py, or any tokenizer as `Foreign`. filler: a text of
-    one's own around the facts, in place of the split's.
+    one's own around the facts, in place of the split's. chat: a document is a user's turn, and the answer
+    begins with the question's words again.
 
     A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words
     and values four-digit numbers; words and numbers of the test split never occur as keys or values in
@@ -149,7 +150,7 @@ class Tasks:
     """
     KNOWN = "needle", "recall", "few_shot", "copy", "plain"
 
-    def __init__(self, encoding, split: str, filler: str | None = None):
+    def __init__(self, encoding, split: str, filler: str | None = None, chat: bool = False):
         foreign = isinstance(encoding, Foreign)
         if not foreign and getattr(encoding, "encode_ordinary", len)("0099") != [256, 355]:
             raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
@@ -159,6 +160,9 @@ class Tasks:
         self.gap = " " if foreign else ""
         self.bos = encoding.bos if foreign else encoding.n_vocab - 1
         self.first = [] if self.bos is None else [self.bos]
+        if chat and not foreign:
+            raise ValueError("this tokenizer has no chat template; leave --chat out")
+        self.opening, self.reply = encoding.turn() if chat else (self.first, None)
         encoded = encoding.encode_ordinary_batch(text(split) if filler is None else [filler])
         self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(np.int64)
 
@@ -212,16 +216,20 @@ class Tasks:
         """What stands before a number: the space between them belongs to one of the two."""
         return self.ids(string if self.gap else f"{string} ")
 
+    def ask(self, before: list[int], words: list[int]) -> list[int]:
+        """A question up to its answer."""
+        return before + words + ([] if self.reply is None else self.reply + words)
+
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
         """A document of T tokens: text, the facts in it at `depths` (0 start … 1 end), then the questions.
 
         facts: token lists. questions: (question, answer, tail) token lists.
         """
         asked = [part for question in questions for part in question]
-        fill = self.filler(rng, T - len(self.first) - sum(map(len, [*facts, *asked])))
+        fill = self.filler(rng, T - len(self.opening) - sum(map(len, [*facts, *asked])))
         depths = rng.random(len(facts)) if depths is None else np.asarray(depths)
 
-        parts, done = [(self.first, TEXT)], 0
+        parts, done = [(self.opening, TEXT)], 0
         for i in np.argsort(depths, kind="stable"):
             at = round(depths[i] * len(fill))
             parts += [(fill[done:at], TEXT), (facts[i], FACT)]
@@ -253,7 +261,7 @@ class Tasks:
             depths[asked[0]] = depth
 
         stated = [start + key + is_ + value + stop for key, value in pairs]
-        questions = [(ask + start + pairs[i][0] + is_, pairs[i][1], stop) for i in asked]
+        questions = [(self.ask(ask, start + pairs[i][0] + is_), pairs[i][1], stop) for i in asked]
         return self.assemble(rng, T, stated, questions, depths)
 
     def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
@@ -263,7 +271,8 @@ class Tasks:
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
         asked = rng.permutation(pairs)[:questions]
-        return self.assemble(rng, T, [block], [(ask + items[i][0] + colon, items[i][1], []) for i in asked])
+        questions = [(self.ask(ask, items[i][0] + colon), items[i][1], []) for i in asked]
+        return self.assemble(rng, T, [block], questions)
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
         """Lines of source code, labelled by kind with labels drawn for this prompt.
@@ -277,13 +286,13 @@ class Tasks:
         which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
         arrow, newline = self.ids(" =>"), self.ids("\n")
 
-        def ask(c: int) -> list[int]:
+        def line(c: int) -> list[int]:
             lines = self.lines[kinds[c]]
             return [*newline, *lines[rng.integers(len(lines))], *arrow]
 
         query = rng.choice(which)
-        shown = [(ask(c), labels[c]) for c in which]
-        last = (ask(query), labels[query], [])
+        shown = [(line(c), labels[c]) for c in which]
+        last = (self.ask([], line(query)), labels[query], [])
         if not every_label:
             return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
 
@@ -297,7 +306,8 @@ class Tasks:
         if whole("start", start, 1) + whole("answer", answer, 1) > whole("length", length, 1):
             raise ValueError(f"start {start} and answer {answer} must fit into the passage of {length}")
         passage = self.filler(rng, length)
-        return self.assemble(rng, T, [passage], [(passage[:start], passage[start:start + answer], [])])
+        quoted = self.ask([], passage[:start].tolist())
+        return self.assemble(rng, T, [passage], [(quoted, passage[start:start + answer], [])])
 
     def plain(self, rng, T: int):
         """Just text."""

@@ -127,7 +127,7 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
                          "by at least 2")
     caches, prompt = make_cache(model, Recorder), tokens[:, :-new - 1]
     recording = record(model, caches, prompt)
-    log_p = model(tokens[:, -new - 1:-1], caches).log_softmax(-1)
+    log_p = wide(model(tokens[:, -new - 1:-1], caches)).log_softmax(-1)
     return Reference(tokens, new, log_p, recording, [cache.told[0] for cache in caches],
                      [cache.answers[0] for cache in caches])
 
@@ -139,18 +139,21 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
 
     Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query
     head with o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and
-    peak bytes; tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token,
-    are (B,) and l1 (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens that are
-    compressed; `slots` held right after that and slots_end after the last token; evicts, whether the method
-    has an `evict` of its own. `recording` is `full.recording`, where reading the prompt need not be part of
-    it; without, the decoder reads `chunk_size` tokens at a time.
+    peak bytes; device, the bytes that a GPU's allocator holds more after the compression, None on a CPU;
+    tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,)
+    and l1 (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens that are compressed;
+    `slots` held right after that and slots_end after the last token; evicts, whether the method has an
+    `evict` of its own. `recording` is `full.recording`, where reading the prompt need not be part of it;
+    without, the decoder reads `chunk_size` tokens at a time.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
     # the prompt
+    before = torch.cuda.memory_allocated(tokens.device) if tokens.is_cuda else None
     caches = make(cut, full.prompt)
     peak = feed(model, full.prompt, caches, chunk_size) if recording is None else replay([recording], caches)
     end_prefill(caches)
     after_prompt = slots(caches)
+    device = torch.cuda.memory_allocated(tokens.device) - before if tokens.is_cuda else None
 
     # what follows, token by token
     with head_outputs(model) as heads:
@@ -161,7 +164,7 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
         seconds = time.perf_counter() - began
 
     # against the full cache
-    log_p = torch.cat(steps, 1).log_softmax(-1)
+    log_p = wide(torch.cat(steps, 1)).log_softmax(-1)
     live, allocated = cache_bytes(caches)
     answers = [torch.cat(after, 1).unflatten(-1, cache.w_o.shape[1:]).transpose(1, 2)
                for cache, after in zip(caches, heads)]
@@ -170,8 +173,13 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     return dict(perplexity=math.exp(nll.mean().item()), nll=nll, kl=kl,
                 l1=changes(full, caches, answers), live=live, allocated=allocated, peak=peak,
                 tokens_per_s=tokens.shape[0] * new / seconds,
-                prompt=cut, slots=after_prompt, slots_end=slots(caches),
+                device=device, prompt=cut, slots=after_prompt, slots_end=slots(caches),
                 evicts=any(type(cache).evict is not LayerCache.evict for cache in caches))
+
+
+def wide(x: Tensor) -> Tensor:
+    """In 32 bits at least: sums of 16-bit numbers lose what is measured."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def slots(caches: list[LayerCache]) -> float | None:
@@ -215,8 +223,9 @@ def held(caches: list[LayerCache], tokens: int) -> Tensor:
 
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
     """‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁ per text, layer and query head, (B, L, H·G), from ŷ (B, H·G, new, D)."""
-    return torch.stack([torch.einsum("bhtd,ohd->bhto", answer - y, cache.w_o).abs().sum(-1).mean(-1)
-                        for y, cache, answer in zip(full.answers, caches, answers)], 1)
+    return torch.stack([
+        torch.einsum("bhtd,ohd->bhto", wide(answer - y), wide(cache.w_o)).abs().sum(-1).mean(-1)
+        for y, cache, answer in zip(full.answers, caches, answers)], 1)
 
 
 @torch.no_grad()
@@ -228,13 +237,13 @@ def perturbation(full: Reference, make: Make) -> Tensor:
     """
     caches = make(full.prompt.shape[1], full.prompt)
     for cache, told in zip(caches, full.recording):
-        for part in told.split(64):
+        for part in told.split(64, cache.w_o.device):
             cache.attend(*part)
     end_prefill(caches)
 
     answers = []
     for cache, told in zip(caches, full.continuation):
-        answers.append([cache.attend(*token) for token in told.split(1)])
+        answers.append([cache.attend(*token) for token in told.split(1, cache.w_o.device)])
     return changes(full, caches, [torch.cat(answer, 2) for answer in answers])
 
 
@@ -337,43 +346,73 @@ class Benchmark:
     """
     batches: dict[str, Batch]
     recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
-    full: Reference
+    full: Reference | None
 
     @staticmethod
     def continuation_length(T: int) -> int:
         return min(64, T // 2)
 
     @staticmethod
-    @torch.no_grad()
-    def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
+    def drawn(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> tuple[dict[str, Batch], Tensor]:
         """`documents` of each task and half as many texts, T tokens each."""
         check_size(model, documents, 2, T)
-        batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
+        return ({task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()},
+                text_windows(tasks, max(2, documents // 2), T))
+
+    @staticmethod
+    @torch.no_grad()
+    def read(model, batches: dict[str, Batch], text: Tensor | None) -> "Benchmark":
+        """What the decoder says of documents, and of text (B, T) if there is any."""
         recordings = {}
         for task, batch in batches.items():
             caches = make_cache(model, Recorder)
             recordings[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
-        text = text_windows(tasks, max(2, documents // 2), T).to(model.embed.weight.device)
-        return Benchmark(batches, recordings, reference(model, text, Benchmark.continuation_length(T)))
+        full = None
+        if text is not None:
+            text = text.to(model.embed.weight.device)
+            full = reference(model, text, Benchmark.continuation_length(text.shape[1]))
+        return Benchmark(batches, recordings, full)
 
-    def run(self, model, make: Make) -> dict:
-        """One row: accuracies, everything of `continuation`, and `perturbation` as "l1_alone".
+    @staticmethod
+    def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
+        return Benchmark.read(model, *Benchmark.drawn(model, tasks, T, documents, seed))
 
-        Per task and setting, the mean and its standard error; under "each" the single documents (texts, for
-        kl and L1).
-        """
-        row, each = {}, {}
+    def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
+        """Of each task and setting, right answers (B,); of the text, `continuation` and `perturbation`."""
+        right = {}
         for task, batch in self.batches.items():
             found = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
-            for setting, right in found.items():
-                row[f"{task}_{setting}"] = right.mean().item()
-                row[f"{task}_{setting}_se"] = standard_error(right)
-                each[f"{task}_{setting}"] = right.tolist()
-        row |= replayed_or_read(continuation, model, self.full, make, self.full.recording)
-        alone = perturbation(self.full, make)
-        each |= dict(kl=row["kl"].tolist(), nll=row.pop("nll").tolist(), l1_alone=alone.mean((1, 2)).tolist())
-        return row | dict(kl=row["kl"].mean().item(), l1=row["l1"].mean(0).tolist(),
-                          l1_alone=alone.mean(0).tolist(), each=each)
+            right |= {f"{task}_{setting}": x for setting, x in found.items()}
+        if self.full is None:
+            return right, {}
+        text = replayed_or_read(continuation, model, self.full, make, self.full.recording)
+        return right, text | dict(l1_alone=perturbation(self.full, make))
+
+    def run(self, model, make: Make) -> dict:
+        return summary([self.measured(model, make)])
+
+
+def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
+    """One row of what `Benchmark.measured` found, whatever the parts in which documents and text were read.
+
+    Per task and setting, the mean and its standard error; everything of `continuation`; under "each" the
+    single documents (texts, for kl, nll and L1). Bytes are sums.
+    """
+    row, each = {}, {}
+    for key in dict.fromkeys(key for right, _ in parts for key in right):
+        right = torch.cat([right[key] for right, _ in parts if key in right])
+        row[key], row[f"{key}_se"], each[key] = right.mean().item(), standard_error(right), right.tolist()
+
+    texts = [text for _, text in parts if text]
+    kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
+    seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
+    each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
+    row |= {key: sum(text[key] for text in texts) for key in ("live", "allocated", "peak")}
+    row |= {key: None if None in (all_of := [text[key] for text in texts]) else max(all_of)
+            for key in ("slots", "slots_end", "device")}
+    return row | dict(prompt=texts[0]["prompt"], evicts=texts[0]["evicts"], tokens_per_s=len(kl) / seconds,
+                      perplexity=math.exp(nll.mean().item()), kl=kl.mean().item(), l1=l1.mean(0).tolist(),
+                      l1_alone=alone.mean(0).tolist(), each=each)
 
 
 def replayed_or_read(measure, model, what, make: Make, recorded):

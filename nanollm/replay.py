@@ -14,16 +14,16 @@ from nanollm.generate import prefill
 
 
 class Recording(NamedTuple):
-    """What one layer's cache was told over a part of a text."""
+    """What one layer's cache was told over a part of a text. It is kept in the CPU's memory."""
     q: Tensor    # (B, H·G, T, D)
     k: Tensor    # (B, H, T, D)
     v: Tensor
     pos: Tensor  # (B or 1, T)
 
-    def split(self, n: int):
-        """The same, n tokens at a time."""
-        q, k, v = (x.split(n, 2) for x in (self.q, self.k, self.v))
-        return map(Recording, q, k, v, self.pos.split(n, 1))
+    def split(self, n: int, device: torch.device | str = "cpu"):
+        """The same, n tokens at a time, on a device."""
+        q, k, v = (x.to(device).split(n, 2) for x in (self.q, self.k, self.v))
+        return map(Recording, q, k, v, self.pos.to(device).split(n, 1))
 
 
 class Recorder(LayerCache):
@@ -65,7 +65,7 @@ def record(model, caches: list[Recorder], tokens: Tensor) -> list[Recording]:
     recordings = []
     for cache in caches:
         q, k, v, pos = zip(*cache.told)
-        recordings.append(Recording(*(torch.cat(x, 2) for x in (q, k, v)), torch.cat(pos, 1)))
+        recordings.append(Recording(*(torch.cat(x, 2).cpu() for x in (q, k, v)), torch.cat(pos, 1).cpu()))
         cache.told.clear()
         cache.answers.clear()
     return recordings
@@ -85,7 +85,7 @@ def replay(recordings: list[list[Recording]], caches: list[LayerCache]) -> int:
             raise CannotReplay
 
         chunk_size = 64 if cache.watch > 64 else parts[-1].q.shape[2]  # bounds the probabilities
-        for q, k, v, pos in parts[-1].split(chunk_size):
+        for q, k, v, pos in parts[-1].split(chunk_size, cache.w_o.device):
             cache.write(k, v, pos)
             keys, _, at, bias = cache.read()
             if bias is not None or keys.shape[2] != cache.seen:
@@ -94,8 +94,8 @@ def replay(recordings: list[list[Recording]], caches: list[LayerCache]) -> int:
             cache.observe(q, probabilities(q[:, :, -w:], keys, at, None, pos[:, -w:]) if w else None)
 
         keys, values, at, _ = cache.read()
-        k, v = torch.cat([part.k for part in parts], 2), torch.cat([part.v for part in parts], 2)
-        pos = torch.cat([part.pos for part in parts], 1)
+        k, v = (torch.cat(x, 2).to(keys.device) for x in zip(*((part.k, part.v) for part in parts)))
+        pos = torch.cat([part.pos for part in parts], 1).to(at.device)
         same = torch.equal(keys, k) and torch.equal(values, v)
         if not (same and torch.equal(at, pos[:, None].expand_as(at))):
             raise CannotReplay

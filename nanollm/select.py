@@ -156,16 +156,17 @@ def calibrated(Method, model, encoding) -> dict:
     return Method.calibrate(model, encoding) if hasattr(Method, "calibrate") else {}
 
 
-def load(folder: Path, device: str, engine: str = "auto"):
+def load(folder: Path, device: str, engine: str = "auto", dtype: str = "float32"):
     """Decoder and tokenizer of a folder. engine: "ours", "transformers", or "auto": ours, if it knows the
-    family.
+    family. dtype: of the weights, and so of keys and values, by torch's name.
     """
+    import torch
     from nanollm import tokenizer, weights
     if engine == "ours" or engine == "auto" and weights.is_known(folder):
-        model = weights.from_hf(folder, device=device)
+        model = weights.from_hf(folder, getattr(torch, dtype), device)
     else:
         from nanollm.bridge import Bridged
-        model = Bridged(weights.hf_model(folder, device))
+        model = Bridged(weights.hf_model(folder, getattr(torch, dtype), device))
     own = folder / "tokenizer.tiktoken"
     encoding = tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
     tokenizer.check_vocabulary(encoding, model.config.vocab_size)

@@ -20,7 +20,7 @@ from nanollm.check import whole
 from nanollm.evaluate import for_text
 from nanollm.select import calibrated, given, load, pick
 from nanollm.tokenizer import boundaries
-from nanollm.weights import to_hf
+from nanollm.weights import hf_model, to_hf
 
 
 def best(run, repeat: int) -> float:
@@ -73,12 +73,9 @@ def against_transformers(ours, new: int, prompts=(128, 1024), repeat: int = 7):
 
     The time of a run with one new token is taken off, so that reading the prompt does not count.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as copy:
         to_hf(ours, copy, torch.float32)
-        theirs = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
+        theirs = hf_model(copy)
 
     print(f"\ngreedy decoding, {new} tokens, batch 1, float32, best of {repeat} in turn")
     print(f"{'threads':>8}{'prompt':>8}{'nanollm':>14}{'transformers':>16}{'ratio':>8}")

@@ -25,8 +25,11 @@ def line(forms: tuple[str, ...], *cells) -> str:
     return "".join(form.format(cell) for form, cell in zip(forms, cells, strict=True))
 
 
-def header(T: int, documents: int, seed: int, short: bool = False) -> str:
-    """What stands above the rows: how many documents, how sure an accuracy is, the names of the columns."""
+def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = False) -> str:
+    """What stands above the rows: how many documents, how sure an accuracy is, the names of the columns.
+
+    gpu: beside the bytes that caches know of, those that the GPU's allocator has given out for them.
+    """
     error = 0.5 / (documents - 1) ** 0.5  # that of as many ones as zeros, the largest
     needle, *others = (task.replace("_", "-") for task in TASKS)
     above = f"{'':<34}{'live':>7}{needle:>12}" + "".join(f"{task:>14}" for task in others)
@@ -36,7 +39,7 @@ def header(T: int, documents: int, seed: int, short: bool = False) -> str:
         below = line(SHORT, *names, "KL")
     else:
         above += f"{'':>21}{'batch':>9}"
-        below = line(LONG, *names, "perpl.", "KL", "L1", "tokens/s")
+        below = line(LONG, *names, "perpl.", "KL", "L1", "tokens/s") + "   GPU, KiB" * gpu
     return (f"\n{documents} documents per task, {T} tokens each; seed {seed}; "
             f"standard error of an accuracy: at most {error:.2f}\n\n{above}\n{below}")
 
@@ -49,7 +52,8 @@ def show(row: dict, short: bool = False) -> str:
     if short:
         return line(SHORT, *first, kl)
     perplexity, l1, speed = f"{row['perplexity']:.2f}", f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}"
-    return line(LONG, *first, perplexity, kl, l1, speed)
+    gpu = "" if row["device"] is None else f"{row['device'] / 1024:>11.0f}"
+    return line(LONG, *first, perplexity, kl, l1, speed) + gpu
 
 
 def mean_l1(row: dict) -> float:
@@ -57,14 +61,11 @@ def mean_l1(row: dict) -> float:
     return sum(map(sum, row["l1_alone"])) / sum(map(len, row["l1_alone"]))
 
 
-def row_of(name: str, fraction: float | None, T: int, documents: int, seed: int, measured: dict,
-           texts: int) -> dict:
-    """A row: what was run, what `Benchmark.run` measured on `texts` texts, bytes now of one of them, means
-    over the tasks.
-    """
-    row = dict(method=name, fraction=fraction, tokens=T, documents=documents, seed=seed) | measured
-    for key in ("live", "allocated", "peak"):
-        row[key] //= texts
+def row_of(name: str, fraction: float | None, T: int, settings: dict, measured: dict) -> dict:
+    """A row: what was run, what `Benchmark.run` measured, bytes now of one text, means over the tasks."""
+    row = dict(method=name, fraction=fraction, tokens=T) | settings | measured
+    for key in ("live", "allocated", "peak", "device"):
+        row[key] = row[key] and row[key] // len(row["each"]["kl"])
     for setting in SETTINGS:
         row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
     return row

@@ -117,6 +117,20 @@ class Foreign:
     def raw(self, texts: list[str]) -> list[list[int]]:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def turn(self) -> tuple[list[int], list[int]]:
+        """What the chat template puts before a user's words, and between them and the answer."""
+        mark = "the user's words"
+        try:
+            told = self.hf.apply_chat_template([dict(role="user", content=mark)], tokenize=False,
+                                               add_generation_prompt=True)
+        except Exception as error:  # the template is a program of the tokenizer's own
+            raise ValueError(f"the tokenizer has no chat template that can be used ({error}); leave --chat "
+                             "out") from error
+        before, found, after = told.partition(mark)
+        if not found:
+            raise ValueError("the tokenizer's chat template does not show the user's words; leave --chat out")
+        return tuple(self.raw([before, after]))
+
     def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
         return [ids[len(self.line):] if ids[:len(self.line)] == self.line else self.raw([text])[0]
                 for text, ids in zip(texts, self.raw([f"\n{text}" for text in texts]))]

@@ -351,16 +351,22 @@ def is_known(folder: str | Path) -> bool:
     return not isfile(path) or read_json(path).get("model_type") in READERS
 
 
-def hf_model(folder: str | Path, device: str | torch.device = "cpu"):
+def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
     """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
     config_file(folder)
     from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
+    from transformers.utils import logging
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, dtype=torch.float32,
+            folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
             output_loading_info=True)
     except Exception as error:  # of whichever library reads it
         raise ValueError(f"{folder} cannot be read ({brief(error)}); download it again") from error
+    finally:
+        if shows:
+            logging.enable_progress_bar()
     if lacks := sorted(told["missing_keys"]):
         raise ValueError(f"{folder} lacks {len(lacks)} tensors, as {lacks[0]}; download it again")
     return model.to(check_device(device)).eval()

@@ -120,13 +120,8 @@ def decoder(**changed) -> Decoder:
 
 def checkpoint_of_two_layers(folder):
     """A decoder of random weights with the tokenizer that ships, as a folder that commands take."""
-    torch.manual_seed(0)
-    shape = dict(n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32)
-    model = Decoder(Config(vocab_size=2048, max_len=400, **shape))
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.2)
-    to_hf(model, folder)
+    size = dict(vocab_size=2048, max_len=400, n_layers=2, n_heads=4, d_model=32, d_ff=32)
+    to_hf(decoder(**size), folder)
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     return folder
 
@@ -153,27 +148,6 @@ def foreign_checkpoint(folder, kind="bytes"):
         vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)).save_pretrained(folder)
     return folder
-
-
-def logits_by_hand(model, tokens, seen):
-    """Logits (B, T, V) of a Llama; seen (L, H, T, T) says to which tokens each key/value head attends."""
-    c, x = model.config, model.embed(tokens)
-    half = c.head_dim // 2
-    angle = torch.arange(tokens.shape[1])[:, None] * c.rope_theta ** -(torch.arange(half) / half)
-    rotation = torch.polar(torch.ones(()), angle)
-    for block, of_layer in zip(model.blocks, seen):
-        widths = [heads * c.head_dim for heads in (c.n_heads, c.n_kv_heads, c.n_kv_heads)]
-        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
-                   for y in block.attention.qkv(block.norm1(x)).split(widths, -1))
-        q, k = (torch.complex(*y.chunk(2, -1)) * rotation for y in (q, k))
-        q, k = (torch.cat((z.real, z.imag), -1) for z in (q, k))
-
-        groups = c.n_heads // c.n_kv_heads
-        k, v, mask = (y.repeat_interleave(groups, -3) for y in (k, v, of_layer))
-        score = (q @ k.mT / math.sqrt(c.head_dim)).masked_fill(~mask, -math.inf)
-        x = x + block.attention.o((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        x = x + block.mlp(block.norm2(x))
-    return model.head(model.norm(x))
 
 
 # ---- the tokenizer that ships, and the tasks in it ---

@@ -13,9 +13,7 @@ def check(claims, *strategies, examples=30):
     """Of drawn values; and the claims that it checks."""
     def of(test):
         test = settings(max_examples=examples, deadline=None)(given(*strategies)(test))
-        for claim in claims.split():
-            test = pytest.mark.claim(claim)(test)
-        return test
+        return pytest.mark.claim(*claims.split())(test)
     return of
 
 

@@ -30,9 +30,6 @@ def one_line(error) -> str:
     return str(error.value)
 
 
-# ---- a refused call leaves everything as it was ---
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("done", [False, True], ids=["prompt", "decoding"])
 @pytest.mark.parametrize("name", METHODS)
@@ -76,8 +73,6 @@ def test_each_layer_has_a_cache_of_its_own_in_step_with_the_others(model, spoil,
 
 # 2 texts, 2 key/value heads, 4 query heads, 3 tokens, head dim 8
 Q, K, POS = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 3, 8), torch.arange(3)[None]
-
-
 SHAPES, DTYPES = "q, k and v of shapes", "must be of one floating dtype on one device"
 NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
 
@@ -104,16 +99,6 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, te
         getattr(cache, call)(*tensors)
     one_line(error)
     assert cache.seen == cache.length == 3
-
-
-def test_ends_of_another_text_are_refused(model):
-    caches = make_cache(model, for_text(METHODS["chunk_kv_semantic"], ENDS[TOKENS[:, :5]]), **KNOBS)
-    model(TOKENS, caches)
-    with pytest.raises(ValueError, match="ends tell of 5 tokens and the prompt has 40; give boundaries"):
-        end_prefill(caches)
-
-
-# ---- knobs ---
 
 
 @pytest.mark.parametrize("name", [name for name in [*METHODS, *ADDITIONS] if name != "full"])

@@ -193,9 +193,6 @@ def test_top_keeps_the_highest_and_of_equals_the_newest(scores, budgets):
     assert top(both[0].log(), budgets[0]).tolist() == expected[0]  # −inf is a score like any other
 
 
-# ---- the window, and a list of caches ---
-
-
 def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
     cache = WindowCache(budget=10, window_size=4)
     fill(cache, 20)
@@ -211,12 +208,12 @@ def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
 
 
 @pytest.mark.claim("R8")
-def test_the_memory_formula_counts_what_is_allocated(record_property):
+def test_the_memory_formula_counts_what_is_allocated(note):
     model = decoder()
     llama = Config(vocab_size=32_000, max_len=4096, n_layers=32, n_heads=32, n_kv_heads=32, d_model=4096,
                    d_ff=11_008)
     assert full_cache_bytes(llama, 2048) == 2 ** 30
-    record_property("R8.llama_2_7b_gib", full_cache_bytes(llama, 2048) / 2 ** 30)
+    note("R8", llama_2_7b_gib=full_cache_bytes(llama, 2048) / 2 ** 30)
     caches = make_cache(model)
     with torch.inference_mode():
         model(torch.zeros(1, 30, dtype=torch.long), caches)

@@ -20,8 +20,6 @@ from windows import (
     GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, highest, live, mean,
     name_of, pool, walk)
 
-# ---- a prompt through the cache ---
-
 
 def by_chunk(A, norms, out, b, kernel_size, heads, row, chunk_size, score, ends=None, together=False,
              fill=False, **_):
@@ -92,13 +90,12 @@ def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
     (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
+    (lambda: kept(select=SemanticChunks(ends=torch.zeros(2, 58) > 0)), "ends tell of 58 .*; give boundaries"),
 ])
 def test_bad_knobs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
-
-# ---- in the decoder: indices that serve several layers ---
 
 ENDS, ROOM = TOKENS[:, :35] % 6 == 0, dict(budget=14, window_size=5)
 

@@ -72,11 +72,11 @@ MODULE = """
 import numpy, pytest
 
 @pytest.mark.claim("T1")
-def test_one(record_property):
-    record_property("T1.n", numpy.int64(5))
+def test_one(note):
+    note("T1", n=numpy.int64(5))
 
-def test_two(record_property):
-    record_property("T1.low", 0.5)
+def test_two(note):
+    note("T1", low=0.5)
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import tasks
+from common import decoder, tasks
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
@@ -23,6 +23,7 @@ from nanollm.evaluate import (Benchmark, bits_per_byte, continuation, exact_matc
                               replayed_or_read, retrieve, text_windows)
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
+from nanollm.slices import Slices
 from nanollm.replay import CannotReplay, Recorder, feed, record, replay
 from nanollm.select import given, has_budget, pick
 
@@ -43,12 +44,7 @@ every_method = pytest.mark.parametrize("Method, knobs", METHODS.values(), ids=ME
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    decoder = Decoder(Config(**SIZE, d_ff=48)).eval()
-    for p in decoder.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    return decoder
+    return decoder(**SIZE, d_ff=48)
 
 
 @pytest.fixture(scope="module")
@@ -245,11 +241,7 @@ def test_the_benchmark_lets_such_a_method_read_and_no_other(model, benchmark, mo
 
 
 NeverEvicts = type("NeverEvicts", (RandomEviction,), dict(evict=lambda self: None))
-
-
 EvictsHalf = type("EvictsHalf", (H2O,), dict(evict=lambda self: self.layer and H2O.evict(self)))
-
-
 ForgetsSuper = type("ForgetsSuper", (H2O,), dict(observe=lambda *_: None))
 
 
@@ -371,7 +363,9 @@ def test_aware_compresses_all_but_one_token_and_blind_the_context():
 
 def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
     batch, kl, (l1, alone) = tasks("test").batch("needle", 0, 10, 200), torch.rand(5), torch.rand(2, 5, L, 4)
-    monkeypatch.setattr(evaluate, "continuation", lambda *_: dict(kl=kl, nll=2 * kl, l1=l1, live=7))
+    text = dict(kl=kl, nll=2 * kl, l1=l1, live=7, allocated=8, peak=9, device=None, slots=2, slots_end=3,
+                prompt=5, evicts=True, tokens_per_s=100)
+    monkeypatch.setattr(evaluate, "continuation", lambda *_: text)
     monkeypatch.setattr(evaluate, "perturbation", lambda *_: alone)
     measured = Benchmark({"needle": batch}, {"needle": None}, SimpleNamespace(recording=None))
     row = measured.run(Reader(), lambda *_: [Notes()])
@@ -383,8 +377,32 @@ def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
     assert 0 < right["blind"].mean() < 1 and row["live"] == 7
     assert row["kl"] == pytest.approx(sum(kl.tolist()) / 5) and row["each"]["kl"] == kl.tolist()
     assert row["each"]["nll"] == (2 * kl).tolist() and "nll" not in row
+    assert row["perplexity"] == pytest.approx(math.exp(2 * sum(kl.tolist()) / 5))
     assert np.allclose(row["l1"], l1.numpy().mean(0)) and np.allclose(row["l1_alone"], alone.numpy().mean(0))
     assert row["each"]["l1_alone"] == pytest.approx([text.mean().item() for text in alone])
+
+
+@pytest.mark.parametrize("keep", [0, 1e9])
+def test_slices_make_the_row_of_all_documents_at_once(model, benchmark, monkeypatch, keep):
+    """A document at a time of four, and a text of two: recorded once, or for each row."""
+    read, times = Benchmark.read, []
+    monkeypatch.setattr(Benchmark, "read", lambda *a: times.append(len(times)) or read(*a))
+    make, parts = maker(model, H2O, 0.25), Slices(model, tasks("test"), 320, 4, 0, 1, keep)
+    whole = benchmark.run(model, make)
+    for _ in range(2):
+        row = parts.run(model, make)
+    assert len(times) == (14 if keep else 28) and row.keys() == whole.keys()
+    for key in row.keys() - {"tokens_per_s", "device", "each", "l1", "l1_alone"}:
+        assert row[key] == pytest.approx(whole[key], rel=1e-4), key
+    for key, each in row["each"].items():
+        assert each == pytest.approx(whole["each"][key], rel=1e-4, abs=1e-6), key
+    each = 4 * L * (SIZE["n_heads"] + 2 * SIZE["n_kv_heads"]) * model.config.head_dim
+    assert parts.bytes == (3 * 4 + 2) * 320 * each and ("again" in str(parts)) == (not keep)
+
+
+def test_a_recording_is_handed_to_the_device_of_the_cache(model, full):
+    (part,) = full.recording[0].split(1000, "meta")
+    assert all(x.is_meta for x in part) and not full.recording[0].q.is_meta
 
 
 def test_exact_match_equals_greedy_decoding():

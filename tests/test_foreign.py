@@ -42,6 +42,32 @@ def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
     assert len(batch.answers) == 1
 
 
+@pytest.mark.parametrize("folder", ["bytes"], indirect=True)
+def test_in_a_chat_the_answer_begins_with_the_question_again(folder, tmp_path, monkeypatch, capsys):
+    encoding = hf_tokenizer(folder)
+    with pytest.raises(ValueError, match="no chat template that can be used .*; leave --chat out"):
+        Tasks(encoding, "test", chat=True)
+    encoding.hf.chat_template = "<u>{{ messages[0]['content'] }}</u>" \
+                                "{% if add_generation_prompt %}<a>{% endif %}"
+    made = Tasks(encoding, "test", chat=True)
+    for task, begin in dict(needle="Q: The code of", recall="Q:", few_shot="", copy="").items():
+        batch = made.batch(task, 0, 3, 500)
+        for tokens, roles in zip(batch.tokens, batch.roles):
+            text, question = (encoding.decode(x.tolist()) for x in (tokens, tokens[roles == QUESTION]))
+            asked, again = (x.strip() for x in question.removesuffix(".").split("</u><a>"))
+            assert text.startswith("<u>") and text.count("</u><a>") == 1
+            assert asked.startswith(begin) and asked.removeprefix("Q:").strip() == again
+
+    shutil.copytree(folder, tmp_path / "chat")
+    encoding.hf.save_pretrained(tmp_path / "chat")
+    monkeypatch.chdir(tmp_path)
+    main(["--model", "chat", *FEW[:4], *"--methods full --chat --json rows.json".split()])
+    assert json.loads(Path("rows.json").read_text())[0]["chat"] is True
+    encoding.hf.chat_template = "nothing of it"
+    with pytest.raises(ValueError, match="does not show the user's words"):
+        Tasks(encoding, "test", chat=True)
+
+
 def test_pieces_are_encoded_as_the_middle_of_a_text(folder):
     encoding = hf_tokenizer(folder)
     text = "\nThe code of star is 6098.\nQ: The code of star is 6098"
@@ -78,7 +104,7 @@ def test_both_engines_make_the_same_rows_of_the_shipped_decoder(tmp_path, monkey
         Path("rows.json").unlink()
     for ours, theirs in zip(*made, strict=True):
         for key in ours:
-            if key != "tokens_per_s":
+            if key not in ("tokens_per_s", "engine"):
                 assert theirs[key] == pytest.approx(ours[key], rel=2e-2, abs=2e-3) if isinstance(
                     ours[key], float) else key in ("l1", "l1_alone", "each") or theirs[key] == ours[key], key
 

@@ -4,10 +4,9 @@ import math
 import pytest
 import torch
 
+from common import decoder
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import LEAST, generate, prefill, sample, stream
-from nanollm.model import Config, Decoder
-from nanollm.replay import Recorder
 
 V = 50
 PROMPT = torch.randint(0, V, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -15,13 +14,7 @@ PROMPT = torch.randint(0, V, (2, 20), generator=torch.Generator().manual_seed(1)
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    decoder = Decoder(Config(vocab_size=V, max_len=64, n_layers=2, n_heads=4, n_kv_heads=2, d_model=32,
-                             d_ff=48, tie_embeddings=False)).eval()
-    for p in decoder.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    return decoder
+    return decoder(tie_embeddings=False)
 
 
 class Probe(LayerCache):
@@ -47,9 +40,6 @@ def from_scratch(model, prompt, new):
     return text[:, prompt.shape[1]:]
 
 
-# ---- prefill and decode ---
-
-
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_greedy_decoding_equals_recomputing_everything_for_each_token(model, chunk):
     expected = from_scratch(model, PROMPT, 30)
@@ -64,7 +54,7 @@ def test_prefill_in_chunks_and_the_last_prompt_token_after_the_compression(model
         caches = make_cache(model, Probe)
         assert torch.allclose(prefill(model, PROMPT, caches, chunk), model(PROMPT)[:, -1], atol=1e-5)
         assert caches[1].parts == parts and caches[1].finished == []
-    for T, chunk in ((1, None), (2, None), (20, 8)):
+    for T, chunk, parts in ((1, None, []), (2, None, [1]), (20, 8, [8, 8, 3])):
         caches = make_cache(model, Probe)
         tokens = stream(model, PROMPT[:, :T], 5, caches, chunk_size=chunk)
         assert caches[0].seen == 0
@@ -73,11 +63,7 @@ def test_prefill_in_chunks_and_the_last_prompt_token_after_the_compression(model
             assert caches[0].seen == T + n
         assert next(tokens, None) is None
         for cache in caches:
-            assert cache.finished == [T - 1]
-            assert sum(cache.parts) == T + 4 and cache.parts[-5:] == [1] * 5
-
-
-# ---- sampling ---
+            assert cache.finished == [T - 1] and cache.parts == parts + [1] * 5
 
 
 def distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -123,17 +109,6 @@ def test_temperature_0_is_greedy_else_a_seed_decides(model):
     assert torch.equal(a, b) and (a != c).float().mean() > 0.5
 
 
-def test_a_prompt_is_fed_in_the_pieces_asked_for(model):
-    caches = make_cache(model, Recorder)
-    generate(model, PROMPT, 2, caches, chunk_size=7)
-    T = PROMPT.shape[1] - 1
-    sizes = [part.q.shape[2] for part in caches[0].told]
-    assert sizes == [7] * (T // 7) + [T % 7] * (T % 7 > 0) + [1, 1]
-
-
-# ---- stop tokens ---
-
-
 def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(model):
     free = generate(model, PROMPT, 30)
     first, second = ({t: row.index(t) for t in set(row)} for row in free.tolist())
@@ -145,9 +120,6 @@ def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(mod
     for row, expected, i in zip(got, free, at):
         assert row[:i + 1].tolist() == expected[:i + 1].tolist()
         assert (row[i:] == expected[i]).all()
-
-
-# ---- errors ---
 
 
 def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
@@ -173,7 +145,7 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
     (dict(seed=-1), "seed -1 must be a whole number from 0 to 922"),
     (dict(chunk_size=0), "chunk 0 must be a whole number of at least 1"),
     (dict(stop=3), "stop 3 must be a tuple"), (dict(stop=(3, V)), "stop 50 must be .* from 0 to 49"),
-    (dict(caches=[]), "2 layers need a cache each")])
+    (dict(caches=[]), "3 layers need a cache each")])
 def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(model, wrong, message):
     caches = make_cache(model, Probe)
     with pytest.raises(ValueError, match=message):

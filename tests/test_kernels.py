@@ -130,8 +130,6 @@ def test_kernels_do_what_the_plain_code_does(case, dtype, poisoned, monkeypatch)
         assert torch.allclose(fast.sketch.x, cache.sketch.x, **tolerance)
 
 
-# ---- when kernels are asked for ---
-
 GPUS = {75: (64, 64, 64), 80: (164, 163, 256), 89: (100, 99, 128), 90: (228, 227, 256), 120: (100, 99, 128)}
 """Ten times the compute capability: KiB of shared memory an SM and a program (NVIDIA); widest head."""
 
@@ -243,9 +241,6 @@ def test_any_file_of_ours_is_found_and_first_where_the_hubs_kernels_are_installe
         if "import triton" in lines and file != "launch":
             ours = next(i for i, line in enumerate(lines) if line.startswith("from .launch import"))
             assert ours < lines.index("import triton"), file
-
-
-# ---- what the compiler says ---
 
 
 def test_what_the_compiler_says():

@@ -77,7 +77,7 @@ def test_over_the_seeds_pairs_fall_independently_and_signs_apart():
 
 
 @pytest.mark.claim("R1")
-def test_linear_hashes_would_bias_what_is_read(record_property):
+def test_linear_hashes_would_bias_what_is_read(note):
     """Twelve ones in one slot a row, under signs: the error of the median, on average over the seeds."""
     J, ones, error = torch.arange(12).view(1, 1, -1), torch.ones(1, 1, 12, 1, dtype=F64), []
     for seed, cubic in product(range(800), (False, True)):
@@ -88,8 +88,7 @@ def test_linear_hashes_would_bias_what_is_read(record_property):
     error = torch.stack(error).view(-1, 2)
     (linear, cubic), (spread, around) = error.mean(0).tolist(), (error.std(0) / math.sqrt(800)).tolist()
     assert linear < -5 * spread and abs(cubic) < 4 * around
-    for name, x in dict(linear=linear, cubic=cubic, around=around).items():
-        record_property(f"R1.{name}", x)
+    note("R1", linear=linear, cubic=cubic, around=around)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -201,11 +200,10 @@ WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.
 
 
 @pytest.mark.parametrize("Method, walk, changed", WALKS)
-@pytest.mark.claim("R2")
-@pytest.mark.claim("R3")
-def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, record_property, T=50):
+@pytest.mark.claim("R2", "R3")
+def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
     """What is exact, what is vague, what attention sees, scores, sketch and bytes."""
-    record_property("R2.walks", len(WALKS))
+    note("R2", walks=len(WALKS))
     knobs, (q, k, v), prompt = KNOBS | changed, texts(T), walk[0]
     cache, heads, entry = Method(**knobs), {at: Head(Method, knobs) for at in EACH}, 2 * D * 8 + 4
     for part in parts_of(T, *walk):
@@ -236,9 +234,8 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, record_prope
     assert bool(sum(head.swaps for head in heads.values())) == bool(knobs["vague"])
 
 
-@pytest.mark.claim("R1")
-@pytest.mark.claim("R3")
-def test_where_nothing_collides_compressed_attention_is_exact(record_property):
+@pytest.mark.claim("R1", "R3")
+def test_where_nothing_collides_compressed_attention_is_exact(note):
     text, full, cache = texts(40), LayerCache(), KVReviver(8000, vague=0.9985, recent=0.0006, slack=1)
     error = max((step(cache, *text, part, 30) - step(full, *text, part, 30)).abs().max()
                 for part in parts_of(40, 30))
@@ -246,7 +243,7 @@ def test_where_nothing_collides_compressed_attention_is_exact(record_property):
     assert error < most and cache.length < 12
     bucket = cache.sketch.bucket(torch.arange(40).view(1, 1, -1))[0, 0]
     assert all(len(row.unique()) == 40 for row in bucket.T)
-    record_property("R3.most", most)
+    note("R3", most=most)
 
 
 # ---- in a decoder, and what is refused ---

@@ -17,7 +17,7 @@ import torch
 from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
-from nanollm import TINY, evaluate, page, plot, table
+from nanollm import TINY, evaluate, page, plot, slices, table
 from nanollm.__main__ import MARK, main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch, tmp_path):
     made = tasks("test")
-    monkeypatch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
+    monkeypatch.setattr("nanollm.data.Tasks", lambda *_: made)
     monkeypatch.chdir(tmp_path)  # where compare.png would land
 
 
@@ -46,10 +46,6 @@ def compare(checkpoint, *options) -> list[dict]:
     budgets = [] if "--budgets" in options else ["--budgets", "50", "12.5"]
     main(["--model", str(checkpoint), "--json", "rows.json", *SMALL, *budgets, *options])
     return json.loads(Path("rows.json").read_text())
-
-
-def command(*arguments):
-    return subprocess.run([*map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def refused(capsys, arguments, message):
@@ -72,7 +68,7 @@ def measured(checkpoint, tmp_path_factory):
     """Rows of two lengths, what was printed, and what was drawn."""
     made, drawn, printed = tasks("test"), [], StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr("nanollm.data.Tasks", lambda encoding, split, filler: made)
+        patch.setattr("nanollm.data.Tasks", lambda *_: made)
         patch.setattr("nanollm.plot.comparison", lambda *of: drawn.append(of))
         patch.chdir(tmp_path_factory.mktemp("rows"))
         rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
@@ -91,8 +87,8 @@ def test_a_row_for_every_method_and_budget_with_every_number(rows):
     for row in rows:
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
             "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1",
-            "l1_alone", "live", "allocated", "peak", "tokens_per_s", "each", "prompt", "slots", "slots_end",
-            "evicts"}
+            "l1_alone", "live", "allocated", "peak", "device", "tokens_per_s", "each", "prompt", "slots",
+            "slots_end", "evicts", "model", "engine", "dtype", "window", "text", "chat"}
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
@@ -225,22 +221,13 @@ class C(LayerCache):
 
 
 @pytest.fixture
-def wrong(monkeypatch, tmp_path_factory):
+def wrong(only_h2o):
     """A folder of methods that are wrong in one way each, beside one that is right."""
-    folder = tmp_path_factory.mktemp("wrong") / "methods"
-    folder.mkdir()
-    monkeypatch.setattr("nanollm.select.METHODS", folder)
-    monkeypatch.syspath_prepend(folder.parent)
-    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
-        monkeypatch.delitem(sys.modules, name)
     for name, code in WRONG.items():
-        (folder / f"{name}.py").write_text("from dataclasses import dataclass\n"
-                                           "from nanollm.cache import LayerCache"
-                                           f"\n\n\n{code}\n\nvariants = {{'{name}': C}}\n")
-    shutil.copy(ROOT / "methods" / "h2o.py", folder)
-    yield folder
-    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
-        del sys.modules[name]  # monkeypatch puts the right ones back
+        (only_h2o / f"{name}.py").write_text("from dataclasses import dataclass\n"
+                                             "from nanollm.cache import LayerCache"
+                                             f"\n\n\n{code}\n\nvariants = {{'{name}': C}}\n")
+    return only_h2o
 
 
 def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkpoint, wrong, capsys):
@@ -262,8 +249,8 @@ def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkp
 # ---- nothing is lost, nothing that is not ours is overwritten ---
 
 
-def test_rows_are_written_as_they_come_over_those_of_an_earlier_run(checkpoint, monkeypatch):
-    seen, run = [], evaluate.Benchmark.run
+def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monkeypatch, capsys):
+    seen, run = [], slices.Slices.run
 
     def then_look(self, *arguments):
         file = Path("rows.json")
@@ -272,11 +259,20 @@ def test_rows_are_written_as_they_come_over_those_of_an_earlier_run(checkpoint, 
             raise KeyboardInterrupt
         return run(self, *arguments)
 
-    monkeypatch.setattr(evaluate.Benchmark, "run", then_look)
+    monkeypatch.setattr(slices.Slices, "run", then_look)
     with pytest.raises(SystemExit):
         compare(checkpoint, "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2")
     assert seen == [None, ["full"], ["full", "random"]]
     assert len(json.loads(Path("rows.json").read_text())) == 2
+
+    monkeypatch.setattr(slices.Slices, "run", lambda *a: seen.append("once more") or run(*a))
+    options = "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2", "--resume"
+    rows = compare(checkpoint, *options)
+    assert [row["method"] for row in rows] == ["full", "random", "h2o"] and seen[3:] == ["once more"]
+    assert compare(checkpoint, *options) == rows and len(seen) == 4
+    with pytest.raises(SystemExit):
+        compare(checkpoint, *options, "--dtype", "bfloat16")
+    assert "were made with --dtype float32, not bfloat16" in capsys.readouterr().err
     for _ in range(2):  # the figure is replaced as well
         (row,) = compare(checkpoint, "--methods", "full", "--documents", "2", "--seed", "1")
     assert row["seed"] == 1 and {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
@@ -299,13 +295,13 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, messag
     assert all(Path(name).read_bytes() == data for name, data in kept.items())
 
 
-@pytest.mark.parametrize("end", ["| true", "> /dev/full"])
-@pytest.mark.parametrize("flush", ["", ", flush=True"])
+@pytest.mark.parametrize("end, flush", [("| true", ""), ("> /dev/full", ", flush=True")])
 def test_output_that_cannot_be_written_is_one_line(end, flush):
     # as Python buffers what it prints, unless a variable says otherwise
     text = f"import nanollm, time; time.sleep(0.3); nanollm.command(lambda: print('a text'{flush}))"
-    done = command("bash", "-c", f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}', "-", sys.executable,
-                   "-c", text)
+    shell = f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}'
+    done = subprocess.run(["bash", "-c", shell, "-", sys.executable, "-c", text], cwd=ROOT, timeout=300,
+                          capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 

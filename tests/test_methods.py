@@ -26,7 +26,7 @@ from nanollm.cache import NEVER, end_prefill, make_cache
 from nanollm.evaluate import for_text
 from nanollm.generate import generate
 from nanollm.select import given, has_budget, pick
-from nanollm.window import WindowCache, window_rows, window_votes
+from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
 METHODS = pick(["all"])
@@ -307,16 +307,6 @@ def test_attention_is_added_up_in_32_bits(Method, knobs, chunk):
     total = cache.score if Method is KVReviver else cache.slot("accumulated")
     torch.testing.assert_close(total[..., :300].double(), expected, rtol=1e-5, atol=0)
     assert cache.k.dtype == torch.bfloat16
-
-
-def test_votes_of_16_bits_are_averaged_in_32():
-    """Means in 16 bits would often be equal, and equal votes go to the newest token."""
-    g = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(B, H, *size, D, generator=g).bfloat16() for size in ((G, 32), (300,)))
-    votes = window_votes(q, k)
-    assert votes.dtype == torch.float32
-    mean = window_rows(q, k)[..., :-32].double().mean(3)
-    torch.testing.assert_close(votes.double(), mean, rtol=1e-5, atol=0)
 
 
 def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():

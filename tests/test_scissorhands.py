@@ -85,7 +85,7 @@ def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
 @pytest.mark.claim("S2")
 @pytest.mark.parametrize("Method, more, slot", [
     (Scissorhands, dict(history=100), SLOT + 4 + 13), (MeanWeight, {}, SLOT + 4)])
-def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, record_property):
+def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, note):
     """In slots, bytes and keys attended to; late costs what early does."""
     budget, m, n, read_at = 64, 20, 1000, {}
 
@@ -111,10 +111,7 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, rec
     assert [*read_at][:11] == [1, 64, 84, 91, 98, 104, 124, 144, 164, 184, 200]
     early, late = ([read_at[t + 1] for t in range(*span)] for span in ((200, 400), (n - 200, n)))
     assert cache.seen == n and early == late and sorted({*late}) == [*range(budget - m + 1, budget + 1)]
-    record_property("S2.tokens", n)
-
-
-# ---- weights α_{t,j} ∝ v_j, whose ranking is stable ---
+    note("S2", tokens=n)
 
 
 def weigh(cache, strength, group=2):

@@ -1,8 +1,6 @@
 """Methods by name: what the files of methods/ offer, and what is composed of it."""
 from functools import partial
 import re
-import shutil
-import sys
 
 import pytest
 
@@ -12,7 +10,6 @@ from methods.critical_kv import Critical
 from methods.quantized import Quantized
 from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
-from nanollm import select
 from nanollm.cache import LayerCache
 from nanollm.select import calibrated, chooses, given, has_budget, has_window, methods, pick
 from nanollm.window import WindowCache
@@ -83,21 +80,14 @@ def test_what_a_method_is_given_and_finds_out():
     assert calibrated(LayerCache, None, None) == {}
 
 
-def test_a_broken_file_is_named_and_the_others_are_found(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "methods"
-    folder.mkdir()
-    shutil.copy(select.METHODS / "h2o.py", folder)
-    monkeypatch.setattr(select, "METHODS", folder)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
-        monkeypatch.delitem(sys.modules, name)
+def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
     broken = {"empty": "", "leaves": "raise SystemExit(3)", "code": "'é'.encode('ascii')",
               "syntax": "def", "three": "variants = {'three': 3}", "typo": "\nx = undefined",
               "number": "from methods.h2o import H2O\nvariants = {7: H2O}",
               "on_top": "from methods.h2o import H2O\nvariants, additions = {}, {'more': H2O}",
-              "zz_again": (folder / "h2o.py").read_text()}
+              "zz_again": (only_h2o / "h2o.py").read_text()}
     for name, code in broken.items():
-        (folder / f"{name}.py").write_text(code + "\n")
+        (only_h2o / f"{name}.py").write_text(code + "\n")
     found, additions, why = methods()
     assert [*found] == ["full", "h2o"] and not additions and why.keys() == {f"{name}.py" for name in broken}
     for name, reason in {
@@ -112,5 +102,3 @@ def test_a_broken_file_is_named_and_the_others_are_found(tmp_path, monkeypatch, 
         pick(["typo"])
     lines = capsys.readouterr().err.splitlines()
     assert [re.match("methods/(.*) is left out: ", line)[1] for line in lines] == sorted(why)
-    for name in [name for name in sys.modules if name.split(".")[0] == "methods"]:
-        del sys.modules[name]  # monkeypatch puts the right ones back

@@ -10,10 +10,8 @@ from common import clusters_of, feed
 from exact import F64, random, seeded
 from methods.sub_gen import Stream, SubGen
 from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
-from methods.tensor_attention import pair_decoder, tensor_attention
-from nanollm.cache import LayerCache, make_cache
-from nanollm.generate import generate
-from nanollm.model import Config, Decoder
+from methods.tensor_attention import tensor_attention
+from nanollm.cache import LayerCache
 
 CACHES = {"tokens": SubGen, "two": SubGen2Cache, "four": SubGen4Cache}
 VECTORS = {"tokens": 1, "two": 2, "four": 2}  # keys, and values, of a token
@@ -37,9 +35,6 @@ def streamed(k, v=None, *, radius=0.0, samples=1, draws=1, chunk=None, seed=0):
     for x, y in zip(*(x.split(chunk or k.shape[2], 2) for x in (k, k if v is None else v))):
         stream.add(x, y)
     return stream
-
-
-# ---- clusters ---
 
 
 @pytest.mark.claim("T9")
@@ -70,9 +65,6 @@ def test_a_key_at_the_very_edge_joins_or_not_however_the_text_is_cut(dtype):
     assert streamed(k, radius=edge, chunk=1).count.sum() == 30
 
 
-# ---- samples and draws ---
-
-
 @pytest.mark.claim("T9")
 def test_texts_and_heads_are_drawn_apart():
     """theory/test_sub_gen.py tells of means and variances of what is drawn."""
@@ -88,9 +80,6 @@ def test_a_long_stream_loses_no_bits():
     u = stream.uniform(torch.tensor([2 ** 40, 3]), 1000)
     assert u.shape == (2, 1000) and u.dtype == F64 and (u[0].long() % 2 ** 16 != 0).sum() > 900
     assert (u >= 0).all() and u[0].amax() < 2 ** 40 and 2.9 < u[1].amax() < 3
-
-
-# ---- as caches ---
 
 
 def text(name, B=2, H=2, G=3, n=9, D=3):
@@ -109,8 +98,7 @@ def exactly(q, k, v, scale, vectors):
     return torch.cat(rows, 2)
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @each_cache
 @each_chunk
 def test_with_a_cluster_for_each_key_and_one_value_attention_is_exact(name, chunk):
@@ -161,26 +149,6 @@ def test_seed_and_layer_decide_what_is_kept(name):
         assert not torch.allclose(x, y)
 
 
-@each_cache
-@torch.no_grad()
-def test_in_a_decoder(name):
-    torch.manual_seed(0)
-    config = Config(vocab_size=20, max_len=40, n_layers=2, n_heads=4, n_kv_heads=2, d_model=16, d_ff=16)
-    model, other = (Decoder(config), pair_decoder(config))[::1 if name == "tokens" else -1]
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    prompt = torch.randint(20, (2, 12), generator=seeded(0))
-    fresh = lambda: make_cache(model, CACHES[name], radius=0.5, samples=4, draws=8)
-    new = generate(model, prompt, 10, fresh(), chunk_size=5)
-    assert new.shape == (2, 10) and torch.equal(new, generate(model, prompt, 10, fresh(), chunk_size=5))
-    with pytest.raises(ValueError, match=r"q, k and v of shapes .* are not \(B, H·G, T, D\)"):
-        other(prompt, fresh())
-
-
-# ---- memory ---
-
-
 def of_pairs(k):
     """All pairs of k (B, H, n, 2D) in the order in which they come."""
     x, y = k.chunk(2, -1)
@@ -196,8 +164,7 @@ def holds(cache):
     return sum(x.nbytes for x in held if isinstance(x, torch.Tensor))
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @each_cache
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
@@ -222,9 +189,8 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
                 assert stream.count.shape[2] <= 1.1 * (stream.count > 0).sum(-1).max() + 1
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
-def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(record_property):
+@pytest.mark.claim("T9", "T10")
+def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
     """The keys are 4 in each head of two."""
     four, two, size = SubGen4Cache(0.1, 5, 6), SubGen2Cache(0.1, 5, 6), []
     for seed in range(4):
@@ -237,4 +203,4 @@ def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(record_prope
     token = 2 * (4 * 3 * 8 + 4)  # k₁, k₂, v₁, v₂ and a position in each head
     assert [y - x for (_, x), (_, y) in zip(size, size[1:])] == 3 * [30 * token]
     assert (two.streams[0].count.sum(-1) == 120 ** 2).all() and (four.streams[1].count.sum(-1) == 120).all()
-    record_property("T10.over_exact", size[-1][1] / (120 * token))
+    note("T10", over_exact=size[-1][1] / (120 * token))

@@ -11,13 +11,14 @@ def measured(**more) -> dict:
     """What a benchmark of 3 documents may have measured: every number another."""
     return SHARES | {f"{key}_se": 0.9 for key in SHARES} | dict(
         perplexity=12.34, kl=0.567, l1=[[70.0, 80.0]], l1_alone=[[6.0, 7.0], [8.0, 9.5]], live=3 * 1024 * 5,
-        allocated=3 * 1024 * 6, peak=3 * 1024 * 7, tokens_per_s=4321.0) | more
+        allocated=3 * 1024 * 6, peak=3 * 1024 * 7, device=None, tokens_per_s=4321.0,
+        each=dict(kl=[0.5, 0.6, 0.7])) | more
 
 
 def test_a_row_holds_what_was_run_and_the_means():
-    row = table.row_of("h2o", 0.125, 300, 17, 4, measured(), 3)
-    expected = dict(method="h2o", fraction=0.125, tokens=300, documents=17, seed=4, live=5 * 1024,
-                    allocated=6 * 1024, peak=7 * 1024)
+    row = table.row_of("h2o", 0.125, 300, dict(seed=4), measured(device=3 * 1024 * 8))
+    expected = dict(method="h2o", fraction=0.125, tokens=300, seed=4, live=5 * 1024, allocated=6 * 1024,
+                    peak=7 * 1024, device=8 * 1024)
     assert {key: row[key] for key in expected} == expected
     assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
     assert row["blind"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
@@ -26,7 +27,7 @@ def test_a_row_holds_what_was_run_and_the_means():
 @pytest.mark.parametrize("short, more", [
     (False, {"perpl.": "12.34", "KL": "0.567", "L1": "7.62", "tokens/s": "4321"}), (True, {"KL": "0.567"})])
 def test_every_number_stands_below_its_name(short, more):
-    row = table.row_of("h2o", 0.125, 300, 17, 4, measured(), 3)
+    row = table.row_of("h2o", 0.125, 300, dict(seed=4), measured())
     line, (_, first, _, tasks, names) = table.show(row, short), table.header(300, 5, 4, short).split("\n")
     assert first == ("5 documents per task, 300 tokens each; seed 4; "
                      "standard error of an accuracy: at most 0.25")
@@ -39,6 +40,9 @@ def test_every_number_stands_below_its_name(short, more):
         end = names.index(name, end) + len(name)
         assert line[:end].endswith(f" {number}"), name
     assert line.startswith("h2o ") and len(line) == len(names) == end
+    if not short:
+        on_gpu = table.show(row | dict(device=9 * 1024)), table.header(300, 5, 4, gpu=True).split("\n")[-1]
+        assert [*map(len, on_gpu)] == 2 * [end + 11] and on_gpu[0].endswith(" 9")
     for task in TASKS:
         end = tasks.index(task.replace("_", "-")) + len(task)
         assert names[:end].endswith("blind") and line[:end].endswith(f"{SHARES[f'{task}_blind']:.2f}")

@@ -8,12 +8,15 @@ import torch
 
 from common import feed
 from exact import F64, random, seeded
+from methods.sub_gen import SubGen
+from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import (FactoredFourCache, FourCache, PairAttention, TwoCache, pair_decoder,
                                       pairs, tensor_attention)
 from methods.theory.tensor_attention import rotated_scores
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder, rope, rope_frequencies
+from nanollm.select import given
 from nanollm.weights import to_hf
 
 B, H, G, D = 2, 2, 3, 5
@@ -28,9 +31,6 @@ each_chunk = pytest.mark.parametrize("chunk", [1, 5, N])
 
 def equal(x, y, atol=1e-12):
     return torch.allclose(x.double(), y, rtol=0, atol=atol)
-
-
-# ---- loops ---
 
 
 def attend_to(these, q, k1, k2, v1, v2, scale):
@@ -69,12 +69,9 @@ def new(name, **more):
     return Method(**knobs, **more)
 
 
-# ---- T1, T2, T3: pairs, and every cache equals the definition ---
-
-
 @pytest.mark.claim("T1")
 @pytest.mark.parametrize("n, m", [(3, 4), (4, 4)])
-def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, record_property):
+def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
     """Def. 3.1 has row a + b·n, Def. 3.6 row a·m + b."""
     k1, v1, k2, v2 = (random(2, 3, rows, D, seed=seed) for seed, rows in enumerate((n, n, m, m)))
     q = random(2, 3, 4, D, seed=9)
@@ -88,12 +85,11 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, record_propert
     permuted = (q @ K[..., order, :].mT).softmax(-1) @ V[..., order, :]
     assert equal(permuted, y) and equal(tensor_attention(q, k2, k1, v2, v1), y)
     if m == 4 == n:
-        record_property("T1.moved", sum(i != j for i, j in enumerate(order.tolist())))
+        note("T1", moved=sum(i != j for i, j in enumerate(order.tolist())))
         assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)  # keys alone is something else
 
 
-@pytest.mark.claim("T2")
-@pytest.mark.claim("T3")
+@pytest.mark.claim("T2", "T3")
 @each_cache_and_tile
 @each_chunk
 def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chunk):
@@ -125,14 +121,10 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype
     assert y.isfinite().all() and equal(y, expected(N, 1.0, True), atol=within)
 
 
-# ---- what they hold ---
-
-
-@pytest.mark.claim("T2")
-@pytest.mark.claim("T3")
+@pytest.mark.claim("T2", "T3")
 @each_cache
 @each_chunk
-def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk, record_property):
+def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk, note):
     """A pair comes with its later token, and stays."""
     (q, k, v), held = text(), new(cache)
     for part in torch.arange(N).split(chunk):
@@ -145,12 +137,9 @@ def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk
         slots = {id(x): x.nbytes for one in (held, four) for x in one.slots.values()}
         assert allocated == sum(slots.values())
     claim = "T3" if cache == "two" else "T2"
-    record_property(f"{claim}.numbers", (held.k.numel() + held.v.numel()) // B // H)
+    note(claim, numbers=(held.k.numel() + held.v.numel()) // B // H)
     later = [i for i in range(N) for pair in product(range(N), repeat=2) if max(pair) == i]
     assert (held.pos == torch.tensor(later if cache == "two" else range(N))).all()
-
-
-# ---- T13: a decoder of pairs ---
 
 
 def model_of_pairs(family="llama", **changed):
@@ -186,14 +175,13 @@ def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
 
 
 @pytest.mark.claim("T13")
-def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins(record_property):
+def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins(note):
     x = torch.randn(3, 1, 1, 16, generator=seeded(0))
     scores = {shift: rotated_scores(*x, shift) for shift in (0, 1, 10, 100)}
     for shift in (1, 10, 100):
         two, three = (abs(a - b) for a, b in zip(scores[shift], scores[0]))
         assert two < 1e-5 and three > 0.05
-    record_property("T13.here", scores[0][1])
-    record_property("T13.shifted", scores[1][1])
+    note("T13", here=scores[0][1], shifted=scores[1][1])
 
     model = model_of_pairs()
     assert torch.equal(model(TOKENS[:, :9], pos=torch.arange(9)[None] + 5), model(TOKENS[:, :9]))
@@ -229,8 +217,10 @@ def test_a_head_of_pairs_has_the_parameters_of_1_5_and_is_not_exported(tmp_path)
 
 def test_caches_for_pairs_are_for_decoders_of_pairs_and_for_no_others():
     pair, single = model_of_pairs(), Decoder(model_of_pairs().config).double()
-    for model, Method, right in (pair, LayerCache, "D"), (single, FourCache, "2D"), (single, TwoCache, "2D"):
-        caches = make_cache(model, Method)
+    wrong = [(pair, Method, "D") for Method in (LayerCache, SubGen)]
+    wrong += [(single, Method, "2D") for Method in (FourCache, TwoCache, SubGen2Cache, SubGen4Cache)]
+    for model, Method, right in wrong:
+        caches = make_cache(model, Method, **given(Method, radius=0.5, samples=4, draws=8))
         with pytest.raises(ValueError, match=rf"not \(B, H·G, T, D\), \(B, H, T, {right}\) and") as error:
             model(TOKENS, caches)
         assert "\n" not in str(error.value) and caches[0].seen == 0

@@ -11,21 +11,16 @@ from common import DEVICE, TOLERANCE, amid_nan
 pytest.importorskip("triton")  # Linux only
 
 from kernels.tensor_attention import plain, tensor_attention
+from methods.tensor_attention import tensor_attention as formula
 
 # At 16 bits k₁ ∘ q and the weights are rounded too, in float16 each to 1 in 4096: a score of 8 is off by up
 # to 2e-3, and so is y.
 
 
-def by_hand(q, k1, k2, v1, v2, scale=None):
-    """One query head at a time, all of its pairs."""
-    y = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
-    for b, h, g in product(*map(range, q.shape[:3])):
-        one, two, v_one, v_two = (x[b, h].double() for x in (k1, k2, v1, v2))
-        score = torch.einsum("d,ad,bd->ab", q[b, h, g].double(), one, two)
-        score *= 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        weight = (score - score.max()).exp()
-        y[b, h, g] = torch.einsum("ab,ad,bd->d", weight, v_one, v_two) / weight.sum()
-    return y
+def by_formula(q, *four, scale=None):
+    """The plain code in float64, which test_tensor_attention.py holds against a loop over pairs."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return formula(scale * q.double(), *(x.double() for x in four))
 
 
 def inputs(B, H, G, D, n, dtype=torch.float32, seed=0, sharp=2.0):
@@ -48,7 +43,7 @@ CASES = [  # B, H, G, D, n, rows, columns
 def test_kernel_and_twin_are_the_formula(poisoned, case, dtype):
     *sizes, rows, columns = CASES[case]
     x = inputs(*sizes, dtype, case)
-    y = by_hand(*x)
+    y = by_formula(*x)
     turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
     for found in plain(*x), tensor_attention(*turned), tensor_attention(*x, rows=rows, columns=columns):
         assert found.shape == y.shape and torch.allclose(found.double(), y, **TOLERANCE[found.dtype])
@@ -58,7 +53,7 @@ def test_kernel_and_twin_are_the_formula(poisoned, case, dtype):
 @pytest.mark.parametrize("scale", [0.25, 0.0, -0.5])
 def test_scale_of_the_scores(poisoned, scale):
     x = inputs(1, 2, 1, 40, 19, sharp=0.5)
-    assert torch.allclose(tensor_attention(*x, scale, 16, 16).double(), by_hand(*x, scale),
+    assert torch.allclose(tensor_attention(*x, scale, 16, 16).double(), by_formula(*x, scale=scale),
                           **TOLERANCE[torch.float32])
 
 
@@ -70,21 +65,21 @@ def test_large_scores_and_any_tiles(poisoned):
     x = inputs(1, 1, 2, 32, 33, sharp=200.0)
     score = torch.einsum("gd,ad,bd->gab", x[0][0, 0], x[1][0, 0], x[2][0, 0]) / math.sqrt(32)
     assert score.max() > 200 and (score.amax(-1) - score.amax((1, 2)).unsqueeze(1)).min() < -150
-    y = by_hand(*x)
+    y = by_formula(*x)
     for rows, columns in ((16, 16), (16, 64), (64, 16)):
         found = tensor_attention(*x, rows=rows, columns=columns).double()
         assert torch.allclose(found, y, rtol=2e-4, atol=1e-5), (rows, columns)
     x = [-x[0].abs(), x[1].abs(), x[2].abs(), *x[3:]]
     assert torch.einsum("bhgd,bhad,bhed->bhgae", *x[:3]).max() < -89 * math.sqrt(32)
     found = tensor_attention(*x, rows=16, columns=16).double()
-    assert torch.allclose(found, by_hand(*x), rtol=2e-4, atol=1e-5)
+    assert torch.allclose(found, by_formula(*x), rtol=2e-4, atol=1e-5)
 
 
 def test_more_tiles_of_rows_than_are_added_up_at_once(poisoned):
     how = dict(rows=16, columns=1024 if DEVICE == "cpu" else 64)  # a GPU has no room for more
     x = inputs(1, 1, 1, 16, 515, seed=5)
     x[1][:, :, -1] = 1000 * x[0][:, :, 0]  # one row has all the weight, and it is in the last tile
-    assert torch.allclose(tensor_attention(*x, **how).double(), by_hand(*x), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(tensor_attention(*x, **how).double(), by_formula(*x), rtol=1e-3, atol=1e-4)
 
 
 def test_matrices_that_do_not_fit_are_refused():

@@ -128,7 +128,6 @@ def test_a_boundary_is_a_token_with_a_line_break_or_a_mark_at_its_end():
     table = boundaries(encoding, len(pieces) - 1)  # no further than asked
     assert table.dtype == torch.bool and table.tolist() == [True] * len(ends) + [False] * 10
 
-
     table = boundaries(ENCODING, ENCODING.n_vocab + 3)
     ids = ENCODING.encode("The code of apple is 1234.\nQ: Why? A, b")
     assert [ENCODING.decode([i]) for i in ids if table[i]] == [".", "\n", ":", "?"]

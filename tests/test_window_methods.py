@@ -66,8 +66,6 @@ def by_least_theta(A, norms, out, b, kernel_size, steps, pooled=True, **_):
     return min(sets, key=theta)
 
 
-# ---- every method through one walk ---
-
 CASES = {
     "snap": Case(SnapKV),
     "pyramid": Case(PyramidKV, dict(beta=20), None, by_depth),
@@ -104,9 +102,6 @@ def test_the_authors_code_adds_a_little_to_votes_and_takes_half_by_weight():
     assert CriticalCode().alpha == 0.5 and Critical().alpha == PooledCritical().alpha == 0.25
 
 
-# ---- budgets ---
-
-
 @pytest.mark.parametrize("layers", [1, 2, 3, 8])
 @pytest.mark.parametrize("beta", [1, 3, 20])
 def test_pyramid_keeps_what_snap_kv_keeps_over_all_layers(layers, beta, budget=12, window_size=3):
@@ -126,9 +121,6 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
         assert shared(torch.rand(1, 3, 5000), 1000, floor).sum() == 3000
 
 
-# ---- knobs ---
-
-
 @pytest.mark.parametrize("make, message", [
     (partial(SnapKV, 8, 8), "budget 8 must exceed the window 8"), (partial(SnapKV, 20, 0), "window 0"),
     (partial(AdaKV, 20, 8, 2), "kernel 2"), (partial(PyramidKV, 20, 8, beta=0), "beta 0"),
@@ -143,14 +135,11 @@ def test_bad_knobs_are_refused_at_construction(make, message):
 
 
 def test_projected_values_are_never_there_whole(monkeypatch):
-    """test_value_norms.py says that norms are theirs."""
+    """test_window_kernels.py says that norms are theirs."""
     parts, plain = [], torch.sum
     monkeypatch.setattr(torch, "sum", lambda x, *more, **how: parts.append(x.shape) or plain(x, *more, **how))
     value_norms(torch.randn(B, 2, 1025, D), torch.randn(40, 2, D))
     assert max(parts) <= (1024, 40)
-
-
-# ---- residual entries ---
 
 
 def test_nothing_is_lost_where_the_evicted_are_all_alike(strong=9, T=40):

@@ -11,7 +11,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "claim(id): the numbered claim of a paper that this test checks")
+    config.addinivalue_line("markers", "claim(*ids): the numbered claims of papers that this test checks")
     if not hasattr(config, "workerinput"):  # not in xdist's workers, but where their reports arrive
         if config.option.write_claims and not is_whole(config):
             raise pytest.UsageError("--write-claims needs a run of all tests, without names, -k or -m")
@@ -30,7 +30,7 @@ def is_whole(config) -> bool:
 
 def pytest_collection_modifyitems(items):
     for item in items:  # travels to the controller with the test's report
-        item.user_properties += [("claim", mark.args[0]) for mark in item.iter_markers("claim")]
+        item.user_properties += [("claim", x) for mark in item.iter_markers("claim") for x in mark.args]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,6 +40,15 @@ def pytest_runtest_call(item):
     finally:  # numpy's and torch's numbers cannot travel
         plain = [(key, x.item() if hasattr(x, "item") else x) for key, x in item.user_properties]
         item.user_properties[:] = plain
+
+
+@pytest.fixture
+def note(record_property):
+    """note("S3", draws=80): what tests/claims/ calls {S3.draws}."""
+    def noted(claim, **values):
+        for name, x in values.items():
+            record_property(f"{claim}.{name}", x)
+    return noted
 
 
 class Claims:

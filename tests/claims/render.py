@@ -8,7 +8,7 @@ A template is one paper's: `# Paper`, then for each claim
 
     Details.
 
-`{S3.smallest_eps:.2f}` is what a test recorded with `record_property("S3.smallest_eps", value)`, formatted.
+`{S3.smallest_eps:.2f}` is what a test recorded with `note("S3", smallest_eps=value)`, formatted.
 """
 from pathlib import Path
 import re

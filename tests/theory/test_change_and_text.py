@@ -43,32 +43,30 @@ def compare(row, base, setting="aware"):
 
 @pytest.mark.claim("P5")
 @pytest.mark.parametrize("rule", [Rule.__name__ for Rule in RULES])
-def test_the_papers_rule_loses_answers_and_the_codes_loses_none(answered, rule, record_property):
+def test_the_papers_rule_loses_answers_and_the_codes_loses_none(answered, rule, note):
     base = answered(rule)
     lost, error = compare(answered(f"{rule}+critical"), base)
     assert lost < -1.5 * error
-    record_property(f"P5.{rule}", 100 * lost)
+    note("P5", **{rule: 100 * lost})
     for setting in ("aware", "blind"):
         changed, _ = compare(answered(f"{rule}+critical_code"), base, setting)
         assert abs(changed) < 0.05
-        record_property(f"P5.{rule}_code_{setting}", 100 * changed)
+        note("P5", **{f"{rule}_code_{setting}": 100 * changed})
 
 
 @pytest.mark.claim("P5")
-def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(answered, record_property):
+def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(answered, note):
     plain, pooled, other = (answered("SnapKV", 1 / 16, select=select)
                             for select in (SnapKV.select, PooledCritical(), OtherNorms()))
     gained, error = compare(pooled, plain)
     assert gained > 0.1 and gained > 2 * error
     ahead, error = compare(pooled, other)
     assert ahead > 2 * error
-    record_property("P5.few_gained", 100 * gained)
-    record_property("P5.few_other", 100 * compare(other, plain)[0])
+    note("P5", few_gained=100 * gained, few_other=100 * compare(other, plain)[0])
 
 
-@pytest.mark.claim("P8")
-@pytest.mark.claim("P10")
-def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(answered, record_property):
+@pytest.mark.claim("P8", "P10")
+def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(answered, note):
     """Without pooled votes too, though these lower L in all three rules, and streaming is far behind."""
     of = {"plain": answered("SnapKV"), "quarter": answered("SnapKV+critical"),
           "none": answered("SnapKV", select=Critical(0.0)), "streaming": answered("StreamingLLM"),
@@ -80,16 +78,14 @@ def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(answered, rec
     unpooled = answered("SnapKV, no pool")
     assert changed >= -error and abs(compare(answered("SnapKV+residual"), of["plain"])[0]) < 0.05
     assert max(compare(x, of["plain"])[0] for x in (of["streaming"], unpooled)) < -0.5
-    for name, row in of.items():
-        record_property(f"P8.{name}", 100 * row["aware"].mean())
-    record_property("P10.no_pool_answers", 100 * unpooled["aware"].mean())
-    record_property("P10.plain_answers", 100 * of["plain"]["aware"].mean())
+    note("P8", **{name: 100 * row["aware"].mean() for name, row in of.items()})
+    note("P10", no_pool_answers=100 * unpooled["aware"].mean(),
+         plain_answers=100 * of["plain"]["aware"].mean())
 
 
-def spread(record_property, claim, factor, found):
+def spread(note, claim, factor, found):
     for name, x in found.items():
-        record_property(f"{claim}.{name}_least", factor * np.min(x))
-        record_property(f"{claim}.{name}_most", factor * np.max(x))
+        note(claim, **{f"{name}_least": factor * np.min(x), f"{name}_most": factor * np.max(x)})
 
 
 # ---- the rows of 64 texts that notebook and CLAIMS.md share ---
@@ -108,29 +104,29 @@ def test_a_stored_row_is_what_the_code_measures():
 
 
 @pytest.mark.claim("P7")
-def test_most_heads_change_less_with_and_without_norms(record_property):
+def test_most_heads_change_less_with_and_without_norms(note):
     bases = "SnapKV", "AdaKV"
     critical = {(base, share): lower(f"{base}+critical", base, share) for base in bases for share in SHARES}
     some = [critical[base, share] for base in bases for share in (0.25, 0.0625)]
-    record_property("P7.critical", 100 * np.mean(some))
+    note("P7", critical=100 * np.mean(some))
     unpooled = [lower(f"{base}, no pool", base, share) for base in bases for share in SHARES]
     pooled = [lower("SnapKV+critical, stage 2 pooled", "SnapKV", share) for share in SHARES]
     neither = [lower("SnapKV+critical, no pool", "SnapKV, no pool", share) for share in SHARES]
     assert min(*unpooled, *critical.values()) >= 0.75 and max(pooled) < 0.5
     assert neither[0] > 0.5 > max(neither[1:])
-    spread(record_property, "P7", 100, dict(unpooled=unpooled, pooled=pooled, neither=neither))
+    spread(note, "P7", 100, dict(unpooled=unpooled, pooled=pooled, neither=neither))
 
 
 @pytest.mark.claim("P7")
-def test_the_advantage_of_the_last_layer_does_not_accumulate(record_property):
+def test_the_advantage_of_the_last_layer_does_not_accumulate(note):
     together, alone = -np.array([[last_layer(f"{base}+critical", base, share) for share in SHARES]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)
     assert ((0 < together) & (together < 0.05)).all() and (alone > together + 0.03).all()
-    spread(record_property, "P7", 100, dict(together=together[0], alone=alone[0]))
+    spread(note, "P7", 100, dict(together=together[0], alone=alone[0]))
 
 
 @pytest.mark.claim("P10")
-def test_lower_changes_come_with_worse_text_and_large_repairs_buy_little(record_property):
+def test_lower_changes_come_with_worse_text_and_large_repairs_buy_little(note):
     found = {"no_pool_L": [], "no_pool_nll": [], "residual_L": [], "residual_nll": [], "residual_kl": []}
     for share, base in product(SHARES, (Rule.__name__ for Rule in RULES)):
         unpooled, residual = f"{base}, no pool", f"{base}+residual"
@@ -146,17 +142,17 @@ def test_lower_changes_come_with_worse_text_and_large_repairs_buy_little(record_
         kl = difference(residual, base, share, "kl")[0] / stored()[base, share]["kl"].mean()
         found["residual_kl"].append(-100 * kl)
     assert all(17 < x < 31 for x in found["residual_L"]) and max(found["residual_nll"]) < 0.0075
-    spread(record_property, "P10", 1, found)
+    spread(note, "P10", 1, found)
 
 
 @pytest.mark.claim("P10")
-def test_within_a_budget_the_sign_of_the_rank_correlation_hangs_on_methods(record_property):
+def test_within_a_budget_the_sign_of_the_rank_correlation_hangs_on_methods(note):
     over_budgets, low, _ = correlation_of_change_and_kl(COMPARED, SHARES)
     assert low > 0.85
-    record_property("P10.over_budgets", over_budgets)
+    note("P10", over_budgets=over_budgets)
     for share in SHARES:
         everything, voting = (correlation_of_change_and_kl(names, [share]) for names in (COMPARED, VOTING))
         assert share == 0.5 or voting[2] < -0.4
         assert {0.5: everything[1] > 0, 0.25: everything[2] < 0, 0.0625: everything[2] > 0}.get(share, True)
-        record_property(f"P10.all_{int(100 * share)}", everything[0])
-        record_property(f"P10.voting_{int(100 * share)}", voting[0])
+        percent = int(100 * share)
+        note("P10", **{f"all_{percent}": everything[0], f"voting_{percent}": voting[0]})

@@ -50,14 +50,13 @@ def sets(n, size):
     # but without it the others are blown up to twice their size
     ("sink", [0.5, 0.2, 0.2, 0.1], 0.4 / 9 + 0.15, 0.55)])
 def test_the_largest_weight_misleads_if_its_value_is_0_but_not_a_sink(
-        name, weights, by_weight, by_product, record_property):
+        name, weights, by_weight, by_product, note):
     A, norms = torch.tensor([weights, [0, 1, 1, 1.5]], dtype=F64)
     product = two_stage(mask(4), A * norms, 3)  # α = 0
     assert (top(A, 3) == mask(4, 0, 1, 2)).all() and (product == mask(4, 1, 2, 3)).all()
     kept, dropped = perturbation(A, norms.diag(), torch.stack((top(A, 3), product)))
     assert close(kept, by_weight) and close(dropped, by_product)
-    record_property(f"P1.{name}_kept", kept)
-    record_property(f"P1.{name}_dropped", dropped)
+    note("P1", **{f"{name}_kept": kept, f"{name}_dropped": dropped})
 
 
 @check("P1 P2", seeds, sizes, sharpness)
@@ -102,9 +101,8 @@ def test_stage_2_has_the_least_theta_hat_above_half_else_the_most(seed, n, sharp
     assert (kept == top(weights, budget)).all()  # stage 2 by weight alone is top-A
 
 
-@pytest.mark.claim("P4")
-@pytest.mark.claim("P6")
-def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(record_property):
+@pytest.mark.claim("P4", "P6")
+def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
     A, norms = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1], [5, 2, 2, 5, 5]], dtype=F64)
     first, kept = top(A, 1), sets(5, 3)[:6]  # all that hold entry 0, from 0 1 2 to 0 3 4
     assert (top(A, 3) == kept[0]).all() and (two_stage(first, A * norms, 3) == kept[-1]).all()
@@ -112,30 +110,23 @@ def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(record
     assert close(hat, [5.2, *[5.25] * 4, 5.3])
     assert close(theta(A, norms, kept), [1.7, *[15 / 7] * 4, 2.8])  # weights alone have the least
     assert close(perturbation(A, norms.diag(), kept), [1.7, *[15 / 7] * 4, 2.8])  # nothing cancels: L is θ
-    record_property("P4.chosen", hat[-1])
-    record_property("P4.least", hat.min())
-    record_property("P4.greatest", hat.max())
+    note("P4", chosen=hat[-1], least=hat.min(), greatest=hat.max())
 
     A, norms = torch.tensor([[0.3, 0.2, 0.2, 0.2, 0.1], [0, 0, 0, 0, 3]], dtype=F64)
     first, second = mask(5, 0), mask(5, 4)
     relaxed, L = theta_relaxed(A, norms, first, second), perturbation(A, norms.diag(), first | second)
     assert close(theta_hat(A, norms, first, second), 0.7) and close(relaxed, 0.3) and close(L, 0.45)
-    record_property("P4.relaxed", relaxed)
-    record_property("P4.change", L)
-
-
-# ---- the least θ, ours ---
+    note("P4", relaxed=relaxed, change=L)
 
 
 @pytest.mark.claim("P9")
-def test_with_values_independent_of_weights_two_stages_are_mostly_worse(record_property):
+def test_with_values_independent_of_weights_two_stages_are_mostly_worse(note):
     """The 300 heads of 512 entries of notebook 01, at 64 entries."""
     A, norms, values = drawn_heads()
     (two_stages, *_), (_, below_weights, below_two_stages) = heads_that_win(A, norms, values, 64)
     assert two_stages < 0.1 and below_two_stages > 0.9 and below_weights < 0.5
-    record_property("P9.drawn_theta_lower", 100 * two_stages)
-    record_property("P9.drawn_below_two_stages", 100 * below_two_stages)
-    record_property("P9.drawn_below_weights", 100 * below_weights)
+    note("P9", drawn_theta_lower=100 * two_stages, drawn_below_two_stages=100 * below_two_stages,
+         drawn_below_weights=100 * below_weights)
 
     ours = theta(A, norms, least_theta(A[:, None], norms[:, None], 64, window_size=0))
     shifts = torch.cat((torch.zeros(1), torch.logspace(-3, 3, 99)))[:, None] * norms.mean()
@@ -156,16 +147,16 @@ def heads():
 
 
 @pytest.mark.claim("P1")
-def test_in_the_model_no_entry_is_read_much_and_says_little(heads, record_property):
+def test_in_the_model_no_entry_is_read_much_and_says_little(heads, note):
     A, norms, _ = heads
     row, layer, h, token = read_much_saying_little(A, norms, 8)
     part = norms[row, layer, h, token] / norms[row, layer, h, :-8].median()
     assert A[row, layer, h, token] > 0.05 and 0.6 < part < 0.7
-    record_property("P1.norm_over_median", 100 * part)
+    note("P1", norm_over_median=100 * part)
 
 
 @pytest.mark.claim("P3")
-def test_on_the_models_weights_theta_is_three_to_four_and_a_half_times_l(heads, record_property):
+def test_on_the_models_weights_theta_is_three_to_four_and_a_half_times_l(heads, note):
     A, norms, values = heads
     for budget in (8, 192):
         kept = torch.logical_or(*algorithm_1(A, norms, budget))
@@ -173,31 +164,28 @@ def test_on_the_models_weights_theta_is_three_to_four_and_a_half_times_l(heads, 
         assert (L <= bound * (1 + 1e-4) + 1e-4).all()
         ratio = bound.mean() / L.mean()
         assert ratio == pytest.approx({8: 3.0, 192: 4.4}[budget], abs=0.06)
-        record_property(f"P3.ratio_{budget}", ratio)
+        note("P3", **{f"ratio_{budget}": ratio})
 
 
 @pytest.mark.claim("P6")
-def test_in_the_model_stage_1_gathers_less_than_half_in_many_heads(heads, record_property):
+def test_in_the_model_stage_1_gathers_less_than_half_in_many_heads(heads, note):
     A, norms, _ = heads
     for percent, sigma, S in ((25, 0.73, 0.95), (12.5, 0.58, 0.84), (6.25, 0.32, 0.74)):
         first, second = algorithm_1(A, norms, round(percent / 100 * A.shape[-1]))
         holds = (assumption_1(A, first) > 0.5).float()
         whole = (assumption_1(A, first | second) > 0.5).float().mean()
         assert holds.mean() == pytest.approx(sigma, abs=0.01) and whole == pytest.approx(S, abs=0.01)
-        record_property(f"P6.sigma_{int(percent)}", 100 * holds.mean())
-        record_property(f"P6.S_{int(percent)}", 100 * whole)
+        note("P6", **{f"sigma_{int(percent)}": 100 * holds.mean(), f"S_{int(percent)}": 100 * whole})
     by_layer = holds.mean((0, 2))
     assert (by_layer < 0.75).all()  # not of the first layer only
-    record_property("P6.lowest_layer", 100 * by_layer.min())
-    record_property("P6.highest_layer", 100 * by_layer.max())
+    note("P6", lowest_layer=100 * by_layer.min(), highest_layer=100 * by_layer.max())
 
 
 @pytest.mark.claim("P9")
-def test_in_the_model_a_lower_bound_is_a_lower_change_in_few_heads(heads, record_property):
+def test_in_the_model_a_lower_bound_is_a_lower_change_in_few_heads(heads, note):
     for budget, two_stages, ours in ((32, 0.30, 0.34), (64, 0.35, 0.42), (128, 0.41, 0.48)):
         bound, change = heads_that_win(*heads, budget)
         assert bound[0] < 0.25 and bound[1] > 0.65
         assert change.tolist() == pytest.approx([two_stages, ours, 0.64], abs=0.015)
-        record_property(f"P9.two_stages_{budget}", 100 * change[0])
-        record_property(f"P9.ours_{budget}", 100 * change[1])
-    record_property("P9.ours_below_two_stages", 100 * change[2])
+        note("P9", **{f"two_stages_{budget}": 100 * change[0], f"ours_{budget}": 100 * change[1]})
+    note("P9", ours_below_two_stages=100 * change[2])

@@ -6,20 +6,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import ENCODING, decoder, logits_by_hand, tasks
+from common import ENCODING, decoder, dense, tasks
 from methods import duo_attention
 from methods.duo_attention import DuoAttention
 from methods.theory.duo_attention import importance, retrieval_heads
 from nanollm import TINY, weights
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, make_cache
 from nanollm.select import calibrated, pick
 
 SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
 
 
-def nats(model, tokens, answer, seen):
-    """−log p of the answer."""
-    logits = logits_by_hand(model, tokens, seen)[:, answer.start - 1:answer.stop - 1]
+class Masked(LayerCache):
+    """Attention to the tokens that `visible` (H, T, T) shows to each key/value head."""
+    def attend(self, q, k, v, pos):
+        return dense(q, k, v, self.visible.expand(len(q), -1, -1, -1))
+
+
+def nats(model, tokens, answer, visible):
+    """−log p of the answer; visible (L, H, T, T)."""
+    caches = make_cache(model, Masked)
+    for cache, of_layer in zip(caches, visible):
+        cache.visible = of_layer
+    logits = model(tokens, caches)[:, answer.start - 1:answer.stop - 1]
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, answer].flatten())
 
 
@@ -52,9 +61,6 @@ def test_retrieval_heads_lose_more_than_the_least_and_come_in_order():
     every = tuple((i, j) for i in range(3) for j in range(20))  # ties in the decoder's order
     assert retrieval_heads(torch.full((3, 20), 0.101)) == every
     assert retrieval_heads(torch.full((3, 20), 0.099)) == ()
-
-
-# ---- the shipped decoder ---
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,6 @@ def scaled(norms, gain=1.0, condition=None):
     return lq, lk, lv, gain / (lv * (1 + l1 * l2)), l1, l2
 
 
-# ---- the model, Eq. 5 and 6 ---
-
-
 def feed_forward(layer, a):
     out = a.clone()
     for unit_in, unit_out in zip(layer.w1, layer.w2.T):
@@ -155,7 +152,7 @@ def test_theorem_b1_holds_with_the_least_eps_that_meets_its_conditions(seed, t, 
 
 
 @pytest.mark.claim("S3")
-def test_b1_says_something_where_it_was_constructed_but_by_chance_never(record_property):
+def test_b1_says_something_where_it_was_constructed_but_by_chance_never(note):
     """A token has a lower bound above 0 if ε < α/3; so even weights of n tokens need 1/3n."""
     g, found = seeded(0), []
     for noise in (0.001, 0.01, 0.03):
@@ -164,12 +161,10 @@ def test_b1_says_something_where_it_was_constructed_but_by_chance_never(record_p
     within = [inside(b) for steps in found for b in steps]
     told = [torch.cat([b.lower > 0 for b in steps]).double().mean() for steps in found]
     assert torch.cat(within).all() and told[0] > 0.7 and told[1] > 0.4 and 0.05 < told[2] < 0.3
-    record_property("S3.inside", sum(x.sum() for x in within))
-    record_property("S3.tokens", sum(map(len, within)))
+    note("S3", inside=sum(x.sum() for x in within), tokens=sum(map(len, within)))
 
     eps = torch.cat([random_step(d, g).eps for d in (16, 64) for _ in range(40)])
-    record_property("S3.draws", len(eps) // 24)
-    record_property("S3.smallest_eps", eps.min())
+    note("S3", draws=len(eps) // 24, smallest_eps=eps.min())
     assert eps.min() > 0.4 and 0.4 < eps.isinf().double().mean() < 0.6  # x_ℓ A x_ℓᵀ < 0, which no ε helps
 
 
@@ -177,7 +172,7 @@ EYE, NONE = torch.eye(4, dtype=F64), torch.zeros(4, 4, dtype=F64)
 
 
 @pytest.mark.claim("S3")
-def test_the_papers_condition_without_absolute_values_is_not_enough(record_property):
+def test_the_papers_condition_without_absolute_values_is_not_enough(note):
     """W = 1: x_1 = e_1, x_2 and x_3 point away from it, and a query at right angles to all, whose weights are
     1/3. No x_j A x_1ᵀ is positive, so any ε > 0 will do; but a_t points away from x_1 too."""
     layer = OneLayer(EYE, EYE, EYE, EYE, NONE, NONE)
@@ -191,8 +186,7 @@ def test_the_papers_condition_without_absolute_values_is_not_enough(record_prope
     lowest = own / a.norm() * (alpha[0] - 3 * eps)
     assert close(bounds.score[0], -0.2 / sqrt(2.6)) and bounds.score[0] < 0 < lowest
     assert close(bounds.eps[0], 0.6) and inside(bounds).all()
-    record_property("S3.broken_score", bounds.score[0])
-    record_property("S3.broken_lower", lowest)
+    note("S3", broken_score=bounds.score[0], broken_lower=lowest)
 
 
 @pytest.mark.claim("S3")
@@ -205,7 +199,7 @@ def test_the_papers_condition_with_j_up_to_t_excludes_a_query_like_its_key():
     assert bounds.eps[1] < 1e-6 and bounds.lower[1] > 0 and inside(bounds).all()
 
 
-# ---- Lemmas B.3 to B.5 ---
+# ---- Lemmas B.3 to B.5, and Theorem B.2: how far a budget makes the tokens drift ---
 
 
 def nearby(seed, n, far, d=5):
@@ -237,9 +231,8 @@ def test_lemmas_b3_b4_and_b5_bound_the_weights_eviction_and_the_mlp(seed, norms,
     assert at_most(apart, bound) and close(bound, 2 * norms[2] * norms[3] * lost)
 
 
-@pytest.mark.claim("S4")
-@pytest.mark.claim("S6")
-def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(record_property):
+@pytest.mark.claim("S4", "S6")
+def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(note):
     # B.3: older tokens 1 and −1, the query 1, and all shrink by Δ: half of the bound; B.5 is reached
     layer, x = scalar(0.1, 0.1, 1, 1, 2, 3), vector(1, -1, 1)[:, None]
     apart = (layer.weights(x) - layer.weights(0.999 * x)).norm()
@@ -249,17 +242,13 @@ def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(record_
     layer, y = scalar(3, 2, 1, 1, 0, 0), vector(-1, 1, 1)[:, None]
     apart = (layer.weights(x) - layer.weights(y)).norm()
     assert weights_bound(layer, 3, (x[-1] - y[-1]).norm()) == 0 and apart > 1.35
-    record_property("S4.b3_apart", apart)
+    note("S4", b3_apart=apart)
     # B.4: one kept token and its opposite; and B.2's first step, through an MLP
     layer, other = scalar(0.1, 0.1, 2, 3, 0, 0), scalar(0.1, 0.1, 0.5, 1, 1, 0.5)
     (apart, lost), (drift, mass) = evict(layer, x, [0]), drifts(other, x, 4, 1)
     assert close((lost, *mass), 1 / (1 + exp(0.02 / 3))) and apart > 2 * 3 * lost
     assert close(eviction_bound(layer, lost), apart) and close(drift_bound(other, mass, 3), drift)
-    record_property("S4.b4_apart", apart)
-    record_property("S4.b4_printed", 2 * 3 * lost)
-
-
-# ---- Theorem B.2: how far a budget makes the tokens drift ---
+    note("S4", b4_apart=apart, b4_printed=2 * 3 * lost)
 
 
 @check("S6", seeds, norms, st.floats(0.01, 0.999), starts, st.integers(1, 6), st.booleans(),
@@ -287,10 +276,9 @@ def test_the_drift_stays_below_its_bound_at_every_step(seed, norms, gain, n, bud
         assert at_most(rollout(layer, unit(start), T)[0][n:].norm(dim=1), 0.5)
 
 
-@pytest.mark.claim("S5")
-@pytest.mark.claim("S6")
+@pytest.mark.claim("S5", "S6")
 @pytest.mark.parametrize("share, printed, mass", [(0.25, -3.615, 0.389), (0.51, 0.00814, 0.130)])
-def test_mass_and_drift_exceed_bounds_that_fail_almost_never(share, printed, mass, record_property):
+def test_mass_and_drift_exceed_bounds_that_fail_almost_never(share, printed, mass, note):
     """ε → 0 alone would not do: the paper's probability is then no less than 1."""
     k, u, eps, n, found = 2.02, 5, 0.02, 2000, []
     assert (n + 1) * paper_failure(share, k, u, eps, n - 1) < 1e-6
@@ -310,14 +298,12 @@ def test_mass_and_drift_exceed_bounds_that_fail_almost_never(share, printed, mas
         found.append(float(drift))
     assert sum(found) / 3 == pytest.approx(mass, rel=0.05)
     if share == 0.25:
-        record_property("S5.exceeding", above.sum())
-        record_property("S5.samples", len(above))
-        record_property("S6.printed", bound)
-        record_property("S6.drift", sum(found) / 3)
+        note("S5", exceeding=above.sum(), samples=len(above))
+        note("S6", printed=bound, drift=sum(found) / 3)
 
 
 @pytest.mark.claim("S6")
-def test_tokens_of_random_directions_drift_far_less_than_opposed_ones(record_property):
+def test_tokens_of_random_directions_drift_far_less_than_opposed_ones(note):
     ratio = {False: [], True: []}
     for k, beta in product((2.1, 5), (0.1, 0.5)):
         masses = []
@@ -329,18 +315,15 @@ def test_tokens_of_random_directions_drift_far_less_than_opposed_ones(record_pro
         assert close(*masses)  # one bound serves both
         assert float(lost.max()) == pytest.approx(tail_mass(beta, k, 50), rel=0.3)
     assert min(ratio[False]) > 100 and 5 < min(ratio[True]) < max(ratio[True]) < 6.5
-    record_property("S6.random_least", min(ratio[False]))
-    record_property("S6.opposed_least", min(ratio[True]))
-    record_property("S6.opposed_most", max(ratio[True]))
+    note("S6", random_least=min(ratio[False]), opposed_least=min(ratio[True]), opposed_most=max(ratio[True]))
 
 
 @pytest.mark.claim("S6")
-def test_under_the_condition_a_quarter_of_the_keys_loses_most_mass(record_property):
+def test_under_the_condition_a_quarter_of_the_keys_loses_most_mass(note):
     spread, lost = softmax_spread(1000)
     assert (spread, lost) == (pytest.approx(1.75, abs=0.005), pytest.approx(0.727, abs=0.0005))
     assert spread < exp(2 * 1000 / 400) and lost < 299 / 399
-    record_property("S6.spread", spread)
-    record_property("S6.softmax_lost", lost)
+    note("S6", spread=spread, softmax_lost=lost)
 
 
 # ---- Theorem B.3: the mass in the tail of a power law ---
@@ -382,24 +365,19 @@ def test_tail_mass_is_what_integration_finds(beta, k, u):
         assert limit == pytest.approx(1 + (k - 2) * beta - (k - 1) * beta ** ((k - 2) / (k - 1)), abs=1e-12)
 
 
-# ---- Eq. 11 as the paper prints it ---
-
-
 @pytest.mark.claim("S5")
-def test_equation_11_is_wrong_by_each_of_two_slips(record_property):
+def test_equation_11_is_wrong_by_each_of_two_slips(note):
     # u → ∞, where Δ → b: the share that is factored out is too large
     steps = proof_steps(0.25, 3, 1e60)
     assert (steps.delta, steps.line, tail_mass(0.25, 3)) == pytest.approx((1, 0.25, 0.25))
     assert paper_bound(0.25, 3) == pytest.approx(-0.7653, abs=1e-4)
-    record_property("S5.printed_far", paper_bound(0.25, 3))
-    record_property("S5.mass_far", tail_mass(0.25, 3))
+    note("S5", printed_far=paper_bound(0.25, 3), mass_far=tail_mass(0.25, 3))
     # β = 1/2, where both factors are equal: Δ = 2/3 b instead of 0.98 b
     steps = proof_steps(0.5, 3, 5)
     assert steps.delta == pytest.approx(2 / 3) and steps.line == steps.factored
     assert paper_bound(0.5, 3) == pytest.approx(0.08754, abs=1e-5)
     assert tail_mass(0.5, 3, 5) == pytest.approx(0.12153, abs=1e-5)
-    record_property("S5.printed_near", paper_bound(0.5, 3))
-    record_property("S5.mass_near", tail_mass(0.5, 3, 5))
+    note("S5", printed_near=paper_bound(0.5, 3), mass_near=tail_mass(0.5, 3, 5))
 
 
 @check("S5", st.floats(0.01, 0.99), st.floats(0, 0.99), st.floats(2.05, 8), st.floats(5, 1000))
@@ -411,11 +389,8 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
     assert at_most(tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps), steps.line + 1e-9)
 
 
-# ---- probabilities of failure, and the repaired bound ---
-
-
 @pytest.mark.claim("S5")
-def test_the_papers_probability_of_failure_is_wrong(record_property):
+def test_the_papers_probability_of_failure_is_wrong(note):
     """Each event by itself happens in a third of all samples: Δ is 0.02 b, not b/√2, and ε² is lost."""
     assert paper_failure(0.5, 3, 5, 0.2, 100) == pytest.approx(exp(-0.25) + exp(-78.125), rel=1e-12)
     beta, k, u, eps, n = 0.5, 2.02, 5, 0.02, 500
@@ -430,12 +405,11 @@ def test_the_papers_probability_of_failure_is_wrong(record_property):
     assert proof_steps(beta, k, u).delta == pytest.approx(0.0201, abs=1e-4)
     assert exact == pytest.approx(0.3402, abs=1e-4) and few.double().mean() == pytest.approx(exact, abs=0.02)
     assert poor.double().mean() == pytest.approx(0.324, abs=0.02) and (poor | few).double().mean() > 0.58
-    record_property("S5.printed_failure", printed)
-    record_property("S5.failures", 100 * (poor | few).double().mean())
+    note("S5", printed_failure=printed, failures=100 * (poor | few).double().mean())
 
 
 @pytest.mark.claim("S5")
-def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(record_property):
+def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(note):
     """48 cells. The error of all draws as one sample is that of 32 rows over √32; by fours cells are alike;
     one beyond 3.5 errors has a chance of a few percent."""
     z, ratios, printed = [], [], 0
@@ -452,9 +426,8 @@ def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(record_pro
         near = min(repaired_bound(beta, k, u, part * beta, 10**9) for part in (1e-4, 1e-3, 1e-2, 0.1))
         assert exact <= near < 1.05 * exact + 1e-3
     assert max(map(abs, z)) < 3.5 and 0.5 < np.std(z) < 1.5, z
-    for word, value in dict(cells=len(GRID), n=5000, worst_z=max(map(abs, z)), printed_above=printed,
-                            repaired_least=min(ratios), repaired_most=max(ratios)).items():
-        record_property(f"S5.{word}", value)
+    note("S5", cells=len(GRID), n=5000, worst_z=max(map(abs, z)), printed_above=printed,
+         repaired_least=min(ratios), repaired_most=max(ratios))
 
 
 # ---- what is observed in a decoder ---
@@ -519,10 +492,9 @@ def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, ca
     assert tuple(tail_exponent(x, candidates)) == pytest.approx(by_loops, rel=1e-9)
 
 
-@pytest.mark.claim("S2")
-@pytest.mark.claim("S7")
+@pytest.mark.claim("S2", "S7")
 @torch.no_grad()
-def test_in_the_shipped_decoder_only_high_weights_outlive_chance(record_property):
+def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
     """Eight texts of 512 tokens, as in the notebook."""
     model, text = weights.from_hf(TINY), text_windows(tasks("test"), windows=8, T=512)
     p = attention_maps(model, text)
@@ -535,8 +507,7 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(record_property
     assert near(strong, 0.012, 0.358, 0.311, 0.475, 0.331, 0.382)
     assert near(strong_chance, 0.002, 0.331, 0.032, 0.062, 0.045, 0.053)
     for name, x in dict(ratio=ratio, strong=strong, strong_chance=strong_chance).items():
-        record_property(f"S7.{name}_layer_1", 100 * x[1])
-    record_property("S7.above_chance", 100 * (ratio - chance).max())
+        note("S7", **{f"{name}_layer_1": 100 * x[1]})
 
     cosine, *_ = block_similarity(model, text)
     assert near(cosine, 0.981, 0.924, 0.943, 0.942, 0.955, 0.925)
@@ -544,12 +515,10 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(record_property
     mean_k, error = k.mean(1), k.std(1) / 8 ** 0.5
     assert near(mean_k, 2.35, 1.58, 2.14, 2.45, 1.95, 1.87, by=0.03) and error.max() < 0.07
     assert (mean_k + 2 * error < 2).tolist() == [False, True, False, False, False, True]
-    record_property("S7.k_error", error.max())
+    note("S7", k_error=error.max(), above_chance=100 * (ratio - chance).max())
 
     newest = 100 * torch.tensor(newest_share(model, text[:, :449], Scissorhands, budget=128)[0])
     assert near(newest, 91, 97, 87, 83, 94, 93, by=1.0)
-    of = {"S7.ratio": 100 * ratio[[0, 2, 3, 4, 5]], "S7.strong": 100 * strong[2:], "S7.k": mean_k,
-          "S7.strong_chance": 100 * strong_chance[2:], "S7.cosine": cosine, "S2.newest": newest}
-    for name, x in of.items():
-        record_property(f"{name}_least", x.min())
-        record_property(f"{name}_most", x.max())
+    for name, x in dict(ratio=100 * ratio[[0, 2, 3, 4, 5]], strong=100 * strong[2:], k=mean_k, cosine=cosine,
+                        strong_chance=100 * strong_chance[2:], newest=newest).items():
+        note("S2" if name == "newest" else "S7", **{f"{name}_least": x.min(), f"{name}_most": x.max()})

@@ -21,9 +21,6 @@ def ball(n, D, seed=0):
     return in_ball(n, D, seeded(seed)).double()
 
 
-# ---- means and variances, against all that can be sampled and drawn ---
-
-
 def cluster(keys, radius):
     """Indices of the keys (n, D) of each cluster."""
     of, centres = clusters_of(keys.tolist(), radius)
@@ -57,8 +54,7 @@ def drawn(ks, vs, q, s):
 RADIUS, RUNS = 0.8, 20_000
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("samples, chunk", [(1, 9), (2, 2)])
 def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(name, samples, chunk):
@@ -94,7 +90,7 @@ def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(name, sa
 
 
 @pytest.mark.claim("T10")
-def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(record_property):
+def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
     """One cluster of pairs, half their scores +a and half −a: of t samples a binomial number is +a."""
     a, n, bias = 0.6, 4, []
     k = torch.tensor([[1.0, 0, a, 0], [1, 0, -a, 0]], dtype=F64).repeat(n // 2, 1)
@@ -108,11 +104,8 @@ def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(record_pro
         assert abs(z - 1) < 4 * z_error and abs(tau - 1) < 4 * tau_error
         assert abs(ratio - expected) < 4 * error and 0 < expected - 1 - variance < 4 * variance ** 2
         bias.append(100 * (ratio - 1))
-        record_property(f"T10.bias_{t}", bias[-1])
+        note("T10", **{f"bias_{t}": bias[-1]})
     assert all(1.8 < x / y < 2.7 for x, y in zip(bias, bias[1:]))
-
-
-# ---- the lemmas' sizes ---
 
 
 def clustered(name):
@@ -146,10 +139,9 @@ def standard_error(name, q, k, v, s):
     return (variance.sqrt() / tau / unit).item()
 
 
-@pytest.mark.claim("T9")
-@pytest.mark.claim("T10")
+@pytest.mark.claim("T9", "T10")
 @pytest.mark.parametrize("name, claim, many, part", [("two", "T10", 64, 1), ("four", "T9", 256, 4)])
-def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, many, part, record_property):
+def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, many, part, note):
     """In 1 of 100 runs at most the error may be beyond ε. At the sizes it is that of the draws, no less."""
     q, k, v, eps, radius, (t, s) = clustered(name)
 
@@ -164,13 +156,12 @@ def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, ma
     error, predicted = found(t, s, 200, 50), standard_error(name, q, k, v, s)
     rms = error.square().mean().sqrt().item()
     assert rms == pytest.approx(predicted, rel=0.12) and error.max() < eps / 5  # ± 4 %
-    for key, x in dict(kept=beyond[0], broken=beyond[1], rms=rms, predicted=predicted).items():
-        record_property(f"{claim}.{key}", x)
+    note(claim, kept=beyond[0], broken=beyond[1], rms=rms, predicted=predicted)
 
 
 @pytest.mark.parametrize("eps, half, sides, p", [(0.5, 0.4, 1, 0.01), (0.1, 1, 2, 0.1)])
 @pytest.mark.claim("T9")
-def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, record_property):
+def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, note):
     vs = [1 + random(6, 3, seed=side) for side in range(sides)]
     t, s = sizes(eps, half, *vs, p=p)
     e2 = eps / 8
@@ -183,7 +174,7 @@ def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, re
 
     one, other = torch.tensor([[1.0, 0.01]]), torch.tensor([[0.01, 1.0]])  # of two sides there is no bound
     assert value_ratios(one, other)[0] > 1000
-    record_property("T9.unbounded", value_ratios(one, other)[0])
+    note("T9", unbounded=value_ratios(one, other)[0])
     with pytest.raises(ValueError, match="are 0"):
         sizes(0.5, 0.1, one.round(), other.round())
 
@@ -218,9 +209,6 @@ def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
     assert value_ratios(v1, v2) == pytest.approx(((f1 * s2 + s1 * f2) / s, f1 * f2 / s))
 
 
-# ---- T11, T12: how many clusters ---
-
-
 def clusters(k, radius):
     """How many clusters k (n, D) make."""
     stream = Stream(radius, 1, 1, None)
@@ -238,15 +226,14 @@ def test_never_more_clusters_than_half_balls_that_do_not_overlap(D, radius):
 
 
 @pytest.mark.claim("T11")
-def test_the_papers_covering_number_is_not_e_to_the_d(record_property):
+def test_the_papers_covering_number_is_not_e_to_the_d(note):
     for radius in (1.999, 0.9999, 0.6666, 0.4999):  # on a line the bound is reached
         k = torch.arange(-1, 1 + 1e-9, radius + 1e-6, dtype=F64)[:, None]
         assert clusters(k, radius) == math.floor(2 / (radius + 1e-6)) + 1 > most_clusters(1, radius) - 1
     delta = math.e / 3  # (3/δ)^D is (9/e)^D; e^D it is at δ = 3/e, where one ball covers all
     for D in range(1, 9):
         assert math.e ** D < most_clusters(D, delta) < (3 / delta) ** D
-    record_property("T11.theirs", 3 / delta)
-    record_property("T11.ours", most_clusters(1, delta))
+    note("T11", theirs=3 / delta, ours=most_clusters(1, delta))
 
     # the pair as printed is true for d = 2: eight discs, one in the middle and seven around it
     r = 1 / (1 + 2 * math.cos(2 * math.pi / 7))
@@ -255,14 +242,13 @@ def test_the_papers_covering_number_is_not_e_to_the_d(record_property):
     centres = torch.cat((torch.zeros(1), 2 * r * math.cos(math.pi / 7) * circle(7)))
     for radius in torch.linspace(0, 1, 201):
         assert (radius * circle(5000)[:, None] - centres).abs().amin(1).max() <= r + 1e-9
-    record_property("T11.discs", r)
+    note("T11", discs=r)
 
 
 @pytest.mark.claim("T12")
-def test_in_few_dimensions_clusters_stop_growing_with_the_text(record_property):
+def test_in_few_dimensions_clusters_stop_growing_with_the_text(note):
     for D in (2, 3, 16):
         (few, many), _ = growth(D, (512, 4096))
         assert few <= many <= few + 3 if D < 16 else many > 1.8 * few
         assert many <= most_clusters(D, math.e / 3)
-        record_property(f"T12.few_{D}", few)
-        record_property(f"T12.many_{D}", many)
+        note("T12", **{f"few_{D}": few, f"many_{D}": many})

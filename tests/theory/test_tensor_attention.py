@@ -16,9 +16,6 @@ G = 3
 CACHES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
 
 
-# ---- T4: what a step makes, multiplies and moves ---
-
-
 def under(mode, cache, n, width, batch=1, heads=1, group=G):
     """A cache of n − 1 tokens with room for one more takes that one, under this mode."""
     shapes = (heads * group, width), (heads, 2 * width), (heads, 2 * width)
@@ -86,7 +83,7 @@ def test_in_inference_mode_the_same_is_counted():
 
 
 @pytest.mark.claim("T4")
-def test_the_factored_form_multiplies_as_two_matrices_and_moves_less(record_property):
+def test_the_factored_form_multiplies_as_two_matrices_and_moves_less(note):
     """Of the two algorithms of Figure 1 the one with two matrices does half the work: Theorem 4.3."""
     n = d = 64
     four, two, factored = (under(Count(), CACHES[name](), n, d, group=1) for name in CACHES)
@@ -94,12 +91,8 @@ def test_the_factored_form_multiplies_as_two_matrices_and_moves_less(record_prop
     assert 1 - 5 / n < saved / (2 * n * n * d) < 1
     assert abs(factored.multiplications / two.multiplications - 1) < 0.01
     assert four.bytes > 1.5 * two.bytes > 1.5 * 2 * n * n * d * 4 and two.bytes > 8 * factored.bytes
-    record_property("T4.saved", saved / (2 * n * n * d))
-    record_property("T4.multiplied", factored.multiplications / two.multiplications)
-    record_property("T4.moved", two.bytes / factored.bytes)
-
-
-# ---- T5 to T8: the Index game ---
+    note("T4", saved=saved / (2 * n * n * d), multiplied=factored.multiplications / two.multiplications,
+         moved=two.bytes / factored.bytes)
 
 
 def rows_right(game, bits):
@@ -108,17 +101,16 @@ def rows_right(game, bits):
 
 
 @pytest.mark.claim("T5")
-def test_projections_come_closer_to_orthonormal_like_1_over_root_d(record_property):
+def test_projections_come_closer_to_orthonormal_like_1_over_root_d(note):
     assert distortion(torch.tensor([[1.0, 0], [0.6, 0.5]])) == pytest.approx(0.6)
     ratios = [sum(distortion(deal(n, d, seed)[1]) for seed in range(20)) / 20 * math.sqrt(d / math.log(n))
               for n in (4, 16, 64, 256) for d in (16, 128, 1024)]
     assert 1.6 < min(ratios) and max(ratios) < 2.4  # ε² d / ln n hardly moves
-    record_property("T5.least", min(ratios))
-    record_property("T5.most", max(ratios))
+    note("T5", least=min(ratios), most=max(ratios))
 
 
 @pytest.mark.claim("T6")
-def test_every_bit_comes_back_from_four_matrices_within_the_margins(record_property):
+def test_every_bit_comes_back_from_four_matrices_within_the_margins(note):
     for n, d in (16, 1024), (32, 2048):
         eps, games = [], 10
         for seed in range(games):
@@ -130,12 +122,11 @@ def test_every_bit_comes_back_from_four_matrices_within_the_margins(record_prope
         # the zero key pairs with all: (n + 1)² − n² pairs of weight 1, which the paper leaves out
         own, others = n * n ** (2 - 2 * eps[-1]), n * (n - 1) * n ** (2 * eps[-1])  # C is 2 ln n
         assert [game.zero, game.one] == pytest.approx([x / (own + others + 2 * n + 1) for x in (others, own)])
-        record_property(f"T6.eps_{n}", max(eps))
-    record_property("T6.games", games)
+        note("T6", games=games, **{f"eps_{n}": max(eps)})
 
 
 @pytest.mark.claim("T6")
-def test_bob_learns_as_many_bits_as_are_kept(record_property):
+def test_bob_learns_as_many_bits_as_are_kept(note):
     """n·d bits are what the theorem asks for: one for each number of V₁ is enough, and none can be spared."""
     n, d = 32, 2048
     bits, keys = deal(n, d)
@@ -144,13 +135,11 @@ def test_bob_learns_as_many_bits_as_are_kept(record_property):
         rows = rows_right(game, bits)
         assert (rows[:kept] == 1).all() and rows[kept:].sum() == pytest.approx((n - kept) / 2, abs=0.2)
         assert game.learned(bits) == pytest.approx(kept / n, abs=0.001)  # of guesses, 0.7 bits a row are luck
-    record_property("T6.learned", game.learned(bits))
-    record_property("T6.others", rows[kept:].mean().item())
+    note("T6", learned=game.learned(bits), others=rows[kept:].mean().item())
 
 
-@pytest.mark.claim("T7")
-@pytest.mark.claim("T8")
-def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(record_property):
+@pytest.mark.claim("T7", "T8")
+def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
     """A bound of the format, and Corollary 4.5 falls with it: what is exact is right up to any 1 ± η.
 
     In K₁ ⊘ K₂ the rows (a, b) ∘ (c, d) equal (a, d) ∘ (c, b); four matrices of n·d numbers answer for all.
@@ -173,12 +162,12 @@ def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(record_p
 
     k1, k2 = torch.randn(2, n, 16, dtype=F64, generator=seeded(0))
     assert cross(pairs(k1, k2)) < 1e-12 and cross(keys) > 1e-4
-    record_property("T7.rows", cross(keys))
+    note("T7", rows=cross(keys))
 
 
 @pytest.mark.claim("T8")
 @pytest.mark.parametrize("factor", [2, 3])
-def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, record_property):
+def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, note):
     """C = 2 ln n as in the proof, and 3 ln n."""
     bits, keys = deal(32, 2048)
     C = factor * math.log(32)
@@ -193,11 +182,11 @@ def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, record_pr
     game = noisy(0.999)
     assert game.zero > game.one and game.right(bits) < 0.9
     assert limit == pytest.approx({2: 0.843, 3: 0.991}[factor], abs=0.001)
-    record_property(f"T8.limit_{factor}", limit)
+    note("T8", **{f"limit_{factor}": limit})
 
 
 @pytest.mark.claim("T12")
-def test_e_to_the_d_rows_need_other_keys_than_the_proof_s(record_property):
+def test_e_to_the_d_rows_need_other_keys_than_the_proof_s(note):
     d, n = 5, math.ceil(math.e ** 5)
     deals = [deal(n, d, seed) for seed in range(3)]
     right = sum(index_game_four(*dealt).right(dealt[0]) for dealt in deals) / 3
@@ -205,11 +194,7 @@ def test_e_to_the_d_rows_need_other_keys_than_the_proof_s(record_property):
     code, cosine = spread_out(n, d, 0.93, seeded(0))
     C = math.log(4 * n) / (1 - cosine)
     assert index_game_four(deals[0][0], code, C).right(deals[0][0]) == 1
-    for name, x in dict(d=d, rows=n, right=right, C=C / math.log(n)).items():
-        record_property(f"T12.game_{name}", x)
-
-
-# ---- T13: Match-3 ---
+    note("T12", game_d=d, game_rows=n, game_right=right, game_C=C / math.log(n))
 
 
 @pytest.mark.claim("T13")
@@ -231,7 +216,7 @@ def test_match_3_and_its_simple_rules_are_loops():
 
 
 @pytest.mark.claim("T13")
-def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(record_property):
+def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(note):
     """What one can tell from the place and from pairs with a = b or b = i is all that the latter learns."""
     common = dict(T=6, p=13, lr=1e-2, d_model=64, n_layers=1, d_ff=64)
     of_pairs = dict(n_heads=1, n_kv_heads=1, head_dim=64, build=pair_decoder)
@@ -241,5 +226,4 @@ def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(record_
     rule = simple_rules(*match3(20_000, 6, 13, seeded(3)), 13)["hits among two numbers (a = b or b = i)"]
     assert log[-1][0] == 120 and log[-1][1] > rule + 0.05
     assert rule - 0.02 < ordinary[-1][1] < rule + 0.01
-    for name, x in dict(pairs=log[-1][1], single=ordinary[-1][1], rule=rule).items():
-        record_property(f"T13.{name}", 100 * x)
+    note("T13", pairs=100 * log[-1][1], single=100 * ordinary[-1][1], rule=100 * rule)
