@@ -1,4 +1,5 @@
-"""How fast decoding is, over the cache's length and against transformers, and what compressing costs.
+"""How fast decoding is, over the cache's length and against transformers, what compressing costs, and what a
+cache of ours costs a model of transformers.
 
     python -m nanollm.speed
     python -m nanollm.speed --methods full my_method --lengths 256 --new 8 --repeat 1    # twenty seconds
@@ -68,7 +69,7 @@ class Count(TorchDispatchMode):
         return out
 
 
-def against_transformers(ours, new: int, prompts=(128, 1024), repeat: int = 7):
+def against_transformers(ours, new: int, prompts=(128, 2048), repeat: int = 7):
     """Greedy decoding of the same tokens with both, in one process, single-threaded and on two threads.
 
     The time of a run with one new token is taken off, so that reading the prompt does not count.
@@ -77,6 +78,7 @@ def against_transformers(ours, new: int, prompts=(128, 1024), repeat: int = 7):
         to_hf(ours, copy, torch.float32)
         theirs = hf_model(copy)
 
+    bridge(theirs, new, prompts, repeat)
     print(f"\ngreedy decoding, {new} tokens, batch 1, float32, best of {repeat} in turn")
     print(f"{'threads':>8}{'prompt':>8}{'nanollm':>14}{'transformers':>16}{'ratio':>8}")
     for threads in (1, 2):
@@ -95,6 +97,33 @@ def against_transformers(ours, new: int, prompts=(128, 1024), repeat: int = 7):
             if a(new + 1) != b(new + 1):
                 raise ValueError("the two decode different tokens; their speeds cannot be compared")
             print(f"{threads:>8}{length:>8}{speeds(a, b, new, repeat)}", flush=True)
+
+
+@torch.no_grad()
+def bridge(theirs, new: int, prompts, repeat: int):
+    """A model of transformers with its own cache, and with ours as its memory: prefill and decoding."""
+    from transformers import DynamicCache
+    from nanollm.bridge import attach, detach
+    torch.set_num_threads(1)
+    print(f"\ntransformers with its own cache, and with a full one of ours; one thread, best of {repeat}")
+    print(f"{'prompt':>16}{'reading':>13}{'ours':>10}{'ratio':>8}{'a token':>13}{'ours':>10}{'ratio':>8}")
+    for length in prompts:
+        tokens = torch.randint(0, theirs.config.vocab_size, (1, length + new),
+                               generator=torch.Generator().manual_seed(0))
+        times = {"own": [], "ours": []}
+        for _ in range(repeat):
+            for whose, taken in times.items():
+                memory = attach(theirs) if whose == "ours" else DynamicCache()
+                began = time.perf_counter()
+                theirs(tokens[:, :length], past_key_values=memory, logits_to_keep=1)
+                read = time.perf_counter()
+                for token in tokens[:, length:].split(1, 1):
+                    theirs(token, past_key_values=memory)
+                taken.append((read - began, (time.perf_counter() - read) / new))
+                detach(theirs)
+        own, ours = (tuple(1e3 * min(x) for x in zip(*taken)) for taken in times.values())
+        cells = (f"{a:>10.2f} ms{b:>7.2f} ms{b / a:>8.2f}" for a, b in zip(own, ours))
+        print(f"{length:>16}" + "".join(cells), flush=True)
 
 
 def speeds(a, b, new: int, repeat: int) -> str:

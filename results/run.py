@@ -49,7 +49,8 @@ SECTIONS = {
         "Decoding, and what compressing costs", "python -m nanollm.speed",
         "The first table is a decoding step over the length of the cache. The second is what the end of "
         "the prompt costs; *reading* is a method's own prefill in units of the full cache's. The third "
-        "compares with `transformers` on the same weights, after a check that both write the same "
+        "puts a full cache of ours into a model of `transformers` (`nanollm/bridge.py`). The fourth "
+        "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
     "resources": (
         "Kernels, compiled", "python -m kernels.resources",
