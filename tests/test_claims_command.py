@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import checkpoint_of_two_layers, foreign_checkpoint
+from common import checkpoint_of_two_layers
+from foreign import foreign_checkpoint
 from methods.kv_reviver import KVReviver
 from methods.theory import claims
 from methods.theory.claims import (CLAIMS, HOLDS, NOT, OPEN, UNFIT, above, below, both, mean, over_texts,

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from common import foreign_checkpoint
+from foreign import foreign_checkpoint
 from nanollm.__main__ import main
 from nanollm.data import ANSWER, FACT, QUESTION, Tasks
 from nanollm.weights import hf_tokenizer
