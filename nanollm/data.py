@@ -315,6 +315,34 @@ class Tasks:
 
     def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
         """B documents of a task ("needle", "recall", …), drawn until question and answers align."""
+        self.check_batch(task, seed, B, T)
+        rng, rows, shape, missed = np.random.default_rng(seed), [], None, 0
+        while len(rows) < B:
+            tokens, roles = getattr(self, task)(rng, T, **knobs)
+            shape = shape_of(roles) if shape is None else shape
+            if (shape_of(roles) == shape).all():
+                rows.append((tokens, roles))
+                missed = 0
+            elif (missed := missed + 1) == 1000:
+                raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
+                                 "be 1 here")
+        return aligned(rows)
+
+    def batches(self, task: str, seed: int, B: int, T: int, **knobs) -> list[Batch]:
+        """B documents of a task as they are drawn, in as few batches as align.
+
+        With our tokenizer that is `batch`. In others a question, and a number, may have any number of tokens.
+        """
+        if not isinstance(self.encoding, Foreign):
+            return [self.batch(task, seed, B, T, **knobs)]
+        self.check_batch(task, seed, B, T)
+        rng, groups = np.random.default_rng(seed), {}
+        for _ in range(B):
+            tokens, roles = getattr(self, task)(rng, T, **knobs)
+            groups.setdefault(shape_of(roles).tobytes(), []).append((tokens, roles))
+        return [aligned(rows) for rows in groups.values()]
+
+    def check_batch(self, task: str, seed: int, B: int, T: int):
         if task not in self.KNOWN:
             raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
         check_seed(seed), whole("B", B, 1), whole("T", T, 1)
@@ -322,24 +350,19 @@ class Tasks:
             raise ValueError(f"{B:g} documents of {T:g} tokens are more than memory holds; "
                              f"ask for at most {2 ** 31 // T}")
 
-        rng, rows, shape, missed = np.random.default_rng(seed), [], None, 0
-        while len(rows) < B:
-            tokens, roles = getattr(self, task)(rng, T, **knobs)
-            tail = roles.copy()
-            tail[roles == FACT] = TEXT
-            shape = tail if shape is None else shape
-            if (tail == shape).all():
-                rows.append((tokens, roles))
-                missed = 0
-            elif (missed := missed + 1) == 1000:
-                raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
-                                 "be 1 here")
 
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
-        answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
-        question = int(np.argmax(shape != TEXT)) if answers else T
-        tokens, roles = (np.stack(x) for x in zip(*rows))
-        return Batch(tokens, roles, question, answers)
+def shape_of(roles: np.ndarray) -> np.ndarray:
+    """Where question and answers lie: roles (T,) in which a fact is text."""
+    return np.where(roles == FACT, np.uint8(TEXT), roles)
+
+
+def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    """Documents of one shape as a batch."""
+    tokens, roles = (np.stack(x) for x in zip(*rows))
+    shape = shape_of(roles[0])
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
+    answers = [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
+    return Batch(tokens, roles, int(np.argmax(shape != TEXT)) if answers else len(shape), answers)
 
 
 class Unmarked(Tasks):

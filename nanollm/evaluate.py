@@ -353,11 +353,9 @@ class Benchmark:
         return min(64, T // 2)
 
     @staticmethod
-    def drawn(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> tuple[dict[str, Batch], Tensor]:
-        """`documents` of each task and half as many texts, T tokens each."""
-        check_size(model, documents, 2, T)
-        return ({task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()},
-                text_windows(tasks, max(2, documents // 2), T))
+    def text(tasks: Tasks, T: int, documents: int) -> Tensor:
+        """Half as many texts as documents of a task, of T tokens each."""
+        return text_windows(tasks, max(2, documents // 2), T)
 
     @staticmethod
     @torch.no_grad()
@@ -375,7 +373,10 @@ class Benchmark:
 
     @staticmethod
     def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
-        return Benchmark.read(model, *Benchmark.drawn(model, tasks, T, documents, seed))
+        """`documents` of each task and half as many texts, T tokens each."""
+        check_size(model, documents, 2, T)
+        batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
+        return Benchmark.read(model, batches, Benchmark.text(tasks, T, documents))
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
         """Of each task and setting, right answers (B,); of the text, `continuation` and `perturbation`."""

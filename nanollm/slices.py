@@ -5,7 +5,7 @@ of all documents fit, each is made once. If not, each is made again for every ro
 """
 
 from nanollm.data import Batch
-from nanollm.evaluate import Benchmark, Make, summary
+from nanollm.evaluate import TASKS, Benchmark, Make, check_size, summary
 
 
 class Slices:
@@ -15,12 +15,15 @@ class Slices:
     """
 
     def __init__(self, model, tasks, T: int, documents: int, seed: int, batch: int, keep: float):
-        batches, text = Benchmark.drawn(model, tasks, T, documents, seed)
-        self.pieces = [({task: part}, None) for task, whole in batches.items() for part in cut(whole, batch)]
+        check_size(model, documents, 2, T)
+        self.pieces = [({task: part}, None) for task, knobs in TASKS.items()
+                       for whole in tasks.batches(task, seed, documents, T, **knobs)
+                       for part in cut(whole, batch)]
+        text = Benchmark.text(tasks, T, documents)
         self.pieces += [({}, part) for part in text.split(batch)]
         self.recorded = {}  # by number of the piece, if they stay
 
-        c, tokens = model.config, T * (documents * len(batches) + len(text))
+        c, tokens = model.config, T * (documents * len(TASKS) + len(text))
         numbers = c.n_layers * (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
         self.bytes = tokens * numbers * model.embed.weight.element_size()
         self.keeps = self.bytes <= keep

@@ -95,7 +95,8 @@ def test_pytest_writes_the_claims_and_fails_where_they_are_stale(tmp_path):
 
     code, out = run()
     assert code == 1 and "CLAIMS.md is not what these tests would write; pytest --write-claims" in out
-    assert run("--write-claims", "-k", "one")[0] == 4 and not written.exists()
+    for some in (["-k", "one"], ["--deselect", "tests/test_a.py::test_two"]):
+        assert run("--write-claims", *some)[0] == 4 and not written.exists()
     assert run("-n", "2", "--write-claims")[0] == 0 and "5 draws, at least 0.50." in written.read_text()
     (tmp_path / "tests/test_a.py").write_text(MODULE.replace("0.5)", "0.7); assert 0"))
     code, out = run("--write-claims")

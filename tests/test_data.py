@@ -87,6 +87,7 @@ def test_text_and_few_shot_lines_come_from_their_own_side_alone():
         assert decode(made.stream).split(bos)[1:] == text[split]
         shown = {decode(line) for kind in made.lines for line in kind}
         assert len(shown) > 50 and shown <= lines[split]
+        assert {len(line) for kind in made.lines for line in kind} == {*range(4, 13)}
         assert not shown <= lines[other]  # so the two sides can be told apart
 
 

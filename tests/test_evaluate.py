@@ -134,6 +134,8 @@ def test_bytes_and_speed_are_counted(model, full, monkeypatch):
     assert row["tokens_per_s"] == B * NEW / 2
     row = continuation(model, full, maker(model, LayerCache, None), full.recording)  # written at once
     assert (row["live"], row["peak"]) == ((T - 1) * L * B * H * SLOT, CUT * L * B * H * SLOT)
+    assert continuation(model, full, maker(model, LayerCache, None), chunk_size=CUT)["peak"] == row["peak"]
+    assert [Benchmark.continuation_length(T) for T in (20, 100, 512)] == [10, 50, 64]
 
 
 def test_the_budget_is_a_share_of_the_prompt(model, full):

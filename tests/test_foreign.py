@@ -4,6 +4,7 @@ from pathlib import Path
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from foreign import foreign_checkpoint
@@ -40,6 +41,21 @@ def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
         if task != "copy":
             assert len(answer.strip()) == (2 if task == "few_shot" else 4) and answer.strip().isdecimal()
     assert len(batch.answers) == 1
+
+
+def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
+    """No document is left out because another has more tokens in its question or its answer."""
+    numbers = tasks.encoding.encode_ordinary_batch([f" {n}" for n in tasks.values])
+    for task in ("needle", "few_shot"):
+        parts = tasks.batches(task, 0, 24, 500)
+        assert sum(len(part.tokens) for part in parts) == 24
+        assert len({(part.question, str(part.answers)) for part in parts}) == len(parts) > 1
+        assert all((part.roles[:, span] == ANSWER).all() for part in parts for span in part.answers)
+        rng = np.random.default_rng(0)
+        drawn = {getattr(tasks, task)(rng, 500)[0].tobytes() for _ in range(24)}
+        assert {row.tobytes() for part in parts for row in part.tokens} == drawn
+    lengths = {part.answers[0].stop - part.answers[0].start for part in tasks.batches("needle", 0, 24, 500)}
+    assert lengths <= {*map(len, numbers)}
 
 
 @pytest.mark.parametrize("folder", ["bytes"], indirect=True)

@@ -100,6 +100,7 @@ def test_a_small_temperature_or_top_p_is_greedy_in_16_bits_too():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for temperature, top_p in ((LEAST, 1.0), (1e-3, 1.0), (100.0, LEAST)):
             assert sample(logits.to(dtype), temperature, 0, top_p, None) == 2
+    assert len(sample(torch.zeros(50, 2), 1.0, 0, 0.5, None).unique()) == 1  # of two one is half of the mass
 
 
 def test_temperature_0_is_greedy_else_a_seed_decides(model):

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +71,7 @@ def measured(checkpoint, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr("nanollm.data.Tasks", lambda *_: made)
         patch.setattr("nanollm.plot.comparison", lambda *of: drawn.append(of))
+        patch.setattr("nanollm.__main__.time", SimpleNamespace(time=iter((10, 100)).__next__))
         patch.chdir(tmp_path_factory.mktemp("rows"))
         rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
     return rows, printed.getvalue(), drawn
@@ -112,6 +114,7 @@ def test_rows_of_every_length_are_printed_and_those_of_the_first_drawn(measured)
     assert both[5]["live"] * 287 == both[0]["live"] * 299 and drawn == [(both[:5], Path("new.png"))]
     assert [line for line in out.splitlines() if line.startswith(tuple(NAMES))] == [*map(table.show, both)]
     assert out.startswith("What compressing") and table.TERMS in out
+    assert out.endswith("\n10 rows in 90 s; figure in new.png, rows in rows.json\n")
     assert out.count(table.header(288, 4, 0)) == out.count(table.header(300, 4, 0)) == 1
 
 
@@ -119,13 +122,15 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     asked, batch = [], Tasks.batch
     monkeypatch.setattr(Tasks, "batch", lambda self, *of: asked.append(of) or batch(self, *of))
     monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "quantized_2"))
+    monkeypatch.setattr(evaluate, "excess", lambda row: row["method"])
     main(["--model", str(checkpoint), "--json", "rows.json", "--lengths", "288"])
     rows, (out, bar) = json.loads(Path("rows.json").read_text()), capsys.readouterr()
     assert "snap_kv, 288 tokens:  33%" in bar
     assert [(row["method"], row["fraction"]) for row in rows] == [
         ("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
     assert asked == [(task, 0, 8, 288) for task in TASKS] and Path("compare.png").stat().st_size > 5000
-    printed = [table.header(288, 8, 0, short=True), *(table.show(row, short=True) for row in rows)]
+    printed = [table.header(288, 8, 0, short=True),
+               *(f"{table.show(row, short=True)}\n  ! {row['method']}" for row in rows)]
     assert "\n".join(printed) in out and f"\n{table.unfit(rows)}\n\n{table.findings(rows)}\n" in out
 
 
@@ -139,7 +144,8 @@ def test_what_is_measured_by_which_options(options, methods, budgets, documents)
     assert (args.methods, args.budgets, args.documents) == (methods, budgets, documents)
     assert args.lengths == ([512, 1024] if args.full else [512])
     assert (args.window, args.seed, args.device, args.threads, args.engine) == (8, 0, "cpu", 0, "auto")
-    assert read(["--budgets", "100", "25", "100"]).budgets == [100, 25]
+    twice = read("--budgets 100 25 100 --lengths 9 8 9".split())
+    assert (twice.budgets, twice.lengths) == ([100, 25], [9, 8])
 
 
 def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, capsys):
@@ -148,11 +154,12 @@ def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, 
     monkeypatch.setattr(evaluate, "maker", lambda model, Method, fraction, ends, **knobs:
                         made.append(knobs) or maker(model, Method, fraction, ends=ends, **knobs))
     rows = compare(checkpoint, *("--methods h2o ada_kv ada_kv+critical --budgets 50 --seed 7 --documents 2 "
-                                 "--window 5").split())
-    assert asked == [(task, 7, 2, 288) for task in TASKS]
+                                 "--window 5 --lengths 288 300").split())
+    assert asked == [(task, 7, 2, T) for T in (288, 300) for task in TASKS]
     assert (rows[0]["seed"], rows[0]["documents"]) == (7, 2)
-    assert made == [{}, dict(window_size=5), dict(window_size=5)] * 2  # once to try them all, once to run
-    assert f"\n{table.additions_table(rows)}\n" in capsys.readouterr().out
+    assert made == [{}, dict(window_size=5), dict(window_size=5)] * 4  # once to try them all, once to run
+    below = "".join(f"{table.additions_table(some)}\n" for some in (rows[:3], rows[3:]))
+    assert f"\n{below}" in capsys.readouterr().out
 
 
 @dataclass(eq=False)
@@ -286,7 +293,8 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     ("--json nowhere/rows.json", "folder nowhere for rows.json is not there")])
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, message):
     Path("folder").mkdir()
-    kept = {"mine.json": b'{"model_type": "llama"}', "photo.png": b"\x89PNG, Software: Matplotlib"}
+    kept = {"mine.json": b'[{"method": "h2o", "fraction": 0.5, "each": {}}, {"model_type": "llama"}]',
+            "photo.png": b"\x89PNG, Software: Matplotlib"}
     for name, data in kept.items():
         Path(name).write_bytes(data)
     arguments = ["--model", str(checkpoint), *SMALL, "--methods", "h2o", *options.split()]
@@ -312,12 +320,12 @@ def test_output_that_cannot_be_written_is_one_line(end, flush):
 def continued(checkpoint, prompt, new=12, caches=None, **options):
     tokens = torch.tensor([ENCODING.encode(prompt)])
     out = generate(from_hf(checkpoint), tokens, new, caches, **options)
-    return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist()).removesuffix("\ufffd")
+    return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist())
 
 
 def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
-    prompt = "The import system"
-    Path("text.txt").write_text(prompt)
+    prompt = "The import system é"
+    Path("text.txt").write_text(prompt, encoding="utf8")
     sampling = dict(temperature=2.0, top_k=40, top_p=0.9, seed=3)
     for source, told in (["--file", "text.txt"], {}), (
             ["--temperature", "2", prompt], dict(temperature=2.0)), (
@@ -337,8 +345,10 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
 
     prompt, live = "A longer prompt " * 9, 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
     assert f"6 slots kept per head in layer 0, {live:.0f} KiB live" in told("h2o --budget 6", prompt)
-    assert told("h2o --budget 99", "x").endswith(
-        "[nothing was evicted: all tokens fit into the budget of 99]\n")
+    # of the window, of the rest of the prompt, and since; layer 1 keeps none of the rest
+    assert f"at most {8 + 8 + 9} slots kept per head in layer 0" in told("pyramid_kv --budget 12", prompt)
+    assert told("h2o --budget 9", "x").endswith(
+        "[nothing was evicted: all tokens fit into the budget of 9]\n")
 
     caches = make_cache(from_hf(checkpoint), Quantized, bits=2, residual_length=16)
     text = continued(checkpoint, prompt, 9, caches)
@@ -350,12 +360,15 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
         f"in layer 0, {live} live, {allocated} allocated]\n[the full cache writes")
     same = out.endswith("[the full cache writes the same]\n")
     assert same if full == text.partition(MARK)[2] else out.endswith(f"[the full cache writes:]\n{full}\n")
+    arguments = f"generate --model {checkpoint} --method kv_reviver --budget 24 --tokens 390 x".split()
+    assert refused(capsys, arguments, "budget 24 has no room").endswith("\n")  # what was written is a line
 
 
 def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
     ids, printed = [*ENCODING.encode(" so né😀"), ENCODING.encode("x")[0]], []
 
-    def stream(*_, **__):
+    def stream(model, prompt, new, *_, **__):
+        assert new == 100
         for i in ids:
             printed.append(capsys.readouterr().out)
             yield torch.tensor([i])
@@ -365,6 +378,10 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
     assert printed[0] == f"Say:{MARK}" and printed[1] == ENCODING.decode(ids[:1])
     assert "".join(printed) == f"Say:{MARK} so né😀" and "\ufffd" not in "".join(printed)
     assert printed.count("") >= 3  # the emoji's four bytes are four tokens
+    del ids[-2:]
+    monkeypatch.setattr("nanollm.generate.generate", lambda *_, temperature, **__: torch.tensor([ids]))
+    main(["generate", "--model", str(checkpoint), "--method", "quantized_2", "Say:"])
+    assert capsys.readouterr().out.endswith("\n[the full cache writes the same]\n")  # to the half character
 
 
 # ---- generate: the page ---
@@ -372,10 +389,11 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
 
 def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
     drawn, text = [], plot.text
-    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append(of) or text(*of, **how))
+    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append((*of, how)) or text(*of, **how))
     main(["generate", "--figure", "page.png"])
     out = capsys.readouterr().out
-    (tokens, panels, fact), = drawn
+    (tokens, panels, fact, words), = drawn
+    assert words["low"] == "kept by no head"
     assert "".join(token for token, asked in zip(tokens, fact) if asked) == page.FACT and len(panels) == 2
     answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
     assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
@@ -390,13 +408,14 @@ def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
     model, whole = from_hf(TINY), page.PAGE + page.QUESTION
     tokens = torch.tensor([ENCODING.encode(whole)])
     cuts = tokens.shape[1] - 1, len(ENCODING.encode(page.PAGE))
-    for text, (evicted, of), cut in zip(texts, counts, cuts, strict=True):
+    for text, (evicted, of), cut, weights in zip(texts, counts, cuts, panels.values(), strict=True):
         caches = make_cache(model, WindowCache, budget=32, window_size=8)
         evaluate.feed(model, tokens[:, :cut], caches)
         end_prefill(caches)
         there = {int(i) for cache in caches for i in cache.pos.unique()}
         gone = [i not in there and i < cut for i in range(tokens.shape[1])]
         assert text == page.marked(ENCODING, tokens[0].tolist(), gone, dim=False)
+        assert weights[:cut] == pytest.approx(plot.kept(caches, cut).mean((0, 1)).tolist())
         assert (int(evicted), int(of)) == (sum(gone), cut) and text.replace("[", "").replace("]", "") == whole
     assert Path("page.png").stat().st_size > 20_000
 
@@ -406,14 +425,17 @@ def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
 
 @pytest.mark.parametrize("terminal, no_color, dimmed", [
     (True, "", True), (True, "1", False), (False, "", False)])
-def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, terminal, no_color, dimmed):
+def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_color, dimmed):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     marked, asked = page.marked, []
     monkeypatch.setattr(page, "marked", lambda *of: asked.append(of[-1]) or marked(*of))
-    monkeypatch.setattr(page, "answer", lambda model, tokens, cut, *_: (torch.ones(1, 1, cut) > 0, [0]))
+    half = torch.tensor([True, False]).view(2, 1, 1)  # of the heads: those of layer 0
+    monkeypatch.setattr(page, "answer", lambda model, tokens, cut, *_: (half.expand(2, 1, cut), [0]))
     main(["generate", "--method", "h2o", "--budget", "16"])
-    assert asked == [dimmed] * 2
+    out = capsys.readouterr().out
+    assert asked == [dimmed] * 2 and "a head holds 50 % of the tokens" in out
+    assert out.count(f"evicted, {'dimmed' if dimmed else 'in [brackets]'}: no head") == 2
     ids = [ENCODING.encode(letter)[0] for letter in "abcd"]
     assert marked(ENCODING, ids, [True, False, True, True], True) == "\033[2ma\033[0mb\033[2mcd\033[0m"
 
@@ -454,5 +476,6 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(checkpoint, capsys):
     refused(capsys, ["train", "--out", str(TINY)], "is in the folder of the checkpoint that ships")
     shutil.copytree(checkpoint, "copy", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(capsys, ["generate", "--model", "copy", "x"], "copy has no tokenizer")
+    refused(capsys, ["generate", "", "--file", "x"], "give the text or --file x, not both")
     out = refused(capsys, ["generate", "--model", str(checkpoint), ""], "the prompt's tokens are empty")
     assert out == ""

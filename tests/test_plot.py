@@ -62,6 +62,7 @@ def check_names(axis, lines, names):
         assert tuple(note.xy) == tuple(line.get_xydata()[-1]) and note.xyann[0] > 1
         look = dict(color=line.get_color(), marker=line.get_marker(), linestyle=line.get_linestyle())
         assert look == plot.style(line.get_label())
+        assert to_rgb(note.arrow_patch.get_edgecolor()) == to_rgb(line.get_color())
     heights = sorted(note.xyann[1] for note in notes.values())
     assert all(b - a > 0.04 for a, b in zip(heights, heights[1:]))
 
@@ -88,6 +89,8 @@ def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
         (left, right), (low, high) = sorted(axis.get_xlim()), sorted(axis.get_ylim())
         live = [row["live"] / 1024 for row in others]
         assert all(low < row[key] < high for row in measured) and left < min(live) and max(live) < right
+        assert low < 0 and axis.xaxis.get_major_formatter()(8192) == "8192"
+        assert axis.yaxis.get_major_formatter()(0.01) == "0.01" if key == "kl" else high > 1
         ticks = axis.get_xticks()
         assert ticks[0] <= min(live) and max(live) <= ticks[-1] and (ticks[1:] == 2 * ticks[:-1]).all()
 
@@ -116,6 +119,8 @@ def test_of_many_methods_eight_are_drawn_a_familys_own_first():
     more = ["ada_kv", "cam", "chunk_kv_reuse", "full", "mine", "quantized_3", "snap_kv+critical"]
     assert plot.drawn(sorted(first + more) * 2) == first
     assert plot.drawn(["snap_kv+theta", "full", "mine", "snap_kv+theta"]) == ["snap_kv+theta", "mine"]
+    assert plot.family_of("camera") is None
+    assert len({plot.style(f"mine{more}")["color"] for more in ("", "+critical", "+theta", "+chunk")}) == 1
 
 
 @pytest.mark.parametrize("heights, moved", [
@@ -133,7 +138,8 @@ def test_families_can_be_told_apart_in_grey():
 
 
 @pytest.mark.parametrize("family, variants", [
-    ("ada_kv", ["", "+critical", "+critical_code", "+theta", "+residual", "+chunk", "+semantic"]),
+    ("ada_kv", ["", "+critical", "+critical_code", "+theta", "+residual", "+chunk", "+semantic",
+                "+no pool"]),
     ("chunk_kv", ["", "_reuse", "_semantic"]), ("quantized", ["_2", "_3", "_4"])])
 def test_a_variant_has_its_familys_look_but_for_the_dash(family, variants):
     styles = [plot.style(family + variant) for variant in variants]
@@ -169,6 +175,7 @@ def test_a_text_is_painted_and_underlined_token_by_token(columns):
         (heading, *tokens), texts = texts[:11], texts[11:]
         (left, top), (_, first) = heading.get_position(), tokens[0].get_position()
         assert heading.get_text() == title and top + 1 < first
+        assert heading.get_fontsize() == pytest.approx(max(1.1 * tokens[0].get_fontsize(), 9))
         corners.append((left, top))
         for i, (token, (x, y)) in enumerate(zip(tokens, PLACES, strict=True)):
             assert token.get_text() == SHOWN[i] and not token.get_parse_math()
@@ -184,8 +191,10 @@ def test_a_text_is_painted_and_underlined_token_by_token(columns):
     scale = [(plt.cm.Blues(0.7 * x), False) for x in (0.25, 0.5, 0.75, 1)]
     assert [painted(axis, text) for text in texts] == [(None, False), *scale, (None, True)]
     assert len(axis.patches) == 10 + 5 + 4 and len(axis.collections) == 2 + 2 + 1
-    (axis,) = plot.text(["a", "b"], {"": [0, 1]}).axes  # without marks, and no word for them
-    assert not axis.collections and [text.get_text() for text in axis.texts][-1] == "kept by every head"
+    (axis,) = plot.text(["a", "b"], {name: [0, 1] for name in "xyz"}, columns=2).axes
+    assert not axis.collections and axis.texts[-1].get_text() == "kept by every head"  # no word for marks
+    *tokens, end = [text.get_position()[1] for text in axis.texts[:-4]]  # the key is below all, and inside
+    assert max(tokens) + 1 < end <= axis.get_ylim()[0] - 0.5
 
 
 def test_kept_tells_which_tokens_each_head_of_the_first_row_still_holds():

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, dense
 from nanollm import TINY
+from nanollm.table import SHOWN
+from results import run as results
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -102,14 +104,20 @@ def stored() -> dict:
     return rows
 
 
-def test_the_table_is_made_of_stored_rows():
+def test_the_tables_are_made_of_stored_rows(monkeypatch, tmp_path):
     table = next(block for block in BLOCKS if block.lstrip().startswith("live"))
     rows, lines = stored(), table.splitlines()[2:]
     for line in lines:
         name, budget, cells = re.fullmatch(r"(\S+) +([\d.]+ %|all) +(.*)", line).groups()
         row = rows[name, budget]
         assert cells.split() == [*row[:7], row[8]], name  # KiB, six accuracies, KL
-    assert len(lines) == 9 and len(rows) >= 80
+    assert [line.split()[0] for line in lines] == [*SHOWN] and len(rows) >= 80
+    results.main(["--check"])  # RESULTS.md
+    monkeypatch.setattr(results, "TARGET", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(results, "run", None)
+    for asked, told in (["--check"], "RESULTS.md is not what"), (["short", "nope"], "unknown section 'nope'"):
+        with pytest.raises(SystemExit, match=told):
+            results.main(asked)
 
 
 def test_the_headline_says_what_the_rows_say():

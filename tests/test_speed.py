@@ -3,10 +3,13 @@ import os
 from pathlib import Path
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from common import ENCODING, decoder
 from nanollm import speed
+from nanollm.cache import LayerCache
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,3 +40,14 @@ def test_a_time_that_noise_made_shorter_is_no_speed(monkeypatch):
     assert speed.speeds(str, int, 2, 1).strip() == "too few tokens or repeats to tell"
     monkeypatch.setattr(speed, "best", lambda run, repeat: run())
     assert speed.speeds(lambda n: n, lambda n: 2 * n, 2, 1).split() == "1 t/s 0 t/s 2.00".split()
+
+
+def test_times_are_shares_of_the_full_cache_s_in_milliseconds(capsys, monkeypatch):
+    model = decoder(vocab_size=2048, max_len=1024)
+    speed.over_length(model, (1000,), 2, 1)
+    slots, step, _, attention, *_ = capsys.readouterr().out.splitlines()[-1].split()
+    assert slots == "1000" and 0.002 < float(attention) / float(step) < 2
+    seconds = iter((0, 10, 11, 20, 40, 43))  # reading 10, ending 1; 20, 3
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=seconds.__next__))
+    speed.compression(model, ENCODING, dict(full=LayerCache, other=LayerCache), (16,), 1)
+    assert capsys.readouterr().out.splitlines()[-1].split() == "other 3000.0 ms 30.0 % 2.00".split()

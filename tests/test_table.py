@@ -50,6 +50,9 @@ def test_every_number_stands_below_its_name(short, more):
     assert tasks.index("live") + 4 == names.index("KiB") + 3
     other = table.show(row | dict(fraction=None, kl=-1e-9), short)
     assert other.split()[1] == "all" and "-0.000" not in other
+    terms = dict(line.split(maxsplit=1) for line in table.TERMS.splitlines())
+    assert "question is part of the prompt" in terms["aware"] and "question comes after" in terms["blind"]
+    assert "from the full cache's, in nats" in terms["KL"]
 
 
 def rows(**methods):
@@ -78,7 +81,8 @@ def test_three_sentences_say_what_survived_and_what_it_cost():
     told = findings(full=full, a=low, b=(1, 0.2, 0.95, 0.5, 0.1, 300))
     assert "Aware, 2 of 2 methods lose at most" in told and ": a, b." in told
     assert "Blind, none of 2 methods loses no more; of the others b finds most needles, 0.20." in told
-    assert " Blind, 1 of 1 methods loses no more: a. Cost" in findings(full=full, a=full)
+    told = findings(full=full, a=(*full[:4], -1e-9, 1000))
+    assert " Blind, 1 of 1 methods loses no more: a. Cost" in told and "(KL 0.000)" in told
     assert findings(a=low) == findings(full=full) == findings() == ""
 
 
@@ -103,6 +107,7 @@ def test_an_addition_is_compared_with_the_row_without_it():
             row("ada_kv", 0.5, 300, 0.5, 8.0), row("snap_kv+critical", 0.5, 288, 0.5, 8.0),
             row("ada_kv", 0.5, 288, 0, 1.0)]
     assert table.additions_table([]) == table.additions_table(base) == ""
+    assert table.changes(row("h2o", 0.125, 288, 0, 0.0), []).split() == ["h2o", "12.5", "%"]
 
     # aware: half of six differences are 0, the others 0.3, so ± 0.3 · √(1/4 / 5)
     more = row("ada_kv+critical", 0.5, 288, 0.3, 2.0), row("ada_kv+critical+residual", 0.5, 288, 0.3, 1.0)

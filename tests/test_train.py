@@ -203,7 +203,7 @@ def cut_off(folder: Path, monkeypatch, at: int):
             run(folder)
 
 
-def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_path, monkeypatch):
+def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_path, monkeypatch, capsys):
     cut_off(tmp_path, monkeypatch, 3)
     assert len(log(tmp_path)) == 3
     monkeypatch.setattr(train, "induction_start", lambda model, seed: None)  # all comes from the checkpoint
@@ -211,6 +211,7 @@ def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_
         patch.delattr(train, "ngram_bits")
         run(tmp_path)
     assert not {*held(tmp_path)} & {*train.MADE}  # no half of a result
+    assert "| 6/6 [" in capsys.readouterr().err  # the bar goes on, too
     assert run(tmp_path) == log(whole)
     assert {*held(tmp_path)} == {*train.MADE, "checkpoint.safetensors", "log.jsonl"}
     for name in ("checkpoint.safetensors", "model.safetensors"):
@@ -251,7 +252,7 @@ def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch):
 
 
 def test_the_loss_is_the_weighted_mean_and_the_first_step_is_small(small, tmp_path):
-    (row,) = run(tmp_path, steps=1)
+    (row,) = run(tmp_path, 1, "--every", "2")
     model = Decoder(Config(**train.CONFIG))
     induction_start(model, 0)
     _, T, B, mixture = train.STAGES[0]
@@ -271,6 +272,7 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
         assert torch.equal(p, last[name].half().float()), name
     assert (whole / "tokenizer.tiktoken").read_bytes() == (train.TINY / "tokenizer.tiktoken").read_bytes()
     assert [row["tokens_per_document"] for row in log(whole)] == [64, 128, 256, 256, 512, 512]
+    assert from_hf(train.TINY).config == Config(**CONFIG)
     report = json.loads((whole / "train.json").read_text())
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     options = "--steps 6 --lr 0.002 --seed 0 --device cpu --threads 0 --documents 256"
@@ -341,14 +343,18 @@ def test_a_run_goes_on_with_what_it_began_with_and_counts_on(small, tmp_path, mo
     (tmp_path / "config.json").unlink()
     change(tmp_path / "checkpoint.safetensors", minutes="50.0")
     asked = []
-    monkeypatch.setattr(train, "exact_match", lambda *x, **_: asked.append(x[-1]) or 0.0)
+    monkeypatch.setattr(train, "exact_match", lambda *x, **_: asked.append(x[2:]) or 0.0)
     monkeypatch.setattr(train, "ngram_bits", lambda *x: asked.append(x[-1]) or {})
     run(tmp_path, 6, "--documents", "16")
     minutes = [json.loads(row)["minutes"] for row in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert minutes[1] < 10 and all(50 < x < 60 for x in minutes[2:]) and len(minutes) == 6
     report = json.loads((tmp_path / "train.json").read_text())
     assert 50 < report["minutes"] < 60 and report["documents_per_figure"] == 16
-    assert asked == [2] * 12 + [16] * 7 + [4]  # fewer documents make the measuring short
+    # fewer documents make the measuring short; needles are looked for in more than is learned from
+    assert asked == [ask for T in (256, 256, 512, 512) for ask in (
+        ("needle", 2 * T, 2), ("recall", 256, 2), ("few_shot", 256, 2))] + [
+        ("needle", T, 16) for T in (256, 512, 1024, 2048)] + [
+        (task, 512, 16) for task in ("recall", "few_shot", "copy")] + [4]
     refused(tmp_path, "is finished; name a new folder")
 
 

@@ -153,6 +153,7 @@ def test_a_weight_too_large_for_the_dtype_is_neither_written_nor_read(copy, tmp_
 def test_shards(saved, tmp_path, case):
     oracle(case).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    (tmp_path / "other.safetensors").write_text("which the index does not list")
     equal(from_hf(tmp_path), from_hf(saved(case)))
     first = min(tmp_path.glob("*.safetensors"))
     first.unlink()

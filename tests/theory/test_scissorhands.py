@@ -400,8 +400,11 @@ def test_the_papers_probability_of_failure_is_wrong(note):
     p = (1 - beta) / (1 - eps)
     poor = v.sum(1) <= (1 - eps) * n * integral(1, u, k) / integral(0, u, k)
     few = (1 - (1 + v) ** (1 - k) < p * (1 - u ** (1 - k))).sum(1) <= (1 - beta) * n + 1e-9
+    mean, square = (integral(order, u, k) / integral(0, u, k) for order in (1, 2))
+    maurer, hoeffding = n * (eps * mean) ** 2 / (2 * square), 2 * n * (eps * p) ** 2
     exact = sum(comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(n // 2 + 1))
-    assert printed == pytest.approx(2.68e-14, rel=0.01) and failure(beta, k, u, eps, n) >= 1
+    assert printed == pytest.approx(2.68e-14, rel=0.01) and 1 <= failure(beta, k, u, eps, n) == pytest.approx(
+        exp(-maurer) + exp(-hoeffding))
     assert proof_steps(beta, k, u).delta == pytest.approx(0.0201, abs=1e-4)
     assert exact == pytest.approx(0.3402, abs=1e-4) and few.double().mean() == pytest.approx(exact, abs=0.02)
     assert poor.double().mean() == pytest.approx(0.324, abs=0.02) and (poor | few).double().mean() > 0.58

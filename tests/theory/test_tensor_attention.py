@@ -7,6 +7,7 @@ import torch
 
 from exact import F64, random, seeded
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, pair_decoder, pairs
+from methods.theory import tensor_attention as theory
 from methods.theory.tensor_attention import (deal, distortion, index_game_four, index_game_two, keep_rows,
                                              learn, match3, separation,
                                              simple_rules, spread_out)
@@ -216,11 +217,15 @@ def test_match_3_and_its_simple_rules_are_loops():
 
 
 @pytest.mark.claim("T13")
-def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(note):
+def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(note, monkeypatch):
     """What one can tell from the place and from pairs with a = b or b = i is all that the latter learns."""
     common = dict(T=6, p=13, lr=1e-2, d_model=64, n_layers=1, d_ff=64)
     of_pairs = dict(n_heads=1, n_kv_heads=1, head_dim=64, build=pair_decoder)
+    made = []
+    monkeypatch.setattr(theory, "match3", lambda *of: made.append(match3(*of)) or made[-1])
     pair, log = learn(120, every=120, **common, **of_pairs)
+    test, *training = ({*map(tuple, tokens.tolist())} for tokens, _ in made)
+    assert len(test & set().union(*training)) < 10  # of 13⁶ texts chance repeats a few
     single, ordinary = learn(120, every=120, **common, n_heads=3, n_kv_heads=3, head_dim=32)
     assert sum(p.numel() for p in pair.parameters()) == sum(p.numel() for p in single.parameters())
     rule = simple_rules(*match3(20_000, 6, 13, seeded(3)), 13)["hits among two numbers (a = b or b = i)"]
