@@ -27,12 +27,11 @@ from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from methods.theory.change_and_text import (COMPARED, METHODS, RULES, VOTING, WINDOW, answers, by_text,
                                             compressed, rank_correlation)
-from methods.theory.chunk_kv import jaccard, read
+from methods.theory.chunk_kv import jaccard
 from methods.theory.critical_kv import (algorithm_1, assumption_1, masked_attention, perturbation,
                                         seen_by_window)
 from methods.theory.kv_reviver import amnesia, fisher_shares, share_out
-from methods.theory.scissorhands import (attention_maps, block_similarity, even_shares, persistence_ratio,
-                                         tail_exponent)
+from methods.theory.scissorhands import attention_maps, observed
 from nanollm.cache import LayerCache, make_cache, probabilities
 from nanollm.data import Tasks, Unmarked
 from nanollm.evaluate import (Benchmark, Reference, check_size, continuation, held, maker, reference,
@@ -111,18 +110,18 @@ class Subject:
         tokens = text_windows(self.tasks, self.documents, self.T).to(self.model.embed.weight.device)
         return reference(self.model, tokens, min(64, self.T // 8))
 
-    def bench(self, task: str) -> Benchmark:
-        """The documents of a task of ASKED."""
+    def bench(self, task: str) -> list[Benchmark]:
+        """The documents of a task of ASKED, in as many as align."""
         check_size(self.model, self.documents, 2, self.T)
         Kind, name, knobs = ASKED[task]
         tasks = self.tasks if Kind is Tasks else Kind(self.tasks.encoding, self.tasks.split)
-        batch = tasks.batch(name, self.seed, self.documents, self.T, **knobs)
-        return Benchmark({task: batch}, {task: read(self.model, batch)}, None)
+        batches = tasks.batches(name, self.seed, self.documents, self.T, **knobs)
+        return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
 
     def row(self, task: str, Method, share: float | None, **knobs) -> dict[str, Tensor]:
         """The share of right answers of every document, (documents,), "aware" and "blind"."""
-        row = answers(self.model, self.bench(task), Method, share, **knobs)
-        return {setting: x[0].cpu() for setting, x in row.items()}
+        rows = [answers(self.model, bench, Method, share, **knobs) for bench in self.bench(task)]
+        return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
     def answered(self, Method, share: float | None, *tasks: str, setting="aware", **knobs) -> Tensor:
         """(documents,): mean over the tasks that the full cache does; ValueError if it does none of them."""
@@ -154,10 +153,10 @@ class Subject:
 
     def heads(self) -> Iterator[tuple[Tensor, ...]]:
         """`seen_by_window` of every needle prompt, one at a time."""
-        (batch,) = self.bench("needle").batches.values()
-        prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
-        for prompt in prompts.to(self.model.embed.weight.device).split(1):
-            yield seen_by_window(self.model, prompt, 8)
+        for (batch,) in (bench.batches.values() for bench in self.bench("needle")):
+            prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
+            for prompt in prompts.to(self.model.embed.weight.device).split(1):
+                yield seen_by_window(self.model, prompt, 8)
 
 
 # ---- CriticalKV ---
@@ -387,14 +386,8 @@ def S7(on: Subject) -> Finding:
     Rule: in every layer it does, their cosine is above 0.9 and the law's exponent above 2, as Theorem B.3
     asks.
     """
-    found = []
-    for text in on.text.tokens.split(1):
-        p = attention_maps(on.model, text)
-        ratio, chance = (x.nanmean((1, 2)).cpu() for x in persistence_ratio(p))
-        k = torch.tensor([tail_exponent(even_shares(x)).k for x in p])
-        found.append(torch.stack((ratio, block_similarity(on.model, text)[0].cpu(), k, chance)))
-    found = torch.stack(found, 1)  # (4, texts, L)
-    low = found.mean(1).argmin(1)
+    found = observed(on.model, on.text.tokens)
+    low = found.mean(1).argmin(1)  # a layer for each
     ratio, cosine, k = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
     return Finding(both(above(ratio, 0.95), above(cosine, 0.9), above(k, 2.0)), {
         "persistence, lowest layer": ratio, "its share by chance": mean(found[3][:, low[0]]),

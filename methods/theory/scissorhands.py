@@ -511,6 +511,19 @@ def tail_exponent(x: Tensor, candidates: int = 100) -> Tail:
     return min(fits, key=lambda fit: fit.distance)
 
 
+@torch.no_grad()
+def observed(model, tokens: Tensor) -> Tensor:
+    """Of texts (B, T), in every layer: persistence ratio, cosine of x and F(x), tail exponent, and the
+    persistence ratio's chance: (4, B, L). One text at a time, for its attention is T × T."""
+    found = []
+    for text in tokens.split(1):
+        p = attention_maps(model, text)
+        ratio, chance = (x.nanmean((1, 2)) for x in persistence_ratio(p))
+        k = torch.tensor([tail_exponent(even_shares(x)).k for x in p])
+        found.append(torch.stack([x.cpu() for x in (ratio, block_similarity(model, text)[0], k, chance)]))
+    return torch.stack(found, 1)
+
+
 # ---- what the budget cache keeps and costs -----------------------------------------------------------------
 
 
