@@ -101,7 +101,8 @@ class Subject:
     T: int = 256
 
     def __post_init__(self):  # each is measured once
-        self.bench, self.row, self.of_text = cache(self.bench), cache(self.row), cache(self.of_text)
+        for name in ("bench", "row", "of_text", "kl"):
+            setattr(self, name, cache(getattr(self, name)))
 
     @cached_property
     def text(self) -> Reference:
