@@ -3,8 +3,7 @@
     python -m nanollm claims                                  on the shipped decoder: three minutes of a core
     python -m nanollm claims --model FOLDER --claims P6 C1    on both, side by side
 
-Each claim about trained models is measured, and a rule on the numbers decides; methods/theory/claims.py has
-both. A number within two of its standard errors of a rule's limit decides nothing.
+A rule on measured numbers decides each claim about trained models: methods/theory/claims.py has both.
 """
 import argparse
 import json
@@ -19,25 +18,30 @@ from nanollm.check import check_seed, whole
 from nanollm.data import Tasks
 from nanollm.select import load
 
-NAME, COLUMN = 36, 30  # widths
-
 
 def says(claim) -> str:
     """The claim of a function in one line: the first paragraph of its docstring."""
     return " ".join(claim.__doc__.split("\n\n")[0].split())
 
 
+def line(name: str, cells) -> str:
+    return f"    {name:<36}{''.join(f'{cell:<30}' for cell in cells)}".rstrip()
+
+
 def show(name: str, claim, findings: dict) -> str:
     """A claim, and below it a row for the verdict and for each number, a column a model."""
-    rows = {"": [finding.verdict for finding in findings.values()]}
-    for number in dict.fromkeys(key for finding in findings.values() for key in finding.numbers):
-        of_each = (finding.numbers.get(number) for finding in findings.values())
-        rows[number] = ["{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each]
-    lines = [fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")]
-    lines += [f"    {row:<{NAME}}" + "".join(f"{cell:<{COLUMN}}" for cell in cells)
-              for row, cells in rows.items()]
-    lines += [f"    {model}: {finding.why}" for model, finding in findings.items() if finding.why]
-    return "\n".join(map(str.rstrip, lines)) + "\n"
+    found = findings.values()
+    lines = [fill(f"{name}  {says(claim)}", 100, subsequent_indent="    "),
+             line("", (each.verdict for each in found))]
+    for number in dict.fromkeys(key for each in found for key in each.numbers):
+        of_each = (each.numbers.get(number) for each in found)
+        lines.append(line(number, ("{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each)))
+    return "\n".join([*lines, *(f"    {model}: {x.why}" for model, x in findings.items() if x.why), ""])
+
+
+def is_ours(data: bytes) -> bool:
+    held = nanollm.read_json(data)
+    return isinstance(held, list) and all(isinstance(row, dict) and "verdict" in row for row in held)
 
 
 def main(argv: list[str]):
@@ -54,11 +58,10 @@ def main(argv: list[str]):
     parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")
     parser.add_argument("--seed", type=int, default=0, help="of the documents and of what is drawn")
     parser.add_argument("--json", type=Path, help="write the findings here, each as it is made")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     args = parser.parse_args(argv)
     check_seed(args.seed), whole("documents", args.documents, 2), whole("length", args.length, 128)
     if args.json:
-        nanollm.check_output(args.json, "findings", lambda data: isinstance(nanollm.read_json(data), list))
+        nanollm.check_output(args.json, "findings", is_ours)
 
     from methods.theory.claims import CLAIMS, Subject, judge
     names, subjects = [*dict.fromkeys(args.claims or CLAIMS)], {}
@@ -66,12 +69,11 @@ def main(argv: list[str]):
         raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
     for folder in dict.fromkeys([TINY, args.model or TINY]):
         model, encoding = load(folder, args.device, args.engine, args.dtype)
-        nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+        nanollm.set_threads(0, sum(p.numel() for p in model.parameters()))
         label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
         subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
-    columns = "".join(f"{label:<{COLUMN}}" for label in subjects)
     print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
-          f"± a standard error\n\n    {'':<{NAME}}{columns.rstrip()}\n")
+          f"± a standard error\n\n{line('', subjects)}\n")
 
     found, bar = [], tqdm(names, unit="claim", leave=False)
     for name in bar:

@@ -11,8 +11,8 @@ from common import checkpoint_of_two_layers
 from foreign import foreign_checkpoint
 from methods.kv_reviver import KVReviver
 from methods.theory import claims
-from methods.theory.claims import (CLAIMS, HOLDS, NOT, OPEN, UNFIT, above, below, both, mean, over_texts,
-                                   within)
+from methods.theory.claims import CLAIMS
+from methods.theory.subject import HOLDS, NOT, OPEN, UNFIT, above, below, both, mean, over_texts, within
 import nanollm.claims
 from nanollm.__main__ import main
 from nanollm.cache import LayerCache

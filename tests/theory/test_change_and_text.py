@@ -11,7 +11,8 @@ from methods.theory import change_and_text
 from methods.theory.change_and_text import (COMPARED, METHODS, RULES, SHARES, VOTING, WINDOW, OtherNorms,
                                             change, correlation_of_change_and_kl, difference, last_layer,
                                             lower, stored)
-from methods.theory.claims import HOLDS, NOT, P5, P8, Subject, above, mean
+from methods.theory.claims import P5, P8
+from methods.theory.subject import HOLDS, NOT, Subject, above, mean
 from methods.snap_kv import SnapKV
 from nanollm import TINY, weights
 from nanollm.evaluate import reference, text_windows

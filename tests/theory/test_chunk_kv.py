@@ -13,11 +13,12 @@ from methods.chunk_kv import ChunkKV, Chunks
 from methods.semantic_chunk_kv import SemanticChunkKV
 from methods.snap_kv import SnapKV
 from methods.theory.change_and_text import compressed
-from methods.theory.claims import C1, C2, HOLDS, NOT, Subject
+from methods.theory.claims import C1, C2
 from methods.theory.chunk_kv import (
     LaterGroups, PlacedChunks, answer_bound, aware, bounds, chunk_noise, copies, distance_bound, divergence,
     fisher, independent, jaccard, lessons, markov, mirrored, read, remainder, together, token_divergences,
     token_noise)
+from methods.theory.subject import HOLDS, NOT, Subject
 from nanollm import TINY, tokenizer, weights
 from nanollm.data import Unmarked
 from nanollm.evaluate import held, maker, standard_error

@@ -9,10 +9,11 @@ from common import tasks
 from exact import F64, at_most, check, close, seeded, seeds
 from methods.critical_kv import two_stage
 from methods.least_theta import least_theta, theta
-from methods.theory.claims import NOT, P6, Subject
+from methods.theory.claims import P6
 from methods.theory.critical_kv import (algorithm_1, assumption_1, drawn_heads, heads_that_win,
                                         masked_attention, perturbation, read_much_saying_little,
                                         seen_by_window, theta_hat, theta_relaxed)
+from methods.theory.subject import NOT, Subject
 from nanollm import TINY, weights
 from nanollm.ranking import top
 

@@ -17,9 +17,10 @@ from methods.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
 from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
 from methods.snap_kv import SnapKV
-from methods.theory.claims import HOLDS, NOT, R4, R9, R10, Subject, above
+from methods.theory.claims import R4, R9, R10
 from methods.theory.kv_reviver import (collision_variance, fisher_shares, median_moments, printed_bound,
                                        relative_error, score_variance, share_out, solve, take_out)
+from methods.theory.subject import HOLDS, NOT, Subject, above
 from nanollm import TINY, evaluate, weights
 from nanollm.cache import make_cache
 from nanollm.replay import Recorder, record
