@@ -111,7 +111,7 @@ class ChunkKV(WindowCache):
         if not self.below.prompt_done:
             raise ValueError(f"layer {self.layer} takes the indices of layer {self.layer - 1}, whose prompt "
                              "is not over; call end_prefill(caches), lowest layer first")
-        at = self.below.pos  # slot i still holds the prompt's token i
+        at = self.below.pos.to(self.pos.device)  # slot i still holds the prompt's token i
         return torch.where(at == NEVER, -1, at - self.pos[:, :, :1]).long()
 
 

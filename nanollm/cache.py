@@ -222,6 +222,7 @@ def make_cache(model, Method=LayerCache, **knobs) -> list[LayerCache]:
     for layer, block in enumerate(model.blocks):
         cache = constructed(Method, knobs)
         w_o, freq = block.attention.w_o, getattr(model, "freq", None)
+        freq = freq if freq is None else freq.to(w_o.device)  # a model may be spread over GPUs
         cache.link(layer, len(model.blocks), caches[-1] if caches else None, w_o, freq)
         caches.append(cache)
     return caches

@@ -31,28 +31,27 @@ def line(name: str, cells) -> str:
 def show(name: str, claim, findings: dict) -> str:
     """A claim, and below it a row for the verdict and for each number, a column a model."""
     found = findings.values()
-    lines = [fill(f"{name}  {says(claim)}", 100, subsequent_indent="    "),
-             line("", (each.verdict for each in found))]
+    rows = {"": [each.verdict for each in found]}
     for number in dict.fromkeys(key for each in found for key in each.numbers):
         of_each = (each.numbers.get(number) for each in found)
-        lines.append(line(number, ("{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each)))
-    return "\n".join([*lines, *(f"    {model}: {x.why}" for model, x in findings.items() if x.why), ""])
+        rows[number] = ["{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each]
+    why = [f"    {model}: {each.why}" for model, each in findings.items() if each.why]
+    claim = fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")
+    return "\n".join([claim, *map(line, rows, rows.values()), *why, ""])
 
 
 def is_ours(data: bytes) -> bool:
     held = nanollm.read_json(data)
-    return isinstance(held, list) and all(isinstance(row, dict) and "verdict" in row for row in held)
+    return isinstance(held, list) and all("verdict" in row for row in held)
 
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a checkpoint in Hugging Face layout")
-    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
-                        help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto")
     parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-                        help="of weights, keys and values; default float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--claims", nargs="+", metavar="ID", help="default: all that a model decides")
     parser.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
     parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")
@@ -69,9 +68,9 @@ def main(argv: list[str]):
         raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
     for folder in dict.fromkeys([TINY, args.model or TINY]):
         model, encoding = load(folder, args.device, args.engine, args.dtype)
-        nanollm.set_threads(0, sum(p.numel() for p in model.parameters()))
         label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
         subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
+    nanollm.set_threads(0, sum(p.numel() for p in model.parameters()))  # FOLDER's, if there is one
     print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
           f"± a standard error\n\n{line('', subjects)}\n")
 
@@ -80,7 +79,7 @@ def main(argv: list[str]):
         bar.set_description(name)
         findings = {label: judge(name, on) for label, on in subjects.items()}
         bar.write(show(name, CLAIMS[name], findings))
-        found += [dict(claim=name, says=says(CLAIMS[name]), model=label, seed=args.seed, tokens=args.length,
-                       documents=args.documents) | finding._asdict() for label, finding in findings.items()]
+        found += [dict(claim=name, says=says(CLAIMS[name]), model=label, documents=on.documents, tokens=on.T,
+                       seed=on.seed) | findings[label]._asdict() for label, on in subjects.items()]
         if args.json:
             nanollm.replace(args.json, json.dumps(found, indent=1).encode())

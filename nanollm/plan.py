@@ -86,7 +86,7 @@ def main(argv: list[str]):
     for T in args.lengths:
         whole("length", T, 16, c.max_len)
     print(f"{c.n_layers} layers, {c.n_heads} query and {c.n_kv_heads} key/value heads of {c.head_dim}, "
-          f"{args.dtype}; weights {weights / 1e9:.2f} GB")
+          f"{args.dtype}; weights {weights / 1e9:.3g} GB")
 
     for T in args.lengths:
         print(f"\n{args.batch} prompts of {T} tokens\n")
@@ -100,7 +100,7 @@ def main(argv: list[str]):
                 raise ValueError(f"{label(name, fraction)} of {T} tokens: {error}") from error
             fit = max(0, int((args.memory * 1e9 - weights) // max(after, peak)))
             budget = "all" if fraction is None else f"{args.budget:g} %"
-            both = (f"{args.batch * x / 1e9:.3f}" for x in (after, peak))
+            both = (f"{args.batch * x / 1e9:.3g}" for x in (after, peak))
             print(LINE.format(name, budget, *both, fit), flush=True)
     print(f"\nThat fit: into {args.memory:g} GB beside the weights. Activations and matrices of attention\n"
           "come on top, and up to a tenth of the peak where a prompt is read in pieces.")

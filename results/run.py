@@ -52,6 +52,12 @@ SECTIONS = {
         "puts a full cache of ours into a model of `transformers` (`nanollm/bridge.py`). The fourth "
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
+    "large": (
+        "Speed and memory in a real model's shape", "python -m nanollm.large",
+        "Random weights, here in a small shape on the CPU. On a GPU `python -m nanollm.large --shape "
+        "llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` measures the real sizes, bytes by the GPU's "
+        "own allocator beside those that the caches name, and decoding with and without kernels. Nobody has "
+        "done that here yet."),
     "resources": (
         "Kernels, compiled", "python -m kernels.resources",
         "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),

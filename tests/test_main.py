@@ -71,7 +71,7 @@ def measured(checkpoint, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr("nanollm.data.Tasks", lambda *_: made)
         patch.setattr("nanollm.plot.comparison", lambda *of: drawn.append(of))
-        patch.setattr("nanollm.__main__.time", SimpleNamespace(time=iter((10, 100)).__next__))
+        patch.setattr("nanollm.compare.time", SimpleNamespace(time=iter((10, 100)).__next__))
         patch.chdir(tmp_path_factory.mktemp("rows"))
         rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
     return rows, printed.getvalue(), drawn
@@ -139,7 +139,7 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     ("--budgets 25", [], [25], 32), ("--methods h2o", ["h2o"], [50, 25, 12.5, 6.25], 32),
     ("", [*table.SHOWN], [25], 8)])
 def test_what_is_measured_by_which_options(options, methods, budgets, documents):
-    from nanollm.__main__ import options as read
+    from nanollm.compare import options as read
     args = read(options.split())
     assert (args.methods, args.budgets, args.documents) == (methods, budgets, documents)
     assert args.lengths == ([512, 1024] if args.full else [512])
@@ -190,7 +190,8 @@ def fresh(monkeypatch):
     for name in ("made", "asked"):
         monkeypatch.setattr(Learned, name, [])
     found = dict(learned=Learned, h2o=H2O)
-    monkeypatch.setattr("nanollm.__main__.pick", lambda names: {name: found[name] for name in names})
+    for module in ("compare", "__main__"):
+        monkeypatch.setattr(f"nanollm.{module}.pick", lambda names: {name: found[name] for name in names})
 
 
 def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, fresh, capsys):

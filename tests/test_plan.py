@@ -45,7 +45,7 @@ def test_the_command_needs_a_config_alone(tmp_path, capsys):
     command = ["plan", "--model", str(tmp_path), "--methods", "full", "h2o", "--memory", "0.5"]
     main([*command, "--lengths", "512", "1024", "--batch", "8"])
     out = capsys.readouterr().out
-    assert out.startswith("3 layers, 4 query and 2 key/value heads of 32, bfloat16; weights 0.00 GB")
+    assert out.startswith("3 layers, 4 query and 2 key/value heads of 32, bfloat16; weights 0.000336 GB")
     rows = [line.split() for line in out.splitlines() if line.startswith(("full", "h2o"))]
     assert [row[0] for row in rows] == ["full", "h2o"] * 2 and rows[1][1:3] == ["25", "%"]
     assert int(rows[0][-1]) > int(rows[2][-1]) > 100  # longer prompts, fewer of them

@@ -1,0 +1,278 @@
+"""python -m nanollm: what compressing the KV cache costs.
+
+    python -m nanollm                          nine methods, a quarter of the entries: forty seconds
+    python -m nanollm --all                    every method at four budgets: five minutes
+    python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
+    python -m nanollm --model FOLDER --lengths 4096 --batch 4 --dtype bfloat16 --json rows.json --resume
+    python -m nanollm generate                 a page, what is kept of it, and what is answered
+    python -m nanollm generate --method h2o --budget 64 --file TEXT
+    python -m nanollm plan --model FOLDER --lengths 32768 --batch 8
+    python -m nanollm train --help
+"""
+import argparse
+import json
+import os
+from os.path import realpath
+from pathlib import Path
+import sys
+import time
+
+import nanollm
+from nanollm import TINY
+from nanollm.check import check_seed, whole
+from nanollm.select import calibrated, given, has_budget, load, one_line, pick
+
+
+def main(argv: list[str]):
+    """Measure what is asked for and print a table; rows and a figure go to files."""
+    args = options(argv)
+    rank, world = nanollm.ranks()
+    if rank == 0:
+        check_files(args.figure, args.json)
+    done = earlier(args) if args.resume else []
+    if world > 1 and args.device == "cuda":  # a GPU a process
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
+
+    import torch
+    from nanollm import table
+    from nanollm.data import Tasks
+    from nanollm.evaluate import excess
+    chosen = pick(args.methods)
+    own = args.text.read_text(encoding="utf8") if args.text else None
+    model, encoding = load(args.model, args.device, args.engine, args.dtype)
+    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    for T in args.lengths:
+        whole("length", T, 16, model.config.max_len)
+    work = Work(args, model, encoding, chosen, done)
+    work.try_out()
+    torch.manual_seed(args.seed)
+    work.tasks = Tasks(encoding, "test", own, args.chat)
+
+    if rank == 0:
+        print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
+              f"{table.TERMS}", flush=True)
+    rows, failed, began = [], [], time.time()
+    for row, write in work.results(rank, world):
+        if isinstance(row, str):
+            failed.append(row)
+            write(row)
+            continue
+        if not rows or rows[-1]["tokens"] != row["tokens"]:
+            gpu = row["device"] is not None
+            write(table.header(row["tokens"], args.documents, args.seed, args.short, gpu))
+        rows.append(row)
+        write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
+        if args.json:
+            nanollm.replace(args.json, json.dumps(rows, indent=1).encode())
+
+    if rank == 0:
+        finish(args, rows, time.time() - began)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(work.jobs)} rows failed: {'; '.join(failed)}")
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    """The command line. Without methods, budgets, --all or --full the short table is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every method, not the nine of the short table")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
+                        help="these; all: every one, also with every addition, as in ada_kv+critical")
+    parser.add_argument("--budgets", nargs="+", type=float, metavar="PERCENT",
+                        help="default 50 25 12.5 6.25; short table: 25")
+    parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
+                        help="that vote, in methods with a window; default 8, for short prompts")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
+                        help="of the documents; default 512")
+    parser.add_argument("--documents", type=int, help="documents per task; default 32, short table: 8")
+    parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the documents")
+    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                        help="of weights, keys and values; default float32")
+    parser.add_argument("--batch", type=int, default=32, metavar="DOCUMENTS", help="at a time; default 32")
+    parser.add_argument("--keep", type=float, metavar="GB",
+                        help="of recorded prompts at most, or they are read again for each row; "
+                             "default: half of the memory that is free")
+    parser.add_argument("--text", type=Path, help="a file to read in place of the text that ships")
+    parser.add_argument("--chat", action="store_true",
+                        help="put documents into the tokenizer's chat template")
+    parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
+    parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
+    parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+    args = parser.parse_args(argv)
+
+    if args.all and args.methods:
+        raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
+    args.short = not (args.all or args.methods or args.budgets or args.full)
+    if args.short:
+        from nanollm.table import SHOWN
+        args.methods = [*SHOWN]
+    budgets = args.budgets or ([25] if args.short else [50, 25, 12.5, 6.25])
+    args.budgets = [*dict.fromkeys(budgets)]
+    args.lengths = [*dict.fromkeys(args.lengths or ([512, 1024] if args.full else [512]))]
+    if args.documents is None:
+        args.documents = 256 if args.full else 8 if args.short else 32
+
+    check_seed(args.seed)
+    whole("batch", args.batch, 1)
+    if args.keep is not None and not args.keep >= 0:
+        raise ValueError(f"keep {args.keep:g} GB must be at least 0")
+    if args.resume and not args.json:
+        raise ValueError("--resume goes on with the rows of a file; name it with --json")
+    for percent in args.budgets:
+        if not 0 < percent <= 100:
+            raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
+    return args
+
+
+def check_files(figure: Path, rows: Path | None):
+    """ValueError or OSError, before any work, unless the figure and the rows can be written."""
+    if figure.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"figure {figure} must end in .png, .pdf or .svg")
+    if rows and realpath(rows) == realpath(figure):
+        raise ValueError(f"rows and figure cannot both go to {rows}; name two files")
+
+    def is_figure(data):
+        from nanollm import plot  # only where a file is there: it takes a second
+        return plot.is_ours(data)
+
+    def is_rows(data):
+        held = nanollm.read_json(data)
+        return isinstance(held, list) and held != [] and all(
+            isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in held)
+
+    nanollm.check_output(figure, "figure", is_figure)
+    if rows:
+        nanollm.check_output(rows, "rows", is_rows)
+
+
+SETTINGS = "model", "engine", "dtype", "documents", "seed", "window", "text", "chat"
+
+
+def settings(args) -> dict:
+    """What a row depends on beside its length, method and budget."""
+    return {key: str(x) if isinstance(x := getattr(args, key), Path) else x for key in SETTINGS}
+
+
+def earlier(args) -> list[dict]:
+    """The rows in --json. ValueError if they were made with other settings."""
+    rows = json.loads(args.json.read_bytes() or "[]") if args.json.exists() else []
+    for row in rows:
+        for key, x in settings(args).items():
+            if row.get(key) != x:
+                raise ValueError(f"the rows in {args.json} were made with --{key} {row.get(key)}, not {x}; "
+                                 "give what they were made with, or name another file")
+    return rows
+
+
+class Work:
+    """The rows to measure: `jobs`, each a length, a method's name and its budget, a fraction or None.
+
+    done: rows that need not be measured.
+    """
+
+    def __init__(self, args, model, encoding, chosen: dict, done: list[dict]):
+        from nanollm.tokenizer import boundaries
+        self.args, self.model, self.encoding, self.chosen = args, model, encoding, chosen
+        self.done = {(row["tokens"], row["method"], row["fraction"]): row for row in done}
+        fractions = [percent / 100 for percent in args.budgets]
+        self.jobs = [(T, name, fraction) for T in args.lengths for name, Method in chosen.items()
+                     for fraction in (fractions if has_budget(Method) else [None])]
+        ends = boundaries(encoding, model.config.vocab_size)
+        self.knobs = {name: given(Method, window_size=args.window) | dict(ends=ends)
+                      for name, Method in chosen.items()}
+        self.learned = {}  # by name: what a method has found out about the decoder
+        self.tasks = self.slices = self.length = None
+
+    def try_out(self):
+        """A budget that a method cannot work with is a ValueError before any work is done."""
+        from nanollm.evaluate import Benchmark, maker
+        from nanollm.table import label
+        for T, name, fraction in self.jobs:
+            prompt = T - Benchmark.continuation_length(T) - 1  # the shortest
+            try:
+                maker(self.model, self.chosen[name], fraction, **self.knobs[name])(prompt)
+            except ValueError as error:
+                where = "" if fraction is None else f" of {prompt} tokens"
+                raise ValueError(f"{label(name, fraction)}{where}: {error}") from error
+            except Exception:  # a bug: its row will name it, and the others go on
+                pass
+
+    def measure(self, T: int, name: str, fraction: float | None) -> dict | str:
+        """A row, or why there is none: one method's mistake costs only its own rows."""
+        from nanollm.evaluate import maker
+        from nanollm.table import label, row_of
+        args, model, Method = self.args, self.model, self.chosen[name]
+        if row := self.done.get((T, name, fraction)):
+            return row
+        if T != self.length:
+            self.slices, self.length = self.read(T), T
+
+        try:
+            if name not in self.learned:
+                self.learned[name] = calibrated(Method, model, self.encoding)
+            make = maker(model, Method, fraction, **self.knobs[name] | self.learned[name])
+            measured = self.slices.run(model, make)
+        except Exception as error:
+            return f"{label(name, fraction)}: {one_line(error)}"
+        return row_of(name, fraction, T, settings(args), measured)
+
+    def read(self, T: int):
+        """Documents of T tokens; what they cost is said where it matters."""
+        import psutil
+        from tqdm import tqdm
+        from nanollm.slices import Slices
+        args = self.args
+        keep = psutil.virtual_memory().available / 2 if args.keep is None else args.keep * 1e9
+        slices = Slices(self.model, self.tasks, T, args.documents, args.seed, args.batch, keep)
+        if not args.short or not slices.keeps:
+            tqdm.write(str(slices), file=sys.stderr)
+        return slices
+
+    def results(self, rank: int, world: int):
+        """On rank 0: each row, or why there is none, in order, and a function that prints beside the progress
+        bar.
+
+        `world` rows are measured at a time, one on each rank.
+        """
+        from tqdm import tqdm
+        if world > 1:
+            import torch.distributed as dist
+            dist.init_process_group("gloo")
+        unit = "row" if world == 1 else "rows"
+        bar = tqdm(range(0, len(self.jobs), world), disable=rank > 0, leave=False, unit=unit)
+        for first in bar:
+            T, name, _ = self.jobs[first]
+            bar.set_description(f"{name}, {T} tokens")
+            mine = self.measure(*self.jobs[first + rank]) if first + rank < len(self.jobs) else None
+            results = [mine] * world
+            if world > 1:
+                dist.all_gather_object(results, mine)
+            for row in results:
+                if rank == 0 and row is not None:
+                    yield row, bar.write
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def finish(args, rows: list[dict], seconds: float):
+    """What stands below the rows, and the figure of those of the first length."""
+    from nanollm import plot, table
+    for told in (table.unfit(rows), table.findings(rows) if args.short else ""):
+        if told:
+            print(f"\n{told}")
+    for T in () if args.short else args.lengths:
+        print(table.additions_table([row for row in rows if row["tokens"] == T]))
+    if drawn := [row for row in rows if row["tokens"] == args.lengths[0]]:
+        plot.comparison(drawn, args.figure)
+        print(f"\n{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
+              + (f", rows in {args.json}" if args.json else ""))
+    if args.short:
+        print("All methods at four budgets: python -m nanollm --all. Tensor attention needs a decoder of\n"
+              "its own: notebooks/04_tensor_attention.ipynb.")
