@@ -36,8 +36,8 @@ def show(name: str, claim, findings: dict) -> str:
         of_each = (each.numbers.get(number) for each in found)
         rows[number] = ["{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each]
     why = [f"    {model}: {each.why}" for model, each in findings.items() if each.why]
-    claim = fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")
-    return "\n".join([claim, *map(line, rows, rows.values()), *why, ""])
+    said = fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")
+    return "\n".join([said, *map(line, rows, rows.values()), *why, ""])
 
 
 def is_ours(data: bytes) -> bool:
@@ -74,11 +74,10 @@ def main(argv: list[str]):
     print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
           f"± a standard error\n\n{line('', subjects)}\n")
 
-    found, bar = [], tqdm(names, unit="claim", leave=False)
-    for name in bar:
-        bar.set_description(name)
+    found = []
+    for name in tqdm(names, unit="claim", leave=False):
         findings = {label: judge(name, on) for label, on in subjects.items()}
-        bar.write(show(name, CLAIMS[name], findings))
+        tqdm.write(show(name, CLAIMS[name], findings))
         found += [dict(claim=name, says=says(CLAIMS[name]), model=label, documents=on.documents, tokens=on.T,
                        seed=on.seed) | findings[label]._asdict() for label, on in subjects.items()]
         if args.json:

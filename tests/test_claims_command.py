@@ -28,9 +28,6 @@ def run(tmp_path, *options):
     return json.loads((tmp_path / "found.json").read_text())
 
 
-# ---- rules ---
-
-
 def test_a_number_within_two_errors_of_the_limit_decides_nothing():
     assert [above((x, 0.1), 0.5) for x in (0.71, 0.69, 0.31, 0.29)] == [HOLDS, OPEN, OPEN, NOT]
     assert [below((x, 0.1), 0.5) for x in (0.71, 0.69, 0.31, 0.29)] == [NOT, OPEN, OPEN, HOLDS]
@@ -51,18 +48,10 @@ def needles(reviver, others=0.1):
     return SimpleNamespace(blind=lambda Method, *share, **knobs: around(found.get(Method, others)))
 
 
-def texts(slope):
-    """Methods whose L grows, and whose KL grows with it by this slope."""
-    each = lambda name: 1 + sum(map(ord, name)) % 97 / 97
-    return SimpleNamespace(of_text=lambda name: dict(
-        alone=around(each(name), 1e-4).view(10, 1, 1), kl=around(slope * each(name), 1e-4)))
-
-
 @pytest.mark.parametrize("claim, on, verdict", [
     ("P5", eighths(**{f"{x}+critical": 0.6 for x in ("SnapKV", "PyramidKV", "AdaKV")}), HOLDS),
     ("P5", eighths(**{"SnapKV+critical": 0.6, "AdaKV+critical": 0.4}), NOT), ("P5", eighths(), OPEN),
-    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT),
-    ("P10", texts(1.0), HOLDS), ("P10", texts(-1.0), NOT)])
+    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT)])
 def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
     found = CLAIMS[claim](on)
     assert found.verdict == verdict and all(len(x) == 2 for x in found.numbers.values())
@@ -73,9 +62,6 @@ def test_claims_are_worded_as_in_claims_md():
     worded = dict(re.findall(r"^\| \[(\w+)\]\(#\w+\) (.*?) \| ", table, re.M))
     for name, claim in CLAIMS.items():
         assert nanollm.claims.says(claim) == worded[name] and "\n    Rule" in claim.__doc__
-
-
-# ---- the command ---
 
 
 def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
