@@ -5,10 +5,9 @@ from pathlib import Path
 import sys
 
 import nanollm
-from nanollm import TINY
 from nanollm.check import check_seed, whole
 from nanollm.compare import check_files
-from nanollm.select import calibrated, given, has_budget, load, pick
+from nanollm.select import calibrated, given, has_budget, loaded, model_options, pick
 
 COMMANDS = "claims", "compare", "generate", "plan", "train"
 MARK = "▸"  # between a text and what is written
@@ -32,13 +31,8 @@ def generate(argv: list[str]):
     parser.add_argument("--top-k", type=int, default=0, help="sample from so many tokens; 0: from all")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest, of this mass")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
-    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
-    parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint in Hugging Face layout")
-    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
-                        help="whose decoder runs; auto: ours, if it knows the family")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
     parser.add_argument("--figure", type=Path, help="of the page: a file for its picture")
+    model_options(parser)
     args = parser.parse_args(argv)
 
     check_seed(args.seed)
@@ -62,8 +56,7 @@ def generate(argv: list[str]):
                          else f"{name} has no budget; leave --budget out")
 
     text = args.file.read_text(encoding="utf8") if args.file else args.prompt
-    model, encoding = load(args.model, args.device, args.engine)
-    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    model, encoding = loaded(args)
     known = {} if args.budget is None else dict(budget=args.budget)
     knobs = given(Method, window_size=args.window, **known) | calibrated(Method, model, encoding)
     if shows:

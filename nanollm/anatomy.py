@@ -1,4 +1,4 @@
-"""Where a model of transformers keeps what methods ask for: output projections, RoPE's angles, chunks."""
+"""Where a model of transformers keeps what methods ask for: output projections, RoPE's angles, masks."""
 import sys
 
 import torch
@@ -49,3 +49,9 @@ def chunk_of(module) -> int | None:
     """Llama-4's layers that attend within chunks of so many tokens; None for any other."""
     kinds, chunk = (getattr(module.config, name, None) for name in ("layer_types", "attention_chunk_size"))
     return chunk if kinds and kinds[module.layer_idx] == "chunked_attention" else None
+
+
+def causal(mask: Tensor) -> bool:
+    """Whether a mask (B, 1, T, T) hides later tokens and nothing else."""
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    return torch.equal(shown, torch.ones_like(shown).tril())

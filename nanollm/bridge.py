@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nanollm.anatomy import chunk_of, frequencies, output_projections, w_o
+from nanollm.anatomy import causal, chunk_of, frequencies, output_projections, w_o
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.check import check_forward
 
@@ -62,11 +62,16 @@ class Layer(CacheLayerMixin):
 
 
 class Memory(Cache):
-    """A cache of transformers made of `caches`, one LayerCache a layer."""
+    """A cache of transformers made of `caches`, one LayerCache a layer of the model of this config."""
 
-    def __init__(self, caches: list[LayerCache]):
+    def __init__(self, caches: list[LayerCache], config):
         super().__init__(layers=[Layer(cache) for cache in caches])
-        self.caches = caches
+        self.caches, self.of = caches, config
+
+    def update(self, *told, **more) -> tuple[Tensor, Tensor]:
+        if self.of._attn_implementation != NAME:  # it would see the new tokens alone
+            raise ValueError("the model has its own attention back, which reads no memory; attach it again")
+        return super().update(*told, **more)
 
     def end_prompt(self):
         """Tell every layer, lowest first, that the prompt is over: compress."""
@@ -98,12 +103,6 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     return y.transpose(1, 2).contiguous(), None
 
 
-def causal(mask: Tensor) -> bool:
-    """Whether a mask (B, 1, T, T) hides later tokens and nothing else."""
-    shown = mask if mask.dtype == torch.bool else mask == 0
-    return torch.equal(shown, torch.ones_like(shown).tril())
-
-
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
@@ -118,7 +117,8 @@ class Bridged:
     def __init__(self, model):
         c = model.config.get_text_config()
         if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
-            raise ValueError(f"{type(model).__name__} {PAST}")
+            why = "has an encoder; take another model" if model.config.is_encoder_decoder else PAST
+            raise ValueError(f"{type(model).__name__} {why}")
         heads = c.num_attention_heads
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))
                        for o in output_projections(model)]
@@ -135,17 +135,16 @@ class Bridged:
     def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V); of the `last` tokens alone, if that is not 0."""
         check_forward(self, tokens, caches, None, last or None)
-        memory = caches and Memory(caches)
+        memory = caches and Memory(caches, self.model.config)
         return self.model(tokens, past_key_values=memory, use_cache=bool(memory), logits_to_keep=last).logits
 
 
 def attach(model, Method=LayerCache, **knobs) -> Memory:
     """A memory for one batch of texts, to pass as `past_key_values`; its `end_prompt` compresses it."""
-    return Memory(make_cache(Bridged(model), Method, **knobs))
+    return Memory(make_cache(Bridged(model), Method, **knobs), model.config)
 
 
 def detach(model):
     """Give the model its own attention back."""
     if hasattr(model, "attention_before"):
-        model.set_attn_implementation(model.attention_before)
-        del model.attention_before
+        model.set_attn_implementation(vars(model).pop("attention_before"))

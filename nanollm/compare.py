@@ -18,9 +18,8 @@ import sys
 import time
 
 import nanollm
-from nanollm import TINY
 from nanollm.check import check_seed, whole
-from nanollm.select import calibrated, given, has_budget, load, one_line, pick
+from nanollm.select import calibrated, given, has_budget, loaded, model_options, one_line, pick
 
 
 def main(argv: list[str]):
@@ -39,8 +38,7 @@ def main(argv: list[str]):
     from nanollm.evaluate import excess
     chosen = pick(args.methods)
     own = args.text.read_text(encoding="utf8") if args.text else None
-    model, encoding = load(args.model, args.device, args.engine, args.dtype)
-    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    model, encoding = loaded(args)
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
     work = Work(args, model, encoding, chosen, done)
@@ -49,8 +47,9 @@ def main(argv: list[str]):
     work.tasks = Tasks(encoding, "test", own, args.chat)
 
     if rank == 0:
-        print("What compressing the KV cache of a small trained decoder costs, measured on real text.\n\n"
-              f"{table.TERMS}", flush=True)
+        whose = "a small trained decoder" if args.model == nanollm.TINY else args.model
+        print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
+              flush=True)
     rows, failed, began = [], [], time.time()
     for row, write in work.results(rank, world):
         if isinstance(row, str):
@@ -87,13 +86,6 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="documents per task; default 32, short table: 8")
     parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
-    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
-    parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint in Hugging Face layout")
-    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
-                        help="whose decoder runs; auto: ours, if it knows the family")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-                        help="of weights, keys and values; default float32")
     parser.add_argument("--batch", type=int, default=32, metavar="DOCUMENTS", help="at a time; default 32")
     parser.add_argument("--keep", type=float, metavar="GB",
                         help="of recorded prompts at most, or they are read again for each row; "
@@ -104,7 +96,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
     parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+    model_options(parser)
     args = parser.parse_args(argv)
 
     if args.all and args.methods:
@@ -233,6 +225,7 @@ class Work:
         slices = Slices(self.model, self.tasks, T, args.documents, args.seed, args.batch, keep)
         if not args.short or not slices.keeps:
             tqdm.write(str(slices), file=sys.stderr)
+        slices.benchmark(self.model, 0)  # what the model refuses is an error, not one of each row
         return slices
 
     def results(self, rank: int, world: int):

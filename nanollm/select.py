@@ -7,6 +7,8 @@ from pathlib import Path
 import sys
 import traceback
 
+from nanollm import TINY, set_threads
+
 METHODS = Path(__file__).parent.parent / "methods"
 
 
@@ -170,4 +172,23 @@ def load(folder: Path, device: str, engine: str = "auto", dtype: str = "float32"
     own = folder / "tokenizer.tiktoken"
     encoding = tokenizer.load(own) if own.exists() else weights.hf_tokenizer(folder)
     tokenizer.check_vocabulary(encoding, model.config.vocab_size)
+    return model, encoding
+
+
+def model_options(parser):
+    """The options of every command that runs a model; `loaded` goes by them."""
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                        help="of weights, keys and values; default float32")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+
+
+def loaded(args):
+    """`load` of what the options say, and the threads that suit it."""
+    model, encoding = load(args.model, args.device, args.engine, args.dtype)
+    set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     return model, encoding

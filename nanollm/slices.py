@@ -3,7 +3,6 @@
 A recording is what the decoder tells its caches: queries, keys and values of every layer. If the recordings
 of all documents fit, each is made once. If not, each is made again for every row and forgotten.
 """
-
 from nanollm.data import Batch
 from nanollm.evaluate import TASKS, Benchmark, Make, check_size, summary
 

@@ -125,6 +125,12 @@ def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape,
     assert torch.equal(own(model), written)
 
 
+def test_an_encoder_is_refused():
+    config = hf.T5Config(vocab_size=V, d_model=32, num_layers=1)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder; take"):
+        attach(hf.T5ForConditionalGeneration(config))
+
+
 @torch.no_grad()
 def test_a_padded_batch_is_refused_and_texts_of_one_length_are_not():
     model, mask = tiny("Llama"), torch.ones_like(TOKENS)
@@ -149,6 +155,22 @@ def test_a_layer_that_never_asks_is_told_of(monkeypatch):
         del layer.self_attn.o_proj
     with pytest.raises(ValueError, match="3 layers and 0 output projections by a known name"):
         attach(model)
+
+
+@torch.no_grad()
+def test_a_memory_is_not_read_past_a_model_that_was_detached():
+    model = tiny("Llama")
+    bridged, memory = Bridged(model), attach(model)
+    model(TOKENS[:, :20], past_key_values=memory)
+    detach(model)
+    for call in (lambda: model(TOKENS[:, 20:], past_key_values=memory),
+                 lambda: bridged(TOKENS, make_cache(bridged))):
+        with pytest.raises(ValueError, match="its own attention back, .*; attach it again"):
+            call()
+    attach(model)
+    expected = bridged(TOKENS)[:, 20:]
+    torch.testing.assert_close(model(TOKENS[:, 20:], past_key_values=memory).logits, expected,
+                               atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

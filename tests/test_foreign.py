@@ -134,8 +134,15 @@ def shorter_vocabulary(folder):
     (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=700)))
 
 
+def short_window(folder):
+    config = json.loads((folder / "config.json").read_text())
+    layers = dict(use_sliding_window=True, sliding_window=64, layer_types=2 * ["sliding_attention"])
+    (folder / "config.json").write_text(json.dumps(config | layers))
+
+
 @pytest.mark.parametrize("folder", ["bytes"], indirect=True)
 @pytest.mark.parametrize("spoil, options, message", [
+    (short_window, "", "^error: layer 0 attends to the last 64 tokens alone, and the text has 128; shorten"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "", "has no tokenizer"),
     (cut_weights, "", "cannot be read"), (shorter_vocabulary, "", "cannot be read|do not belong together"),
     (lambda folder: (folder / "config.json").unlink(), "", "config.json"),
