@@ -1,6 +1,6 @@
 """python -m nanollm claims: do the papers' claims hold on a model of yours?
 
-    python -m nanollm claims                                  on the shipped decoder: three minutes of a core
+    python -m nanollm claims                                  on the shipped decoder: two minutes of a core
     python -m nanollm claims --model FOLDER --claims P6 C1    on both, side by side
 
 A rule on measured numbers decides each claim about trained models: methods/theory/claims.py has both.
@@ -16,7 +16,7 @@ import nanollm
 from nanollm import TINY
 from nanollm.check import check_seed, whole
 from nanollm.data import Tasks
-from nanollm.select import load
+from nanollm.select import load, model_options
 
 
 def says(claim) -> str:
@@ -48,10 +48,7 @@ def is_ours(data: bytes) -> bool:
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a checkpoint in Hugging Face layout")
-    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto")
-    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    model_options(parser)
     parser.add_argument("--claims", nargs="+", metavar="ID", help="default: all that a model decides")
     parser.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
     parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")
@@ -66,11 +63,11 @@ def main(argv: list[str]):
     names, subjects = [*dict.fromkeys(args.claims or CLAIMS)], {}
     if unknown := [name for name in names if name not in CLAIMS]:
         raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
-    for folder in dict.fromkeys([TINY, args.model or TINY]):
+    for folder in dict.fromkeys([TINY, args.model]):
         model, encoding = load(folder, args.device, args.engine, args.dtype)
         label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
         subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
-    nanollm.set_threads(0, sum(p.numel() for p in model.parameters()))  # FOLDER's, if there is one
+    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))  # of FOLDER, the last
     print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
           f"± a standard error\n\n{line('', subjects)}\n")
 
