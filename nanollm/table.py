@@ -51,7 +51,8 @@ def show(row: dict, short: bool = False) -> str:
     kl = f"{max(row['kl'], 0):.3f}"
     if short:
         return line(SHORT, *first, kl)
-    perplexity, l1, speed = f"{row['perplexity']:.2f}", f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}"
+    perplexity = f"{row['perplexity']:.2f}" if row["perplexity"] < 1e4 else f"{row['perplexity']:.1e}"
+    l1, speed = f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}"
     gpu = "" if row["device"] is None else f"{row['device'] / 1024:>11.0f}"
     return line(LONG, *first, perplexity, kl, l1, speed) + gpu
 

@@ -41,6 +41,7 @@ def test_every_number_stands_below_its_name(short, more):
         assert line[:end].endswith(f" {number}"), name
     assert line.startswith("h2o ") and len(line) == len(names) == end
     if not short:
+        assert " 1.7e+05  " in table.show(row | dict(perplexity=170333.76))  # of a model that cannot read
         on_gpu = table.show(row | dict(device=9 * 1024)), table.header(300, 5, 4, gpu=True).split("\n")[-1]
         assert [*map(len, on_gpu)] == 2 * [end + 11] and on_gpu[0].endswith(" 9")
     for task in TASKS:
