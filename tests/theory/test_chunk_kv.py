@@ -150,15 +150,15 @@ unmarked = once(lambda: Unmarked(ENCODING, "test"))  # no mark where a fact ends
 
 
 @once
-def asked(task, *how):
-    batch = unmarked().batch(task, 1, 32, 256, **dict(how))
+def asked(task):
+    batch = unmarked().batch(task, 1, 32, 256)
     return batch, read(shipped(), batch)
 
 
 @once
-def found(Method, task="needle", how=(), place=None, **knobs):
+def found(Method, task="needle", place=None, **knobs):
     """Per document, whether its question is answered, aware."""
-    batch, recordings = asked(task, *how)
+    batch, recordings = asked(task)
     if Method is SemanticChunkKV:
         knobs |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
     if place is not None:
