@@ -9,7 +9,7 @@ from nanollm.check import check_seed, whole
 from nanollm.compare import check_files
 from nanollm.select import calibrated, given, has_budget, loaded, model_options, pick
 
-COMMANDS = "compare", "generate", "plan", "train"
+COMMANDS = "claims", "compare", "generate", "plan", "train"
 MARK = "▸"  # between a text and what is written
 
 

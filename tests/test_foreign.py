@@ -6,38 +6,18 @@ import shutil
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-import torch
-import transformers as hf
 
-from nanollm import data
+from foreign import foreign_checkpoint
 from nanollm.__main__ import main
 from nanollm.data import ANSWER, FACT, QUESTION, Tasks
 from nanollm.weights import hf_tokenizer
 
-KINDS = {"bytes": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
-                   trainers.BpeTrainer, dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())),
-         "unigram": (models.Unigram(), pre_tokenizers.Metaspace(), decoders.Metaspace(),
-                     trainers.UnigramTrainer, dict(unk_token="<unk>"))}
 FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --budgets 25".split()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["bytes", "unigram"])
 def folder(request, tmp_path_factory):
-    """A tiny random Qwen3 with a tokenizer trained here: its family is not one that `from_hf` reads."""
-    out, (model, pre, decoder, Trainer, more) = tmp_path_factory.mktemp(request.param), KINDS[request.param]
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
-    special = ["<s>", "</s>", "<unk>"]
-    tokenizer.train_from_iterator(data.text("test")[::4], Trainer(
-        vocab_size=1500, special_tokens=special, show_progress=False, **more))
-    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(out)
-    torch.manual_seed(0)
-    hf.Qwen3ForCausalLM(hf.Qwen3Config(
-        vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)).save_pretrained(out)
-    return out
+    return foreign_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")

@@ -79,14 +79,21 @@ def texts(model, tasks: Tasks) -> Reference:
     return reference(model, text_windows(tasks, 64, 512), 64)
 
 
-def measured(model, full: Reference, name: str, share: float) -> dict[str, np.ndarray]:
-    """A method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
+def by_text(model, full: Reference, name: str, share: float) -> dict[str, Tensor]:
+    """A method of METHODS text by text: ‖o − ô‖₁ of each layer `alone`, and `together`, added up over the
+    layers below, (texts, L, H·G); kl and nll (texts,)."""
     Method, knobs = METHODS[name]
     make = maker(model, Method, share, **knobs)
-    alone = perturbation(full, make)
     text = replayed_or_read(continuation, model, full, make, full.recording)
-    row = dict(L=alone.mean((1, 2)), kl=text["kl"], nll=text["nll"])
-    row |= dict(heads=alone.mean(0), layers=text["l1"].mean((0, 2)))
+    row = dict(alone=perturbation(full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
+    return {key: x.cpu() for key, x in row.items()}
+
+
+def measured(model, full: Reference, name: str, share: float) -> dict[str, np.ndarray]:
+    """A method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
+    text = by_text(model, full, name, share)
+    row = dict(L=text["alone"].mean((1, 2)), kl=text["kl"], nll=text["nll"])
+    row |= dict(heads=text["alone"].mean(0), layers=text["together"].mean((0, 2)))
     return {key: x.numpy() for key, x in row.items()}
 
 

@@ -10,6 +10,7 @@ from methods.kv_reviver_shrunk import MEDIAN
 from methods.quantized import quantise
 from nanollm.cache import cache_bytes, end_prefill
 from nanollm.evaluate import answer, prompt_and_question
+from nanollm.model import Decoder
 from nanollm.replay import Recording, feed, replay
 from nanollm.speed import best
 
@@ -24,15 +25,29 @@ def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]
     if not 0 <= even <= 1:
         raise ValueError(f"even {even} is a share of all budgets, 0 to 1")
 
-    weights = [block.attention.qkv.weight for block in model.blocks]
+    weights = keys_and_values(model)
     fisher = torch.zeros(len(weights))
     for text in tokens.split(1):
         with torch.enable_grad():
             logits = model(text[:, :-1]).flatten(0, 1)
             loss = F.cross_entropy(logits, text[:, 1:].flatten(), reduction="sum")
-        for layer, (block, grad) in enumerate(zip(model.blocks, torch.autograd.grad(loss, weights))):
-            fisher[layer] += sum(part.square().mean() for part in block.attention.split(grad)[1:])
+        grads = iter(torch.autograd.grad(loss, [w for layer in weights for w, _ in layer]))
+        for i, layer in enumerate(weights):
+            fisher[i] += sum(part.square().mean().cpu() for _, parts in layer for part in parts(next(grads)))
     return tuple((even / len(weights) + (1 - even) * fisher / fisher.sum()).tolist())
+
+
+def keys_and_values(model) -> list[list[tuple]]:
+    """Of each layer the weights that hold W_K and W_V, each with what takes their parts out of a gradient."""
+    if isinstance(model, Decoder):
+        layers = (block.attention for block in model.blocks)
+        return [[(x.qkv.weight, lambda grad, x=x: x.split(grad)[1:])] for x in layers]
+    layers = [[(x.k_proj.weight, lambda grad: [grad]), (x.v_proj.weight, lambda grad: [grad])]
+              for x in model.model.modules() if hasattr(x, "k_proj") and hasattr(x, "v_proj")]
+    if len(layers) != len(model.blocks):
+        raise ValueError(f"{len(layers)} of {len(model.blocks)} layers have weights k_proj and v_proj; "
+                         "take another model")
+    return layers
 
 
 def share_out(caches: list, shares: tuple[float, ...]) -> list:

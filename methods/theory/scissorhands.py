@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from nanollm.cache import LayerCache, end_prefill, make_cache, probabilities
 from nanollm.evaluate import Reference, continuation, held, reading_within
+from nanollm.model import Decoder
 from nanollm.replay import Recorder, feed, record
 
 
@@ -425,10 +426,9 @@ def block_similarity(model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns (L,) each.
     """
     before, added = [], []
-    hooks = [block.norm2.register_forward_hook(lambda module, args, out: before.append(args[0]))
-             for block in model.blocks]
-    hooks += [block.mlp.register_forward_hook(lambda module, args, out: added.append(out))
-              for block in model.blocks]
+    norms, mlps = zip(*feed_forwards(model))
+    hooks = [norm.register_forward_hook(lambda module, args, out: before.append(args[0])) for norm in norms]
+    hooks += [mlp.register_forward_hook(lambda module, args, out: added.append(out)) for mlp in mlps]
     try:
         model(tokens)
     finally:
@@ -438,6 +438,19 @@ def block_similarity(model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, change = torch.stack(before), torch.stack(added)  # (L, B, T, d_model)
     measured = F.cosine_similarity(x, x + change, dim=-1), x.norm(dim=-1), change.norm(dim=-1)
     return tuple(m.mean((1, 2)) for m in measured)
+
+
+def feed_forwards(model) -> list[tuple]:
+    """Each layer's norm before its MLP, and the MLP. Of transformers' those whose layers add just these."""
+    if isinstance(model, Decoder):
+        return [(block.norm2, block.mlp) for block in model.blocks]
+    found = [(x.post_attention_layernorm, x.mlp) for x in model.model.modules()
+             if hasattr(x, "mlp") and hasattr(x, "post_attention_layernorm")
+             and not hasattr(x, "pre_feedforward_layernorm")]  # Gemma's norms stand elsewhere
+    if len(found) != len(model.blocks):
+        raise ValueError(f"{len(found)} of {len(model.blocks)} layers have a post_attention_layernorm and an "
+                         "mlp, and nothing between; take another model")
+    return found
 
 
 def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
@@ -496,6 +509,19 @@ def tail_exponent(x: Tensor, candidates: int = 100) -> Tail:
         distance = torch.maximum((fit - rank[:-1]).abs(), (fit - rank[1:]).abs()).max().item()
         fits.append(Tail(k, (k - 1) / n ** 0.5, x[start].item(), x[-1].item(), n, distance))
     return min(fits, key=lambda fit: fit.distance)
+
+
+@torch.no_grad()
+def observed(model, tokens: Tensor) -> Tensor:
+    """Of texts (B, T), in every layer: persistence ratio, cosine of x and F(x), tail exponent, and the
+    persistence ratio's chance: (4, B, L). One text at a time, for its attention is T × T."""
+    found = []
+    for text in tokens.split(1):
+        p = attention_maps(model, text)
+        ratio, chance = (x.nanmean((1, 2)) for x in persistence_ratio(p))
+        k = torch.tensor([tail_exponent(even_shares(x)).k for x in p])
+        found.append(torch.stack([x.cpu() for x in (ratio, block_similarity(model, text)[0], k, chance)]))
+    return torch.stack(found, 1)
 
 
 # ---- what the budget cache keeps and costs -----------------------------------------------------------------

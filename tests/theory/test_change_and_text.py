@@ -1,5 +1,4 @@
 """CriticalKV's claims about a trained model, on the shipped one: answers, and the stored rows of 64 texts."""
-from functools import cache
 from itertools import product
 
 import numpy as np
@@ -7,80 +6,59 @@ import pytest
 import torch
 
 from common import tasks
-from methods.critical_kv import Critical, PooledCritical
+from methods.critical_kv import PooledCritical
 from methods.theory import change_and_text
-from methods.theory.change_and_text import (COMPARED, METHODS, RULES, SHARES, VOTING, OtherNorms, answers,
+from methods.theory.change_and_text import (COMPARED, METHODS, RULES, SHARES, VOTING, WINDOW, OtherNorms,
                                             change, correlation_of_change_and_kl, difference, last_layer,
                                             lower, stored)
+from methods.theory.claims import P5, P8
+from methods.theory.subject import HOLDS, NOT, Subject, above, mean
 from methods.snap_kv import SnapKV
 from nanollm import TINY, weights
-from nanollm.evaluate import Benchmark, reference, standard_error, text_windows
+from nanollm.evaluate import reference, text_windows
 
 
 # ---- answers: needles and pairs in 24 documents of 256 tokens each, with an eighth of the entries ---
 
 
 @pytest.fixture(scope="module")
-@torch.no_grad()
-def answered():
-    model = weights.from_hf(TINY)
-    bench = Benchmark.build(model, tasks("test"), 256, documents=24, seed=0)
-    del bench.batches["few_shot"]
-
-    @cache
-    @torch.no_grad()
-    def row(name, share=1 / 8, **knobs):
-        Method, more = METHODS[name]
-        return answers(model, bench, Method, share, **more | knobs)
-    return row
-
-
-def compare(row, base, setting="aware"):
-    """Mean difference, document by document, and its standard error."""
-    d = row[setting] - base[setting]
-    return d.mean().item(), standard_error(d.flatten())
+def on():
+    return Subject(weights.from_hf(TINY), tasks("test"), documents=24)
 
 
 @pytest.mark.claim("P5")
 @pytest.mark.parametrize("rule", [Rule.__name__ for Rule in RULES])
-def test_the_papers_rule_loses_answers_and_the_codes_loses_none(answered, rule, note):
-    base = answered(rule)
-    lost, error = compare(answered(f"{rule}+critical"), base)
-    assert lost < -1.5 * error
-    note("P5", **{rule: 100 * lost})
-    for setting in ("aware", "blind"):
-        changed, _ = compare(answered(f"{rule}+critical_code"), base, setting)
-        assert abs(changed) < 0.05
-        note("P5", **{f"{rule}_code_{setting}": 100 * changed})
+def test_the_papers_rule_loses_answers_and_the_codes_loses_none(on, rule, note):
+    found = P5(on)
+    lost, error = found.numbers[f"{rule}, the paper's rule"]
+    aware = found.numbers[f"{rule}, the authors' code"]
+    blind = mean(on.at_an_eighth(f"{rule}+critical_code", setting="blind")
+                 - on.at_an_eighth(rule, setting="blind"))
+    assert found.verdict == NOT and lost < -1.5 * error and max(abs(aware[0]), abs(blind[0])) < 0.05
+    note("P5", **{rule: 100 * lost, f"{rule}_code_aware": 100 * aware[0]})
 
 
 @pytest.mark.claim("P5")
-def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(answered, note):
-    plain, pooled, other = (answered("SnapKV", 1 / 16, select=select)
+def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(on, note):
+    plain, pooled, other = (on.answered(SnapKV, 1 / 16, "needle", "recall", **WINDOW, select=select)
                             for select in (SnapKV.select, PooledCritical(), OtherNorms()))
-    gained, error = compare(pooled, plain)
-    assert gained > 0.1 and gained > 2 * error
-    ahead, error = compare(pooled, other)
-    assert ahead > 2 * error
-    note("P5", few_gained=100 * gained, few_other=100 * compare(other, plain)[0])
+    gained = mean(pooled - plain)
+    assert above(gained) == above(mean(pooled - other)) == HOLDS and gained[0] > 0.1
+    note("P5", few_gained=100 * gained[0], few_other=100 * mean(other - plain)[0])
 
 
 @pytest.mark.claim("P8", "P10")
-def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(answered, note):
+def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(on, note):
     """Without pooled votes too, though these lower L in all three rules, and streaming is far behind."""
-    of = {"plain": answered("SnapKV"), "quarter": answered("SnapKV+critical"),
-          "none": answered("SnapKV", select=Critical(0.0)), "streaming": answered("StreamingLLM"),
-          "pooled": answered("SnapKV", select=PooledCritical(0.0))}
-    for less, more in ("none", "quarter"), ("quarter", "plain"):
-        lost, error = compare(of[less], of[more])
-        assert lost < -2 * error
-    changed, error = compare(of["pooled"], of["plain"])
-    unpooled = answered("SnapKV, no pool")
-    assert changed >= -error and abs(compare(answered("SnapKV+residual"), of["plain"])[0]) < 0.05
-    assert max(compare(x, of["plain"])[0] for x in (of["streaming"], unpooled)) < -0.5
-    note("P8", **{name: 100 * row["aware"].mean() for name, row in of.items()})
-    note("P10", no_pool_answers=100 * unpooled["aware"].mean(),
-         plain_answers=100 * of["plain"]["aware"].mean())
+    found = P8(on)
+    plain, quarter, none, streaming, pooled = (x for x, _ in found.numbers.values())
+    unpooled, residual = (on.at_an_eighth(f"SnapKV{more}").mean().item()
+                          for more in (", no pool", "+residual"))
+    assert found.verdict == NOT and none < quarter - 0.2 < plain - 0.4
+    assert max(abs(pooled - plain), abs(residual - plain)) < 0.05 and max(streaming, unpooled) < plain - 0.5
+    note("P8", plain=100 * plain, quarter=100 * quarter, none=100 * none, streaming=100 * streaming,
+         pooled=100 * pooled)
+    note("P10", no_pool_answers=100 * unpooled, plain_answers=100 * plain)
 
 
 def spread(note, claim, factor, found):

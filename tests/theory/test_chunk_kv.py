@@ -12,15 +12,16 @@ from exact import F64, at_most, check, close, seeds, vector
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.semantic_chunk_kv import SemanticChunkKV
 from methods.snap_kv import SnapKV
+from methods.theory.change_and_text import compressed
+from methods.theory.claims import C1, C2
 from methods.theory.chunk_kv import (
     LaterGroups, PlacedChunks, answer_bound, aware, bounds, chunk_noise, copies, distance_bound, divergence,
     fisher, independent, jaccard, lessons, markov, mirrored, read, remainder, together, token_divergences,
     token_noise)
+from methods.theory.subject import HOLDS, NOT, Subject
 from nanollm import TINY, tokenizer, weights
-from nanollm.cache import end_prefill, make_cache
 from nanollm.data import Unmarked
-from nanollm.evaluate import held, maker, standard_error, text_windows
-from nanollm.replay import feed
+from nanollm.evaluate import held, maker, standard_error
 
 WINDOW, (BREAK,) = dict(window_size=8), ENCODING.encode("\n")
 sizes, noises = st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.3])
@@ -149,15 +150,15 @@ unmarked = once(lambda: Unmarked(ENCODING, "test"))  # no mark where a fact ends
 
 
 @once
-def asked(task, *how):
-    batch = unmarked().batch(task, 1, 32, 256, **dict(how))
+def asked(task):
+    batch = unmarked().batch(task, 1, 32, 256)
     return batch, read(shipped(), batch)
 
 
 @once
-def found(Method, task="needle", how=(), place=None, **knobs):
+def found(Method, task="needle", place=None, **knobs):
     """Per document, whether its question is answered, aware."""
-    batch, recordings = asked(task, *how)
+    batch, recordings = asked(task)
     if Method is SemanticChunkKV:
         knobs |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
     if place is not None:
@@ -172,14 +173,23 @@ def fewer(one, other):
     return (other - one).mean() > 2 * standard_error(other - one)
 
 
+@once
+def on():
+    """The documents of all these tests, and 4 texts of 512 tokens."""
+    on = Subject(shipped(), tasks("test"), seed=1)
+    on.text = Subject(shipped(), tasks("test"), documents=4, T=512).text
+    return on
+
+
 @pytest.mark.claim("C1")
 def test_chunks_keep_long_facts_and_the_more_the_longer_they_are(note):
-    how = ("facts", 1), ("numbers", 4)  # values of 8 tokens
-    right = dict(snap=found(SnapKV, how=how), grid=found(ChunkKV, how=how),
-                 twenty=found(ChunkKV, how=how, select=Chunks(20)), semantic=found(SemanticChunkKV, how=how))
-    note("C1", **{f"long_{name}": 100 * x.mean() for name, x in right.items()})
-    assert right["snap"].mean() < 0.05 and fewer(right["snap"], right["grid"])
-    assert fewer(right["grid"], right["twenty"]) and fewer(right["twenty"], right["semantic"])
+    judged = C1(on())  # values of 8 tokens
+    snap, grid, twenty, semantic = judged.numbers.values()
+    note("C1", **{f"long_{name}": 100 * x[0] for name, x in dict(
+        snap=snap, grid=grid, twenty=twenty, semantic=semantic).items()})
+    assert judged.verdict == HOLDS and snap[0] < 0.05
+    for (less, error), (more, other) in ((grid, twenty), (twenty, semantic)):
+        assert more - less > 2 * (error ** 2 + other ** 2) ** 0.5
 
 
 @pytest.mark.claim("C1")
@@ -200,25 +210,22 @@ def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them(task, note):
 @pytest.mark.claim("C2")
 @torch.inference_mode()
 def test_neighbouring_layers_choose_chunks_more_alike_than_tokens(note):
-    texts, similar = text_windows(tasks("test"), 4, 512), {}
-    for name, Method, knobs in RULES:
-        caches = make_cache(shipped(), Method, budget=51, **WINDOW, **knobs)
-        feed(shipped(), texts, caches)
-        end_prefill(caches)
-        kept = held(caches, 504)
-        similar[name] = jaccard(kept[:, 1:], kept[:, :-1]).mean((0, 2))  # layers 0 and 1, 1 and 2, …
-        note("C2", **{name: similar[name].mean()})
+    (tokens, _), (snap, _), (chunks, _), *_ = C2(on()).numbers.values()
+    assert chunks > snap + 0.05 > tokens + 0.05
+    note("C2", tokens=tokens, snap=snap, chunks=chunks)
+    kept = held(compressed(shipped(), ChunkKV, on().text.tokens, 0.1), 504)
+    by_layer = jaccard(kept[:, 1:], kept[:, :-1]).mean((0, 2))  # layers 0 and 1, 1 and 2, …
+    assert (by_layer[2:] > 0.4).all() and by_layer[0] < 0.15
     assert jaccard(vector(1, 1, 1, 0, 0) > 0, vector(0, 1, 1, 1, 0) > 0) == 2 / 4  # {0, 1, 2} and {1, 2, 3}
-    assert similar["chunks"].mean() > similar["snap"].mean() + 0.05 > similar["tokens"].mean() + 0.05
-    assert (similar["chunks"][2:] > 0.4).all() and similar["chunks"][0] < 0.15
 
 
 @pytest.mark.claim("C2")
 def test_reuse_of_layer_0s_indices_loses_the_answers_and_of_layer_1s_none(note):
-    alone, paper = found(ChunkKV, "recall"), found(ChunkKV, "recall", reuse=2)
-    later = found(LaterGroups, "recall", reuse=5, first=1)
-    note("C2", alone=100 * alone.mean(), reuse=100 * paper.mean(), later=100 * later.mean())
-    assert paper.mean() < alone.mean() - 0.5 and later.mean() > alone.mean() - 0.05
+    judged = C2(on())
+    alone, reuse = (x for name, (x, _) in judged.numbers.items() if "pairs" in name)
+    later = found(LaterGroups, "recall", reuse=5, first=1).mean()
+    note("C2", alone=100 * alone, reuse=100 * reuse, later=100 * later)
+    assert judged.verdict == NOT and reuse < alone - 0.5 and later > alone - 0.05
 
 
 @pytest.mark.claim("C3")

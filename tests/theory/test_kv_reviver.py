@@ -1,27 +1,28 @@
 """KVReviver's lemmas and bounds, what a sketch can tell, budgets by layer, and claims about a decoder."""
 from collections import Counter
+from copy import copy
 from functools import cache as once
 from itertools import product
 import math
+from types import SimpleNamespace
 
 from hypothesis import strategies as st
 import pytest
 import torch
 
 from common import TOKENS, decoder, tasks
-from exact import F64, check, near, random, seeded
+from exact import F64, check, near, random
 from methods.duo_attention import DuoAttention
-from methods.h2o import H2O
 from methods.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
 from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
-from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
-from methods.theory.kv_reviver import (amnesia, collision_variance, fisher_shares,
-                                       found_blind, median_moments, printed_bound, relative_error,
-                                       score_variance, share_out, solve, take_out)
+from methods.theory.claims import R4, R9, R10
+from methods.theory.kv_reviver import (collision_variance, fisher_shares, median_moments, printed_bound,
+                                       relative_error, score_variance, share_out, solve, take_out)
+from methods.theory.subject import HOLDS, NOT, Subject, above
 from nanollm import TINY, evaluate, weights
-from nanollm.cache import make_cache, probabilities
+from nanollm.cache import make_cache
 from nanollm.replay import Recorder, record
 
 each_rows = pytest.mark.parametrize("rows", MEDIAN)
@@ -154,33 +155,10 @@ def test_least_squares_needs_a_tenth_more_slots_than_tokens(note):
 
 @once
 def shipped():
-    """The decoder, 4 texts of 447 tokens with 16 more to come, and 6 needles whose question comes later."""
-    model, batch = weights.from_hf(TINY), tasks("test").batch("needle", 0, 6, 512)
-    recording = record(model, make_cache(model, Recorder), evaluate.prompt_and_question(model, batch)[1])
-    text = evaluate.text_windows(tasks("test"), 4, 512)
-    return model, text, evaluate.reference(model, text[:, :464], 16), batch, recording
-
-
-@once
-def kl(Method, shares=None, **knobs):
-    """Of each text, at a quarter of the entries' bytes, every one of them used."""
-    model, _, full, *_ = shipped()
-    make = evaluate.maker(model, Method, 0.25, **dict(slack=0) | knobs)
-    shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
-    return evaluate.continuation(model, full, shared, full.recording)["kl"]
-
-
-def found(Method, **knobs):
-    """Needles found at a quarter of the entries, or in so many bits."""
-    model, _, _, batch, recording = shipped()
-    make = evaluate.maker(model, Method, None if "bits" in knobs else 0.25, **knobs)
-    with torch.no_grad():
-        return evaluate.replayed_or_read(found_blind, model, batch, make, recording).mean().item()
-
-
-def below(x, y, errors=2.0):
-    """x is less than y, text by text, by so many standard errors."""
-    return (y - x).mean() > errors * evaluate.standard_error(y - x)
+    """The decoder, 4 texts of 447 tokens with 16 more to come, and 6 needle documents of 512 tokens."""
+    on = Subject(weights.from_hf(TINY), tasks("test"), documents=6, T=512)
+    on.text = evaluate.reference(on.model, evaluate.text_windows(tasks("test"), 4, 512)[:, :464], 16)
+    return on
 
 
 def told(note, claim, differences):
@@ -190,15 +168,15 @@ def told(note, claim, differences):
 
 @pytest.mark.claim("R4")
 def test_no_sketch_is_no_worse_and_swaps_harm_the_papers(note):
-    paper, shrunk, none = kl(KVReviver), kl(ShrunkReviver), kl(KVReviver, vague=0.0)
-    note("R4", paper=paper.mean(), shrunk=shrunk.mean())
-    against = dict(none=none - shrunk, often=kl(KVReviver, replace_rate=1.0) - paper)
-    told(note, "R4", against)
-    assert below(0 * paper, against["often"]) and below(5 * shrunk, paper) and against["none"].mean() < 0
+    found = R4(shipped())
+    (paper, _), (shrunk, _), _, none, often, _ = found.numbers.values()
+    note("R4", paper=paper, shrunk=shrunk, none=none[0], none_se=none[1], often=often[0], often_se=often[1])
+    assert found.verdict == NOT and above(often) == HOLDS and none[0] < 0 and paper > 5 * shrunk
 
 
 @pytest.mark.claim("R7")
 def test_all_that_a_shrunk_sketch_gains_is_the_mean(note):
+    kl = shipped().kl
     mean, shrunk, none = kl(ShrunkReviver, vague=1e-9), kl(ShrunkReviver), kl(KVReviver, vague=0.0)
     assert mean.mean() < shrunk.mean() and abs((shrunk - none).mean()) < 0.04
     told(note, "R7", dict(over_none=shrunk - none, over_mean=shrunk - mean))
@@ -207,7 +185,7 @@ def test_all_that_a_shrunk_sketch_gains_is_the_mean(note):
 @once
 def real(n):
     """n tokens (L, H, n) of the shipped decoder's text and their keys and values (L, H, n, D)."""
-    model, text = shipped()[0], evaluate.text_windows(tasks("test"), 1, 1024)
+    model, text = shipped().model, evaluate.text_windows(tasks("test"), 1, 1024)
     recording = record(model, make_cache(model, Recorder), text)
     k, v = (torch.cat([getattr(layer, name) for layer in recording])[:, :, :n] for name in "kv")
     return torch.arange(n).expand(k.shape[:3]), k, v
@@ -268,8 +246,8 @@ def test_fisher_shares_are_mean_squared_gradients_of_keys_and_values():
 
 @pytest.mark.claim("R5")
 def test_fisher_shares_starve_layers_unless_a_part_is_even(note):
-    model, text = shipped()[0], evaluate.text_windows(tasks("test"), 15, 256)[1::2]
-    alone, mixed = (fisher_shares(model, text, even) for even in (0.0, 0.5))
+    kl, text = shipped().kl, evaluate.text_windows(tasks("test"), 15, 256)[1::2]
+    alone, mixed = (fisher_shares(shipped().model, text, even) for even in (0.0, 0.5))
     note("R5", largest_two=alone[0] + alone[1])
     assert alone[0] + alone[1] > 0.8
     with pytest.raises(ValueError, match="no room"):
@@ -288,32 +266,23 @@ def test_fisher_shares_starve_layers_unless_a_part_is_even(note):
 
 @pytest.mark.claim("R9")
 def test_many_are_activated_later_but_chance_leaves_hardly_more(note):
-    model, text, *_ = shipped()
-    with torch.no_grad():
-        caches = make_cache(model, Recorder)
-        recording = record(model, caches, text[::2])
-        p = torch.stack([probabilities(x.q, cache.k, cache.pos, None, x.pos)
-                         for cache, x in zip(caches, recording)])[..., :448]
-    later, so_far = p[..., 448:, :], p[..., :448, :].sum((3, 4))
-    chance = torch.rand(so_far.shape, generator=seeded(0))
-    often, much = amnesia(later, so_far, 0.4)["ever"]
-    often_chance, much_chance = amnesia(later, chance, 0.4)["ever"]
-    assert 0.45 < often < often_chance < 0.65 and 0.08 < much < much_chance < 0.18
+    on = copy(shipped())
+    on.text = SimpleNamespace(tokens=evaluate.text_windows(tasks("test"), 4, 512)[::2])
+    found = R9(on)
+    often, often_chance, much, much_chance, *_ = (x for x, _ in found.numbers.values())
+    assert 0.45 < often < often_chance < 0.65 and 0.08 < much < much_chance < 0.18 and found.verdict == HOLDS
     note("R9", often=often, much=much, often_chance=often_chance, much_chance=much_chance)
 
 
 @pytest.mark.claim("R9", "R10")
 def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
     """Or where the question is seen first: others forget."""
-    model, _, _, batch, _ = shipped()
-    right = evaluate.retrieve(model, batch, evaluate.maker(model, SnapKV, 0.25, window_size=8))
-    aware, blind = (right[name].mean().item() for name in ("aware", "blind"))
+    right = shipped().row("needle", SnapKV, 0.25, window_size=8)
+    aware, blind = (right[setting].mean().item() for setting in ("aware", "blind"))
     assert aware > 0.9 and blind < 0.3
     note("R9", aware=aware, blind=blind)
 
-    names = dict(paper=found(KVReviver), shrunk=found(ShrunkReviver), h2o=found(H2O),
-                 duo=found(DuoAttention, heads=((1, 0), (1, 1), (1, 2))),
-                 bits=found(Quantized, bits=2, residual_length=16))
-    assert names["paper"] == 0 and max(names["shrunk"], names["h2o"]) < 0.3
-    assert names["duo"] == names["bits"] == 1
-    note("R10", **names)
+    paper, h2o, _, _, shrunk, _, bits = (x for x, _ in R10(shipped()).numbers.values())
+    duo = shipped().blind(DuoAttention, heads=((1, 0), (1, 1), (1, 2))).mean().item()
+    assert paper == 0 and max(shrunk, h2o) < 0.3 and duo == bits == 1
+    note("R10", paper=paper, shrunk=shrunk, h2o=h2o, duo=duo, bits=bits)

@@ -15,8 +15,8 @@ from methods.h2o import H2O
 from methods.scissorhands import BudgetCache, Scissorhands
 from methods.theory.scissorhands import (
     OneLayer, attention_maps, best_bound, block_similarity, condition, cost_of_reading, draw_power_law,
-    drift_bound, drift_under_power_law, drifts, even_shares, eviction_bound, failure, mass_lost, mlp_bound,
-    nearly_orthogonal, newest_share, next_step, paper_bound, paper_failure, persistence_bounds,
+    drift_bound, drift_under_power_law, drifts, eviction_bound, failure, mass_lost, mlp_bound,
+    nearly_orthogonal, newest_share, next_step, observed, paper_bound, paper_failure, persistence_bounds,
     persistence_ratio, proof_steps, random_step, repaired_bound, rollout, smallest_share, softmax_spread,
     tail_exponent, tail_mass, weights_bound)
 from nanollm import TINY, weights
@@ -504,7 +504,8 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
     mean = lambda *knobs: [x.nanmean((1, 2)) for x in persistence_ratio(p, *knobs)]
     near = lambda x, *expected, by=0.003: torch.allclose(x, x.new_tensor(expected), rtol=0, atol=by)
 
-    (ratio, chance), (strong, strong_chance) = mean(), mean(16, 16)
+    (ratio, cosine, k, chance), (strong, strong_chance) = observed(model, text), mean(16, 16)
+    ratio, cosine, mean_k, chance = (x.mean(0) for x in (ratio, cosine, k, chance))
     assert near(ratio, 1.000, 0.725, 0.990, 0.984, 0.990, 0.975)
     assert (ratio >= chance).all() and (ratio - chance).max() < 0.018
     assert near(strong, 0.012, 0.358, 0.311, 0.475, 0.331, 0.382)
@@ -512,10 +513,8 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
     for name, x in dict(ratio=ratio, strong=strong, strong_chance=strong_chance).items():
         note("S7", **{f"{name}_layer_1": 100 * x[1]})
 
-    cosine, *_ = block_similarity(model, text)
     assert near(cosine, 0.981, 0.924, 0.943, 0.942, 0.955, 0.925)
-    k = torch.tensor([[tail_exponent(even_shares(x)).k for x in layer] for layer in p])
-    mean_k, error = k.mean(1), k.std(1) / 8 ** 0.5
+    error = k.std(0) / 8 ** 0.5
     assert near(mean_k, 2.35, 1.58, 2.14, 2.45, 1.95, 1.87, by=0.03) and error.max() < 0.07
     assert (mean_k + 2 * error < 2).tolist() == [False, True, False, False, False, True]
     note("S7", k_error=error.max(), above_chance=100 * (ratio - chance).max())

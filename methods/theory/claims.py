@@ -1,0 +1,280 @@
+"""The papers' claims about trained models, each judged on any model by a rule on what is measured.
+
+    judge("P6", Subject(model, Tasks(encoding, "test")))    # or: python -m nanollm claims --model FOLDER
+
+A function's docstring says the claim, as CLAIMS.md does, and below it the rule. Claims about equations or
+random draws are not here: no model decides them. A number within two standard errors of a rule's limit leaves
+it undecided.
+"""
+import torch
+import torch.nn.functional as F
+
+from methods.cam import CaM
+from methods.chunk_kv import ChunkKV, Chunks
+from methods.critical_kv import Critical, PooledCritical
+from methods.h2o import H2O
+from methods.kv_reviver import KVReviver
+from methods.kv_reviver_shrunk import ShrunkReviver
+from methods.least_theta import theta
+from methods.quantized import Quantized
+from methods.semantic_chunk_kv import SemanticChunkKV
+from methods.snap_kv import SnapKV
+from methods.streaming_llm import StreamingLLM
+from methods.theory.change_and_text import COMPARED, RULES, VOTING, WINDOW, compressed, rank_correlation
+from methods.theory.chunk_kv import jaccard
+from methods.theory.critical_kv import algorithm_1, assumption_1, masked_attention, perturbation
+from methods.theory.kv_reviver import amnesia, fisher_shares
+from methods.theory.scissorhands import attention_maps, observed
+from methods.theory.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, over_texts,
+                                    within)
+from nanollm.cache import LayerCache, make_cache, probabilities
+from nanollm.evaluate import held, text_windows
+from nanollm.ranking import indices
+from nanollm.tokenizer import boundaries
+
+
+# ---- CriticalKV ---
+
+def P2(on: Subject) -> Finding:
+    """Theorem 1: to evict is to mask and renormalise, A′ = N∘A / Σ N·A.
+
+    Rule: attention after a random half is evicted differs by less than 100 roundings of its largest number.
+    """
+    g, off = torch.Generator().manual_seed(on.seed), []
+    for layer, told, later in zip(make_cache(on.model), on.text.recording, on.text.continuation):
+        q, k, v, pos = next(later.split(1))
+        layer.write(*(x.to(q.device) for x in told[1:]))
+        kept = (torch.rand(layer.pos.shape, generator=g) < 0.5).to(q.device)
+        keys, values = torch.cat((layer.k, k), 2), torch.cat((layer.v, v), 2).unsqueeze(2)
+        p = probabilities(q, keys, torch.zeros_like(keys[..., 0]), None, pos)  # all are visible
+        y = masked_attention(p, F.pad(kept, (0, 1), value=True)[:, :, None, None]) @ values
+        layer.keep(indices(kept))
+        y, evicted = y.flatten(1), layer.attend(q, k, v, pos).flatten(1)
+        off.append((y - evicted).abs().amax(1) / y.abs().amax(1))
+    largest = mean(torch.stack(off).amax(0))
+    return Finding(below(largest, 100 * torch.finfo(y.dtype).eps), {"largest difference": largest})
+
+
+def P3(on: Subject) -> Finding:
+    """Theorem 2: L ≤ θ.
+
+    Rule: L over θ is at most 1 in every head, at a quarter of the entries.
+    """
+    found = []
+    for A, norms, values in on.heads():
+        kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
+        found.append(torch.stack((perturbation(A, values, kept), theta(A, norms, kept))).flatten(1).cpu())
+    L, bound = torch.stack(found, 1)  # (prompts, heads)
+    most = mean((L / bound).amax(1))
+    ratio = over_texts(lambda L, bound: bound.mean() / L.mean(), L, bound)
+    return Finding(below(most, 1 + 1e-4), {"largest L / θ": most, "mean θ / mean L": ratio})
+
+
+def P5(on: Subject) -> Finding:
+    """Algorithm 2 improves SnapKV, PyramidKV and AdaKV.
+
+    Rule: more needles and pairs are found with it, aware, at an eighth of the entries, on each of the three.
+    """
+    names = [Rule.__name__ for Rule in RULES]
+    paper, code = ({f"{name}, {rule}": mean(on.at_an_eighth(name + addition) - on.at_an_eighth(name))
+                    for name in names} for rule, addition in (
+                        ("the paper's rule", "+critical"), ("the authors' code", "+critical_code")))
+    return Finding(both(*map(above, paper.values())), paper | code)
+
+
+def P6(on: Subject) -> Finding:
+    """Assumption 1: a quarter of the budget gathers σ > 1/2, but for a few heads of the first layer.
+
+    Rule: at 25 % of the entries it does in more than 95 % of the heads of all other layers.
+    """
+    sigma = {25: [], 12.5: [], 6.25: []}
+    for A, norms, _ in on.heads():
+        for percent, found in sigma.items():
+            first, _ = algorithm_1(A, norms, round(percent / 100 * A.shape[-1]))
+            found.append((assumption_1(A, first) > 0.5)[0].double().cpu())  # (L, heads)
+    sigma = {percent: torch.stack(found) for percent, found in sigma.items()}
+    numbers = {"beyond the first layer at 25 %": mean(sigma[25][:, 1:].mean((1, 2)))}
+    verdict = above(*numbers.values(), 0.95)
+    return Finding(verdict, numbers | {f"heads with σ > 1/2 at {percent:g} %": mean(x.mean((1, 2)))
+                                       for percent, x in sigma.items()})
+
+
+def P7(on: Subject) -> Finding:
+    """L is lower in 74.3 % of the heads thanks to the norms, and the advantage accumulates over the layers.
+
+    Rule, for SnapKV at 25 %: it is lower in most heads, with votes pooled in both stages as well, and in the
+    last layer the advantage is larger if the layers below are compressed too.
+    """
+    plain, critical, pooled = (on.of_text(f"SnapKV{more}")
+                               for more in ("", "+critical", "+critical, stage 2 pooled"))
+    lower = lambda x, y: (x.mean(0) < y.mean(0)).double().mean()
+    gain = lambda x, y: 1 - x[:, -1].mean() / y[:, -1].mean()
+    more = lambda x, y, alone, base: gain(x, y) - gain(alone, base)
+    alone, together = ((critical[key], plain[key]) for key in ("alone", "together"))
+    heads, heads_pooled = over_texts(lower, *alone), over_texts(lower, pooled["alone"], plain["alone"])
+    grown = over_texts(more, *together, *alone)
+    return Finding(both(above(heads, 0.5), above(heads_pooled, 0.5), above(grown)), {
+        "heads with a lower L": heads, "heads, pooled in both stages": heads_pooled,
+        "last layer's advantage, alone": over_texts(gain, *alone), "after compressed layers more": grown})
+
+
+def P8(on: Subject) -> Finding:
+    """Without stage 1 (α = 0) a little quality is lost; needles are found better; StreamingLLM is far behind.
+
+    Rule: in P5's setting α = 0 loses less than 0.1 of α = 0.25's answers, these are more than SnapKV's, and
+    StreamingLLM has 0.25 less than SnapKV.
+    """
+    rows = {"SnapKV": on.at_an_eighth("SnapKV"), "α = 0.25": on.at_an_eighth("SnapKV+critical"),
+            "α = 0": on.at_an_eighth("SnapKV", select=Critical(0.0)),
+            "StreamingLLM": on.at_an_eighth("StreamingLLM"),
+            "α = 0, pooled": on.at_an_eighth("SnapKV", select=PooledCritical(0.0))}
+    plain, quarter, none, streaming, _ = rows.values()
+    return Finding(both(above(mean(none - quarter), -0.1), above(mean(quarter - plain)),
+                        above(mean(plain - streaming), 0.25)), means(rows))
+
+
+def P10(on: Subject) -> Finding:
+    """Appendix I: a smaller change of the attention output means better text.
+
+    Rule: over the methods, at 25 %, L and KL have a positive rank correlation; over those that keep entries
+    by votes alone as well.
+    """
+    numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0).numpy(), kl.mean(0).numpy())
+    for what, names in {"rank correlation, all methods": COMPARED, "voting methods": VOTING}.items():
+        rows = [on.of_text(name) for name in names]
+        L, kl = [row["alone"].mean((1, 2)) for row in rows], [row["kl"] for row in rows]
+        numbers[what] = over_texts(correlation, torch.stack(L, 1), torch.stack(kl, 1))
+    return Finding(both(*map(above, numbers.values())), numbers)
+
+
+# ---- ChunkKV ---
+
+def C1(on: Subject) -> Finding:
+    """Chunks of consecutive tokens, scored by the window's attention and kept whole, keep what single tokens
+    lose.
+
+    Rule: ChunkKV finds more needles of long values than SnapKV, aware, at a quarter of the entries.
+    """
+    ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
+    found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | knobs)
+             for name, Method, knobs in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
+                                         ("chunks of 20", ChunkKV, dict(select=Chunks(20))),
+                                         ("semantic chunks", SemanticChunkKV, dict(ends=ends)))}
+    return Finding(above(mean(found["ChunkKV"] - found["SnapKV"])), means(found))
+
+
+def C2(on: Subject) -> Finding:
+    """Neighbouring layers choose chunks more alike than tokens, so groups of layers can share indices.
+
+    Rule: the Jaccard similarity of neighbours is higher with ChunkKV than with SnapKV, at a tenth of the
+    entries, and groups of two find at most 0.1 fewer pairs than single layers, at a quarter.
+    """
+    alike, prompt = {}, on.text.tokens.shape[1] - WINDOW["window_size"]
+    for name, Method, knobs in ("tokens", SnapKV, dict(kernel_size=1)), ("SnapKV", SnapKV, {}), (
+            "chunks", ChunkKV, {}):
+        kept = held(compressed(on.model, Method, on.text.tokens, 0.1, **knobs), prompt)
+        alike[f"similarity, {name}"] = jaccard(kept[:, 1:], kept[:, :-1]).mean((1, 2)).cpu()
+    _, snap, chunks = alike.values()
+    alone, reuse = (on.answered(ChunkKV, 0.25, "unmarked recall", **WINDOW, reuse=n) for n in (1, 2))
+    return Finding(both(above(mean(chunks - snap)), above(mean(reuse - alone), -0.1)),
+                   means(alike | {"pairs, single layers": alone, "pairs, groups of two": reuse}))
+
+
+# ---- KVReviver ---
+
+def R4(on: Subject) -> Finding:
+    """Tables 2 and 3: shares of 0.1, 0.45, 0.45 for Vague, Candidate, Recent are best; ReplaceRate hardly
+    matters from 1.0 to 1.5.
+
+    Rule: the KL is higher without a sketch, at a quarter of the bytes, and by ReplaceRate 1.0 and 1.5 it
+    changes by less than a tenth.
+    """
+    paper, shrunk, none = on.kl(KVReviver), on.kl(ShrunkReviver), on.kl(KVReviver, vague=0.0)
+    often, seldom = (on.kl(KVReviver, replace_rate=rate) - paper for rate in (1.0, 1.5))
+    limit = 0.1 * paper.mean().item()
+    verdict = both(above(mean(none - paper)), within(mean(often), limit), within(mean(seldom), limit))
+    return Finding(verdict, means({
+        "KL of the paper's sketch": paper, "KL of the shrunk": shrunk,
+        "no sketch less the paper's": none - paper, "no sketch less the shrunk": none - shrunk,
+        "rate 1.0 less 1.1": often, "rate 1.5 less 1.1": seldom}))
+
+
+def R5(on: Subject) -> Finding:
+    """Layer budgets by the Fisher information of W_K and W_V.
+
+    Rule: with them the KL of the paper's sketch is lower; not if they leave a layer no room. Our fix: half
+    is shared out evenly, with the shrunk sketch.
+    """
+    text = text_windows(on.tasks, 2 * on.documents - 1, on.T)[1:16:2]  # between those that are measured
+    alone, mixed = (fisher_shares(on.model, text.to(on.text.tokens.device), even) for even in (0.0, 0.5))
+    fixed = mean(on.kl(ShrunkReviver, mixed) - on.kl(ShrunkReviver))
+    numbers = {"largest two shares": (sum(sorted(alone)[-2:]), 0.0), "change of KL, our fix": fixed}
+    try:
+        change = mean(on.kl(KVReviver, alone) - on.kl(KVReviver))
+    except ValueError as error:
+        return Finding(NOT, numbers, str(error))
+    return Finding(below(change), numbers | {"change of KL": change})
+
+
+def R9(on: Subject) -> Finding:
+    """Figure 2: tokens that are no heavy hitters are activated later, so eviction forgets what is needed.
+
+    Rule: of the tokens outside H2O's 40 % more than a tenth get over 0.5 % of a later query's attention, and
+    SnapKV at 25 % finds fewer needles if the question comes later.
+    """
+    c, tokens, found = on.model.config, on.text.tokens, []
+    cut, g = tokens.shape[1] * 7 // 8, torch.Generator().manual_seed(on.seed)
+    chance = torch.rand(c.n_layers, len(tokens), c.n_kv_heads, cut, generator=g).to(tokens.device)
+    for text, drawn in zip(tokens.split(1), chance.split(1, 1)):
+        p = attention_maps(on.model, text)[..., :cut].unflatten(2, (c.n_kv_heads, -1))
+        later, score = p[..., cut:, :], p[..., :cut, :].sum((3, 4))
+        found.append([x for by in (score, drawn) for x in amnesia(later, by, 0.4)["ever"]])
+    often, much, often_chance, much_chance = torch.tensor(found).T
+    aware, blind = on.answered(SnapKV, 0.25, "needle", **WINDOW), on.blind(SnapKV, **WINDOW)
+    return Finding(both(above(mean(often), 0.1), above(mean(aware - blind))), means({
+        "activated, outside H2O's": often, "outside a random 40 %": often_chance,
+        "over 2 %, outside H2O's": much, "over 2 %, outside a random 40 %": much_chance,
+        "needles, aware": aware, "needles, blind": blind}))
+
+
+def R10(on: Subject) -> Finding:
+    """Figure 5, Table 1: at 25 % KVReviver finds needles as the full cache does, where H2O, StreamingLLM and
+    CaM fail; large batches make up for its speed.
+
+    Rule: blind, it finds at most 0.1 fewer than the full cache and more than each of the three. No speed.
+    """
+    found = {Method.__name__: on.blind(Method) for Method in (KVReviver, H2O, StreamingLLM, CaM)}
+    paper, *others = found.values()
+    found |= {"the shrunk sketch": on.blind(ShrunkReviver), "full cache": on.blind(LayerCache, None),
+              "2 bits a number": on.blind(Quantized, None, bits=2, residual_length=16)}
+    near = above(mean(paper - found["full cache"]), -0.1)
+    return Finding(both(near, *(above(mean(paper - other)) for other in others)), means(found))
+
+
+# ---- Scissorhands ---
+
+def S7(on: Subject) -> Finding:
+    """Appendix A and Section 3, on OPT models of billions of parameters: importance persists for more than
+    95 % of the pivotal tokens, x and F(x) are alike, weights follow a power law.
+
+    Rule: in every layer it does, their cosine is above 0.9 and the law's exponent above 2, as Theorem B.3
+    asks.
+    """
+    found = observed(on.model, on.text.tokens)
+    low = found.mean(1).argmin(1)  # a layer for each
+    ratio, cosine, k = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
+    return Finding(both(above(ratio, 0.95), above(cosine, 0.9), above(k, 2.0)), {
+        "persistence, lowest layer": ratio, "its share by chance": mean(found[3][:, low[0]]),
+        "cosine, lowest layer": cosine, "exponent, lowest layer": k})
+
+
+CLAIMS = {f.__name__: f for f in (P2, P3, P5, P6, P7, P8, P10, C1, C2, R4, R5, R9, R10, S7)}
+
+
+@torch.no_grad()
+def judge(claim: str, on: Subject) -> Finding:
+    """The claim's finding; where a model lacks what it asks for, or fails at the task, why it has none."""
+    try:
+        return CLAIMS[claim](on)
+    except ValueError as error:
+        return Finding(UNFIT, {}, str(error))

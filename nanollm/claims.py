@@ -1,0 +1,81 @@
+"""python -m nanollm claims: do the papers' claims hold on a model of yours?
+
+    python -m nanollm claims                                  on the shipped decoder: two minutes of a core
+    python -m nanollm claims --model FOLDER --claims P6 C1    on both, side by side
+
+A rule on measured numbers decides each claim about trained models: methods/theory/claims.py has both.
+"""
+import argparse
+import json
+from pathlib import Path
+from textwrap import fill
+
+from tqdm import tqdm
+
+import nanollm
+from nanollm import TINY
+from nanollm.check import check_seed, whole
+from nanollm.data import Tasks
+from nanollm.select import load, model_options
+
+
+def says(claim) -> str:
+    """The claim of a function in one line: the first paragraph of its docstring."""
+    return " ".join(claim.__doc__.split("\n\n")[0].split())
+
+
+def line(name: str, cells) -> str:
+    return f"    {name:<36}{''.join(f'{cell:<30}' for cell in cells)}".rstrip()
+
+
+def show(name: str, claim, findings: dict) -> str:
+    """A claim, and below it a row for the verdict and for each number, a column a model."""
+    found = findings.values()
+    rows = {"": [each.verdict for each in found]}
+    for number in dict.fromkeys(key for each in found for key in each.numbers):
+        of_each = (each.numbers.get(number) for each in found)
+        rows[number] = ["{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each]
+    why = [f"    {model}: {each.why}" for model, each in findings.items() if each.why]
+    said = fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")
+    return "\n".join([said, *map(line, rows, rows.values()), *why, ""])
+
+
+def is_ours(data: bytes) -> bool:
+    held = nanollm.read_json(data)
+    return isinstance(held, list) and all("verdict" in row for row in held)
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    model_options(parser)
+    parser.add_argument("--claims", nargs="+", metavar="ID", help="default: all that a model decides")
+    parser.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
+    parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")
+    parser.add_argument("--seed", type=int, default=0, help="of the documents and of what is drawn")
+    parser.add_argument("--json", type=Path, help="write the findings here, each as it is made")
+    args = parser.parse_args(argv)
+    check_seed(args.seed), whole("documents", args.documents, 2), whole("length", args.length, 128)
+    if args.json:
+        nanollm.check_output(args.json, "findings", is_ours)
+
+    from methods.theory.claims import CLAIMS, Subject, judge
+    names, subjects = [*dict.fromkeys(args.claims or CLAIMS)], {}
+    if unknown := [name for name in names if name not in CLAIMS]:
+        raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
+    for folder in dict.fromkeys([TINY, args.model]):
+        model, encoding = load(folder, args.device, args.engine, args.dtype)
+        label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
+        subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
+    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))  # of FOLDER, the last
+    print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
+          f"± a standard error\n\n{line('', subjects)}\n")
+
+    found = []
+    for name in tqdm(names, unit="claim", leave=False):
+        findings = {label: judge(name, on) for label, on in subjects.items()}
+        tqdm.write(show(name, CLAIMS[name], findings))
+        found += [dict(claim=name, says=says(CLAIMS[name]), model=label, documents=on.documents, tokens=on.T,
+                       seed=on.seed) | findings[label]._asdict() for label, on in subjects.items()]
+        if args.json:
+            nanollm.replace(args.json, json.dumps(found, indent=1).encode())

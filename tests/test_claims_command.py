@@ -1,0 +1,108 @@
+"""python -m nanollm claims: rules fed by hand, a foreign checkpoint, both engines, bad input."""
+import json
+from pathlib import Path
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import checkpoint_of_two_layers
+from foreign import foreign_checkpoint
+from methods.kv_reviver import KVReviver
+from methods.theory import claims
+from methods.theory.claims import CLAIMS
+from methods.theory.subject import HOLDS, NOT, OPEN, UNFIT, above, below, both, mean, over_texts, within
+import nanollm.claims
+from nanollm.__main__ import main
+from nanollm.cache import LayerCache
+
+
+def around(x, spread=0.01):
+    """Ten numbers of this mean."""
+    return x + spread * torch.linspace(-1, 1, 10)
+
+
+def run(tmp_path, *options):
+    main(["claims", *map(str, options), "--json", str(tmp_path / "found.json")])
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def test_a_number_within_two_errors_of_the_limit_decides_nothing():
+    assert [above((x, 0.1), 0.5) for x in (0.71, 0.69, 0.31, 0.29)] == [HOLDS, OPEN, OPEN, NOT]
+    assert [below((x, 0.1), 0.5) for x in (0.71, 0.69, 0.31, 0.29)] == [NOT, OPEN, OPEN, HOLDS]
+    assert [within((x, 0.1), 0.3) for x in (-0.6, -0.2, 0.0, 0.2, 0.6)] == [NOT, OPEN, HOLDS, OPEN, NOT]
+    assert above((0.5, 0.0), 0.5) == OPEN  # all documents alike, and at the limit
+    assert [both(OPEN, NOT), both(HOLDS, OPEN), both(HOLDS, HOLDS)] == [NOT, OPEN, HOLDS]
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    value, error = over_texts(lambda x: x.mean(), x)
+    assert (value, error) == pytest.approx(mean(x.mean(1)), rel=0.15)
+
+
+def eighths(**answered):
+    return SimpleNamespace(at_an_eighth=lambda name, **more: around(answered.get(name, 0.5)))
+
+
+def needles(reviver, others=0.1):
+    found = {KVReviver: reviver, LayerCache: 0.9}
+    return SimpleNamespace(blind=lambda Method, *share, **knobs: around(found.get(Method, others)))
+
+
+@pytest.mark.parametrize("claim, on, verdict", [
+    ("P5", eighths(**{f"{x}+critical": 0.6 for x in ("SnapKV", "PyramidKV", "AdaKV")}), HOLDS),
+    ("P5", eighths(**{"SnapKV+critical": 0.6, "AdaKV+critical": 0.4}), NOT), ("P5", eighths(), OPEN),
+    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT)])
+def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
+    found = CLAIMS[claim](on)
+    assert found.verdict == verdict and all(len(x) == 2 for x in found.numbers.values())
+
+
+def test_claims_are_worded_as_in_claims_md():
+    table = (Path(__file__).parent.parent / "CLAIMS.md").read_text()
+    worded = dict(re.findall(r"^\| \[(\w+)\]\(#\w+\) (.*?) \| ", table, re.M))
+    for name, claim in CLAIMS.items():
+        assert nanollm.claims.says(claim) == worded[name] and "\n    Rule" in claim.__doc__
+
+
+def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
+    folder = foreign_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(nanollm.claims, "TINY", checkpoint_of_two_layers(tmp_path / "small"))
+    for several in ("COMPARED", "VOTING"):
+        monkeypatch.setattr(claims, several, ["SnapKV", "AdaKV", "PyramidKV"])
+    found = run(tmp_path, "--model", folder, "--documents", 2, "--length", 256)
+    assert [(row["claim"], row["model"]) for row in found] == [
+        (name, model) for name in CLAIMS for model in ("shipped", str(folder))]
+    why = {row["claim"]: row["why"] for row in found[1::2] if row["verdict"] == UNFIT}
+    assert [*why] == ["P5", "P8", "C1", "C2", "R9", "R10"]  # it answers nothing
+    assert "the full cache answers 0.00 of needle" in why["R10"]
+    assert all(row["numbers"] for row in found if row["verdict"] != UNFIT)
+    out = capsys.readouterr().out
+    assert out.count(UNFIT) == 12 and all(f"\n{name}  " in out for name in CLAIMS)
+
+
+def test_both_engines_find_the_same(tmp_path):
+    ours, theirs = (run(tmp_path, *f"--claims P6 R5 S7 --documents 2 --length 128 --engine {x}".split())
+                    for x in ("ours", "transformers"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["verdict"] == b["verdict"] and a["numbers"].keys() == b["numbers"].keys()
+        for name, x in a["numbers"].items():
+            assert b["numbers"][name] == pytest.approx(x, rel=1e-2, abs=1e-3), name
+
+
+def test_a_model_that_is_too_short_has_a_row(tmp_path):
+    small = checkpoint_of_two_layers(tmp_path / "small")
+    _, row = run(tmp_path, *"--claims P6 --documents 2 --length 450 --model".split(), small)
+    assert row["verdict"] == UNFIT and row["why"].startswith("450 tokens exceed the model's length of 400")
+
+
+@pytest.mark.parametrize("options, message", [
+    ("--claims P6 P1", "claim 'P1' is none that a model decides; those are P2, P3"),
+    ("--documents 1", "documents 1 must be"), ("--length 16", "length 16 must be"), ("--seed -1", "seed -1"),
+    ("--model nowhere", "nowhere"), ("--json other.txt", "other.txt holds something else")])
+def test_what_is_wrong_is_one_line(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("other.txt").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        main(["claims", *options.split()])
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and lines[-1].startswith("error: ") and message in lines[-1]
