@@ -7,11 +7,15 @@ A run that was cut off goes on from its last checkpoint if it is asked for with 
 and steps: stage and rate of a step depend on how many there are. Nothing of another's is written over.
 
 What makes retrieval work in so little training, in order of weight: a structured start
-(`induction_start`: only the starting weights are special, the architecture is not), position jumps (PoSE,
+(nanollm/start.py: only the starting weights are special, the architecture is not), position jumps (PoSE,
 arXiv 2309.10400) so that lengths far beyond the training length are seen as positions, and a curriculum
 from dense copying to needles in real text.
+
+--start learned builds no head that retrieves. It copies for longer at first, every document begins with BOS,
+and for most of the run heads and layers are left out at random, so that retrieval spreads.
 """
 import argparse
+from contextlib import nullcontext
 import json
 import math
 import os
@@ -34,6 +38,7 @@ from nanollm.check import check_seed, whole
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
 from nanollm.model import Config, Decoder
+from nanollm.start import induction_start, learned_start, left_out, without_heads
 from nanollm.weights import check_device, from_hf, to_hf
 
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
@@ -46,9 +51,14 @@ STAGES = [
     (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13,
                         copy=.12)),
 ]
+LEARNED = [  # the same for --start learned
+    (0.08, 64, 64, dict(plain=.05, periodic=.80, associative=.15)),
+    (0.06, 64, 64, dict(plain=.20, periodic=.40, associative=.25, few_shot=.15)),
+    *((share, *of) for share, (_, *of) in zip((0.12, 0.40, 0.34), STAGES[1:]))]
+LEAVE_OUT = 0.08, 0.85  # from and to which share of the steps
 # loss weight of a token by its role; in plain text every token counts 1
 WEIGHT = np.zeros(4, dtype=np.float32)
-RECIPE = "seed", "lr", "steps"  # a run depends on these alone, so they are written into its checkpoint
+RECIPE = "seed", "lr", "steps", "start"  # a run depends on these alone, so its checkpoint has them
 CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
 MADE = "config.json", "model.safetensors", "tokenizer.tiktoken", "train.json"  # at a run's end
 
@@ -82,8 +92,13 @@ def associative(rng, n: int, tasks: Tasks):
     return table[order].ravel()[:n], roles.ravel()[:n]
 
 
-def document(rng, n: int, task: str, tasks: Tasks):
-    """n tokens of a task with random knobs, and the loss weight of each."""
+def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
+    """n tokens of a task with random knobs, and the loss weight of each. bos: it begins with BOS, as those
+    with questions always do.
+    """
+    if bos and task in ("plain", "periodic", "associative"):
+        tokens, weights = document(rng, n - 1, task, tasks)
+        return np.append(tasks.bos, tokens), np.append(np.float32(0), weights)
     if task == "plain":
         return tasks.filler(rng, n), np.ones(n, dtype=np.float32)
     if task in ("periodic", "associative"):
@@ -108,11 +123,11 @@ def document(rng, n: int, task: str, tasks: Tasks):
     return tokens, WEIGHT[roles]
 
 
-def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks):
+def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks, bos: bool = False):
     """Tokens and loss weights (B, T + 1) of a step: a function of seed and step alone, so runs can resume."""
     rng = np.random.default_rng((seed, step))
     kinds = rng.choice(list(mixture), B, p=np.array(list(mixture.values())) / sum(mixture.values()))
-    tokens, weights = zip(*(document(rng, T + 1, kind, tasks) for kind in kinds))
+    tokens, weights = zip(*(document(rng, T + 1, kind, tasks, bos) for kind in kinds))
     return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(weights))
 
 
@@ -125,59 +140,6 @@ def position_jumps(rng, B: int, T: int, max_len: int, jumps: int = 3) -> torch.T
     return torch.from_numpy(np.arange(T) + step.sum(1))
 
 
-# ---- the start -----------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def induction_start(model: Decoder, seed: int):
-    """Starting weights under which layers 0 and 1 form induction heads (arXiv 2209.11895); all are trained.
-
-    Layer 0: embedding dimension 0 is the same for every token. Queries and keys that read only it see
-    nothing but RoPE's angle, and a query turned by −Δ peaks at the token Δ back. Such a head copies a
-    random subspace U of that token into a free subspace S. Layer 1: query U of the current token against
-    key S meets the token *after* an earlier occurrence, and the value head copies that token's embedding
-    to where the output head reads it.
-    """
-    c = model.config
-    generator = torch.Generator().manual_seed(seed)
-    std = c.d_model ** -0.5
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2:
-            residual = name.endswith(("o.weight", "down.weight"))
-            size = 0 if residual else weight.shape[1] ** -0.5
-            weight.copy_(torch.randn(weight.shape, generator=generator) * size)
-    model.embed.weight.copy_(torch.randn(model.embed.weight.shape, generator=generator) * std)
-    model.embed.weight[:, 0] = 4 * std
-
-    D, H, G = c.head_dim, c.n_kv_heads, c.n_heads // c.n_kv_heads
-    drawn = (torch.randn(c.d_model, c.d_model, generator=generator) for _ in range(2))
-    U, S = (torch.linalg.qr(x)[0].split(D) for x in drawn)
-    fast, half = 6, D // 2  # the six fastest of RoPE's D/2 angles tell neighbours apart
-    first, second = model.blocks[0].attention, model.blocks[1].attention
-    (q0, k0, v0), (q1, k1, v1) = (layer.split(layer.qkv.weight) for layer in (first, second))
-    q0.mul_(0.1), k0.mul_(0.1)
-
-    # layer 0: score 30 at the peak; dimension 0 is about 3 after the norm
-    sharpness = math.sqrt(30 * math.sqrt(D) / fast) / 3
-    back = [1 if h % G == 0 else 2 + h // G for h in range(c.n_heads)]  # how far: 1, 2, 1, 3, 1, 4
-    for h in range(c.n_heads):
-        angle = -back[h] * model.freq[:fast]
-        q0[h * D:h * D + fast, 0] = sharpness * angle.cos()
-        q0[h * D + half:h * D + half + fast, 0] = sharpness * angle.sin()
-        first.o.weight[:, h * D:(h + 1) * D] = std * S[h].T
-
-    # layer 1: matching content must not depend on distance
-    slow = torch.tensor([i for i in range(D) if i % half >= fast])
-    for h in range(H):
-        k0[h * D:h * D + fast, 0] = sharpness
-        v0[h * D:(h + 1) * D] = U[h]
-        q1[h * G * D:(h * G + 1) * D] *= 0.1
-        k1[h * D:(h + 1) * D] *= 0.1
-        q1[h * G * D + slow] = 3 * U[h][slow]
-        k1[h * D + slow] = 3 * S[h * G][slow]
-        v1[h * D:(h + 1) * D] = U[H + h]
-        second.o.weight[:, h * G * D:(h * G + 1) * D] = 4 * std * U[H + h].T
-
-
 # ---- the loop ------------------------------------------------------------------------------------------
 
 def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
@@ -185,14 +147,14 @@ def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> flo
     return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
 
 
-def stage(step: int, steps: int):
+def stage(step: int, steps: int, stages: list | None = None):
     """T, B and mixture at this step."""
-    done = 0.0
-    for share, T, B, mixture in STAGES:
+    done, stages = 0.0, stages or STAGES
+    for share, T, B, mixture in stages:
         done += share
         if step < done * steps:
             return T, B, mixture
-    return STAGES[-1][1:]
+    return stages[-1][1:]
 
 
 def save(args, model: Decoder, optimizer, step: int, minutes: float):
@@ -269,6 +231,8 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"),
                         help="folder of the run: a new one, or that of the same run, which goes on")
     parser.add_argument("--steps", type=int, default=3000, help="steps of 4096 tokens")
+    parser.add_argument("--start", choices=("built", "learned"), default="built",
+                        help="whether heads that retrieve are in the starting weights; default built")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
@@ -291,7 +255,8 @@ def main(argv=None):
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    induction_start(model, args.seed)
+    learned = args.start == "learned"
+    (learned_start if learned else induction_start)(model, args.seed)
     model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05,
                                   fused=True)
@@ -309,8 +274,8 @@ def main(argv=None):
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, disable=rank > 0, mininterval=2)
     shown, losses = {}, []
     for step in bar:
-        T, B, mixture = stage(step, args.steps)
-        tokens, weights = batch(args.seed, step, B, T, mixture, training)
+        T, B, mixture = stage(step, args.steps, LEARNED if learned else STAGES)
+        tokens, weights = batch(args.seed, step, B, T, mixture, training, learned)
         rng = np.random.default_rng((args.seed, step, 1))
         jump = T >= 256 and rng.random() < 0.7
         pos = position_jumps(rng, B, T, model.config.max_len) if jump else torch.arange(T).expand(B, T)
@@ -318,7 +283,12 @@ def main(argv=None):
         mine = slice(rank, None, world)
         tokens, weights, pos = (x[mine].to(args.device) for x in (tokens, weights, pos))
 
-        logits = forward(tokens[:, :-1], pos=pos)
+        thinned, (begin, end) = nullcontext(), LEAVE_OUT
+        if learned and begin <= step / args.steps < end:
+            c, rng = model.config, np.random.default_rng((args.seed, step, 2))
+            thinned = without_heads(model, left_out(rng, B, c.n_layers, c.n_heads)[:, mine].to(args.device))
+        with thinned:
+            logits = forward(tokens[:, :-1], pos=pos)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
 

@@ -23,8 +23,8 @@ from common import decode, tasks
 from nanollm import set_threads, train
 from nanollm.data import ANSWER, FACT
 from nanollm.model import Config, Decoder, rope
-from nanollm.train import (CONFIG, STAGES, batch, document, induction_start, main, position_jumps, schedule,
-                           stage)
+from nanollm.start import induction_start, learned_start, left_out, without_heads
+from nanollm.train import CONFIG, LEARNED, STAGES, batch, document, main, position_jumps, schedule, stage
 from nanollm.weights import from_hf
 
 # ---- documents ---
@@ -93,7 +93,7 @@ def test_a_batch_is_a_function_of_seed_and_step_and_follows_the_mixture(monkeypa
     assert a.shape == w.shape == (6, 129) and a.dtype == torch.int64
     assert torch.equal(a, again) and torch.equal(w, w_again)
     assert all((a != other).float().mean() > 0.5 for other, _ in others)
-    of_kind = lambda rng, n, kind, tasks: (np.full(n, "ab".index(kind)), np.ones(n))
+    of_kind = lambda rng, n, kind, tasks, bos: (np.full(n, "ab".index(kind)), np.ones(n))
     monkeypatch.setattr(train, "document", of_kind)
     kinds = batch(0, 0, 4000, 1, dict(a=1, b=3), None)[0][:, 0]
     assert abs(kinds.float().mean() - 0.75) < 0.03
@@ -142,13 +142,51 @@ def test_layer_0_starts_by_looking_back_1_2_1_3_1_4_tokens():
 
 
 @torch.no_grad()
-def test_the_start_continues_what_repeats():
-    """Induction before any training: chance is 1/2048."""
+@pytest.mark.parametrize("start, copies", [(induction_start, True), (learned_start, False)])
+def test_the_built_start_continues_what_repeats_and_the_learned_does_not(start, copies):
+    """Induction before any training: chance is 1/2048, and 5 standard errors of that 0.4 %."""
     tokens = torch.randint(0, 2047, (8, 40), generator=torch.Generator().manual_seed(0)).repeat(1, 3)
-    model = Decoder(Config(**CONFIG | dict(n_layers=2)))
-    induction_start(model, 1)
-    right = model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]
-    assert right[:, 40:].float().mean() > 0.1 and right[:, :39].float().mean() < 0.01
+    for n_layers in (2, 6):
+        model = Decoder(Config(**CONFIG | dict(n_layers=n_layers)))
+        start(model, 1)
+        right = model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]
+        again = right[:, 40:].float().mean()
+        assert again > 0.1 if copies else again < 0.004
+        assert right[:, :39].float().mean() < 0.01
+    if start is learned_start:  # what is not built is drawn
+        drawn = torch.cat([block.attention.o.weight.flatten() for block in model.blocks[1:]])
+        assert drawn.std().item() == pytest.approx((192 * 12) ** -0.5, rel=0.02)
+
+
+@torch.no_grad()
+def test_heads_and_layers_are_left_out_but_not_of_the_first():
+    stays = left_out(np.random.default_rng(0), 2000, 3, 4)
+    assert (stays[0] == 1).all() and {*stays.unique().tolist()} == {0, 1}
+    whole_layer, head = (stays[1:] == 0).all(-1).float().mean(), (stays[1:] == 0).float().mean()
+    assert whole_layer == pytest.approx(0.15, abs=0.02) and head == pytest.approx(1 - 0.85 ** 2, abs=0.02)
+
+    model = Decoder(Config(64, 32, n_layers=3, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32))
+    tokens, stays = torch.randint(0, 64, (5, 9)), stays[:, :5]
+    with without_heads(model, stays):
+        logits = model(tokens)
+    for i in range(5):  # as if these heads' columns of W_O were 0
+        copied = Decoder(model.config)
+        copied.load_state_dict(model.state_dict())
+        for block, heads in zip(copied.blocks, stays[:, i]):
+            block.attention.o.weight.mul_(heads.repeat_interleave(model.config.head_dim))
+        torch.testing.assert_close(logits[i], copied(tokens[i:i + 1])[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(tokens[:1]), model(tokens)[:1], atol=1e-5, rtol=0)  # all is back
+    assert not torch.allclose(model(tokens), logits, atol=1e-3)
+
+
+def test_a_learned_runs_documents_begin_with_bos():
+    made = tasks("train")
+    for _, T, _, mixture in LEARNED:
+        for task in mixture:
+            tokens, weights = document(np.random.default_rng(0), T + 1, task, made, bos=True)
+            assert tokens[0] == made.bos != tokens[1] and tokens.shape == weights.shape == (T + 1,)
+    assert sum(share for share, *_ in LEARNED) == pytest.approx(1)
+    assert all(T * B == 4096 for _, T, B, _ in LEARNED)
 
 
 # ---- the loop ---
@@ -158,7 +196,9 @@ def shrink(set_):
     """A run of seconds, through set_(object, name, value): a small model and small batches, no measuring."""
     size = dict(max_len=600, n_layers=2, n_heads=4, n_kv_heads=2, d_model=64, d_ff=32)
     set_(train, "CONFIG", CONFIG | size)
-    set_(train, "STAGES", [(share, T, max(B // 16, 2), mixture) for share, T, B, mixture in STAGES])
+    for name in ("STAGES", "LEARNED"):
+        stages = [(share, T, max(B // 16, 2), mixture) for share, T, B, mixture in getattr(train, name)]
+        set_(train, name, stages)
     set_(train, "Tasks", lambda encoding, split: tasks("train"))  # the held-out ones are for measuring
     set_(train, "bits_per_byte", lambda model, *_: model.embed.weight.sum().item())
     set_(train, "exact_match", lambda *_, **__: 0.25)
@@ -180,17 +220,17 @@ def log(folder: Path) -> list[dict]:
     return [{key: x for key, x in row.items() if key != "minutes"} for row in rows]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of an uninterrupted run."""
+@pytest.fixture(scope="module", params=["built", "learned"])
+def whole(request, tmp_path_factory):
+    """The folder of an uninterrupted run, and how it starts."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch.setattr)
-        run(folder)
-    return folder
+        run(folder, 6, "--start", request.param)
+    return folder, request.param
 
 
-def cut_off(folder: Path, monkeypatch, at: int):
+def cut_off(folder: Path, monkeypatch, at: int, *more):
     """A run that ends before this step."""
     def until(seed, step, *rest):
         if step == at:
@@ -200,19 +240,21 @@ def cut_off(folder: Path, monkeypatch, at: int):
     with monkeypatch.context() as patch:
         patch.setattr(train, "batch", until)
         with pytest.raises(KeyboardInterrupt):
-            run(folder)
+            run(folder, 6, *more)
 
 
 def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_path, monkeypatch, capsys):
-    cut_off(tmp_path, monkeypatch, 3)
+    whole, start = whole
+    cut_off(tmp_path, monkeypatch, 3, "--start", start)
     assert len(log(tmp_path)) == 3
-    monkeypatch.setattr(train, "induction_start", lambda model, seed: None)  # all comes from the checkpoint
+    for name in ("induction_start", "learned_start"):
+        monkeypatch.setattr(train, name, lambda model, seed: None)  # all comes from the checkpoint
     with monkeypatch.context() as patch, pytest.raises(NameError):  # while it measures at its end
         patch.delattr(train, "ngram_bits")
-        run(tmp_path)
+        run(tmp_path, 6, "--start", start)
     assert not {*held(tmp_path)} & {*train.MADE}  # no half of a result
     assert "| 6/6 [" in capsys.readouterr().err  # the bar goes on, too
-    assert run(tmp_path) == log(whole)
+    assert run(tmp_path, 6, "--start", start) == log(whole)
     assert {*held(tmp_path)} == {*train.MADE, "checkpoint.safetensors", "log.jsonl"}
     for name in ("checkpoint.safetensors", "model.safetensors"):
         a, b = load_file(tmp_path / name), load_file(whole / name)
@@ -231,11 +273,22 @@ def shrink_more(set_):
     set_(train, "batch", noise)
 
 
+@pytest.mark.parametrize("start", ["built", "learned"])
+def test_a_run_reads_what_its_start_asks_for(small, tmp_path, monkeypatch, start):
+    asked, thinned = [], []
+    monkeypatch.setattr(train, "batch", lambda *x: asked.append(x) or batch(*x))
+    monkeypatch.setattr(train, "left_out", lambda *x: thinned.append(x) or left_out(*x))
+    run(tmp_path, 12, "--start", start)
+    learned = start == "learned"
+    assert [x[6] for x in asked] == 12 * [learned] and asked[0][4] == (LEARNED if learned else STAGES)[0][3]
+    assert len(thinned) == (10 if learned else 0)  # from 0.96 to 10.2 of 12 steps
+
+
 def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    root, recipe = Path(__file__).parent.parent, ["--lr", "0.05"]
+    root, recipe = Path(__file__).parent.parent, ["--lr", "0.05", "--start", "learned"]
     script = "import sys, test_train\ntest_train.shrink_more(setattr)\ntest_train.run(*sys.argv[1:])"
     command = [sys.executable, "-c", script, tmp_path / "two", "3", *recipe]
     env = os.environ | dict(PYTHONPATH=f"{root}:{root / 'tests'}", OMP_NUM_THREADS="1", WORLD_SIZE="2",
@@ -267,6 +320,7 @@ def test_the_loss_is_the_weighted_mean_and_the_first_step_is_small(small, tmp_pa
 
 
 def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
+    whole, start = whole
     model, last = from_hf(whole), load_file(whole / "checkpoint.safetensors")
     for name, p in model.named_parameters():
         assert torch.equal(p, last[name].half().float()), name
@@ -275,7 +329,7 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
     assert from_hf(train.TINY).config == Config(**CONFIG)
     report = json.loads((whole / "train.json").read_text())
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
-    options = "--steps 6 --lr 0.002 --seed 0 --device cpu --threads 0 --documents 256"
+    options = f"--steps 6 --start {start} --lr 0.002 --seed 0 --device cpu --threads 0 --documents 256"
     assert report["command"] == "python -m nanollm train " + options
     assert report["exact_match"]["needle_2048"] == dict(value=0.25, standard_error=0.0271)  # √(¼·¾/256)
     assert report["bits_per_byte"] == {"model": round(model.embed.weight.sum().item(), 3), "2-gram": 3.0}
@@ -336,7 +390,8 @@ def test_a_folder_of_another_s_is_refused(name, message, tmp_path):
 
 def test_a_run_goes_on_with_what_it_began_with_and_counts_on(small, tmp_path, monkeypatch):
     cut_off(tmp_path, monkeypatch, 2)
-    for name, begun, other in ("seed", "0", "1"), ("lr", "0.002", "0.001"), ("steps", "6", "7"):
+    for name, begun, other in ("seed", "0", "1"), ("lr", "0.002", "0.001"), ("steps", "6", "7"), (
+            "start", "built", "learned"):
         refused(tmp_path, f"has --{name} {begun}, not {other}; go on", f"--{name}", other)
     (tmp_path / "config.json").write_text("mine")
     refused(tmp_path, "holds config.json, which its run has not written")

@@ -1,7 +1,7 @@
 """Which heads retrieve, for DuoAttention (arXiv 2410.10819): one head streams, and answers tell what is lost.
 
 One head at a time is enough for the shipped decoder: its three retrieval heads were built into its starting
-weights (`induction_start` in nanollm/train.py). Heads that can stand in for one another would not be found in
+weights (`induction_start` in nanollm/start.py). Heads that can stand in for one another would not be found in
 this way.
 """
 import torch
