@@ -35,8 +35,8 @@ class StreamingLLM(LayerCache):
     def link(self, *place):
         super().link(*place)
         if self.relative and self.freq is None:
-            raise ValueError("relative positions need RoPE, and this model learned its positions; "
-                             "set relative=False (streaming_llm_absolute)")
+            raise ValueError("relative positions need RoPE over whole heads, which this model has not; "
+                             "take streaming_llm_absolute (relative=False)")
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dropped = self.seen - self.length

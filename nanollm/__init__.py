@@ -82,6 +82,14 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
     replace(file, None)
 
 
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); "
+                         "name another file") from error
+
+
 def read_json(data: bytes):
     """What JSON text holds; None for anything else."""
     try:

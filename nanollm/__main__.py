@@ -55,7 +55,7 @@ def generate(argv: list[str]):
         raise ValueError(f"{name} needs --budget, in slots per key/value head" if args.budget is None
                          else f"{name} has no budget; leave --budget out")
 
-    text = args.file.read_text(encoding="utf8") if args.file else args.prompt
+    text = nanollm.read_text(args.file) if args.file else args.prompt
     model, encoding = loaded(args)
     known = {} if args.budget is None else dict(budget=args.budget)
     knobs = given(Method, window_size=args.window, **known) | calibrated(Method, model, encoding)

@@ -11,8 +11,7 @@ nothing: it marks k with the layer's LayerCache, and the attention function asks
 """
 from types import SimpleNamespace
 
-import torch
-from torch import Tensor
+from torch import Tensor, arange
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -75,8 +74,10 @@ class Memory(Cache):
 
     def end_prompt(self):
         """Tell every layer, lowest first, that the prompt is over: compress."""
+        if not (seen := max(cache.seen for cache in self.caches)):
+            raise ValueError("no prompt was read; call the model with past_key_values=memory first")
         for layer in self.layers:
-            layer.asked = layer.asked and layer.cache.seen == self.caches[0].seen > 0
+            layer.asked = layer.asked and layer.cache.seen == seen
             layer.check()
         end_prefill(self.caches)
 
@@ -95,11 +96,10 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
                          f"{seen}; shorten the text, or take another model")
     if mask is not None and not causal(mask):
         raise ValueError("a text is padded, or its mask is not causal; give a batch texts of one length")
-
     if scaling is not None and scaling != D ** -0.5:
         q = q * (scaling * D ** 0.5)  # LayerCache multiplies by 1/√D itself
     k.layer.asked = True
-    y = cache.attend(q, k, v, torch.arange(cache.seen, seen, device=q.device)[None])
+    y = cache.attend(q, k, v, arange(cache.seen, seen, device=q.device)[None])
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -117,8 +117,8 @@ class Bridged:
     def __init__(self, model):
         c = model.config.get_text_config()
         if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
-            why = "has an encoder; take another model" if model.config.is_encoder_decoder else PAST
-            raise ValueError(f"{type(model).__name__} {why}")
+            raise ValueError(f"{type(model).__name__} " + (
+                "has an encoder; take another model" if model.config.is_encoder_decoder else PAST))
         heads = c.num_attention_heads
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))
                        for o in output_projections(model)]

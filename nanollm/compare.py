@@ -16,6 +16,7 @@ from os.path import realpath
 from pathlib import Path
 import sys
 import time
+from zlib import crc32
 
 import nanollm
 from nanollm.check import check_seed, whole
@@ -37,7 +38,7 @@ def main(argv: list[str]):
     from nanollm.data import Tasks
     from nanollm.evaluate import excess
     chosen = pick(args.methods)
-    own = args.text.read_text(encoding="utf8") if args.text else None
+    own = nanollm.read_text(args.text) if args.text else None
     model, encoding = loaded(args)
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
@@ -50,7 +51,7 @@ def main(argv: list[str]):
         whose = "a small trained decoder" if args.model == nanollm.TINY else args.model
         print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
               flush=True)
-    rows, failed, began = [], [], time.time()
+    rows, failed, began, held = [], [], time.time(), {key(row): row for row in done}
     for row, write in work.results(rank, world):
         if isinstance(row, str):
             failed.append(row)
@@ -61,8 +62,9 @@ def main(argv: list[str]):
             write(table.header(row["tokens"], args.documents, args.seed, args.short, gpu))
         rows.append(row)
         write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
+        held[key(row)] = row
         if args.json:
-            nanollm.replace(args.json, json.dumps(rows, indent=1).encode())
+            nanollm.replace(args.json, json.dumps([*held.values()], indent=1).encode())
 
     if rank == 0:
         finish(args, rows, time.time() - began)
@@ -94,7 +96,8 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true",
                         help="put documents into the tokenizer's chat template")
     parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
-    parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on with the rows in --json; those of a method that has changed since stay")
     parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
     model_options(parser)
     args = parser.parse_args(argv)
@@ -102,6 +105,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     if args.all and args.methods:
         raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
     args.short = not (args.all or args.methods or args.budgets or args.full)
+    args.named = bool(args.methods) and "all" not in args.methods
     if args.short:
         from nanollm.table import SHOWN
         args.methods = [*SHOWN]
@@ -149,16 +153,22 @@ SETTINGS = "model", "engine", "dtype", "documents", "seed", "window", "text", "c
 
 def settings(args) -> dict:
     """What a row depends on beside its length, method and budget."""
-    return {key: str(x) if isinstance(x := getattr(args, key), Path) else x for key in SETTINGS}
+    text = args.text and f"{args.text}, crc32 {crc32(args.text.read_bytes()):08x}"
+    return {name: getattr(args, name) for name in SETTINGS} | dict(model=str(args.model.resolve()), text=text)
+
+
+def key(row: dict) -> tuple:
+    """What is measured, where settings are the same."""
+    return row["tokens"], row["method"], row["fraction"]
 
 
 def earlier(args) -> list[dict]:
     """The rows in --json. ValueError if they were made with other settings."""
     rows = json.loads(args.json.read_bytes() or "[]") if args.json.exists() else []
     for row in rows:
-        for key, x in settings(args).items():
-            if row.get(key) != x:
-                raise ValueError(f"the rows in {args.json} were made with --{key} {row.get(key)}, not {x}; "
+        for name, x in settings(args).items():
+            if row.get(name) != x:
+                raise ValueError(f"the rows in {args.json} were made with --{name} {row.get(name)}, not {x}; "
                                  "give what they were made with, or name another file")
     return rows
 
@@ -172,7 +182,7 @@ class Work:
     def __init__(self, args, model, encoding, chosen: dict, done: list[dict]):
         from nanollm.tokenizer import boundaries
         self.args, self.model, self.encoding, self.chosen = args, model, encoding, chosen
-        self.done = {(row["tokens"], row["method"], row["fraction"]): row for row in done}
+        self.done = {key(row): row for row in done}
         fractions = [percent / 100 for percent in args.budgets]
         self.jobs = [(T, name, fraction) for T in args.lengths for name, Method in chosen.items()
                      for fraction in (fractions if has_budget(Method) else [None])]
@@ -183,18 +193,42 @@ class Work:
         self.tasks = self.slices = self.length = None
 
     def try_out(self):
-        """A budget that a method cannot work with is a ValueError before any work is done."""
-        from nanollm.evaluate import Benchmark, maker
+        """A budget that a method cannot work with is a ValueError before any work is done.
+
+        So is a method that cannot work with this model, if it was asked for by name; else it is left out.
+        """
         from nanollm.table import label
+        unfit = {}
         for T, name, fraction in self.jobs:
-            prompt = T - Benchmark.continuation_length(T) - 1  # the shortest
             try:
-                maker(self.model, self.chosen[name], fraction, **self.knobs[name])(prompt)
+                self.try_one(T, name, fraction)
             except ValueError as error:
-                where = "" if fraction is None else f" of {prompt} tokens"
-                raise ValueError(f"{label(name, fraction)}{where}: {error}") from error
+                if self.args.named or fraction == 1 or self.works(T, name):
+                    where = "" if fraction is None else f" of {self.shortest(T)} tokens"
+                    raise ValueError(f"{label(name, fraction)}{where}: {error}") from error
+                unfit[name] = error
             except Exception:  # a bug: its row will name it, and the others go on
                 pass
+        for name, error in unfit.items():
+            print(f"{name} is left out: {error}", file=sys.stderr)
+        self.jobs = [job for job in self.jobs if job[1] not in unfit]
+
+    def shortest(self, T: int) -> int:
+        """The shortest prompt of documents of T tokens."""
+        from nanollm.evaluate import Benchmark
+        return T - Benchmark.continuation_length(T) - 1
+
+    def try_one(self, T: int, name: str, fraction: float | None):
+        from nanollm.evaluate import maker
+        maker(self.model, self.chosen[name], fraction, **self.knobs[name])(self.shortest(T))
+
+    def works(self, T: int, name: str) -> bool:
+        """Whether a method works with this model if it may keep everything."""
+        try:
+            self.try_one(T, name, 1.0 if has_budget(self.chosen[name]) else None)
+        except ValueError:
+            return False
+        return True
 
     def measure(self, T: int, name: str, fraction: float | None) -> dict | str:
         """A row, or why there is none: one method's mistake costs only its own rows."""
@@ -266,6 +300,6 @@ def finish(args, rows: list[dict], seconds: float):
         plot.comparison(drawn, args.figure)
         print(f"\n{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
               + (f", rows in {args.json}" if args.json else ""))
-    if args.short:
+    if args.short and args.model == nanollm.TINY:
         print("All methods at four budgets: python -m nanollm --all. Tensor attention needs a decoder of\n"
               "its own: notebooks/04_tensor_attention.ipynb.")

@@ -65,8 +65,8 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm plan", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY, help="folder with a config.json")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[2048], metavar="TOKENS",
-                        help="of the prompt; default 2048")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
+                        help="of the prompt; default 2048, or what the model reads")
     parser.add_argument("--batch", type=int, default=1, help="texts at a time")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--memory", type=float, default=80, metavar="GB", help="what there is; default 80")
@@ -83,6 +83,7 @@ def main(argv: list[str]):
     dtype = getattr(torch, args.dtype)
     shape, weights = shape_of(args.model, dtype)
     c, methods = shape.config, pick(args.methods)
+    args.lengths = args.lengths or [min(2048, c.max_len)]
     for T in args.lengths:
         whole("length", T, 16, c.max_len)
     print(f"{c.n_layers} layers, {c.n_heads} query and {c.n_kv_heads} key/value heads of {c.head_dim}, "

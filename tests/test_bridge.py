@@ -148,6 +148,8 @@ def test_a_layer_that_never_asks_is_told_of(monkeypatch):
     memory = attach(model)
     deaf = lambda *_, **__: (torch.zeros(3, T, 32), None)
     monkeypatch.setattr(model.model.layers[1].self_attn, "forward", deaf)
+    with pytest.raises(ValueError, match="no prompt was read; call the model with past_key_values=memory"):
+        memory.end_prompt()
     model(TOKENS, past_key_values=memory)
     with pytest.raises(ValueError, match="layer 1 does not go through transformers' attention interface"):
         memory.end_prompt()

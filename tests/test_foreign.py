@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import transformers as hf
 
 from foreign import foreign_checkpoint
 from nanollm.__main__ import main
@@ -125,6 +126,21 @@ def test_both_engines_make_the_same_rows_of_the_shipped_decoder(tmp_path, monkey
                     ours[key], float) else key in ("l1", "l1_alone", "each") or theirs[key] == ours[key], key
 
 
+def test_what_a_model_lacks_is_left_out_unless_it_was_asked_for(folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folder, tmp_path / "gpt2")
+    size = len(hf.AutoTokenizer.from_pretrained(folder))
+    hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4,
+                                     n_positions=1024)).save_pretrained(tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    main(["--model", "gpt2", *FEW[:4]])
+    told = capsys.readouterr()
+    assert "streaming_llm is left out: relative positions need RoPE over whole heads" in told.err
+    assert "streaming_llm" not in told.out and "h2o" in told.out and "--all" not in told.out
+    with pytest.raises(SystemExit):
+        main(["--model", "gpt2", *FEW[:4], "--methods", "streaming_llm"])
+    assert "take streaming_llm_absolute" in capsys.readouterr().err
+
+
 def cut_weights(folder):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:3000])
 
@@ -148,11 +164,13 @@ def short_window(folder):
     (lambda folder: (folder / "config.json").unlink(), "", "config.json"),
     (None, "--lengths 2048", "length 2048 must be a whole number from 16 to 1024"),
     (None, "--engine ours", "model_type 'qwen3' is unknown"),
+    (None, "--text bytes.txt", "bytes.txt is not text in UTF-8 .* name another file"),
     (None, "--text short.txt", "the test text has .* ask for fewer"), (None, "--text none.txt", "none.txt")])
 def test_what_is_wrong_is_one_line(folder, tmp_path, monkeypatch, capsys, spoil, options, message):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "copy")
     Path("short.txt").write_text("Too short.")
+    Path("bytes.txt").write_bytes(b"\xd0\xff")
     if spoil:
         spoil(Path("copy"))
     with pytest.raises(SystemExit) as stop:

@@ -278,6 +278,8 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     rows = compare(checkpoint, *options)
     assert [row["method"] for row in rows] == ["full", "random", "h2o"] and seen[3:] == ["once more"]
     assert compare(checkpoint, *options) == rows and len(seen) == 4
+    fewer = compare(checkpoint, "--methods", "h2o", *options[4:])  # no row is lost
+    assert fewer == rows and len(seen) == 4
     with pytest.raises(SystemExit):
         compare(checkpoint, *options, "--dtype", "bfloat16")
     assert "were made with --dtype float32, not bfloat16" in capsys.readouterr().err

@@ -324,7 +324,7 @@ def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
 @torch.inference_mode()
 def test_streaming_on_learned_positions_needs_them_absolute():
     model = decoder(family="gpt2", n_kv_heads=6)
-    with pytest.raises(ValueError, match="learned its positions; set relative=False"):
+    with pytest.raises(ValueError, match="which this model has not; take streaming_llm_absolute"):
         make_cache(model, StreamingLLM, budget=8)
     caches = make_cache(model, StreamingLLM, budget=40, relative=False)
     assert torch.allclose(model(TOKENS, caches), model(TOKENS), atol=1e-5)
