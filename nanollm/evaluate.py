@@ -408,9 +408,9 @@ def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
     kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
     seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
     each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
-    row |= {key: sum(text[key] for text in texts) for key in ("live", "allocated", "peak")}
-    row |= {key: None if None in (all_of := [text[key] for text in texts]) else max(all_of)
-            for key in ("slots", "slots_end", "device")}
+    for key, of_all in dict(live=sum, allocated=sum, peak=sum, device=sum, slots=max, slots_end=max).items():
+        found = [text[key] for text in texts]
+        row[key] = None if None in found else of_all(found)
     return row | dict(prompt=texts[0]["prompt"], evicts=texts[0]["evicts"], tokens_per_s=len(kl) / seconds,
                       perplexity=math.exp(nll.mean().item()), kl=kl.mean().item(), l1=l1.mean(0).tolist(),
                       l1_alone=alone.mean(0).tolist(), each=each)

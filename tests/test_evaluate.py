@@ -20,7 +20,7 @@ from nanollm import evaluate
 from nanollm.cache import ALL, LayerCache, end_prefill, make_cache
 from nanollm.evaluate import (Benchmark, bits_per_byte, continuation, exact_match, excess, maker, ngram_bits,
                               perturbation, prompt_and_question, reading_within, reference,
-                              replayed_or_read, retrieve, text_windows)
+                              replayed_or_read, retrieve, summary, text_windows)
 from nanollm.generate import generate
 from nanollm.model import Config, Decoder
 from nanollm.slices import Slices
@@ -394,6 +394,9 @@ def test_slices_make_the_row_of_all_documents_at_once(model, benchmark, monkeypa
     for _ in range(2):
         row = parts.run(model, make)
     assert len(times) == (14 if keep else 28) and row.keys() == whole.keys()
+    both = summary([(right, text | dict(device=5)) for right, text in (
+        parts.benchmark(model, i).measured(model, make) for i in (12, 13))])
+    assert both["device"] == 10 and both["live"] == whole["live"]  # bytes are those of all texts
     for key in row.keys() - {"tokens_per_s", "device", "each", "l1", "l1_alone"}:
         assert row[key] == pytest.approx(whole[key], rel=1e-4), key
     for key, each in row["each"].items():
