@@ -16,7 +16,7 @@ import nanollm
 from nanollm import TINY
 from nanollm.check import check_seed, whole
 from nanollm.data import Tasks
-from nanollm.select import load, model_options
+from nanollm.select import loaded, model_options
 
 
 def says(claim) -> str:
@@ -64,10 +64,9 @@ def main(argv: list[str]):
     if unknown := [name for name in names if name not in CLAIMS]:
         raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
     for folder in dict.fromkeys([TINY, args.model]):
-        model, encoding = load(folder, args.device, args.engine, args.dtype)
+        model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
         label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
         subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
-    nanollm.set_threads(args.threads, sum(p.numel() for p in model.parameters()))  # of FOLDER, the last
     print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
           f"± a standard error\n\n{line('', subjects)}\n")
 

@@ -29,7 +29,8 @@ def main(argv: list[str]):
     rank, world = nanollm.ranks()
     if rank == 0:
         check_files(args.figure, args.json)
-    done = earlier(args) if args.resume else []
+    made_with = settings(args)
+    done = earlier(args.json, made_with) if args.resume else []
     if world > 1 and args.device == "cuda":  # a GPU a process
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
 
@@ -42,7 +43,7 @@ def main(argv: list[str]):
     model, encoding = loaded(args)
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
-    work = Work(args, model, encoding, chosen, done)
+    work = Work(args, model, encoding, chosen, made_with, done)
     work.try_out()
     torch.manual_seed(args.seed)
     work.tasks = Tasks(encoding, "test", own, args.chat)
@@ -162,13 +163,13 @@ def key(row: dict) -> tuple:
     return row["tokens"], row["method"], row["fraction"]
 
 
-def earlier(args) -> list[dict]:
-    """The rows in --json. ValueError if they were made with other settings."""
-    rows = json.loads(args.json.read_bytes() or "[]") if args.json.exists() else []
+def earlier(file: Path, made_with: dict) -> list[dict]:
+    """The rows in a file. ValueError if they were made with other settings."""
+    rows = json.loads(file.read_bytes() or "[]") if file.exists() else []
     for row in rows:
-        for name, x in settings(args).items():
+        for name, x in made_with.items():
             if row.get(name) != x:
-                raise ValueError(f"the rows in {args.json} were made with --{name} {row.get(name)}, not {x}; "
+                raise ValueError(f"the rows in {file} were made with --{name} {row.get(name)}, not {x}; "
                                  "give what they were made with, or name another file")
     return rows
 
@@ -176,12 +177,13 @@ def earlier(args) -> list[dict]:
 class Work:
     """The rows to measure: `jobs`, each a length, a method's name and its budget, a fraction or None.
 
-    done: rows that need not be measured.
+    made_with: the settings of all rows. done: rows that need not be measured.
     """
 
-    def __init__(self, args, model, encoding, chosen: dict, done: list[dict]):
+    def __init__(self, args, model, encoding, chosen: dict, made_with: dict, done: list[dict]):
         from nanollm.tokenizer import boundaries
         self.args, self.model, self.encoding, self.chosen = args, model, encoding, chosen
+        self.made_with = made_with
         self.done = {key(row): row for row in done}
         fractions = [percent / 100 for percent in args.budgets]
         self.jobs = [(T, name, fraction) for T in args.lengths for name, Method in chosen.items()
@@ -203,7 +205,7 @@ class Work:
             try:
                 self.try_one(T, name, fraction)
             except ValueError as error:
-                if self.args.named or fraction == 1 or self.works(T, name):
+                if self.args.named or self.works(T, name):
                     where = "" if fraction is None else f" of {self.shortest(T)} tokens"
                     raise ValueError(f"{label(name, fraction)}{where}: {error}") from error
                 unfit[name] = error
@@ -234,7 +236,7 @@ class Work:
         """A row, or why there is none: one method's mistake costs only its own rows."""
         from nanollm.evaluate import maker
         from nanollm.table import label, row_of
-        args, model, Method = self.args, self.model, self.chosen[name]
+        model, Method = self.model, self.chosen[name]
         if row := self.done.get((T, name, fraction)):
             return row
         if T != self.length:
@@ -247,7 +249,7 @@ class Work:
             measured = self.slices.run(model, make)
         except Exception as error:
             return f"{label(name, fraction)}: {one_line(error)}"
-        return row_of(name, fraction, T, settings(args), measured)
+        return row_of(name, fraction, T, self.made_with, measured)
 
     def read(self, T: int):
         """Documents of T tokens; what they cost is said where it matters."""

@@ -29,7 +29,7 @@ from nanollm.check import check_seed, whole
 from nanollm.evaluate import for_text, share
 from nanollm.model import Config, Decoder
 from nanollm.replay import feed
-from nanollm.select import given, pick
+from nanollm.select import DTYPES, given, pick
 from nanollm.train import hardware
 from nanollm.weights import NoDraws, brief, check_device, read_config
 
@@ -181,7 +181,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a folder whose config.json gives the shape; no weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="default here %(default)s")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=default["dtype"])
+    parser.add_argument("--dtype", choices=DTYPES, help=default["dtype"])
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help=default["lengths"])
     parser.add_argument("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
     parser.add_argument("--methods", nargs="+", default=METHODS.split(), metavar="NAME",

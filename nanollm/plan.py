@@ -17,7 +17,7 @@ from nanollm import TINY
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.check import whole
 from nanollm.evaluate import for_text, share
-from nanollm.select import given, has_budget, pick
+from nanollm.select import DTYPES, given, has_budget, pick
 from nanollm.table import SHOWN, label
 
 SHORT = 256, 1024  # tokens of the prompts that are compressed
@@ -68,7 +68,7 @@ def main(argv: list[str]):
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
                         help="of the prompt; default 2048, or what the model reads")
     parser.add_argument("--batch", type=int, default=1, help="texts at a time")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--memory", type=float, default=80, metavar="GB", help="what there is; default 80")
     parser.add_argument("--methods", nargs="+", default=[*SHOWN], metavar="NAME")
     parser.add_argument("--budget", type=float, default=25, metavar="PERCENT",

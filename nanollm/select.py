@@ -10,6 +10,7 @@ import traceback
 from nanollm import TINY, set_threads
 
 METHODS = Path(__file__).parent.parent / "methods"
+DTYPES = "float32", "bfloat16", "float16"
 
 
 def methods() -> tuple[dict, dict, dict]:
@@ -182,13 +183,13 @@ def model_options(parser):
     parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
                         help="whose decoder runs; auto: ours, if it knows the family")
     parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+    parser.add_argument("--dtype", choices=DTYPES, default="float32",
                         help="of weights, keys and values; default float32")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
 
 
-def loaded(args):
-    """`load` of what the options say, and the threads that suit it."""
-    model, encoding = load(args.model, args.device, args.engine, args.dtype)
+def loaded(args, folder: Path | None = None):
+    """`load` of what the options say, or of another folder, and the threads that suit it."""
+    model, encoding = load(folder or args.model, args.device, args.engine, args.dtype)
     set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     return model, encoding

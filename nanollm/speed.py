@@ -108,8 +108,7 @@ def bridge(theirs, new: int, prompts, repeat: int):
     print(f"\ntransformers with its own cache, and with a full one of ours; one thread, best of {repeat}")
     print(f"{'prompt':>16}{'reading':>13}{'ours':>10}{'ratio':>8}{'a token':>13}{'ours':>10}{'ratio':>8}")
     for length in prompts:
-        tokens = torch.randint(0, theirs.config.vocab_size, (1, length + new),
-                               generator=torch.Generator().manual_seed(0))
+        tokens = random_tokens(theirs, length + new, seed=0)
         times = {"own": [], "ours": []}
         for _ in range(repeat):
             for whose, taken in times.items():

@@ -14,6 +14,7 @@ from nanollm.cache import LayerCache
 from nanollm.data import Tasks, Unmarked
 from nanollm.evaluate import (Benchmark, Reference, check_size, continuation, maker, reference,
                               replayed_or_read, standard_error, text_windows)
+from nanollm.table import judges
 
 ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
          "unmarked recall": (Unmarked, "recall", {}),  # no mark tells where a fact ends
@@ -102,11 +103,11 @@ class Subject:
 
     def answered(self, Method, share: float | None, *tasks: str, setting="aware", **knobs) -> Tensor:
         """(documents,): mean over the tasks that the full cache does; ValueError if it does none of them."""
-        full = {task: self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
-        fit = [task for task, right in full.items() if right >= 0.5]
+        full = {f"{task}_aware": self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
+        fit = [task for task in tasks if judges(full, task)]
         if not fit:
             raise ValueError("the full cache answers "
-                             + ", ".join(f"{right:.2f} of {task}" for task, right in full.items()))
+                             + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks))
         return torch.stack([self.row(task, Method, share, **knobs)[setting] for task in fit]).mean(0)
 
     def at_an_eighth(self, name: str, **more) -> Tensor:
