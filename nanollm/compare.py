@@ -44,12 +44,14 @@ def main(argv: list[str]):
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
     work = Work(args, model, encoding, chosen, made_with, done)
-    work.try_out()
+    unfit = work.try_out()
     torch.manual_seed(args.seed)
     work.tasks = Tasks(encoding, "test", own, args.chat)
 
     if rank == 0:
         whose = "a small trained decoder" if args.model == nanollm.TINY else args.model
+        for name, error in unfit.items():
+            print(f"{name} is left out: {error}", file=sys.stderr)
         print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
               flush=True)
     rows, failed, began, held = [], [], time.time(), {key(row): row for row in done}
@@ -194,10 +196,11 @@ class Work:
         self.learned = {}  # by name: what a method has found out about the decoder
         self.tasks = self.slices = self.length = None
 
-    def try_out(self):
+    def try_out(self) -> dict[str, ValueError]:
         """A budget that a method cannot work with is a ValueError before any work is done.
 
-        So is a method that cannot work with this model, if it was asked for by name; else it is left out.
+        So is a method that cannot work with this model, if it was asked for by name; else it is left out, and
+        returned with the reason.
         """
         from nanollm.table import label
         unfit = {}
@@ -211,9 +214,8 @@ class Work:
                 unfit[name] = error
             except Exception:  # a bug: its row will name it, and the others go on
                 pass
-        for name, error in unfit.items():
-            print(f"{name} is left out: {error}", file=sys.stderr)
         self.jobs = [job for job in self.jobs if job[1] not in unfit]
+        return unfit
 
     def shortest(self, T: int) -> int:
         """The shortest prompt of documents of T tokens."""
@@ -259,7 +261,7 @@ class Work:
         args = self.args
         keep = psutil.virtual_memory().available / 2 if args.keep is None else args.keep * 1e9
         slices = Slices(self.model, self.tasks, T, args.documents, args.seed, args.batch, keep)
-        if not args.short or not slices.keeps:
+        if nanollm.ranks()[0] == 0 and not (args.short and slices.keeps):
             tqdm.write(str(slices), file=sys.stderr)
         slices.benchmark(self.model, 0)  # what the model refuses is an error, not one of each row
         return slices
