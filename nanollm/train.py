@@ -52,10 +52,15 @@ STAGES = [
                         copy=.12)),
 ]
 LEARNED = [  # the same for --start learned
-    (0.08, 64, 64, dict(plain=.05, periodic=.80, associative=.15)),
-    (0.06, 64, 64, dict(plain=.20, periodic=.40, associative=.25, few_shot=.15)),
-    *((share, *of) for share, (_, *of) in zip((0.12, 0.40, 0.34), STAGES[1:]))]
-LEAVE_OUT = 0.08, 0.85  # from and to which share of the steps
+    (0.05, 64, 64, dict(plain=.05, periodic=.80, associative=.15)),
+    (0.04, 64, 64, dict(plain=.20, periodic=.40, associative=.25, few_shot=.15)),
+    (0.09, *STAGES[1][1:]),
+    (0.42, 256, 16, dict(plain=.42, periodic=.06, associative=.04, few_shot=.16, needle=.16, recall=.10,
+                         copy=.06)),
+    (0.40, 512, 8, dict(plain=.46, periodic=.03, associative=.02, few_shot=.10, needle=.12, recall=.11,
+                        copy=.16)),
+]
+LEAVE_OUT = 0.06, 0.85  # from and to which share of the steps
 # loss weight of a token by its role; in plain text every token counts 1
 WEIGHT = np.zeros(4, dtype=np.float32)
 RECIPE = "seed", "lr", "steps", "start"  # a run depends on these alone, so its checkpoint has them
