@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 import sys
 
-TINY = Path(__file__).parent / "tiny"  # the trained checkpoint that ships
+TINY = Path(__file__).parent / "tiny"  # trained from a start that has the heads which retrieve
+LEARNED = Path(__file__).parent / "tiny_learned"  # of the same shape; it learned to retrieve
+SHIPPED = {"built": TINY, "learned": LEARNED}  # what tables call them
 
 
 def ranks() -> tuple[int, int]:

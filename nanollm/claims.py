@@ -1,27 +1,29 @@
 """python -m nanollm claims: do the papers' claims hold on a model of yours?
 
-    python -m nanollm claims                                  on the shipped decoder: two minutes of a core
-    python -m nanollm claims --model FOLDER --claims P6 C1    on both, side by side
+    python -m nanollm claims                                  on both shipped decoders: four minutes of a core
+    python -m nanollm claims --model FOLDER --claims P6 C1    on yours as well: one more column
 
 A rule on measured numbers decides each claim about trained models: methods/theory/claims.py has both.
+"built" is nanollm/tiny, in whose start the heads that retrieve were built; "learned" is nanollm/tiny_learned.
 """
 import argparse
 import json
+import os
 from pathlib import Path
 from textwrap import fill
 
 from tqdm import tqdm
 
 import nanollm
-from nanollm import TINY
+from nanollm import SHIPPED
 from nanollm.check import check_seed, whole
 from nanollm.data import Tasks
 from nanollm.select import loaded, model_options
 
 
-def says(claim) -> str:
-    """The claim of a function in one line: the first paragraph of its docstring."""
-    return " ".join(claim.__doc__.split("\n\n")[0].split())
+def worded(claim) -> dict[str, str]:
+    """The claim of a function and its rule, the two paragraphs of its docstring, in a line each."""
+    return dict(zip(("says", "rule"), (" ".join(part.split()) for part in claim.__doc__.split("\n\n"))))
 
 
 def line(name: str, cells) -> str:
@@ -36,7 +38,7 @@ def show(name: str, claim, findings: dict) -> str:
         of_each = (each.numbers.get(number) for each in found)
         rows[number] = ["{:.3g} ± {:.1g}".format(*x) if x else "" for x in of_each]
     why = [f"    {model}: {each.why}" for model, each in findings.items() if each.why]
-    said = fill(f"{name}  {says(claim)}", 100, subsequent_indent="    ")
+    said = fill(f"{name}  {worded(claim)['says']}", 100, subsequent_indent="    ")
     return "\n".join([said, *map(line, rows, rows.values()), *why, ""])
 
 
@@ -63,10 +65,11 @@ def main(argv: list[str]):
     names, subjects = [*dict.fromkeys(args.claims or CLAIMS)], {}
     if unknown := [name for name in names if name not in CLAIMS]:
         raise ValueError(f"claim {unknown[0]!r} is none that a model decides; those are {', '.join(CLAIMS)}")
-    for folder in dict.fromkeys([TINY, args.model]):
+    ours = os.path.realpath(args.model) in map(os.path.realpath, SHIPPED.values())
+    folders = SHIPPED | ({} if ours else {f"{args.model}/": args.model})  # /: a folder may be named "built"
+    for label, folder in folders.items():
         model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
-        label, tasks = "shipped" if folder == TINY else str(folder), Tasks(encoding, "test")
-        subjects[label] = Subject(model, tasks, args.seed, args.documents, args.length)
+        subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length)
     print(f"{args.documents} documents a task and texts, {args.length} tokens each, seed {args.seed}; "
           f"± a standard error\n\n{line('', subjects)}\n")
 
@@ -74,7 +77,7 @@ def main(argv: list[str]):
     for name in tqdm(names, unit="claim", leave=False):
         findings = {label: judge(name, on) for label, on in subjects.items()}
         tqdm.write(show(name, CLAIMS[name], findings))
-        found += [dict(claim=name, says=says(CLAIMS[name]), model=label, documents=on.documents, tokens=on.T,
+        found += [dict(claim=name, **worded(CLAIMS[name]), model=label, documents=on.documents, tokens=on.T,
                        seed=on.seed) | findings[label]._asdict() for label, on in subjects.items()]
         if args.json:
             nanollm.replace(args.json, json.dumps(found, indent=1).encode())

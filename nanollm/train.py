@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nanollm import TINY, ranks, set_threads, tokenizer
+from nanollm import SHIPPED, TINY, ranks, set_threads, tokenizer
 from nanollm.check import check_seed, whole
 from nanollm.data import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.evaluate import bits_per_byte, exact_match, ngram_bits
@@ -184,8 +184,10 @@ def find(args) -> tuple[int, float]:
     """
     folder = Path(os.path.realpath(args.out))  # NEW/.. is a folder that is there
     file = folder / CHECKPOINT
-    if any(part.exists() and part.samefile(TINY) for part in (folder, *folder.parents)):  # by whatever name
-        raise ValueError(f"{args.out} is in the folder of the checkpoint that ships; name another folder")
+    parts = [part for part in (folder, *folder.parents) if part.exists()]
+    ships = [ours for ours in SHIPPED.values() if ours.exists()]
+    if any(part.samefile(ours) for part in parts for ours in ships):  # by whatever name
+        raise ValueError(f"{args.out} is in the folder of a checkpoint that ships; name another folder")
     args.out = folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder")

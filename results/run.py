@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import sys
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 TARGET = ROOT / "RESULTS.md"
-TRAINED = ROOT / "nanollm" / "tiny" / "train.json"
+SHIPPED = {"built": ROOT / "nanollm" / "tiny", "learned": ROOT / "nanollm" / "tiny_learned"}
 
 # name: (title, command, what to see)
 SECTIONS = {
@@ -33,6 +34,15 @@ SECTIONS = {
         "their budget at every step from the prompt's end on, Scissorhands from the first token on. "
         "DuoAttention's retrieving heads and the low-bit caches append. The last lines compare each "
         "addition with the method under it, document by document."),
+    "learned": (
+        "Every method, on the decoder that learned to retrieve",
+        "python -m nanollm --all --model nanollm/tiny_learned --figure {scratch}/learned.png",
+        "The table above is of the decoder whose start had the heads that retrieve. This one is of a decoder "
+        "of the same shape that learned to retrieve."),
+    "claims": (
+        "The papers' claims, on both decoders", "python -m nanollm claims --json results/claims.json",
+        "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
+        "[CLAIMS.md](CLAIMS.md) has the rules, beside all that the tests say."),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
@@ -85,24 +95,33 @@ def run(name: str, scratch: Path):
 
 
 def shown(command: str) -> str:
-    """The command as a reader types it: where its figure goes is not part of a result."""
-    return command.partition(" --figure")[0]
+    """The command as a reader types it: where its figure or its rows go is not part of a result."""
+    return re.sub(" --(figure|json) .*", "", command)
 
 
 def checkpoint() -> str:
-    """The shipped decoder's figures, which its training run wrote."""
-    told = json.loads(TRAINED.read_text())
-    rows = [f"| {name.replace('_', ' ')} | {100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} % |"
-            for name, x in told["exact_match"].items()]
-    rows += [f"| bits per byte of held-out text, {name} | {bits:.2f} |"
-             for name, bits in told["bits_per_byte"].items()]
-    return "\n".join((
-        "## The shipped decoder", "",
-        f"`{told['command']}`, {told['hardware']}, {told['minutes']:g} minutes, "
-        f"{told['training_tokens'] / 1e6:.1f} M tokens. {told['note']}", "",
-        f"{told['parameters'] / 1e6:.2f} M parameters; greedy decoding with the full cache, "
-        f"{told['documents_per_figure']} held-out documents each, ± one standard error:", "",
-        "| task, tokens | right |", "|---|---|", *rows))
+    """The shipped decoders' figures, which their training runs wrote, side by side."""
+    told = {name: json.loads((folder / "train.json").read_text()) for name, folder in SHIPPED.items()}
+    columns = [{
+        "command": f"`{run['command']}`", "hardware": run["hardware"], "minutes": f"{run['minutes']:.0f}",
+        "training tokens": f"{run['training_tokens'] / 1e6:.1f} M",
+        "parameters": f"{run['parameters'] / 1e6:.2f} M",
+        "documents a task": run["documents_per_figure"],
+    } | {
+        name.replace("_", " "): f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %"
+        for name, x in run["exact_match"].items()
+    } | {
+        f"bits per byte of held-out text, {name}": f"{bits:.2f}"
+        for name, bits in run["bits_per_byte"].items()
+    } for run in told.values()]
+    rows = [f"| {' | '.join(map(str, cells))} |" for cells in (
+        ["", *told], ["---"] * (1 + len(told)),
+        *([name, *(column.get(name, "") for column in columns)] for name in columns[0]))]
+    notes = [f"{name}: {run['note']}" for name, run in told.items() if "note" in run]
+    return "\n\n".join((
+        "## The shipped decoders",
+        "How each was trained, and the share of held-out documents that it answers right, by task and "
+        "tokens: greedy decoding with the full cache, ± one standard error.", "\n".join(rows), *notes))
 
 
 def section(name: str) -> str:

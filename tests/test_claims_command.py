@@ -11,11 +11,17 @@ from common import checkpoint_of_two_layers
 from foreign import foreign_checkpoint
 from methods.kv_reviver import KVReviver
 from methods.theory import claims
-from methods.theory.claims import CLAIMS
-from methods.theory.subject import HOLDS, NOT, OPEN, UNFIT, above, below, both, mean, over_texts, within
+from methods.theory.claims import CLAIMS, judge
+from methods.theory.subject import (HOLDS, NOT, OPEN, UNFIT, Subject, above, below, both, mean, over_texts,
+                                    within)
 import nanollm.claims
+from nanollm import SHIPPED
 from nanollm.__main__ import main
 from nanollm.cache import LayerCache
+from nanollm.data import Tasks
+from nanollm.select import load
+
+ROOT = Path(__file__).parent.parent
 
 
 def around(x, spread=0.01):
@@ -58,26 +64,63 @@ def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
 
 
 def test_claims_are_worded_as_in_claims_md():
-    table = (Path(__file__).parent.parent / "CLAIMS.md").read_text()
+    table = (ROOT / "CLAIMS.md").read_text()
     worded = dict(re.findall(r"^\| \[(\w+)\]\(#\w+\) (.*?) \| ", table, re.M))
     for name, claim in CLAIMS.items():
-        assert nanollm.claims.says(claim) == worded[name] and "\n    Rule" in claim.__doc__
+        told = nanollm.claims.worded(claim)
+        assert told["says"] == worded[name] and told["rule"].startswith("Rule")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("claim", ["P3", "P6"])
+def test_the_stored_findings_are_what_the_code_finds(claim, name):
+    (row,) = (row for row in json.loads((ROOT / "results" / "claims.json").read_text())
+              if (row["claim"], row["model"]) == (claim, name))
+    model, encoding = load(SHIPPED[name], "cpu")
+    size = (row[key] for key in ("seed", "documents", "tokens"))
+    found = judge(claim, Subject(model, Tasks(encoding, "test"), *size))
+    assert (found.verdict, found.why) == (row["verdict"], row["why"])
+    assert found.numbers.keys() == row["numbers"].keys() and found.numbers
+    for number, x in found.numbers.items():  # elsewhere a head at the limit may round to the other side
+        assert x == pytest.approx(row["numbers"][number], rel=1e-3, abs=2e-3), number
 
 
 def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, capsys):
     folder = foreign_checkpoint(tmp_path / "model")
-    monkeypatch.setattr(nanollm.claims, "TINY", checkpoint_of_two_layers(tmp_path / "small"))
+    small = {"built": checkpoint_of_two_layers(tmp_path / "small")}
+    monkeypatch.setattr(nanollm.claims, "SHIPPED", small)
     for several in ("COMPARED", "VOTING"):
         monkeypatch.setattr(claims, several, ["SnapKV", "AdaKV", "PyramidKV"])
     found = run(tmp_path, "--model", folder, "--documents", 2, "--length", 256)
     assert [(row["claim"], row["model"]) for row in found] == [
-        (name, model) for name in CLAIMS for model in ("shipped", str(folder))]
+        (name, model) for name in CLAIMS for model in ("built", f"{folder}/")]
     why = {row["claim"]: row["why"] for row in found[1::2] if row["verdict"] == UNFIT}
     assert [*why] == ["P5", "P8", "C1", "C2", "R9", "R10"]  # it answers nothing
     assert "the full cache answers 0.00 of needle" in why["R10"]
     assert all(row["numbers"] for row in found if row["verdict"] != UNFIT)
     out = capsys.readouterr().out
     assert out.count(UNFIT) == 12 and all(f"\n{name}  " in out for name in CLAIMS)
+    assert out.splitlines()[2].split() == ["built", f"{folder}/"]
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """A folder with checkpoints in the place of those that ship."""
+    folders = {name: checkpoint_of_two_layers(tmp_path / "two" / name) for name in SHIPPED}
+    monkeypatch.setattr(nanollm.claims, "SHIPPED", folders)
+    monkeypatch.setattr(nanollm.select, "TINY", folders["built"])  # the default
+    monkeypatch.chdir(tmp_path / "two")
+    Path("link").symlink_to("learned")
+    return tmp_path / "two"
+
+
+@pytest.mark.parametrize("model, columns", [
+    ("", ["built", "learned"]), ("--model learned", ["built", "learned"]),
+    ("--model ../two/link", ["built", "learned"]), ("--model own/built", ["built", "learned", "own/built/"])])
+def test_only_a_model_that_does_not_ship_has_a_third_column(model, columns, two):
+    checkpoint_of_two_layers(two / "own" / "built")
+    found = run(two, *f"--claims P6 --documents 2 --length 128 {model}".split())
+    assert [row["model"] for row in found] == columns
 
 
 def test_both_engines_find_the_same(tmp_path):
@@ -91,7 +134,7 @@ def test_both_engines_find_the_same(tmp_path):
 
 def test_a_model_that_is_too_short_has_a_row(tmp_path):
     small = checkpoint_of_two_layers(tmp_path / "small")
-    _, row = run(tmp_path, *"--claims P6 --documents 2 --length 450 --model".split(), small)
+    *_, row = run(tmp_path, *"--claims P6 --documents 2 --length 450 --model".split(), small)
     assert row["verdict"] == UNFIT and row["why"].startswith("450 tokens exceed the model's length of 400")
 
 

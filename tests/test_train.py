@@ -368,14 +368,15 @@ def refused(folder: Path, message: str, *options: str):
     assert "\n" not in str(error.value) and held(folder) == before
 
 
-def test_the_shipped_checkpoint_is_never_written_over(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["built", "learned"])
+def test_a_shipped_checkpoint_is_never_written_over(name, tmp_path, monkeypatch):
     shipped = tmp_path / "tiny"
     shutil.copytree(train.TINY, shipped)
-    monkeypatch.setattr(train, "TINY", shipped)
+    monkeypatch.setattr(train, "SHIPPED", {"built": tmp_path / "gone", name: shipped})
     (tmp_path / "link").symlink_to(shipped)
     monkeypatch.chdir(tmp_path)
     for folder in (shipped, "tiny/../link", "tiny/new/.."):
-        refused(Path(folder), "is in the folder of the checkpoint that ships")
+        refused(Path(folder), "is in the folder of a checkpoint that ships")
 
 
 @pytest.mark.parametrize("name, message", [

@@ -9,10 +9,13 @@ A template is one paper's: `# Paper`, then for each claim
     Details.
 
 `{S3.smallest_eps:.2f}` is what a test recorded with `note("S3", smallest_eps=value)`, formatted.
+What `python -m nanollm claims` finds of a claim is not in the template: findings.py reads it.
 """
 from pathlib import Path
 import re
 from typing import NamedTuple
+
+from claims.findings import MODELS, ClaimError, judged, read, row
 
 VERDICTS = "holds", "holds after a fix", "does not hold", "not testable here"
 KEY = re.compile(r"[A-Z]\d+\.\w+")
@@ -22,11 +25,11 @@ HEAD = """# Claims of the papers
 Written by `pytest --write-claims`: words from `tests/claims/`, every measured number from the tests named.
 A claim holds, holds after a fix, does not hold, or is not testable here; the number says why.
 A notebook has the figures, and what takes too long for a test.
+
+`python -m nanollm claims` judges two trained decoders by rules, in the columns *built* and *learned*.
+The heads that retrieve were built into the start of the first. Where – stands, no model decides the claim.
+Verdict and number are of *built*. If the rule decides otherwise on *learned*, the verdict names both.
 """
-
-
-class ClaimError(ValueError):
-    """What is wrong with the claims, in one line."""
 
 
 class Claim(NamedTuple):
@@ -74,7 +77,7 @@ def collect(properties: list[tuple[str, list[tuple[str, object]]]]) -> tuple[dic
     return tests, values
 
 
-def check(claims: list[Claim], tests: dict, values: dict, notebooks: dict):
+def check(claims: list[Claim], tests: dict, values: dict, notebooks: dict, findings: dict):
     names = [claim.id for claim in claims]
     asked = {key for claim in claims for key, _ in PLACEHOLDER.findall("\n".join(claim[3:]))}
     wrong = {
@@ -82,6 +85,7 @@ def check(claims: list[Claim], tests: dict, values: dict, notebooks: dict):
         "claims without a test": [claim.id for claim in claims
                                   if claim.id not in tests and claim.verdict != VERDICTS[3]],
         "markers without a claim in tests/claims/": tests.keys() - names,
+        "findings without a claim in tests/claims/": findings.keys() - names,
         "values that no test recorded": asked - values.keys(),
         "notebooks that are not there": {n for claim in claims for n in claim.notebooks} - notebooks.keys(),
     }
@@ -100,8 +104,8 @@ def fill(text: str, values: dict[str, object]) -> str:
     return PLACEHOLDER.sub(one, text)
 
 
-def entry(claim: Claim, nodes: list[str], values: dict, notebooks: dict) -> tuple[str, str]:
-    """A claim's row of the table, and its section."""
+def entry(claim: Claim, nodes: list[str], values: dict, notebooks: dict, found: dict) -> tuple[str, str]:
+    """A claim's row of the table, and its section; found: of each decoder, what findings.py read."""
     title, number, details = (fill(text, values) for text in claim[3:])
     files: dict[str, set] = {}
     for node in nodes:
@@ -110,25 +114,30 @@ def entry(claim: Claim, nodes: list[str], values: dict, notebooks: dict) -> tupl
 
     links = ", ".join(f"[{Path(file).stem}]({file})" for file in sorted(files))
     books = ", ".join(f"[{n}]({notebooks[n]})" for n in claim.notebooks)
-    cells = f"[{claim.id}](#{claim.id.lower()}) {title}", claim.verdict, number, links, books
-    row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    verdict, rule = judged(claim.verdict, found)
+    by_rule = [found[name]["verdict"] if found else "–" for name in MODELS]
+    cells = row(f"[{claim.id}](#{claim.id.lower()}) {title}", verdict, *by_rule, number, links, books)
 
     sources = [f"- [{file}]({file}): {', '.join(sorted(files[file]))}" for file in sorted(files)]
     sources += [f"- [{notebooks[n]}]({notebooks[n]})" for n in claim.notebooks]
-    verdict = f"**{claim.verdict.capitalize()}.** {number}"
-    return row, "\n\n".join(filter(None, [f"### {claim.id}", title, verdict, details, "\n".join(sources)]))
+    verdict = f"**{verdict.capitalize()}.** {number}"
+    parts = f"### {claim.id}", title, verdict, details, rule, "\n".join(sources)
+    return cells, "\n\n".join(filter(None, parts))
 
 
-def render(papers: list[tuple[str, list[Claim]]], properties, notebooks: dict[str, str]) -> str:
-    """CLAIMS.md; notebooks: "03" → the file."""
+def render(papers: list[tuple[str, list[Claim]]], properties, notebooks: dict[str, str],
+           findings: dict[str, dict]) -> str:
+    """CLAIMS.md; notebooks: "03" → the file; findings: as findings.py reads them."""
     tests, values = collect(properties)
-    check([claim for _, claims in papers for claim in claims], tests, values, notebooks)
-    rows, sections = ["| claim | verdict | number | tests | notebook |", "|---|---|---|---|---|"], []
+    check([claim for _, claims in papers for claim in claims], tests, values, notebooks, findings)
+    heads = "claim", "verdict", *MODELS, "number", "tests", "notebook"
+    rows, sections = [row(*heads), "|---" * len(heads) + "|"], []
     for paper, claims in papers:
         sections.append(f"## {paper}")
         for claim in claims:
-            row, section = entry(claim, tests.get(claim.id, []), values, notebooks)
-            rows.append(row)
+            nodes, found = tests.get(claim.id, []), findings.get(claim.id, {})
+            cells, section = entry(claim, nodes, values, notebooks, found)
+            rows.append(cells)
             sections.append(section)
     return "\n\n".join([HEAD + "\n" + "\n".join(rows), *sections]) + "\n"
 
@@ -138,4 +147,4 @@ def from_folder(root: Path, properties) -> str:
     templates = sorted(root.glob("tests/claims/*.md"))
     papers = [parse(file.read_text(), f"tests/claims/{file.name}") for file in templates]
     notebooks = {file.name[:2]: f"notebooks/{file.name}" for file in root.glob("notebooks/[0-9][0-9]*.ipynb")}
-    return render(papers, properties, notebooks)
+    return render(papers, properties, notebooks, read(root))
