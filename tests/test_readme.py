@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, dense
-from nanollm import TINY
+from nanollm import SHIPPED, TINY
 from nanollm.table import SHOWN
 from results import run as results
 
@@ -119,6 +119,23 @@ def test_the_tables_are_made_of_stored_rows(monkeypatch, tmp_path):
     for asked, told in (["--check"], "RESULTS.md is not what"), (["short", "nope"], "unknown section 'nope'"):
         with pytest.raises(SystemExit, match=told):
             results.main(asked)
+
+
+def test_both_decoders_have_a_column_in_the_results(monkeypatch, tmp_path):
+    assert results.SHIPPED == SHIPPED
+    told = json.loads((TINY / "train.json").read_text()) | {"note": "In two stretches."}
+    other = told | {"minutes": 7.2, "exact_match": {"needle_256": dict(value=0.5, standard_error=0.031)}}
+    for name, run in ("built", told), ("learned", {key: x for key, x in other.items() if key != "note"}):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.json").write_text(json.dumps(run))
+    monkeypatch.setattr(results, "SHIPPED", {name: tmp_path / name for name in SHIPPED})
+    text = results.checkpoint()
+    assert "\n|  | built | learned |\n| --- | --- | --- |\n| command | `python -m nanollm train " in text
+    assert "\n| minutes | 89 | 7 |\n" in text and " % | 50.0 ± 3.1 % |\n" in text and " % |  |\n" in text
+    assert text.endswith("\n\nbuilt: In two stretches.")
+    shown = [results.shown(results.SECTIONS[name][1]) for name in ("all", "learned", "claims")]
+    assert shown == ["python -m nanollm --all", "python -m nanollm --all --model nanollm/tiny_learned",
+                     "python -m nanollm claims"]
 
 
 def test_the_headline_says_what_the_rows_say():
