@@ -18,7 +18,7 @@ import torch
 from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
-from nanollm import SHIPPED, TINY, evaluate, page, plot, slices, table
+from nanollm import TINY, evaluate, page, plot, slices, table
 from nanollm.__main__ import MARK, main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
@@ -476,8 +476,7 @@ def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, messa
 
 def test_a_checkpoint_that_cannot_be_read_is_one_line(checkpoint, capsys):
     refused(capsys, ["--model", "nowhere"], "nowhere/config.json is missing")
-    for folder in SHIPPED.values():
-        refused(capsys, ["train", "--out", str(folder)], "is in the folder of a checkpoint that ships")
+    refused(capsys, ["train", "--out", str(TINY)], "is in the folder of a checkpoint that ships")
     shutil.copytree(checkpoint, "copy", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(capsys, ["generate", "--model", "copy", "x"], "copy has no tokenizer")
     refused(capsys, ["generate", "", "--file", "x"], "give the text or --file x, not both")
