@@ -65,7 +65,7 @@ def row(*cells: str) -> str:
 def judged(verdict: str, found: dict[str, dict]) -> tuple[str, str]:
     """A claim's verdict, which names the decoders if they disagree, and below it the rule and its numbers.
 
-    `verdict` is the template's, of the first decoder. The rule has no other word for the second.
+    `verdict` is the template's, of the first decoder. That of the second is the rule's.
     """
     if not found:
         return verdict, ""
