@@ -5,17 +5,19 @@ Few heads fetch what stands far back (retrieval heads). The others look at the f
 
     S_t = {0 … t} in a retrieval head,   S_t = {0 … s−1} ∪ {t−(w−s)+1 … t} in a streaming head
 
-Differs from the paper: it learns a gate for each head. Here each head in turn is made to stream, and what
-that does to answers tells (`importance` in methods/theory/duo_attention.py). There, streaming heads stream
-while the prompt is read, too; here from its end on. The budget is one of all heads together. From it follows
-how many heads may keep everything, and w.
+Which heads retrieve is learned, as in the paper: a gate for each, trained with all others
+(methods/theory/duo_attention.py).
+
+Differs from the paper: there, streaming heads stream while the prompt is read, too; here from its end on. A
+gate's distillation is the KL of the predicted tokens, not the distance of the last hidden states, and takes
+seconds. The budget is one of all heads together. From it follows how many heads may keep everything, and w.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.theory.duo_attention import importance, retrieval_heads
+from methods.theory.duo_attention import gates, retrieval_heads
 from nanollm.cache import NEVER, LayerCache
 from nanollm.check import check_budget
 from nanollm.data import Tasks
@@ -36,7 +38,7 @@ class Streaming(LayerCache):
 class DuoAttention(LayerCache):
     """One cache until the prompt ends, then two: of a layer's retrieval heads, and of its streaming heads."""
     budget: int                              # entries at the prompt's end, mean over all heads of all layers
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, key/value head) that retrieve, the most important first
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, key/value head) that retrieve, the widest gate first
     sinks: int = 4                           # first tokens that a streaming head keeps
     least: int = 16                          # its fewest entries: of `heads`, as many keep all as this allows
 
@@ -120,7 +122,7 @@ class DuoAttention(LayerCache):
             raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
                              "give DuoAttention its heads instead")
         tasks = Tasks(encoding, "train")
-        return dict(heads=retrieval_heads(importance(model, tasks, T=min(512, model.config.max_len))))
+        return dict(heads=retrieval_heads(gates(model, tasks, T=min(512, model.config.max_len))))
 
 
 variants = {"duo_attention": DuoAttention}

@@ -49,11 +49,12 @@ class Asked(NamedTuple):
     n: int                    # tokens of the answer, the last of T'
 
 
-def ask(model, tasks: Tasks, of: tuple[str, ...], documents: int, T: int, seed: int, rows: int) -> list[Asked]:
+def ask(model, tasks: Tasks, of: tuple[str, ...], documents: int, T: int, seed: int,
+        rows: int) -> list[Asked]:
     """`documents` of T tokens of each of the tasks `of`, at most `rows` at a time, tasks by turns."""
     batches = [tasks.batch(task, seed, documents, T) for task in of]
     asked = []
-    for first in range(0, documents, rows):
+    for first in range(0, len(batches[0].tokens), rows):
         for batch in batches:
             tokens, context, _ = (x[first:first + rows] for x in prompt_and_question(model, batch))
             answer = batch.answers[0]
@@ -71,7 +72,7 @@ def predictions(model, asked: Asked, gates: Tensor, sinks: int, window: int) -> 
 
 
 def gates(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16,
-          seed: int = 0, of: tuple[str, ...] = ("needle", "recall"), steps: int = 200,
+          seed: int = 0, of: tuple[str, ...] = ("needle", "recall"), steps: int = 120,
           penalty: float = 0.05, rate: float = 0.02, rows: int = 8) -> Tensor:
     """The gates (L, H), 0 … 1, that keep what the full cache answers and close as far as they can.
 
