@@ -122,7 +122,8 @@ class DuoAttention(LayerCache):
             raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
                              "give DuoAttention its heads instead")
         tasks = Tasks(encoding, "train")
-        return dict(heads=retrieval_heads(gates(model, tasks, T=min(512, model.config.max_len))))
+        alpha = gates(model, tasks, T=min(512, model.config.max_len))
+        return dict(heads=retrieval_heads(alpha, least=0.5))
 
 
 variants = {"duo_attention": DuoAttention}
