@@ -8,9 +8,10 @@ Few heads fetch what stands far back (retrieval heads). The others look at the f
 Which heads retrieve is learned, as in the paper: a gate for each, trained with all others
 (methods/theory/duo_attention.py).
 
-Differs from the paper: there, streaming heads stream while the prompt is read, too; here from its end on. A
-gate's distillation is the KL of the predicted tokens, not the distance of the last hidden states, and takes
-seconds. The budget is one of all heads together. From it follows how many heads may keep everything, and w.
+Differs from the paper: there, streaming heads stream while the prompt is read, too; here from its end on.
+Gates are trained on the KL of the predicted tokens, not on the distance of the last hidden states, and their
+penalty grows, which puts the heads in order. The budget is one of all heads together. From it follows how
+many heads may keep everything, and w.
 """
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ class Streaming(LayerCache):
 class DuoAttention(LayerCache):
     """One cache until the prompt ends, then two: of a layer's retrieval heads, and of its streaming heads."""
     budget: int                              # entries at the prompt's end, mean over all heads of all layers
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, key/value head) that retrieve, the widest gate first
+    heads: tuple[tuple[int, int], ...] = ()  # (layer, key/value head) that retrieve, the most important first
     sinks: int = 4                           # first tokens that a streaming head keeps
     least: int = 16                          # its fewest entries: of `heads`, as many keep all as this allows
 
@@ -122,8 +123,8 @@ class DuoAttention(LayerCache):
             raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
                              "give DuoAttention its heads instead")
         tasks = Tasks(encoding, "train")
-        alpha = gates(model, tasks, T=min(512, model.config.max_len))
-        return dict(heads=retrieval_heads(alpha, least=0.5))
+        open_for = gates(model, tasks, T=min(512, model.config.max_len))
+        return dict(heads=retrieval_heads(open_for, least=0.3))
 
 
 variants = {"duo_attention": DuoAttention}
