@@ -123,7 +123,8 @@ def test_gates_of_the_built_heads_stay_and_a_larger_penalty_leaves_fewer(shipped
     on = lambda *penalty, steps=60: gates(shipped, tasks("test"), 4, 200, steps=steps, penalty=penalty)
     found, closed, rest = on(0.05, 10.0), on(1000.0, 1000.0), [0, 2, 3, 4, 5]
     assert {*retrieval_heads(found, 0.6)} == {(1, 0), (1, 1), (1, 2)} and found[rest].max() < 0.5
-    assert (on(1.0, 10.0)[1] < found[1] - 0.02).all() and closed.max() < 0.5
+    assert (on(1.0, 10.0)[1] < found[1] - 0.02).all()
+    assert closed.allclose(torch.tensor(24.5 / 60), atol=5e-3)  # 0.98, 0.96 … 0, and they stay at 0
     assert on(1.0, 1.0, steps=1).allclose(torch.tensor(0.98))  # the KL is least at 1: the penalty's
 
 
