@@ -5,17 +5,20 @@ Few heads fetch what stands far back (retrieval heads). The others look at the f
 
     S_t = {0 … t} in a retrieval head,   S_t = {0 … s−1} ∪ {t−(w−s)+1 … t} in a streaming head
 
-Differs from the paper: it learns a gate for each head. Here each head in turn is made to stream, and what
-that does to answers tells (`importance` in methods/theory/duo_attention.py). There, streaming heads stream
-while the prompt is read, too; here from its end on. The budget is one of all heads together. From it follows
-how many heads may keep everything, and w.
+Which heads retrieve is learned, as in the paper: a gate for each, trained with all others
+(methods/theory/duo_attention.py).
+
+Differs from the paper: there, streaming heads stream while the prompt is read, too; here from its end on.
+Gates are trained on the KL of the predicted tokens, not on the distance of the last hidden states, and their
+penalty grows, which puts the heads in order. The budget is one of all heads together. From it follows how
+many heads may keep everything, and w.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.theory.duo_attention import importance, retrieval_heads
+from methods.theory.duo_attention import gates, retrieval_heads
 from nanollm.cache import NEVER, LayerCache
 from nanollm.check import check_budget
 from nanollm.data import Tasks
@@ -120,7 +123,8 @@ class DuoAttention(LayerCache):
             raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
                              "give DuoAttention its heads instead")
         tasks = Tasks(encoding, "train")
-        return dict(heads=retrieval_heads(importance(model, tasks, T=min(512, model.config.max_len))))
+        open_for = gates(model, tasks, T=min(512, model.config.max_len))
+        return dict(heads=retrieval_heads(open_for, least=0.3))
 
 
 variants = {"duo_attention": DuoAttention}

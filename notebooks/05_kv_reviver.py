@@ -260,7 +260,7 @@ print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 #
 # ## Who retrieves?
 #
-# DuoAttention, below, needs to know which heads to spare. `importance` makes one key/value head at a time keep only 4 sinks and 12 recent tokens after the context, and measures how much less likely the right answers become. The comparison calibrates on needles and pairs of the training side, which are the tasks that it then measures. So here are two more: to copy a passage, and to label lines as in the examples.
+# DuoAttention, below, needs to know which heads to spare. `importance` makes one key/value head at a time keep only 4 sinks and 12 recent tokens after the context, and measures how much less likely the right answers become. (The paper trains a gate for each head, all together, and so does the comparison: `gates` in `methods/theory/duo_attention.py`. It finds the same heads here.) The comparison calibrates on needles and pairs of the training side, which are the tasks that it then measures. So here are two more: to copy a passage, and to label lines as in the examples.
 
 # %%
 train = Tasks(encoding, "train")
@@ -273,7 +273,7 @@ for axis, (task, nats) in zip(axes, lost.items()):
     print(f"{task:9} costs more than 0.1 nats: {retrieval_heads(nats)}")
 
 # %%
-heads = retrieval_heads((lost["needle"] + lost["recall"]) / 2)  # what DuoAttention.calibrate does
+heads = retrieval_heads((lost["needle"] + lost["recall"]) / 2)  # those of the gates, too
 print("the comparison's:", heads)
 for kept in dict.fromkeys(tuple(sorted(retrieval_heads(nats))) for nats in lost.values()):
     make = maker(model, DuoAttention, .25, heads=kept)
@@ -284,7 +284,7 @@ for kept in dict.fromkeys(tuple(sorted(retrieval_heads(nats))) for nats in lost.
 # %% [markdown]
 # On each of the four tasks only heads of layer 1 cost more than 0.03 nats. Copying, which nobody asks for afterwards, names the same three as needles and pairs. The labelled lines name one of them; with that one alone more than half of the needles and most pairs are lost.
 #
-# From here on, `heads` are those three: what `DuoAttention` keeps everything for. So they do not depend on the kind of question. But they depend on this decoder: its training started from weights in which they already retrieved (`00_kv_cache.ipynb`). Where several heads can stand in for one another, leaving out one at a time need not find any. What DuoAttention does below is therefore a result about this hand-built start. In large models the heads that retrieve are said to be a quarter to a half of all.
+# From here on, `heads` are those three: what `DuoAttention` keeps everything for. So they do not depend on the kind of question. But they depend on this decoder: its training started from weights in which they already retrieved (`00_kv_cache.ipynb`). Where several heads can stand in for one another, leaving out one at a time need not find any, which is why the paper trains gates. What DuoAttention does below is therefore a result about this hand-built start. In large models the heads that retrieve are said to be a quarter to a half of all.
 #
 # ## In the same bytes
 #

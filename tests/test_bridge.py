@@ -6,7 +6,7 @@ import torch
 import transformers as hf
 
 from methods.streaming_llm import StreamingLLM
-from methods.theory.duo_attention import importance, retrieval_heads
+from methods.theory.duo_attention import gates, retrieval_heads
 from nanollm import TINY, tokenizer, weights
 from nanollm.bridge import Bridged, attach, detach
 from nanollm.cache import cache_bytes, end_prefill, make_cache
@@ -86,7 +86,7 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
         Method = pick([name])[name]
         knobs = given(Method, budget=40, window_size=8)
         if name == "duo_attention":  # as it calibrates itself, on less
-            knobs["heads"] = retrieval_heads(importance(model, Tasks(encoding, "test"), documents=2, T=128))
+            knobs["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=60), 0.6)
         caches = make_cache(model, for_text(Method, ends), **knobs)
         feed(model, tokens[:, :-1], caches)
         end_prefill(caches)
