@@ -73,8 +73,9 @@ def write(args, text: str, model, encoding, Method, knobs: dict):
     from nanollm.cache import LayerCache, cache_bytes, make_cache
     from nanollm.evaluate import for_text
     from nanollm.generate import generate, stream
-    from nanollm.tokenizer import boundaries
-    prompt = torch.tensor([encoding.encode_ordinary(text)], dtype=torch.long, device=args.device)
+    from nanollm.tokenizer import boundaries, opening
+    ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
+    prompt = torch.tensor([ids], dtype=torch.long, device=args.device)
     ends = boundaries(encoding, model.config.vocab_size)
     caches = make_cache(model, for_text(Method, ends[prompt.cpu()]), **knobs)
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)

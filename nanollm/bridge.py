@@ -126,7 +126,8 @@ class Bridged:
         self.config = SimpleNamespace(
             n_layers=len(self.blocks), n_heads=heads, n_kv_heads=getattr(c, "num_key_value_heads", heads),
             head_dim=self.blocks[0].attention.w_o.shape[2], d_model=c.hidden_size,
-            vocab_size=self.embed.num_embeddings, max_len=c.max_position_embeddings)
+            vocab_size=self.embed.num_embeddings, max_len=c.max_position_embeddings,
+            bos=getattr(c, "bos_token_id", None))
         self.freq = frequencies(model, self.config.head_dim)
         if model.config._attn_implementation != NAME:
             model.attention_before = model.config._attn_implementation

@@ -26,6 +26,7 @@ from nanollm.check import check_budget, fits, whole
 from nanollm.data import Batch, Tasks
 from nanollm.generate import check_prompt
 from nanollm.replay import CannotReplay, Recorder, Recording, feed, record, replay
+from nanollm.tokenizer import opening
 
 # From the number of tokens that a budget is a share of, and the prompt (B, T), to fresh caches. The prompt
 # may go on after those tokens: with the question, in the aware setting.
@@ -276,12 +277,16 @@ def check_size(model, documents: int, least: int, T: int):
                          "make the documents shorter")
 
 
-def text_windows(tasks: Tasks, windows: int, T: int) -> Tensor:
-    """(windows, T) tokens of the split's text, evenly spaced; special tokens taken out."""
-    stream = tasks.stream[tasks.stream != tasks.bos]
+def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
+    """(windows, T) tokens of the split's text, evenly spaced; special tokens taken out.
+
+    Each begins with what texts of `model` begin with: BOS, or nothing.
+    """
+    first = opening(tasks.encoding, model.config) if model else []
+    stream, n = tasks.stream[tasks.stream != tasks.bos], T - len(first)
     whole("windows", windows, 1), whole("T", T, 2, len(stream))
-    starts = np.linspace(0, len(stream) - T, windows).astype(int)
-    return torch.from_numpy(np.stack([stream[s:s + T] for s in starts]))
+    starts = np.linspace(0, len(stream) - n, windows).astype(int)
+    return torch.from_numpy(np.stack([np.append(first, stream[s:s + n]) for s in starts]).astype(np.int64))
 
 
 def count_bytes(tasks: Tasks, rows: Tensor) -> int:
@@ -292,7 +297,7 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
     """Mean bits per byte of the split's text, over `windows` windows of T tokens, from the second token on.
     """
-    bits, rows = 0.0, text_windows(tasks, windows, T)
+    bits, rows = 0.0, text_windows(tasks, windows, T, model)
     for part in rows.to(model.embed.weight.device).split(16):
         logits = model(part[:, :-1]).flatten(0, 1)
         bits += F.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").item() / math.log(2)
@@ -353,9 +358,9 @@ class Benchmark:
         return min(64, T // 2)
 
     @staticmethod
-    def text(tasks: Tasks, T: int, documents: int) -> Tensor:
+    def text(model, tasks: Tasks, T: int, documents: int) -> Tensor:
         """Half as many texts as documents of a task, of T tokens each."""
-        return text_windows(tasks, max(2, documents // 2), T)
+        return text_windows(tasks, max(2, documents // 2), T, model)
 
     @staticmethod
     @torch.no_grad()
@@ -376,7 +381,7 @@ class Benchmark:
         """`documents` of each task and half as many texts, T tokens each."""
         check_size(model, documents, 2, T)
         batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
-        return Benchmark.read(model, batches, Benchmark.text(tasks, T, documents))
+        return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
         """Of each task and setting, right answers (B,); of the text, `continuation` and `perturbation`."""

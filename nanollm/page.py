@@ -8,7 +8,7 @@ from torch import Tensor
 from nanollm.cache import end_prefill, make_cache
 from nanollm.evaluate import feed, for_text, held
 from nanollm.select import has_budget
-from nanollm.tokenizer import boundaries
+from nanollm.tokenizer import boundaries, opening
 
 PAGE = """\
 In the lighthouse stand four boxes, and on the lid of each something is painted: a star, a table, a
@@ -68,7 +68,8 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, device: str, fi
     figure: a file, for the page with each token as dark as the share of heads that keep it.
     """
     encode = encoding.encode_ordinary
-    context, question, new = encode(PAGE), encode(QUESTION), len(encode(ANSWER))
+    first, new = opening(encoding, model.config), len(encode(ANSWER))
+    context, question = first + encode(PAGE), encode(QUESTION)
     tokens = torch.tensor([context + question], device=device)
     cuts = dict(aware=tokens.shape[1] - 1, blind=len(context))  # the last token is fed after the compression
     _, expected = answer(model, tokens, cuts["aware"], make_cache(model), new)
@@ -99,7 +100,8 @@ def draw(encoding, tokens: list[int], panels: dict, file):
     """The page once a setting, the fact that is asked for underlined."""
     from nanollm import plot
     encode = encoding.encode_ordinary
-    start, length = len(encode(PAGE.partition(FACT)[0])), len(encode(FACT))
+    page, length = len(tokens) - len(encode(PAGE)) - len(encode(QUESTION)), len(encode(FACT))
+    start = page + len(encode(PAGE.partition(FACT)[0]))
     fact = [start <= i < start + length for i in range(len(tokens))]
     picture = plot.text([encoding.decode([token]) for token in tokens], panels, fact, low="kept by no head",
                         mark="the fact asked for", width=120)

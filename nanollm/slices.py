@@ -18,7 +18,7 @@ class Slices:
         self.pieces = [({task: part}, None) for task, knobs in TASKS.items()
                        for whole in tasks.batches(task, seed, documents, T, **knobs)
                        for part in cut(whole, batch)]
-        text = Benchmark.text(tasks, T, documents)
+        text = Benchmark.text(model, tasks, T, documents)
         self.pieces += [({}, part) for part in text.split(batch)]
         self.recorded = {}  # by number of the piece, if they stay
 

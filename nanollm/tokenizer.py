@@ -142,6 +142,15 @@ class Foreign:
         return self.decode(ids).encode()
 
 
+def opening(encoding, config) -> list[int]:
+    """What a text begins with: BOS, if the tokenizer has it and the model's config.json names it, or nothing.
+
+    A model that was trained so may give it a large part of its attention (a sink).
+    """
+    bos = encoding.bos if isinstance(encoding, Foreign) else encoding.n_vocab - 1
+    return [bos] if bos is not None and bos == config.bos else []
+
+
 def check_vocabulary(encoding, vocab_size: int):
     """ValueError unless this tokenizer is that of a model with vocab_size token ids.
 

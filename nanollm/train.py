@@ -255,14 +255,14 @@ def main(argv=None):
     check_device(args.device)
 
     rank, world = ranks()
-    model = Decoder(Config(**CONFIG))
+    learned = args.start == "learned"
+    model = Decoder(Config(**CONFIG, bos=CONFIG["vocab_size"] - 1 if learned else None))
     set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     first, minutes = find(args)
     if world > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    learned = args.start == "learned"
     (learned_start if learned else induction_start)(model, args.seed)
     model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05,

@@ -53,7 +53,8 @@ def require(hf: dict, key: str, *allowed):
 
 def fields(hf: dict, family: str, **default) -> dict:
     given = {key: x for key, x in hf.items() if x is not None}  # null stands for the default
-    return {ours: (default | given)[theirs] for ours, theirs in KEYS[family].items()}
+    return {"bos": hf.get("bos_token_id")} | {ours: (default | given)[theirs]
+                                               for ours, theirs in KEYS[family].items()}
 
 
 def gpt2_config(hf: dict) -> Config:
@@ -326,7 +327,7 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
                          "which fits no Hugging Face model")
     config = hf_config(c) | dict(
         torch_dtype=str(dtype).removeprefix("torch."),
-        bos_token_id=None, eos_token_id=None)  # else transformers puts in those of the family's own tokenizer
+        bos_token_id=c.bos, eos_token_id=None)  # else transformers puts in those of the family's tokenizer
     tensors = {}
     for name, p in layout(model).items():
         x = p.detach().to("cpu", dtype)

@@ -261,7 +261,7 @@ for name, layers in cases.items():
 # ## How an induction head is built
 #
 # It takes two layers. A head of the lower layer writes into each token *which token came before it*; a head of the upper layer looks for the token that says "before me came what you are reading now".
-# In larger models such heads were found to form in training (Olsson et al., arXiv 2209.11895). This model was started with them, by hand (`induction_start`). Only the starting weights are special, and all of them are trained. It retrieves in layer 1, in three heads, because we put retrieval there. What training would have built without it is not shown here.
+# In larger models such heads were found to form in training (Olsson et al., arXiv 2209.11895). This model was started with them, by hand (`induction_start`). Only the starting weights are special, and all of them are trained. It retrieves in layer 1, in three heads, because we put retrieval there. What training builds without it is shown in `08_two_decoders.ipynb`.
 #
 # First the lower layer. Let queries and keys read one embedding dimension that is the same for all tokens: then they are constant, but for RoPE's rotation.
 # Let the query be turned back by the angle of Δ tokens. Then the score of a key $d$ tokens back is $\sum_i \cos((d - Δ)\,\theta_i)$ over the angles $\theta_i$ that are used. It peaks at $d = Δ$, whatever the tokens say.

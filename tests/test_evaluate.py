@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import decoder, tasks
+from common import ENCODING, decoder, tasks
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
@@ -469,6 +469,20 @@ def test_bits_per_byte_equal_a_sum_over_tokens(model):
         bits -= sum(math.log2(p[i, row[i + 1]]) for i in range(23))
         size += len(tasks("test").encoding.decode_bytes(row[1:].tolist()))
     assert bits_per_byte(model, tasks("test"), 20, 24) == pytest.approx(bits / size, rel=1e-6)
+
+
+@pytest.mark.parametrize("bos, first", [(None, []), (7, []), (2047, [2047])])
+def test_texts_begin_as_the_model_s_do(model, monkeypatch, bos, first):
+    monkeypatch.setattr(model.config, "bos", bos)  # 2047 is what the tokenizer calls BOS
+    stream = tasks("test").stream[tasks("test").stream != tasks("test").bos].tolist()
+    n, rows = 24 - len(first), text_windows(tasks("test"), 5, 24, model)
+    starts = [int(x) for x in np.linspace(0, len(stream) - n, 5)]
+    assert rows.tolist() == [first + stream[i:i + n] for i in starts] and rows.dtype == torch.int64
+    assert torch.equal(Benchmark.text(model, tasks("test"), 24, 10), rows)
+    assert text_windows(tasks("test"), 5, 24)[0].tolist() == stream[:24]
+    bits = -model(rows[:, :-1]).log_softmax(-1).gather(-1, rows[:, 1:, None]).sum() / math.log(2)
+    size = sum(len(ENCODING.decode_bytes(row)) for row in rows[:, 1:].tolist())
+    assert bits_per_byte(model, tasks("test"), 5, 24) == pytest.approx(bits.item() / size, rel=1e-5)
 
 
 def symbols(stream, n_vocab=3):

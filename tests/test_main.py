@@ -367,6 +367,24 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
     assert refused(capsys, arguments, "budget 24 has no room").endswith("\n")  # what was written is a line
 
 
+def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys, monkeypatch):
+    shutil.copytree(TINY, "begun")
+    config = json.loads(Path("begun/config.json").read_text()) | dict(bos_token_id=2047)
+    Path("begun/config.json").write_text(json.dumps(config))
+    main(["generate", "--model", "begun", "--tokens", "5", "The import system"])
+    tokens = torch.tensor([[2047, *ENCODING.encode("The import system")]])
+    written = ENCODING.decode(generate(from_hf(TINY), tokens, 5)[0].tolist())
+    out = capsys.readouterr().out
+    assert out.startswith(f"The import system{MARK}{written}\n\n[{tokens.shape[1] + 4} tokens seen, ")
+
+    drawn, text = [], plot.text
+    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append(of) or text(*of, **how))
+    main(["generate", "--model", "begun", "--figure", "page.png"])
+    (tokens, _, fact), = drawn
+    assert tokens[0] == "<|bos|>" and "".join(tokens[1:]) == page.PAGE + page.QUESTION
+    assert "".join(token for token, asked in zip(tokens, fact) if asked) == page.FACT
+
+
 def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
     ids, printed = [*ENCODING.encode(" so né😀"), ENCODING.encode("x")[0]], []
 

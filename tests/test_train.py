@@ -327,6 +327,7 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
     assert (whole / "tokenizer.tiktoken").read_bytes() == (train.TINY / "tokenizer.tiktoken").read_bytes()
     assert [row["tokens_per_document"] for row in log(whole)] == [64, 128, 256, 256, 512, 512]
     assert from_hf(train.TINY).config == Config(**CONFIG)
+    assert model.config.bos == (2047 if start == "learned" else None)  # its documents began so
     report = json.loads((whole / "train.json").read_text())
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     options = f"--steps 6 --start {start} --lr 0.002 --seed 0 --device cpu --threads 0 --documents 256"

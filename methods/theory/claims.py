@@ -205,7 +205,8 @@ def R5(on: Subject) -> Finding:
     Rule: with them the KL of the paper's sketch is lower; not if they leave a layer no room. Our fix: half
     is shared out evenly, with the shrunk sketch.
     """
-    text = text_windows(on.tasks, 2 * on.documents - 1, on.T)[1:16:2]  # between those that are measured
+    # between those that are measured
+    text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
     alone, mixed = (fisher_shares(on.model, text.to(on.text.tokens.device), even) for even in (0.0, 0.5))
     fixed = mean(on.kl(ShrunkReviver, mixed) - on.kl(ShrunkReviver))
     numbers = {"largest two shares": (sum(sorted(alone)[-2:]), 0.0), "change of KL, our fix": fixed}

@@ -116,7 +116,7 @@ def votes_kept(model, tokens: Tensor, window: int = 16, share: float = 0.25) -> 
 
 def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
     """Each measurement by layer: of heads the most, of spreads and exponents the mean."""
-    batch, tokens = tasks.batch("needle", 0, documents, 256), text_windows(tasks, documents, 512)
+    batch, tokens = tasks.batch("needle", 0, documents, 256), text_windows(tasks, documents, 512, model)
     tokens = tokens.to(model.embed.weight.device)
     first, strongest = sinks(model, tokens)
     ratio, cosine, exponent, chance = observed(model, tokens).mean(1)

@@ -85,7 +85,8 @@ class Subject:
     def text(self) -> Reference:
         """Texts of T tokens, of which the last eighth, at most 64, is what comes after the prompt."""
         check_size(self.model, self.documents, 2, self.T)
-        tokens = text_windows(self.tasks, self.documents, self.T).to(self.model.embed.weight.device)
+        tokens = text_windows(self.tasks, self.documents, self.T, self.model)
+        tokens = tokens.to(self.model.embed.weight.device)
         return reference(self.model, tokens, min(64, self.T // 8))
 
     def bench(self, task: str) -> list[Benchmark]:
