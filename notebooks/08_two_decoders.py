@@ -1,0 +1,258 @@
+# %% [markdown]
+# # Two decoders
+#
+# Every verdict of this repository is about a decoder, and a decoder has habits. Two of them ship. They have the same architecture, tokenizer and tasks. They differ in how they came to retrieve:
+# **built** (`nanollm/tiny`) was started with heads that match and copy, in layer 1, made by hand. **learned** (`nanollm/tiny_learned`) was started without any, and while it was trained, heads and whole layers were left out at random.
+# This notebook looks inside both, and asks which findings about methods are about the methods.
+#
+# **Read before:** `00_kv_cache.ipynb`. The code beside it: `nanollm/start.py` and `methods/theory/inside.py`.
+#
+# **How long it takes:** half an hour to read, two minutes to run.
+#
+# **What you will know:** where each of the two retrieves and what that hangs on; whether they have attention sinks; and which verdicts on methods change with the decoder.
+
+# %%
+import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+import json
+from pathlib import Path
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from methods.theory import inside
+from nanollm import LEARNED, TINY, plot
+from nanollm.data import Tasks
+from nanollm.evaluate import Benchmark, maker, text_windows
+from nanollm.model import Config, Decoder
+from nanollm.select import calibrated, given, has_budget, load, pick
+from nanollm.start import induction_start, learned_start
+from nanollm.train import CONFIG
+
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # two threads on so small a model wait for each other
+
+# %%
+FOLDERS = {"built": TINY, "learned": LEARNED}
+models = {name: load(folder, "cpu")[0] for name, folder in FOLDERS.items()}
+tasks = Tasks(load(TINY, "cpu")[1], "test")  # both have the same tokenizer
+told = {name: json.loads((folder / "train.json").read_text()) for name, folder in FOLDERS.items()}
+print(f"{'256 held-out documents each':30}{'built':>14}{'learned':>14}")
+for task in told["built"]["exact_match"]:
+    cells = [told[name]["exact_match"][task] for name in models]
+    print(f"{task:30}" + "".join(f"{x['value']:8.3f} ±{x['standard_error']:.3f}" for x in cells))
+bits = [told[name]["bits_per_byte"]["model"] for name in models]
+print(f"{'bits per byte of text':30}" + "".join(f"{x:14.3f}" for x in bits))
+
+# %% [markdown]
+# The figures are those that each training run measured at its end (`train.json`). RESULTS.md has them with the commands.
+#
+# ## How they began
+#
+# In both starts the heads of layer 0 look back one to four tokens. In *built*, heads of layer 1 then look for what stands after an earlier occurrence and copy it. In *learned*, all that is above layer 0 is random.
+# To see the difference, take 32 random tokens twice. In the second round, how often is the right next token the likeliest of 2048?
+
+# %%
+rng = np.random.default_rng(0)
+once = torch.from_numpy(rng.integers(0, tasks.bos, (64, 32)))
+twice = torch.cat((once, once), 1)
+
+
+def copied(model) -> float:
+    """Share of the second round's tokens that are the likeliest."""
+    best = model(twice)[:, 32:-1].argmax(-1)
+    return (best == twice[:, 33:]).double().mean().item()
+
+
+for name, start in {"built": induction_start, "learned": learned_start}.items():
+    begun = Decoder(Config(**CONFIG))
+    start(begun, 0)
+    print(f"{name:8} before training {copied(begun):.3f}, after {copied(models[name]):.3f}")
+
+# %% [markdown]
+# *learned* starts at chance. What copies in it, training has made.
+#
+# ## Where they retrieve
+#
+# A needle document ends with a question. From the question's last token, how much weight does each head give to the first token of the value that it asks for?
+
+# %%
+batch = tasks.batch("needle", seed=0, B=16, T=256)
+read = {name: inside.read_at_question(model, batch) for name, model in models.items()}
+figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+for axis, (name, weight) in zip(axes, read.items()):
+    plot.heads(axis, weight, f"{name}: end of question → value", most=1)
+
+# %% [markdown]
+# TODO-where
+#
+# A head that looks at the value need not be the one that matters. So leave attention out, and see what is still found: two layers at a time, and on the diagonal one.
+
+# %%
+without = {name: inside.without_pairs(model, tasks) for name, model in models.items()}
+figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+for axis, (name, found) in zip(axes, without.items()):
+    plot.heads(axis, found, f"{name}: needles without two layers", most=1)
+    axis.set(xlabel="layer left out", ylabel="layer left out")
+
+# %% [markdown]
+# TODO-layers
+#
+# And one head at a time, on 32 documents:
+
+# %%
+without_one = {name: inside.without_each(model, tasks) for name, model in models.items()}
+figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+for axis, (name, found) in zip(axes, without_one.items()):
+    plot.heads(axis, found, f"{name}: needles without this head", most=1)
+
+# %% [markdown]
+# TODO-heads
+#
+# How many have to go until retrieval breaks? Here heads above layer 0 are left out in the order of the first figure, those that look at the value first; and, to compare, in an order drawn at random.
+
+# %%
+def in_order(weight) -> list:
+    """(layer, head) above layer 0, those with the most weight first."""
+    order = weight[1:].flatten().argsort(descending=True).tolist()
+    return [(1 + i // weight.shape[1], i % weight.shape[1]) for i in order]
+
+
+counts = [0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 30]
+drawn = in_order(torch.rand(6, 6, generator=torch.Generator().manual_seed(0)))
+curves = {}
+for name, model in models.items():
+    for kind, order in (("by weight", in_order(read[name])), ("at random", drawn)):
+        curves[name, kind] = [inside.found_without(model, tasks, order[:n]) for n in counts]
+        print(f"{name:8} {kind}:", *(f"{x:5.2f}" for x in curves[name, kind]))
+
+# %%
+COLORS = {"built": "#0072b2", "learned": "#d55e00"}
+figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
+for (name, kind), found in curves.items():
+    axis.plot(counts, found, "o-" if kind == "by weight" else "s:", color=COLORS[name],
+              label=f"{name}, {kind}")
+axis.set(xlabel="heads left out, of 30 above layer 0", ylabel="needles found")
+axis.grid(alpha=0.3)
+axis.legend();
+
+# %% [markdown]
+# TODO-sets
+#
+# ## What they read anyway
+#
+# An attention **sink** is a first token that gets much weight and says nothing. Every training document of *learned* begins with BOS, so that one could form. Here is the weight that the second half of a text gives to its first token, and to the token of the first half that it reads most. The texts begin with BOS in one row, and as they stand in the other.
+
+# %%
+texts = {name: text_windows(tasks, 16, 512, model) for name, model in models.items()}
+bare = text_windows(tasks, 16, 512)
+begun = torch.cat((torch.full((16, 1), tasks.bos), bare[:, :-1]), 1)
+print("strongest head of each layer         layer " + "".join(f"{i:7}" for i in range(6)))
+for name, model in models.items():
+    for what, tokens in {"BOS, then text": begun, "text": bare}.items():
+        for which, weight in zip(("first token", "most read"), inside.sinks(model, tokens)):
+            print(f"{name:8} {what:15} {which:17}"
+                  + "".join(f"{x:7.3f}" for x in weight.amax(1)))
+
+# %% [markdown]
+# TODO-sinks
+#
+# ## Norms and tails
+#
+# CriticalKV weighs entries by the norms of their values, so norms should differ within a head. Scissorhands expects a power law: few tokens with most of the weight.
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
+for axis, (name, model) in zip(axes, models.items()):
+    spread = inside.norm_spread(model, texts[name])
+    plot.heads(axis, spread, f"{name}: norms, 95 % over 5 %", "{:.1f}", most=4)
+seen = {name: inside.observed(model, texts[name]).mean(1) for name, model in models.items()}
+rows = "pivotal before", "cosine of x, F(x)", "tail exponent", "before, by chance"
+for name in models:
+    for row, x in zip(rows, seen[name]):
+        print(f"{name:8} {row:18}", *(f"{value:6.2f}" for value in x))
+
+# %% [markdown]
+# TODO-norms
+#
+# ## How far votes last
+#
+# SnapKV lets the last queries of the prompt vote. Do the votes still hold for later queries? Of the tokens that a later window reads most, a quarter of them, this part was among those that the prompt's last window read most.
+
+# %%
+votes = {name: inside.votes_kept(model, texts[name]) for name, model in models.items()}
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+for axis, (name, of_layer) in zip(axes, votes.items()):
+    for i, line in enumerate(of_layer):
+        axis.plot(inside.DISTANCES, line, "o-", color=plt.cm.viridis(i / 6), label=f"layer {i}")
+    axis.axhline(0.25, color="black", linewidth=1)
+    axis.set(title=name, xlabel="tokens later", xticks=inside.DISTANCES, ylim=(0, 1))
+    axis.grid(alpha=0.3)
+axes[0].set_ylabel("of the later window's quarter")
+axes[1].legend(ncols=2);
+
+# %% [markdown]
+# TODO-votes
+#
+# ## What that does to methods
+#
+# The same methods on both, with a quarter of the entries: 32 needles and 32 lists of pairs, the question with the prompt (*aware*) or after it (*blind*).
+
+# %%
+NAMES = ["snap_kv", "pyramid_kv", "ada_kv", "chunk_kv", "chunk_kv_reuse", "snap_kv+critical", "h2o",
+         "streaming_llm", "duo_attention", "quantized_2"]
+asked = {task: tasks.batch(task, 0, 32, 512) for task in ("needle", "recall")}
+columns = [f"{task}_{setting}" for task in asked for setting in ("aware", "blind")]
+found = {}  # (decoder, method) → share of right answers, a column each
+for name, model in models.items():
+    bench = Benchmark.read(model, asked, None)
+    for method, Method in pick(NAMES).items():
+        knobs = given(Method) | calibrated(Method, model, tasks.encoding)
+        make = maker(model, Method, 0.25 if has_budget(Method) else None, **knobs)
+        right, _ = bench.measured(model, make)
+        found[name, method] = [right[column].mean().item() for column in columns]
+
+print(f"{'':18}{'built':^26}   {'learned':^26}")
+print(f"{'':18}" + 2 * "  needle       recall        ")
+for method in NAMES:
+    print(f"{method:18}" + "  ".join("".join(f"{x:6.2f} " for x in found[name, method])
+                                    for name in models))
+
+# %%
+figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), layout="constrained", sharey=True)
+for i, (axis, column) in enumerate(zip(axes, columns)):
+    axis.plot([0, 1], [0, 1], color="0.8", linewidth=1)
+    for method in NAMES:
+        x, y = (found[name, method][i] for name in models)
+        axis.plot(x, y, label=method if i == 3 else None, linestyle="",
+                  **{k: v for k, v in plot.style(method).items() if k in ("color", "marker")})
+    axis.set(title=column.replace("_", ", "), xlabel="built", xlim=(-.05, 1.05), ylim=(-.05, 1.05))
+axes[0].set_ylabel("learned")
+figure.legend(loc="outside right center", fontsize=8);
+
+# %% [markdown]
+# TODO-methods
+#
+# ## Verdicts
+#
+# `python -m nanollm claims` judges 14 claims on both by one rule each. What it printed is kept in `results/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
+
+# %%
+root = next(folder for folder in (Path(".."), Path(".")) if (folder / "results").exists())
+verdicts = {}
+for row in json.loads((root / "results" / "claims.json").read_text()):
+    verdicts.setdefault(row["claim"], {})[row["model"]] = row
+for claim, on in verdicts.items():
+    if len({row["verdict"] for row in on.values()}) > 1:
+        print(f"{claim}: {on['built']['says']}")
+        for name, row in on.items():
+            numbers = [f"{what} {x:.3g} ± {error:.1g}" for what, (x, error) in row["numbers"].items()]
+            print(f"    {name}: {row['verdict']}\n        " + "\n        ".join(numbers))
+
+# %% [markdown]
+# TODO-verdicts
+#
+# ## Exercises
+#
+# 1. Is it the training that spread retrieval, or the dropping of heads? Train two runs of 400 steps, with `LEAVE_OUT = 0, 0` in `nanollm/train.py` for one, and compare the maps of layers. *Hint: `python -m nanollm train --start learned --steps 400`, ten minutes.*
+# 2. Which heads of *learned* would you give a whole cache? Let DuoAttention keep those of the last map of heads instead of its own. *Hint: `maker(..., heads=...)`; it counts key/value heads, two query heads to one.*
+# 3. Does a sink form if you put BOS before the text in *built*? Predict first. *Hint: the table of sinks.*
