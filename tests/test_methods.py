@@ -39,7 +39,7 @@ CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])
 # entry for all that is gone; the keys of sinks move along.
 ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm"
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-EVICTS_WHILE_READING = "scissorhands"  # before a token attends, not after
+EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
 DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
 GAPS = "random", "+residual", "semantic", "chunk"  # what stays is not only what is looked at and the newest
 
@@ -340,8 +340,9 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 at least 1"),
     (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
     (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
-    (CaM, dict(budget=1), "budget 1 must be at least 2"), (CaM, dict(budget=5, recent=1.1), "recent 1.1"),
-    (CaM, dict(budget=5, targets=0), "targets 0 at least 1"),
+    (CaM, dict(budget=1), "budget 1 must be at least 9"),
+    (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 30: the newest 22 stay"),
+    (CaM, dict(budget=16, targets=0), "targets 0 must be a whole number of at least 1"),
     (DuoAttention, dict(budget=40, sinks=16), "sinks 16 .* less than the 16"),
     (DuoAttention, dict(budget=15), "budget 15 must be at least 16"),
     (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
