@@ -10,9 +10,8 @@ A_i is accumulated attention: what i has had from all queries so far, summed up.
 stay, heavy hitters too. Keys stay as they are, and no token's weight grows. It evicts while it reads: the
 budget holds from the first token on, so that a kept value receives little at a time.
 
-Differs from the paper: 8 entries leave at a time, not one. `at_a_time=1` is the paper's, at several times the
-time. Which tokens leave is H2O's choice (in its authors' scripts: sinks and recent tokens, or H2O's). Each of
-these scripts has a rule of its own for the mean; m is 32 there.
+Differs from the paper: which tokens leave is H2O's choice. In its authors' scripts it is all but sinks and
+recent tokens, or H2O's; each script has a rule of its own for the mean. m is 32 there.
 """
 from dataclasses import dataclass
 
@@ -22,13 +21,13 @@ from torch import Tensor
 from methods.scissorhands import BudgetCache
 from nanollm.cache import ALL
 from nanollm.check import check_seed, whole
-from nanollm.ranking import expand_index, indices, rank
+from nanollm.ranking import expand_index, indices, top
 
 
 @dataclass(eq=False)
 class CaM(BudgetCache):
     recent: float = 0.5         # share of the budget for the newest tokens; the rest goes to heavy hitters
-    at_a_time: int | None = 8   # entries that leave when the cache is full
+    at_a_time: int | None = 1   # entries that leave when the cache is full; by 8 it reads 3 times faster
     targets: int = 32           # kept tokens that share an evicted value, m; the last ones where fewer follow
     seed: int = 0               # of the coins, which differ by layer
     watch = ALL
@@ -53,7 +52,7 @@ class CaM(BudgetCache):
         return self.slot("accumulated")
 
     def shrink(self, score: Tensor, budget: int):
-        kept = rank(score, self.pos) < budget
+        kept = top(score, budget)  # slots are in the order of their tokens
         self.merge(indices(~kept), indices(kept))
         self.keep(indices(kept))
 
