@@ -9,6 +9,9 @@ then the newest stay.
     drop the m entries with the highest I_j outside the newest r
 
 Differs from the paper: the query heads of a group share an entry, so their mean weight is compared with 1/s.
+A step before an entry came counts as nothing. Padded with zeros, its record would count each such step as
+unimportant, for 0 < 1/s (`Padded` in methods/theory/scissorhands.py). All layers have the same budget;
+Section 4.2 gives later layers more (`tilted`, there). w is 400 however long the text is.
 The authors' code has no budget: it keeps everything that once exceeded the 90th percentile of its row.
 """
 from dataclasses import dataclass
