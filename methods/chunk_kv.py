@@ -4,11 +4,15 @@ A token means little without its neighbours. So what stays or goes is a chunk of
 score is the attention that the prompt's last w queries gave it. The best chunks are kept whole, beside the
 window. The indices kept in one layer may serve the layers above it, which then need no scores.
 
-    a_i = 1/w Σ_{t≥S−w} α_{t,i},   score_m = Σ_{i ∈ chunk m} a_i,   keep Top_{⌊(b−w)/c⌋}(score) ∪ {S−w … S−1}
+    a_i = 1/w Σ_{t≥S−w} α_{t,i},   score_m = Σ_{i ∈ chunk m} a_i
+    keep the first b − w tokens of Top(score), and {S−w … S−1}
 
-Differs from the paper: chunks are taken in the order of their score, each that still fits whole. So the short
-last chunk may go into room that ⌊(b−w)/c⌋ leaves. Room in which no chunk fits stays empty: half a chunk is
-what the paper argues against. The window counts inside the budget. The query heads of a group vote together.
+As in Algorithm 1 the chosen chunks are cut to b − w tokens, so that the budget is used to the full.
+`Chunks(fill=False)` keeps none but whole chunks: half a chunk is what the paper argues against.
+
+Differs from the paper: it does not say in which order the chosen chunks stand when they are cut. Here they
+stand in the order of their score, and the last to be chosen keeps its first tokens. The query heads of a
+group vote together.
 
 The grid cuts facts: votes fall on the words before a value, and a value that begins a chunk is scored without
 them. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that for values of two tokens (claim C1).
@@ -27,9 +31,10 @@ from nanollm.window import Selection, WindowCache
 
 @dataclass(frozen=True)
 class Chunks(Selection):
-    """Whole chunks. A head that has less room than a chunk keeps the short last one, or the window alone."""
+    """Down the ranking of chunks, until the budget is full."""
     chunk_size: int = 10  # tokens of a chunk, c
     score: str = "sum"    # of a chunk: "sum", "mean" or "max" of its tokens' votes
+    fill: bool = True     # the last chunk is cut to the room left; False: each that still fits whole
 
     def __post_init__(self):
         super().__post_init__()
@@ -39,14 +44,16 @@ class Chunks(Selection):
 
     def check(self, cache: WindowCache):
         least = self.chunk_size + cache.window_size
-        if cache.budget < least:
+        if cache.budget < least and not self.fill:
             raise ValueError(f"budget {cache.budget} has no room for a chunk of {self.chunk_size} beside the "
-                             f"window {cache.window_size}; make it at least {least}, or the chunk shorter")
+                             f"window {cache.window_size}; make it at least {least}, or set fill")
 
     def __call__(self, cache: WindowCache, votes: Tensor, budget: int | Tensor) -> Tensor:
         votes = self.pooled(cache, votes)
         chunk = self.cut(cache, votes)
         score, length = scores(votes, chunk, self.score)
+        if self.fill:
+            return cut_to(score, chunk, budget)
         return fit(score, length, budget).gather(-1, chunk)
 
     def pooled(self, cache: WindowCache, votes: Tensor) -> Tensor:
@@ -68,9 +75,22 @@ def scores(votes: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
     return (total / length.clamp(min=1) if how == "mean" else total), length
 
 
+def ranking(score: Tensor) -> Tensor:
+    """Chunks (..., chunks), the highest score first; ties newest first."""
+    return score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+
+
+def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
+    """Mask (..., n): of all tokens, chunk after chunk down the ranking, the first `budget`."""
+    rank = ranking(score).argsort(-1).gather(-1, chunk)  # of each token's chunk
+    place = torch.arange(chunk.shape[-1], device=chunk.device).expand(chunk.shape)
+    first = place < torch.as_tensor(budget, device=chunk.device)[..., None]
+    return torch.zeros_like(first).scatter(-1, rank.argsort(dim=-1, stable=True), first)
+
+
 def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
-    """Mask (..., chunks): down the ranking, ties newest first, each chunk that still fits whole."""
-    order = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    """Mask (..., chunks): down the ranking, each chunk that still fits whole."""
+    order = ranking(score)
     length = length.gather(-1, order)
     room = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])[..., None]
     taken = torch.zeros_like(length, dtype=torch.bool)
@@ -85,7 +105,7 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class ChunkKV(WindowCache):
-    """Whole chunks, and the window. Of `reuse` layers the lowest selects, the others take its indices."""
+    """Chunks, and the window. Of `reuse` layers the lowest selects, the others take its indices."""
     kernel_size: int = 1         # votes are not pooled: the chunk keeps neighbours together
     select: Selection = Chunks()
     reuse: int = 1               # layers of a group; the paper uses 2
@@ -121,6 +141,7 @@ class ChunksCode(Chunks):
     But there the pool is an average, and the count of kept tokens drifts from the budget."""
     chunk_size: int = 20
     score: str = "mean"
+    fill: bool = False
 
     def pooled(self, cache: WindowCache, votes: Tensor) -> Tensor:
         return super().pooled(cache, votes).mean(1, keepdim=True).expand(-1, votes.shape[1], -1)

@@ -9,6 +9,9 @@ then the newest stay.
     drop the m entries with the highest I_j outside the newest r
 
 Differs from the paper: the query heads of a group share an entry, so their mean weight is compared with 1/s.
+A step before an entry came counts as nothing. Padded with zeros, its record would count each such step as
+unimportant, for 0 < 1/s (`Padded` in methods/theory/scissorhands.py). All layers have the same budget;
+Section 4.2 gives later layers more (`tilted`, there). w is 400 however long the text is.
 The authors' code has no budget: it keeps everything that once exceeded the 90th percentile of its row.
 """
 from dataclasses import dataclass
@@ -36,11 +39,15 @@ class BudgetCache(LayerCache):
         if self.recent < 0 or (self.at_a_time is not None and self.at_a_time < 1):
             raise ValueError(f"recent {self.recent} must be at least 0 "
                              f"and at_a_time {self.at_a_time} at least 1")
-        leave = self.at_a_time or 1
-        check_budget(self.budget, self.recent + leave,
-                     f"the newest {self.recent} stay and {leave} leave at a time; lower recent or at_a_time")
+        leave, stay = self.at_a_time or 1, self.newest()
+        check_budget(self.budget, stay + leave,
+                     f"the newest {stay} stay and {leave} leave at a time; lower recent or at_a_time")
         if self.at_a_time is None:
-            self.at_a_time = max(1, min(self.budget // 2, self.budget - self.recent))
+            self.at_a_time = max(1, min(self.budget // 2, self.budget - stay))
+
+    def newest(self) -> int:
+        """How many of the newest entries are never dropped."""
+        return self.recent
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """In pieces as long as the room there is: chunks of any length give what single tokens would."""
@@ -49,7 +56,7 @@ class BudgetCache(LayerCache):
 
         while start < T:
             if self.length == self.budget:
-                newest = self.pos >= self.seen - self.recent
+                newest = self.pos >= self.seen - self.newest()
                 importance = self.importance().masked_fill(newest, math.inf)
                 self.shrink(importance, self.budget - self.at_a_time)
 

@@ -19,6 +19,7 @@ class SemanticChunks(Chunks):
     """Any budget will do: a chunk that could never be kept is cut shorter."""
     chunk_size: int = 32        # of the longest (chosen on our own tasks)
     score: str = "mean"
+    fill: bool = False          # none is cut
     ends: Tensor | None = None  # (B, T) of bool: which of the prompt's tokens end a chunk
 
     def __post_init__(self):

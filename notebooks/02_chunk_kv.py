@@ -36,7 +36,7 @@ from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from methods.theory import chunk_kv as theory
-from methods.theory.chunk_kv import FilledChunks, LaterGroups, PlacedChunks, aware, read
+from methods.theory.chunk_kv import LaterGroups, PlacedChunks, aware, read
 from nanollm import TINY, plot, tokenizer, weights
 from nanollm.cache import LayerCache, end_prefill
 from nanollm.data import Tasks, Unmarked
@@ -90,8 +90,8 @@ def ticks(axis, x, **more):
 # The last 8 tokens of the prompt vote.
 # SnapKV's authors knew that single tokens are not enough, and pool the votes over 7 neighbours. Without the pool the choice is truly one of tokens.
 # ChunkKV adds up the votes of ten tokens on a fixed grid.
-# Semantic chunks are ours: they end where a line, a sentence or a clause ends.
-# Where a chunk no longer fits into the budget, the room stays empty.
+# The last chunk that it takes is cut to the room that is left, so that the budget is full.
+# Semantic chunks are ours: they end where a line, a sentence or a clause ends. None of them is cut; each that still fits is taken.
 #
 # Below, a fact with a long value (four numbers, eight tokens) stands in a text, with its question at the end.
 # We look at layer 1, which retrieves in this model, with an eighth of the entries. Which rule do you expect to hold the whole value?
@@ -279,7 +279,7 @@ axes[0].legend(fontsize=8);
 #
 # With a pool *and* the maximum, a chunk that begins within three tokens of a vote counts as if it held it. So nearly all values of two tokens are found at any length. Values of eight still need long chunks.
 #
-# Room comes in steps: of some 55 slots beside the window, chunks of 20 and of 40 both fill 40.
+# There are some 55 slots beside the window: room for five chunks of ten and half of another, or for one of 40 and 15 tokens of the next.
 #
 # ## The knobs, and real boundaries
 #
@@ -288,8 +288,8 @@ axes[0].legend(fontsize=8);
 # %%
 unpooled = dict(kernel_size=1)
 semantic = lambda **knobs: partial(SemanticChunkKV, select=SemanticChunks(**knobs))
-variants = {"fill the room that is left": (ChunkKV, dict(select=FilledChunks())),
-            "one choice per layer": (ChunkKV, dict(select=ChunksCode(10, "sum"))),
+variants = {"whole chunks alone": (ChunkKV, dict(select=Chunks(fill=False))),
+            "one choice per layer": (ChunkKV, dict(select=ChunksCode(10, "sum", fill=True))),
             "kvpress: c=20, mean, pool 5, per layer":
                 (ChunkKV, dict(kernel_size=5, select=ChunksCode())),
             "pool 7": (ChunkKV, dict(kernel_size=7)), "pool 7, max": methods["pool 7, max"],
@@ -572,9 +572,9 @@ for name, (p, q, kept) in cases.items():
 #
 # ## Exercises
 #
-# 1. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` needs only one vote for a chunk. What does a chunk length of 50 do to *recall* at 12.5 %, where there is room for one? Predict, then measure.
+# 1. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` needs only one vote for a chunk. What does a chunk length of 50 do to *recall* at 12.5 %, where there is room for little more than one? Predict, then measure.
 # 2. `PlacedChunks` moves the grid. Where must it lie for a value of eight tokens? Predict the ten places for `long[8]`, then measure. And with chunks of 20?
 # 3. Semantic chunks are cut at six marks. Try line breaks alone, and blank lines alone. Which task gains, which loses? *Hint: build your own `ends`.*
 # 4. Write a rule that chooses `first` and `reuse` of `LaterGroups` from the Jaccard matrix alone. Does it find out that layer 1 must select for itself? What else could a rule look at that does? *Hint: the weight that layer 1's own choice gathers, and that of layer 0's.*
-# 5. Put AdaKV's budgets under the chunks: `make_cache(model, AdaKV, budget=64, kernel_size=1, select=Chunks())`. Why is a head whose share is below ten tokens worse off than under SnapKV? What do `FilledChunks` do about it?
+# 5. Put AdaKV's budgets under the chunks: `make_cache(model, AdaKV, budget=64, kernel_size=1, select=Chunks())`. Which tokens does a head keep whose share is below ten, and which under SnapKV? What changes with `Chunks(fill=False)`?
 # 6. Let examples be three tokens, x₁, x₂ and y = x₁ xor x₂ with noise. For which kept pairs is `token_noise` everything? Check with `divergence`.

@@ -1,62 +1,70 @@
-"""CaM against a loop over evicted tokens; who stays is H2O's choice."""
+"""CaM against a loop over tokens: who stays, what its value becomes, and what queries get."""
 from itertools import product
+import math
 
 import pytest
 import torch
 
 from common import B, D, G, H, SLOT, feed
 from methods.cam import CaM
-from methods.h2o import H2O
+
+T, BUDGET = 40, 12
 
 
-def text(n):
-    q, k, v = (torch.randn(B, n, heads, D, generator=torch.Generator().manual_seed(i)).transpose(1, 2)
+def text():
+    q, k, v = (torch.randn(B, T, heads, D, generator=torch.Generator().manual_seed(i)).transpose(1, 2)
                for i, heads in enumerate((H * G, H, H)))
     return q * 2, k, v
 
 
-def merged(v, attention, stay, coins, m):
-    """One head, by token: values of those that stay, once the others, in order, are merged as coins say."""
-    mean = sum(attention[j] for j in stay) / len(stay)
-    m, given = min(m, len(stay)), dict.fromkeys(stay, 0)
-    for i, coin in zip(sorted(v.keys() - given.keys()), coins):
-        if coin < attention[i] / mean:
-            after = [j for j in stay if j > i][:m]
-            for j in after if len(after) == m else stay[-m:]:
-                given[j] = given[j] + v[i] / m
-    return {j: v[j] + given[j] for j in stay}
+def by_loop(q, k, v, newest, leave, targets, coins):
+    """One head, q (G, T, D), k and v (T, D); coins: of each time that entries leave.
+
+    Of each token the values that are held, by token, and every query head's output.
+    """
+    held, attention = {}, {}
+    for t in range(T):
+        if len(held) == BUDGET:
+            old = [i for i in held if i < t - newest]
+            gone = sorted(sorted(old, key=lambda i: (attention[i], i))[:leave])
+            stay = [i for i in held if i not in gone]
+            mean, m = sum(attention[j] for j in stay) / len(stay), min(targets, len(stay))
+            given = dict.fromkeys(stay, 0)
+            for i, coin in zip(gone, next(coins)):
+                if coin < attention[i] / mean:
+                    after = [j for j in stay if j > i][:m]
+                    for j in after if len(after) == m else stay[-m:]:
+                        given[j] = given[j] + held[i] / m
+            held = {j: held[j] + given[j] for j in stay}
+        held[t], attention[t] = v[t], 0.0
+        p = (q[:, t] @ k[[*held]].T / math.sqrt(D)).softmax(-1)
+        for j, weight in zip(held, p.sum(0).tolist()):
+            attention[j] += weight
+        yield dict(held), p @ torch.stack([*held.values()])
 
 
-class Noting(CaM):
-    """Notes what is held, and the attention it has had, before tokens leave; test_methods.py adds it up."""
-    def evict(self):
-        self.held, self.attention = self.pos.clone(), self.slot("accumulated").clone()
-        super().evict()
-
-
-@pytest.mark.parametrize("recent, targets, chunk", [
-    (0.5, 1, 100), (0.5, 4, 7), (0.0, 4, 100), (0.5, 100, 100)])
-def test_values_grow_as_in_the_loop_and_h2o_chooses_who_stays(recent, targets, chunk):
-    n, budget, later = 30, 9, 6
-    qkv = _, k, v = text(n + later)
-    cache, h2o = Noting(budget, recent, targets, seed=3), H2O(budget, recent)
+@pytest.mark.parametrize("recent, leave, targets", [
+    (0.5, 1, 4), (0.5, 6, 1), (0.0, 5, 3), (0.25, 4, 100), (0.75, 1, 100)])
+@pytest.mark.parametrize("chunk", [1, 7, T])
+def test_values_and_outputs_are_the_loops_however_the_text_is_cut(recent, leave, targets, chunk):
+    (q, k, v), cache, outputs = text(), CaM(BUDGET, recent, leave, targets, seed=3), []
     cache.layer, generator = 2, torch.Generator().manual_seed(3002)
-    for c in (cache, h2o):
-        feed(c, *(x[:, :, :n] for x in qkv), chunk)
-    values = [[dict(enumerate(v[b, h, :n])) for h in range(H)] for b in range(B)]
-    h2o.end_prefill(), cache.end_prefill()
-    assert torch.equal(cache.pos, h2o.pos) and torch.equal(cache.k, h2o.k)
+    coins = [torch.rand(B, H, leave, generator=generator) for _ in range(T)]
+    newest, loops = max(1, round(recent * BUDGET)), {}
+    for b, h in product(range(B), range(H)):
+        mine = iter([coin[b, h].tolist() for coin in coins])
+        loops[b, h] = [*by_loop(q[b, h * G:(h + 1) * G], k[b, h], v[b, h], newest, leave, targets, mine)]
 
-    for t in range(n, n + later + 1):
-        coins = torch.rand(B, H, cache.held.shape[2] - budget, generator=generator)
-        for b, h in product(range(B), range(H)):
-            had = dict(zip(cache.held[b, h].tolist(), cache.attention[b, h].tolist()))
-            stay = cache.pos[b, h].tolist()
-            values[b][h] = merged(values[b][h], had, stay, coins[b, h].tolist(), targets)
-            assert torch.allclose(cache.v[b, h], torch.stack([values[b][h][j] for j in stay]), atol=1e-5)
-            assert torch.equal(cache.k[b, h], k[b, h, stay])
-        assert cache.length == budget and cache.bytes()[0] == B * H * budget * (SLOT + 4)  # attention
-        if t < n + later:
-            for b, h in product(range(B), range(H)):
-                values[b][h][t] = v[b, h, t]
-            feed(cache, *(x[:, :, t:t + 1] for x in qkv), first=t)
+    for part in torch.arange(T).split(chunk):
+        outputs.append(feed(cache, *(x[:, :, part] for x in (q, k, v)), first=int(part[0])))
+        for (b, h), steps in loops.items():
+            held, _ = steps[part[-1]]
+            assert cache.pos[b, h].tolist() == [*held] and torch.equal(cache.k[b, h], k[b, h, [*held]])
+            assert torch.allclose(cache.v[b, h], torch.stack([*held.values()]), atol=1e-4)
+        assert cache.bytes()[0] == B * H * cache.length * (SLOT + 4)  # attention
+        if 20 in part:
+            cache.end_prefill()  # nothing leaves then
+    y = torch.cat(outputs, 2)
+    for (b, h), steps in loops.items():
+        expected = torch.stack([y for _, y in steps], 1)
+        assert torch.allclose(y[b, h * G:(h + 1) * G], expected, atol=1e-4)

@@ -13,24 +13,23 @@ from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
 from methods.residual_entry import Residual
 from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks
 from methods.snap_kv import SnapKV
-from methods.theory.chunk_kv import FilledChunks, LaterGroups
+from methods.theory.chunk_kv import LaterGroups
 from nanollm import window
 from nanollm.cache import NEVER, LayerCache, end_prefill, make_cache
 from windows import (
-    GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, highest, live, mean,
-    name_of, pool, walk)
+    GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, live, mean, name_of, pool, walk)
 
 
-def by_chunk(A, norms, out, b, kernel_size, heads, row, chunk_size, score, ends=None, together=False,
-             fill=False, **_):
-    """Down the ranking, each chunk that fits whole; then single tokens, if `fill`."""
+def by_chunk(A, norms, out, b, kernel_size, heads, row, chunk_size, score, fill, ends=None, together=False,
+             **_):
+    """Down the ranking, each chunk that fits whole; to `fill`, all of them, cut to b tokens."""
     votes = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
     of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
     kept, chunks = [], chunks_of(out, chunk_size, range(out), () if ends is None else ends[row])
     for part in sorted(chunks, key=lambda part: (-of([votes[i] for i in part]), -part[0])):
-        if len(kept) + len(part) <= b:
+        if fill or len(kept) + len(part) <= b:
             kept += part
-    return kept + (highest(votes, b - len(kept), but=kept) if fill else [])
+    return kept[:b]
 
 
 def chunks(select):
@@ -43,19 +42,21 @@ def chunks(select):
     return made
 
 
-filling = partial(by_chunk, fill=True)
 CASES = {
-    "chunk": Case(ChunkKV, {}, chunks(Chunks(3)), choose=by_chunk),
-    "mean": Case(ChunkKV, {}, chunks(Chunks(4, "mean")), choose=by_chunk),
+    "chunk": Case(ChunkKV, {}, Chunks(5), choose=by_chunk),
+    "longer than the room": Case(ChunkKV, {}, Chunks(30), choose=by_chunk),
+    "whole": Case(ChunkKV, {}, chunks(Chunks(5, fill=False)), choose=by_chunk),
+    "mean": Case(ChunkKV, {}, Chunks(4, "mean"), choose=by_chunk),
     "max": Case(ChunkKV, {}, chunks(Chunks(2, "max")), choose=by_chunk),
     "code": Case(ChunkKV, {}, chunks(ChunksCode(4)), choose=partial(by_chunk, together=True)),
-    "filled": Case(ChunkKV, {}, chunks(FilledChunks(5)), choose=filling),
     "semantic": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6)), choose=by_chunk),
-    "on ada": Case(AdaKV, dict(floor=0.1), chunks(Chunks(3)), by_head, by_chunk),
+    "on ada": Case(AdaKV, dict(floor=0.1), Chunks(5), by_head, by_chunk),
+    "whole on ada": Case(AdaKV, dict(floor=0.1), chunks(Chunks(3, fill=False)), by_head, by_chunk),
+    "semantic, cut": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6, fill=True)), choose=by_chunk),
     "semantic on ada": Case(AdaKV, {}, chunks(SemanticChunks(20, "sum")), by_head, by_chunk),
     "residual": Case(ChunkKV, {}, chunks(Residual(Chunks(2), entries=2)), choose=by_chunk),
 }
-WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "semantic on ada"], PROMPTS[2:])]
+WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "whole", "semantic on ada"], PROMPTS[2:])]
 
 
 @pytest.mark.parametrize("case, prompt", WALKS, ids=lambda x: x if isinstance(x, str) else name_of(x))
@@ -76,17 +77,19 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
     assert one == kept(SnapKV, kernel_size=kernel_size) != two
 
 
-def test_a_chunk_may_take_all_the_room_and_a_longer_one_is_filled_or_cut():
-    assert len(kept(select=Chunks(12))[0][0]) == len(kept(select=FilledChunks(13))[0][0]) == 20
+def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay():
+    assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
+    assert [at % 13 for at in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
     ends = torch.zeros(2, 59, dtype=torch.bool)
-    assert kept(select=SemanticChunks(32, ends=ends)) == kept(select=Chunks(12, "mean"))
+    assert kept(select=SemanticChunks(32, ends=ends)) == kept(select=Chunks(12, "mean", fill=False))
 
 
 @pytest.mark.parametrize("make, message", [
     (lambda: Chunks(0), "chunk 0 must be a whole number of at least 1"),
     (lambda: Chunks(score="median"), "score 'median' must be 'sum', 'mean' or 'max'"),
     (lambda: ChunkKV(20, 8, reuse=0), "reuse 0 must be"), (lambda: LaterGroups(20, 8, first=-1), "first -1"),
-    (lambda: AdaKV(20, 8, select=Chunks(13)), "no room for a chunk of 13 .* make it at least 21, or the"),
+    (lambda: AdaKV(20, 8, select=Chunks(13, fill=False)), "no room for a chunk of 13 .* at least 21, or set"),
+    (lambda: Chunks(fill=1), "fill 1 of Chunks must be bool"),
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
     (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),

@@ -31,7 +31,7 @@ from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer, weights
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.data import Batch, Tasks
-from nanollm.evaluate import (Benchmark, Reference, answer, continuation, held, maker, perturbation,
+from nanollm.evaluate import (Benchmark, Make, Reference, answer, continuation, held, maker, perturbation,
                               prompt_and_question, reference, replayed_or_read, retrieve, text_windows)
 from nanollm.ranking import top
 from nanollm.replay import Recorder, feed, record, replay
@@ -73,6 +73,40 @@ class OtherNorms(Critical):
         return two_stage(first, (votes * norms).mean(2), budget)
 
 
+@dataclass(frozen=True)
+class Knobs(Critical):
+    """The paper's rule, and what the authors' code and App. G change of it, a knob each."""
+    pooled: bool = False    # the votes of stage 2
+    epsilon: float = 0.0    # that is added to them
+    of_means: bool = False  # the product of a group's means, in place of the mean of its products
+    order: int = 1          # of the norms: L1 or L2
+
+    def second(self, cache, votes: Tensor, norms: Tensor) -> Tensor:
+        if self.order == 2:
+            norms = l2_norms(cache.v[:, :, :votes.shape[-1]], cache.w_o)
+        votes = (cache.pool(votes) if self.pooled else votes) + self.epsilon
+        return votes.mean(2) * norms.mean(2) if self.of_means else (votes * norms).mean(2)
+
+
+def l2_norms(v: Tensor, w_o: Tensor) -> Tensor:
+    """‖v_i W_O‖₂ of every query head, as √(v M vᵀ) with M = W_O W_Oᵀ: v (B, H, n, D) → (B, H, G, n)."""
+    w, v = w_o.unflatten(1, (v.shape[1], -1)), v.unsqueeze(2)
+    M = torch.einsum("ohgd,ohge->hgde", w, w)
+    return (v @ M * v).sum(-1).clamp(min=0).sqrt()
+
+
+CODE = {"α = 0.5": dict(alpha=0.5), "stage 2 pooled": dict(pooled=True), "ε = 1e-4": dict(epsilon=1e-4),
+        "product of means": dict(of_means=True)}
+ALL_OF_CODE = {knob: x for one in CODE.values() for knob, x in one.items()}
+# the paper's rule with one knob of the code's each, and the code with one knob of the paper's each
+ONE_KNOB = {"critical": Knobs(), **{f"critical, {name}": Knobs(**knob) for name, knob in CODE.items()},
+            "critical, L2 norms": Knobs(order=2),
+            "critical_code": Knobs(**ALL_OF_CODE),
+            **{f"critical_code, no {name}": Knobs(**{k: x for k, x in ALL_OF_CODE.items() if k not in knob})
+               for name, knob in CODE.items()},
+            "critical_code, L2 norms": Knobs(**ALL_OF_CODE, order=2)}
+
+
 # ---- measured now ---------------------------------------------------------------------------------------
 
 def texts(model, tasks: Tasks) -> Reference:
@@ -83,7 +117,10 @@ def by_text(model, full: Reference, name: str, share: float) -> dict[str, Tensor
     """A method of METHODS text by text: ‖o − ô‖₁ of each layer `alone`, and `together`, added up over the
     layers below, (texts, L, H·G); kl and nll (texts,)."""
     Method, knobs = METHODS[name]
-    make = maker(model, Method, share, **knobs)
+    return text_by_text(model, full, maker(model, Method, share, **knobs))
+
+
+def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
     text = replayed_or_read(continuation, model, full, make, full.recording)
     row = dict(alone=perturbation(full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
     return {key: x.cpu() for key, x in row.items()}
@@ -103,6 +140,18 @@ def answers(model, bench: Benchmark, Method, share: float, **knobs) -> dict[str,
     each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
             for task, batch in bench.batches.items()]
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
+
+
+def one_knob_at_a_time(model, bench: Benchmark, full: Reference, share: float = 1 / 8) -> dict:
+    """Of SnapKV with each of ONE_KNOB: the share of right answers, aware, of every document of every task,
+    (n,); L and kl of every text, (texts,)."""
+    rows = {}
+    for name, select in {"SnapKV": SnapKV.select, **ONE_KNOB}.items():
+        knobs = dict(select=select, **WINDOW)
+        right = answers(model, bench, SnapKV, share, **knobs)["aware"].flatten()
+        text = text_by_text(model, full, maker(model, SnapKV, share, **knobs))
+        rows[name] = dict(answers=right, L=text["alone"].mean((1, 2)), kl=text["kl"])
+    return rows
 
 
 def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **knobs) -> list[LayerCache]:
@@ -166,6 +215,22 @@ def change(name: str, base: str, share: float) -> tuple[float, float]:
     """`difference` of L as a part of the base's L."""
     unit = stored()[base, share]["L"].mean()
     return tuple(x / unit for x in difference(name, base, share, "L"))
+
+
+def saved(name: str, base: str, share: float, key: str = "kl") -> tuple[float, float]:
+    """How much of the budget a method saves where the base scores the same, 0.2 for a fifth; Fig. 1.
+
+    The base's budget is interpolated, as there, and its standard error is how it varies if the texts are
+    drawn anew. Where the score lies beyond the base's at all SHARES, the nearest of them counts.
+    """
+    mine, of = stored()[name, share][key], np.stack([stored()[base, x][key] for x in SHARES])
+
+    def part(texts) -> float:
+        enough = np.interp(mine[texts].mean(), of[:, texts].mean(1), np.log2(SHARES))
+        return 1 - share / 2 ** enough
+
+    again = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
+    return part(slice(None)), np.std([part(texts) for texts in again])
 
 
 def lower(name: str, base: str, share: float) -> float:

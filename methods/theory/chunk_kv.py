@@ -18,25 +18,11 @@ from nanollm.check import whole
 from nanollm.data import Batch
 from nanollm.evaluate import (Benchmark, Make, answer, continuation, held, maker, prompt_and_question,
                               replayed_or_read, retrieve)
-from nanollm.ranking import top
 from nanollm.replay import Recorder, Recording, feed, record, replay
 from nanollm.window import WindowCache
 
 
 # ---- variants of the method, to measure what its parts do --------------------------------------------------
-
-@dataclass(frozen=True)
-class FilledChunks(Chunks):
-    """Single tokens with the highest votes go where no chunk fits any more. Any budget will do."""
-
-    def check(self, cache: WindowCache):
-        pass
-
-    def __call__(self, cache: WindowCache, votes: Tensor, budget: int | Tensor) -> Tensor:
-        kept = super().__call__(cache, votes, budget)
-        single = self.pooled(cache, votes).masked_fill(kept, -1)
-        return kept | top(single, budget - kept.sum(-1))
-
 
 @dataclass(frozen=True)
 class PlacedChunks(Chunks):

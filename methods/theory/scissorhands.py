@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from methods.quantized import quantise
+from methods.scissorhands import Scissorhands
 from nanollm.cache import LayerCache, end_prefill, make_cache, probabilities
 from nanollm.evaluate import Reference, continuation, held, reading_within
 from nanollm.model import Decoder
@@ -522,6 +524,48 @@ def observed(model, tokens: Tensor) -> Tensor:
         k = torch.tensor([tail_exponent(even_shares(x)).k for x in p])
         found.append(torch.stack([x.cpu() for x in (ratio, block_similarity(model, text)[0], k, chance)]))
     return torch.stack(found, 1)
+
+
+# ---- other readings of the budget cache --------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Padded(Scissorhands):
+    """A step before an entry came counts as unimportant."""
+
+    def importance(self) -> Tensor:
+        steps = min(self.history, self.seen)
+        return super().importance() - (steps - (self.seen - self.pos).clamp(max=steps))
+
+
+@dataclass(eq=False)
+class Rate(Scissorhands):
+    """The share of the steps at which an entry was unimportant, of those since it came."""
+
+    def importance(self) -> Tensor:
+        return super().importance() / (self.seen - self.pos).clamp(max=self.history)
+
+
+@dataclass(eq=False)
+class FourBits(Scissorhands):
+    """Keys and values are rounded to 4 bits, each head of a token by itself."""
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        super().write(*(self.rounded(x) for x in (k, v)), pos)
+
+    @staticmethod
+    def rounded(x: Tensor) -> Tensor:
+        code, zero, scale = quantise(x, 4, -1)
+        return zero.to(x) + code * scale.to(x)
+
+
+def tilted(model, budget: int, tilt: float, Method=Scissorhands, **knobs) -> list[LayerCache]:
+    """Caches with budgets that rise evenly over the layers, from 1 − tilt to 1 + tilt times their mean.
+
+    Section 4.2: later layers have the lower persistence, and so get more.
+    """
+    budgets = (budget * (1 + torch.linspace(-tilt, tilt, len(model.blocks)))).round().int().tolist()
+    return [make_cache(model, Method, budget=n, **knobs)[layer] for layer, n in enumerate(budgets)]
 
 
 # ---- what the budget cache keeps and costs -----------------------------------------------------------------

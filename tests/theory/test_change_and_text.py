@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from common import tasks
-from methods.critical_kv import PooledCritical
+from methods.critical_kv import Critical, CriticalCode, PooledCritical
 from methods.theory import change_and_text
-from methods.theory.change_and_text import (COMPARED, METHODS, RULES, SHARES, VOTING, WINDOW, OtherNorms,
-                                            change, correlation_of_change_and_kl, difference, last_layer,
-                                            lower, stored)
+from methods.theory.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_KNOB, RULES, SHARES,
+                                            VOTING, WINDOW, Knobs, OtherNorms, change,
+                                            correlation_of_change_and_kl, difference, l2_norms, last_layer,
+                                            lower, saved, stored)
 from methods.theory.claims import P5, P8
 from methods.theory.subject import HOLDS, NOT, Subject, above, mean
 from methods.snap_kv import SnapKV
 from nanollm import TINY, weights
-from nanollm.evaluate import reference, text_windows
+from nanollm.evaluate import reference, standard_error, text_windows
 
 
 # ---- answers: needles and pairs in 24 documents of 256 tokens each, with an eighth of the entries ---
@@ -45,6 +46,40 @@ def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(on, note
     gained = mean(pooled - plain)
     assert above(gained) == above(mean(pooled - other)) == HOLDS and gained[0] > 0.1
     note("P5", few_gained=100 * gained[0], few_other=100 * mean(other - plain)[0])
+
+
+def test_the_knobs_are_those_of_the_rule_and_the_code():
+    g = torch.Generator().manual_seed(0)
+    votes, norms = torch.rand(2, 2, 2, 3, 20, generator=g)
+    cache = SnapKV(20, window_size=8)
+    for select, same in {Critical(): Knobs(), PooledCritical(): Knobs(pooled=True),
+                         CriticalCode(): Knobs(**ALL_OF_CODE)}.items():
+        assert torch.allclose(select.second(cache, votes, norms), same.second(cache, votes, norms))
+        assert select.alpha == same.alpha
+    assert len({*ONE_KNOB.values()}) == len(ONE_KNOB) == 2 * (2 + len(CODE))
+    v, w_o = torch.randn(2, 2, 5, 4, generator=g), torch.randn(12, 6, 4, generator=g)
+    norms = (v.unsqueeze(2) @ w_o.unflatten(1, (2, 3)).permute(1, 2, 3, 0)).norm(dim=-1)
+    assert torch.allclose(l2_norms(v, w_o), norms, rtol=1e-4)
+
+
+@pytest.mark.claim("P5")
+def test_of_the_knobs_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(on, note):
+    base, code = (on.at_an_eighth(f"SnapKV+{name}") for name in ("critical", "critical_code"))
+    gain = {knob: on.at_an_eighth("SnapKV", select=ONE_KNOB[f"critical, {knob}"]) - base
+            for knob in (*CODE, "L2 norms")}
+    for name, x in zip(("alpha", "pool", "epsilon", "means", "l2"), gain.values()):
+        note("P5", **{f"knob_{name}": 100 * mean(x)[0]})
+    pool, half = gain.pop("stage 2 pooled"), gain.pop("α = 0.5")
+    assert (code - base - pool).mean().abs() < 0.03 and half.mean() > 5 * standard_error(half) > 0
+    assert all(x.mean().abs() < 0.03 for x in gain.values())
+
+
+@pytest.mark.claim("P11")
+def test_equal_scores_by_the_papers_rule_save_no_budget(note):
+    assert saved("SnapKV", "SnapKV", 0.25)[0] == pytest.approx(0)
+    for base, addition in product((Rule.__name__ for Rule in RULES), ("critical", "critical_code")):
+        part, error = saved(f"{base}+{addition}", base, 0.25)
+        note("P11", **{f"{base}_{addition}": 100 * part, f"{base}_{addition}_error": 100 * error})
 
 
 @pytest.mark.claim("P8", "P10")

@@ -14,13 +14,14 @@ from exact import F64, at_most, check, close, random, seeded, seeds, vector
 from methods.h2o import H2O
 from methods.scissorhands import BudgetCache, Scissorhands
 from methods.theory.scissorhands import (
-    OneLayer, attention_maps, best_bound, block_similarity, condition, cost_of_reading, draw_power_law,
-    drift_bound, drift_under_power_law, drifts, eviction_bound, failure, mass_lost, mlp_bound,
+    FourBits, OneLayer, attention_maps, best_bound, block_similarity, condition, cost_of_reading,
+    draw_power_law, drift_bound, drift_under_power_law, drifts, eviction_bound, failure, mass_lost, mlp_bound,
     nearly_orthogonal, newest_share, next_step, observed, paper_bound, paper_failure, persistence_bounds,
     persistence_ratio, proof_steps, random_step, repaired_bound, rollout, smallest_share, softmax_spread,
     tail_exponent, tail_mass, weights_bound)
 from nanollm import TINY, weights
-from nanollm.evaluate import reference, text_windows
+from nanollm.cache import LayerCache
+from nanollm.evaluate import continuation, maker, reference, retrieve, standard_error, text_windows
 from nanollm.model import rope
 
 starts, norms = st.integers(2, 5), st.tuples(*[st.floats(0.1, 3)] * 6)
@@ -524,3 +525,26 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
     for name, x in dict(ratio=100 * ratio[[0, 2, 3, 4, 5]], strong=100 * strong[2:], k=mean_k, cosine=cosine,
                         strong_chance=100 * strong_chance[2:], newest=newest).items():
         note("S2" if name == "newest" else "S7", **{f"{name}_least": x.min(), f"{name}_most": x.max()})
+
+
+@pytest.mark.claim("S8", "S9")
+def test_a_fifth_of_the_entries_costs_quality_and_four_bits_on_top_little(note):
+    """32 texts and 32 documents of 256 tokens; the questions come later."""
+    model, source, rows = weights.from_hf(TINY), tasks("test"), {}
+    full = reference(model, text_windows(source, 32, 256), 32)
+    documents = {task: source.batch(task, 0, 32, 256) for task in ("few_shot", "needle")}
+    for name, Method in dict(full=LayerCache, fifth=Scissorhands, bits=FourBits).items():
+        make = maker(model, Method, None if Method is LayerCache else 0.2)
+        row = {task: retrieve(model, batch, make)["blind"] for task, batch in documents.items()}
+        rows[name] = row | dict(nll=continuation(model, full, make)["nll"])
+
+    all_of_it, fifth, bits = rows.values()
+    lost = fifth["nll"] - all_of_it["nll"]
+    assert lost.mean() > 3 * standard_error(lost)
+    note("S8", perplexity_full=all_of_it["nll"].mean().exp(), perplexity=fifth["nll"].mean().exp())
+    for task in documents:
+        note("S8", **{f"{task}_full": 100 * all_of_it[task].mean(), task: 100 * fifth[task].mean()})
+    more = bits["nll"] - fifth["nll"]
+    assert more.mean() < 0.15 * lost.mean()
+    note("S9", nll=more.mean(), error=standard_error(more), fifth=lost.mean(),
+         few_shot=100 * (bits["few_shot"] - fifth["few_shot"]).mean())
