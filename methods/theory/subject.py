@@ -17,6 +17,7 @@ from nanollm.evaluate import (Benchmark, Reference, check_size, continuation, ma
 from nanollm.table import judges
 
 ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
+         "few_shot": (Tasks, "few_shot", {}),
          "unmarked recall": (Unmarked, "recall", {}),  # no mark tells where a fact ends
          "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4))}
 HOLDS, NOT, OPEN, UNFIT = "holds", "does not hold", "undecided", "this model cannot judge it"
