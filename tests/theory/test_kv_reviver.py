@@ -217,11 +217,10 @@ def test_scores_take_a_larger_part_of_a_budget_of_shorter_keys(head_dim, dtype, 
 @pytest.mark.claim("R4")
 def test_means_lose_little_and_an_offset_of_the_logits_makes_the_sums_as_good(note):
     kl, offsets = shipped().kl, (0.0, -3.0, -10.0)
-    sums, means = ([kl(shifted(Method, c)) for c in offsets] for Method in (KVReviver, MeanReviver))
-    none = kl(KVReviver, vague=0.0)
-    assert all((x - means[0]).abs().max() < 1e-3 for x in means)
-    assert sums[0].mean() > 2 * sums[1].mean() > 4 * sums[2].mean() and (sums[2] - none).mean().abs() < 0.1
-    assert sums[0].mean() > 5 * kl(MeanReviver).mean()
+    sums, none = [kl(shifted(KVReviver, c)) for c in offsets], kl(KVReviver, vague=0.0)
+    means, same = (kl(shifted(MeanReviver, c)) for c in (0.0, -10.0))
+    assert (means - same).abs().max() < 1e-3 and sums[0].mean() > 5 * kl(MeanReviver).mean()
+    assert sums[0].mean() > 4 * sums[1].mean() > 4 * sums[2].mean() and (sums[2] - none).mean().abs() < 0.1
     note("R4", **{f"at_{-c:.0f}": x.mean() for c, x in zip(offsets, sums)})
     told(note, "R4", dict(means=kl(MeanReviver) - none))
 
@@ -244,7 +243,7 @@ def real(n):
 
 
 REAL = {("paper", Sketch, 3): ((3.06, 0.74), (155, 7.38)),
-        ("means", MeanSketch, 3): ((1, 1), (1, 1)),
+        ("means", MeanSketch, 3): ((0.44, 0.47), (0.91, 0.97)),
         ("signed", SignedSketch, 3): ((1.16, 0.74), (10.5, 7.38)),
         ("three", ShrunkSketch, 3): ((0.42, 0.41), (0.88, 0.88)),
         ("one", ShrunkSketch, 1): ((0.39, 0.39), (0.85, 0.84))}
@@ -252,7 +251,7 @@ REAL = {("paper", Sketch, 3): ((3.06, 0.74), (155, 7.38)),
 
 @pytest.mark.claim("R7")
 @pytest.mark.parametrize("name, kind, rows", REAL)
-def test_of_real_keys_only_the_shrunk_are_nearer_than_the_mean(name, kind, rows, note):
+def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(name, kind, rows, note):
     """1024 tokens on 1536 and 192 slots: squared errors of keys and values over their variance."""
     J, *true = real(1024)
     for N, expected in zip((1536, 192), REAL[name, kind, rows]):
@@ -345,8 +344,8 @@ def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
 
 @pytest.mark.claim("R11")
 def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
-    """Of the 16 tokens that follow each of 4 texts the mean −log p, above the full cache's."""
-    model, text = shipped().model, evaluate.text_windows(tasks("test"), 4, 2065)
+    """Of the 16 tokens that follow each of 3 texts the mean −log p, above the full cache's."""
+    model, text = shipped().model, evaluate.text_windows(tasks("test"), 3, 2065)
     full, more = evaluate.reference(model, text, 16), {}
     true = -full.log_p.gather(-1, full.tokens[:, -16:, None])[..., 0].mean(-1)
     for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}),
