@@ -221,7 +221,7 @@ def test_means_lose_little_and_an_offset_of_the_logits_makes_the_sums_as_good(no
     means, same = (kl(shifted(MeanReviver, c)) for c in (0.0, -10.0))
     assert (means - same).abs().max() < 1e-3 and sums[0].mean() > 5 * kl(MeanReviver).mean()
     assert sums[0].mean() > 4 * sums[1].mean() > 4 * sums[2].mean() and (sums[2] - none).mean().abs() < 0.1
-    note("R4", **{f"at_{-c:.0f}": x.mean() for c, x in zip(offsets, sums)})
+    note("R4", **{f"at_{abs(c):.0f}": x.mean() for c, x in zip(offsets, sums)})
     told(note, "R4", dict(means=kl(MeanReviver) - none))
 
 
@@ -344,17 +344,15 @@ def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
 
 @pytest.mark.claim("R11")
 def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
-    """Of the 16 tokens that follow each of 3 texts the mean −log p, above the full cache's."""
+    """KL over the 16 tokens that follow each of 3 texts."""
     model, text = shipped().model, evaluate.text_windows(tasks("test"), 3, 2065)
-    full, more = evaluate.reference(model, text, 16), {}
-    true = -full.log_p.gather(-1, full.tokens[:, -16:, None])[..., 0].mean(-1)
+    full, kl = evaluate.reference(model, text, 16), {}
     for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}),
                                 ("none", KVReviver, dict(vague=0.0))):
         make = evaluate.maker(model, Method, 0.1, **knobs)
-        more[name] = evaluate.continuation(model, full, make, full.recording)["nll"] - true
-    assert above((more["paper"].mean(), evaluate.standard_error(more["paper"]))) == HOLDS
-    assert more["paper"].mean() > 3 * more["means"].mean()
-    told(note, "R11", more)
+        kl[name] = evaluate.continuation(model, full, make, full.recording)["kl"]
+    assert kl["paper"].mean() > 3 * kl["means"].mean() and all(x.min() > 0.05 for x in kl.values())
+    told(note, "R11", kl)
 
 
 @pytest.mark.claim("R12")
