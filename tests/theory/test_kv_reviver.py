@@ -366,7 +366,7 @@ def test_a_quarter_of_the_bytes_loses_more_than_two_of_a_hundred_answers(note):
 
 
 @pytest.mark.claim("R13")
-def test_with_the_question_in_the_prompt_a_needle_is_lost_at_every_depth_but_the_end(note):
+def test_with_the_question_in_the_prompt_needles_between_the_ends_are_lost(note):
     model, depths = shipped().model, (0.0, 0.25, 0.5, 0.75, 1.0)
     bench = evaluate.Benchmark.read(model, dict(needle=at_depths(tasks("test"), depths, 3, 512)), None)
     for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}), ("h2o", H2O, {}),
