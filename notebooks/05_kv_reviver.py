@@ -1,11 +1,11 @@
 # %% [markdown]
 # # KVReviver: can what was squeezed out be read back?
 #
-# **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`) and H2O (`methods/h2o.py`). **Time:** it runs in about two minutes; reading takes about an hour. **At the end you will know** what a sketch can give back of what was squeezed into it, whether that helps a small decoder, and what else its bytes would buy.
+# **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`) and H2O (`methods/h2o.py`). **Time:** it runs in about four minutes; reading takes about an hour. **At the end you will know** what a sketch can give back of what was squeezed into it, whether that helps a small decoder, and what else its bytes would buy.
 #
 # Every method so far forgets: what is evicted is gone, and if somebody asks for it later, the answer is lost. KVReviver calls this *contextual amnesia* and offers a cure: tokens that would be evicted are added, all together, into a small **sketch**, and read back from it, with noise, before each attention. This notebook measures the amnesia, takes the sketch apart, and asks what its bytes would buy elsewhere. In the same bytes `Quantized` keeps every token in few bits (KIVI), `CaM` merges values into their neighbours, and `DuoAttention` keeps everything, but only in the heads that need it.
 #
-# The words: a *heavy hitter* has had much attention so far. KVReviver keeps the newest tokens (*Recent*) and heavy hitters (*Candidate*) as they are, and adds all others to the sketch (*Vague*). It has $r$ rows of $b$ slots, $N = rb$ in all, each as large as a token's key and value; $a$ tokens are in it, each in one slot of every row: $a/N$ tokens per slot of memory, $a/b$ in each slot. A *needle* is one of four facts in a text (" The code of … is 4711."), and the only one asked for. R1 to R13 are the paper's claims, as `CLAIMS.md` numbers them. Everything below is one decoder of 2.8 million parameters; the paper's models have 7 billion.
+# The words: a *heavy hitter* has had much attention so far. KVReviver keeps the newest tokens (*Recent*) and heavy hitters (*Candidate*) as they are, and adds all others to the sketch (*Vague*). It has $r$ rows of $b$ slots, $N = rb$ in all, each as large as a token's key and value; $a$ tokens are in it, each in one slot of every row: $a/N$ tokens per slot of memory, $a/b$ in each slot. A *needle* is one of four facts in a text (" The code of … is 4711."), and the only one asked for. R1 to R13 are the paper's claims, as `CLAIMS.md` numbers them. Everything below is one decoder of 2.8 million parameters, but for one table that has a second one as well; the paper's models have 7 billion.
 #
 # The code to read beside it: `methods/count_sketch.py` is the paper's sketch, `methods/kv_reviver.py` its cache, `methods/kv_reviver_mean.py` a fairer reading of the sketch, `methods/kv_reviver_shrunk.py` our repair of it, and `methods/theory/kv_reviver.py` has the measurements. Then come `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
 
@@ -190,7 +190,7 @@ axes[0].set_ylabel("squared error / variance\n(1: returning the mean)")
 axes[0].legend(fontsize=8);
 
 # %% [markdown]
-# (Thin grey line: the theory for the signed sketch, `collision_variance`.) With few tokens per slot of memory a sketch reads something back. But the paper's keys are farther off than *the mean of all tokens*, which costs one slot, from a third of a token per slot on, signed keys from 0.6, and values from 0.85 (claims R6, R7). Unsigned keys are the worst, since keys have a mean and all that share a slot add theirs: at ten tokens per slot the error is 600 variances. Shrinking takes the error below the mean's at every size; on average over the hashes it cannot be above, though single tokens may be farther off. Beyond a few tokens per slot it is hardly below: there is nothing left to read. Three rows help only where most slots are alone; one row of the same size is the better choice as soon as it compresses.
+# (Thin grey line: the theory for the signed sketch, `collision_variance`.) With few tokens per slot of memory a sketch reads something back. But the paper's keys are farther off than *the mean of all tokens*, which costs one slot, from a third of a token per slot on, signed keys from 0.6, and values from 0.85 (claims R6, R7). Unsigned keys are the worst, since keys have a mean and all that share a slot add theirs: at ten tokens per slot the error is 600 variances. Slot means are free of that: their keys stay nearer than the mean of all, and their values do up to eight tokens per slot; beyond, they are drawn to 0 and not to the mean. Shrinking takes the error below the mean's at every size; on average over the hashes it cannot be above, though single tokens may be farther off. Beyond a few tokens per slot it is hardly below: there is nothing left to read. Three rows help only where most slots are alone; one row of the same size is the better choice as soon as it compresses.
 #
 # And the squares: at the bytes where a sketch holds ten tokens per slot, 2 bits a number have an error of 0.09 (keys) and 0.18 (values), where the signed sketch has 21 and 15. At 8 tokens per slot, 3 bits have 0.02 and 0.03. Rounding keeps each token apart; a sketch adds them up. (In 16 bits, where exact numbers cost half, the squares lie at half their a/N: 2 bits at 5.3, where the signed sketch has 11 and 7.) At 1 bit, with the ends of the range as its two levels, rounding is as bad as the mean for keys and worse for values.
 #
@@ -223,7 +223,7 @@ axis.legend(title="in the sketch", fontsize=8)
 print(f"worse than the mean from a/N = {low:.2f} to {high:.2f} on")
 
 # %% [markdown]
-# So at a quarter of the entries a slot of memory has four tokens at least, at a tenth ten, and by the paper's split 31 and 91 (the dots). What is read turns worse than the mean of all tokens before one token per slot (the dark band: keys and values, with and without signs on keys). Below one token per slot nothing is compressed. This says nothing of one decoder or another: no split makes the printed sketch tell more than a mean would. The one way that is left is to read less than the sum.
+# So at a quarter of the entries a slot of memory has four tokens at least, at a tenth ten, and by the paper's split 31 and 91 (the dots). What is read turns worse than the mean of all tokens before one token per slot (the dark band: keys and values, with and without signs on keys). Below one token per slot nothing is compressed. This holds for every decoder whose tokens differ as these do: no split makes sums of slots tell more than one mean of all would. What is left is to read less than the sum.
 #
 # ## What a swap leaves behind
 #
@@ -294,7 +294,7 @@ print(f"{'true':15} {'logits vary by':24}", *(f"{row[2]:7.2f}" for row in table)
 print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 
 # %% [markdown]
-# With the true keys half of the attention goes to those tokens, so they matter. The paper's unsigned keys are sums of all that share a slot, and logits are off by tens to hundreds: attention nearly leaves the revived tokens in layers 0, 4 and 5. With signs on the keys the errors are 7 to 26 times what logits vary by, and nearly *all* attention goes to revived tokens: softmax picks the largest error. Shrunk, the revived tokens are nearly the mean token: their logits vary by a sixth of what they should, and they get four to eight tenths of their attention, in layer 1, which retrieves, one tenth. That does little harm, and nothing can be told apart by it.
+# With the true keys half of the attention goes to those tokens, so they matter. The paper's unsigned keys are sums of all that share a slot, and logits are off by tens to hundreds: attention nearly leaves the revived tokens in layers 0, 4 and 5. With signs on the keys the errors are 7 to 26 times what logits vary by, and nearly *all* attention goes to revived tokens: softmax picks the largest error. As slot means, revived tokens are as good as one and the same token: their logits vary by a twentieth of what they should. Shrunk, they are nearly the mean token: their logits vary by a sixth of what they should, and they get four to eight tenths of their attention, in layer 1, which retrieves, one tenth. That does little harm, and nothing can be told apart by it.
 #
 # ## Who retrieves?
 #
@@ -642,7 +642,7 @@ for name, make in makes.items():
 #
 # ## What is left of the claims
 #
-# In this decoder amnesia is real, where the question comes later. A sketch does not cure it: it holds as many numbers as it holds, and adds up what it cannot hold apart. What cures it at the same bytes is to spend fewer bits on each number, or, in a decoder where few heads retrieve, to find them and leave theirs alone.
+# In this decoder amnesia is real, where the question comes later. A sketch does not cure it: it holds as many numbers as it holds, and adds up what it cannot hold apart. That much is the sketch's fault: at a quarter of the entries four tokens share a slot of memory at least, in the paper's split 31, and whether it is read as a sum, as a mean or shrunk, it contributes nothing. What may be this model's fault is how much the printed sum harms, since a constant in the logits decides that. What cures it at the same bytes is to spend fewer bits on each number, or, in a decoder where few heads retrieve, to find them and leave theirs alone.
 #
 # ## Exercises
 #
