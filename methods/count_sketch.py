@@ -3,7 +3,8 @@
     insert J:  S_i[h_i(J)] += (k_J, g_i(J) v_J)  for i = 1 … r    h_i: token → 1 … b,  g_i: token → ±1
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
 
-Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py; kv_reviver_shrunk.py repairs the sketch.
+Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. kv_reviver_mean.py reads means in place of
+sums; kv_reviver_shrunk.py repairs the sketch.
 """
 import torch
 from torch import Tensor

@@ -10,7 +10,8 @@ revived from it, with the noise of whatever shares their slots.
 Differs from the paper: the prompt is read with full attention and compressed at its end. The budget is one of
 bytes, and the scores of all tokens ever seen are part of it, 4 bytes each: a very long text leaves no room in
 the end (ValueError). The slack, which the paper does not give, is 8. No code was published. Its budgets by
-layer are in theory/kv_reviver.py, our repair of the sketch in kv_reviver_shrunk.py.
+layer are in theory/kv_reviver.py, a fairer reading of the sketch in kv_reviver_mean.py, our repair of it in
+kv_reviver_shrunk.py.
 """
 from dataclasses import dataclass
 import math

@@ -24,6 +24,7 @@ from methods.chunk_kv import Chunks
 from methods.critical_kv import Critical
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
+from methods.kv_reviver_mean import MeanReviver
 from methods.kv_reviver_shrunk import ShrunkReviver, SignedReviver
 from methods.least_theta import LeastTheta
 from methods.low_bit_vague import LowBitVague
@@ -73,6 +74,7 @@ CASES = {
     "mean weight": (MeanWeight, dict(budget=16, recent=4), {ONE}),
     "low bits": (LowBitVague, dict(bits=2, group_size=8, residual_length=8, heavy=4), {ONE}),
     "reviver": (KVReviver, SKETCH, {REVIVE, INSERT}),
+    "means": (MeanReviver, SKETCH, {REVIVE, INSERT}),
     "signed": (SignedReviver, SKETCH, {REVIVE, INSERT}),
     "shrunk": (ShrunkReviver, SKETCH | dict(rows=3), {REVIVE, INSERT}),
     "one row": (ShrunkReviver, SKETCH, {INSERT}),  # attends to slots

@@ -13,8 +13,11 @@ from common import TOKENS, decoder
 from exact import F64, near, random
 from methods.count_sketch import PRIME, Sketch
 from methods.kv_reviver import KVReviver, variants
+from methods.kv_reviver_mean import MeanReviver, MeanSketch
+from methods.kv_reviver_mean import variants as fairer
 from methods.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
 from methods.kv_reviver_shrunk import variants as ours
+from methods.theory.kv_reviver import shifted
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import generate
 
@@ -36,7 +39,8 @@ class Lists:
         self.g = once(lambda i, J: (1, -1)[number(by[1][i], J) % 2])
 
     def signed(self, i, J, x):
-        return np.concatenate((x[:D] * (1 if self.kind is Sketch else self.g(i, J)), x[D:] * self.g(i, J)))
+        sign = self.g(i, J)
+        return np.concatenate((x[:D] * (1 if self.kind in (Sketch, MeanSketch) else sign), x[D:] * sign))
 
     def insert(self, J, x, times=1):
         for i in range(self.r):
@@ -52,8 +56,9 @@ class Lists:
             mean = self.total / len(self.inside)
         for i in range(self.r):
             slot = self.h(i, J)
-            signs = sum(self.g(i, other) for other in self.inside if self.h(i, other) == slot)
-            rows.append(self.signed(i, J, self.x[i, slot] - signs * mean))
+            there = [other for other in self.inside if self.h(i, other) == slot]
+            x = self.x[i, slot] / (len(there) if self.kind is MeanSketch else 1)
+            rows.append(self.signed(i, J, x - sum(self.g(i, other) for other in there) * mean))
         return mean + factor * np.sort(rows, 0)[self.r // 2]
 
     def is_in(self, x):
@@ -99,7 +104,7 @@ def test_in_16_bits_the_mean_is_exact_and_the_budget_holds(dtype):
         sketch.insert(one, x, -x)
     assert torch.allclose(sketch.sum[0, 0, :4].double() / 600, k[0, 0].double().mean(0), atol=1e-4)
     q, k, v = texts(66, dtype)
-    for Method in (KVReviver, ShrunkReviver):
+    for Method in (KVReviver, MeanReviver, ShrunkReviver):
         cache = Method(40, slack=0)
         for part in parts_of(66, 60):
             step(cache, q, k, v, part, 60)
@@ -194,6 +199,7 @@ KNOBS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3
 WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)  # prompt, tokens at a time in it, and after it
 WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.0, slack=0)),
          (KVReviver, SHORT, {}), (KVReviver, WHOLE, dict(vague=0.0)),
+         (MeanReviver, WHOLE, {}), (MeanReviver, PARTS, dict(rows=1)),
          (SignedReviver, PARTS, dict(replace_rate=1.5)), (SignedReviver, WHOLE, dict(rows=1)),
          (ShrunkReviver, SHORT, dict(vague=0.02)), (ShrunkReviver, PARTS, {}),
          (ShrunkReviver, WHOLE, dict(rows=1, slack=4))]
@@ -246,6 +252,34 @@ def test_where_nothing_collides_compressed_attention_is_exact(note):
     note("R3", most=most)
 
 
+@pytest.mark.claim("R4")
+@pytest.mark.parametrize("Method, knobs", [
+    (LayerCache, {}), (KVReviver, {}), (KVReviver, dict(vague=0.0)), (MeanReviver, {}), (ShrunkReviver, {})])
+def test_only_sums_see_a_constant_that_is_added_to_all_logits(Method, knobs):
+    knobs, outputs = {} if Method is LayerCache else KNOBS | knobs, []
+    for offset in (0.0, 1.0, -3.0):
+        cache = shifted(Method, offset)(**knobs)
+        outputs.append(torch.cat([step(cache, *texts(50), part, 36) for part in parts_of(50, *WHOLE)], 2))
+    if Method is LayerCache:  # nothing is added: attention as it is
+        cache = LayerCache()
+        outputs.append(torch.cat([step(cache, *texts(50), part, 36) for part in parts_of(50, *WHOLE)], 2))
+    off = [(y - outputs[0]).abs().max() for y in outputs[1:]]
+    assert min(off) > 0.05 if (Method, knobs.get("vague")) == (KVReviver, 0.3) else max(off) < 1e-5
+
+
+def test_the_sum_of_the_keys_that_are_longer_by_a_one_is_their_number():
+    """What the printed sketch makes of an offset: it is multiplied by how many share a slot."""
+    cache = shifted(KVReviver, -2.0)(**KNOBS | dict(rows=1, replace_rate=1e9))
+    for part in parts_of(50, *WHOLE):
+        step(cache, *texts(50), part, 36)
+    tokens = cache.vague_tokens()
+    slots = cache.sketch.bucket(tokens)[..., 0]
+    share = (slots.unsqueeze(3) == slots.unsqueeze(2)).sum(3)
+    keys, _, _, _ = cache.read()
+    assert torch.equal(keys[:, :, cache.length:, D], share.double()) and share.max() > 5
+    assert (keys[:, :, :cache.length, D] == 1).all() and keys.shape[-1] == D + 1
+
+
 # ---- in a decoder, and what is refused ---
 
 def test_seed_and_layer_decide_the_hashes_also_after_one_token():
@@ -257,10 +291,11 @@ def test_seed_and_layer_decide_the_hashes_also_after_one_token():
     assert buckets(0) == buckets(0) and len({*buckets(0), *buckets(1)}) == 6
 
 
-def test_the_variants_are_the_papers_and_ours_of_one_row():
-    made = {name: Method(budget=40) for name, Method in (variants | ours).items()}
+def test_the_variants_are_the_papers_its_means_and_ours_of_one_row():
+    made = {name: Method(budget=40) for name, Method in (variants | fairer | ours).items()}
     assert {name: (type(x), x.kind, x.rows) for name, x in made.items()} == {
-        "kv_reviver": (KVReviver, Sketch, 3), "kv_reviver_shrunk": (ShrunkReviver, ShrunkSketch, 1)}
+        "kv_reviver": (KVReviver, Sketch, 3), "kv_reviver_mean": (MeanReviver, MeanSketch, 3),
+        "kv_reviver_shrunk": (ShrunkReviver, ShrunkSketch, 1)}
 
 
 @pytest.mark.parametrize("knobs, message", [

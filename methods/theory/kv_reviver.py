@@ -1,6 +1,8 @@
 """KVReviver's budgets by layer, its Figure 2, its appendix, and what a sketch can tell."""
+from dataclasses import dataclass
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from methods.count_sketch import Sketch
 from methods.kv_reviver_shrunk import MEDIAN
 from methods.quantized import quantise
 from nanollm.cache import cache_bytes, end_prefill
+from nanollm.data import Batch, Tasks
 from nanollm.evaluate import answer, prompt_and_question
 from nanollm.model import Decoder
 from nanollm.replay import Recording, feed, replay
@@ -169,6 +172,50 @@ def score_variance(p: Tensor, variance: float) -> Tensor:
     return variance * (square * (1 - p).square() + square * (square.sum(-1, keepdim=True) - square))
 
 
+# ---- what no reading of the sketch can help ---
+
+def load(budget: float, vague: float) -> float:
+    """a/N, tokens per slot of memory, if `vague` of a `budget` of all tokens' entries goes to the sketch.
+
+    It is at least 1/budget, however the budget is split. For of Bn entries N = vBn are slots and Bn − N are
+    exact tokens. The sketch has the others, a = n − Bn + N, so that
+
+        a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B    since v ≤ 1,
+
+    with equality where nothing is exact. Where positions and scores of tokens take bytes as well, fewer
+    tokens are exact, and a/N is larger.
+    """
+    return 1 + (1 - budget) / (vague * budget)
+
+
+def score_share(budget: float, head_dim: int, bytes_per_number: int) -> float:
+    """The part of the bytes of a budget that the scores of all n tokens take: 4n of Bn (2·D·bytes + 4)."""
+    return 4 / (budget * (2 * head_dim * bytes_per_number + 4))
+
+
+def of_a_head(Method, budget: float, tokens: int, head_dim: int, dtype: torch.dtype, **knobs):
+    """A fresh cache of one head after a prompt of so many tokens. How much it holds depends on no number."""
+    cache, x = Method(round(budget * tokens), **knobs), torch.zeros(1, 1, tokens, head_dim, dtype=dtype)
+    cache.write(x, x, torch.arange(tokens)[None])
+    cache.end_prefill()
+    return cache
+
+
+def shifted(Method, offset: float):
+    """Method in a model whose attention logits are all larger by `offset`. Full attention cannot see that.
+
+    Each key has one number more, 1, and each query one that makes it `offset`. Sums of keys have their
+    number there. What the value has there is 0. A budget is one of these longer entries.
+    """
+    @dataclass(eq=False)
+    class Shifted(Method):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+            D = q.shape[-1]
+            q = F.pad(q * math.sqrt((D + 1) / D), (0, 1), value=offset * math.sqrt(D + 1))
+            return super().attend(q, F.pad(k, (0, 1), value=1.0), F.pad(v, (0, 1)), pos)[..., :D]
+    return Shifted
+
+
 # ---- in a decoder ---
 
 def rounded(x: Tensor, bits: int, over_tokens: bool, group: int = 32) -> Tensor:
@@ -201,6 +248,14 @@ def revived_logits(model, full, make, steps: int = 16) -> list[tuple[float, ...]
         part = [x.softmax(-1)[..., vague].sum(-1).mean() for x in logits]
         table.append(tuple(x.item() for x in (off, *vary, *part)))
     return table
+
+
+def at_depths(tasks: Tasks, depths: tuple[float, ...], each: int, T: int, seed: int = 7) -> Batch:
+    """Needle documents of T tokens, `each` with what is asked for at every depth, one depth after the other.
+    """
+    parts = [tasks.batch("needle", seed, each, T, depth=depth) for depth in depths]  # one seed: they align
+    tokens, roles = (np.concatenate([getattr(part, x) for part in parts]) for x in ("tokens", "roles"))
+    return Batch(tokens, roles, parts[0].question, parts[0].answers)
 
 
 def found_blind(model, batch, make, recording=None) -> Tensor:

@@ -17,6 +17,7 @@ from nanollm.evaluate import (Benchmark, Reference, check_size, continuation, ma
 from nanollm.table import judges
 
 ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
+         "few_shot": (Tasks, "few_shot", {}),
          "unmarked recall": (Unmarked, "recall", {}),  # no mark tells where a fact ends
          "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4))}
 HOLDS, NOT, OPEN, UNFIT = "holds", "does not hold", "undecided", "this model cannot judge it"
@@ -126,9 +127,13 @@ class Subject:
 
     def kl(self, Method, shares: tuple | None = None, **knobs) -> Tensor:
         """(texts,), at a quarter of the entries' bytes, every one of them used; `shares` of it by layer."""
-        make = maker(self.model, Method, 0.25, **dict(slack=0) | knobs)
+        return self.continued(Method, 0.25, shares, **knobs)["kl"].cpu()
+
+    def continued(self, Method, share: float, shares: tuple | None = None, **knobs) -> dict:
+        """`continuation` of the texts at a share of the bytes, every one of them used."""
+        make = maker(self.model, Method, share, **dict(slack=0) | knobs)
         shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
-        return replayed_or_read(continuation, self.model, self.text, shared, self.text.recording)["kl"].cpu()
+        return replayed_or_read(continuation, self.model, self.text, shared, self.text.recording)
 
     def heads(self) -> Iterator[tuple[Tensor, ...]]:
         """`seen_by_window` of every needle prompt, one at a time."""

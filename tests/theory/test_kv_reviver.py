@@ -14,15 +14,19 @@ from common import TOKENS, decoder, tasks
 from exact import F64, check, near, random
 from methods.duo_attention import DuoAttention
 from methods.count_sketch import Sketch
+from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
+from methods.kv_reviver_mean import MeanReviver, MeanSketch
 from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
 from methods.snap_kv import SnapKV
+from methods.theory.change_and_text import answers
 from methods.theory.claims import R4, R9, R10
-from methods.theory.kv_reviver import (collision_variance, fisher_shares, median_moments, printed_bound,
-                                       relative_error, score_variance, share_out, solve, take_out)
+from methods.theory.kv_reviver import (at_depths, collision_variance, fisher_shares, load, median_moments,
+                                       of_a_head, printed_bound, relative_error, score_share, score_variance,
+                                       share_out, shifted, solve, take_out)
 from methods.theory.subject import HOLDS, NOT, Subject, above
 from nanollm import TINY, evaluate, weights
-from nanollm.cache import make_cache
+from nanollm.cache import LayerCache, make_cache
 from nanollm.replay import Recorder, record
 
 each_rows = pytest.mark.parametrize("rows", MEDIAN)
@@ -174,6 +178,53 @@ def test_no_sketch_is_no_worse_and_swaps_harm_the_papers(note):
     assert found.verdict == NOT and above(often) == HOLDS and none[0] < 0 and paper > 5 * shrunk
 
 
+@pytest.mark.claim("R4")
+@pytest.mark.parametrize("budget", [0.0625, 0.1, 0.25, 0.5])
+def test_a_slot_of_memory_never_has_fewer_tokens_than_one_over_the_budget(budget, note, n=16_000):
+    for vague in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0):
+        slots = round(vague * budget * n)
+        exact = round(budget * n) - slots
+        assert load(budget, vague) == pytest.approx((n - exact) / slots)
+        assert load(budget, vague) >= 1 / budget * (1 + 1e-9) or vague == 1
+    assert load(budget, 1.0) == pytest.approx(1 / budget)
+    note("R4", **{f"load_{100 * budget:.0f}": load(budget, 0.1)})
+
+
+@pytest.mark.claim("R4")
+@pytest.mark.parametrize("head_dim, dtype", [(32, torch.float32), (128, torch.float16)])
+def test_positions_and_scores_only_add_to_what_shares_a_slot(head_dim, dtype):
+    for budget, vague in product((0.1, 0.25, 0.5), (0.05, 0.1, 0.4, 0.8)):
+        cache = of_a_head(KVReviver, budget, 2048, head_dim, dtype, vague=vague, recent=0.1, slack=0)
+        slots = cache.sketch.rows * cache.sketch.width
+        in_each = (2048 - cache.length) / slots
+        assert 1 / budget < load(budget, slots / 2048 / budget) < in_each
+
+
+@pytest.mark.claim("R12")
+@pytest.mark.parametrize("head_dim, dtype, size", [(32, torch.float32, 4), (128, torch.float16, 2)])
+def test_scores_take_a_larger_part_of_a_budget_of_shorter_keys(head_dim, dtype, size, note):
+    for budget in (0.0625, 0.1, 0.25):
+        cache, h2o = (of_a_head(Method, budget, 2048, head_dim, dtype, **knobs)
+                      for Method, knobs in ((KVReviver, dict(slack=0)), (H2O, {})))
+        entries, entry = round(budget * 2048), 2 * head_dim * size + 4
+        assert score_share(budget, head_dim, size) == pytest.approx(4 * 2048 / entries / entry, rel=2e-3)
+        assert entries * entry - entry < cache.bytes()[0] <= entries * entry
+        assert cache.bytes()[0] - cache.length * entry - cache.sketch.x.nbytes == 4 * 2048
+        assert (h2o.length, h2o.bytes()[0]) == (entries, entries * (entry + 4))  # scores of what it keeps
+    note("R12", **{f"scores_{head_dim}": score_share(0.25, head_dim, size)})
+
+
+@pytest.mark.claim("R4")
+def test_means_lose_little_and_an_offset_of_the_logits_makes_the_sums_as_good(note):
+    kl, offsets = shipped().kl, (0.0, -3.0, -10.0)
+    sums, none = [kl(shifted(KVReviver, c)) for c in offsets], kl(KVReviver, vague=0.0)
+    means, same = (kl(shifted(MeanReviver, c)) for c in (0.0, -10.0))
+    assert (means - same).abs().max() < 1e-3 and sums[0].mean() > 5 * kl(MeanReviver).mean()
+    assert sums[0].mean() > 4 * sums[1].mean() > 4 * sums[2].mean() and (sums[2] - none).mean().abs() < 0.1
+    note("R4", **{f"at_{abs(c):.0f}": x.mean() for c, x in zip(offsets, sums)})
+    told(note, "R4", dict(means=kl(MeanReviver) - none))
+
+
 @pytest.mark.claim("R7")
 def test_all_that_a_shrunk_sketch_gains_is_the_mean(note):
     kl = shipped().kl
@@ -192,6 +243,7 @@ def real(n):
 
 
 REAL = {("paper", Sketch, 3): ((3.06, 0.74), (155, 7.38)),
+        ("means", MeanSketch, 3): ((0.44, 0.47), (0.91, 0.97)),
         ("signed", SignedSketch, 3): ((1.16, 0.74), (10.5, 7.38)),
         ("three", ShrunkSketch, 3): ((0.42, 0.41), (0.88, 0.88)),
         ("one", ShrunkSketch, 1): ((0.39, 0.39), (0.85, 0.84))}
@@ -199,7 +251,7 @@ REAL = {("paper", Sketch, 3): ((3.06, 0.74), (155, 7.38)),
 
 @pytest.mark.claim("R7")
 @pytest.mark.parametrize("name, kind, rows", REAL)
-def test_of_real_keys_only_the_shrunk_are_nearer_than_the_mean(name, kind, rows, note):
+def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(name, kind, rows, note):
     """1024 tokens on 1536 and 192 slots: squared errors of keys and values over their variance."""
     J, *true = real(1024)
     for N, expected in zip((1536, 192), REAL[name, kind, rows]):
@@ -286,3 +338,46 @@ def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
     duo = shipped().blind(DuoAttention, heads=((1, 0), (1, 1), (1, 2))).mean().item()
     assert paper == 0 and max(shrunk, h2o) < 0.3 and duo == bits == 1
     note("R10", paper=paper, shrunk=shrunk, h2o=h2o, duo=duo, bits=bits)
+
+
+# ---- the paper's claims on accuracy, in small ---
+
+@pytest.mark.claim("R11")
+def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
+    """KL over the 16 tokens that follow each of 3 texts."""
+    model, text = shipped().model, evaluate.text_windows(tasks("test"), 3, 2065)
+    full, kl = evaluate.reference(model, text, 16), {}
+    for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}),
+                                ("none", KVReviver, dict(vague=0.0))):
+        make = evaluate.maker(model, Method, 0.1, **knobs)
+        kl[name] = evaluate.continuation(model, full, make, full.recording)["kl"]
+    assert kl["paper"].mean() > 3 * kl["means"].mean() and all(x.min() > 0.05 for x in kl.values())
+    told(note, "R11", kl)
+
+
+@pytest.mark.claim("R12")
+def test_a_quarter_of_the_bytes_loses_more_than_two_of_a_hundred_answers(note):
+    """The question is in the prompt."""
+    for task in ("needle", "recall", "few_shot"):
+        full, paper, means, h2o = (shipped().row(task, Method, share)["aware"].mean() for Method, share in (
+            (LayerCache, None), (KVReviver, 0.25), (MeanReviver, 0.25), (H2O, 0.25)))
+        assert full - paper > 0.5
+        note("R12", **{f"{task}_full": full, f"{task}": paper, f"{task}_means": means, f"{task}_h2o": h2o})
+
+
+@pytest.mark.claim("R13")
+def test_with_the_question_in_the_prompt_needles_between_the_ends_are_lost(note):
+    model, depths = shipped().model, (0.0, 0.25, 0.5, 0.75, 1.0)
+    bench = evaluate.Benchmark.read(model, dict(needle=at_depths(tasks("test"), depths, 3, 512)), None)
+    for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}), ("h2o", H2O, {}),
+                                ("snap", SnapKV, dict(window_size=8))):
+        found = answers(model, bench, Method, 0.25, **knobs)["aware"][0].view(5, 3).mean(1)
+        note("R13", **{name: found.mean(), f"{name}_inside": found[1:4].mean()})
+        assert found[1:4].mean() == 1 if name == "snap" else found[1:4].mean() < 0.3
+
+
+def test_at_every_depth_lies_what_is_asked_for():
+    batch = at_depths(tasks("test"), (0.0, 0.5, 1.0), 2, 256)
+    first, middle, last = (batch.stated[i:i + 2] for i in (0, 2, 4))
+    assert batch.tokens.shape == (6, 256) and (first < 20).all() and (abs(middle - 122) < 20).all()
+    assert (last > 210).all() and all((batch.tokens[:, a] >= 256).all() for a in batch.answers)
