@@ -19,7 +19,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from methods.duo_attention import DuoAttention
 from methods.theory import inside
+from methods.theory.duo_attention import gates, importance, retrieval_heads
 from nanollm import LEARNED, TINY, plot
 from nanollm.data import Tasks
 from nanollm.evaluate import Benchmark, maker, text_windows
@@ -83,30 +85,30 @@ for axis, (name, weight) in zip(axes, read.items()):
     plot.heads(axis, weight, f"{name}: end of question → value", most=1)
 
 # %% [markdown]
-# TODO-where
+# In *built* three heads of layer 1 read the value, each with most of its weight. Those are the ones that were built. In *learned* all six heads of layer 1 and all six of layer 2 read it, and none with more than a third of its weight.
 #
 # A head that looks at the value need not be the one that matters. So leave attention out, and see what is still found: two layers at a time, and on the diagonal one.
 
 # %%
-without = {name: inside.without_pairs(model, tasks) for name, model in models.items()}
+without = {name: inside.without_pairs(model, tasks, documents=16) for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without.items()):
     plot.heads(axis, found, f"{name}: needles without two layers", most=1)
     axis.set(xlabel="layer left out", ylabel="layer left out")
 
 # %% [markdown]
-# TODO-layers
+# *built* hangs on layer 1: without it nothing is found. In *learned* layers 1 and 2 stand in for one another. Either can go, and next to nothing is lost; without both nothing is found. Layer 0 has no stand-in in either: it tells each token what came before it.
 #
-# And one head at a time, on 32 documents:
+# And one head at a time:
 
 # %%
-without_one = {name: inside.without_each(model, tasks) for name, model in models.items()}
+without_one = {name: inside.without_each(model, tasks, documents=16) for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without_one.items()):
     plot.heads(axis, found, f"{name}: needles without this head", most=1)
 
 # %% [markdown]
-# TODO-heads
+# Above layer 0 no single head matters in either decoder. That holds for *built* as well: its three heads do the same.
 #
 # How many have to go until retrieval breaks? Here heads above layer 0 are left out in the order of the first figure, those that look at the value first; and, to compare, in an order drawn at random.
 
@@ -122,7 +124,7 @@ drawn = in_order(torch.rand(6, 6, generator=torch.Generator().manual_seed(0)))
 curves = {}
 for name, model in models.items():
     for kind, order in (("by weight", in_order(read[name])), ("at random", drawn)):
-        curves[name, kind] = [inside.found_without(model, tasks, order[:n]) for n in counts]
+        curves[name, kind] = [inside.found_without(model, tasks, order[:n], 16) for n in counts]
         print(f"{name:8} {kind}:", *(f"{x:5.2f}" for x in curves[name, kind]))
 
 # %%
@@ -136,7 +138,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# TODO-sets
+# *built* loses its needles with the second head that goes. *learned* finds them until more than eight of its twelve are gone. So a method that drops a fact from one of its heads may be forgiven; in *built* it hardly is.
 #
 # ## What they read anyway
 #
@@ -154,7 +156,8 @@ for name, model in models.items():
                   + "".join(f"{x:7.3f}" for x in weight.amax(1)))
 
 # %% [markdown]
-# TODO-sinks
+# *learned* has sinks, and *built* has none. With BOS before the text, a head of layer 2 gives it 0.57 of its weight, and one of layer 1 gives it 0.25. Without BOS no token takes its place, and the decoder reads the text worse. So its `config.json` names BOS, and every measurement here begins its texts as the checkpoint says.
+# The layers with sinks are those that retrieve: a head that looks for something and does not find it has to look somewhere.
 #
 # ## Norms and tails
 #
@@ -172,7 +175,7 @@ for name in models:
         print(f"{name:8} {row:18}", *(f"{value:6.2f}" for value in x))
 
 # %% [markdown]
-# TODO-norms
+# Norms in *learned* differ no more than in *built*, and least in the layers that retrieve. The tails are no thinner: the exponent is mostly below the 2 that Theorem B.3 asks for. But fewer tokens are pivotal there, 86 % in layers 0 to 2 where *built* has 99 % in layers 0 and 2. And still the share that was pivotal before is that of chance.
 #
 # ## How far votes last
 #
@@ -191,7 +194,7 @@ axes[0].set_ylabel("of the later window's quarter")
 axes[1].legend(ncols=2);
 
 # %% [markdown]
-# TODO-votes
+# In both, votes fade with distance. In the layers that retrieve, layer 1 of *built* and layers 1 and 2 of *learned*, they are hardly better than chance from the start: there a query reads what it asks for, and the next one asks for something else. Votes last in the upper layers.
 #
 # ## What that does to methods
 #
@@ -223,14 +226,40 @@ for i, (axis, column) in enumerate(zip(axes, columns)):
     axis.plot([0, 1], [0, 1], color="0.8", linewidth=1)
     for method in NAMES:
         x, y = (found[name, method][i] for name in models)
-        axis.plot(x, y, label=method if i == 3 else None, linestyle="",
-                  **{k: v for k, v in plot.style(method).items() if k in ("color", "marker")})
+        look = plot.style(method) | dict(linestyle="")
+        if "+" in method or "reuse" in method:  # the same colour as what it is a variant of
+            look["fillstyle"] = "none"
+        axis.plot(x, y, label=method if i == 3 else None, **look)
     axis.set(title=column.replace("_", ", "), xlabel="built", xlim=(-.05, 1.05), ylim=(-.05, 1.05))
 axes[0].set_ylabel("learned")
 figure.legend(loc="outside right center", fontsize=8);
 
 # %% [markdown]
-# TODO-methods
+# A point on the diagonal is a finding about the method. What lies off it depends on the decoder.
+# On the diagonal: nothing that chooses entries before the question is known finds more than a third, and SnapKV, PyramidKV and AdaKV with the question find nearly all. H2O and StreamingLLM find few needles in both. Two bits a number and DuoAttention keep what the full cache finds.
+# Off it: ChunkKV's shared indices. In *built* a group that begins with layer 0 hands its choice to layer 1, the only one that retrieves, and three quarters of the needles are lost. In *learned* layer 2 chooses for itself, and a quarter is lost. CriticalKV's two stages lose a fifth of the needles in *built* here and next to none in *learned*. But with an eighth of 256 tokens they lose more in *learned* (P5 in CLAIMS.md), so that is no rule.
+#
+# ## Which heads need everything?
+#
+# DuoAttention keeps a whole cache for a few heads. `importance` asks what is lost if one head alone streams. `gates` trains a gate for every head, all together, with a penalty that closes those that are not needed. The question is whether they find the same heads.
+
+# %%
+train_tasks = Tasks(tasks.encoding, "train")
+kept = {}
+for name, model in models.items():
+    alone, together = importance(model, train_tasks), gates(model, train_tasks)
+    kept[name] = {"one head alone": retrieval_heads(alone),
+                  "gates together": retrieval_heads(together, 0.3)}
+    bench = Benchmark.read(model, asked, None)
+    for how, heads in kept[name].items():
+        for share in (0.5, 0.25):
+            right, _ = bench.measured(model, maker(model, DuoAttention, share, heads=heads))
+            print(f"{name:8} {how}, {share:.0%}:",
+                  *(f"{column} {right[column].mean():.2f} " for column in columns[1::2]), sep="  ")
+        print(f"    (layer, head): {' '.join(map(str, heads))}")
+
+# %% [markdown]
+# TODO-duo
 #
 # ## Verdicts
 #
