@@ -78,6 +78,7 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
 
 
 def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay():
+    assert Chunks().fill and not ChunksCode().fill and not SemanticChunks().fill
     assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
     assert [at % 13 for at in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
     ends = torch.zeros(2, 59, dtype=torch.bool)

@@ -75,10 +75,14 @@ def test_of_the_knobs_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(on,
 
 
 @pytest.mark.claim("P11")
-def test_equal_scores_by_the_papers_rule_save_no_budget(note):
-    assert saved("SnapKV", "SnapKV", 0.25)[0] == pytest.approx(0)
+def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
+    with monkeypatch.context() as patch:  # the base scores as well as that between 50 and 25 %
+        rows = {("a", share): dict(kl=np.full(3, n)) for n, share in enumerate(SHARES, 1)}
+        patch.setattr(change_and_text, "stored", lambda: rows | {("b", 0.25): dict(kl=np.full(3, 1.5))})
+        assert saved("b", "a", 0.25) == (pytest.approx(1 - 0.5 ** 0.5), 0) and saved("a", "a", 0.25)[0] == 0
     for base, addition in product((Rule.__name__ for Rule in RULES), ("critical", "critical_code")):
         part, error = saved(f"{base}+{addition}", base, 0.25)
+        assert part + 2 * error < 0.1  # the paper: 0.21 to 0.34
         note("P11", **{f"{base}_{addition}": 100 * part, f"{base}_{addition}_error": 100 * error})
 
 
