@@ -492,6 +492,8 @@ for what, look in (("slot mean", plot.style("kv_reviver_mean")),
     axis.plot((0, -10), [kl.mean() for kl in by_offset[what]], label=what, **look)
 axis.set(xlabel="added to all logits, which full attention does not see", yscale="log",
          ylabel="KL(full ‖ compressed), nats")
+axis.set_yticks((.25, .5, 1, 2, 4), (.25, .5, 1, 2, 4))
+axis.minorticks_off()
 axis.legend(fontsize=8);
 
 # %% [markdown]
