@@ -12,7 +12,7 @@
 #
 # **What you will know:** how a window of queries votes; how a layer's heads share a budget; what the bound says, and how loose it is; which part of CriticalKV's gain is the norms and which is a missing pool; and that a smaller change of the output is no promise of better text.
 #
-# All numbers are of one decoder with 2.8 million parameters.
+# All numbers are of one decoder with 2.8 million parameters, *built* in `08_two_decoders.ipynb`, which has another beside it.
 # Its layer 1 retrieves because its starting weights were built so (`00_kv_cache.ipynb`).
 # The paper measures Llama-3.1-8B and Mistral-7B on LongBench; what it says of them cannot be tested here.
 

@@ -3,7 +3,7 @@
 #
 # **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`). **Time:** it runs in under two minutes; reading takes about an hour. **At the end you will know** whether importance persists in a small trained decoder, which of the paper's bounds hold and what mends the others, and what a budget that is never exceeded costs beside H2O, StreamingLLM and chance.
 #
-# The methods of the notebooks before this one read the whole prompt and then compress it. **Scissorhands** never holds more than its budget, not even while it reads. Whenever the cache is full, it drops what was unimportant most often. This is a bet on the *persistence of importance*: what was attended to will be attended to again. The paper proves the bet for a small model, bounds what the budget costs, and observes both in large ones.
+# The methods of the notebooks before this one read the whole prompt and then compress it. **Scissorhands** never holds more than its budget, not even while it reads. Whenever the cache is full, it drops what was unimportant most often. This is a bet on the *persistence of importance*: what was attended to will be attended to again. The paper proves the bet for a small model, bounds what the budget costs, and observes both in large ones. Numbers of a trained decoder are of the one called *built* in `08_two_decoders.ipynb`, which has another beside it.
 #
 # The words:
 #

@@ -373,7 +373,7 @@ for share in budgets:
           f"{more.mean():+.3f} ±{standard_error(more):.3f}")
 
 # %% [markdown]
-# CaM has a higher KL than H2O at every budget, but merging hundreds at once at the prompt's end is not its paper's setting. Evicting while they read, eight tokens at a time:
+# CaM evicts and merges while it reads, as its paper does; H2O here evicts at the prompt's end. With both evicting while they read:
 
 # %%
 for share in (.25, .125):

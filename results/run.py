@@ -30,8 +30,8 @@ SECTIONS = {
         "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every "
         "file in `methods/`, at four budgets. The window methods (SnapKV, PyramidKV, AdaKV and what is "
         "built on them) compress the prompt and then append. So at the smallest budget most of their "
-        "bytes are the 64 tokens that came later. H2O, StreamingLLM, CaM, KVReviver and random keep "
-        "their budget at every step from the prompt's end on, Scissorhands from the first token on. "
+        "bytes are the 64 tokens that came later. H2O, StreamingLLM, KVReviver and random keep "
+        "their budget at every step from the prompt's end on, Scissorhands and CaM from the first token on. "
         "DuoAttention's retrieving heads and the low-bit caches append. The last lines compare each "
         "addition with the method under it, document by document."),
     "learned": (
@@ -43,6 +43,11 @@ SECTIONS = {
         "The papers' claims, on both decoders", "python -m nanollm claims --json results/claims.json",
         "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
         "[CLAIMS.md](CLAIMS.md) has the rules, beside all that the tests say."),
+    "inside": (
+        "What the two decoders are like inside", "python -m methods.theory.inside",
+        "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
+        "documents or texts. Texts begin with BOS in *learned*. [Notebook 08](notebooks/08_two_decoders.ipynb) "
+        "draws it."),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
