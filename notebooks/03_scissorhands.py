@@ -432,8 +432,6 @@ for name, (Method, knobs) in readings.items():
 #
 # In this decoder it is the lower layers that need room. With more for the later ones, as in the paper, few-shot loses 0.16 (± 0.07). With more for the lower ones KL falls by 0.03 (± 0.01). And $w = 100$ changes nothing.
 #
-# The decoder that learned to retrieve (`nanollm/tiny_learned`) agrees on the layers, and on padding with $m = 8$. It does not agree on the rate: with $m = 8$ the rate and the mean weight both have a KL 0.3 to 0.4 below the count's.
-#
 # ## Why: what do counts count?
 #
 # Most weights are below $1/t$ at most steps, so an entry's count is nearly its age. How much of what is kept are simply the newest tokens, and what do $m$ and $w$ change? (At a budget of 128 entries, 29 % of the 448 tokens that are read; H2O keeps half of its budget for the newest, by construction.)

@@ -46,8 +46,8 @@ SECTIONS = {
     "inside": (
         "What the two decoders are like inside", "python -m methods.theory.inside",
         "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
-        "documents or texts. Texts begin with BOS in *learned*. [Notebook 08](notebooks/08_two_decoders.ipynb) "
-        "draws it."),
+        "documents or texts. Texts begin with BOS in *learned*. "
+        "[Notebook 08](notebooks/08_two_decoders.ipynb) draws it."),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
