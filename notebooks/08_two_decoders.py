@@ -103,7 +103,8 @@ for axis, (name, found) in zip(axes, without.items()):
 # And one head at a time:
 
 # %%
-without_one = {name: inside.without_each(model, tasks, documents=16) for name, model in models.items()}
+without_one = {name: inside.without_each(model, tasks, documents=16)
+               for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without_one.items()):
     plot.heads(axis, found, f"{name}: needles without this head", most=1)
@@ -290,7 +291,8 @@ for claim, on in verdicts.items():
     if len({row["verdict"] for row in on.values()}) > 1:
         print(f"{claim}: {on['built']['says']}")
         for name, row in on.items():
-            numbers = [f"{what} {x:.3g} ± {error:.1g}" for what, (x, error) in row["numbers"].items()]
+            numbers = (f"{what} {x:.3g} ± {error:.1g}"
+                       for what, (x, error) in row["numbers"].items())
             print(f"    {name}: {row['verdict']}\n        " + "\n        ".join(numbers))
 
 # %% [markdown]
