@@ -1,7 +1,7 @@
 """The training loop: a mixture of real text and retrieval documents, short ones first.
 
-    python -m nanollm train --out runs/tiny          # an hour and a half on one CPU core
-    torchrun --nproc-per-node 2 -m nanollm train ... # rows of each batch are shared out over the ranks
+    python -m nanollm train --out runs/tiny              # an hour and a half on one CPU core
+    torchrun --nproc-per-node 2 -m -- nanollm train ...   # rows of each batch are shared out over the ranks
 
 A run that was cut off goes on from its last checkpoint if it is asked for with the same seed, learning rate
 and steps: stage and rate of a step depend on how many there are. Nothing of another's is written over.
