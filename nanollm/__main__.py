@@ -9,7 +9,7 @@ from nanollm.check import check_seed, whole
 from nanollm.compare import check_files
 from nanollm.select import calibrated, given, has_budget, loaded, model_options, pick
 
-COMMANDS = "claims", "compare", "generate", "plan", "train"
+COMMANDS = "claims", "compare", "course", "generate", "plan", "train"
 MARK = "▸"  # between a text and what is written
 
 
@@ -110,7 +110,8 @@ def main(argv: list[str]):
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
     if name not in COMMANDS:
         nanollm.fail(f"unknown command {name!r}; known are {', '.join(COMMANDS)}")
-    nanollm.command(generate if name == "generate" else import_module(f"nanollm.{name}").main, rest)
+    file = "course.command" if name == "course" else f"nanollm.{name}"
+    nanollm.command(generate if name == "generate" else import_module(file).main, rest)
 
 
 if __name__ == "__main__":

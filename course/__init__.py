@@ -1,0 +1,1 @@
+"""Six assignments on the methods of this repository: handouts, tests, and a grader."""

@@ -1,0 +1,153 @@
+"""The hidden tests: loops written from the handout, on random sizes, ties and corners."""
+import pytest
+import torch
+from torch import tensor
+
+from course.expect import problem, same, wrong
+
+HOW = {"sum": sum, "mean": lambda x: sum(x) / len(x), "max": max}
+
+
+def drawn(seed, *shape, values=None):
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=g) if values is None else torch.randint(values, shape, generator=g).float()
+
+
+def order(score):
+    """Indices, the highest first, of equals the last."""
+    return sorted(range(len(score)), key=lambda i: (-score[i], -i))
+
+
+def chunks(lengths):
+    return [i for i, n in enumerate(lengths) for _ in range(n)]
+
+
+@problem("cut")
+@pytest.mark.parametrize("n, c", [(1, 1), (12, 4), (13, 4), (3, 10), (5, 1)])
+def test_a_grid(run, n, c):
+    """Token i is in chunk ⌊i/c⌋, whatever remains."""
+    expected = tensor([i // c for i in range(n)]).expand(2, 2, n)
+    same(run("cut", votes=drawn(0, 2, 2, n), chunk_size=c), expected, f"{n} tokens in chunks of {c}")
+
+
+@problem("scores")
+@pytest.mark.parametrize("how", HOW)
+def test_unlike_chunks(run, how):
+    """Rows and heads with chunks of unlike length, (2, 3, 12)."""
+    votes, cuts = drawn(1, 2, 3, 12), [[3, 4, 5], [1, 10, 1], [6, 1, 5], [4, 4, 4], [10, 1, 1], [2, 3, 7]]
+    chunk = tensor([chunks(each) for each in cuts]).view(2, 3, 12)
+    score, length = run("scores", votes=votes, chunk=chunk, how=how)
+    expected = torch.zeros(2, 3, 3)
+    for b in range(2):
+        for h in range(3):
+            for m in range(3):
+                inside = [x for x, at in zip(votes[b, h].tolist(), chunk[b, h].tolist()) if at == m]
+                expected[b, h, m] = HOW[how](inside)
+    same(score, expected, f"each chunk's {how}", atol=1e-5)
+    same(length, tensor(cuts).view(2, 3, 3), "the lengths")
+
+
+@problem("scores")
+@pytest.mark.parametrize("how", HOW)
+def test_a_head_with_fewer_chunks(run, how):
+    """A head that has fewer chunks than another: those it has not are 0, of length 0, and not NaN."""
+    votes, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 1, 2], [0, 0, 0]])
+    score, length = run("scores", votes=votes, chunk=chunk, how=how)
+    same(score, tensor([[1., 2, 3], [HOW[how]([4., 5, 6]), 0, 0]]), f"each chunk's {how}")
+    same(length, tensor([[1, 1, 1], [3, 0, 0]]), "the lengths")
+
+
+@problem("ranking")
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 40)])
+def test_many_ties(run, shape):
+    """Any shape, many ties: the highest first, of equals the newest."""
+    score = drawn(2, *shape, values=4)
+    expected = tensor([order(row) for row in score.view(-1, shape[-1]).tolist()]).view(shape)
+    same(run("ranking", score=score), expected, "the order")
+
+
+@problem("cut_to")
+@pytest.mark.parametrize("budget", [0, 1, 5, 11, 12, 20])
+def test_down_the_ranking(run, budget):
+    """Chunk after chunk, each from its first token on, until the budget is used: no more, no less."""
+    lengths, score = [[3, 4, 5], [6, 1, 5]], drawn(3, 1, 2, 3)
+    chunk = tensor([chunks(each) for each in lengths])[None]
+    expected = torch.zeros(1, 2, 12, dtype=torch.bool)
+    for h in range(2):
+        tokens = [i for m in order(score[0, h].tolist()) for i in range(12) if chunk[0, h, i] == m]
+        expected[0, h, tokens[:budget]] = True
+    same(run("cut_to", score=score, chunk=chunk, budget=budget), expected, f"a budget of {budget}")
+
+
+@problem("cut_to")
+def test_equal_chunks_are_not_mixed(run):
+    """Of chunks with equal scores the newest comes first, whole, before the other begins."""
+    got = run("cut_to", score=tensor([[2., 2, 2]]), chunk=tensor([chunks([2, 2, 2])]), budget=3)
+    same(got, tensor([[False, False, True, False, True, True]]), "what stays")
+
+
+@problem("cut_to")
+def test_budgets_by_row_and_head(run):
+    """A tensor (B, H) of budgets, none equal."""
+    score, chunk, budget = drawn(4, 2, 2, 4), tensor(chunks([3, 3, 3, 1])).expand(2, 2, 10), tensor([[1, 4], [7, 10]])
+    kept = run("cut_to", score=score, chunk=chunk, budget=budget)
+    if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != chunk.shape:
+        wrong("expected a mask of the shape of chunk")
+    same(kept.sum(-1), budget, "how many stay in each row and head")
+
+
+@problem("fit")
+@pytest.mark.parametrize("budget", [0, 3, 7, 10, 16, 40])
+def test_greedy(run, budget):
+    """Down the ranking, each chunk that still fits whole; a shorter one may fit after a longer did not."""
+    score, length = drawn(5, 2, 2, 8, values=5), drawn(6, 2, 2, 8, values=6).long() + 1
+    expected = torch.zeros(2, 2, 8, dtype=torch.bool)
+    for b in range(2):
+        for h in range(2):
+            room = budget
+            for m in order(score[b, h].tolist()):
+                if length[b, h, m] <= room:
+                    expected[b, h, m], room = True, room - int(length[b, h, m])
+    same(run("fit", score=score, length=length, budget=budget), expected, f"a budget of {budget}")
+
+
+@problem("fit")
+def test_fit_budgets_by_head(run):
+    """A tensor (B, H) of budgets; a chunk that fits exactly stays."""
+    score, length = tensor([[[3., 2, 1], [1, 2, 3]]]), tensor([[[2, 2, 2], [2, 2, 2]]])
+    expected = tensor([[[True, False, False], [False, True, True]]])
+    same(run("fit", score=score, length=length, budget=tensor([[2, 5]])), expected, "the chunks that stay")
+
+
+@problem("fit")
+def test_chunks_without_tokens(run):
+    """Chunks of length 0 need no room; whether they stay changes nothing, and the search ends."""
+    got = run("fit", score=tensor([3., 0, 0]), length=tensor([4, 0, 0]), budget=3)
+    if not isinstance(got, torch.Tensor) or bool(got[0]):
+        wrong(f"a chunk of 4 does not fit into 3, and stays: {got!r}")
+
+
+@problem("reuse")
+def test_a_text_that_begins_later(run):
+    """Positions need not begin at 0: a slot is a position less the first."""
+    same(run("chosen", tokens=torch.arange(100, 108), below=tensor([[[100, 103, 107]]])), tensor([[[0, 3, 7]]]),
+         "the slots")
+
+
+@problem("reuse")
+def test_empty_slots(run):
+    """A head that kept fewer has empty slots, and they are −1 here. Rows and heads differ."""
+    below = tensor([[[0, 2, 5], [1, 4, -1]], [[3, -1, -1], [0, 1, 2]]])
+    same(run("chosen", tokens=torch.arange(6), below=below), below, "the slots")
+
+
+@problem("reuse")
+def test_the_order_of_layers(run):
+    """Where the prompt of the layer below is not over, ValueError."""
+    try:
+        run("chosen", tokens=torch.arange(4), below=tensor([[[1, 2]]]), prompt_done=False)
+    except pytest.fail.Exception as error:
+        if str(error).startswith("ValueError"):
+            return
+        wrong(f"expected a ValueError, got {error}")
+    wrong("expected a ValueError where the layer below has not finished its prompt")

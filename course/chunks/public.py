@@ -1,0 +1,104 @@
+"""The tests that students have. Each says in words what it expects."""
+import torch
+from torch import tensor
+
+from course.expect import problem, same
+
+
+@problem("cut")
+def test_seven_tokens(run):
+    """Seven tokens in chunks of three are 0 0 0 1 1 1 2."""
+    same(run("cut", votes=torch.zeros(1, 1, 7), chunk_size=3), tensor([[[0, 0, 0, 1, 1, 1, 2]]]), "the chunks")
+
+
+@problem("cut")
+def test_every_head(run):
+    """Votes (2, 3, 8) give chunks (2, 3, 8): each row and head has the same grid."""
+    expected = tensor([0, 0, 0, 0, 1, 1, 1, 1]).expand(2, 3, 8)
+    same(run("cut", votes=torch.zeros(2, 3, 8), chunk_size=4), expected, "the chunks")
+
+
+@problem("scores")
+def test_sums_and_lengths(run):
+    """Votes 1 2 3 4 5 in chunks 0 0 1 1 2: the sums are 3 7 5 and the lengths 2 2 1."""
+    score, length = run("scores", votes=tensor([1., 2, 3, 4, 5]), chunk=tensor([0, 0, 1, 1, 2]), how="sum")
+    same(score, tensor([3., 7, 5]), "the sums")
+    same(length, tensor([2, 2, 1]), "the lengths")
+
+
+@problem("scores")
+def test_means_and_maxima(run):
+    """Of the same votes the means are 1.5 3.5 5 and the maxima 2 4 5."""
+    votes, chunk = tensor([1., 2, 3, 4, 5]), tensor([0, 0, 1, 1, 2])
+    same(run("scores", votes=votes, chunk=chunk, how="mean")[0], tensor([1.5, 3.5, 5]), "the means", atol=1e-6)
+    same(run("scores", votes=votes, chunk=chunk, how="max")[0], tensor([2., 4, 5]), "the maxima")
+
+
+@problem("scores")
+def test_heads_are_cut_apart(run):
+    """Two heads with chunks of their own: 0 0 1 and 0 1 1. Each chunk sums the votes of its own head."""
+    votes, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 0, 1], [0, 1, 1]])
+    score, length = run("scores", votes=votes, chunk=chunk, how="sum")
+    same(score, tensor([[3., 3], [4, 11]]), "the sums")
+    same(length, tensor([[2, 1], [1, 2]]), "the lengths")
+
+
+@problem("ranking")
+def test_highest_first(run):
+    """Scores 2 5 3: chunk 1 comes first, then 2, then 0."""
+    same(run("ranking", score=tensor([2., 5, 3])), tensor([1, 2, 0]), "the order")
+
+
+@problem("ranking")
+def test_of_equals_the_newest(run):
+    """Scores 5 1 5 1: of equal chunks the later comes first, so 2 0 3 1."""
+    same(run("ranking", score=tensor([5., 1, 5, 1])), tensor([2, 0, 3, 1]), "the order")
+
+
+@problem("cut_to")
+def test_the_last_chunk_is_cut(run):
+    """Chunks 0 0 0 1 1 1 score 1 and 9, budget 4: all of chunk 1, then the first token of chunk 0."""
+    same(run("cut_to", score=tensor([1., 9]), chunk=tensor([0, 0, 0, 1, 1, 1]), budget=4),
+         tensor([True, False, False, True, True, True]), "what stays")
+
+
+@problem("cut_to")
+def test_a_budget_for_each_head(run):
+    """Two heads with the budgets 2 and 3, as a tensor."""
+    score, chunk = tensor([[[3., 1], [1, 3]]]), tensor([0, 0, 1, 1]).expand(1, 2, 4)
+    expected = tensor([[[True, True, False, False], [True, False, True, True]]])
+    same(run("cut_to", score=score, chunk=chunk, budget=tensor([[2, 3]])), expected, "what stays")
+
+
+@problem("fit")
+def test_each_that_fits(run):
+    """Lengths 3 3 2, scores 5 9 1, budget 5: chunk 1 fits, chunk 0 no longer, chunk 2 does."""
+    same(run("fit", score=tensor([5., 9, 1]), length=tensor([3, 3, 2]), budget=5),
+         tensor([False, True, True]), "the chunks that stay")
+
+
+@problem("fit")
+def test_heads_with_other_lengths(run):
+    """Two heads, budget 4: each goes down its own ranking, with its own lengths."""
+    score, length = tensor([[[1., 9, 5], [5, 1, 9]]]), tensor([[[1, 3, 2], [2, 1, 3]]])
+    expected = tensor([[[True, True, False], [False, True, True]]])
+    same(run("fit", score=score, length=length, budget=4), expected, "the chunks that stay")
+
+
+@problem("fit")
+def test_no_room(run):
+    """A budget of 1 has no room for a chunk of 2."""
+    same(run("fit", score=tensor([5., 9]), length=tensor([2, 2]), budget=1), tensor([False, False]), "the chunks")
+
+
+@problem("reuse")
+def test_the_positions_below(run):
+    """A prompt of eight tokens, of which the layer below kept 1, 4 and 7: slots 1 4 7."""
+    same(run("chosen", tokens=torch.arange(8), below=tensor([[[1, 4, 7]]])), tensor([[[1, 4, 7]]]), "the slots")
+
+
+@problem("reuse")
+def test_heads_of_unlike_length(run):
+    """Positions from 10 on; the second head kept one token less: its last slot is −1."""
+    below = tensor([[[10, 12, 15], [11, 14, -1]]])
+    same(run("chosen", tokens=torch.arange(10, 16), below=below), tensor([[[0, 2, 5], [1, 4, -1]]]), "the slots")

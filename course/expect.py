@@ -1,0 +1,38 @@
+"""What tests say: which problem they belong to, and in words what they expected."""
+import pytest
+import torch
+
+
+def problem(name: str):
+    """Marks a test of one of the assignment's problems. Its docstring says what it expects."""
+    return pytest.mark.problem(name)
+
+
+def wrong(why: str):
+    pytest.fail(why, pytrace=False)
+
+
+def same(got, expected, what: str, atol: float | None = None):
+    """Fails in words unless `got` is the tensor or value expected: exactly, or within atol where that is given."""
+    if not isinstance(expected, torch.Tensor):
+        if type(got) is not type(expected) or got != expected:
+            wrong(f"{what}: expected {expected!r}, got {got!r:.300}")
+        return
+    if not isinstance(got, torch.Tensor):
+        wrong(f"{what}: expected a tensor of shape {tuple(expected.shape)}, got {got!r:.300}")
+    if got.shape != expected.shape:
+        wrong(f"{what}: expected the shape {tuple(expected.shape)}, got {tuple(got.shape)}")
+    if atol is None and got.dtype != expected.dtype:
+        wrong(f"{what}: expected numbers of {expected.dtype}, got {got.dtype}")
+    near = got == expected if atol is None else torch.isclose(got.double(), expected.double(), rtol=0, atol=atol)
+    if not near.all():
+        at = tuple((~near).nonzero()[0].tolist())
+        values = f"expected {shown(expected)}, got {shown(got)}" if expected.numel() <= 40 else \
+            f"{int((~near).sum())} of {near.numel()} numbers differ"
+        wrong(f"{what}: {values}; the first that differs is at {list(at)}: expected {expected[at].item():.6g}, "
+              f"got {got[at].item():.6g}")
+
+
+def shown(x: torch.Tensor) -> str:
+    x = x.int() if x.dtype == torch.bool else x
+    return str([round(y, 4) if isinstance(y, float) else y for y in x.flatten().tolist()] if x.dim() < 2 else x.tolist())

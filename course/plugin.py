@@ -1,0 +1,241 @@
+"""pytest, with the functions of a submission behind a fixture.
+
+A test asks `run("cut", n=7, chunk_size=3)` and gets what the function `cut` of course/ASSIGNMENT/adapter.py
+returns in a process of the submission (worker.py), one for each problem. Nothing of a submission ever runs in
+this process, where the expected values are.
+"""
+import json
+from multiprocessing.connection import Connection
+import os
+from pathlib import Path
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+import psutil
+import pytest
+
+from course.assignments import ASSIGNMENTS, asked
+from course.source import spliced
+from course.wire import packed, unpacked
+
+ROOT = Path(__file__).resolve().parents[1]
+LARGEST = 2 ** 26  # bytes of an answer
+SEEN = "visible", "after_published"  # Gradescope's words: of public tests, of hidden ones
+
+
+def pytest_addoption(parser):
+    parser.addoption("--submission", type=Path, help="folder of a student's copy")
+    parser.addoption("--results", type=Path, help="write Gradescope's results.json here")
+    parser.addoption("--seconds", type=float, default=10.0, help="that one call may take")
+    parser.addoption("--only", action="append", default=[], help="an assignment or a problem, as in chunks.cut")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "problem(name): the problem that a test belongs to")
+    config.stash[FORKS], config.stash[PROBLEMS] = Forks(), {}
+
+
+def pytest_unconfigure(config):
+    for each in config.stash[PROBLEMS].values():
+        each.close()
+    config.stash[FORKS].close()
+
+
+class Forks:
+    """A process that has imported torch, and forks."""
+
+    def __init__(self):
+        self.control, theirs = socket.socketpair()
+        script = [sys.executable, str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
+        environment = dict(OMP_NUM_THREADS="1", PATH=os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
+        self.process = subprocess.Popen(script, pass_fds=[theirs.fileno()], env=environment)
+        theirs.close()
+
+    def fork(self, folder: Path, package: str) -> tuple[int, Connection]:
+        """A new process that answers calls of a package's adapter; its number and the way to it."""
+        ours, theirs = socket.socketpair()
+        with (folder / "output").open("ab") as output:
+            order = json.dumps(dict(folder=str(folder), package=package)).encode()
+            socket.send_fds(self.control, [order], [theirs.fileno(), output.fileno()])
+        theirs.close()
+        return int(self.control.recv(32)), Connection(ours.detach())
+
+    def close(self):
+        self.control.close()
+        self.process.wait()
+
+
+class Submitted:
+    """One problem of a submission: a copy of the repository with that one function of theirs, and a process."""
+
+    def __init__(self, forks: Forks, folder: Path, assignment: str, name: str, seconds: float):
+        self.forks, self.assignment, self.seconds = forks, assignment, seconds
+        self.folder, self.pid, self.why = Path(tempfile.mkdtemp()).resolve(), None, None
+        problem = next(each for each in ASSIGNMENTS[assignment].problems if each.name == name)
+        try:
+            theirs = handed_in(folder, problem.file)
+            others = [other for other in asked(problem.file) if other != problem.function]
+            source = spliced((ROOT / problem.file).read_text(), theirs, problem.function, others)
+        except ValueError as error:
+            self.why = str(error)
+            return
+        copy(self.folder, assignment)
+        (self.folder / problem.file).write_text(source)
+
+    def call(self, name: str, args: dict) -> dict:
+        """The answer of the submission's process, or why there is none."""
+        if self.why:
+            return dict(failed=self.why)
+        try:
+            if self.pid is None:
+                self.pid, self.connection = self.forks.fork(self.folder, self.assignment)
+            self.connection.send_bytes(packed(dict(call=name, args=args)))
+            if not self.connection.poll(self.seconds):
+                self.why = f"it ran for more than {self.seconds:g} s, and was stopped"
+                self.stop()
+                return dict(failed=self.why)
+            answer = unpacked(self.connection.recv_bytes(LARGEST))
+            if not isinstance(answer, dict) or not answer.keys() & {"value", "raised"}:
+                raise ValueError("no answer")
+            return answer
+        except (EOFError, ConnectionError):
+            self.stop()
+            return dict(failed="its process ended before it gave an answer")
+        except Exception:  # whatever a stranger may send
+            self.stop()
+            return dict(failed="its process sent something that is no answer")
+
+    def printed(self) -> str:
+        with open(self.folder / "output", "rb") as output:
+            return output.read(2000).decode(errors="replace")
+
+    def stop(self):
+        """End its process and all that came of it."""
+        if self.pid is not None:
+            self.connection.close()
+            family = [psutil.Process(self.pid)] if psutil.pid_exists(self.pid) else []
+            for process in family + [child for each in family for child in each.children(recursive=True)]:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.NoSuchProcess:
+                    pass
+            self.pid = None
+
+    def close(self):
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def handed_in(folder: Path, file: str) -> str:
+    """The text of a submitted file. ValueError where there is none to be read."""
+    path = folder / file
+    if path.is_symlink() or any(parent.is_symlink() for parent in list(path.parents)[:len(Path(file).parts) - 1]):
+        raise ValueError(f"{file} is a link; hand in the file itself")
+    if not path.is_file():
+        raise ValueError(f"{file} was not handed in")
+    if path.stat().st_size > 2 ** 20:
+        raise ValueError(f"{file} has more than a megabyte")
+    try:
+        return path.read_text(encoding="utf8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8") from error
+
+
+def copy(folder: Path, assignment: str):
+    """What a submission may import: the decoder, the methods but for those that tell answers, the adapter."""
+    without = shutil.ignore_patterns("__pycache__", *ASSIGNMENTS[assignment].without)
+    for package in ("nanollm", "methods"):
+        for source in sorted((ROOT / package).rglob("*.py")):
+            relative = source.relative_to(ROOT)
+            if not without(str(relative.parent), [source.name]):
+                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, folder / relative)
+    own = folder / "course" / assignment
+    own.mkdir(parents=True)
+    shutil.copy2(ROOT / "course" / assignment / "adapter.py", own)
+
+
+FORKS, PROBLEMS, RESULTS = pytest.StashKey[Forks](), pytest.StashKey[dict](), []
+
+
+@pytest.fixture
+def run(request):
+    """run(call, **args): what the submission's function returns; the test fails, in words, where it fails.
+
+    Tensors that were given must be as they were, unless they are named in `may_change`.
+    """
+    name, assignment = problem_of(request.node)
+    problems = request.config.stash[PROBLEMS]
+    if (assignment, name) not in problems:
+        for other in problems.values():  # a problem's tests stand together
+            other.stop()
+        options = request.config.option
+        problems[assignment, name] = Submitted(
+            request.config.stash[FORKS], options.submission, assignment, name, options.seconds)
+    submitted = problems[assignment, name]
+
+    def run(call: str, may_change: tuple[str, ...] = (), **args):
+        answer = submitted.call(call, args)
+        if "failed" in answer:
+            pytest.fail(answer["failed"], pytrace=False)
+        if raised := answer.get("raised"):
+            says = f": {raised['message']}" if raised["message"] else ""
+            where = f" ({raised['where']})" if raised["where"] else ""
+            trace = f"\n{raised['trace']}" if is_public(request.node) else ""
+            pytest.fail(f"{raised['kind']}{says}{where}{trace}", pytrace=False)
+        for changed in answer["changed"]:
+            if changed not in may_change:
+                pytest.fail(f"{changed} was changed in place; leave what you are given as it is", pytrace=False)
+        return answer["value"]
+    return run
+
+
+def problem_of(node) -> tuple[str, str]:
+    return node.get_closest_marker("problem").args[0], node.path.parent.name
+
+
+def is_public(node) -> bool:
+    return node.path.stem == "public"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Those that are asked for, problem by problem, as the table has them, the public tests first."""
+    only = config.option.only
+    items[:] = [node for node in items if not only or {*only} & {problem_of(node)[1], ".".join(problem_of(node)[::-1])}]
+    place = {(assignment, problem.name): i for i, (assignment, problem) in enumerate(
+        (name, problem) for name, each in ASSIGNMENTS.items() for problem in each.problems)}
+    items.sort(key=lambda node: (place[problem_of(node)[::-1]], not is_public(node)))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.when == "call" or report.failed:
+        name, assignment = problem_of(item)
+        says = " ".join((item.obj.__doc__ or item.name).split())
+        why = "" if report.passed else str(report.longrepr).strip()
+        RESULTS.append(dict(problem=f"{assignment}.{name}", says=says, passed=report.passed, why=why,
+                            public=is_public(item)))
+
+
+def pytest_sessionfinish(session):
+    if file := session.config.option.results:
+        file.write_text(json.dumps(gradescope(RESULTS), indent=1))
+
+
+def gradescope(results: list[dict]) -> dict:
+    """Gradescope's results.json: a problem's points are shared out evenly over its tests."""
+    points = {f"{name}.{problem.name}": problem.points
+              for name, each in ASSIGNMENTS.items() for problem in each.problems}
+    tests = []
+    for each in results:
+        worth = points[each["problem"]] / sum(other["problem"] == each["problem"] for other in results)
+        tests.append(dict(name=f"{each['problem']}: {each['says']}", score=worth * each["passed"], max_score=worth,
+                          status="passed" if each["passed"] else "failed", output=each["why"],
+                          visibility=SEEN[0 if each["public"] else 1],
+                          extra_data=dict(problem=each["problem"], public=each["public"])))
+    return dict(tests=tests)
