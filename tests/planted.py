@@ -10,7 +10,7 @@ from course.assignments import ASSIGNMENTS
 from course.source import place
 from course.wire import packed, unpacked
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def lines_of(problem) -> str:
