@@ -38,8 +38,8 @@ ASSIGNMENTS = {
 
 
 def chosen(names: list[str] | None) -> dict[str, Assignment]:
-    """The assignments named, or of which a problem is named ("chunks.cut"); all for none. ValueError for a name that
-    is not there.
+    """The assignments named, or of which a problem is named ("chunks.cut"); all for none. ValueError for a
+    name that is not there.
     """
     known = {name: {name, *(f"{name}.{problem.name}" for problem in each.problems)}
              for name, each in ASSIGNMENTS.items()}
@@ -53,4 +53,5 @@ def chosen(names: list[str] | None) -> dict[str, Assignment]:
 
 def asked(file: str) -> list[str]:
     """All functions of a file that some problem asks for."""
-    return [problem.function for each in ASSIGNMENTS.values() for problem in each.problems if problem.file == file]
+    problems = [problem for each in ASSIGNMENTS.values() for problem in each.problems]
+    return [problem.function for problem in problems if problem.file == file]

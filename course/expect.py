@@ -13,7 +13,7 @@ def wrong(why: str):
 
 
 def same(got, expected, what: str, atol: float | None = None):
-    """Fails in words unless `got` is the tensor or value expected: exactly, or within atol where that is given."""
+    """Fails in words unless `got` is the tensor or value expected: exactly, or within atol if that is given."""
     if not isinstance(expected, torch.Tensor):
         if type(got) is not type(expected) or got != expected:
             wrong(f"{what}: expected {expected!r}, got {got!r:.300}")
@@ -24,15 +24,19 @@ def same(got, expected, what: str, atol: float | None = None):
         wrong(f"{what}: expected the shape {tuple(expected.shape)}, got {tuple(got.shape)}")
     if atol is None and got.dtype != expected.dtype:
         wrong(f"{what}: expected numbers of {expected.dtype}, got {got.dtype}")
-    near = got == expected if atol is None else torch.isclose(got.double(), expected.double(), rtol=0, atol=atol)
+    near = got == expected
+    if atol is not None:
+        near = torch.isclose(got.double(), expected.double(), rtol=0, atol=atol)
     if not near.all():
         at = tuple((~near).nonzero()[0].tolist())
         values = f"expected {shown(expected)}, got {shown(got)}" if expected.numel() <= 40 else \
             f"{int((~near).sum())} of {near.numel()} numbers differ"
-        wrong(f"{what}: {values}; the first that differs is at {list(at)}: expected {expected[at].item():.6g}, "
-              f"got {got[at].item():.6g}")
+        wrong(f"{what}: {values}; the first that differs is at {list(at)}: "
+              f"expected {expected[at].item():.6g}, got {got[at].item():.6g}")
 
 
 def shown(x: torch.Tensor) -> str:
-    x = x.int() if x.dtype == torch.bool else x
-    return str([round(y, 4) if isinstance(y, float) else y for y in x.flatten().tolist()] if x.dim() < 2 else x.tolist())
+    """Up to four decimals; true and false as 1 and 0."""
+    def rounded(y):
+        return [*map(rounded, y)] if isinstance(y, list) else int(y) if isinstance(y, bool) else round(y, 4)
+    return str(rounded(x.tolist()))

@@ -83,8 +83,8 @@ jupyter lab                          # open the first handout
 python -m nanollm course check       # the public tests of all, or --only {next(iter(chosen))}
 ```
 
-Write where `raise NotImplementedError` stands. Signatures stay as they are. Helpers and imports go into the same
-file. Each problem is graded by itself, the rest being right: a mistake in one does not cost another.
+Write where `raise NotImplementedError` stands. Signatures stay as they are. Helpers and imports go into the
+same file. Each problem is graded by itself, the rest being right: a mistake in one does not cost another.
 """
 
 

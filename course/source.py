@@ -29,7 +29,7 @@ def place(source: str, name: str) -> tuple[int, int] | None:
             if start is None:
                 return None
             indent += 4
-        inner = re.compile(rf" {{{indent}}}|\s*$| {{{indent - 4}}}\)")  # or the end of a signature of many lines
+        inner = re.compile(rf" {{{indent}}}|\s*$| {{{indent - 4}}}\)")  # or a signature's end
         end = next((i for i in range(start + 1, len(lines)) if not inner.match(lines[i])), len(lines))
         while not lines[end - 1].strip():
             end -= 1

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 
 def packed(x) -> bytes:
-    """Numbers, strings, None, tensors, and lists and string-keyed dicts of these. TypeError for anything else."""
+    """Numbers, strings, None, tensors, lists and string-keyed dicts of these. TypeError for anything else."""
     tensors = {}
 
     def plain(x):

@@ -1,4 +1,4 @@
-"""Wrong solutions, planted one at a time into the functions of this process, and the course's tests on them."""
+"""Wrong solutions planted into the functions of this process, and the course's tests on them."""
 from contextlib import contextmanager
 from importlib import import_module
 import inspect
@@ -66,8 +66,7 @@ def cases(assignment: str, file: str) -> dict[str, list]:
         each = [{}]
         for mark in marks:
             if mark.name == "parametrize":
-                names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else \
-                    list(mark.args[0])
+                names = mark.args[0].replace(" ", "").split(",")
                 values = [x if len(names) > 1 else (x,) for x in mark.args[1]]
                 each = [one | dict(zip(names, value)) for one in each for value in values]
         name = next(mark.args[0] for mark in marks if mark.name == "problem")

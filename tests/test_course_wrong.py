@@ -29,12 +29,14 @@ def test_wrong_solutions_are_caught(name):
         assert len(wrong[problem.name]) >= 4, problem.name
         for what, old, new in wrong[problem.name]:
             with planted(problem, old, new):
-                FOUND[name, problem.name, what] = caught(public[problem.name], run), caught(hidden[problem.name], run)
+                found = [caught(tests[problem.name], run) for tests in (public, hidden)]
+            FOUND[name, problem.name, what] = found
 
 
 def test_the_share_that_is_caught(capsys):
     by_public, by_hidden = (sum(found) / len(found) for found in zip(*FOUND.values()))
     with capsys.disabled():
-        print(f"\nof {len(FOUND)} wrong solutions the public tests catch {by_public:.0%}, the hidden {by_hidden:.0%}")
+        print(f"\nof {len(FOUND)} wrong solutions the public tests catch {by_public:.0%}, "
+              f"the hidden {by_hidden:.0%}")
     missed = [case for case, (_, hidden) in FOUND.items() if not hidden]
     assert by_hidden >= 0.95 and by_public >= 0.7, missed

@@ -10,7 +10,9 @@ HOW = {"sum": sum, "mean": lambda x: sum(x) / len(x), "max": max}
 
 def drawn(seed, *shape, values=None):
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(*shape, generator=g) if values is None else torch.randint(values, shape, generator=g).float()
+    if values is None:
+        return torch.rand(*shape, generator=g)
+    return torch.randint(values, shape, generator=g).float()
 
 
 def order(score):
@@ -89,7 +91,8 @@ def test_equal_chunks_are_not_mixed(run):
 @problem("cut_to")
 def test_budgets_by_row_and_head(run):
     """A tensor (B, H) of budgets, none equal."""
-    score, chunk, budget = drawn(4, 2, 2, 4), tensor(chunks([3, 3, 3, 1])).expand(2, 2, 10), tensor([[1, 4], [7, 10]])
+    score, budget = drawn(4, 2, 2, 4), tensor([[1, 4], [7, 10]])
+    chunk = tensor(chunks([3, 3, 3, 1])).expand(2, 2, 10)
     kept = run("cut_to", score=score, chunk=chunk, budget=budget)
     if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != chunk.shape:
         wrong("expected a mask of the shape of chunk")
@@ -130,8 +133,8 @@ def test_chunks_without_tokens(run):
 @problem("reuse")
 def test_a_text_that_begins_later(run):
     """Positions need not begin at 0: a slot is a position less the first."""
-    same(run("chosen", tokens=torch.arange(100, 108), below=tensor([[[100, 103, 107]]])), tensor([[[0, 3, 7]]]),
-         "the slots")
+    slots = run("chosen", tokens=torch.arange(100, 108), below=tensor([[[100, 103, 107]]]))
+    same(slots, tensor([[[0, 3, 7]]]), "the slots")
 
 
 @problem("reuse")

@@ -8,7 +8,8 @@ from course.expect import problem, same
 @problem("cut")
 def test_seven_tokens(run):
     """Seven tokens in chunks of three are 0 0 0 1 1 1 2."""
-    same(run("cut", votes=torch.zeros(1, 1, 7), chunk_size=3), tensor([[[0, 0, 0, 1, 1, 1, 2]]]), "the chunks")
+    got = run("cut", votes=torch.zeros(1, 1, 7), chunk_size=3)
+    same(got, tensor([[[0, 0, 0, 1, 1, 1, 2]]]), "the chunks")
 
 
 @problem("cut")
@@ -30,7 +31,8 @@ def test_sums_and_lengths(run):
 def test_means_and_maxima(run):
     """Of the same votes the means are 1.5 3.5 5 and the maxima 2 4 5."""
     votes, chunk = tensor([1., 2, 3, 4, 5]), tensor([0, 0, 1, 1, 2])
-    same(run("scores", votes=votes, chunk=chunk, how="mean")[0], tensor([1.5, 3.5, 5]), "the means", atol=1e-6)
+    mean = run("scores", votes=votes, chunk=chunk, how="mean")[0]
+    same(mean, tensor([1.5, 3.5, 5]), "the means", atol=1e-6)
     same(run("scores", votes=votes, chunk=chunk, how="max")[0], tensor([2., 4, 5]), "the maxima")
 
 
@@ -88,17 +90,20 @@ def test_heads_with_other_lengths(run):
 @problem("fit")
 def test_no_room(run):
     """A budget of 1 has no room for a chunk of 2."""
-    same(run("fit", score=tensor([5., 9]), length=tensor([2, 2]), budget=1), tensor([False, False]), "the chunks")
+    got = run("fit", score=tensor([5., 9]), length=tensor([2, 2]), budget=1)
+    same(got, tensor([False, False]), "the chunks that stay")
 
 
 @problem("reuse")
 def test_the_positions_below(run):
     """A prompt of eight tokens, of which the layer below kept 1, 4 and 7: slots 1 4 7."""
-    same(run("chosen", tokens=torch.arange(8), below=tensor([[[1, 4, 7]]])), tensor([[[1, 4, 7]]]), "the slots")
+    slots = run("chosen", tokens=torch.arange(8), below=tensor([[[1, 4, 7]]]))
+    same(slots, tensor([[[1, 4, 7]]]), "the slots")
 
 
 @problem("reuse")
 def test_heads_of_unlike_length(run):
     """Positions from 10 on; the second head kept one token less: its last slot is −1."""
     below = tensor([[[10, 12, 15], [11, 14, -1]]])
-    same(run("chosen", tokens=torch.arange(10, 16), below=below), tensor([[[0, 2, 5], [1, 4, -1]]]), "the slots")
+    slots = run("chosen", tokens=torch.arange(10, 16), below=below)
+    same(slots, tensor([[[0, 2, 5], [1, 4, -1]]]), "the slots")

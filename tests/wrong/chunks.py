@@ -1,4 +1,4 @@
-"""Wrong solutions of `chunks`, as students write them: what is wrong, and the lines of ours that it replaces."""
+"""Wrong solutions of `chunks`, as students write them: what is wrong, lines of ours, what replaces them."""
 WRONG = {
     "cut": [
         ("one token too early", "// self.chunk_size)", "+ 1) // self.chunk_size"),
@@ -6,7 +6,7 @@ WRONG = {
         ("as many chunks as the size", "// self.chunk_size",
          "// (votes.shape[-1] // min(self.chunk_size, votes.shape[-1]))"),
         ("one head only", ".expand(votes.shape)", "[None, None]"),
-        ("the number of heads for the number of tokens", "votes.shape[-1], device", "votes.shape[-2], device"),
+        ("the number of heads for that of tokens", "votes.shape[-1], device", "votes.shape[-2], device"),
     ],
     "scores": [
         ("the mean over all tokens", "length.clamp(min=1)", "votes.shape[-1]"),
@@ -15,11 +15,13 @@ WRONG = {
         ("mean for sum", 'if how == "mean" else total', 'if how != "max" else total'),
         ("the chunks of the first head for all", "scatter_add(-1, chunk, votes)",
          "scatter_add(-1, chunk[..., :1, :].expand_as(chunk) if chunk.dim() > 1 else chunk, votes)"),
-        ("as many chunks as the first row has", "int(chunk.max()) + 1", "int(chunk.flatten(0, -2)[0].max()) + 1"),
+        ("as many chunks as the first row has", "int(chunk.max()) + 1",
+         "int(chunk.flatten(0, -2)[0].max()) + 1"),
     ],
     "ranking": [
         ("lowest first", "descending=True", "descending=False"),
-        ("of equals the oldest", "score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)",
+        ("of equals the oldest",
+         "score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)",
          "score.argsort(dim=-1, descending=True, stable=True)"),
         ("over heads", "dim=-1", "dim=0"),
         ("ranks in place of an order", "stable=True)", "stable=True).argsort(-1)"),
@@ -37,8 +39,8 @@ WRONG = {
         ("lowest first", "ranking(score)", "ranking(-score)"),
     ],
     "fit": [
-        ("stops at the first that does not fit", "        taken, room = taken | more",
-         "        return torch.zeros_like(taken).scatter(-1, order, more)\n        taken, room = taken | more"),
+        ("stops at the first that does not fit", "        taken, room = taken",
+         "        return torch.zeros_like(taken).scatter(-1, order, more)\n        taken, room = taken"),
         ("an exact fit is none", "length <= room", "length < room"),
         ("lengths not in the order of scores", "length = length.gather(-1, order)", "pass"),
         ("not put back in place", "torch.zeros_like(taken).scatter(-1, order, taken)", "taken"),
@@ -47,7 +49,8 @@ WRONG = {
     ],
     "reuse": [
         ("positions for slots", "at - self.pos[:, :, :1]", "at"),
-        ("empty slots are large", "torch.where(at == NEVER, -1, at - self.pos[:, :, :1])", "(at - self.pos[:, :, :1])"),
+        ("empty slots are large", "torch.where(at == NEVER, -1, at - self.pos[:, :, :1])",
+         "(at - self.pos[:, :, :1])"),
         ("no order of layers", "if not self.below.prompt_done:", "if False:"),
         ("slot 0 for empty", "NEVER, -1,", "NEVER, 0,"),
         ("the first head's for all", "at = self.below.pos.to(self.pos.device)",
