@@ -25,6 +25,13 @@ def of(file: str, **problems: tuple[int, str]) -> list[Problem]:
 
 
 ASSIGNMENTS = {
+    "cache": Assignment("The cache itself", "3 to 5 hours", [
+        *of("nanollm/cache.py", visible=(1, "visible"), probabilities=(2, "probabilities"),
+            write=(3, "LayerCache.write"), keep=(2, "LayerCache.keep"), drop=(2, "LayerCache.drop")),
+        *of("nanollm/ranking.py", indices=(1, "indices")),
+        *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
+        *of("methods/h2o.py", evict=(2, "H2O.evict")),
+    ], without=["cam.py", "low_bit_vague.py"]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py",
         cut=(1, "Chunks.cut"),

@@ -1,0 +1,101 @@
+"""What a test may ask of a submission to `cache`. Runs in the submission's process, and knows no answers."""
+import torch
+
+from methods.h2o import H2O
+from nanollm import cache as memory
+from nanollm import ranking
+from nanollm.cache import LayerCache
+
+
+def visible(at, bias, pos):
+    return memory.visible(at, bias, pos)
+
+
+def probabilities(q, k, at, bias, pos):
+    return memory.probabilities(q, k, at, bias, pos)
+
+
+def indices(kept):
+    return ranking.indices(kept)
+
+
+def attended(q, k, v, pieces, watch=0):
+    """Outputs, side by side, of full attention that is told of the tokens in pieces of so many."""
+    cache, start, parts = LayerCache(), 0, []
+    cache.watch = watch
+    for n in pieces:
+        here, pos = slice(start, start + n), torch.arange(start, start + n)[None]
+        parts.append(cache.attend(q[:, :, here], k[:, :, here], v[:, :, here], pos))
+        start += n
+    return torch.cat(parts, 2)
+
+
+def written(steps):
+    """The cache after each step: a `write` of what the step holds, or with {"forget": n} n slots less."""
+    cache, after = LayerCache(), []
+    for step in steps:
+        if "forget" in step:
+            cache.length -= step["forget"]
+        else:
+            given = {name: x.clone() for name, x in step.items()}
+            cache.write(**given)
+            for x in given.values():  # it is the caller's, who goes on to use it
+                x.fill_(88)
+        after.append(held(cache))
+    return after
+
+
+def kept(slots, i, **state):
+    cache = filled(LayerCache(), slots, **state)
+    cache.keep(i)
+    return held(cache)
+
+
+def dropped(slots, i, **state):
+    cache = filled(LayerCache(), slots, **state)
+    buffers = {name: x.data_ptr() for name, x in cache.slots.items()}
+    cache.drop(i)
+    in_place = all(cache.slots[name].data_ptr() == at for name, at in buffers.items())
+    return held(cache) | dict(in_place=in_place)
+
+
+def shrunk(slots, score, budget, **state):
+    cache = filled(LayerCache(), slots, **state)
+    cache.shrink(score, budget)
+    return held(cache)
+
+
+def evicted(slots, budget, recent, **state):
+    """An H2O cache that holds these slots, `accumulated` among them, after one `evict`."""
+    cache = filled(H2O(budget=budget, recent=recent), slots, **state)
+    cache.evict()
+    return held(cache)
+
+
+def h2o(q, k, v, budget, recent, pieces):
+    """The positions held at the end of a prompt in pieces, and then after each token; and all outputs."""
+    cache, start, parts, positions = H2O(budget=budget, recent=recent), 0, [], []
+    for n in [*pieces, *[1] * (q.shape[2] - sum(pieces))]:
+        here, pos = slice(start, start + n), torch.arange(start, start + n)[None]
+        parts.append(cache.attend(q[:, :, here], k[:, :, here], v[:, :, here], pos))
+        start += n
+        if start == sum(pieces):
+            cache.end_prefill()
+        if start >= sum(pieces):
+            positions.append(cache.pos.clone())
+    return dict(positions=positions, outputs=torch.cat(parts, 2))
+
+
+def filled(cache, slots, slack=0, ragged=False, seen=None):
+    """A cache of these slots, in buffers that have `slack` more, which are not in use."""
+    cache.slots = {name: torch.cat((x, x[:, :, :1].expand(-1, -1, slack, *x.shape[3:])), 2)
+                   for name, x in slots.items()}
+    cache.length, cache.ragged = slots["pos"].shape[2], ragged
+    cache.seen = cache.length if seen is None else seen
+    return cache
+
+
+def held(cache):
+    return dict(slots={name: cache.slot(name).clone() for name in cache.slots}, length=cache.length,
+                seen=cache.seen, ragged=cache.ragged,
+                allocated={name: x.shape[2] for name, x in cache.slots.items()})

@@ -1,0 +1,394 @@
+"""The hidden tests: loops written from the handout, on random sizes, ties and corners."""
+import math
+
+import pytest
+import torch
+from torch import tensor
+
+from course.expect import problem, same, wrong
+
+NEVER = 2 ** 31 - 1
+
+
+def drawn(seed, *shape, values=None):
+    g = torch.Generator().manual_seed(seed)
+    if values is None:
+        return torch.randn(*shape, generator=g)
+    return torch.randint(values, shape, generator=g)
+
+
+def shuffled(seed, B, H, S):
+    """Positions 0 … S − 1 of each head, in an order of its own."""
+    return drawn(seed, B, H, S).argsort(-1)
+
+
+def slots(seed, pos, **state):
+    """Random keys and values; and two state tensors, of vectors and of whole numbers."""
+    B, H, S = pos.shape
+    return dict(k=drawn(seed, B, H, S, 3), v=drawn(seed + 1, B, H, S, 3), pos=pos.int(),
+                code=drawn(seed + 2, B, H, S, 2, values=100).to(torch.uint8),
+                count=drawn(seed + 3, B, H, S, values=100).int()) | state
+
+
+def attention(q, k, v, see):
+    """Output and weights of one query over the slots of which `see` is true, in Python's numbers."""
+    weight = [math.exp(sum(a * b for a, b in zip(q, each)) / math.sqrt(len(q))) if seen else 0.0
+              for each, seen in zip(k, see)]
+    weight = [w / sum(weight) for w in weight]
+    return [sum(w * each[d] for w, each in zip(weight, v)) for d in range(len(q))], weight
+
+
+def raises(run, *call, **args):
+    try:
+        run(*call, **args)
+    except pytest.fail.Exception as error:
+        if str(error).startswith("ValueError"):
+            return
+        wrong(f"expected a ValueError, got {error}")
+    wrong("expected a ValueError")
+
+
+def holds(got, before, at, what):
+    """That each head holds just the slots `at` (B, H, n) of `before`, in any order, all tensors in step."""
+    for name in before:
+        now = got["slots"].get(name)
+        if now is None or now.shape[:3] != at.shape:
+            wrong(f"{what}: expected {name} of {at.shape[2]} slots of each head")
+    order = got["slots"]["pos"].argsort(-1)
+    for name, x in before.items():
+        now = got["slots"][name]
+        expected = torch.stack([torch.stack([x[b, h, at[b, h][before["pos"][b, h, at[b, h]].argsort()]]
+                                             for h in range(x.shape[1])]) for b in range(x.shape[0])])
+        here = torch.stack([torch.stack([now[b, h, order[b, h]] for h in range(x.shape[1])])
+                            for b in range(x.shape[0])])
+        same(here, expected, f"{what}: {name}, by position")
+
+
+# ---- what a query sees ----------------------------------------------------------------------------------
+
+@problem("visible")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_pair(run, rows, biased):
+    """Slots in any order, some empty, heads that differ; positions of one row for all, or a row each."""
+    at, pos = drawn(0, 2, 3, 7, values=9), drawn(1, rows, 4, values=9)
+    at = torch.where(drawn(2, 2, 3, 7, values=4) == 0, NEVER, at).int()
+    bias = drawn(3, 2, 3, 7) if biased else None
+    expected = torch.zeros(2, 3, 4, 7) if biased else torch.zeros(2, 3, 4, 7, dtype=torch.bool)
+    for b in range(2):
+        for h in range(3):
+            for t in range(4):
+                for s in range(7):
+                    seen = bool(at[b, h, s] <= pos[b if rows == 2 else 0, t])
+                    expected[b, h, t, s] = (bias[b, h, s] if seen else -math.inf) if biased else seen
+    same(run("visible", at=at, bias=bias, pos=pos), expected, "the mask")
+
+
+@problem("visible")
+def test_a_prompt_in_pieces(run):
+    """Full attention of a prompt told in pieces of 3, 4 and 2 tokens is that of the whole prompt."""
+    q, k, v = drawn(4, 2, 4, 9, 4), drawn(5, 2, 2, 9, 4), drawn(6, 2, 2, 9, 4)
+    expected = torch.zeros(2, 4, 9, 4)
+    for b in range(2):
+        for h in range(4):
+            for t in range(9):
+                expected[b, h, t] = tensor(attention(q[b, h, t].tolist(), k[b, h // 2].tolist(),
+                                                     v[b, h // 2].tolist(), [s <= t for s in range(9)])[0])
+    same(run("attended", q=q, k=k, v=v, pieces=[3, 4, 2]), expected, "the outputs", atol=1e-5)
+
+
+@problem("probabilities")
+@pytest.mark.parametrize("H, G, w, S, rows", [(1, 1, 1, 5, 1), (2, 3, 4, 7, 2), (3, 2, 2, 6, 1)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_row(run, H, G, w, S, rows, biased):
+    """Each query's softmax, by a loop: groups, batch 2, hidden and empty slots, with and without a bias."""
+    B, D = 2, 5
+    q, k = drawn(0, B, H * G, w, D), drawn(1, B, H, S, D)
+    at = drawn(2, B, H, S, values=6)
+    at = torch.where(drawn(3, B, H, S, values=4) == 0, NEVER, at).int()
+    at[:, :, 0] = 0
+    bias, pos = drawn(4, B, H, S) if biased else None, drawn(5, rows, w, values=6)
+    expected = torch.zeros(B, H, G, w, S)
+    for b in range(B):
+        for h in range(H):
+            for g in range(G):
+                for t in range(w):
+                    score = [sum(x * y for x, y in zip(q[b, h * G + g, t].tolist(), k[b, h, s].tolist()))
+                             / math.sqrt(D) + (float(bias[b, h, s]) if biased else 0) for s in range(S)]
+                    weight = [math.exp(x) if at[b, h, s] <= pos[b if rows == 2 else 0, t] else 0
+                              for s, x in enumerate(score)]
+                    expected[b, h, g, t] = tensor([x / sum(weight) for x in weight])
+    got = run("probabilities", q=q, k=k, at=at, bias=bias, pos=pos)
+    same(got, expected, "the probabilities", atol=1e-5)
+    if got.dtype != torch.float32 or (got[expected == 0] != 0).any():
+        wrong("expected float32, and exactly 0 for a slot that is not visible")
+
+
+@problem("probabilities")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_dtype_of_q(run, dtype, biased):
+    """Probabilities have the dtype of q, 16 bits or 64."""
+    q, k = drawn(6, 1, 2, 1, 4).to(dtype), drawn(7, 1, 1, 6, 4).to(dtype)
+    at = torch.arange(6).view(1, 1, 6).int()
+    bias = torch.zeros(1, 1, 6, dtype=dtype) if biased else None
+    got = run("probabilities", q=q, k=k, at=at, bias=bias, pos=tensor([[5]]))
+    if not isinstance(got, torch.Tensor) or got.dtype != dtype:
+        wrong(f"expected probabilities of {dtype}")
+    same(got.double().sum(-1), torch.ones(1, 1, 2, 1).double(), "the sums of rows", atol=0.02)
+
+
+@problem("probabilities")
+def test_watched(run):
+    """An attention layer that watches its last two queries has the outputs of full attention."""
+    q, k, v = drawn(8, 2, 4, 6, 4), drawn(9, 2, 2, 6, 4), drawn(10, 2, 2, 6, 4)
+    expected = torch.zeros(2, 4, 6, 4)
+    for b in range(2):
+        for h in range(4):
+            for t in range(6):
+                expected[b, h, t] = tensor(attention(q[b, h, t].tolist(), k[b, h // 2].tolist(),
+                                                     v[b, h // 2].tolist(), [s <= t for s in range(6)])[0])
+    same(run("attended", q=q, k=k, v=v, pieces=[4, 2], watch=2), expected, "the outputs", atol=1e-5)
+
+
+# ---- slots ----------------------------------------------------------------------------------------------
+
+@problem("write")
+@pytest.mark.parametrize("pieces", [[7], [10, 1, 1, 1], [4, 3, 5, 20, 1, 1, 1, 1], [1] * 30])
+def test_tokens_in_pieces(run, pieces):
+    """However a text is cut: all tokens in order, of one dtype each; buffers grow by capacity when full."""
+    n = sum(pieces)
+    k, v, pos = drawn(0, 2, 3, n, 4), drawn(1, 2, 3, n, 4), drawn(2, 2, n, values=1000)
+    bits, score = drawn(3, 2, 3, n, 5, values=200).to(torch.uint8), drawn(4, 2, 3, n).double()
+    starts = [sum(pieces[:i]) for i in range(len(pieces))]
+    cut = [slice(start, start + size) for start, size in zip(starts, pieces)]
+    got = run("written", steps=[dict(k=k[:, :, x], v=v[:, :, x], pos=pos[:, x], bits=bits[:, :, x],
+                                     score=score[:, :, x]) for x in cut])
+    room = 0
+    for each, x in zip(got, cut):
+        end = x.stop
+        if end > room:
+            room = end + end // 10 if x.start else end
+        expected = dict(k=k, v=v, pos=pos[:, None].expand(2, 3, n).int(), bits=bits, score=score)
+        same(sorted(each["slots"]), sorted(expected), "the tensors")
+        for name, full in expected.items():
+            same(each["slots"][name], full[:, :, :end], f"{name} after {end} tokens")
+        same((each["length"], each["seen"]), (end, end), "slots in use and tokens seen")
+        same(each["allocated"], dict.fromkeys(expected, room), f"slots of the buffers after {end} tokens")
+
+
+@problem("write")
+def test_one_row_of_positions(run):
+    """Positions (1, T) are those of every row and head."""
+    k = drawn(5, 3, 2, 4, 2)
+    got, = run("written", steps=[dict(k=k, v=k.clone(), pos=tensor([[5, 6, 7, 8]]))])
+    same(got["slots"].get("pos"), tensor([5, 6, 7, 8]).int().expand(3, 2, 4), "the positions")
+
+
+@problem("write")
+def test_state_that_comes_and_goes(run):
+    """A state that comes late is 0 before; one that is not given is 0, also where a slot was in use."""
+    k, one = torch.ones(1, 2, 2, 3), torch.ones(1, 2, 2)
+    k3 = torch.ones(1, 2, 3, 3)
+    got = run("written", steps=[
+        dict(k=k, v=k.clone(), pos=tensor([[0, 1]]), early=one),
+        dict(k=k, v=k.clone(), pos=tensor([[2, 3]]), late=2 * one),
+        dict(forget=3),
+        dict(k=k3, v=k3.clone(), pos=tensor([[4, 5, 6]]))])
+    same(got[1]["slots"].get("early"), tensor([1., 1, 0, 0]).expand(1, 2, 4), "the early state")
+    same(got[1]["slots"].get("late"), tensor([0., 0, 2, 2]).expand(1, 2, 4), "the late state")
+    same(got[3]["slots"].get("early"), tensor([1., 0, 0, 0]).expand(1, 2, 4), "early, in freed slots")
+    same(got[3]["slots"].get("late"), torch.zeros(1, 2, 4), "late, in freed slots")
+    same((got[3]["length"], got[3]["seen"]), (4, 7), "slots in use and tokens seen")
+
+
+@problem("keep")
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("empty", [False, True])
+def test_any_slots_in_any_order(run, ragged, empty):
+    """Slots in the order of i, in every tensor and every head; −1 is empty; ragged stays if it was."""
+    before = slots(0, shuffled(0, 2, 3, 8))
+    i = shuffled(1, 2, 3, 8)[:, :, :5]
+    if empty:
+        i[0, 1, 3:], i[1, 2, 0] = -1, -1
+    got = run("kept", slots=before, i=i, slack=3, ragged=ragged, seen=30)
+    for name, x in before.items():
+        now = got["slots"].get(name)
+        if now is None or now.shape != (2, 3, 5, *x.shape[3:]) or now.dtype != x.dtype:
+            wrong(f"{name}: expected the shape {(2, 3, 5, *x.shape[3:])} and {x.dtype}")
+        for b in range(2):
+            for h in range(3):
+                for n, s in enumerate(i[b, h].tolist()):
+                    if s >= 0:
+                        same(now[b, h, n], x[b, h, s], f"{name} of slot {s}")
+                    elif name == "pos":
+                        same(int(now[b, h, n]), NEVER, "the position of an empty slot")
+    same((got["length"], got["seen"], got["ragged"]), (5, 30, ragged or empty), "length, seen and ragged")
+    same(got["allocated"], dict.fromkeys(before, 5), "the slots of the buffers")
+
+
+@problem("keep")
+def test_bad_slots(run):
+    """ValueError for a slot that is not in use, one head too few, or i of 32 bits."""
+    before = slots(2, shuffled(2, 1, 2, 4))
+    for i in (tensor([[[0, 4], [0, 1]]]), tensor([[[0, 1]]]), tensor([[[0, 1], [0, 1]]]).int()):
+        raises(run, "kept", slots=before, i=i, slack=4)
+
+
+@problem("keep")
+def test_none(run):
+    """No slot stays: the cache is empty, and not ragged."""
+    got = run("kept", slots=slots(3, shuffled(3, 1, 2, 4)), i=torch.zeros(1, 2, 0, dtype=torch.int64))
+    same((got["length"], got["seen"], got["ragged"]), (0, 4, False), "length, seen and ragged")
+
+
+@problem("drop")
+@pytest.mark.parametrize("slack", [0, 1, 4])
+def test_a_slot_of_each_head(run, slack):
+    """Each head's slot, batch 2; the last one moves, in every tensor; no buffer is new."""
+    before, i = slots(0, shuffled(0, 2, 3, 5)), drawn(1, 2, 3, 1, values=5)
+    got = run("dropped", slots=before, i=i, slack=slack, seen=20)
+    for name, x in before.items():
+        expected = x[:, :, :4].clone()
+        for b in range(2):
+            for h in range(3):
+                if i[b, h, 0] < 4:
+                    expected[b, h, i[b, h, 0]] = x[b, h, 4]
+        same(got["slots"].get(name), expected, f"{name}")
+    same((got["length"], got["seen"]), (4, 20), "slots in use and tokens seen")
+    same(got["allocated"], dict.fromkeys(before, 5 + slack), "the slots of the buffers")
+    same(got["in_place"], True, "that the buffers are those that were there")
+
+
+@problem("drop")
+def test_the_only_slot(run):
+    """A cache of one slot is empty afterwards."""
+    got = run("dropped", slots=slots(2, torch.zeros(2, 2, 1)), i=torch.zeros(2, 2, 1, dtype=torch.int64))
+    same((got["length"], got["seen"]), (0, 1), "slots in use and tokens seen")
+
+
+@problem("indices")
+@pytest.mark.parametrize("B, H, S", [(1, 1, 1), (2, 3, 9), (3, 2, 40)])
+def test_random_masks(run, B, H, S):
+    """Where the mask is true, in order, and −1 for what a head has less than the longest."""
+    kept = drawn(0, B, H, S, values=3) == 0
+    kept[0, 0, 0] = True
+    rows = [[[s for s in range(S) if kept[b, h, s]] for h in range(H)] for b in range(B)]
+    n = max(len(row) for head in rows for row in head)
+    same(run("indices", kept=kept), tensor([[row + [-1] * (n - len(row)) for row in head] for head in rows]),
+         "the slots")
+
+
+@problem("indices")
+@pytest.mark.parametrize("value", [False, True])
+def test_all_and_nothing(run, value):
+    """A mask that is true everywhere has all slots; one that is true nowhere (B, H, 0)."""
+    expected = torch.arange(4 if value else 0).expand(2, 3, -1)
+    same(run("indices", kept=torch.full((2, 3, 4), value)), expected, "the slots")
+
+
+# ---- eviction -------------------------------------------------------------------------------------------
+
+def best(score, pos, budget):
+    """The slots of a head that stay: the highest, of equals the newest, and no empty one."""
+    there = [s for s in range(len(score)) if pos[s] != NEVER]
+    return sorted(sorted(there, key=lambda s: (-score[s], -pos[s]))[:budget])
+
+
+@problem("shrink")
+@pytest.mark.parametrize("S, budget", [(9, 8), (9, 7), (9, 4), (12, 1), (30, 11)])
+def test_many_ties(run, S, budget):
+    """Scores with many ties, slots in any order, heads and rows that differ."""
+    before = slots(0, shuffled(0, 2, 3, S))
+    score = drawn(1, 2, 3, S, values=4) + tensor([0., 10, 20]).view(3, 1)
+    at = tensor([[best(score[b, h].tolist(), before["pos"][b, h].tolist(), budget) for h in range(3)]
+                 for b in range(2)])
+    got = run("shrunk", slots=before, score=score, budget=budget, slack=2, seen=99)
+    holds(got, before, at, f"a budget of {budget}")
+    same((got["length"], got["seen"], got["ragged"]), (budget, 99, False), "length, seen and ragged")
+    same(got["allocated"]["k"], S + 2 if S == budget + 1 else budget, "the slots of the buffers")
+
+
+@problem("shrink")
+@pytest.mark.parametrize("budget", [7, 9])
+def test_within_the_budget(run, budget):
+    """As many slots as the budget, or fewer: nothing is done."""
+    before = slots(2, shuffled(2, 1, 2, 7))
+    got = run("shrunk", slots=before, score=drawn(3, 1, 2, 7), budget=budget, slack=3)
+    for name, x in before.items():
+        same(got["slots"].get(name), x, name)
+    same(got["allocated"]["k"], 10, "the slots of the buffers")
+
+
+@problem("shrink")
+@pytest.mark.parametrize("budget", [1, 3, 6, 7])
+def test_heads_with_empty_slots(run, budget):
+    """Empty slots may have any score, and none stays for a token; a head may have less than the budget."""
+    pos = shuffled(4, 2, 2, 8)
+    pos[0, 0, 2:5], pos[1, 1, 0], pos[1, 0, 7] = NEVER, NEVER, NEVER
+    before, score = slots(4, pos), drawn(5, 2, 2, 8, values=3).float()
+    score[pos == NEVER] = 50
+    got = run("shrunk", slots=before, score=score, budget=budget, ragged=True)
+    same(got["length"], budget, "slots in use")
+    for b in range(2):
+        for h in range(2):
+            at = best(score[b, h].tolist(), pos[b, h].tolist(), budget)
+            now = got["slots"]["pos"][b, h]
+            there = sorted(x for x in now.tolist() if x != NEVER)
+            same(there, sorted(pos[b, h, at].tolist()), "the positions")
+            for x, key in zip(now.tolist(), got["slots"]["k"][b, h]):
+                if x != NEVER:
+                    same(key, before["k"][b, h, pos[b, h].tolist().index(x)], f"the key of position {x}")
+
+
+@problem("shrink")
+def test_bad_scores(run):
+    """ValueError unless there is a score for each slot."""
+    raises(run, "shrunk", slots=slots(6, shuffled(6, 1, 2, 5)), score=torch.zeros(1, 1, 5), budget=2)
+
+
+@problem("evict")
+@pytest.mark.parametrize("budget", [2, 5, 7, 10, 12])
+@pytest.mark.parametrize("recent", [0.0, 0.3, 0.5, 1.0])
+def test_one_eviction(run, budget, recent):
+    """Ties, slots in any order, gaps: the newest stay, then the heaviest, of equals the newer."""
+    pos = (3 * shuffled(0, 2, 3, 10) + 2).int()
+    before = slots(0, pos, accumulated=drawn(1, 2, 3, 10, values=4).float())
+    newest = 30 - max(1, round(recent * budget))
+    at = tensor([[best([math.inf if x >= newest else a for x, a in zip(pos[b, h].tolist(),
+                                                                       before["accumulated"][b, h].tolist())],
+                       pos[b, h].tolist(), budget) for h in range(3)] for b in range(2)])
+    holds(run("evicted", slots=before, budget=budget, recent=recent, seen=30), before, at,
+          f"a budget of {budget}, {recent} recent")
+
+
+@problem("evict")
+@pytest.mark.parametrize("budget, recent, pieces",
+                         [(4, 0.5, [9]), (5, 0.3, [4, 6]), (6, 0.0, [3]), (3, 1.0, [5, 1])])
+def test_every_step(run, budget, recent, pieces):
+    """A prompt and then token by token: the positions held after each step, and the outputs, by a loop."""
+    B, H, G, n, D = 2, 2, 2, 16, 4
+    q, k, v = 2 * drawn(2, B, H * G, n, D), drawn(3, B, H, n, D), drawn(4, B, H, n, D)
+    prompt = sum(pieces)
+    got = run("h2o", q=q, k=k, v=v, budget=budget, recent=recent, pieces=pieces)
+    same(len(got["positions"]), n - prompt + 1, "how often the positions were asked for")
+    outputs = torch.zeros(B, H * G, n, D)
+    for b in range(B):
+        for h in range(H):
+            there, had = [], {}
+            for t in range(n):
+                there.append(t)
+                had[t] = 0.0
+                for g in range(G):
+                    y, weight = attention(q[b, h * G + g, t].tolist(), [k[b, h, s].tolist() for s in there],
+                                          [v[b, h, s].tolist() for s in there], [True] * len(there))
+                    outputs[b, h * G + g, t] = tensor(y)
+                    for s, w in zip(there, weight):
+                        had[s] += w
+                if t + 1 >= prompt:
+                    newest = t + 1 - max(1, round(recent * budget))
+                    score = [math.inf if s >= newest else had[s] for s in there]
+                    there = [there[i] for i in best(score, there, budget)]
+                    now = sorted(got["positions"][t + 1 - prompt][b, h].tolist())
+                    same(now, there, f"row {b}, head {h}, {t + 1} tokens seen: the positions")
+    same(got["outputs"], outputs, "the outputs", atol=1e-4)
