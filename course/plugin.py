@@ -116,13 +116,17 @@ class Submitted:
     def stop(self):
         """End its process and all that came of it."""
         if self.pid is not None:
-            self.connection.close()
-            family = [psutil.Process(self.pid)] if psutil.pid_exists(self.pid) else []
-            for process in family + [child for each in family for child in each.children(recursive=True)]:
+            try:
+                own = psutil.Process(self.pid)
+                family = [own, *own.children(recursive=True)]
+            except psutil.NoSuchProcess:  # it has ended by itself
+                family = []
+            for process in family:
                 try:
                     process.send_signal(signal.SIGKILL)
                 except psutil.NoSuchProcess:
                     pass
+            self.connection.close()
             self.pid = None
 
     def close(self):
