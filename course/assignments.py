@@ -32,6 +32,14 @@ ASSIGNMENTS = {
         *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
         *of("methods/h2o.py", evict=(2, "H2O.evict")),
     ], without=["cam.py", "low_bit_vague.py"]),
+    "tokens": Assignment("Which tokens", "3 to 5 hours", [
+        *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "WindowCache.pool")),
+        *of("nanollm/ranking.py", top=(2, "top")),
+        *of("methods/ada_kv.py", shares=(4, "shared")),
+        *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
+            critical=(3, "Critical.__call__")),
+        *of("methods/least_theta.py", theta=(1, "theta")),
+    ], without=["change_and_text.py"]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py",
         cut=(1, "Chunks.cut"),

@@ -1,0 +1,55 @@
+"""What a test may ask of a submission to `tokens`. Runs in the submission's process, and knows no answers."""
+import torch
+
+from methods import ada_kv, critical_kv, least_theta
+from nanollm import ranking, window
+from nanollm.window import Selection, WindowCache
+
+SELECTIONS = dict(votes=Selection, critical=critical_kv.Critical, pooled=critical_kv.PooledCritical,
+                  code=critical_kv.CriticalCode)
+
+
+def window_votes(q, k):
+    return window.window_votes(q, k)
+
+
+def pool(score, kernel_size):
+    return WindowCache(budget=64, kernel_size=kernel_size).pool(score)
+
+
+def top(score, budget):
+    return ranking.top(score, budget)
+
+
+def shared(score, mean, floor):
+    return ada_kv.shared(score, mean, floor)
+
+
+def value_norms(v, w_o):
+    return critical_kv.value_norms(v, w_o)
+
+
+def two_stage(first, score, budget):
+    return critical_kv.two_stage(first, score, budget)
+
+
+def theta(weights, norms, kept):
+    return least_theta.theta(weights, norms, kept)
+
+
+def selected(votes, v, w_o, budget, alpha, kernel_size=1, how="critical"):
+    """The mask that a selection returns, of a cache that holds the values v (B, H, n + w, D)."""
+    cache = WindowCache(budget=64, kernel_size=kernel_size)
+    cache.write(v, v, torch.arange(v.shape[2])[None])
+    cache.w_o = w_o
+    return SELECTIONS[how](alpha=alpha)(cache, votes, budget)
+
+
+def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="votes"):
+    """The positions (B, H, n) that a cache holds when the prompt is over: SnapKV, or with a floor AdaKV."""
+    knobs = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
+    cache = WindowCache(**knobs) if floor is None else ada_kv.AdaKV(**knobs, floor=floor)
+    cache.w_o = w_o
+    cache.attend(q, k, v, torch.arange(k.shape[2])[None])
+    cache.end_prefill()
+    return cache.pos
