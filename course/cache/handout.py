@@ -92,7 +92,7 @@ check("probabilities")
 # - `pos` is stored as `torch.int32`; each other tensor keeps its dtype.
 # - A tensor that the cache has and that is not given this time is 0 in the new slots. So it is in slots that were in use once and were freed.
 # - A tensor that the cache has not had so far is 0 in the earlier slots.
-# - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. All buffers have the same number of slots.
+# - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. A tensor that is new gets a buffer of as many slots.
 # - Nothing that you are given is stored itself. The caller may write to it afterwards.
 #
 # <details><summary>Hint</summary>Ask <code>self.capacity</code> before you change <code>self.length</code>. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code>, and takes a <code>dtype</code>.</details>
@@ -163,7 +163,7 @@ check("shrink")
 # `evict` is called at the end of the prompt, and then after each token. `self.slot("accumulated")` holds the attention that each token has had from all queries, (B, H, S). It is added up by `observe`, which is given.
 #
 # - If more than `self.budget` slots are in use, shrink to `self.budget`. Else nothing changes.
-# - The newest tokens stay: `round(self.recent * self.budget)` of those seen so far, with Python's `round`, but at least one. Positions count from 0, and `self.seen` tokens have been seen. Slots may have any order.
+# - The newest tokens stay: `round(self.recent * self.budget)` of those seen so far, with Python's `round`, but at least one. Positions count from 0. So with r newest tokens, a slot is among them if its position is at least `self.seen` − r. Slots may have any order.
 # - The other places go to those with the most accumulated attention, of equals the newer.
 # - `accumulated` itself does not change: a token that is no longer among the newest must stand by what it had.
 
