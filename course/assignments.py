@@ -34,6 +34,18 @@ ASSIGNMENTS = {
         fit=(4, "fit"),
         reuse=(2, "ChunkKV.chosen"),
     ), without=["semantic_chunk_kv.py"]),
+    "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [*of(
+        "methods/scissorhands.py",
+        attend=(4, "BudgetCache.attend"),
+        observe=(4, "Scissorhands.observe"),
+    ), *of(
+        "methods/theory/scissorhands.py",
+        share=(1, "smallest_share"),
+        draw=(2, "draw_power_law"),
+        mass=(3, "tail_mass"),
+        slips=(2, "proof_steps"),
+        repaired=(2, "repaired_bound"),
+    )]),
 }
 
 
