@@ -46,6 +46,19 @@ ASSIGNMENTS = {
         slips=(2, "proof_steps"),
         repaired=(2, "repaired_bound"),
     )]),
+    "pairs": Assignment("Pairs", "3 to 4 hours", [*of(
+        "methods/tensor_attention.py",
+        pairs=(1, "pairs"),
+        dense=(1, "tensor_attention"),
+        attend=(3, "FourCache.attend"),
+        new=(2, "new_pairs"),
+        factored=(4, "FactoredFourCache.one_query"),
+        causal=(3, "pair_attention"),
+    ), *of(
+        "methods/theory/tensor_attention.py",
+        alice=(1, "index_game_four"),
+        play=(3, "play"),
+    )], without=["sub_gen.py", "sub_gen_pairs.py"]),
 }
 
 
