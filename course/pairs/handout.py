@@ -90,7 +90,7 @@ check("new")
 #
 # Hold a *tile* of scores at a time: some rows a, and all n columns b. A tile has ⌊`self.tile` / n⌋ rows, at least one; the last may be shorter. `self.tile` is thus a number of pairs.
 #
-# **Memory is graded.** No tensor that you make may have more than 4·B·H·G·max(`self.tile`, n) numbers. The tests have D ≤ n. All n² scores at once are too many, and pairs are more.
+# **Memory is graded.** No tensor that you make may have more than 2·B·H·G·max(`self.tile`, n·D) numbers. All n² scores at once are too many in the tests of this, and pairs are more.
 #
 # The softmax goes over all tiles, but you see them one by one. So keep three things for each query: the largest score so far, the sum of exp(score − largest), and the same sum with the values. When a tile has a larger score, what came before was weighed against a lower one: multiply both sums by exp(old largest − new largest). Scores may be in the thousands, positive or negative, and no NaN may come of it.
 #

@@ -159,11 +159,11 @@ def test_low_scores(run):
 
 
 @problem("factored")
-@pytest.mark.parametrize("G, n, D, tile", [(1, 64, 16, 256), (2, 48, 8, 1), (3, 40, 8, 400)])
+@pytest.mark.parametrize("G, n, D, tile", [(1, 64, 8, 256), (2, 48, 8, 1), (3, 40, 4, 400)])
 def test_memory(run, G, n, D, tile):
-    """No tensor of more than 4·B·H·G·max(tile, n) numbers is made."""
+    """No tensor of more than 2·B·H·G·max(tile, n·D) numbers is made."""
     args, expected = tiles(90, 1, 2, G, n, D, tile)
-    got, most = run("one_query", **args), 4 * 2 * G * max(tile, n)
+    got, most = run("one_query", **args), 2 * 2 * G * max(tile, n * D)
     same(got["y"], expected, "the outputs", atol=1e-8)
     if got["numbers"] > most:
         wrong(f"a tensor of {got['numbers']} numbers was made; {most} are allowed for tiles of {tile}")
