@@ -49,6 +49,31 @@ ASSIGNMENTS = {
         fit=(4, "fit"),
         reuse=(2, "ChunkKV.chosen"),
     ), without=["semantic_chunk_kv.py"]),
+    "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [*of(
+        "methods/scissorhands.py",
+        attend=(4, "BudgetCache.attend"),
+        observe=(4, "Scissorhands.observe"),
+    ), *of(
+        "methods/theory/scissorhands.py",
+        share=(1, "smallest_share"),
+        draw=(2, "draw_power_law"),
+        mass=(3, "tail_mass"),
+        slips=(2, "proof_steps"),
+        repaired=(2, "repaired_bound"),
+    )]),
+    "pairs": Assignment("Pairs", "3 to 4 hours", [*of(
+        "methods/tensor_attention.py",
+        pairs=(1, "pairs"),
+        dense=(1, "tensor_attention"),
+        attend=(3, "FourCache.attend"),
+        new=(2, "new_pairs"),
+        factored=(4, "FactoredFourCache.one_query"),
+        causal=(3, "pair_attention"),
+    ), *of(
+        "methods/theory/tensor_attention.py",
+        alice=(1, "index_game_four"),
+        play=(3, "play"),
+    )], without=["sub_gen.py", "sub_gen_pairs.py"]),
 }
 
 

@@ -1,0 +1,108 @@
+"""What a test may ask of a submission to `budget`. Runs in the submission's process, and knows no answers."""
+from dataclasses import dataclass
+
+import torch
+
+from methods import scissorhands
+from methods.theory import scissorhands as theory
+
+
+@dataclass(eq=False)
+class Marked(scissorhands.BudgetCache):
+    """Importance is looked up by position: `marks` (B, H, N), or the newest where there are none."""
+    marks = None
+
+    def write(self, k, v, pos):
+        super().write(k, v, pos)
+        self.most = max(getattr(self, "most", 0), self.length)
+
+    def importance(self):
+        return super().importance() if self.marks is None else self.marks.gather(2, self.pos.long())
+
+
+def fed(cache, q, k, v, pieces, tell):
+    """The outputs of all pieces, and what `tell` says after each."""
+    outputs, told, start = [], [], 0
+    for n in pieces:
+        one = slice(start, start + n)
+        pos = torch.arange(start, start + n)[None]
+        outputs.append(cache.attend(q[:, :, one], k[:, :, one], v[:, :, one], pos))
+        told.append(tell())
+        start += n
+    return torch.cat(outputs, 2), told
+
+
+def attend(q, k, v, pieces, budget, recent, at_a_time, marks=None):
+    """Outputs, the positions kept after each piece, in rising order, and the most slots ever in use."""
+    cache = Marked(budget=budget, recent=recent, at_a_time=at_a_time)
+    cache.marks = marks
+    y, kept = fed(cache, q, k, v, pieces, lambda: cache.pos.sort(-1).values)
+    return dict(y=y, kept=kept, most=cache.most, seen=cache.seen)
+
+
+def attend_wrong(q, k, v, first, budget):
+    """What a cache of `first` tokens holds after a piece with two positions too many; whether that raised."""
+    cache = Marked(budget=budget, recent=1, at_a_time=1)
+    fed(cache, q[:, :, :first], k[:, :, :first], v[:, :, :first], [first], lambda: None)
+    raised = False
+    try:
+        rest = [x[:, :, first:] for x in (q, k, v)]
+        cache.attend(*rest, torch.arange(first, q.shape[2] + 2)[None])
+    except ValueError:
+        raised = True
+    return dict(raised=raised, seen=cache.seen, kept=cache.pos.sort(-1).values)
+
+
+def observe(p, history):
+    """Counts (B, H, tokens so far) after each piece of p, a list of (B, H, G, w, S); how often `evict` ran.
+
+    The tokens of a piece are those by which S grows. w may be smaller than their number.
+    """
+    @dataclass(eq=False)
+    class Counted(scissorhands.Scissorhands):
+        ran = 0
+
+        def evict(self):
+            self.ran += 1
+
+    cache, counts, start = Counted(budget=10_000, history=history), [], 0
+    cache.prompt_done = True
+    for each in p:
+        B, H, G, _, S = each.shape
+        x = each.new_zeros(B, H, S - start, 4)
+        cache.write(x, x, torch.arange(start, S)[None])
+        cache.observe(x.repeat(1, G, 1, 1), each)
+        counts.append(cache.slot("count").clone())
+        start = S
+    return dict(counts=counts, ran=cache.ran)
+
+
+def scissorhands_kept(q, k, v, pieces, budget, recent, at_a_time, history):
+    """Positions kept after each piece, in rising order, and their counts."""
+    cache = scissorhands.Scissorhands(budget=budget, recent=recent, at_a_time=at_a_time, history=history)
+
+    def tell():
+        at, order = cache.pos.sort(-1)
+        return at, cache.slot("count").gather(2, order)
+
+    return fed(cache, q, k, v, pieces, tell)[1]
+
+
+def share(v, beta):
+    return theory.smallest_share(v, beta)
+
+
+def draw(shape, k, u, seed):
+    return theory.draw_power_law(tuple(shape), k, u, torch.Generator().manual_seed(seed))
+
+
+def mass(beta, k, **law):
+    return theory.tail_mass(beta, k, **law)
+
+
+def steps(beta, k, u, eps):
+    return theory.proof_steps(beta, k, u, eps)._asdict()
+
+
+def repaired(beta, k, u, eps, n):
+    return theory.repaired_bound(beta, k, u, eps, n)

@@ -1,0 +1,334 @@
+"""The hidden tests: loops written from the handout, on random sizes, ties and corners."""
+import math
+
+import pytest
+import torch
+from torch import tensor
+
+from course.budget.public import near
+from course.expect import problem, same, wrong
+
+F64 = torch.float64
+
+
+def drawn(seed, *shape):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def texts(seed, B, H, G, T, D=4):
+    shapes = dict(q=(B, H * G, T, D), k=(B, H, T, D), v=(B, H, T, D))
+    return {name: 2 * drawn(seed + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def by_token(q, k, v, budget, recent, m, worth):
+    """One head: outputs of its queries (G, T, D), and what is held after each token.
+
+    worth(held, t, weights so far): a number for each entry held, the lowest leave. Of equals the oldest do.
+    """
+    held, after, outputs, weights = [], [], torch.zeros_like(q), []
+    for t in range(q.shape[1]):
+        if len(held) == budget:
+            mark = worth(held, t, weights)
+            free = [j for j in held if j < t - recent]
+            leave = sorted(free, key=lambda j: (mark[j], j))[:m]
+            held = [j for j in held if j not in leave]
+        held = held + [t]
+        p = (q[:, t] @ k[held].T / q.shape[-1] ** 0.5).softmax(-1)
+        outputs[:, t] = p @ v[held]
+        weights.append(dict(zip(held, p.mean(0).tolist())))
+        after.append(held)
+    return outputs, after, weights
+
+
+def everywhere(q, k, v, pieces, budget, recent, m, worth):
+    """by_token of all rows and heads: outputs, positions after each piece, and the weights of all steps."""
+    B, H, G = *k.shape[:2], q.shape[1] // k.shape[1]
+    y, ends = torch.zeros_like(q), [sum(pieces[:i + 1]) - 1 for i in range(len(pieces))]
+    kept, weights = [[] for _ in ends], []
+    for b in range(B):
+        for h in range(H):
+            one = slice(h * G, (h + 1) * G)
+            y[b, one], after, seen = by_token(q[b, one], k[b, h], v[b, h], budget, recent, m,
+                                              lambda held, t, past: worth(b, h, held, t, past))
+            weights.append((after, seen))
+            for at, end in zip(kept, ends):
+                at.append(after[end])
+    return y, [tensor(at, dtype=torch.int32).view(B, H, -1) for at in kept], weights
+
+
+# ---- attend ------------------------------------------------------------------------------------------------
+
+
+@problem("attend")
+@pytest.mark.parametrize("pieces", [[1] * 29, [29], [5, 11, 1, 12], [8, 8, 13]])
+@pytest.mark.parametrize("budget, recent, m", [(8, 2, 3), (8, 0, 8), (5, 4, 1), (7, 3, 1)])
+def test_as_single_tokens(run, pieces, budget, recent, m):
+    """Two rows, two heads with groups of three, many ties: pieces of any length give what tokens give."""
+    x = texts(0, 2, 2, 3, 29)
+    marks = torch.randint(4, (2, 2, 29), generator=torch.Generator().manual_seed(3)).float()
+    y, kept, _ = everywhere(**x, pieces=pieces, budget=budget, recent=recent, m=m,
+                            worth=lambda b, h, held, t, past: marks[b, h].tolist())
+    got = run("attend", **x, pieces=pieces, budget=budget, recent=recent, at_a_time=m, marks=marks)
+    for i, (one, right) in enumerate(zip(got["kept"], kept)):
+        same(one, right, f"the positions kept after piece {i} of {pieces}")
+    same(got["y"], y, "the outputs", atol=1e-5)
+    same(got["seen"], 29, "the tokens seen")
+    if got["most"] > budget:
+        wrong(f"{got['most']} slots were in use, and the budget is {budget}")
+
+
+@problem("attend")
+def test_room_for_all(run):
+    """A budget larger than the text: nothing leaves, and the outputs are those of full attention."""
+    x = texts(10, 1, 2, 2, 9)
+    y, kept, _ = everywhere(**x, pieces=[4, 5], budget=50, recent=3, m=2, worth=None)
+    got = run("attend", **x, pieces=[4, 5], budget=50, recent=3, at_a_time=2)
+    same(got["y"], y, "the outputs", atol=1e-6)
+    same(got["kept"][-1], kept[-1], "the positions kept")
+
+
+@problem("attend")
+def test_full_is_not_yet_too_much(run):
+    """A piece that fills the cache exactly drops nothing; the next token does."""
+    x = texts(11, 1, 1, 1, 7)
+    got = run("attend", **x, pieces=[6, 1], budget=6, recent=1, at_a_time=4)
+    same(got["kept"][0], torch.arange(6, dtype=torch.int32)[None, None], "the positions kept by a full cache")
+    same(got["kept"][1], tensor([[[4, 5, 6]]], dtype=torch.int32), "the positions kept one token later")
+
+
+@problem("attend")
+def test_wrong_input_changes_nothing(run):
+    """Positions (1, 7) of five tokens: a ValueError before anything is dropped or written."""
+    got = run("attend_wrong", **texts(12, 1, 1, 1, 9), first=4, budget=4)
+    same(got["raised"], True, "whether a ValueError was raised")
+    same(got["seen"], 4, "the tokens seen")
+    same(got["kept"], torch.arange(4, dtype=torch.int32)[None, None], "the positions held")
+
+
+# ---- observe -----------------------------------------------------------------------------------------------
+
+
+def probabilities(seed, B, H, G, sizes, history):
+    """Drawn p of pieces of these sizes: causal, of the last `history` queries, sharper than even."""
+    p, start = [], 0
+    for n in sizes:
+        score = 2 * drawn(seed + start, B, H, G, n, start + n)
+        hidden = torch.ones(n, start + n, dtype=torch.bool).triu(start + 1)
+        p.append(score.masked_fill(hidden, -math.inf).softmax(-1)[:, :, :, -history:].float())
+        start += n
+    return p
+
+
+def counts(p, sizes, history):
+    """The counts after each piece, by loops over steps and tokens."""
+    B, H, below, told, end = *p[0].shape[:2], set(), [], 0
+    for one, n in zip(p, sizes):
+        end += n
+        w, mean = one.shape[3], one.double().mean(2)
+        for s in range(end - w + 1, end + 1):
+            for b in range(B):
+                for h in range(H):
+                    row = mean[b, h, s - 1 - (end - w)].tolist()
+                    below |= {(b, h, s, j) for j in range(s) if row[j] < 1 / s}
+        count = torch.zeros(B, H, end, dtype=torch.int32)
+        for b, h, s, j in below:
+            if s > end - history:
+                count[b, h, j] += 1
+        told.append(count)
+    return told
+
+
+@problem("observe")
+@pytest.mark.parametrize("history", [1, 3, 8, 13, 400])
+@pytest.mark.parametrize("sizes", [[1] * 20, [20], [3, 1, 9, 1, 1, 5]])
+def test_counts(run, sizes, history):
+    """Two rows, two heads, groups of three; single tokens and pieces, also longer than the history."""
+    p = probabilities(20, 2, 2, 3, sizes, history)
+    got = run("observe", p=p, history=history)
+    for i, (count, right) in enumerate(zip(got["counts"], counts(p, sizes, history))):
+        same(count, right, f"the counts after piece {i} of {sizes}, w = {history}")
+    same(got["ran"], len(sizes), "how often evict was called")
+
+
+@problem("observe")
+def test_even_weights(run):
+    """A weight of exactly 1/s is not below it."""
+    p = [torch.full((1, 1, 1, 1, s), 1 / s) for s in (1, 2)] + [torch.full((1, 1, 1, 1, 4), 0.25)]
+    same(run("observe", p=p, history=9)["counts"][-1], torch.zeros(1, 1, 4, dtype=torch.int32), "the counts")
+
+
+@problem("observe")
+def test_the_mean_is_taken_in_float32(run):
+    """Weights in bfloat16: of .25 .25 .249 the mean is below 1/4, and bfloat16 would round it to 1/4."""
+    low = [0.25, 0.25, 0.2490234375]
+    rows = [[x, 0.25, 0.25, 1 - 0.5 - x] for x in low]
+    p = tensor(rows, dtype=torch.bfloat16).view(1, 1, 3, 1, 4)
+    expected = tensor([[[1, 0, 0, 0]]], dtype=torch.int32)
+    same(run("observe", p=[p], history=9)["counts"][0], expected, "the counts")
+
+
+@problem("observe")
+@pytest.mark.parametrize("history, m", [(6, 1), (20, 4)])
+def test_the_rule_as_a_whole(run, history, m):
+    """In a cache: the entries most often below 1/s in the last w steps leave, of equals the oldest."""
+    x, pieces, budget, recent = texts(30, 2, 2, 2, 40), [3, 1, 1, 9, 1, 1, 1, 12, 11], 10, 3
+
+    def worth(b, h, held, t, past):
+        steps = range(max(0, t - history), t)
+        return {j: -sum(past[s][j] < 1 / (s + 1) for s in steps if j in past[s]) for j in held}
+
+    _, kept, weights = everywhere(**x, pieces=pieces, budget=budget, recent=recent, m=m, worth=worth)
+    got = run("scissorhands_kept", **x, pieces=pieces, budget=budget, recent=recent, at_a_time=m,
+              history=history)
+    for i, ((at, count), right) in enumerate(zip(got, kept)):
+        same(at, right, f"the positions kept after piece {i}")
+        end = sum(pieces[:i + 1])
+        found = [worth(0, 0, after[end - 1], end, seen) for after, seen in weights]
+        expected = [[-each[j] for j in sorted(each)] for each in found]
+        same(count, tensor(expected, dtype=torch.int32).view(right.shape), f"the counts after piece {i}")
+
+
+# ---- the theorem -------------------------------------------------------------------------------------------
+
+
+def integral(order, y, k, points=40_001):
+    """∫ x^order (x + 1)^−k dx from 0 to y − 1, y may be inf: Simpson's rule over ln(x + 1)."""
+    end = math.log(y) if y < math.inf else 45 / (k - 1 - order)
+    s = torch.linspace(0, end, points, dtype=F64)
+    f = torch.expm1(s) ** order * torch.exp((1 - k) * s)
+    return float((f[0] + f[-1] + 4 * f[1:-1:2].sum() + 2 * f[2:-1:2].sum()) * end / (points - 1) / 3)
+
+
+def below(x, k, u):
+    """P(v ≤ x)."""
+    return integral(0, x + 1, k) / integral(0, u, k)
+
+
+def lost(beta, k, u):
+    """The share below the x with P(v ≤ x) = 1 − β, which bisection finds."""
+    low, high = 0.0, min(u - 1, 1e9)
+    for _ in range(80):
+        x = (low + high) / 2
+        less = (1 - (x + 1) ** (1 - k)) / (1 - u ** (1 - k)) < 1 - beta
+        low, high = (x, high) if less else (low, x)
+    return integral(1, x + 1, k) / integral(1, u, k)
+
+
+@problem("share")
+@pytest.mark.parametrize("beta", [0.1, 0.3, 0.55, 0.9, 1])
+def test_any_shape(run, beta):
+    """Sorted draws (2, 3, 17); (1 − β)·17 is rounded."""
+    v = drawn(40, 2, 3, 17).abs().sort(-1).values
+    expected = torch.zeros(2, 3, dtype=F64)
+    for i in range(2):
+        for j in range(3):
+            row = v[i, j].tolist()
+            expected[i, j] = sum(row[:round((1 - beta) * 17)]) / sum(row)
+    same(run("share", v=v, beta=beta), expected, f"the shares for β = {beta}", atol=1e-9)
+
+
+@problem("share")
+def test_one_row(run):
+    """(n,) gives a single number, of v's dtype."""
+    v = torch.arange(1, 11).float()
+    got = run("share", v=v, beta=0.5)
+    same(got, tensor(15 / 55), "the share", atol=1e-6)
+    if got.dtype != torch.float32:
+        wrong(f"expected torch.float32 as v has, got {got.dtype}")
+
+
+@problem("draw")
+@pytest.mark.parametrize("k, u", [(2.5, 5), (3, 50), (1.5, 20), (5, 1000), (2.1, math.inf)])
+def test_from_uniform_numbers(run, k, u):
+    """Each draw is the x at which P(v ≤ x) is the uniform number: float64, of the shape asked for."""
+    v = run("draw", shape=[3, 7], k=k, u=u, seed=11)
+    uniform = torch.rand(3, 7, dtype=F64, generator=torch.Generator().manual_seed(11))
+    if not isinstance(v, torch.Tensor) or v.shape != (3, 7) or v.dtype != F64:
+        wrong(f"expected (3, 7) numbers of torch.float64, got {v!r:.200}")
+    expected = tensor([below(x, k, u) for x in v.flatten().tolist()], dtype=F64).view(3, 7)
+    same(expected, uniform, "P(v ≤ x) of the draws", atol=1e-6)
+
+
+@problem("draw")
+def test_no_law(run):
+    """k = 2 with u = ∞ has no mean: ValueError."""
+    raises(run, "draw", shape=[3], k=2, u=math.inf, seed=0)
+
+
+def raises(run, *call, **args):
+    try:
+        got = run(*call, **args)
+    except pytest.fail.Exception as error:
+        if str(error).startswith("ValueError"):
+            return
+        wrong(f"expected a ValueError, got {error}")
+    wrong(f"expected a ValueError for {args}, got {got!r:.200}")
+
+
+@problem("mass")
+@pytest.mark.parametrize("k", [2.3, 3, 4.5])
+@pytest.mark.parametrize("u", [5, 200, math.inf])
+def test_by_integration(run, k, u):
+    """Numerical integration finds the same share, for a small, a middle and a large budget."""
+    for beta in (0.05, 0.5, 0.9):
+        near(run("mass", beta=beta, k=k, u=u), lost(beta, k, u), f"k = {k}, u = {u}, β = {beta}", rtol=1e-4)
+
+
+@problem("mass")
+def test_exponents_below_two(run):
+    """With an end, k may lie between 1 and 2."""
+    near(run("mass", beta=0.3, k=1.5, u=30), lost(0.3, 1.5, 30), "k = 1.5, u = 30, β = 0.3", rtol=1e-4)
+
+
+@problem("mass")
+def test_all_kept(run):
+    """β = 1 loses nothing; β = 0 is no budget: ValueError."""
+    near(run("mass", beta=1, k=3, u=20), 0.0, "the share lost at β = 1")
+    raises(run, "mass", beta=0, k=3, u=20)
+
+
+@problem("slips")
+@pytest.mark.parametrize("beta, k, u, eps", [(0.25, 3, 50, 0.1), (0.8, 2.5, 5, 0.2), (0.5, 4, 1000, 0.01),
+                                             (0.6, 2.1, 7, 0)])
+def test_line_by_line(run, beta, k, u, eps):
+    """Δ from integrals, then each line as the handout has it."""
+    got = run("steps", beta=beta, k=k, u=u, eps=eps)
+    gamma = ((1 - eps) / (beta - eps)) ** (1 / (k - 1)) - 1
+    delta = (k - 2) * integral(1, u, k) / integral(0, u, k)
+    square = (1 - eps) ** 2
+    expected = dict(
+        delta=delta,
+        line=(1 - beta - (k - 1) * (beta - eps) * gamma) / (delta * square),
+        factored=(1 - beta) * (1 - (k - 1) * gamma) / (delta * square),
+        printed=(1 - beta) * (k - (k - 1) * ((1 - eps) / (beta - eps)) ** (1 / (k - 1))) / (0.98 * square))
+    for name, right in expected.items():
+        near(got[name], right, name, rtol=1e-5)
+
+
+@problem("slips")
+def test_no_eps(run):
+    """ε must be at least 0: ValueError."""
+    raises(run, "steps", beta=0.2, k=3, u=5, eps=-0.1)
+
+
+def bound(beta, k, u, eps, n):
+    mean, square = (integral(order, u, k) / integral(0, u, k) for order in (1, 2))
+    failed = math.exp(-n * (eps * mean) ** 2 / (2 * square)) \
+        + math.exp(-2 * n * (eps * (1 - beta) / (1 - eps)) ** 2)
+    return min(1 - beta, lost((beta - eps) / (1 - eps), k, u) / (1 - eps) + (1 - beta) * failed)
+
+
+@problem("repaired")
+@pytest.mark.parametrize("beta, k, u, eps, n", [
+    (0.5, 3, 50, 0.1, 3000), (0.5, 3, 50, 0.1, 5000), (0.25, 2.5, 20, 0.05, 8000), (0.25, 2.5, 20, 0.2, 400),
+    (0.8, 4, 5, 0.3, 300), (0.8, 4, 5, 0.01, 100), (0.3, 5, 10, 0.1, 2000)])
+def test_both_terms(run, beta, k, u, eps, n):
+    """Where events are rare, where they are not, and where nothing but 1 − β is left."""
+    got = run("repaired", beta=beta, k=k, u=u, eps=eps, n=n)
+    near(got, bound(beta, k, u, eps, n), "the bound", rtol=1e-4)
+
+
+@problem("repaired")
+def test_no_budget_left(run):
+    """ε = β leaves nothing to keep: ValueError."""
+    raises(run, "repaired", beta=0.2, k=3, u=50, eps=0.2, n=1000)

@@ -1,0 +1,103 @@
+"""What a test may ask of a submission to `pairs`. Runs in the submission's process, and knows no answers."""
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from methods import tensor_attention as ours
+from methods.theory import tensor_attention as theory
+from nanollm.cache import LayerCache
+
+
+def pairs(x, y):
+    return ours.pairs(x, y)
+
+
+def dense(q, k1, k2, v1, v2):
+    return ours.tensor_attention(q, k1, k2, v1, v2)
+
+
+def new_pairs(x, y):
+    return ours.new_pairs(x, y)
+
+
+def two_caches(k, v):
+    """Keys and values of the pairs in a TwoCache after single tokens, and their positions."""
+    cache = ours.TwoCache()
+    for t in range(k.shape[2]):
+        cache.write(k[:, :, t:t + 1], v[:, :, t:t + 1], torch.tensor([[t]]))
+    return [cache.k, cache.v, cache.pos]
+
+
+def attend(q, k, v, pieces, scale=None):
+    """Outputs of a FourCache fed in pieces, and the shapes of (q, k1) in each call of `one_query`."""
+    shapes = []
+
+    class Counted(ours.FourCache):
+        def one_query(self, q, k1, k2, v1, v2):
+            shapes.append([list(q.shape), list(k1.shape)])
+            return super().one_query(q, k1, k2, v1, v2)
+
+    cache, outputs, start = Counted(scale=scale), [], 0
+    for n in pieces:
+        one, pos = slice(start, start + n), torch.arange(start, start + n)[None]
+        outputs.append(cache.attend(q[:, :, one], k[:, :, one], v[:, :, one], pos))
+        start += n
+    return dict(y=torch.cat(outputs, 2), shapes=shapes, seen=cache.seen, k=cache.k, v=cache.v)
+
+
+def attend_wrong(q, k, v):
+    """The tokens seen, and whether this raised a ValueError."""
+    cache = ours.FourCache()
+    try:
+        cache.attend(q, k, v, torch.arange(q.shape[2])[None])
+    except ValueError:
+        return dict(raised=True, seen=cache.seen)
+    return dict(raised=False, seen=cache.seen)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor made meanwhile has in memory; views count as what they show."""
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **kwargs or {})
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(x, torch.Tensor):
+                held = x.untyped_storage().nbytes() // x.element_size()
+                self.numbers = max(self.numbers, min(held, x.numel()))
+        return made
+
+
+def one_query(q, k1, k2, v1, v2, tile):
+    with Largest() as largest:
+        y = ours.FactoredFourCache(tile=tile).one_query(q, k1, k2, v1, v2)
+    return dict(y=y, numbers=largest.numbers)
+
+
+def causal(q, k, v):
+    return ours.pair_attention(q, k, v)
+
+
+def alice(bits, keys, C):
+    """What Bob reads, and what the cache that Alice gives him holds."""
+    given = {}
+
+    def look(cache):
+        given.update(k=cache.k.clone(), v=cache.v.clone(), kind=type(cache).__name__, scale=cache.scale)
+
+    game = theory.index_game_four(bits, keys, C, compress=look)
+    return dict(read=game.read, **given)
+
+
+def play(k, v, keys, C=None, kept=None, eta=0.0, seed=0):
+    """A game on four matrices, or on a plain cache where k has as many columns as keys."""
+    cache = ours.FourCache(scale=1.0) if k.shape[1] == 2 * keys.shape[1] else LayerCache()
+    seen = []
+
+    def compress(cache):
+        seen.append(cache.seen)
+        cache.keep(kept[None, None])
+
+    how = {} if kept is None else dict(compress=compress)
+    game = theory.play(cache, k, v, keys, C, eta=eta, generator=torch.Generator().manual_seed(seed), **how)
+    return dict(read=game.read, zero=float(game.zero), one=float(game.one), seen=cache.seen, compressed=seen,
+                pos=cache.pos)

@@ -1,0 +1,300 @@
+"""The hidden tests: loops written from the handout, on random sizes, groups, remainders and corners."""
+import math
+
+import pytest
+import torch
+from torch import tensor
+
+from course.expect import problem, same, wrong
+
+F64 = torch.float64
+
+
+def drawn(seed, *shape, dtype=F64):
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def read(q, k1, k2, v1, v2):
+    """One query (D,) over all pairs of n tokens, (n, D) each: by loops over pairs. Scores are not scaled."""
+    n, top = len(k1), -math.inf
+    score = {(a, b): float(sum(q * k1[a] * k2[b])) for a in range(n) for b in range(n)}
+    top = max(score.values())
+    weight = {at: math.exp(s - top) for at, s in score.items()}
+    return sum(w * v1[a] * v2[b] for (a, b), w in weight.items()) / sum(weight.values())
+
+
+def reads(q, k, v, scale):
+    """Every query of q (B, H·G, T, D) over the pairs of the tokens up to its own; k and v (B, H, T, 2D)."""
+    y, G = torch.zeros_like(q), q.shape[1] // k.shape[1]
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            k1, k2 = k[b, h // G].chunk(2, -1)
+            v1, v2 = v[b, h // G].chunk(2, -1)
+            for t in range(q.shape[2]):
+                n = t + 1
+                y[b, h, t] = read(scale * q[b, h, t], k1[:n], k2[:n], v1[:n], v2[:n])
+    return y
+
+
+# ---- pairs and tensor attention ----------------------------------------------------------------------------
+
+
+@problem("pairs")
+@pytest.mark.parametrize("lead, n, m, D",
+                         [((), 3, 5, 2), ((2, 3), 4, 1, 3), ((2, 1, 2), 1, 4, 1), ((), 1, 1, 4)])
+def test_row_by_row(run, lead, n, m, D):
+    """Any leading dimensions, n and m unlike: row a·m + b is x_a ∘ y_b."""
+    x, y = drawn(0, *lead, n, D), drawn(1, *lead, m, D)
+    expected = torch.stack([x[..., a, :] * y[..., b, :] for a in range(n) for b in range(m)], -2)
+    same(run("pairs", x=x, y=y), expected, f"pairs of {n} and {m} rows")
+
+
+@problem("dense")
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+def test_by_loops(run, lead):
+    """Three queries over five tokens, with and without leading dimensions; no scale, no mask."""
+    q, x = drawn(2, *lead, 3, 4), [drawn(3 + i, *lead, 5, 4) for i in range(4)]
+    expected = torch.zeros_like(q)
+    flat = [each.reshape(-1, 5, 4) for each in x]
+    for i, (rows, out) in enumerate(zip(q.reshape(-1, 3, 4), expected.view(-1, 3, 4))):
+        for t in range(3):
+            out[t] = read(rows[t], *(each[i] for each in flat))
+    got = run("dense", q=q, **dict(zip(("k1", "k2", "v1", "v2"), x)))
+    same(got, expected, "the outputs", atol=1e-9)
+
+
+# ---- caches ------------------------------------------------------------------------------------------------
+
+
+def text(seed, B, H, G, T, D):
+    k, v = (drawn(seed + i, B, H, T, 2 * D) for i in (1, 2))
+    return dict(q=drawn(seed, B, H * G, T, D), k=k, v=v)
+
+
+@problem("attend")
+@pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3]])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.3])
+def test_pieces_and_scales(run, pieces, scale):
+    """Two rows, two heads, groups of three, D = 4: a query sees all pairs of the tokens up to its own."""
+    x = text(10, 2, 2, 3, 7, 4)
+    got = run("attend", **x, pieces=pieces, scale=scale)
+    same(got["y"], reads(**x, scale=0.5 if scale is None else scale), f"the outputs of {pieces}", atol=1e-8)
+    same(got["seen"], 7, "the tokens seen")
+    same(got["k"], x["k"], "the keys held")
+    same(got["v"], x["v"], "the values held")
+
+
+@problem("attend")
+def test_one_query_is_asked(run):
+    """Each query goes through one_query, as (B, H, G, D), over the tokens up to its own: caches differ."""
+    got = run("attend", **text(20, 2, 2, 3, 4, 5), pieces=[3, 1])
+    same(got["shapes"], [[[2, 2, 3, 5], [2, 2, n, 5]] for n in (1, 2, 3, 4)], "the shapes of q and k1")
+
+
+@problem("attend")
+def test_one_key_in_place_of_two(run):
+    """Keys and values (B, H, T, D) are no pairs: ValueError, and nothing is written."""
+    x = drawn(21, 1, 2, 3, 4)
+    got = run("attend_wrong", q=x, k=x, v=x)
+    same(got["raised"], True, "whether a ValueError was raised")
+    same(got["seen"], 0, "the tokens seen")
+
+
+@problem("new")
+@pytest.mark.parametrize("B, H, n, D", [(1, 1, 2, 1), (2, 3, 6, 4), (2, 1, 1, 3)])
+def test_in_their_order(run, B, H, n, D):
+    """Every x with the last y, then the last x with every y but the last."""
+    x, y = drawn(30, B, H, n, D), drawn(31, B, H, n, D)
+    rows = [(a, n - 1) for a in range(n)] + [(n - 1, b) for b in range(n - 1)]
+    expected = torch.stack([x[:, :, a] * y[:, :, b] for a, b in rows], 2)
+    same(run("new_pairs", x=x, y=y), expected, "the new pairs")
+
+
+@problem("new")
+def test_a_cache_of_pairs(run):
+    """After four tokens TwoCache holds 16 pairs: each once, keys beside values, as late as its later."""
+    k, v = drawn(32, 1, 2, 4, 6), drawn(33, 1, 2, 4, 6)
+    order = [at for t in range(4) for at in [*((a, t) for a in range(t + 1)), *((t, b) for b in range(t))]]
+    got = run("two_caches", k=k, v=v)
+    for name, held, x in (("keys", got[0], k), ("values", got[1], v)):
+        expected = torch.stack([x[:, :, a, :3] * x[:, :, b, 3:] for a, b in order], 2)
+        same(held, expected, f"the {name} of the pairs")
+    same(got[2], tensor([max(at) for at in order], dtype=torch.int32).expand(1, 2, 16), "their positions")
+
+
+def tiles(seed, B, H, G, n, D, tile, sharp=1.0):
+    x = [drawn(seed + i, B, H, n, D) for i in range(4)]
+    args = dict(q=sharp * drawn(seed + 4, B, H, G, D), **dict(zip(("k1", "k2", "v1", "v2"), x)))
+    expected = torch.zeros(B, H, G, D, dtype=F64)
+    for b in range(B):
+        for h in range(H):
+            for g in range(G):
+                expected[b, h, g] = read(args["q"][b, h, g], *(each[b, h] for each in x))
+    return args | dict(tile=tile), expected
+
+
+@problem("factored")
+@pytest.mark.parametrize("tile", [1, 10, 11, 29, 30, 77, 100, 2 ** 18])
+def test_tiles(run, tile):
+    """Eleven tokens, two rows, two heads, groups of three: remainders, tiles below a row, one for all."""
+    args, expected = tiles(40, 2, 2, 3, 11, 4, tile)
+    same(run("one_query", **args)["y"], expected, f"the outputs, tiles of {tile}", atol=1e-8)
+
+
+@problem("factored")
+@pytest.mark.parametrize("seed", range(3))
+def test_large_scores(run, seed):
+    """Scores in the thousands, the largest of each query in any tile: no overflow, no NaN."""
+    args, expected = tiles(50 + 10 * seed, 1, 2, 2, 9, 3, 18, sharp=1000.0)
+    same(run("one_query", **args)["y"], expected, "the outputs", atol=1e-8)
+
+
+@problem("factored")
+def test_low_scores(run):
+    """All scores near −2000: a maximum of 0 would leave nothing."""
+    one = torch.ones(1, 1, 5, 2)
+    v = drawn(80, 1, 1, 5, 2, dtype=torch.float32)
+    got = run("one_query", q=torch.full((1, 1, 1, 2), -1000.), k1=one, k2=one, v1=v, v2=one, tile=10)
+    same(got["y"], v.mean(2, keepdim=True), "the outputs", atol=1e-5)
+
+
+@problem("factored")
+@pytest.mark.parametrize("G, n, D, tile", [(1, 64, 8, 256), (2, 48, 8, 1), (3, 40, 4, 400)])
+def test_memory(run, G, n, D, tile):
+    """No tensor of more than 2·B·H·G·max(tile, n·D) numbers is made."""
+    args, expected = tiles(90, 1, 2, G, n, D, tile)
+    got, most = run("one_query", **args), 2 * 2 * G * max(tile, n * D)
+    same(got["y"], expected, "the outputs", atol=1e-8)
+    if got["numbers"] > most:
+        wrong(f"a tensor of {got['numbers']} numbers was made; {most} are allowed for tiles of {tile}")
+
+
+@problem("factored")
+def test_float32(run):
+    """The output is of the dtype of q."""
+    args, expected = tiles(95, 1, 1, 2, 6, 4, 12)
+    args = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+    y = run("one_query", **args)["y"]
+    same(y, expected, "the outputs", atol=1e-4)
+    if y.dtype != torch.float32:
+        wrong(f"expected torch.float32, got {y.dtype}")
+
+
+@problem("causal")
+@pytest.mark.parametrize("B, H, G, T, D", [(1, 1, 1, 1, 3), (2, 2, 3, 6, 4), (1, 3, 1, 5, 2)])
+def test_whole_texts(run, B, H, G, T, D):
+    """Rows, heads and groups: query t sees the pairs of tokens up to t, scores by 1/√D."""
+    x = text(100, B, H, G, T, D)
+    same(run("causal", **x), reads(**x, scale=D ** -0.5), "the outputs", atol=1e-9)
+
+
+@problem("causal")
+def test_the_future_is_nothing(run):
+    """Another last token changes nothing before it, be it in keys or in values."""
+    x = text(110, 1, 2, 1, 5, 4)
+    other = {name: each.clone() for name, each in x.items()}
+    for each in other.values():
+        each[:, :, -1] = 50
+    got, expected = run("causal", **other), reads(**x, scale=0.5)
+    same(got[:, :, :-1], expected[:, :, :-1], "the outputs of the others", atol=1e-9)
+
+
+# ---- the game ----------------------------------------------------------------------------------------------
+
+
+def dealt(seed, n, d):
+    return drawn(seed, n, d) > 0, drawn(seed + 1, n, d) / d ** 0.5
+
+
+def four(bits, keys):
+    one = torch.ones_like(keys)
+    return torch.cat((keys, one), 1), torch.cat((bits.double(), one), 1)
+
+
+def bob(k, v, keys, C):
+    """What Bob reads of four matrices k, v (n, 2d), by loops over pairs: his own token is zero."""
+    d = keys.shape[1]
+    k, v = (torch.cat((x, torch.zeros(1, 2 * d, dtype=F64))) for x in (k, v))
+    return torch.stack([read(C * key, k[:, :d], k[:, d:], v[:, :d], v[:, d:]) for key in keys])
+
+
+def expectations(n, keys, C, repeats, nothing):
+    eps = float((keys @ keys.T - torch.eye(n, dtype=F64)).abs().max())
+    own, others = repeats * math.exp(C * (1 - eps)), repeats * (n - 1) * math.exp(C * eps)
+    return tensor([others, own], dtype=F64) / (own + others + nothing)
+
+
+@problem("alice")
+@pytest.mark.parametrize("n, d, C", [(5, 12, 3.0), (4, 8, None), (1, 3, 2.0)])
+def test_what_bob_reads(run, n, d, C):
+    """Bits under drawn keys: what is stored, and what Bob reads, by loops over pairs."""
+    bits, keys = dealt(120, n, d)
+    got = run("alice", bits=bits, keys=keys, C=C)
+    k, v = four(bits, keys)
+    same(got["k"], k[None, None], "the keys stored")
+    same(got["v"], v[None, None], "the values stored")
+    same(got["read"], bob(k, v, keys, 2 * math.log(n) if C is None else C), "what Bob reads", atol=1e-8)
+    same(got["kind"], "FactoredFourCache", "the cache")
+
+
+@problem("alice")
+def test_keys_in_float32(run):
+    """Bits become numbers of the dtype of the keys."""
+    bits, keys = dealt(130, 3, 6)
+    got = run("alice", bits=bits, keys=keys.float(), C=2.0)
+    k, v = four(bits, keys)
+    same(got["v"], v.float()[None, None], "the values stored")
+    same(got["k"], k.float()[None, None], "the keys stored")
+
+
+@problem("play")
+@pytest.mark.parametrize("C", [None, 1.5])
+def test_four_matrices(run, C):
+    """Any values in all four: Bob's readings, `zero` and `one`, and Alice's cache as it was."""
+    n, d = 5, 6
+    keys = drawn(140, n, d) / 4
+    k, v = drawn(141, n, 2 * d), drawn(142, n, 2 * d)
+    got = run("play", k=k, v=v, keys=keys, C=C)
+    C = 2 * math.log(n) if C is None else C
+    same(got["read"], bob(k, v, keys, C), "what Bob reads", atol=1e-8)
+    same(tensor([got["zero"], got["one"]], dtype=F64), expectations(n, keys, C, n, 2 * n + 1), "zero and one",
+         atol=1e-9)
+    same(got["seen"], n, "tokens in Alice's own cache")
+
+
+@problem("play")
+def test_ordinary_attention(run):
+    """k and v (n, d), in a plain LayerCache: it divides scores by √d, and Bob undoes that."""
+    n, d, C = 6, 5, 2.5
+    keys, v = drawn(150, n, d) / 3, drawn(151, n, d)
+    got = run("play", k=keys, v=v, keys=keys, C=C)
+    weight = torch.cat((torch.exp(C * keys @ keys.T), torch.ones(n, 1, dtype=F64)), 1)
+    expected = weight[:, :n] @ v / weight.sum(1, keepdim=True)
+    same(got["read"], expected, "what Bob reads", atol=1e-7)
+    bounds = tensor([got["zero"], got["one"]], dtype=F64)
+    same(bounds, expectations(n, keys, C, 1, 1), "zero and one", atol=1e-9)
+
+
+@problem("play")
+def test_what_is_kept(run):
+    """`compress` sees all of Alice's tokens and keeps three; the others are gone from every reading."""
+    n, d, C, kept = 6, 8, 3.0, tensor([1, 2, 5])
+    bits, keys = dealt(160, n, d)
+    k, v = four(bits, keys)
+    got = run("play", k=k, v=v, keys=keys, C=C, kept=kept)
+    same(got["read"], bob(k[kept], v[kept], keys, C), "what Bob reads", atol=1e-8)
+    same(got["compressed"], [n], "the tokens seen each time that compress was called")
+    same(got["pos"], kept.int()[None, None], "the positions that Alice's cache holds")
+
+
+@problem("play")
+def test_chance(run):
+    """η = 0.3: a factor 1 ± η for each number, by one draw of torch.randint from the generator."""
+    n, d, C = 4, 7, 2.0
+    bits, keys = dealt(170, n, d)
+    k, v = four(bits, keys)
+    got = run("play", k=k, v=v, keys=keys, C=C, eta=0.3, seed=5)
+    up = torch.randint(0, 2, (n, d), generator=torch.Generator().manual_seed(5))
+    same(got["read"], bob(k, v, keys, C) * (0.7 + 0.6 * up), "what Bob reads", atol=1e-6)
+    same(tensor([got["zero"], got["one"]], dtype=F64),
+         expectations(n, keys, C, n, 2 * n + 1) * tensor([1.3, 0.7], dtype=F64), "zero and one", atol=1e-7)
