@@ -111,7 +111,8 @@ ALL_FILES = 2 ** 15 - 1  # every right of version 3: remove, make, refer and tru
 WRITE = ALL_FILES & ~READ
 TCP = 0b11               # bind and connect, from version 4 on
 SCOPED = 0b11            # abstract sockets and signals, from version 6 on
-SYSTEM = "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/self"
+SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/self",
+          "/proc/cpuinfo", "/sys/devices/system/cpu")  # PyTorch asks for these when it first computes in 16 bits
 
 
 def syscall(number: int, *args) -> int:
