@@ -34,6 +34,23 @@ ASSIGNMENTS = {
         fit=(4, "fit"),
         reuse=(2, "ChunkKV.chosen"),
     ), without=["semantic_chunk_kv.py"]),
+    "sketch": Assignment("The sketch", "3 to 4 hours", of(
+        "methods/count_sketch.py",
+        hash=(2, "Sketch.number"),
+        slots=(1, "Sketch.bucket"),
+        insert=(4, "Sketch.insert"),
+        median=(3, "Sketch.median"),
+    ) + of(
+        "methods/theory/kv_reviver.py",
+        variance=(1, "collision_variance"),
+        load=(1, "load"),
+    ) + of(
+        "methods/kv_reviver_mean.py",
+        means=(2, "MeanSketch.means"),
+    ) + of(
+        "methods/kv_reviver_shrunk.py",
+        shrink=(4, "ShrunkSketch.centred"),
+    )),
 }
 
 
