@@ -1,10 +1,11 @@
 """The process that runs a submission: it is asked by the grader, and never sees a test or an expected value.
 
-`python worker.py FD` imports torch once and then forks for each problem it is told of on that socket. The fork
-locks itself in before it reads a line of the submission: Linux's Landlock leaves it the libraries to read, a
-folder of its own to write, no TCP and no signals to others; limits bound its memory, processor time and files.
-Where there is no Landlock (macOS, Linux before 5.13) only Python's audit hook refuses files and sockets, which
-a determined student can get round: grade inside a container there.
+`python worker.py FD` imports torch once and then forks for each problem it is told of on that socket. The
+fork locks itself in before it reads a line of the submission. Linux's Landlock leaves it the libraries and its
+own copy to read, and nothing to write. A seccomp filter leaves it no sockets, no other processes, no signals,
+and no changes of a file's mode or time, which Landlock does not know. It has no capabilities of root. Limits
+bound its memory and processor time. Where there is no Landlock (macOS, Linux before 5.13) only Python's audit
+hook stands there, which a determined student can get round: grade inside a container there.
 """
 import ctypes
 from importlib import import_module
@@ -16,17 +17,19 @@ import platform
 import resource
 import signal
 import socket
+import struct
 import sys
 import traceback
 
 import torch
 from wire import packed, unpacked  # as a script beside it: the package `course` is to be the submission's
 
+ROOT = Path(__file__).resolve().parents[1]
 GiB = 2 ** 30
 LIMITS = {  # beside what the process has when it is made
     "memory": 2 * GiB,  # bytes of address space
     "seconds": 120,     # of processor time, for all tests of a problem
-    "file": GiB // 64,  # bytes that a file may grow to
+    "files": 64,        # open at once
 }
 
 
@@ -71,46 +74,45 @@ def lock_in(folder: str):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") \
         if os.path.exists("/proc/self/statm") else 16 * GiB
     for what, most in ((resource.RLIMIT_AS, used + LIMITS["memory"]), (resource.RLIMIT_CPU, LIMITS["seconds"]),
-                       (resource.RLIMIT_FSIZE, LIMITS["file"]), (resource.RLIMIT_CORE, 0)):
+                       (resource.RLIMIT_NOFILE, LIMITS["files"]), (resource.RLIMIT_FSIZE, 0),
+                       (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (most, most))
-    libraries = [*{os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path != folder}]
-    if landlock() >= 4:
-        restrict({folder: READ | WRITE, **dict.fromkeys([*libraries, *SYSTEM], READ), "/dev/null": READ | WRITE_FILE})
-    sys.addaudithook(refuse(folder, libraries))
+    libraries = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path != folder}
+    libraries = [path for path in libraries if not ROOT.is_relative_to(path)]  # an editable install of this
+    if landlock():
+        restrict(dict.fromkeys([folder, *libraries, *SYSTEM], READ) | {os.devnull: READ | WRITE_FILE})
+        filter_calls()
+    sys.addaudithook(refuse([folder, *libraries]))
 
 
 REFUSED = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "os.system",
-           "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill", "os.killpg")
-TOUCHED = "open", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate", \
-    "os.listdir", "os.scandir", "os.mkdir", "shutil.rmtree"
+           "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill", "os.killpg",
+           "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate",
+           "os.mkdir", "os.utime", "os.setxattr", "os.removexattr", "resource.prlimit", "resource.setrlimit")
 
 
-def refuse(folder: str, libraries: list[str]):
-    """An audit hook: PermissionError for the network, other processes, and files that are nobody's business."""
-    roots = [*(Path(x) for x in libraries + list(SYSTEM)), Path("/dev/null")]
-    own = Path(os.path.realpath(folder))
+def refuse(folders: list[str]):
+    """An audit hook: PermissionError for the network, other processes, and files that are not to be read."""
+    roots = [Path(os.path.realpath(x)) for x in [*folders, *SYSTEM, os.devnull]]
 
     def hook(event: str, args: tuple):
         if event in REFUSED:
             raise PermissionError(f"{event} is not allowed in a submission")
-        if event in TOUCHED and args and isinstance(args[0], (str, bytes)):
+        if event in ("open", "os.listdir", "os.scandir") and isinstance(args[0], (str, bytes, os.PathLike)):
             path = Path(os.path.realpath(os.fsdecode(args[0])))
-            reads = event in ("os.listdir", "os.scandir") or event == "open" and not (
-                args[1] and set(args[1]) & set("wax+")) and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR)
-            if not path.is_relative_to(own) and not (reads and any(path.is_relative_to(x) for x in roots)) \
-                    and path != Path("/dev/null"):
+            writes = event == "open" and (set(args[1] or "") & set("wax+")
+                                          or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+            if writes and path != Path(os.devnull) or not any(path.is_relative_to(x) for x in roots):
                 raise PermissionError(f"{event} of {path} is not allowed in a submission")
     return hook
 
 
-# ---- Landlock: linux/landlock.h. No library for it is past its alpha ---------------------------------------------
+# ---- Landlock: linux/landlock.h. No library for it is past its alpha ---
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
-ALL_FILES = 2 ** 15 - 1  # every right of version 3: remove, make, refer and truncate too
-WRITE = ALL_FILES & ~READ
-TCP = 0b11               # bind and connect, from version 4 on
-SCOPED = 0b11            # abstract sockets and signals, from version 6 on
+TCP = 0b11     # bind and connect, from version 4 on
+SCOPED = 0b11  # abstract sockets and signals, from version 6 on
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/self",
           "/proc/cpuinfo", "/sys/devices/system/cpu")  # PyTorch asks for these when it first computes in 16 bits
 
@@ -142,9 +144,10 @@ def restrict(allowed: dict[str, int]):
         _pack_ = 1
         _fields_ = [("rights", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
-    scoped = landlock() >= 6
-    rules = Ruleset(ALL_FILES, TCP, SCOPED if scoped else 0)
-    ruleset = syscall(444, ctypes.byref(rules), ctypes.c_size_t(24 if scoped else 16), ctypes.c_uint32(0))
+    version = landlock()
+    rules = Ruleset(2 ** {1: 13, 2: 14}.get(version, 15) - 1, TCP, SCOPED)  # all rights that there are
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = syscall(444, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
     for path, rights in allowed.items():
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -159,27 +162,64 @@ def restrict(allowed: dict[str, int]):
     os.close(ruleset)
 
 
+# ---- seccomp: what Landlock does not govern ---
+
+MACHINES = {  # as seccomp names them, clone, and calls that are refused
+    "x86_64": (0xC000003E, 56, [
+        41, 42, 49, 57, 58, 59, 322, 62, 129, 200, 234, 297, 424, 434, 438,   # socket … fork, exec, kill, pidfd
+        101, 310, 311, 302, 141, 142, 144, 203, 251, 314, 425, 272,           # ptrace, prlimit, priority, io_uring
+        90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 76,            # chmod, chown, utime, truncate
+        188, 189, 190, 197, 198, 199, 463, 466, 29, 64, 68, 240, 319]),       # xattr, shared memory, memfd
+    "aarch64": (0xC00000B7, 220, [
+        198, 203, 200, 221, 281, 129, 138, 130, 131, 240, 424, 434, 438,
+        117, 270, 271, 261, 140, 118, 119, 122, 30, 274, 425, 97,
+        52, 53, 452, 54, 55, 88, 45, 5, 6, 7, 14, 15, 16, 463, 466, 194, 190, 186, 180, 279]),
+}
+ALLOW, DENY, NOT_THERE = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS: libc then takes `clone`
+
+
+def filter_calls():
+    """From here on no call of these, and threads but no processes. Root loses what root may."""
+    libc = ctypes.CDLL(None)
+    version, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    libc.capset(version, none)
+    if platform.machine() not in MACHINES:
+        return
+    machine, clone, refused = MACHINES[platform.machine()]
+    load, equal, at_least, has, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    steps = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, DENY),
+             (load, 0, 0, 0), (at_least, 0, 1, 2 ** 30), (give, 0, 0, DENY),
+             (equal, 0, 1, 435), (give, 0, 0, NOT_THERE)]  # clone3
+    for number in refused:
+        steps += [(equal, 0, 1, number), (give, 0, 0, DENY)]
+    steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (has, 1, 0, 0x10000), (give, 0, 0, DENY),  # CLONE_THREAD
+              (give, 0, 0, ALLOW)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    if libc.prctl(22, 2, program, 0, 0):  # PR_SET_SECCOMP
+        raise OSError("the kernel takes no seccomp filter")
+
+
 def main():
     """Fork for each order on the socket: JSON with what `serve` takes, and the file that it is to answer on."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: no grandchild gets lost
     while True:
-        order, fds, *_ = socket.recv_fds(control, 65536, 2)
+        order, fds, *_ = socket.recv_fds(control, 65536, 1)
         if not order:
             return
         child = os.fork()
         if not child:
             control.close()
-            answers, output = fds
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for stream, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+                os.dup2(os.open(os.devnull, flags), stream)
             try:
-                serve(**json.loads(order), connection=Connection(answers))
+                serve(**json.loads(order), connection=Connection(fds[0]))
             finally:
                 os._exit(0)
-        for fd in fds:
-            os.close(fd)
+        os.close(fds[0])
         control.send(str(child).encode())
 
 
