@@ -32,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption("--submission", type=Path, help="folder of a student's copy")
     parser.addoption("--results", type=Path, help="write Gradescope's results.json here")
     parser.addoption("--seconds", type=float, default=10.0, help="that one call may take")
-    parser.addoption("--only", action="append", default=[], help="an assignment or a problem, as in chunks.cut")
+    parser.addoption("--only", action="append", default=[], help="an assignment, or a problem: chunks.cut")
 
 
 def pytest_configure(config):
@@ -83,7 +83,7 @@ class Forks:
 
 
 class Submitted:
-    """One problem of a submission: a copy of the repository with that one function of theirs, and a process."""
+    """One problem of a submission: a copy of the repository with one function of theirs, and a process."""
 
     def __init__(self, forks: Forks, folder: Path, assignment: str, name: str, seconds: float):
         self.forks, self.assignment, self.seconds = forks, assignment, seconds
@@ -155,7 +155,7 @@ def is_answer(x) -> bool:
 def handed_in(folder: Path, file: str) -> str:
     """The text of a submitted file. ValueError where there is none to be read."""
     path = folder / file
-    if path.is_symlink() or any(parent.is_symlink() for parent in list(path.parents)[:len(Path(file).parts) - 1]):
+    if any(each.is_symlink() for each in [path, *path.parents][:len(Path(file).parts)]):
         raise ValueError(f"{file} is a link; hand in the file itself")
     if not path.is_file():
         raise ValueError(f"{file} was not handed in")
@@ -211,7 +211,7 @@ def run(request):
             pytest.fail(f"{raised['kind']}{says}{where}{trace}", pytrace=False)
         for changed in answer["changed"]:
             if changed not in may_change:
-                pytest.fail(f"{changed} was changed in place; leave what you are given as it is", pytrace=False)
+                pytest.fail(f"{changed} was changed in place; leave it as it is given", pytrace=False)
         return answer["value"]
     return run
 
@@ -227,7 +227,8 @@ def is_public(node) -> bool:
 def pytest_collection_modifyitems(config, items):
     """Those that are asked for, problem by problem, as the table has them, the public tests first."""
     only = config.option.only
-    items[:] = [node for node in items if not only or {*only} & {problem_of(node)[1], ".".join(problem_of(node)[::-1])}]
+    asked = [{problem_of(node)[1], ".".join(problem_of(node)[::-1])} for node in items]
+    items[:] = [node for node, names in zip(items, asked) if not only or {*only} & names]
     place = {(assignment, problem.name): i for i, (assignment, problem) in enumerate(
         (name, problem) for name, each in ASSIGNMENTS.items() for problem in each.problems)}
     items.sort(key=lambda node: (place[problem_of(node)[::-1]], not is_public(node)))
@@ -261,7 +262,8 @@ def gradescope(results: list[dict]) -> dict:
     tests = []
     for each in results:
         worth = points[each["problem"]] / sum(other["problem"] == each["problem"] for other in results)
-        tests.append(dict(name=f"{each['problem']}: {each['says']}", score=worth * each["passed"], max_score=worth,
+        tests.append(dict(name=f"{each['problem']}: {each['says']}",
+                          score=worth * each["passed"], max_score=worth,
                           status="passed" if each["passed"] else "failed", output=each["why"],
                           visibility=SEEN[0 if each["public"] else 1],
                           extra_data=dict(problem=each["problem"], public=each["public"])))

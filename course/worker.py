@@ -1,11 +1,11 @@
 """The process that runs a submission: it is asked by the grader, and never sees a test or an expected value.
 
 `python worker.py FD` imports torch once and then forks for each problem it is told of on that socket. The
-fork locks itself in before it reads a line of the submission. Linux's Landlock leaves it the libraries and its
-own copy to read, and nothing to write. A seccomp filter leaves it no sockets, no other processes, no signals,
-and no changes of a file's mode or time, which Landlock does not know. It has no capabilities of root. Limits
-bound its memory and processor time. Where there is no Landlock (macOS, Linux before 5.13) only Python's audit
-hook stands there, which a determined student can get round: grade inside a container there.
+fork locks itself in before it reads a line of the submission. Linux's Landlock leaves it the libraries and
+its own copy to read, and nothing to write. A seccomp filter leaves it no sockets, no other processes, no
+signals, and no changes of a file's mode or time, which Landlock does not know. It has no capabilities of
+root. Limits bound its memory and processor time. Where there is no Landlock (macOS, Linux before 5.13) only
+Python's audit hook stands there, which a determined student can get round: grade inside a container there.
 """
 import ctypes
 from importlib import import_module
@@ -61,7 +61,7 @@ def serve(folder: str, package: str, connection: Connection):
 
 
 def raised(error: BaseException, folder: str) -> dict:
-    """What the error is, the line of the submission where it arose, and the traceback as a student needs it."""
+    """What the error is, the line of the submission where it arose, and the traceback as students need it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if f.filename.startswith(folder) and "/course/" not in f.filename]
     where = f"line {inside[-1].lineno} of {Path(inside[-1].filename).name}" if inside else ""
@@ -73,11 +73,11 @@ def lock_in(folder: str):
     os.setsid()  # a group of its own: the grader kills all of it
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") \
         if os.path.exists("/proc/self/statm") else 16 * GiB
-    for what, most in ((resource.RLIMIT_AS, used + LIMITS["memory"]), (resource.RLIMIT_CPU, LIMITS["seconds"]),
-                       (resource.RLIMIT_NOFILE, LIMITS["files"]), (resource.RLIMIT_FSIZE, 0),
-                       (resource.RLIMIT_CORE, 0)):
+    for what, most in ((resource.RLIMIT_AS, used + LIMITS["memory"]), (resource.RLIMIT_FSIZE, 0),
+                       (resource.RLIMIT_CPU, LIMITS["seconds"]), (resource.RLIMIT_CORE, 0),
+                       (resource.RLIMIT_NOFILE, LIMITS["files"])):
         resource.setrlimit(what, (most, most))
-    libraries = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path != folder}
+    libraries = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)} - {folder}
     libraries = [path for path in libraries if not ROOT.is_relative_to(path)]  # an editable install of this
     if landlock():
         restrict(dict.fromkeys([folder, *libraries, *SYSTEM], READ) | {os.devnull: READ | WRITE_FILE})
@@ -85,10 +85,10 @@ def lock_in(folder: str):
     sys.addaudithook(refuse([folder, *libraries]))
 
 
-REFUSED = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "os.system",
-           "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill", "os.killpg",
-           "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.chown", "os.link", "os.symlink", "os.truncate",
-           "os.mkdir", "os.utime", "os.setxattr", "os.removexattr", "resource.prlimit", "resource.setrlimit")
+REFUSED = """socket.connect socket.bind socket.sendto socket.sendmsg socket.getaddrinfo os.system
+    subprocess.Popen os.exec os.posix_spawn os.fork os.forkpty os.kill os.killpg os.remove os.rename os.rmdir
+    os.chmod os.chown os.link os.symlink os.truncate os.mkdir os.utime os.setxattr os.removexattr
+    resource.prlimit resource.setrlimit""".split()
 
 
 def refuse(folders: list[str]):
@@ -100,8 +100,8 @@ def refuse(folders: list[str]):
             raise PermissionError(f"{event} is not allowed in a submission")
         if event in ("open", "os.listdir", "os.scandir") and isinstance(args[0], (str, bytes, os.PathLike)):
             path = Path(os.path.realpath(os.fsdecode(args[0])))
-            writes = event == "open" and (set(args[1] or "") & set("wax+")
-                                          or (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+            writes = event == "open" and (set(args[1] or "") & set("wax+") or (args[2] or 0) & (
+                os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
             if writes and path != Path(os.devnull) or not any(path.is_relative_to(x) for x in roots):
                 raise PermissionError(f"{event} of {path} is not allowed in a submission")
     return hook
@@ -114,7 +114,7 @@ READ = EXECUTE | READ_FILE | READ_DIR
 TCP = 0b11     # bind and connect, from version 4 on
 SCOPED = 0b11  # abstract sockets and signals, from version 6 on
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/self",
-          "/proc/cpuinfo", "/sys/devices/system/cpu")  # PyTorch asks for these when it first computes in 16 bits
+          "/proc/cpuinfo", "/sys/devices/system/cpu")  # PyTorch reads these to compute in 16 bits
 
 
 def syscall(number: int, *args) -> int:
@@ -166,10 +166,10 @@ def restrict(allowed: dict[str, int]):
 
 MACHINES = {  # as seccomp names them, clone, and calls that are refused
     "x86_64": (0xC000003E, 56, [
-        41, 42, 49, 57, 58, 59, 322, 62, 129, 200, 234, 297, 424, 434, 438,   # socket … fork, exec, kill, pidfd
-        101, 310, 311, 302, 141, 142, 144, 203, 251, 314, 425, 272,           # ptrace, prlimit, priority, io_uring
-        90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 76,            # chmod, chown, utime, truncate
-        188, 189, 190, 197, 198, 199, 463, 466, 29, 64, 68, 240, 319]),       # xattr, shared memory, memfd
+        41, 42, 49, 57, 58, 59, 322, 62, 129, 200, 234, 297, 424, 434, 438,  # socket, fork, exec, kill, pidfd
+        101, 310, 311, 302, 141, 142, 144, 203, 251, 314, 425, 272,      # ptrace, prlimit, priority, io_uring
+        90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 76,       # chmod, chown, utime, truncate
+        188, 189, 190, 197, 198, 199, 463, 466, 29, 64, 68, 240, 319]),  # xattr, shared memory, memfd
     "aarch64": (0xC00000B7, 220, [
         198, 203, 200, 221, 281, 129, 138, 130, 131, 240, 424, 434, 438,
         117, 270, 271, 261, 140, 118, 119, 122, 30, 274, 425, 97,
@@ -192,8 +192,8 @@ def filter_calls():
              (equal, 0, 1, 435), (give, 0, 0, NOT_THERE)]  # clone3
     for number in refused:
         steps += [(equal, 0, 1, number), (give, 0, 0, DENY)]
-    steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (has, 1, 0, 0x10000), (give, 0, 0, DENY),  # CLONE_THREAD
-              (give, 0, 0, ALLOW)]
+    steps += [(equal, 0, 3, clone), (load, 0, 0, 16), (has, 1, 0, 0x10000),  # CLONE_THREAD
+              (give, 0, 0, DENY), (give, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
     if libc.prctl(22, 2, program, 0, 0):  # PR_SET_SECCOMP
@@ -201,7 +201,7 @@ def filter_calls():
 
 
 def main():
-    """Fork for each order on the socket: JSON with what `serve` takes, and the file that it is to answer on."""
+    """Fork for each order on the socket: JSON with what `serve` takes, and the file to answer on."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if platform.system() == "Linux":

@@ -60,7 +60,8 @@ ATTACKS = {
         kill=lambda: os.kill(os.getppid(), 9), kill_in_c=lambda: c("kill", os.getppid(), 9),
         queued=lambda: c("syscall", 129, os.getppid(), 9, bytes(128)),
         trace=lambda: c("ptrace", 16, os.getppid()),
-        limits=lambda: c("prlimit", os.getppid(), 0, bytes(16), None), memory=lambda: c("shmget", 0, 99, 0o1600),
+        limits=lambda: c("prlimit", os.getppid(), 0, bytes(16), None),
+        memory=lambda: c("shmget", 0, 99, 0o1600),
         hidden_memory=lambda: c("memfd_create", "x", 0), root_rights=lambda: c("chroot", "."))""",
     "chunks.scores": "print('passed'); os._exit(0)",
     "chunks.cut_to": "while True: pass",
@@ -71,10 +72,13 @@ ATTACKS = {
     "sketch.insert": "raise ValueError('\\ud800 \\x1b[2J' + 10 ** 6 * 'x')",
     "sketch.median": """
         torch.equal = torch.allclose = torch.Tensor.__eq__ = lambda *a, **k: True
-        for data in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'[', b'{"tensor": 0}'):
+        for data in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
             say(struct.pack('!i', 16 + len(data)) + struct.pack('<Q', len(data)) + data + bytes(8))
         os._exit(0)""",
     "sketch.variance": "return object()",
-    "sketch.means": "threading.Thread(target=lambda: time.sleep(1000)).start(); os.closerange(0, 100); return 1",
+    "sketch.means": """
+        threading.Thread(target=lambda: time.sleep(1000)).start()
+        os.closerange(0, 100)
+        return 1""",
     "sketch.shrink": "return [float('nan'), {'value': torch.tensor([])}, 'x' * 10 ** 6]",
 }
