@@ -74,6 +74,23 @@ ASSIGNMENTS = {
         alice=(1, "index_game_four"),
         play=(3, "play"),
     )], without=["sub_gen.py", "sub_gen_pairs.py"]),
+    "sketch": Assignment("The sketch", "3 to 4 hours", [*of(
+        "methods/count_sketch.py",
+        hash=(2, "Sketch.number"),
+        slots=(1, "Sketch.bucket"),
+        insert=(4, "Sketch.insert"),
+        median=(3, "Sketch.median"),
+    ), *of(
+        "methods/theory/kv_reviver.py",
+        variance=(1, "collision_variance"),
+        load=(1, "load"),
+    ), *of(
+        "methods/kv_reviver_mean.py",
+        means=(2, "MeanSketch.means"),
+    ), *of(
+        "methods/kv_reviver_shrunk.py",
+        shrink=(4, "ShrunkSketch.centred"),
+    )]),
 }
 
 

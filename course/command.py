@@ -82,7 +82,8 @@ def tested(folder: Path, names: list[str], files: list[str], args) -> list[dict]
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "results.json"
         options = ["-c", "course/pytest.ini", "-p", "course.plugin", f"--submission={folder.resolve()}",
-                   f"--results={file}", f"--seconds={args.seconds}", *(f"--only={x}" for x in args.only or [])]
+                   f"--results={file}", f"--seconds={args.seconds}",
+                   *(f"--only={x}" for x in args.only or [])]
         tests = [f"course/{name}/{each}" for name in names for each in files]
         done = subprocess.run([sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, text=True,
                               env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True)
@@ -138,7 +139,7 @@ def main(argv: list[str]):
             command.add_argument("--seconds", type=float, help="that one call may take; default 10")
         if run is grade:
             command.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a submission each")
-            command.add_argument("--json", type=Path, help="write Gradescope's results.json, of one submission")
+            command.add_argument("--json", type=Path, help="write Gradescope's results.json of one")
             command.add_argument("--csv", type=Path, help="write the points, a row a submission")
             command.add_argument("--jobs", type=int, default=0, help="at once; default: as many as cores")
     args = parser.parse_args(argv)

@@ -13,7 +13,7 @@ def wrong(why: str):
 
 
 def same(got, expected, what: str, atol: float | None = None):
-    """Fails in words unless `got` is the tensor or value expected: exactly, or within atol if that is given."""
+    """Fails in words unless `got` is the tensor or value expected: exactly, or within atol if given."""
     if not isinstance(expected, torch.Tensor):
         if type(got) is not type(expected) or got != expected:
             wrong(f"{what}: expected {expected!r}, got {got!r:.300}")

@@ -10,8 +10,8 @@ from course.source import emptied
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
-COURSE = "__init__.py", "assignments.py", "command.py", "expect.py", "plugin.py", "pytest.ini", "source.py", \
-    "wire.py", "worker.py"
+COURSE = ("__init__.py", "assignments.py", "command.py", "expect.py", "lock.py", "plugin.py", "pytest.ini",
+          "source.py", "wire.py", "worker.py")
 
 
 def make(folder: Path, chosen: dict[str, Assignment]):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 
 import psutil
 import pytest
@@ -31,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption("--submission", type=Path, help="folder of a student's copy")
     parser.addoption("--results", type=Path, help="write Gradescope's results.json here")
     parser.addoption("--seconds", type=float, default=10.0, help="that one call may take")
-    parser.addoption("--only", action="append", default=[], help="an assignment or a problem, as in chunks.cut")
+    parser.addoption("--only", action="append", default=[], help="an assignment, or a problem: chunks.cut")
 
 
 def pytest_configure(config):
@@ -49,20 +50,32 @@ class Forks:
     """A process that has imported torch, and forks."""
 
     def __init__(self):
+        if ROOT.is_relative_to("/usr"):  # with the hidden tests
+            raise pytest.UsageError(f"{ROOT} lies below /usr, which a submission may read; move it")
         self.control, theirs = socket.socketpair()
         script = [sys.executable, str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
         environment = dict(OMP_NUM_THREADS="1", PATH=os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
         self.process = subprocess.Popen(script, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
 
-    def fork(self, folder: Path, package: str) -> tuple[int, Connection]:
-        """A new process that answers calls of a package's adapter; its number and the way to it."""
+    def fork(self, folder: Path, package: str) -> Connection:
+        """The way to a new process that answers calls of a package's adapter."""
         ours, theirs = socket.socketpair()
-        with (folder / "output").open("ab") as output:
-            order = json.dumps(dict(folder=str(folder), package=package)).encode()
-            socket.send_fds(self.control, [order], [theirs.fileno(), output.fileno()])
+        order = json.dumps(dict(folder=str(folder), package=package)).encode()
+        socket.send_fds(self.control, [order], [theirs.fileno()])
         theirs.close()
-        return int(self.control.recv(32)), Connection(ours.detach())
+        self.control.recv(32)
+        return Connection(ours.detach())
+
+    def kill(self):
+        """All that was forked, and whatever came of it: one problem's process lives at a time."""
+        while family := psutil.Process(self.process.pid).children(recursive=True):
+            for process in family:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.NoSuchProcess:
+                    pass
+            psutil.wait_procs(family, timeout=1)
 
     def close(self):
         self.control.close()
@@ -70,11 +83,11 @@ class Forks:
 
 
 class Submitted:
-    """One problem of a submission: a copy of the repository with that one function of theirs, and a process."""
+    """One problem of a submission: a copy of the repository with one function of theirs, and a process."""
 
     def __init__(self, forks: Forks, folder: Path, assignment: str, name: str, seconds: float):
         self.forks, self.assignment, self.seconds = forks, assignment, seconds
-        self.folder, self.pid, self.why = Path(tempfile.mkdtemp()).resolve(), None, None
+        self.folder, self.connection, self.why = Path(tempfile.mkdtemp()).resolve(), None, None
         problem = next(each for each in ASSIGNMENTS[assignment].problems if each.name == name)
         try:
             theirs = handed_in(folder, problem.file)
@@ -90,61 +103,66 @@ class Submitted:
         """The answer of the submission's process, or why there is none."""
         if self.why:
             return dict(failed=self.why)
+        late = threading.Event()
+
+        def stop():  # also in the middle of an answer
+            late.set()
+            self.forks.kill()
+
+        clock = threading.Timer(self.seconds, stop)
+        clock.start()
         try:
-            if self.pid is None:
-                self.pid, self.connection = self.forks.fork(self.folder, self.assignment)
+            if self.connection is None:
+                self.connection = self.forks.fork(self.folder, self.assignment)
             self.connection.send_bytes(packed(dict(call=name, args=args)))
-            if not self.connection.poll(self.seconds):
-                self.why = f"it ran for more than {self.seconds:g} s, and was stopped"
-                self.stop()
-                return dict(failed=self.why)
             answer = unpacked(self.connection.recv_bytes(LARGEST))
-            if not isinstance(answer, dict) or not answer.keys() & {"value", "raised"}:
+            if not is_answer(answer):
                 raise ValueError("no answer")
             return answer
-        except (EOFError, ConnectionError):
+        except Exception as error:  # whatever a stranger may send
             self.stop()
-            return dict(failed="its process ended before it gave an answer")
-        except Exception:  # whatever a stranger may send
-            self.stop()
-            return dict(failed="its process sent something that is no answer")
-
-    def printed(self) -> str:
-        with open(self.folder / "output", "rb") as output:
-            return output.read(2000).decode(errors="replace")
+            if late.is_set():
+                self.why = f"it ran for more than {self.seconds:g} s, and was stopped"
+                return dict(failed=self.why)
+            ended = isinstance(error, (EOFError, ConnectionError))
+            return dict(failed="its process ended before it gave an answer" if ended else
+                        "its process sent something that is no answer")
+        finally:
+            clock.cancel()
+            clock.join()
 
     def stop(self):
         """End its process and all that came of it."""
-        if self.pid is not None:
-            try:
-                own = psutil.Process(self.pid)
-                family = [own, *own.children(recursive=True)]
-            except psutil.NoSuchProcess:  # it has ended by itself
-                family = []
-            for process in family:
-                try:
-                    process.send_signal(signal.SIGKILL)
-                except psutil.NoSuchProcess:
-                    pass
+        if self.connection is not None:
             self.connection.close()
-            self.pid = None
+            self.connection = None
+            self.forks.kill()
 
     def close(self):
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def is_answer(x) -> bool:
+    match x:
+        case {"value": _, "changed": list()}:
+            return True
+        case {"raised": {"kind": str(), "message": str(), "where": str(), "trace": str()}}:
+            return True
+    return False
+
+
 def handed_in(folder: Path, file: str) -> str:
     """The text of a submitted file. ValueError where there is none to be read."""
     path = folder / file
-    if path.is_symlink() or any(parent.is_symlink() for parent in list(path.parents)[:len(Path(file).parts) - 1]):
+    if any(each.is_symlink() for each in [path, *path.parents][:len(Path(file).parts)]):
         raise ValueError(f"{file} is a link; hand in the file itself")
     if not path.is_file():
         raise ValueError(f"{file} was not handed in")
     if path.stat().st_size > 2 ** 20:
         raise ValueError(f"{file} has more than a megabyte")
     try:
-        return path.read_text(encoding="utf8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8") from error
 
@@ -193,7 +211,7 @@ def run(request):
             pytest.fail(f"{raised['kind']}{says}{where}{trace}", pytrace=False)
         for changed in answer["changed"]:
             if changed not in may_change:
-                pytest.fail(f"{changed} was changed in place; leave what you are given as it is", pytrace=False)
+                pytest.fail(f"{changed} was changed in place; leave it as it is given", pytrace=False)
         return answer["value"]
     return run
 
@@ -209,10 +227,16 @@ def is_public(node) -> bool:
 def pytest_collection_modifyitems(config, items):
     """Those that are asked for, problem by problem, as the table has them, the public tests first."""
     only = config.option.only
-    items[:] = [node for node in items if not only or {*only} & {problem_of(node)[1], ".".join(problem_of(node)[::-1])}]
+    asked = [{problem_of(node)[1], ".".join(problem_of(node)[::-1])} for node in items]
+    items[:] = [node for node, names in zip(items, asked) if not only or {*only} & names]
     place = {(assignment, problem.name): i for i, (assignment, problem) in enumerate(
         (name, problem) for name, each in ASSIGNMENTS.items() for problem in each.problems)}
     items.sort(key=lambda node: (place[problem_of(node)[::-1]], not is_public(node)))
+
+
+def plain(text: str) -> str:
+    """Without what would move a terminal's cursor, or cannot be printed."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -221,7 +245,7 @@ def pytest_runtest_makereport(item, call):
     if report.when == "call" or report.failed:
         name, assignment = problem_of(item)
         says = " ".join((item.obj.__doc__ or item.name).split())
-        why = "" if report.passed else str(report.longrepr).strip()
+        why = "" if report.passed else plain(str(report.longrepr).strip()[:5000])
         RESULTS.append(dict(problem=f"{assignment}.{name}", says=says, passed=report.passed, why=why,
                             public=is_public(item)))
 
@@ -238,7 +262,8 @@ def gradescope(results: list[dict]) -> dict:
     tests = []
     for each in results:
         worth = points[each["problem"]] / sum(other["problem"] == each["problem"] for other in results)
-        tests.append(dict(name=f"{each['problem']}: {each['says']}", score=worth * each["passed"], max_score=worth,
+        tests.append(dict(name=f"{each['problem']}: {each['says']}",
+                          score=worth * each["passed"], max_score=worth,
                           status="passed" if each["passed"] else "failed", output=each["why"],
                           visibility=SEEN[0 if each["public"] else 1],
                           extra_data=dict(problem=each["problem"], public=each["public"])))

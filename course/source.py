@@ -14,7 +14,7 @@ def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
 
 
 def place(source: str, name: str) -> tuple[int, int] | None:
-    """The lines of a function, decorators included, as a slice of source.splitlines(); None if there is none.
+    """The lines of a function, decorators included, as a slice of source.split("\n"); None if there is none.
 
     A file that cannot be parsed is read line by line: the function is then what is indented below its `def`.
     """
@@ -22,7 +22,7 @@ def place(source: str, name: str) -> tuple[int, int] | None:
         node = find(ast.parse(source), name)
         return node and (min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1, node.end_lineno)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        lines, (*within, last), start, indent = source.splitlines(), name.split("."), 0, 0
+        lines, (*within, last), start, indent = source.split("\n"), name.split("."), 0, 0
         for kind, word in [*(("class", each) for each in within), ("def", last)]:
             pattern = re.compile(rf" {{{indent}}}{kind} {word}\b")
             start = next((i for i in range(start, len(lines)) if pattern.match(lines[i])), None)
@@ -38,7 +38,7 @@ def place(source: str, name: str) -> tuple[int, int] | None:
 
 def emptied(source: str, names: list[str]) -> str:
     """The same file, its functions of these names without a body: signature and docstring stay."""
-    lines, tree = source.splitlines(), ast.parse(source)
+    lines, tree = source.split("\n"), ast.parse(source)
     for node in sorted((find(tree, name) for name in names), key=lambda node: -node.lineno):
         first = node.body[0]
         if ast.get_docstring(node) is not None:
@@ -48,7 +48,7 @@ def emptied(source: str, names: list[str]) -> str:
             while lines[start - 1].lstrip().startswith("#"):
                 start -= 1
         lines[start:node.end_lineno] = [" " * first.col_offset + "raise NotImplementedError"]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
@@ -66,7 +66,7 @@ def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
         into, put, taken = ours, theirs, [mine]
     if any(place(into, name) is None for name in taken):
         into, put, taken = ours, theirs, [mine]
-    lines, source = into.splitlines(), put.splitlines()
+    lines, source = into.split("\n"), put.split("\n")
     for name in sorted(taken, key=lambda name: -place(into, name)[0]):
         lines[slice(*place(into, name))] = source[slice(*place(put, name))]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

@@ -177,14 +177,12 @@ def score_variance(p: Tensor, variance: float) -> Tensor:
 def load(budget: float, vague: float) -> float:
     """a/N, tokens per slot of memory, if `vague` of a `budget` of all tokens' entries goes to the sketch.
 
-    It is at least 1/budget, however the budget is split. For of Bn entries N = vBn are slots and Bn − N are
-    exact tokens. The sketch has the others, a = n − Bn + N, so that
-
-        a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B    since v ≤ 1,
-
-    with equality where nothing is exact. Where positions and scores of tokens take bytes as well, fewer
-    tokens are exact, and a/N is larger.
+    It is at least 1/budget, however the budget is split. Where positions and scores of tokens take bytes as
+    well, fewer tokens are exact, and a/N is larger.
     """
+    # Of Bn entries N = vBn are slots and Bn − N are exact tokens. The sketch has the others, so
+    #     a = n − Bn + N,   a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B   since v ≤ 1,
+    # with equality where nothing is exact.
     return 1 + (1 - budget) / (vague * budget)
 
 
