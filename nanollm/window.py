@@ -92,7 +92,6 @@ class WindowCache(LayerCache):
     def compress(self):
         if self.ragged:  # heads end together, so that the last slots are every head's newest tokens
             self.keep((self.pos != NEVER).to(torch.uint8).argsort(dim=-1, stable=True))
-            self.v.masked_fill_((self.pos == NEVER).unsqueeze(-1), 0)
         self.keep(self.chosen())
         if self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}:  # all that never changes
             self.pack()
@@ -104,8 +103,6 @@ class WindowCache(LayerCache):
             raise ValueError("the prompt is over and the window's queries are gone; call end_prefill once")
         votes = window_votes(self.queries, self.k, self.pos == NEVER if self.ragged else None)
         kept = self.select(self, votes, self.budgets(votes))
-        if self.ragged:  # a head may be given more entries than it has
-            kept &= self.pos[:, :, :-self.window_size] != NEVER
         return indices(F.pad(kept, (0, self.window_size), value=True))
 
     def budgets(self, votes: Tensor) -> int | Tensor:

@@ -112,6 +112,7 @@ def by_chunk_of_text(A, norms, out, b, kernel_size, at, chunk_size, fill, **_):
 
 
 AGAIN = {name: case for name, case in CASES.items() if "theta" not in name and "residual" not in name} | {
+    "critical code on ada": Case(AdaKV, dict(floor=0.0), CriticalCode(), by_head, as_the_code),
     "chunk": Case(ChunkKV, {}, Chunks(3), choose=by_chunk_of_text),
     "whole chunks": Case(ChunkKV, {}, Chunks(3, fill=False), choose=by_chunk_of_text),
     "chunk on ada": Case(AdaKV, dict(floor=0.1), Chunks(3), by_head, by_chunk_of_text),
