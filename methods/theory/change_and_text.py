@@ -137,7 +137,11 @@ def measured(model, full: Reference, name: str, share: float) -> dict[str, np.nd
 
 def answers(model, bench: Benchmark, Method, share: float, **knobs) -> dict[str, Tensor]:
     """The share of right answers of every document, (tasks, documents), "aware" and "blind"."""
-    make = maker(model, Method, share, **knobs)
+    return right_answers(model, bench, maker(model, Method, share, **knobs))
+
+
+def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
+    """The same with caches of `make`."""
     each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
             for task, batch in bench.batches.items()]
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
