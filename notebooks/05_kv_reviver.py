@@ -378,8 +378,8 @@ for share in budgets:
 
 # %%
 for share in (.25, .125):
-    cam, h2o = (continuation(model, full, reading_within(maker(model, Method, share)),
-                             chunk_size=8)["kl"] for Method in (CaM, H2O))
+    h2o = continuation(model, full, reading_within(maker(model, H2O, share)), chunk_size=8)["kl"]
+    cam = rows["CaM", share][1]
     print(f"{share:.1%}: KL of CaM {cam.mean():.3f}, of H2O {h2o.mean():.3f}, "
           f"difference {(cam - h2o).mean():+.3f} ±{standard_error(cam - h2o):.3f}")
 
@@ -446,6 +446,7 @@ known = {name: evaluate.reference(decoder, evaluate.text_windows(tasks, 32, 480,
          for name, decoder in decoders.items()}
 
 
+@once
 def kl_of(name, Method, share, **knobs):
     make = maker(decoders[name], Method, share, slack=0, **knobs)
     return replayed_or_read(continuation, decoders[name], known[name], make,
@@ -477,8 +478,9 @@ for share in (.25, .1):
 # %%
 offsets, by_offset = (1., 0., -1., -3., -10.), {}
 for what, (Method, knobs) in readings.items():
-    some = offsets if what == "sum (printed)" else offsets[1::3]  # the others do not change
-    by_offset[what] = [kl_of("built", shifted(Method, x), .25, **knobs) for x in some]
+    some = offsets if what == "sum (printed)" else (0., -10.)  # the others do not change
+    by_offset[what] = [kl_of("built", shifted(Method, x) if x else Method, .25, **knobs)
+                       for x in some]
     print(f"{what:14}", *(f"{x:+g}: {kl.mean():.3f} ±{standard_error(kl):.3f}  "
                           for x, kl in zip(some, by_offset[what])))
 
@@ -522,7 +524,8 @@ for (shape, x), share in product(shapes.items(), (.25, .1, .0625)):
 # %%
 names = "paper", "slot means", "shrunk, 1 row", "H2O", "CaM", "DuoAttention"
 makes = {name: maker(model, methods[name], .25) for name in names}
-makes["StreamingLLM"] = maker(model, StreamingLLM, .25)
+makes |= {"StreamingLLM": maker(model, StreamingLLM, .25),
+          "CaM": maker(model, CaM, .25, at_a_time=8)}  # which reads 3 times faster
 makes["2 bits (KIVI)"] = lambda *_: make_cache(model, Quantized, bits=2, residual_length=16)
 depths, lengths, grid = (0., .25, .5, .75, 1.), (256, 512, 1024), {name: [] for name in makes}
 for T in lengths:

@@ -48,6 +48,12 @@ SECTIONS = {
         "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
         "documents or texts. Texts begin with BOS in *learned*. "
         "[Notebook 08](notebooks/08_two_decoders.ipynb) draws it."),
+    "readings": (
+        "The papers read in other ways", "python -m methods.theory.readings",
+        "The first line of a group is the reading taken first. In brackets stand the changes against it, "
+        "document by document and text by text, ± one standard error. Budgets are a quarter of the entries, "
+        "but for CriticalKV an eighth. The last group compresses again while it decodes: as in CriticalKV's "
+        "Table 7, an eighth of the text stays whenever the cache holds half of it."),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
