@@ -91,7 +91,7 @@ for axis, (name, weight) in zip(axes, read.items()):
 # A head that looks at the value need not be the one that matters. So leave attention out, and see what is still found: two layers at a time, and on the diagonal one.
 
 # %%
-without = {name: inside.without_pairs(model, tasks, documents=16) for name, model in models.items()}
+without = {name: inside.without_pairs(model, tasks, documents=8) for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without.items()):
     plot.heads(axis, found, f"{name}: needles without two layers", most=1)
@@ -103,7 +103,7 @@ for axis, (name, found) in zip(axes, without.items()):
 # And one head at a time:
 
 # %%
-without_one = {name: inside.without_each(model, tasks, documents=16)
+without_one = {name: inside.without_each(model, tasks, documents=8)
                for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without_one.items()):
