@@ -15,10 +15,10 @@ from methods.h2o import H2O
 from methods.scissorhands import BudgetCache, Scissorhands
 from methods.theory.scissorhands import (
     FourBits, OneLayer, Padded, Rate, attention_maps, best_bound, block_similarity, condition,
-    cost_of_reading, draw_power_law, drift_bound, drift_under_power_law, drifts, eviction_bound, failure, mass_lost, mlp_bound,
-    nearly_orthogonal, newest_share, next_step, observed, paper_bound, paper_failure, persistence_bounds,
-    persistence_ratio, proof_steps, random_step, repaired_bound, rollout, smallest_share, softmax_spread,
-    tail_exponent, tail_mass, weights_bound)
+    cost_of_reading, draw_power_law, drift_bound, drift_under_power_law, drifts, eviction_bound, failure,
+    mass_lost, mlp_bound, nearly_orthogonal, newest_share, next_step, observed, paper_bound,
+    paper_failure, persistence_bounds, persistence_ratio, proof_steps, random_step, repaired_bound,
+    rollout, smallest_share, softmax_spread, tail_exponent, tail_mass, weights_bound)
 from nanollm import LEARNED, TINY, weights
 from nanollm.cache import LayerCache, make_cache
 from nanollm.evaluate import continuation, held, maker, reference, retrieve, standard_error, text_windows
