@@ -87,6 +87,15 @@ SECTIONS = {
 }
 
 
+def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
+    """Of a section that `python -m nanollm` printed: (method, budget as it stands there) → the share of right
+    answers of needle, recall and few-shot, aware and blind of each.
+    """
+    row = re.compile(r"(\S+) +(all|[\d.]+ %) +\d+ +((?:[\d.]+ +){6})")
+    found = map(row.match, (HERE / f"{name}.txt").read_text().splitlines())
+    return {(x[1], x[2]): [*map(float, x[3].split())] for x in found if x}
+
+
 def hardware() -> str:
     """Date and machine, in a line."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

@@ -1,6 +1,6 @@
 """The papers read in other ways, each against the reading taken first, text by text.
 
-    python -m methods.theory.readings                  both decoders that ship: a quarter of an hour of a core
+    python -m methods.theory.readings                  both decoders that ship: nine minutes of a core
     python -m methods.theory.readings --model FOLDER   and one of yours
 
 32 texts, and 32 documents each of needle, recall and few-shot with the question in the prompt, 256 tokens
