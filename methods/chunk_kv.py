@@ -61,8 +61,10 @@ class Chunks(Selection):
         return cache.pool(votes.mean(2))
 
     def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
-        """Number of the chunk of every token, (B, H, n): a grid."""
-        return (torch.arange(votes.shape[-1], device=votes.device) // self.chunk_size).expand(votes.shape)
+        """Number of the chunk of every token, (B, H, n): a grid over the text. Empty slots have 0."""
+        pos = cache.pos[:, :, :votes.shape[-1]]
+        token = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1
+        return token.masked_fill(pos == NEVER, -self.chunk_size) // self.chunk_size + 1
 
 
 def scores(votes: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
@@ -113,6 +115,8 @@ class ChunkKV(WindowCache):
     def __post_init__(self):
         super().__post_init__()
         whole("reuse", self.reuse, 1)
+        if self.reuse > 1 and self.every:
+            raise ValueError(f"every {self.every} needs a choice by each layer; make reuse {self.reuse} 1")
         if self.reuse > 1 and not isinstance(self.select, Chunks):
             raise ValueError(f"reuse {self.reuse} needs Chunks; use 1 with {type(self.select).__name__}")
 

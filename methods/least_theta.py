@@ -29,6 +29,7 @@ class LeastTheta(Selection):
     With `pooled`, θ and both starts are those of the pooled votes.
     """
     steps: int = 2       # of improvement; 0: the better of top-A and two-stage; 2 come within 0.5 % of 12
+    again = False        # θ is of a head that has every token
     pooled: bool = True  # A is what is to be expected after pooling; False: what the window's queries saw
 
     def __post_init__(self):

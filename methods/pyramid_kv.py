@@ -28,7 +28,8 @@ class PyramidKV(WindowCache):
 
     def budgets(self, votes: Tensor) -> int:
         entries = self.budget - self.window_size
-        return pyramid(entries, self.layers, votes.shape[-1], self.beta)[self.layer]
+        seen = self.seen - self.window_size  # the same in all layers, however often these have evicted
+        return pyramid(entries, self.layers, seen, self.beta)[self.layer]
 
 
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:

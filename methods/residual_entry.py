@@ -34,6 +34,7 @@ class Residual(Selection):
     inner: Selection = Selection()  # chooses the entries beside the residual ones
     entries: int = 1    # residual entries per head, in its budget; each stands for a run of evicted tokens
     rounds: int = 0     # of k-means on the keys: from runs of tokens to clusters
+    again = False       # what a residual entry stands for has no votes
     share: float = 1.0  # of the evicted tokens' weight that the entries take
 
     def __post_init__(self):

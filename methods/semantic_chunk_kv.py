@@ -20,6 +20,7 @@ class SemanticChunks(Chunks):
     chunk_size: int = 32        # of the longest (chosen on our own tasks)
     score: str = "mean"
     fill: bool = False          # none is cut
+    again = False               # `ends` tell of the prompt alone
     ends: Tensor | None = None  # (B, T) of bool: which of the prompt's tokens end a chunk
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
 """python -m nanollm claims: do the papers' claims hold on a model of yours?
 
-    python -m nanollm claims                                  on both that ship: three minutes of a core
+    python -m nanollm claims                                  on both that ship: four minutes of a core
     python -m nanollm claims --model FOLDER --claims P6 C1    on yours as well: one more column
 
 A rule on measured numbers decides each claim about trained models: methods/theory/claims.py has both.

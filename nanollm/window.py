@@ -12,7 +12,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from nanollm.cache import NEVER, LayerCache, probabilities
-from nanollm.check import check_knobs
+from nanollm.check import check_knobs, whole
 from nanollm.gpu import kernel_for
 from nanollm.ranking import indices, top
 
@@ -20,6 +20,7 @@ from nanollm.ranking import indices, top
 @dataclass(frozen=True)
 class Selection:
     """Which entries stay: here those with the highest pooled vote (SnapKV, arXiv 2404.14469)."""
+    again = True  # can choose among the entries that it left itself, as `every` asks
 
     def __post_init__(self):
         check_knobs(self)
@@ -37,12 +38,14 @@ class WindowCache(LayerCache):
     """Algorithm 2 of CriticalKV (arXiv 2502.03805); as it stands, SnapKV.
 
     The last `window_size` queries of the prompt vote on every earlier token. At the prompt's end `budgets`
-    says how many entries each head keeps and `select` which. Decoding then appends.
+    says how many entries each head keeps and `select` which. Decoding then appends. With `every` it
+    compresses again after so many new tokens, whose last queries vote: never more than budget + every slots.
     """
     budget: int            # slots per key/value head, window included
     window_size: int = 32  # queries that vote, w
     kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 switches it off
     select: Selection = Selection()
+    every: int = 0         # new tokens after which it compresses again; 0: never
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,32 +54,54 @@ class WindowCache(LayerCache):
             raise ValueError(f"window {w} must be at least 1 and kernel {kernel} an odd number")
         if self.budget <= w:
             raise ValueError(f"budget {self.budget} must exceed the window {w}")
+        if whole("every", self.every, 0) and not self.select.again:
+            raise ValueError(f"every {self.every} needs a selection that can choose again; "
+                             f"make it 0 with {type(self.select).__name__}")
         self.select.check(self)
-        self.queries = None                  # (B, H, G, ≤ w, D): the prompt's last ones, until its end
+        self.full = self.budget + self.every  # slots at which it compresses again
+        self.queries = None                  # (B, H, G, ≤ w, D): the last ones, without `every` the prompt's
         self.packed: dict[str, Tensor] = {}  # heads of unlike length: the prompt's slots, head after head
         self.counts = None                   # (B, H): how many slots each head has in `packed`
         self.longest = 0                     # the largest count; `length` − `longest` slots came later
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """With `every`, what comes after the prompt is attended to in pieces as long as the room there is."""
+        if not (self.every and self.prompt_done):
+            return super().attend(q, k, v, pos)
+        self.check(q, k, v, pos)
+        ends = [*range(self.full - self.length, q.shape[2], self.every)]
+        parts = zip(*(x.tensor_split(ends, 2) for x in (q, k, v)), pos.tensor_split(ends, 1))
+        return torch.cat([LayerCache.attend(self, *part) for part in parts], 2)
+
     def observe(self, q: Tensor, p: Tensor | None):
-        if not self.prompt_done:
+        if self.every or not self.prompt_done:
             new = q.unflatten(1, (self.k.shape[1], -1))
             last = new if self.queries is None else torch.cat((self.queries, new), 3)
             self.queries = last[:, :, :, -self.window_size:].clone()  # not a view that would hold all of them
         super().observe(q, p)
+        if self.every and self.prompt_done and self.length == self.full:
+            self.compress()
 
     def end_prefill(self):
         if self.length > self.budget:
-            self.keep(self.chosen())
-            if self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}:  # all that never changes
-                self.pack()
-        self.queries = None
+            self.compress()
+        if not self.every:
+            self.queries = None
         super().end_prefill()
+
+    def compress(self):
+        if self.ragged:  # heads end together, so that the last slots are every head's newest tokens
+            self.keep((self.pos != NEVER).to(torch.uint8).argsort(dim=-1, stable=True))
+        self.keep(self.chosen())
+        if self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}:  # all that never changes
+            self.pack()
+        self.full = self.length + self.every
 
     def chosen(self) -> Tensor:
         """Slots that stay, (B, H, n), −1 for none."""
         if self.queries is None:
             raise ValueError("the prompt is over and the window's queries are gone; call end_prefill once")
-        votes = window_votes(self.queries, self.k)
+        votes = window_votes(self.queries, self.k, self.pos == NEVER if self.ragged else None)
         kept = self.select(self, votes, self.budgets(votes))
         return indices(F.pad(kept, (0, self.window_size), value=True))
 
@@ -87,7 +112,11 @@ class WindowCache(LayerCache):
     def pool(self, score: Tensor) -> Tensor:
         """Max over `kernel_size` neighbours, (..., S) → (..., S): a token is read with those around it."""
         padding = self.kernel_size // 2
-        return F.max_pool1d(score.flatten(0, -2), self.kernel_size, stride=1, padding=padding).view_as(score)
+        score = F.max_pool1d(score.flatten(0, -2), self.kernel_size, 1, padding).view_as(score)
+        if self.ragged:  # an empty slot lies below any vote
+            empty = (self.pos == NEVER)[:, :, :score.shape[-1]]
+            score = score.masked_fill(empty if score.dim() == 3 else empty.unsqueeze(2), -1)
+        return score
 
     # ---- heads of different length ----------------------------------------------------------------------
 
@@ -137,14 +166,17 @@ class WindowCache(LayerCache):
         return [x for x in (self.queries, self.counts) if x is not None]
 
 
-def window_rows(q: Tensor, k: Tensor) -> Tensor:
-    """Probabilities (B, H, G, w, S) of the last queries (B, H, G, w, D) over all keys (B, H, S, D)."""
+def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
+    """Probabilities (B, H, G, w, S) of the last queries (B, H, G, w, D) over keys (B, H, S, D), none `empty`.
+    """
     token = torch.arange(k.shape[2], device=k.device)
-    return probabilities(q.flatten(1, 2), k, token.expand(k.shape[:3]), None, token[None, -q.shape[3]:])
+    at = token.expand(k.shape[:3]) if empty is None else token.masked_fill(empty, NEVER)
+    return probabilities(q.flatten(1, 2), k, at, None, token[None, -q.shape[3]:])
 
 
-def window_votes(q: Tensor, k: Tensor) -> Tensor:
+def window_votes(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     """Their mean over the window, of the keys before it, (B, H, G, S − w), in 32 bits at least."""
-    if q.shape[3] <= 128 and (fast := kernel_for(k, "window_votes")):
+    if empty is None and q.shape[3] <= 128 and (fast := kernel_for(k, "window_votes")):
         return fast(q, k)
-    return window_rows(q, k)[..., :-q.shape[3]].mean(3, dtype=torch.promote_types(q.dtype, torch.float32))
+    rows, wide = window_rows(q, k, empty), torch.promote_types(q.dtype, torch.float32)
+    return rows[..., :-q.shape[3]].mean(3, dtype=wide)

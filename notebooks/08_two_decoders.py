@@ -27,7 +27,7 @@ from nanollm import SHIPPED, TINY, plot
 from nanollm.data import Tasks
 from nanollm.evaluate import Benchmark, continuation, maker, reference, standard_error, text_windows
 from nanollm.model import Config, Decoder
-from nanollm.select import calibrated, given, has_budget, load, pick
+from nanollm.select import given, has_budget, load, pick
 from nanollm.start import induction_start, learned_start
 from nanollm.train import CONFIG
 
@@ -91,7 +91,7 @@ for axis, (name, weight) in zip(axes, read.items()):
 # A head that looks at the value need not be the one that matters. So leave attention out, and see what is still found: two layers at a time, and on the diagonal one.
 
 # %%
-without = {name: inside.without_pairs(model, tasks, documents=16) for name, model in models.items()}
+without = {name: inside.without_pairs(model, tasks, documents=8) for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without.items()):
     plot.heads(axis, found, f"{name}: needles without two layers", most=1)
@@ -103,7 +103,7 @@ for axis, (name, found) in zip(axes, without.items()):
 # And one head at a time:
 
 # %%
-without_one = {name: inside.without_each(model, tasks, documents=16)
+without_one = {name: inside.without_each(model, tasks, documents=8)
                for name, model in models.items()}
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
 for axis, (name, found) in zip(axes, without_one.items()):
@@ -221,13 +221,16 @@ NAMES = ["snap_kv", "pyramid_kv", "ada_kv", "chunk_kv", "chunk_kv_reuse", "snap_
          "streaming_llm", "duo_attention", "quantized_2"]
 asked = {task: tasks.batch(task, 0, 32, 512) for task in ("needle", "recall")}
 columns = [f"{task}_{setting}" for task in asked for setting in ("aware", "blind")]
-found = {}  # (decoder, method) → share of right answers, a column each
+bench = {name: Benchmark.read(model, asked, None) for name, model in models.items()}
+train_tasks, found = Tasks(tasks.encoding, "train"), {}  # (decoder, method) → answers, a column each
+opened = {name: gates(model, train_tasks) for name, model in models.items()}  # DuoAttention's
 for name, model in models.items():
-    bench = Benchmark.read(model, asked, None)
     for method, Method in pick(NAMES).items():
-        knobs = given(Method) | calibrated(Method, model, tasks.encoding)
+        knobs = given(Method)
+        if Method is DuoAttention:
+            knobs |= dict(heads=retrieval_heads(opened[name], 0.3))
         make = maker(model, Method, 0.25 if has_budget(Method) else None, **knobs)
-        right, _ = bench.measured(model, make)
+        right, _ = bench[name].measured(model, make)
         found[name, method] = [right[column].mean().item() for column in columns]
 
 print(f"{'':18}{'built':^26}   {'learned':^26}")
@@ -260,16 +263,14 @@ figure.legend(loc="outside right center", fontsize=8);
 # DuoAttention keeps a whole cache for a few heads. `importance` asks what is lost if one head alone streams. `gates` trains a gate for every head, all together, with a penalty that closes those that are not needed. The question is whether they find the same heads.
 
 # %%
-train_tasks = Tasks(tasks.encoding, "train")
 kept = {}
 for name, model in models.items():
-    alone, together = importance(model, train_tasks), gates(model, train_tasks)
-    kept[name] = {"one head alone": retrieval_heads(alone),
-                  "gates together": retrieval_heads(together, 0.3)}
-    bench = Benchmark.read(model, asked, None)
+    kept[name] = {"one head alone": retrieval_heads(importance(model, train_tasks)),
+                  "gates together": retrieval_heads(opened[name], 0.3)}
     for how, heads in kept[name].items():
         for share in (0.5, 0.25):
-            right, _ = bench.measured(model, maker(model, DuoAttention, share, heads=heads))
+            make = maker(model, DuoAttention, share, heads=heads)
+            right, _ = bench[name].measured(model, make)
             print(f"{name:8} {how}, {share:.0%}:",
                   *(f"{column} {right[column].mean():.2f} " for column in columns[1::2]), sep="  ")
         print(f"    (layer, head): {' '.join(map(str, heads))}")
@@ -280,7 +281,7 @@ for name, model in models.items():
 #
 # ## Verdicts
 #
-# `python -m nanollm claims` judges 14 claims on both by one rule each. What it printed is kept in `results/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
+# `python -m nanollm claims` judges 19 claims on both by one rule each. What it printed is kept in `results/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
 
 # %%
 root = next(folder for folder in (Path(".."), Path(".")) if (folder / "results").exists())

@@ -48,6 +48,12 @@ SECTIONS = {
         "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
         "documents or texts. Texts begin with BOS in *learned*. "
         "[Notebook 08](notebooks/08_two_decoders.ipynb) draws it."),
+    "readings": (
+        "The papers read in other ways", "python -m methods.theory.readings",
+        "The first line of a group is the reading taken first. In brackets stand the changes against it, "
+        "document by document and text by text, ± one standard error. Budgets are a quarter of the entries, "
+        "but for CriticalKV an eighth. The last group compresses again while it decodes: as in CriticalKV's "
+        "Table 7, an eighth of the text stays whenever the cache holds half of it."),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
@@ -79,6 +85,15 @@ SECTIONS = {
         "Kernels, compiled", "python -m kernels.resources",
         "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),
 }
+
+
+def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
+    """Of a section that `python -m nanollm` printed: (method, budget as it stands there) → the share of right
+    answers of needle, recall and few-shot, aware and blind of each.
+    """
+    row = re.compile(r"(\S+) +(all|[\d.]+ %) +\d+ +((?:[\d.]+ +){6})")
+    found = map(row.match, (HERE / f"{name}.txt").read_text().splitlines())
+    return {(x[1], x[2]): [*map(float, x[3].split())] for x in found if x}
 
 
 def hardware() -> str:

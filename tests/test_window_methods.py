@@ -7,15 +7,19 @@ import math
 import pytest
 import torch
 
+from common import TOKENS, decoder
 from methods.ada_kv import AdaKV, shared
+from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, value_norms
 from methods.least_theta import LeastTheta
 from methods.pyramid_kv import PyramidKV
 from methods.residual_entry import Residual
+from methods.semantic_chunk_kv import SemanticChunkKV
 from methods.snap_kv import SnapKV
-from nanollm.cache import NEVER
-from windows import (B, D, GROUPED, PROMPTS, TIED, Case, by_depth, by_head, check_walk, compress, highest,
-                     mean, name_of, pool, uneven)
+from nanollm.cache import NEVER, end_prefill, make_cache
+from nanollm.evaluate import slots
+from windows import (B, D, GROUPED, PROMPTS, TIED, Case, by_depth, by_head, check_again, check_walk, compress,
+                     highest, mean, name_of, pool, uneven)
 
 
 # ---- loops: weights and norms [g][i] of one key/value head; `out` tokens lie outside the window ---
@@ -95,6 +99,67 @@ def test_slots_and_bytes_equal_the_loops(case, prompt):
     check_walk(CASES[case], prompt)
 
 
+def by_chunk_of_text(A, norms, out, b, kernel_size, at, chunk_size, fill, **_):
+    """Chunks are those of the text, whatever of them is left."""
+    votes, chunks = pool(mean(A)[:out], kernel_size), {}
+    for i in range(out):
+        chunks.setdefault(at[i] // chunk_size, []).append(i)
+    kept = []
+    for _, part in sorted(chunks.items(), key=lambda x: (-math.fsum(votes[i] for i in x[1]), -x[0])):
+        if fill or len(kept) + len(part) <= b:
+            kept += part
+    return kept[:b]
+
+
+AGAIN = {name: case for name, case in CASES.items() if "theta" not in name and "residual" not in name} | {
+    "critical code on ada": Case(AdaKV, dict(floor=0.0), CriticalCode(), by_head, as_the_code),
+    "chunk": Case(ChunkKV, {}, Chunks(3), choose=by_chunk_of_text),
+    "whole chunks": Case(ChunkKV, {}, Chunks(3, fill=False), choose=by_chunk_of_text),
+    "chunk on ada": Case(AdaKV, dict(floor=0.1), Chunks(3), by_head, by_chunk_of_text),
+    "whole chunks on ada": Case(AdaKV, dict(floor=0.1), Chunks(3, fill=False), by_head, by_chunk_of_text)}
+STEPS = {"a token": [1] * 30, "parts": [1, 2, 17, 1, 9]}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+@pytest.mark.parametrize("T, every, parts", [
+    (3, 5, "a token"), (3, 1, "a token"), (30, 5, "a token"), (14, 9, "a token"), (3, 5, "parts"),
+    (30, 1, "parts"), (12, 3, "parts")])
+def test_compressed_again_slots_and_outputs_equal_the_loops(case, T, every, parts):
+    check_again(AGAIN[case], T, every, STEPS[parts])
+
+
+@pytest.mark.parametrize("H, G, budget", [(1, 4, 12), (3, 1, 9), (4, 2, 6)])
+@pytest.mark.parametrize("case", ["snap", "critical on ada"])
+def test_compressed_again_with_other_heads_and_budgets(case, H, G, budget):
+    check_again(AGAIN[case], 8, 4, STEPS["a token"], H=H, G=G, budget=budget)
+
+
+@pytest.mark.parametrize("Method", [SnapKV, PyramidKV, AdaKV, ChunkKV])
+@torch.inference_mode()
+def test_compressed_again_no_step_of_a_decoder_holds_more_than_budget_and_every(Method, budget=14, every=6):
+    """Per head, on average over heads and layers; all layers compress at the same tokens."""
+    model, highest, times = decoder(n_layers=4), 0, set()
+    caches = make_cache(model, Method, budget=budget, window_size=5, every=every)
+    model(TOKENS[:, :3], caches)
+    end_prefill(caches)
+    for t in range(3, TOKENS.shape[1]):
+        before = slots(caches)
+        model(TOKENS[:, t:t + 1], caches)
+        times |= {t} if slots(caches) < before else set()
+        highest = max(highest, before + 1)
+    assert highest == budget + every and min(times) == budget + every - 1
+    assert {b - a for a, b in zip(sorted(times), sorted(times)[1:])} == {every}
+    assert slots(caches) <= budget + every and caches[0].seen == TOKENS.shape[1]
+
+
+def test_without_every_nothing_is_compressed_again_and_no_query_is_kept():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, B, 2, 60, D, generator=g)
+    cache = compress(SnapKV(20, window_size=8), q[:, :, :9], k[:, :, :9], v[:, :, :9])
+    cache.attend(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], torch.arange(9, 60)[None])
+    assert cache.length == 60 and cache.queries is None
+
+
 def test_the_authors_code_adds_a_little_to_votes_and_takes_half_by_weight():
     votes, norms = torch.tensor([[[[0, 0.5, 0], [0, 0.1, 0.2]]], [[[2, 1, 4.0], [4, 3, 2.0]]]])[:, None]
     second = CriticalCode().second(SnapKV(20, window_size=8, kernel_size=1), votes, norms)
@@ -127,6 +192,12 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
     (partial(AdaKV, 20, 8, floor=1.5), "floor 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
     (partial(Critical, alpha=math.nan), "alpha nan"), (partial(CriticalCode, alpha=-0.5), "alpha -0.5"),
     (partial(LeastTheta, steps=-1), "steps -1"), (partial(LeastTheta, steps=10**9), "steps 1000000000 must"),
+    (partial(SnapKV, 20, 8, every=-1), "every -1 must be a whole number of at least 0"),
+    (partial(SnapKV, 20, 8, every=2.5), "every 2.5"), (partial(AdaKV, 20, 8, every=True), "every True"),
+    (partial(SnapKV, 20, 8, every=4, select=LeastTheta()), "every 4 needs .*; make it 0 with LeastTheta"),
+    (partial(AdaKV, 20, 8, every=4, select=Residual()), "every 4 needs .*; make it 0 with Residual"),
+    (partial(SemanticChunkKV, 20, 8, every=4), "every 4 needs .*; make it 0 with SemanticChunks"),
+    (partial(ChunkKV, 20, 8, every=4, reuse=2), "every 4 needs a choice by each layer; make reuse 2 1"),
     (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=10**9), "rounds 1000000000 must"),
     (partial(Residual, share=0), "share 0"), (partial(Residual, inner=SnapKV), "inner")])
 def test_bad_knobs_are_refused_at_construction(make, message):

@@ -50,9 +50,9 @@ def same_for_all(scores, b, **_):
     return [b] * len(scores)
 
 
-def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, **_):
+def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
     """PyramidKV: the layers' mean is b, so the last lies as far below b as the first above."""
-    top = min(2 * b - Fraction(b, beta), len(scores[0]))
+    top = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
     step = Fraction(2 * (top - b), layers - 1)
     budgets = fair([top - i * step for i in range(layers)])
     return [budgets[layer]] * len(scores)
@@ -158,7 +158,7 @@ def live(cache, b, h) -> Slots:
     return Slots(*(x[b, h, there] for x in (cache.pos, cache.k, cache.v, bias)))
 
 
-def every(cache) -> list[list[Slots]]:
+def every_slot(cache) -> list[list[Slots]]:
     return [[live(cache, b, h) for h in range(cache.pos.shape[1])] for b in range(cache.pos.shape[0])]
 
 
@@ -189,9 +189,9 @@ def walk(case: Case, prompt: Prompt) -> Walk:
             assert tied or torch.allclose(window.window_rows(cache.queries, cache.k), rows, atol=1e-6)
             with pytest.MonkeyPatch.context() as patch:  # ties are not to be broken by rounding
                 for module in ("nanollm.window", "methods.least_theta"):
-                    patch.setattr(f"{module}.window_rows", lambda q, k: rows)
+                    patch.setattr(f"{module}.window_rows", lambda q, k, empty=None: rows)
                 cache.end_prefill()
-            slots = every(cache)
+            slots = every_slot(cache)
         if z >= T:
             steps.append((cache.pos.clone(), cache.bytes()))
     return Walk(cache, (q, k, v), rows, w_o, slots, steps)
@@ -239,6 +239,69 @@ def check_walk(case: Case, prompt: Prompt):
         assert (pos[:, :, max(counts):] == torch.arange(T, T + new)).all() and held == slot * n + table
         assert held <= allocated <= 1.1 * held + table
     assert got.cache.seen == T + 6
+
+
+# ---- compressed again every n new tokens ---
+
+
+def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, budget=12, kernel_size=3):
+    """A prompt of T tokens and what follows, so many at a time: slots, outputs and room are the loop's."""
+    new, w = sum(parts), window_size
+    g = torch.Generator().manual_seed(T)
+    q, k, v = [torch.randn(B, heads, T + new, D, generator=g) for heads in (H * G, H, H)]
+    q, w_o, select = 2 * q, torch.randn(6, H * G, D, generator=g), case.select or case.Method.select
+    cache = case.Method(budget, w, kernel_size, select, every=every, **case.knobs)
+    cache.link(LAYER, LAYERS, None, w_o, None)
+    cache.attend(q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.arange(T)[None])
+    cache.end_prefill()
+
+    def attention(b, h, j, t, at):
+        seen = [i for i in at if i <= t]
+        return dict(zip(seen, (k[b, h, seen] @ q[b, h * G + j, t] / math.sqrt(D)).softmax(0).tolist()))
+
+    def compressed(held, n):  # [b][h]: the tokens that stay of n
+        for b, heads in enumerate(held):
+            rows = [[[attention(b, h, j, t, at) for t in range(n - w, n)] for j in range(G)]
+                    for h, at in enumerate(heads)]
+            A = [[[sum(row.get(i, 0) for row in of) / w for i in at] for of in of_head]
+                 for at, of_head in zip(heads, rows)]
+            pooled = [pool(mean(a)[:-w], kernel_size) for a in A]
+            knobs = case.knobs | knobs_of(select)
+            for h, room in enumerate(case.deal(pooled, budget - w, seen=n - w, **knobs)):
+                at, out = heads[h], len(heads[h]) - w
+                norms = [(v[b, h, at] @ w_o[:, h * G + j].T).abs().sum(-1).tolist() for j in range(G)]
+                kept = case.choose(A[h], norms, out, min(room, out), kernel_size, at=at, **knobs)
+                heads[h] = [at[i] for i in sorted(kept)] + at[out:]
+
+    def largest():
+        return max(len(at) for heads in held for at in heads)
+
+    held = [[[*range(T)] for _ in range(H)] for _ in range(B)]
+    if T > budget:
+        compressed(held, T)
+    limit, n, times = (largest() if T > budget else budget) + every, T, 0
+    for part in parts:
+        expected = torch.zeros(B, H * G, part, D)
+        for t in range(n, n + part):
+            for b, h in product(range(B), range(H)):
+                held[b][h].append(t)
+                for j in range(G):
+                    at, p = zip(*attention(b, h, j, t, held[b][h]).items())
+                    expected[b, h * G + j, t - n] = torch.tensor(p) @ v[b, h, list(at)]
+            if largest() == limit:
+                compressed(held, t + 1)
+                limit, times = largest() + every, times + 1
+        new = [x[:, :, n:n + part] for x in (q, k, v)]
+        y = cache.attend(*new, torch.arange(n, n + part)[None])
+        n += part
+        assert torch.allclose(y, expected, atol=1e-5)
+        assert [[head.pos.tolist() for head in row] for row in every_slot(cache)] == held
+        for b, h in product(range(B), range(H)):
+            mine = live(cache, b, h)
+            assert torch.equal(mine.k, k[b, h, held[b][h]]) and torch.equal(mine.v, v[b, h, held[b][h]])
+        slots, table = sum(len(at) for heads in held for at in heads), 8 * B * H * bool(cache.packed)
+        assert cache.bytes()[0] == slots * (2 * 4 * D + 4) + table + cache.queries.nbytes
+    assert cache.seen == n and cache.queries.shape == (B, H, G, w, D) and times > 1
 
 
 # ---- caches that are given a prompt ---

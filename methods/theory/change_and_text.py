@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from methods.ada_kv import AdaKV
 from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, two_stage, value_norms
@@ -29,7 +30,7 @@ from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer, weights
-from nanollm.cache import LayerCache, end_prefill, make_cache
+from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Batch, Tasks
 from nanollm.evaluate import (Benchmark, Make, Reference, answer, continuation, held, maker, perturbation,
                               prompt_and_question, reference, replayed_or_read, retrieve, text_windows)
@@ -136,7 +137,11 @@ def measured(model, full: Reference, name: str, share: float) -> dict[str, np.nd
 
 def answers(model, bench: Benchmark, Method, share: float, **knobs) -> dict[str, Tensor]:
     """The share of right answers of every document, (tasks, documents), "aware" and "blind"."""
-    make = maker(model, Method, share, **knobs)
+    return right_answers(model, bench, maker(model, Method, share, **knobs))
+
+
+def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
+    """The same with caches of `make`."""
     each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
             for task, batch in bench.batches.items()]
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
@@ -152,6 +157,36 @@ def one_knob_at_a_time(model, bench: Benchmark, full: Reference, share: float = 
         text = text_by_text(model, full, maker(model, SnapKV, share, **knobs))
         rows[name] = dict(answers=right, L=text["alone"].mean((1, 2)), kl=text["kl"])
     return rows
+
+
+@torch.no_grad()
+def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = True, **knobs) -> dict:
+    """Short prompts with long answers (Table 7): a sixteenth of each text, and the rest token by token.
+
+    As there, whenever the cache holds half of the text, an eighth stays. Without `again` only the prompt is
+    compressed, and that is too short. Returns kl (texts,) over the answer; by task of `asked`, documents as
+    long, which are right (documents,): their questions stand at the end; and of a text the largest and the
+    last live KiB, "most" and "last".
+    """
+    T = texts.shape[1]
+    knobs = dict(budget=T // 8, every=(T // 2 - T // 8) * again) | WINDOW | knobs
+
+    def prompted(tokens):
+        caches = make_cache(model, SnapKV, **knobs)
+        feed(model, tokens[:, :T // 16], caches)
+        return caches
+
+    full, caches = model(texts[:, :-1])[:, T // 16:].log_softmax(-1), prompted(texts)
+    end_prefill(caches)
+    kl, kib = [], []
+    for token, true in zip(texts[:, T // 16:-1].unbind(1), full.unbind(1)):
+        log_p = model(token[:, None], caches)[:, 0].log_softmax(-1)
+        kl.append(F.kl_div(log_p, true, log_target=True, reduction="none").sum(-1))
+        kib.append(cache_bytes(caches)[0] / len(texts) / 1024)
+    right = {task: answer(model, torch.from_numpy(batch.tokens).to(texts.device), batch.answers, T // 16,
+                          prompted(torch.from_numpy(batch.tokens).to(texts.device)))
+             for task, batch in asked.items()}
+    return dict(kl=torch.stack(kl, 1).mean(1), most=max(kib), last=kib[-1]) | right
 
 
 def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **knobs) -> list[LayerCache]:

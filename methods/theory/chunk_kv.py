@@ -27,6 +27,7 @@ from nanollm.window import WindowCache
 @dataclass(frozen=True)
 class PlacedChunks(Chunks):
     """A grid of its own for every document: token `at` has place `place` in its chunk."""
+    again = False             # the grid is that of a prompt
     at: Tensor | None = None  # (B,)
     place: int = 0            # from 0
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
-from methods.critical_kv import Critical, PooledCritical
+from methods.critical_kv import Critical, CriticalCode, PooledCritical
 from methods.h2o import H2O
-from methods.kv_reviver import KVReviver
+from methods.kv_reviver import KVReviver, Sketch
 from methods.kv_reviver_mean import MeanReviver
 from methods.kv_reviver_shrunk import ShrunkReviver
 from methods.least_theta import theta
@@ -21,15 +21,18 @@ from methods.quantized import Quantized
 from methods.semantic_chunk_kv import SemanticChunkKV
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
-from methods.theory.change_and_text import COMPARED, RULES, VOTING, WINDOW, compressed, rank_correlation
+from methods.theory.change_and_text import (COMPARED, RULES, VOTING, WINDOW, compressed, long_answer,
+                                             rank_correlation)
 from methods.theory.chunk_kv import jaccard
 from methods.theory.critical_kv import algorithm_1, assumption_1, masked_attention, perturbation
-from methods.theory.kv_reviver import amnesia, fisher_shares
+from methods.theory.inside import sinks
+from methods.theory.kv_reviver import (amnesia, fisher_shares, printed_bound, relative_error,
+                                        revived_logits)
 from methods.theory.scissorhands import attention_maps, observed
 from methods.theory.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, over_texts,
                                     within)
 from nanollm.cache import LayerCache, make_cache, probabilities
-from nanollm.evaluate import held, text_windows
+from nanollm.evaluate import held, maker, text_windows
 from nanollm.ranking import indices
 from nanollm.tokenizer import boundaries
 
@@ -148,6 +151,23 @@ def P10(on: Subject) -> Finding:
     return Finding(both(*map(above, numbers.values())), numbers)
 
 
+def P12(on: Subject) -> Finding:
+    """Table 7: with short prompts and long answers, compressed while they are written, the norms make answers
+    better.
+
+    Rule: the KL of all that follows the first sixteenth of a text is lower with them, if an eighth of the
+    entries stays whenever the cache holds half of the text. Twice as many texts.
+    """
+    texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(on.text.tokens.device)
+    plain, norms, code = (long_answer(on.model, texts, {}, select=select)
+                          for select in (SnapKV.select, Critical(), CriticalCode()))
+    change = mean(norms["kl"] - plain["kl"])
+    return Finding(below(change), {
+        "KL of SnapKV": mean(plain["kl"]), "by the paper's rule": change,
+        "by the authors' code": mean(code["kl"] - plain["kl"]),
+        "largest KiB of a text": (plain["most"], 0.0)})
+
+
 # ---- ChunkKV ---
 
 def C1(on: Subject) -> Finding:
@@ -216,6 +236,30 @@ def R5(on: Subject) -> Finding:
     except ValueError as error:
         return Finding(NOT, numbers, str(error))
     return Finding(below(change), numbers | {"change of KL": change})
+
+
+def R6(on: Subject) -> Finding:
+    """Lemmas 1 to 3 and the bounds of the appendix.
+
+    Rule: read off the paper's sketch of five tokens a slot of memory, squared errors of a decoder's keys and
+    values are below πa/N of their variance. Also: what attention vague tokens get at a quarter of the bytes.
+    """
+    (B, a), errors = on.text.prompt.shape, []
+    for _, k, v, _ in on.text.recording:
+        sketch, J = Sketch(k, 3, a // 15, on.seed), torch.arange(a).expand(*k.shape[:2], -1)
+        sketch.insert(J, k, v)
+        pairs = zip(sketch.query(J), (k, v))
+        errors.append([[relative_error(found[i:i + 1], true[i:i + 1]) for i in range(B)]
+                       for found, true in pairs])
+    keys, values = map(mean, torch.tensor(errors).mean(0))
+    bound, _ = printed_bound(a, 3 * (a // 15))
+    *_, revived, true = torch.tensor(revived_logits(on.model, on.text, maker(on.model, KVReviver, 0.25))).T
+    first, _ = sinks(on.model, on.text.tokens)
+    return Finding(both(below(keys, bound), below(values, bound)), {
+        "error of keys, in variances": keys, "error of values": values, "the bound": (bound, 0.0),
+        "attention to vague tokens, revived": (revived.mean().item(), 0.0),
+        "attention to them, true": (true.mean().item(), 0.0),
+        "most weight on a first token": (first.max().item(), 0.0)})
 
 
 def R9(on: Subject) -> Finding:
@@ -310,8 +354,8 @@ def S7(on: Subject) -> Finding:
         "cosine, lowest layer": cosine, "exponent, lowest layer": k})
 
 
-CLAIMS = {f.__name__: f for f in (P2, P3, P5, P6, P7, P8, P10, C1, C2, R4, R5, R9, R10, R11, R12, R13,
-                                   S7)}
+CLAIMS = {f.__name__: f for f in (P2, P3, P5, P6, P7, P8, P10, P12, C1, C2, R4, R5, R6, R9, R10, R11, R12,
+                                   R13, S7)}
 
 
 @torch.no_grad()

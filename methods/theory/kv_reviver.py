@@ -235,12 +235,12 @@ def revived_logits(model, full, make, steps: int = 16) -> list[tuple[float, ...]
     for cache, prompt, later in zip(caches, full.recording, full.continuation):
         cache.attend(later.q[:, :, :1], later.k[:, :, :1], later.v[:, :, :1], later.pos[:, :1])
         keys, _, pos, _ = cache.read()
-        true = torch.cat((prompt.k, later.k[:, :, :1]), 2)
+        true = torch.cat((prompt.k.to(keys.device), later.k[:, :, :1]), 2)
         true = true.gather(2, pos.long()[..., None].expand(-1, -1, -1, c.head_dim))
 
         asked = later.q[:, :, 1:1 + steps].unflatten(1, (c.n_kv_heads, -1))
         logits = [asked @ k.unsqueeze(2).mT * c.head_dim ** -0.5 for k in (keys, true)]
-        vague = torch.arange(pos.shape[2]) >= cache.length
+        vague = torch.arange(pos.shape[2], device=pos.device) >= cache.length
         off = (logits[0] - logits[1])[..., vague].std()
         vary = [x[..., vague].std(-1).mean() for x in logits]
         part = [x.softmax(-1)[..., vague].sum(-1).mean() for x in logits]

@@ -11,7 +11,7 @@ from methods.theory import change_and_text
 from methods.theory.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_KNOB, RULES, SHARES,
                                             VOTING, WINDOW, Knobs, OtherNorms, change,
                                             correlation_of_change_and_kl, difference, l2_norms, last_layer,
-                                            lower, saved, stored)
+                                            long_answer, lower, saved, stored)
 from methods.theory.claims import P5, P8
 from methods.theory.subject import HOLDS, NOT, Subject, above, mean
 from methods.snap_kv import SnapKV
@@ -84,6 +84,25 @@ def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
         part, error = saved(f"{base}+{addition}", base, 0.25)
         assert part + 2 * error < 0.1  # the paper: 0.21 to 0.34
         note("P11", **{f"{base}_{addition}": 100 * part, f"{base}_{addition}_error": 100 * error})
+
+
+@pytest.mark.claim("P12")
+def test_long_answers_compressed_while_they_are_written_are_no_better_for_the_norms(on, note):
+    texts = text_windows(on.tasks, 64, 256)
+    plain, norms = (long_answer(on.model, texts, {}, select=select) for select in (SnapKV.select, Critical()))
+    change, error = mean(norms["kl"] - plain["kl"])
+    assert change > 2 * error
+    c, w, batch = on.model.config, WINDOW["window_size"], on.tasks.batch("needle", 0, 4, 256)
+    queries = c.n_layers * c.n_heads * w * c.head_dim * 4 / 1024
+    slot = c.n_layers * c.n_kv_heads * (2 * c.head_dim + 1) * 4 / 1024
+    once, again = (long_answer(on.model, texts[:4], {"needle": batch}, x) for x in (False, True))
+    assert once["kl"].abs().max() < 1e-5 and once["needle"].tolist() == [1] * 4
+    assert again["kl"].min() > 1e-3 and again["needle"].mean() < 1
+    assert once["most"] == once["last"] == pytest.approx(255 * slot)
+    # 32 slots stay of 128 after tokens 128 and 224
+    for row in plain, norms, again:
+        assert (row["most"], row["last"]) == pytest.approx((127 * slot + queries, 63 * slot + queries))
+    note("P12", kl=plain["kl"].mean(), change=change, error=error, most=plain["most"], whole=once["most"])
 
 
 @pytest.mark.claim("P8", "P10")

@@ -14,15 +14,16 @@ from exact import F64, at_most, check, close, random, seeded, seeds, vector
 from methods.h2o import H2O
 from methods.scissorhands import BudgetCache, Scissorhands
 from methods.theory.scissorhands import (
-    FourBits, OneLayer, attention_maps, best_bound, block_similarity, condition, cost_of_reading,
-    draw_power_law, drift_bound, drift_under_power_law, drifts, eviction_bound, failure, mass_lost, mlp_bound,
-    nearly_orthogonal, newest_share, next_step, observed, paper_bound, paper_failure, persistence_bounds,
-    persistence_ratio, proof_steps, random_step, repaired_bound, rollout, smallest_share, softmax_spread,
-    tail_exponent, tail_mass, weights_bound)
-from nanollm import TINY, weights
-from nanollm.cache import LayerCache
-from nanollm.evaluate import continuation, maker, reference, retrieve, standard_error, text_windows
+    FourBits, OneLayer, Padded, Rate, attention_maps, best_bound, block_similarity, condition,
+    cost_of_reading, draw_power_law, drift_bound, drift_under_power_law, drifts, eviction_bound, failure,
+    mass_lost, mlp_bound, nearly_orthogonal, newest_share, next_step, observed, paper_bound,
+    paper_failure, persistence_bounds, persistence_ratio, proof_steps, random_step, repaired_bound,
+    rollout, smallest_share, softmax_spread, tail_exponent, tail_mass, weights_bound)
+from nanollm import LEARNED, TINY, weights
+from nanollm.cache import LayerCache, make_cache
+from nanollm.evaluate import continuation, held, maker, reference, retrieve, standard_error, text_windows
 from nanollm.model import rope
+from nanollm.replay import feed
 
 starts, norms = st.integers(2, 5), st.tuples(*[st.floats(0.1, 3)] * 6)
 exponents = st.integers(12, 60).map(lambda n: n / 10)  # moments lose digits near k = 2 and 3, not there
@@ -547,3 +548,18 @@ def test_a_fifth_of_the_entries_costs_quality_and_four_bits_on_top_little(note):
     assert more.mean() < 0.15 * lost.mean()
     note("S9", nll=more.mean(), error=standard_error(more), fifth=lost.mean(),
          few_shot=100 * (bits["few_shot"] - fifth["few_shot"]).mean())
+
+
+@pytest.mark.claim("S2")
+@torch.inference_mode()
+def test_counts_over_every_step_let_a_sink_go_where_rates_or_a_short_record_keep_it(note):
+    """Layer 1 of the decoder that has sinks, a quarter of the entries."""
+    model, kept = weights.from_hf(LEARNED), {}
+    tokens = text_windows(tasks("test"), 8, 224, model)
+    for name, Method, knobs in (("counts", Scissorhands, {}), ("rate", Rate, {}), ("padded", Padded, {}),
+                                ("short", Scissorhands, dict(history=50))):
+        caches = make_cache(model, Method, budget=56, **knobs)
+        feed(model, tokens, caches)
+        kept[name] = 100 * held(caches[1:2], 224)[..., 0].float().mean().item()
+    assert kept["counts"] < 20 < 60 < min(kept["rate"], kept["padded"], kept["short"])
+    note("S2", **{f"sink_{name}": x for name, x in kept.items()})
