@@ -9,7 +9,7 @@ and heads are ranked together, so that a head that is not needed for this keeps 
 
 Differs from the paper: the text is read again without words that ask for a repetition, which a decoder that
 was not taught to follow instructions would only take for text; 512 tokens at a time, each time with the 8
-before them, where the paper takes 2048. Softmax is over the whole cache, not over the part that is read again.
+before them, where the paper takes 2048. Softmax is over the whole cache, not the part that is read again.
 What follows the prompt is appended. No entry is safe, sinks neither.
 
 Ours: `OneReading` goes by the first reading alone, the largest attention from a token at least 8 later.
