@@ -73,7 +73,10 @@ class Memory(Cache):
         return super().update(*told, **more)
 
     def end_prompt(self):
-        """Tell every layer, lowest first, that the prompt is over: compress."""
+        """Tell every layer, lowest first, that the prompt is over: compress.
+
+        Where a method reads the prompt twice, call generate.end_prompt(Bridged(model), tokens, caches).
+        """
         if not (seen := max(cache.seen for cache in self.caches)):
             raise ValueError("no prompt was read; call the model with past_key_values=memory first")
         for layer in self.layers:

@@ -26,7 +26,8 @@ ALL = NEVER                           # watch every query
 @dataclass(eq=False)
 class LayerCache:
     """Full attention: remembers every token of one layer. Subclasses add their knobs as dataclass fields."""
-    watch = 0  # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+    watch = 0    # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+    rereads = 0  # tokens of the prompt that are read a second time, so many at a time, before it ends (KVzip)
 
     def __post_init__(self):
         check_knobs(self)

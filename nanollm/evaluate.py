@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from nanollm.cache import NEVER, LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.check import check_budget, fits, whole
 from nanollm.data import Batch, Tasks
-from nanollm.generate import check_prompt
+from nanollm.generate import check_prompt, end_prompt
 from nanollm.replay import CannotReplay, Recorder, Recording, feed, record, replay
 from nanollm.tokenizer import opening
 
@@ -76,7 +76,7 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
 def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
     """End the prompt of `fed` tokens, feed the rest one by one, answer each span; share of right ones (B,).
     """
-    end_prefill(caches)
+    end_prompt(model, tokens[:, :fed], caches)
     right = []
     for span in spans:
         for token in tokens[:, fed:span.start].unbind(1):
@@ -152,7 +152,7 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     before = torch.cuda.memory_allocated(tokens.device) if tokens.is_cuda else None
     caches = make(cut, full.prompt)
     peak = feed(model, full.prompt, caches, chunk_size) if recording is None else replay([recording], caches)
-    end_prefill(caches)
+    end_prompt(model, full.prompt, caches)
     after_prompt = slots(caches)
     device = torch.cuda.memory_allocated(tokens.device) - before if tokens.is_cuda else None
 
@@ -230,7 +230,7 @@ def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) ->
 
 
 @torch.no_grad()
-def perturbation(full: Reference, make: Make) -> Tensor:
+def perturbation(model, full: Reference, make: Make) -> Tensor:
     """‖o − ô‖₁ (Definition 1 of CriticalKV) of every layer alone, (B, L, H·G): its queries are the full
     cache's.
 
@@ -240,7 +240,7 @@ def perturbation(full: Reference, make: Make) -> Tensor:
     for cache, told in zip(caches, full.recording):
         for part in told.split(64, cache.w_o.device):
             cache.attend(*part)
-    end_prefill(caches)
+    end_prompt(model, full.prompt, caches)
 
     answers = []
     for cache, told in zip(caches, full.continuation):
@@ -392,7 +392,7 @@ class Benchmark:
         if self.full is None:
             return right, {}
         text = replayed_or_read(continuation, model, self.full, make, self.full.recording)
-        return right, text | dict(l1_alone=perturbation(self.full, make))
+        return right, text | dict(l1_alone=perturbation(model, self.full, make))
 
     def run(self, model, make: Make) -> dict:
         return summary([self.measured(model, make)])

@@ -3,7 +3,7 @@
 The prompt's last token is fed *after* the cache has been compressed: otherwise the first new token would
 be answered by the full cache.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -49,6 +49,27 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     for part in tokens.split(min(chunk_size or T, T), 1):
         logits = model(part, caches, last=1)
     return logits[:, -1]
+
+
+@torch.no_grad()
+def end_prompt(model, tokens: Tensor, caches):
+    """Tell every layer that the prompt, tokens (B, T), is over; those that read it twice read it again first.
+    """
+    read_again(caches, lambda part: prefill(model, tokens[:, part], caches, 64))  # bounds the probabilities
+    end_prefill(caches)
+
+
+def read_again(caches, read: Callable[[slice], object]):
+    """The second reading of methods that ask for one: `rereads` tokens at a time, and the 8 before them, come
+    after the whole prompt, and are then taken out again. `read` feeds a part of the prompt.
+    """
+    T, n = caches[0].seen, caches[0].rereads
+    for start in range(0, T if n else 0, n or 1):
+        for cache in caches:
+            cache.rereading = True
+        read(slice(max(start - 8, 0), min(start + n, T)))
+        for cache in caches:
+            cache.rereading, cache.length, cache.seen = False, T, T
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float):
@@ -107,7 +128,7 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
 def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk):
     if prompt.shape[1] > 1:
         prefill(model, prompt[:, :-1], caches, chunk)
-    end_prefill(caches)
+    end_prompt(model, prompt[:, :-1], caches)
     token, ended = prompt[:, -1], None
     for _ in range(new):
         following = sample(model(token[:, None], caches)[:, -1], temperature, top_k, top_p, generator)

@@ -24,9 +24,10 @@ from tqdm import tqdm
 
 import nanollm
 from nanollm import gpu
-from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.cache import LayerCache, cache_bytes, make_cache
 from nanollm.check import check_seed, whole
 from nanollm.evaluate import for_text, share
+from nanollm.generate import end_prompt
 from nanollm.model import Config, Decoder
 from nanollm.replay import feed
 from nanollm.select import DTYPES, given, pick
@@ -106,7 +107,7 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
     read = now(cuda)
     if cuda:
         row["device_peak"] = torch.cuda.max_memory_allocated() - of_before
-    end_prefill(caches)
+    end_prompt(model, tokens[:, :-1], caches)
     row |= dict(prefill_s=read - began, end_s=now(cuda) - read)
     if cuda:
         row["device"] = torch.cuda.memory_allocated() - of_before

@@ -5,8 +5,9 @@ import sys
 import torch
 from torch import Tensor
 
-from nanollm.cache import end_prefill, make_cache
+from nanollm.cache import make_cache
 from nanollm.evaluate import feed, for_text, held
+from nanollm.generate import end_prompt
 from nanollm.select import has_budget
 from nanollm.tokenizer import boundaries, opening
 
@@ -40,7 +41,7 @@ def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Ten
     new tokens.
     """
     feed(model, tokens[:, :cut], caches)
-    end_prefill(caches)
+    end_prompt(model, tokens[:, :cut], caches)
     kept, written = held(caches, cut)[0], []
     for token in tokens[:, cut:].unbind(1):
         logits = model(token[:, None], caches)

@@ -17,6 +17,7 @@ from nanollm import TINY
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.check import whole
 from nanollm.evaluate import for_text, share
+from nanollm.generate import read_again
 from nanollm.select import DTYPES, given, has_budget, pick
 from nanollm.table import SHOWN, label
 
@@ -43,10 +44,16 @@ def compressed(shape, Method, knobs: dict, T: int, dtype: torch.dtype) -> tuple[
     c, g = shape.config, torch.Generator().manual_seed(0)
     pos = torch.arange(T)[None]
     caches = make_cache(shape, for_text(Method, pos % 16 == 15), **knobs)  # a chunk's end every 16 tokens
-    for cache in caches:
-        qkv = torch.randn(3, 1, c.n_kv_heads, T, c.head_dim, generator=g, dtype=dtype)
-        cache.attend(*qkv, pos)  # with one query head each
+
+    def read(part: slice):
+        at = pos[:, part] + caches[0].seen
+        for cache in caches:
+            qkv = torch.randn(3, 1, c.n_kv_heads, at.shape[1], c.head_dim, generator=g, dtype=dtype)
+            cache.attend(*qkv, at)  # with one query head each
+
+    read(slice(None))
     peak = cache_bytes(caches)[1]
+    read_again(caches, read)
     end_prefill(caches)
     return cache_bytes(caches)[1], peak
 

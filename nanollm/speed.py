@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanollm import TINY, command
-from nanollm.cache import end_prefill, make_cache
-from nanollm.generate import generate, prefill
+from nanollm.cache import make_cache
+from nanollm.generate import end_prompt, generate, prefill
 from nanollm.check import whole
 from nanollm.evaluate import for_text
 from nanollm.select import calibrated, given, load, pick
@@ -190,7 +190,7 @@ def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int
             began = time.perf_counter()
             prefill(model, tokens, caches)
             read = time.perf_counter()
-            end_prefill(caches)
+            end_prompt(model, tokens, caches)
             times[name].append((read - began, time.perf_counter() - read))
 
         least = {name: tuple(map(min, zip(*runs))) for name, runs in times.items()}

@@ -9,9 +9,10 @@ from methods.streaming_llm import StreamingLLM
 from methods.theory.duo_attention import gates, retrieval_heads
 from nanollm import TINY, tokenizer, weights
 from nanollm.bridge import Bridged, attach, detach
-from nanollm.cache import cache_bytes, end_prefill, make_cache
+from nanollm.cache import cache_bytes, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import for_text
+from nanollm.generate import end_prompt
 from nanollm.replay import feed
 from nanollm.select import given, pick
 
@@ -89,7 +90,7 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
             knobs["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=60), 0.6)
         caches = make_cache(model, for_text(Method, ends), **knobs)
         feed(model, tokens[:, :-1], caches)
-        end_prefill(caches)
+        end_prompt(model, tokens[:, :-1], caches)
         told.append((model(tokens[:, -1:], caches), caches))
     (expected, ours), (logits, theirs) = told
     # between two codes of few bits, the last digit decides

@@ -24,7 +24,7 @@ from methods.sub_gen_pairs import SubGen4Cache
 from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import NEVER, end_prefill, make_cache
 from nanollm.evaluate import for_text
-from nanollm.generate import generate
+from nanollm.generate import generate, read_again
 from nanollm.select import given, has_budget, pick
 from nanollm.window import WindowCache
 
@@ -39,9 +39,11 @@ CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])
 # entry for all that is gone; the keys of sinks move along.
 ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm"
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
+APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"
 EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
 DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
-GAPS = "random", "+residual", "semantic", "chunk"  # what stays is not only what is looked at and the newest
+# what stays is not only what is looked at and the newest
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff"
 
 
 def each(names, cuts=CUTS):
@@ -78,6 +80,9 @@ def run(name, cut, layers=None, rows=slice(None), **knobs):
         parts = [[x[rows, :, part] for x in qkv] for qkv in layers or text()]
         y = [cache.attend(*qkv, pos) for cache, qkv in zip(caches, parts)]
         if stop == PROMPT:
+            again = PROMPT + torch.arange(PROMPT)[None]
+            read_again(caches, lambda part: [cache.attend(*(x[rows, :, part] for x in qkv), again[:, part])
+                                             for cache, qkv in zip(caches, layers or text())])
             end_prefill(caches)
         after, size = [held(cache) for cache in caches], [cache.bytes() for cache in caches]
         steps.append(Step(range(stop - n, stop), before, y, after, size))
@@ -132,7 +137,7 @@ def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
 def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
     """All layers' and heads' together; window methods and retrieval heads add what comes after the prompt."""
     caches, steps = walk(name, cut)
-    appends = isinstance(caches[0], WindowCache) or name == "duo_attention"
+    appends = isinstance(caches[0], WindowCache) or name in APPENDS
     for step in steps:
         slots = [(kept != NEVER).sum().item() for kept in step.after]
         later = max(step.part.stop - PROMPT, 0) if appends else 0
@@ -241,7 +246,41 @@ def reservoir(q, k, parts, prompt, budget, seed=0):
         yield [[sorted(head.topk(min(size, part.stop)).indices.tolist()) for head in row] for row in drawn]
 
 
+def looked_at_least(q, k, parts, prompt, budget):
+    """TOVA, section 3: what the newest query looks at least, on average over all heads of the layer, goes."""
+    kept = [[*range(0)] for _ in range(B)]
+    for part in parts:
+        for b in range(B):
+            kept[b] += part
+            weight = dict.fromkeys(kept[b], 0.0)
+            for h in range(H * G):
+                p = (k[b, h // G, kept[b]] @ q[b, h, part.stop - 1] / math.sqrt(D)).softmax(0)
+                for i, x in zip(kept[b], p.tolist()):
+                    weight[i] += x
+            if part.stop >= prompt:
+                kept[b] = sorted(sorted(kept[b], key=lambda i: (weight[i], i))[-budget:])
+        yield [[row] * H for row in kept]
+
+
+def like_the_others(q, k, parts, prompt, budget):
+    """KeyDiff, section 3: the cosine with the mean of all directions; the most alike go, at once."""
+    kept = [[[] for _ in range(H)] for _ in range(B)]
+    for part in parts:
+        for b in range(B):
+            for h in range(H):
+                kept[b][h] += part
+                unit = {i: (k[b, h, i] / k[b, h, i].norm()).double() for i in kept[b][h]}
+                mean = sum(unit.values()) / len(unit)
+                alike = {i: (x @ mean / mean.norm()).item() for i, x in unit.items()}
+                if part.stop >= prompt:
+                    kept[b][h] = sorted(sorted(alike, key=lambda i: (-alike[i], i))[-budget:])
+        yield [[*row] for row in kept]
+
+
 LOOPS = {
+    "tova": ("tova", dict(budget=8), looked_at_least, None),
+    "tova of one": ("tova", dict(budget=1), looked_at_least, None),
+    "key_diff": ("key_diff", dict(budget=7), like_the_others, 0),
     "sinks": ("streaming_llm", dict(budget=9), streaming, 4),  # their keys are held twice
     "no sink": ("streaming_llm", dict(budget=6, sinks=0), streaming, 0),
     "absolute": ("streaming_llm_absolute", dict(budget=9), streaming, 0),

@@ -1,0 +1,82 @@
+"""Expected Attention: the attention that queries to come will pay (Devoto et al., arXiv 2510.00636).
+
+Which queries will come is not known, but how they are spread is: before rotation those of a head are nearly
+normal, N(μ, Σ), as the prompt's were. Averaged over the next positions they are taken as normal still, and
+the mean of exp(q·k) over a normal q has a closed form. An entry's score is this, times the norm of its
+projected value.
+
+    â_i = z_i / Σ_j z_j,   z_i = exp(μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D),   μ̄ = R̄ μ,  Σ̄ = R̄ Σ R̄ᵀ
+    keep the b entries with the highest (â_i + ε) ‖W_O v_i‖₂,   R̄ the mean rotation of the next n positions
+
+Differs from the paper: heads keep equally many, as in its plain variant; a group's query heads vote together
+by the mean of their scores. The prompt is compressed at its end; what follows is appended. A decoder without
+rotation has R̄ = 1.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import LayerCache
+from nanollm.check import check_budget, whole
+from nanollm.model import rope, rotate
+
+
+@dataclass(eq=False)
+class ExpectedAttention(LayerCache):
+    budget: int            # slots per key/value head at the prompt's end
+    future: int = 512      # positions over which queries to come are averaged, n
+    sinks: int = 4         # first tokens: they stay, and their queries are not counted
+    epsilon: float = 0.02  # so that a value's norm counts where no attention is expected
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole("future", self.future, 1), whole("sinks", self.sinks, 0)
+        check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and one more")
+        if self.epsilon < 0:
+            raise ValueError(f"epsilon {self.epsilon} must be at least 0")
+        self.total, self.products = 0.0, 0.0  # of queries before rotation, (B, H·G, D) and (B, H·G, D, D)
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if not self.prompt_done:
+            at = self.pos[:, 0, -q.shape[2]:]
+            if self.freq is not None:  # undo the rotation
+                cos, sin = rope(self.freq, at)
+                q = rotate(q, cos, -sin)
+            q = (q * (at >= self.sinks)[:, None, :, None]).double()  # sums do not depend on how it is cut
+            self.total, self.products = self.total + q.sum(2), self.products + q.mT @ q
+        super().observe(q, p)
+
+    def end_prefill(self):
+        if self.length > self.budget:
+            self.shrink(self.scores().masked_fill(self.pos < self.sinks, math.inf), self.budget)
+        self.total = self.products = 0.0
+        super().end_prefill()
+
+    def scores(self) -> Tensor:
+        """(B, H, S): the mean over a group's query heads of (â + ε) ‖W_O v‖₂."""
+        heads, D, n = self.k.shape[1], self.k.shape[3], self.seen - self.sinks
+        mean = self.total / n
+        spread = self.products / n - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        if self.freq is not None:
+            cos, sin = (x.mean(-2).double() for x in rope(
+                self.freq, torch.arange(self.seen, self.seen + self.future, device=self.freq.device)))
+            mean = rotate(mean, cos, sin)                                     # R̄ μ
+            spread = rotate(rotate(spread, cos, sin).mT, cos, sin)            # R̄ Σ R̄ᵀ
+        mean, spread = (x.to(torch.float32).unflatten(1, (heads, -1)) for x in (mean, spread))
+
+        # log z_i = μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D, of each query head: (B, H, G, S)
+        k, w_o = self.k.float().unsqueeze(2), self.w_o.float().unflatten(1, (heads, -1))
+        log_z = (k @ mean.unsqueeze(-1))[..., 0] * D ** -0.5 + ((k @ spread) * k).sum(-1) / (2 * D)
+
+        # ‖W_O v‖₂² = vᵀ (W_Oᵀ W_O) v
+        gram, v = torch.einsum("ohgd,ohge->hgde", w_o, w_o), self.v.float().unsqueeze(2)
+        norms = ((v @ gram) * v).sum(-1).clamp(min=0).sqrt()
+        return ((log_z.softmax(-1) + self.epsilon) * norms).mean(2)
+
+    def beside(self) -> list[Tensor]:
+        return [x for x in (self.total, self.products) if isinstance(x, Tensor)]
+
+
+variants = {"expected_attention": ExpectedAttention}

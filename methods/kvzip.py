@@ -1,0 +1,111 @@
+"""KVzip: keep what the decoder needs to repeat the text (Kim et al., arXiv 2505.23416).
+
+A question that comes later is not known, but the text itself is. So let the decoder read it a second time,
+with the first reading in its cache: what the second reading looks at is what the text can be rebuilt from. An
+entry's score is the largest attention that any token of the second reading gave it. The entries of all layers
+and heads are ranked together, so that a head that is not needed for this keeps nearly nothing.
+
+    S_i = max_{t in the second reading, g} α_{t,g,i},   keep the L·H·b entries with the highest S
+
+Differs from the paper: the text is read again without words that ask for a repetition, which a decoder that
+was not taught to follow instructions would only take for text; 512 tokens at a time, each time with the 8
+before them, where the paper takes 2048. Softmax is over the whole cache, not the part that is read again.
+What follows the prompt is appended. No entry is safe, sinks neither.
+
+Ours: `OneReading` goes by the first reading alone, the largest attention from a token at least 8 later.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from nanollm.cache import ALL, LayerCache
+from nanollm.check import check_budget, whole
+from nanollm.ranking import indices, top
+
+
+@dataclass(eq=False)
+class KVzip(LayerCache):
+    budget: int          # slots per key/value head at the prompt's end, mean over all heads of all layers
+    score: str = "max"   # of the attention that an entry got: "max" or "sum"
+    across: bool = True  # the entries of all layers and heads are ranked together; False: of each head
+    rereads = 512
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_budget(self.budget, 1, "one slot")
+        if self.score not in ("max", "sum"):
+            raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
+        self.rereading = False  # said by `end_prompt`, which takes these tokens out again
+        self.looked = None      # (B, H, tokens): of each entry, the score
+
+    watch = property(lambda self: ALL if self.rereading else 0)
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        if self.watch and not self.prompt_done:
+            self.look(p)
+        super().observe(q, p)
+
+    def look(self, p: Tensor):
+        """Of the probabilities (B, H, G, T, S), what falls on the first reading."""
+        n = self.length - p.shape[3] if self.looked is None else self.looked.shape[2]
+        self.add(p[..., :n])
+
+    def add(self, p: Tensor):
+        p = p.flatten(2, 3)
+        new = p.amax(2).float() if self.score == "max" else p.sum(2, dtype=torch.float32)
+        if self.looked is not None:
+            before = F.pad(self.looked, (0, new.shape[2] - self.looked.shape[2]))
+            new = torch.maximum(before, new) if self.score == "max" else before + new
+        self.looked = new
+
+    def end_prefill(self):
+        super().end_prefill()
+        if self.layer < self.layers - 1 and self.across:
+            return  # the last layer ends it for all
+        caches = [self]
+        while self.across and caches[0].below is not None:
+            caches.insert(0, caches[0].below)
+        if self.length > self.budget:
+            looked = torch.stack([cache.scores().to(self.pos.device) for cache in caches], 1)  # (B, L, H, S)
+            ranked = looked.flatten(1) if self.across else looked
+            kept = top(ranked, ranked.shape[-1] // self.length * self.budget).view_as(looked)
+            for cache, stays in zip(caches, kept.unbind(1)):
+                cache.keep(indices(stays.to(cache.pos.device)))
+        for cache in caches:
+            cache.looked = None
+
+    def scores(self) -> Tensor:
+        if self.looked is None:
+            raise ValueError("this method reads a prompt twice; end it by end_prompt(model, prompt, caches)")
+        return self.looked
+
+    def beside(self) -> list[Tensor]:
+        return [] if self.looked is None else [self.looked]
+
+
+@dataclass(eq=False)
+class OneReading(KVzip):
+    """Ours: no second reading. What counts is the attention of tokens that come later in the prompt."""
+    later: int = 8  # by at least so many tokens; the newest so many stay
+    rereads = 0
+    watch = ALL
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole("later", self.later, 1)
+        check_budget(self.budget, self.later + 1, f"the newest {self.later} stay")
+
+    def look(self, p: Tensor):
+        token = torch.arange(p.shape[4], device=p.device)
+        near = token[-p.shape[3]:, None] - token < self.later
+        self.add(p.masked_fill(near, 0))
+
+    def scores(self) -> Tensor:
+        """The newest tokens, at which none could look yet, stay."""
+        return self.looked.masked_fill(self.pos >= self.seen - self.later, math.inf)
+
+
+variants = {"kvzip": KVzip, "one_reading": OneReading}
