@@ -1,0 +1,80 @@
+"""KVzip taken apart: a second reading, the maximum in place of the sum, the ranking across layers.
+
+    python -m methods.theory.kvzip
+
+Each part is left out alone and with the others. The context is compressed before the question comes (blind):
+32 documents a task of 512 tokens; the share that is answered as asked, ± one standard error.
+"""
+import argparse
+import copy
+from itertools import product
+import time
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from methods.kvzip import KVzip, OneReading
+from nanollm import LEARNED, TINY, command
+from nanollm.cache import make_cache
+from nanollm.data import Tasks
+from nanollm.evaluate import TASKS, answer, check_size, prompt_and_question, share, standard_error
+from nanollm.generate import prefill, read_again
+from nanollm.select import loaded, model_options
+
+SHARES = 0.25, 0.125, 0.0625
+READINGS = {"second": KVzip, "first alone": OneReading}
+RANKED = {"all": True, "each head": False}  # across
+
+
+@torch.no_grad()
+def apart(model, batch, shares=SHARES, steps=tqdm) -> tuple[dict[tuple, Tensor], float]:
+    """Right answers (B,) of every (reading, score, ranking, share), blind; and the seconds of the second
+    reading in units of the first's.
+    """
+    tokens, context, _ = prompt_and_question(model, batch)
+    found, seconds = {}, []
+    for (reading, Method), score in steps([*product(READINGS.items(), ("max", "sum"))]):
+        caches = make_cache(model, Method, budget=context.shape[1], score=score)
+        began = time.perf_counter()
+        prefill(model, context, caches, 64)
+        first = time.perf_counter()
+        read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
+        if Method is KVzip:
+            seconds.append((time.perf_counter() - first) / (first - began))
+        shared = {id(x): x for cache in caches for x in (cache.w_o, cache.freq)}  # the model's: not copied
+        for (ranked, across), part in product(RANKED.items(), shares):
+            compressed = copy.deepcopy(caches, {**shared})
+            for cache in compressed:
+                cache.budget, cache.across, cache.rereads = share(part, context.shape[1]), across, 0
+            right = answer(model, tokens, batch.answers, batch.question, compressed)
+            found[reading, score, ranked, part] = right
+    return found, min(seconds)
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(prog="python -m methods.theory.kvzip", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    model_options(parser)
+    parser.add_argument("--documents", type=int, default=32, help="a task; default 32")
+    parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
+    args = parser.parse_args(argv)
+    names = {TINY: "built", LEARNED: "learned"}
+    for folder in dict.fromkeys([TINY, LEARNED, args.model]):
+        model, encoding = loaded(args, folder)
+        check_size(model, args.documents, 2, args.length)
+        tasks, found, ratio = Tasks(encoding, "test"), {}, 0.0
+        for task in ("needle", "recall"):
+            batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
+            found[task], ratio = apart(model, batch, steps=lambda x: tqdm(x, leave=False, desc=task))
+        heads = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in found for part in SHARES)
+        print(f"{names.get(folder, folder)!s:<12}{'':<24}{heads}\n{'reading':<12}{'score':<8}ranked")
+        for reading, score, ranked in product(READINGS, ("max", "sum"), RANKED):
+            cells = (found[task][reading, score, ranked, part] for task in found for part in SHARES)
+            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}" for x in cells)
+            print(f"{reading:<12}{score:<8}{ranked:<16}{row}")
+        print(f"The second reading takes {ratio:.1f} times as long as the first.\n")
+
+
+if __name__ == "__main__":
+    command(main)
