@@ -2,9 +2,9 @@
 
 Linux's Landlock leaves it the libraries and its own copy to read, and nothing to write. A seccomp filter
 leaves it no sockets, no other processes, no signals, and no changes of a file's mode or time, which Landlock
-does not know. It has no capabilities of root. Limits bound its memory and processor time. Where there is no Landlock
-(macOS, Linux before 5.13) only Python's audit hook stands there, which a determined student can get round:
-grade inside a container there.
+does not know. It has no capabilities of root. Limits bound its memory and processor time. Where there is no
+Landlock (macOS, Linux before 5.13) only Python's audit hook stands there, which a determined student can get
+round: grade inside a container there.
 """
 import ctypes
 import os
