@@ -33,7 +33,7 @@ ASSIGNMENTS = {
         *of("methods/h2o.py", evict=(2, "H2O.evict")),
     ], without=["cam.py", "low_bit_vague.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
-        *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "WindowCache.pool")),
+        *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "max_pool")),
         *of("nanollm/ranking.py", top=(2, "top")),
         *of("methods/ada_kv.py", shares=(4, "shared")),
         *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
@@ -42,7 +42,7 @@ ASSIGNMENTS = {
     ], without=["change_and_text.py"]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py",
-        cut=(1, "Chunks.cut"),
+        grid=(1, "grid"),
         scores=(3, "scores"),
         ranking=(2, "ranking"),
         cut_to=(3, "cut_to"),
@@ -95,7 +95,7 @@ ASSIGNMENTS = {
 
 
 def chosen(names: list[str] | None) -> dict[str, Assignment]:
-    """The assignments named, or of which a problem is named ("chunks.cut"); all for none. ValueError for a
+    """The assignments named, or of which a problem is named ("chunks.grid"); all for none. ValueError for a
     name that is not there.
     """
     known = {name: {name, *(f"{name}.{problem.name}" for problem in each.problems)}

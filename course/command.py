@@ -132,7 +132,7 @@ def main(argv: list[str]):
         command = commands.add_parser(run.__name__, help=what, description=what)
         command.set_defaults(run=run, seconds=10.0)
         command.add_argument("--only", nargs="+", metavar="NAME", help="assignments: "
-                             f"{', '.join(ASSIGNMENTS)}; or a problem, as in chunks.cut; default all")
+                             f"{', '.join(ASSIGNMENTS)}; or a problem, as in chunks.grid; default all")
         if run is make:
             command.add_argument("folder", type=Path, help="a new folder")
         else:

@@ -1,6 +1,6 @@
 """pytest, with the functions of a submission behind a fixture.
 
-A test asks `run("cut", n=7, chunk_size=3)` and gets what the function `cut` of course/ASSIGNMENT/adapter.py
+A test asks `run("grid", place=place, size=3)` and gets what the function `grid` of course/ASSIGNMENT/adapter.py
 returns in a process of the submission (worker.py), one for each problem. Nothing of a submission ever runs in
 this process, where the expected values are.
 """
@@ -32,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption("--submission", type=Path, help="folder of a student's copy")
     parser.addoption("--results", type=Path, help="write Gradescope's results.json here")
     parser.addoption("--seconds", type=float, default=10.0, help="that one call may take")
-    parser.addoption("--only", action="append", default=[], help="an assignment, or a problem: chunks.cut")
+    parser.addoption("--only", action="append", default=[], help="an assignment, or a problem: chunks.grid")
 
 
 def pytest_configure(config):

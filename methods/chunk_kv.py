@@ -61,10 +61,17 @@ class Chunks(Selection):
         return cache.pool(votes.mean(2))
 
     def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
-        """Number of the chunk of every token, (B, H, n): a grid over the text. Empty slots have 0."""
+        """Number of the chunk of every token, (B, H, n)."""
         pos = cache.pos[:, :, :votes.shape[-1]]
-        token = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1
-        return token.masked_fill(pos == NEVER, -self.chunk_size) // self.chunk_size + 1
+        place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1  # in the text, from 0
+        return grid(place.masked_fill(pos == NEVER, -1), self.chunk_size)
+
+
+def grid(place: Tensor, size: int) -> Tensor:
+    """Chunks of `size` consecutive tokens: place (..., n) in the text → number (..., n), from 1 on. A negative
+    place is that of an empty slot, and its number is 0.
+    """
+    return torch.where(place < 0, 0, place // size + 1)
 
 
 def scores(votes: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:

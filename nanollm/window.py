@@ -110,9 +110,8 @@ class WindowCache(LayerCache):
         return self.budget - self.window_size
 
     def pool(self, score: Tensor) -> Tensor:
-        """Max over `kernel_size` neighbours, (..., S) → (..., S): a token is read with those around it."""
-        padding = self.kernel_size // 2
-        score = F.max_pool1d(score.flatten(0, -2), self.kernel_size, 1, padding).view_as(score)
+        """The best of `kernel_size` neighbours, (..., S) → (..., S): a token is read with those around it."""
+        score = max_pool(score, self.kernel_size)
         if self.ragged:  # an empty slot lies below any vote
             empty = (self.pos == NEVER)[:, :, :score.shape[-1]]
             score = score.masked_fill(empty if score.dim() == 3 else empty.unsqueeze(2), -1)
@@ -164,6 +163,11 @@ class WindowCache(LayerCache):
 
     def beside(self) -> list[Tensor]:
         return [x for x in (self.queries, self.counts) if x is not None]
+
+
+def max_pool(score: Tensor, width: int) -> Tensor:
+    """Max over `width` neighbours, an odd number, (..., S) → (..., S)."""
+    return F.max_pool1d(score.flatten(0, -2), width, stride=1, padding=width // 2).view_as(score)
 
 
 def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:

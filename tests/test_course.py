@@ -92,7 +92,7 @@ def test_attacks_cost_their_own_problem_only(tmp_path):
         points = sum(test["score"] for test in each)
         assert points == pytest.approx(0 if name in ATTACKS else PROBLEMS[name].points), (name, each)
     output = {name: {test["output"] for test in each} for name, each in tests.items()}
-    assert all("went through: []" in text for text in output["chunks.cut"]), output["chunks.cut"]
+    assert all("went through: []" in text for text in output["chunks.grid"]), output["chunks.grid"]
     assert all("more than 4 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
     assert all(c.isprintable() or c == "\n" for each in output.values() for text in each for c in text)
     assert max(len(text) for each in output.values() for text in each) <= 5000
@@ -126,7 +126,7 @@ def test_bad_input_is_one_line(handed_out, tmp_path):
                        "'chunk'": ["check", "--only", "chunk"],
                        "there already": ["make", handed_out], "--seconds": ["grade", ROOT, "--seconds", "0"],
                        "one submission": ["grade", ROOT, ROOT, "--json", tmp_path / "x"],
-                       "chunks.cut": ["grade", ROOT, "--only", "chunks.none"]}.items():
+                       "chunks.grid": ["grade", ROOT, "--only", "chunks.none"]}.items():
         with pytest.raises(ValueError, match=says) as error:
             command.main([str(x) for x in args])
         assert "\n" not in str(error.value)

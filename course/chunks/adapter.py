@@ -7,8 +7,8 @@ from methods import chunk_kv
 from nanollm.cache import NEVER
 
 
-def cut(votes, chunk_size):
-    return chunk_kv.Chunks(chunk_size).cut(None, votes)
+def grid(place, size):
+    return chunk_kv.grid(place, size)
 
 
 def scores(votes, chunk, how):

@@ -18,12 +18,12 @@
 # | token | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
 # |---|---|---|---|---|---|---|---|---|
 # | vote | 1 | 0 | 2 | 0 | 4 | 0 | 3 | 1 |
-# | chunk | 0 | 0 | 0 | 1 | 1 | 1 | 2 | 2 |
+# | chunk | 1 | 1 | 1 | 2 | 2 | 2 | 3 | 3 |
 #
-# The scores of the chunks are 3, 4 and 4. Chunks 1 and 2 are equal. Of equals the *newest* comes first, in this repository always. So the ranking is 2, 1, 0.
+# The scores of the chunks are 3, 4 and 4. Chunks 2 and 3 are equal. Of equals the *newest* comes first, in this repository always. So the ranking is 3, 2, 1.
 #
-# - **Filled up** (`cut_to`): chunk 2 takes two places, chunk 1 has three tokens and two places are left. Its first two stay: tokens 3, 4, 6 and 7.
-# - **Whole chunks only** (`fit`): chunk 2 stays. Chunk 1 does not fit into the two places that are left, nor does chunk 0. So two places stay empty: tokens 6 and 7.
+# - **Filled up** (`cut_to`): chunk 3 takes two places, chunk 2 has three tokens and two places are left. Its first two stay: tokens 3, 4, 6 and 7.
+# - **Whole chunks only** (`fit`): chunk 3 stays. Chunk 2 does not fit into the two places that are left, nor does chunk 1. So two places stay empty: tokens 6 and 7.
 #
 # Where is the vote of token 0 in this? Nowhere: its chunk lost. That is what chunks cost.
 #
@@ -43,19 +43,19 @@ def check(problem):
 
 
 # %% [markdown]
-# ## 1. `Chunks.cut` (1 point)
+# ## 1. `grid` (1 point)
 #
-# The number of every token's chunk. `votes` is (B, H, n), and so is what you return, of whole numbers (`torch.int64`): token i is in chunk ⌊i / `self.chunk_size`⌋. The last chunk may be shorter. The argument `cache` is not needed here: other ways to cut, at sentences for instance, go by it.
+# The number of every token's chunk. `place` (..., n) holds each token's place in the text, counted from 0. A cache that was compressed before holds places with gaps, and heads hold different ones. A slot that holds no token has place −1. Return whole numbers (`torch.int64`) of the same shape: place i is in chunk ⌊i / `size`⌋ + 1, and an empty slot, of any negative place, in chunk 0.
 #
-# <details><summary>Hint</summary><code>torch.arange</code> has n numbers; <code>expand</code> gives them the shape of <code>votes</code>.</details>
+# <details><summary>Hint</summary><code>//</code> on tensors of whole numbers rounds down. <code>torch.where</code> takes care of the empty slots.</details>
 
 # %%
-check("cut")
+check("grid")
 
 # %% [markdown]
 # ## 2. `scores` (3 points)
 #
-# `votes` and `chunk` are (..., n): the votes are at least 0, and `chunk` is as `cut` returns it, but rows and heads may be cut differently. Return two tensors of shape (..., M), M the largest chunk number anywhere plus one:
+# `votes` and `chunk` are (..., n): the votes are at least 0, and `chunk` holds the number of each token's chunk, 0 or more; rows and heads may be cut differently. Return two tensors of shape (..., M), M the largest chunk number anywhere plus one:
 #
 # - the **score** of every chunk: the `"sum"`, `"mean"` or `"max"` of its tokens' votes, as `how` says, of the dtype of `votes`,
 # - its **length** in tokens, `torch.int64`.

@@ -24,12 +24,13 @@ def chunks(lengths):
     return [i for i, n in enumerate(lengths) for _ in range(n)]
 
 
-@problem("cut")
-@pytest.mark.parametrize("n, c", [(1, 1), (12, 4), (13, 4), (3, 10), (5, 1)])
-def test_a_grid(run, n, c):
-    """Token i is in chunk ⌊i/c⌋, whatever remains."""
-    expected = tensor([i // c for i in range(n)]).expand(2, 2, n)
-    same(run("cut", votes=drawn(0, 2, 2, n), chunk_size=c), expected, f"{n} tokens in chunks of {c}")
+@problem("grid")
+@pytest.mark.parametrize("n, size", [(1, 1), (12, 4), (13, 4), (3, 10), (5, 1)])
+def test_a_grid(run, n, size):
+    """Place i is in chunk ⌊i/size⌋ + 1, whatever remains; empty slots anywhere are in chunk 0."""
+    place = drawn(0, 2, 2, n, values=40).long() - 6
+    expected = tensor([i // size + 1 if i >= 0 else 0 for i in place.flatten().tolist()]).view(2, 2, n)
+    same(run("grid", place=place, size=size), expected, f"{n} tokens in chunks of {size}")
 
 
 @problem("scores")

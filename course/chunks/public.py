@@ -5,18 +5,17 @@ from torch import tensor
 from course.expect import problem, same
 
 
-@problem("cut")
+@problem("grid")
 def test_seven_tokens(run):
-    """Seven tokens in chunks of three are 0 0 0 1 1 1 2."""
-    got = run("cut", votes=torch.zeros(1, 1, 7), chunk_size=3)
-    same(got, tensor([[[0, 0, 0, 1, 1, 1, 2]]]), "the chunks")
+    """Seven tokens in chunks of three are 1 1 1 2 2 2 3."""
+    same(run("grid", place=torch.arange(7), size=3), tensor([1, 1, 1, 2, 2, 2, 3]), "the chunks")
 
 
-@problem("cut")
-def test_every_head(run):
-    """Votes (2, 3, 8) give chunks (2, 3, 8): each row and head has the same grid."""
-    expected = tensor([0, 0, 0, 0, 1, 1, 1, 1]).expand(2, 3, 8)
-    same(run("cut", votes=torch.zeros(2, 3, 8), chunk_size=4), expected, "the chunks")
+@problem("grid")
+def test_places_not_slots(run):
+    """Two heads hold tokens of their own: places 0 4 5 and, with an empty slot, 3 8 −1, in chunks of four."""
+    place = tensor([[[0, 4, 5], [3, 8, -1]]])
+    same(run("grid", place=place, size=4), tensor([[[1, 2, 2], [1, 3, 0]]]), "the chunks")
 
 
 @problem("scores")

@@ -14,7 +14,7 @@ def window_votes(q, k):
 
 
 def pool(score, kernel_size):
-    return WindowCache(budget=64, kernel_size=kernel_size).pool(score)
+    return window.max_pool(score, kernel_size)
 
 
 def top(score, budget):

@@ -47,7 +47,7 @@ def check(problem):
 #
 # `q` is (B, H, G, w, D), the queries of the last w tokens, and `k` is (B, H, S, D), the keys of all tokens. Both are rotated already. Return the votes (B, H, G, S − w): what each key *before the window* gets from a query, on average over the w queries. G query heads share a key head; their votes stay apart here.
 #
-# A query gives each key the probability softmax(q kᵀ / √D) over the keys that it sees: query t of the window, 0 ≤ t < w, sees the keys 0 … S − w + t. `window_rows(q, k)`, above it, returns these probabilities.
+# A query gives each key the probability softmax(q kᵀ / √D) over the keys that it sees: query t of the window, 0 ≤ t < w, sees the keys 0 … S − w + t. `window_rows(q, k, empty)`, above it, returns these probabilities. `empty` (B, H, S) marks slots that hold no token and that nobody sees; it is None where there are none, as in all tests. Hand it on.
 #
 # The mean is computed, and returned, in `torch.float32` if `q` has 16 bits, and otherwise in the dtype of `q`.
 #

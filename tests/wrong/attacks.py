@@ -36,7 +36,7 @@ def say(data):
             pass
 '''
 ATTACKS = {
-    "chunks.cut": """refused(
+    "chunks.grid": """refused(
         hidden=lambda: open(f"{ROOT}/course/chunks/hidden.py").read(),
         reference=lambda: pathlib.Path(f"{ROOT}/methods/chunk_kv.py").read_text(),
         reference_in_c=lambda: c("open", f"{ROOT}/methods/chunk_kv.py", 0),

@@ -1,12 +1,15 @@
 """Wrong solutions of `chunks`, as students write them: what is wrong, lines of ours, what replaces them."""
 WRONG = {
-    "cut": [
-        ("one token too early", "// self.chunk_size)", "+ 1) // self.chunk_size"),
-        ("modulo", "// self.chunk_size", "% self.chunk_size"),
-        ("as many chunks as the size", "// self.chunk_size",
-         "// (votes.shape[-1] // min(self.chunk_size, votes.shape[-1]))"),
-        ("one head only", ".expand(votes.shape)", "[None, None]"),
-        ("the number of heads for that of tokens", "votes.shape[-1], device", "votes.shape[-2], device"),
+    "grid": [
+        ("counted from 0", "place // size + 1", "place // size"),
+        ("one token too early", "place // size + 1", "(place + 1) // size + 1"),
+        ("modulo", "place // size", "place % size"),
+        ("slots for places", "place // size",
+         "torch.arange(place.shape[-1]).expand(place.shape) // size"),
+        ("empty slots in the first chunk", "torch.where(place < 0, 0, place // size + 1)",
+         "place.clamp(min=0) // size + 1"),
+        ("the first place is empty", "place < 0", "place <= 0"),
+        ("real numbers", "place // size + 1", "(place / size).floor() + 1"),
     ],
     "scores": [
         ("the mean over all tokens", "length.clamp(min=1)", "votes.shape[-1]"),
