@@ -57,9 +57,9 @@ def check(problem):
 check("votes")
 
 # %% [markdown]
-# ## 2. `WindowCache.pool` in `nanollm/window.py` (1 point)
+# ## 2. `max_pool` in `nanollm/window.py` (1 point)
 #
-# A digit of a number is no use without the others. So votes are pooled. `score` is (..., n) with at least one leading dimension. Return a tensor of the same shape: for each token the largest score among those at most ⌊`self.kernel_size` / 2⌋ tokens away, itself included. `kernel_size` is odd. At both ends there are fewer neighbours; nothing takes their place. A kernel may be wider than the text.
+# A digit of a number is no use without the others. So votes are pooled. `score` is (..., n) with at least one leading dimension. Return a tensor of the same shape: for each token the largest score among those at most ⌊`width` / 2⌋ tokens away, itself included. `width` is odd. At both ends there are fewer neighbours; nothing takes their place. The width may be larger than the text.
 #
 # <details><summary>Hint</summary><code>F.max_pool1d</code> wants (rows, n), and its padding counts as −∞.</details>
 
