@@ -1,6 +1,6 @@
 """pytest, with the functions of a submission behind a fixture.
 
-A test asks `run("grid", place=place, size=3)` and gets what the function `grid` of course/ASSIGNMENT/adapter.py
+A test asks `run("grid", place=x, size=3)` and gets what the function `grid` of course/ASSIGNMENT/adapter.py
 returns in a process of the submission (worker.py), one for each problem. Nothing of a submission ever runs in
 this process, where the expected values are.
 """

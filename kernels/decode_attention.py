@@ -247,7 +247,7 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def attend_packed(cache, q: Tensor) -> Tensor:
-    """What `WindowCache.decode` wants: q (B, H·G, 1, D) over packed slots, and newer ones in a buffer."""
+    """What `PackedCache.decode` wants: q (B, H·G, 1, D) over packed slots, and newer ones in a buffer."""
     counts = cache.counts.flatten()
     old = Segment(cache.packed["k"], cache.packed["v"], counts.cumsum(0) - counts, counts.int(),
                   cache.longest, cache.packed.get("bias"))

@@ -68,8 +68,8 @@ class Chunks(Selection):
 
 
 def grid(place: Tensor, size: int) -> Tensor:
-    """Chunks of `size` consecutive tokens: place (..., n) in the text → number (..., n), from 1 on. A negative
-    place is that of an empty slot, and its number is 0.
+    """Chunks of `size` tokens: place (..., n) in the text → number (..., n), from 1 on; 0 for an empty slot,
+    whose place is negative.
     """
     return torch.where(place < 0, 0, place // size + 1)
 

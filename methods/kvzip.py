@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import ALL, LayerCache
+from nanollm.cache import ALL
 from nanollm.check import check_budget, whole
+from nanollm.packed import PackedCache
 from nanollm.ranking import indices, top
 
 
 @dataclass(eq=False)
-class KVzip(LayerCache):
+class KVzip(PackedCache):
     budget: int          # slots per key/value head at the prompt's end, mean over all heads of all layers
     score: str = "max"   # of the attention that an entry got: "max" or "sum"
     across: bool = True  # the entries of all layers and heads are ranked together; False: of each head
@@ -74,6 +75,8 @@ class KVzip(LayerCache):
             kept = top(ranked, ranked.shape[-1] // self.length * self.budget).view_as(looked)
             for cache, stays in zip(caches, kept.unbind(1)):
                 cache.keep(indices(stays.to(cache.pos.device)))
+                if cache.packs:
+                    cache.pack()
         for cache in caches:
             cache.looked = None
 
@@ -83,7 +86,7 @@ class KVzip(LayerCache):
         return self.looked
 
     def beside(self) -> list[Tensor]:
-        return [] if self.looked is None else [self.looked]
+        return super().beside() + ([] if self.looked is None else [self.looked])
 
 
 @dataclass(eq=False)

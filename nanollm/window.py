@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from nanollm.cache import NEVER, LayerCache, probabilities
 from nanollm.check import check_knobs, whole
 from nanollm.gpu import kernel_for
+from nanollm.packed import PackedCache
 from nanollm.ranking import indices, top
 
 
@@ -34,7 +35,7 @@ class Selection:
 
 
 @dataclass(eq=False)
-class WindowCache(LayerCache):
+class WindowCache(PackedCache):
     """Algorithm 2 of CriticalKV (arXiv 2502.03805); as it stands, SnapKV.
 
     The last `window_size` queries of the prompt vote on every earlier token. At the prompt's end `budgets`
@@ -59,10 +60,7 @@ class WindowCache(LayerCache):
                              f"make it 0 with {type(self.select).__name__}")
         self.select.check(self)
         self.full = self.budget + self.every  # slots at which it compresses again
-        self.queries = None                  # (B, H, G, ≤ w, D): the last ones, without `every` the prompt's
-        self.packed: dict[str, Tensor] = {}  # heads of unlike length: the prompt's slots, head after head
-        self.counts = None                   # (B, H): how many slots each head has in `packed`
-        self.longest = 0                     # the largest count; `length` − `longest` slots came later
+        self.queries = None  # (B, H, G, ≤ w, D): the last ones, without `every` the prompt's
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """With `every`, what comes after the prompt is attended to in pieces as long as the room there is."""
@@ -93,7 +91,7 @@ class WindowCache(LayerCache):
         if self.ragged:  # heads end together, so that the last slots are every head's newest tokens
             self.keep((self.pos != NEVER).to(torch.uint8).argsort(dim=-1, stable=True))
         self.keep(self.chosen())
-        if self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}:  # all that never changes
+        if self.packs:
             self.pack()
         self.full = self.length + self.every
 
@@ -117,52 +115,8 @@ class WindowCache(LayerCache):
             score = score.masked_fill(empty if score.dim() == 3 else empty.unsqueeze(2), -1)
         return score
 
-    # ---- heads of different length ----------------------------------------------------------------------
-
-    def pack(self):
-        """Store the slots head after head: to be read, or dropped by `keep`, but not changed in place.
-
-        Attention sees them padded to the longest head, one layer at a time and only while it runs.
-        """
-        there = self.pos != NEVER
-        self.packed = {name: self.slot(name)[there] for name in self.slots}
-        self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
-        self.counts, self.longest = there.sum(-1), self.length
-
-    def slot(self, name: str) -> Tensor:
-        if not self.packed:
-            return super().slot(name)
-        new = self.slots[name][:, :, :self.length - self.longest]
-        x, place = self.packed[name], torch.arange(self.longest, device=new.device)
-        start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
-        old = x[(start + place).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
-        if name == "pos":
-            old.masked_fill_(place >= self.counts[..., None], NEVER)
-        return torch.cat((old, new), 2)
-
-    def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        self.length -= self.longest  # the buffers hold what came after the packed slots
-        super().write(k, v, pos, **state)
-        self.length += self.longest
-
-    def keep(self, i: Tensor):
-        super().keep(i)
-        self.packed, self.counts, self.longest = {}, None, 0
-
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """With packed slots: a kernel that reads them as they lie."""
-        if not self.packed:
-            return super().decode(q, pos)
-        plain = not self.watch and type(self).read is LayerCache.read
-        fast = kernel_for(q, "decode_attention", "attend_packed") if plain else None
-        return (fast(self, q), None) if fast else None
-
-    def bytes(self) -> tuple[int, int]:
-        live, allocated = super().bytes()
-        return live, allocated + sum(x.nbytes for x in self.packed.values())
-
     def beside(self) -> list[Tensor]:
-        return [x for x in (self.queries, self.counts) if x is not None]
+        return super().beside() + ([] if self.queries is None else [self.queries])
 
 
 def max_pool(score: Tensor, width: int) -> Tensor:

@@ -89,7 +89,7 @@ print(f"AdaKV: {live / 1024:.1f} KiB live, {allocated / 1024:.1f} allocated; "
       f"padded to the longest head: {padded / 1024:.1f}")
 
 # %% [markdown]
-# Heads of different length are stored one after the other (`WindowCache.pack`). Padding each to the longest would give back a part of what eviction has freed.
+# Heads of different length are stored one after the other (`PackedCache`). Padding each to the longest would give back a part of what eviction has freed.
 #
 # ## Why weights alone mislead
 #

@@ -1,0 +1,69 @@
+"""A cache whose heads have kept unlike numbers of slots, stored one after the other: nothing is padded.
+
+They are to be read, or dropped by `keep`, but not changed in place. Attention sees them padded to the longest
+head, one layer at a time and only while it runs.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import NEVER, LayerCache
+from nanollm.gpu import kernel_for
+
+
+@dataclass(eq=False)
+class PackedCache(LayerCache):
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.packed: dict[str, Tensor] = {}  # of the slots there were when they were packed
+        self.counts = None                   # (B, H): how many slots each head has in `packed`
+        self.longest = 0                     # the largest count; `length` − `longest` slots came later
+
+    @property
+    def packs(self) -> bool:
+        """Whether heads differ, and no slot has state that may change."""
+        return self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}
+
+    def pack(self):
+        """Store the slots head after head."""
+        there = self.pos != NEVER
+        self.packed = {name: self.slot(name)[there] for name in self.slots}
+        self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
+        self.counts, self.longest = there.sum(-1), self.length
+
+    def slot(self, name: str) -> Tensor:
+        if not self.packed:
+            return super().slot(name)
+        new = self.slots[name][:, :, :self.length - self.longest]
+        x, place = self.packed[name], torch.arange(self.longest, device=new.device)
+        start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
+        old = x[(start + place).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
+        if name == "pos":
+            old.masked_fill_(place >= self.counts[..., None], NEVER)
+        return torch.cat((old, new), 2)
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
+        self.length -= self.longest  # the buffers hold what came after the packed slots
+        super().write(k, v, pos, **state)
+        self.length += self.longest
+
+    def keep(self, i: Tensor):
+        super().keep(i)
+        self.packed, self.counts, self.longest = {}, None, 0
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """With packed slots: a kernel that reads them as they lie."""
+        if not self.packed:
+            return super().decode(q, pos)
+        plain = not self.watch and type(self).read is LayerCache.read
+        fast = kernel_for(q, "decode_attention", "attend_packed") if plain else None
+        return (fast(self, q), None) if fast else None
+
+    def bytes(self) -> tuple[int, int]:
+        live, allocated = super().bytes()
+        return live, allocated + sum(x.nbytes for x in self.packed.values())
+
+    def beside(self) -> list[Tensor]:
+        return [] if self.counts is None else [self.counts]
