@@ -17,7 +17,7 @@ class Assignment(NamedTuple):
     title: str
     hours: str
     problems: list[Problem]
-    without: list[str] = []  # files of methods/ that would give answers away
+    beside: list[str] = []  # methods that the written question compares with
 
 
 def of(file: str, **problems: tuple[int, str]) -> list[Problem]:
@@ -31,7 +31,7 @@ ASSIGNMENTS = {
         *of("nanollm/ranking.py", indices=(1, "indices")),
         *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
         *of("methods/h2o.py", evict=(2, "H2O.evict")),
-    ], without=["cam.py", "low_bit_vague.py"]),
+    ], beside=["methods/random_eviction.py", "methods/streaming_llm.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
         *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "max_pool")),
         *of("nanollm/ranking.py", top=(2, "top")),
@@ -39,7 +39,7 @@ ASSIGNMENTS = {
         *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
             critical=(3, "Critical.__call__")),
         *of("methods/least_theta.py", theta=(1, "theta")),
-    ], without=["change_and_text.py"]),
+    ]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py",
         grid=(1, "grid"),
@@ -48,7 +48,7 @@ ASSIGNMENTS = {
         cut_to=(3, "cut_to"),
         fit=(4, "fit"),
         reuse=(2, "ChunkKV.chosen"),
-    ), without=["semantic_chunk_kv.py"]),
+    )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [*of(
         "methods/scissorhands.py",
         attend=(4, "BudgetCache.attend"),
@@ -60,7 +60,7 @@ ASSIGNMENTS = {
         mass=(3, "tail_mass"),
         slips=(2, "proof_steps"),
         repaired=(2, "repaired_bound"),
-    )]),
+    )], beside=["methods/h2o.py"]),
     "pairs": Assignment("Pairs", "3 to 4 hours", [*of(
         "methods/tensor_attention.py",
         pairs=(1, "pairs"),
@@ -73,7 +73,7 @@ ASSIGNMENTS = {
         "methods/theory/tensor_attention.py",
         alice=(1, "index_game_four"),
         play=(3, "play"),
-    )], without=["sub_gen.py", "sub_gen_pairs.py"]),
+    )]),
     "sketch": Assignment("The sketch", "3 to 4 hours", [*of(
         "methods/count_sketch.py",
         hash=(2, "Sketch.number"),
@@ -90,7 +90,7 @@ ASSIGNMENTS = {
     ), *of(
         "methods/kv_reviver_shrunk.py",
         shrink=(4, "ShrunkSketch.centred"),
-    )]),
+    )], beside=["methods/h2o.py"]),
 }
 
 

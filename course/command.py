@@ -33,7 +33,8 @@ def make(args):
 
 def check(args):
     names = [name for name in chosen(args.only) if (ROOT / "course" / name / "public.py").exists()]
-    tests = tested(ROOT, names, ["public.py"], args)
+    tests = [test | dict(score=int(test["status"] == "passed"), max_score=1)  # counts, for want of points
+             for test in tested(ROOT, names, ["public.py"], args)]
     failed = sum(test["status"] == "failed" for test in tests)
     print(f"{table(tests, names)}\n\n{len(tests) - failed} of {len(tests)} public tests pass."
           + ("" if failed else " The hidden ones try other sizes, ties, and the edges of what is specified."))
@@ -66,7 +67,7 @@ def grade(args):
             (got, most), each = points(tests), [points(tests, problem)[0] for problem in problems]
             rows.append([own, *(f"{x:.2f}" for x in each), f"{got:.2f}"])
             if len(folders) == 1:
-                print(f"{table(tests, names)}\n{'total':<28}{got:6.2f} of {most:g}")
+                print(f"{table(tests, names)}\n{'total':<28}{round(got, 2):6g} of {round(most, 2):g}")
             else:
                 tqdm.write(f"{own:<40}{got:8.2f} of {most:g}")
             if args.json:
@@ -103,13 +104,13 @@ def table(tests: list[dict], names: list[str]) -> str:
     lines = []
     for name in names:
         got, most = points([test for test in tests if test["extra_data"]["problem"].startswith(f"{name}.")])
-        lines.append(f"{name:<28}{got:6.2f} of {most:g}")
+        lines.append(f"{name:<28}{round(got, 2):6g} of {round(most, 2):g}")
         for problem in ASSIGNMENTS[name].problems:
             of = [test for test in tests if test["extra_data"]["problem"] == f"{name}.{problem.name}"]
             if not of:  # it was not asked for
                 continue
             got, most = points(of)
-            lines.append(f"  {problem.name:<26}{got:6.2f} of {most:g}    {problem.file}: {problem.function}")
+            lines.append(f"  {problem.name:<26}{round(got, 2):6g} of {round(most, 2):g}    {problem.file}: {problem.function}")
             for test in of:
                 if test["status"] == "failed":
                     hidden = "" if test["extra_data"]["public"] else " (hidden)"

@@ -6,7 +6,7 @@ import jupytext
 import nbformat
 
 from course.assignments import ASSIGNMENTS, Assignment
-from course.source import emptied
+from course.source import emptied, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
@@ -17,17 +17,18 @@ COURSE = ("__init__.py", "assignments.py", "command.py", "expect.py", "lock.py",
 def make(folder: Path, chosen: dict[str, Assignment]):
     """Write the copy to `folder`, which must not be there or be empty.
 
-    Kernels, other tests, notebooks, results and theory that tells an answer stay behind.
+    Of methods/ it has what is asked for, what that imports, and what the written questions compare it with.
+    Kernels, other tests, notebooks and results stay behind.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; name a new folder")
     if not (ROOT / "course" / "make.py").exists() or len(list((ROOT / "course").glob("*/hidden.py"))) == 0:
         raise ValueError("this is a student's copy; make others from the repository itself")
 
-    without = {name for each in chosen.values() for name in each.without}
-    for source in [*(ROOT / "nanollm").glob("*.py"), *(ROOT / "methods").rglob("*.py")]:
-        if source.name not in without:
-            put(source, folder)
+    asked = [problem.file for each in chosen.values() for problem in each.problems]
+    beside = ["methods/snap_kv.py", *(file for each in chosen.values() for file in each.beside)]
+    for source in [*(ROOT / "nanollm").glob("*.py"), *(ROOT / file for file in needed(ROOT, asked + beside))]:
+        put(source, folder)
     for name in WHOLE:
         for source in [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).iterdir():
             put(source, folder)

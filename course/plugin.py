@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from course.assignments import ASSIGNMENTS, asked
-from course.source import spliced
+from course.source import needed, spliced
 from course.wire import packed, unpacked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,17 +168,12 @@ def handed_in(folder: Path, file: str) -> str:
 
 
 def copy(folder: Path, assignment: str):
-    """What a submission may import: the decoder, the methods but for those that tell answers, the adapter."""
-    without = shutil.ignore_patterns("__pycache__", *ASSIGNMENTS[assignment].without)
-    for package in ("nanollm", "methods"):
-        for source in sorted((ROOT / package).rglob("*.py")):
-            relative = source.relative_to(ROOT)
-            if not without(str(relative.parent), [source.name]):
-                (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, folder / relative)
-    own = folder / "course" / assignment
-    own.mkdir(parents=True)
-    shutil.copy2(ROOT / "course" / assignment / "adapter.py", own)
+    """What a submission may import: the adapter, what is asked for, what these import, and the decoder."""
+    files = [f"course/{assignment}/adapter.py", *(each.file for each in ASSIGNMENTS[assignment].problems)]
+    decoder = [f"nanollm/{file.name}" for file in (ROOT / "nanollm").glob("*.py")]
+    for file in needed(ROOT, files) | {*decoder}:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, folder / file)
 
 
 FORKS, PROBLEMS, RESULTS = pytest.StashKey[Forks](), pytest.StashKey[dict](), []

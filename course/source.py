@@ -1,5 +1,7 @@
 """Functions of a source file by name ("Chunks.cut"): emptied for a student, and put back for grading."""
 import ast
+from collections.abc import Iterable
+from pathlib import Path
 import re
 
 
@@ -34,6 +36,21 @@ def place(source: str, name: str) -> tuple[int, int] | None:
         while not lines[end - 1].strip():
             end -= 1
         return start, end
+
+
+def needed(root: Path, files: Iterable[str]) -> set[str]:
+    """These files below `root`, with all of methods/ that they import, and what that imports."""
+    found, left = set(), [*files]
+    while left:
+        file = left.pop()
+        if file in found or not (root / file).is_file():
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse((root / file).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "methods":
+                modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+                left += [f"{module.replace('.', '/')}.py" for module in modules]
+    return found
 
 
 def emptied(source: str, names: list[str]) -> str:

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 1. The cache itself
 #
-# **3 to 5 hours, 16 points.** You write eight functions: five of the cache in `nanollm/cache.py` and the one that shrinks it, one of `nanollm/ranking.py`, and the eviction of a first method in `methods/h2o.py`.
+# **3 to 5 hours; 16 points by tests, and 3 for the written question at the end.** You write eight functions: six in `nanollm/cache.py`, one in `nanollm/ranking.py`, and the eviction of a first method in `methods/h2o.py`.
 #
 # **Read before:** `nanollm/cache.py` from top to bottom, `LayerCache.attend` twice. Then H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
 #
@@ -19,7 +19,7 @@
 # - **buffer**: the tensor `self.slots[name]` as it is allocated. Its first `self.length` slots are in use. The rest is **slack**, which anything may stand in.
 # - **`self.slot(name)`**: a view of the slots in use.
 # - **`self.seen`**: how many tokens have ever been written, evicted ones too.
-# - **empty slot**: a slot whose position is `NEVER`, the largest whole number of 32 bits. No query sees it. It is there because a tensor has the same number of slots for each head, and another head keeps more.
+# - **empty slot**: a slot whose position is `NEVER`, the largest whole number of 32 bits. No query sees it. It is there because a tensor has the same number of slots for each head, and another head keeps more. It counts as a slot in use.
 # - **`self.ragged`**: whether there may be empty slots.
 #
 # ## On paper
@@ -76,7 +76,7 @@ check("visible")
 #
 # - Query head h·G + g reads key/value head h. So the G heads of a group lie side by side in `q`.
 # - A slot that is not visible gets exactly 0. At least one slot is visible to each query.
-# - The softmax is computed in `torch.float32`. The result has the dtype of `q`.
+# - The product q kᵀ may be in the dtype of `q`. The softmax is computed in `torch.float32`, whatever the dtype. The result has the dtype of `q`.
 #
 # <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> puts a group's heads side by side. <code>softmax</code> takes a <code>dtype</code>.</details>
 
@@ -89,15 +89,15 @@ check("probabilities")
 # Remember T new tokens. `k` and `v` are (B, H, T, D), `pos` is (B, T) or (1, T), and holds for every head. `state` are more per-slot tensors by name, (B, H, T, ...), of any dtype.
 #
 # - Afterwards every per-slot tensor has T more slots in use, after those that were in use. `self.length` and `self.seen` grow by T.
-# - `pos` is stored as `torch.int32`; each other tensor keeps its dtype.
-# - A tensor that the cache has and that is not given this time is 0 in the new slots. So it is in slots that were in use once and were freed.
+# - `pos` is stored as `torch.int32`; each other tensor has the dtype of its first write.
+# - A tensor that the cache has and that is not given this time is 0 in the new slots, even where the buffer still holds numbers of a slot that was freed.
 # - A tensor that the cache has not had so far is 0 in the earlier slots.
-# - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. A tensor that is new gets a buffer of as many slots.
+# - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. A tensor that is new gets a buffer that holds at least the slots needed.
 # - Nothing that you are given is stored itself. The caller may write to it afterwards.
 #
 # <details><summary>Hint</summary>Ask <code>self.capacity</code> before you change <code>self.length</code>. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code>, and takes a <code>dtype</code>.</details>
 #
-# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> with <code>None</code>, and over these what is given. <code>pos[:, None]</code> lacks a head dimension no more, and broadcasts when it is assigned.</details>
+# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> with <code>None</code>, and over these what is given. <code>pos[:, None]</code> has a head dimension of 1, which broadcasts when it is assigned.</details>
 
 # %%
 check("write")
@@ -110,7 +110,7 @@ check("write")
 # - Every per-slot tensor moves, also those with more dimensions. Afterwards each has n slots, all in use and no slack, and its dtype as before.
 # - An empty slot has the position `NEVER`. What it holds otherwise does not matter.
 # - `self.length` is n. `self.ragged` becomes true if there is an empty slot in `i`, and stays true if it was. `self.seen` does not change.
-# - A `ValueError` if `i` has another shape or dtype, or names a slot that is not in use. `check_kept(i, self.pos.shape)` raises it.
+# - A `ValueError` if `i` has another shape or dtype, or has a number of `self.length` or more. `check_kept(i, self.pos.shape)` raises it.
 #
 # <details><summary>Hint</summary><code>gather</code> wants an index of the shape of its result, and no −1. See <code>expand_index</code> in <code>nanollm/ranking.py</code>.</details>
 
@@ -134,7 +134,7 @@ check("drop")
 #
 # `kept` is a mask (B, H, S). Return the slots where it is true, (B, H, n), `torch.int64`, in ascending order, n being the count of the head that keeps most. Heads that keep fewer are filled up with −1 at the end. A mask that is true nowhere gives (B, H, 0).
 #
-# <details><summary>Hint</summary>A stable sort of "is not kept" puts the kept slots first and leaves their order.</details>
+# <details><summary>Hint</summary>A stable sort of "is not kept" puts the kept slots first and leaves their order: <code>argsort(dim=-1, stable=True)</code>, where <code>dim</code> must be named.</details>
 
 # %%
 check("indices")
@@ -145,10 +145,10 @@ check("indices")
 # `score` is (B, H, S), a finite or +∞ number for each slot in use. Keep the `budget` slots with the highest score of each head.
 #
 # - Of equal scores the newest token stays: that with the largest position. It need not be in the last slot.
-# - An empty slot is kept only if the head has fewer tokens than the budget, whatever its score. It then stays empty. Where `self.ragged` is false there is none.
+# - An empty slot is kept only if the head has fewer tokens than the budget, whatever its score. It then stays empty; whether `keep` is told its number or −1 does not matter. Where `self.ragged` is false there is none.
 # - Afterwards `budget` slots are in use. With at most `budget` slots in use, nothing is done.
 # - If exactly one slot is too many and the cache is not ragged, call `self.drop`, so that no buffer is new. Else call `self.keep`. The order of the slots is up to you.
-# - A `ValueError` if `score` has another shape. `check_score(score, self.pos.shape)` raises it.
+# - A `ValueError` if `score` has another shape. `check_score(score, self.pos.shape)` raises it. The shape is checked first, even if nothing is to be done.
 #
 # `rank(score, pos)` in `nanollm/ranking.py` gives each slot its rank, 0 for the highest, of equals the newest first.
 #
@@ -160,7 +160,7 @@ check("shrink")
 # %% [markdown]
 # ## 8. `H2O.evict` (2 points)
 #
-# `evict` is called at the end of the prompt, and then after each token. `self.slot("accumulated")` holds the attention that each token has had from all queries, (B, H, S). It is added up by `observe`, which is given.
+# `evict` is called at the end of the prompt, and then after each `attend`, which may have brought several tokens. `self.slot("accumulated")` holds the attention that each token has had from all queries, (B, H, S). It is added up by `observe`, which is given.
 #
 # - If more than `self.budget` slots are in use, shrink to `self.budget`. Else nothing changes.
 # - The newest tokens stay: `round(self.recent * self.budget)` of those seen so far, with Python's `round`, but at least one. Positions count from 0. So with r newest tokens, a slot is among them if its position is at least `self.seen` − r. Slots may have any order.
@@ -175,8 +175,8 @@ check("evict")
 #
 # The command below compares four caches of a small decoder at a quarter of the prompt's tokens. `random` keeps random tokens, `streaming_llm` the first four and the newest. **First write down** what you expect, with a reason, before you run the cell:
 #
-# 1. The column *live KiB* is measured at the end of a text of 512 tokens, the last 64 of which came after the prompt. What share of the full cache's bytes should `h2o` have? A quarter, more or less?
-# 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`? Does it help H2O if it knows the question when it compresses (*aware*)?
+# 1. The column *live KiB* is measured at the end of a text of 512 tokens, the last 64 of which came after the prompt. What share of the full cache's bytes should `h2o` have? A quarter, more or less? (Keys and values have 32 numbers of 4 bytes each; a position and an accumulated weight take 4 bytes each. The budget is a quarter of the 448 tokens of the prompt.)
+# 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or is there no difference that can be told? Does it help H2O if it knows the question when it compresses (*aware*)?
 # 3. *KL* says how far predictions move from those of the full cache, 0 being not at all. In which order are the three methods?
 #
 # Your prediction:
@@ -188,6 +188,6 @@ command = "-m nanollm --methods full random streaming_llm h2o --budgets 25 --doc
 subprocess.run([sys.executable, *command.split()]);
 
 # %% [markdown]
-# What you measured, and where your prediction was wrong, and why (at most ten sentences; accuracies differ if they differ by more than two standard errors, which stand above the table):
+# What you measured, and where your prediction was wrong, and why (at most ten sentences; accuracies differ if they differ by more than two standard errors, which stand above the table; for KL let 0.05 count; the command also writes the figure `compare.png`):
 #
 #

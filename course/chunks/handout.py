@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 3. Chunks
 #
-# **2 to 3 hours, 15 points.** You write six functions of `methods/chunk_kv.py`.
+# **2 to 3 hours; 15 points by tests, and 3 for the written question at the end.** You write six functions of `methods/chunk_kv.py`.
 #
 # **Read before:** ChunkKV ([arXiv 2502.00299](https://arxiv.org/abs/2502.00299)), sections 1 and 3. Then the docstring of `methods/chunk_kv.py`, and `nanollm/window.py`, which calls what you write.
 #

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 2. Which tokens
 #
-# **3 to 5 hours, 15 points.** You write eight functions that together are SnapKV, AdaKV and CriticalKV: how tokens are voted for, how heads share a budget, and what a bound on the lost output adds.
+# **3 to 5 hours; 15 points by tests, and 3 for the written question at the end.** You write eight functions that together are SnapKV, AdaKV and CriticalKV: how tokens are voted for, how heads share a budget, and what a bound on the lost output adds.
 #
 # **Read before:** SnapKV ([arXiv 2404.14469](https://arxiv.org/abs/2404.14469)), section 4. AdaKV ([arXiv 2407.11550](https://arxiv.org/abs/2407.11550)), section 3. CriticalKV ([arXiv 2502.03805](https://arxiv.org/abs/2502.03805)), sections 3 and 4. Then `nanollm/window.py`, and the docstrings of `methods/ada_kv.py` and `methods/critical_kv.py`.
 #
@@ -59,7 +59,7 @@ check("votes")
 # %% [markdown]
 # ## 2. `max_pool` in `nanollm/window.py` (1 point)
 #
-# A digit of a number is no use without the others. So votes are pooled. `score` is (..., n) with at least one leading dimension. Return a tensor of the same shape: for each token the largest score among those at most ⌊`width` / 2⌋ tokens away, itself included. `width` is odd. At both ends there are fewer neighbours; nothing takes their place. The width may be larger than the text.
+# A digit of a number is no use without the others. So votes are pooled. `score` is (..., n) with at least one leading dimension, of real numbers of any sign. Return a tensor of the same shape: for each token the largest score among those at most ⌊`width` / 2⌋ tokens away, itself included. `width` is odd. At both ends there are fewer neighbours; nothing takes their place. The width may be larger than the text.
 #
 # <details><summary>Hint</summary><code>F.max_pool1d</code> wants (rows, n), and its padding counts as −∞.</details>
 
@@ -79,15 +79,15 @@ check("top")
 # %% [markdown]
 # ## 4. `shared` in `methods/ada_kv.py` (4 points)
 #
-# `score` is (B, H, S), the pooled votes of a layer's heads. `mean` is a whole number m ≤ S, the entries of a head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H) of `torch.int64`, H · m in every row of the batch:
+# `score` is (B, H, S), the pooled votes of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S, the entries of a head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H) of `torch.int64`, H · m in every row of the batch:
 #
 # - In each row, take the H · m highest of all H · S scores. Head h has n_h of them. Of equal scores that of the newer token comes first. Of equal scores of the same token (two heads) that of the head with the *larger* number comes first.
 # - Exactly, head h should get f · m + (1 − f) · n_h. These numbers are rounded down.
 # - What is then missing to H · m goes, one each, to the heads with the largest remainders (what was cut off). Of equal remainders the head with the *smaller* number comes first.
 #
-# Compute with `floor` as it is written: 0.2 is exactly 1/5. With floats 0.2 · 5 + 0.8 · 10 may be a little less than 9. Equal remainders must be equal.
+# `floor` is meant as `Fraction(str(floor)).limit_denominator(10**6)`: 0.2 is exactly 1/5, and 0.3333333333333333 is 1/3. With floats 0.2 · 5 + 0.8 · 10 may be a little less than 9. Equal remainders must be equal.
 #
-# <details><summary>Hint</summary><code>Fraction(str(floor))</code> is exact. Multiply by its denominator, and all that is left are whole numbers.</details>
+# <details><summary>Hint</summary>Multiply everything by the denominator of that fraction, and all that is left are whole numbers.</details>
 #
 # <details><summary>Hint</summary>In <code>score.mT.flatten(1)</code> a later place is a newer token, and of one token the larger head. So <code>top</code> does the first part.</details>
 
@@ -97,7 +97,7 @@ check("shares")
 # %% [markdown]
 # ## 5. `value_norms` in `methods/critical_kv.py` (2 points)
 #
-# A head's output is multiplied by its part of the matrix W_O. So the size of a value is that of its product. `v` is (B, H, n, D) and `w_o` is (d, H·G, D), where d is the width of the model. For every query head return ‖v_i W_O‖₁, (B, H, G, n): the sum over o of |Σ_j v[b, h, i, j] · w_o[o, h·G + g, j]|.
+# A head's output is multiplied by its part of the matrix W_O. So the size of a value is that of its product. `v` is (B, H, n, D) and `w_o` is (d, H·G, D), of the same dtype, where d is the width of the model. For every query head return ‖v_i W_O‖₁, (B, H, G, n): the sum over o of |Σ_j v[b, h, i, j] · w_o[o, h·G + g, j]|.
 #
 # Query head h·G + g reads value head h. The products may be in the dtype of `v`. The sum over o is computed, and returned, in `torch.float32` if `v` has 16 bits, and otherwise in the dtype of `v`.
 #
@@ -112,6 +112,8 @@ check("norms")
 # ## 6. `two_stage` in `methods/critical_kv.py` (1 point)
 #
 # `first` is a mask (..., n) of what stage 1 took, and `score` is (..., n), finite numbers of any size and sign. Return the mask of both stages: all of `first`, and of the others those with the highest scores, of equals the newest, so that `budget` entries stay. `budget`, a number or a tensor (...), is at least as large as stage 1, and at most n.
+#
+# <details><summary>Hint</summary>Which score would put an entry before all others?</details>
 
 # %%
 check("two_stage")
@@ -119,9 +121,9 @@ check("two_stage")
 # %% [markdown]
 # ## 7. `Critical.__call__` in `methods/critical_kv.py` (3 points)
 #
-# This is CriticalKV's selection. `votes` is (B, H, G, n), and `budget`, a number or (B, H), says how many of the n tokens before the window stay. Return the mask (B, H, n).
+# This is CriticalKV's selection. `votes` is (B, H, G, n), and `budget`, a number or (B, H), at most n, says how many of the n tokens before the window stay. Return the mask (B, H, n).
 #
-# - The G query heads of a group share their entries. Stage 1 takes the highest of the mean of their votes, pooled by `cache.pool`: first the mean over the group, then the pool. It takes ⌊α · budget⌋ entries, α being `self.alpha` as it is written: `part_of` knows that 0.29 of 100 is 29.
+# - The G query heads of a group share their entries. Stage 1 takes the highest of the mean of their votes, pooled by `cache.pool`: first the mean over the group, then the pool. It takes ⌊α · budget⌋ entries, which `part_of(self.alpha, budget)` computes exactly, for a number or a tensor.
 # - Stage 2 takes what is left of the budget from the others, by the score that `self.second(cache, votes, norms)` returns. The norms are those of `value_norms`, with the values `cache.v` and the matrix `cache.w_o`. `cache.v` holds the window's values as well, at its end; they have no votes.
 #
 # Subclasses override `second`. So it must be asked.
@@ -144,11 +146,11 @@ check("theta")
 # %% [markdown]
 # ## 9. Predict, then measure (written, 3 points, not graded by the tests)
 #
-# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window votes with it in mind. *Blind*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. **First write down** what you expect, with a reason, before you run the cell:
+# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window votes with it in mind. *Blind*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. *live KiB* at 6 % is more than 6 % of the full cache's, since the window and what came after the prompt stay. **First write down** what you expect, with a reason, before you run the cell:
 #
-# 1. Aware, at 6 %: does AdaKV find more than SnapKV, less, or the same?
+# 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
 # 2. Does CriticalKV's selection lower L1? It chooses by a bound on it.
-# 3. Does it find more or fewer answers than SnapKV, aware? Remember what is pooled in stage 1 and what in stage 2.
+# 3. Does it find more or fewer answers than SnapKV, aware (the mean over the three tasks in the last rows)? Remember what is pooled in stage 1 and what in stage 2.
 #
 # Your prediction:
 #
@@ -159,6 +161,6 @@ command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --budgets 2
 subprocess.run([sys.executable, *command.split()]);
 
 # %% [markdown]
-# What you measured, and where your prediction was wrong, and why (at most ten sentences). The rows at the end compare pairs of methods on the same documents, ± one standard error. A difference counts if it is larger than two.
+# What you measured, and where your prediction was wrong, and why (at most ten sentences). The rows at the end compare SnapKV with and without CriticalKV's selection on the same documents, ± one standard error; a difference counts if it is larger than two. For AdaKV go by the standard error above the table.
 #
 #

@@ -162,7 +162,7 @@ def test_votes_times_norms(run):
 def test_rounded_down(run):
     """The same with α = 0.25: a quarter of two is no token, rounded down. Stage 2 takes tokens 1 and 3."""
     got = run("selected", votes=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
-              v=tensor([0., 1, 0.1, 9, 50, 50]).view(1, 1, 6, 1), w_o=torch.ones(1, 1, 1), budget=2,
+              v=tensor([0., 1, 1, 9, 50, 50]).view(1, 1, 6, 1), w_o=torch.ones(1, 1, 1), budget=2,
               alpha=0.25)
     same(got, tensor([[[0, 1, 0, 1]]]).bool(), "the mask")
 
