@@ -23,9 +23,10 @@ from methods.duo_attention import DuoAttention
 from methods.streaming_llm import StreamingLLM
 from methods.theory import inside
 from methods.theory.duo_attention import gates, importance, retrieval_heads
+from methods.theory.kv_reviver import found_blind
 from nanollm import SHIPPED, TINY, plot
 from nanollm.data import Tasks
-from nanollm.evaluate import Benchmark, continuation, maker, reference, standard_error, text_windows
+from nanollm.evaluate import continuation, maker, reference, standard_error, text_windows
 from nanollm.model import Config, Decoder
 from nanollm.select import load
 from nanollm.start import induction_start, learned_start
@@ -263,13 +264,12 @@ for name, model in models.items():
     alone, together = importance(model, train_tasks), gates(model, train_tasks)
     kept[name] = {"one head alone": retrieval_heads(alone),
                   "gates together": retrieval_heads(together, 0.3)}
-    bench = Benchmark.read(model, asked, None)
     for how, heads in kept[name].items():
         for share in (0.5, 0.25):
             make = maker(model, DuoAttention, share, heads=heads)
-            right, _ = bench.measured(model, make)
-            print(f"{name:8} {how}, {share:.0%}:",
-                  *(f"{column} {right[column].mean():.2f} " for column in columns[1::2]), sep="  ")
+            print(f"{name:8} {how}, {share:.0%}:", *(
+                f"{task}, blind {found_blind(model, batch, make).mean():.2f} "
+                for task, batch in asked.items()), sep="  ")
         print(f"    (layer, head): {' '.join(map(str, heads))}")
 
 # %% [markdown]
