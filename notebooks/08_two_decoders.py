@@ -32,7 +32,6 @@ from nanollm.select import load
 from nanollm.start import induction_start, learned_start
 from nanollm.train import CONFIG
 from results.run import accuracies
-
 torch.set_grad_enabled(False)
 
 # %%
