@@ -18,7 +18,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-
 from methods.duo_attention import DuoAttention
 from methods.streaming_llm import StreamingLLM
 from methods.theory import inside
