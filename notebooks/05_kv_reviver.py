@@ -1,7 +1,7 @@
 # %% [markdown]
 # # KVReviver: can what was squeezed out be read back?
 #
-# **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`) and H2O (`methods/h2o.py`). **Time:** it runs in about four minutes; reading takes about an hour. **At the end you will know** what a sketch can give back of what was squeezed into it, whether that helps a small decoder, and what else its bytes would buy.
+# **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`) and H2O (`methods/h2o.py`). **Time:** it runs in about three minutes; reading takes about an hour. **At the end you will know** what a sketch can give back of what was squeezed into it, whether that helps a small decoder, and what else its bytes would buy.
 #
 # Every method so far forgets: what is evicted is gone, and if somebody asks for it later, the answer is lost. KVReviver calls this *contextual amnesia* and offers a cure: tokens that would be evicted are added, all together, into a small **sketch**, and read back from it, with noise, before each attention. This notebook measures the amnesia, takes the sketch apart, and asks what its bytes would buy elsewhere. In the same bytes `Quantized` keeps every token in few bits (KIVI), `CaM` merges values into their neighbours, and `DuoAttention` keeps everything, but only in the heads that need it.
 #
@@ -13,7 +13,6 @@
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 from functools import cache as once, partial
 from itertools import product
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -44,6 +43,7 @@ from nanollm.data import Tasks
 from nanollm.evaluate import (Benchmark, continuation, full_cache_bytes, maker, prompt_and_question,
                               reading_within, replayed_or_read, retrieve, standard_error)
 from nanollm.replay import Recorder, record, replay
+from results.run import accuracies
 
 torch.set_grad_enabled(False)
 model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -303,8 +303,8 @@ print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 
 # %%
 train = Tasks(encoding, "train")
-documents = dict(needle=32, recall=32, copy=16, few_shot=16)
-lost = {task: importance(model, train, n, of=(task,)) for task, n in documents.items()}
+lost = {task: importance(model, train, 16, of=(task,))
+        for task in ("needle", "recall", "copy", "few_shot")}
 figure, axes = plt.subplots(1, 4, figsize=(12, 2.8), layout="constrained")
 for axis, (task, nats) in zip(axes, lost.items()):
     plot.heads(axis, nats, f"{task}: nats lost per token", form="{:+.3f}")
@@ -501,7 +501,7 @@ axis.minorticks_off()
 axis.legend(fontsize=8);
 
 # %% [markdown]
-# With +1 the printed sketch has a KL of 5.3, with 0 it has 3.9, with −1 1.8, with −3 0.57 and with −10 0.25. There no revived token gets any attention, and what is left are Recent and Candidate: without a sketch it is 0.23. The other readings do not move, and a test holds them to that. So *how much* the printed sketch harms may be this model's. That it harms or is silent, and helps nowhere, is the sketch's. In large models, where sinks take over 90 % of the attention, as the paper says, most logits may lie so low that the sums silence themselves, and KVReviver is about Recent and Candidate. This is a hypothesis. It would fit Table 2, where less Vague is better, but not Figure 5.
+# With +1 the printed sketch has a KL of 5.3, with 0 it has 4.0, with −1 1.8, with −3 0.57 and with −10 0.25. There no revived token gets any attention, and what is left are Recent and Candidate: without a sketch it is 0.23. The other readings do not move, and a test holds them to that. So *how much* the printed sketch harms may be this model's. That it harms or is silent, and helps nowhere, is the sketch's. In large models, where sinks take over 90 % of the attention, as the paper says, most logits may lie so low that the sums silence themselves, and KVReviver is about Recent and Candidate. This is a hypothesis. It would fit Table 2, where less Vague is better, but not Figure 5. *learned* has sinks, and the printed sum harms it as much (the tables above, claim R6).
 #
 # A third: KVReviver's budget is one of bytes. The scores of all tokens ever seen are part of it, while H2O's are of the tokens that it keeps, and come on top. How much is that here, and how much in the paper's geometry, Llama-2-7B's heads in 16 bits? One head's cache after a prompt:
 
@@ -574,29 +574,23 @@ for name, (Method, knobs) in asked.items():
 # The paper's Figure 6 has a panel a task, accuracy over budget, and KVReviver loses about 2 % at 25 % (claim R12). Here are our three tasks on both decoders, 32 documents each, with the question in the prompt. They are rows of `python -m nanollm --all` and of the same with `--model nanollm/tiny_learned`, as RESULTS.md keeps them. Three thousand answers would take this notebook a quarter of an hour.
 
 # %%
-root = next(folder for folder in (Path(".."), Path(".")) if (folder / "results").exists())
 names = ("kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "cam", "streaming_llm",
          "snap_kv")
-stored = {}  # (decoder, method) → budget → share of right answers, needle, recall, few-shot
-for name, file in (("built", "all.txt"), ("learned", "learned.txt")):
-    for line in (root / "results" / file).read_text().splitlines():
-        method, *cells = line.split() or [""]
-        if method in names and cells[1] == "%" and len(cells) > 8:  # name, budget, %, KiB, aware, blind, aware …
-            stored.setdefault((name, method), {})[float(cells[0])] = [*map(float, cells[3:9:2])]
+stored = {"built": accuracies("all"), "learned": accuracies("learned")}
 for name in SHIPPED:
     for method in ("kv_reviver", "kv_reviver_mean", "h2o", "cam", "snap_kv"):
         print(f"{name:8} {method:16} at 25 %: needle, recall, few-shot",
-              *(f"{x:.2f}" for x in stored[name, method][25]))
+              *(f"{x:.2f}" for x in stored[name][method, "25 %"][::2]))
 
 # %%
 figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained", sharex=True, sharey=True)
-of = enumerate(("needle", "recall", "few-shot"))
+of, percent = enumerate(("needle", "recall", "few-shot")), (6.25, 12.5, 25, 50)
 for (decoder, row), (i, task) in product(zip(SHIPPED, axes), of):
     for method in names:
-        budgets, found = zip(*sorted(stored[decoder, method].items()))
-        row[i].plot(budgets, [x[i] for x in found], label=method, **plot.style(method))
+        aware = [stored[decoder][method, f"{x:g} %"][2 * i] for x in percent]
+        row[i].plot(percent, aware, label=method, **plot.style(method))
     row[i].set(title=f"{task}, {decoder}", xscale="log", ylim=(-.03, 1.05))
-    row[i].set_xticks(budgets, [f"{x:g} %" for x in budgets])
+    row[i].set_xticks(percent, [f"{x:g} %" for x in percent])
     row[i].minorticks_off()
     row[i].grid(alpha=.3)
 for row in axes:
@@ -671,7 +665,7 @@ makes = {"full cache": lambda n: make_cache(model)} | makes
 stream = evaluate.text_windows(tasks, 35, 513)
 recording = record(model, make_cache(model, Recorder), stream[:, :-1])
 layer = full_cache_bytes(c, 528, 4) / c.n_layers / 2 ** 20  # MiB of one layer, all tokens
-sizes = (1, 2, 3, 8, 13, 16, 35)
+sizes = (1, 2, 3, 16, 35)
 print(f"{'tokens/s, at batch':18}", *(f"{n:6}" for n in sizes),
       "  MiB a text  fit in 8 MiB  with the revived layer")
 for name, make in makes.items():

@@ -146,8 +146,8 @@ def main(argv: list[str] | None = None):
     for folder in tqdm(folders, unit="model", leave=False):
         model, encoding = loaded(args, folder)
         rows = page(model, Tasks(encoding, "test"))
-        layers = "".join(f"{i:>8}" for i in range(model.config.n_layers))
-        lines = [f"{name:<44}" + "".join(f"{x:>8.3g}" for x in row) for name, row in rows.items()]
+        layers = "".join(f"{i:>10}" for i in range(model.config.n_layers))
+        lines = [f"{name:<44}" + "".join(f"{x:>10.3g}" for x in row) for name, row in rows.items()]
         tqdm.write("\n".join([f"{'layer of ' + names.get(folder, str(folder)):<44}{layers}", *lines, ""]))
 
 
