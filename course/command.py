@@ -110,7 +110,8 @@ def table(tests: list[dict], names: list[str]) -> str:
             if not of:  # it was not asked for
                 continue
             got, most = points(of)
-            lines.append(f"  {problem.name:<26}{round(got, 2):6g} of {round(most, 2):g}    {problem.file}: {problem.function}")
+            worth = f"{round(got, 2):6g} of {round(most, 2):g}"
+            lines.append(f"  {problem.name:<26}{worth}    {problem.file}: {problem.function}")
             for test in of:
                 if test["status"] == "failed":
                     hidden = "" if test["extra_data"]["public"] else " (hidden)"

@@ -85,7 +85,8 @@ python -m nanollm course check       # the public tests of all, or --only {next(
 ```
 
 Write where `raise NotImplementedError` stands. Signatures stay as they are. Helpers and imports go into the
-same file. Each problem is graded by itself, the rest being right: a mistake in one does not cost another.
+same file. When it is graded, each problem is tried with the rest being right: a mistake in one does not cost
+another. The check here runs your own files, so a problem that calls an earlier one needs that first.
 """
 
 

@@ -16,6 +16,7 @@ import sys
 import traceback
 
 import torch
+import torch._dynamo  # a TorchDispatchMode imports it when first used, and that needs a folder to write to
 from lock import lock_in  # as scripts beside it: the package `course` is to be the submission's
 from wire import packed, unpacked
 
