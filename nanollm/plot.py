@@ -18,8 +18,8 @@ FAMILIES = {
     "scissorhands": ("#117733", "v"), "kv_reviver": ("#882255", "P"), "h2o": ("#e69f00", "X"),
     "quantized": ("#00a087", "*"), "duo_attention": ("#c77cba", "p"), "streaming_llm": ("#888888", "h"),
     "ada_kv": ("#56b4e9", "s"), "pyramid_kv": ("#1a3a6e", "^"), "cam": ("#b0a000", "<"),
-    "random": ("#bbbbbb", ">")}
-OTHERS = (("#6a3d9a", "d"), ("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"),
+    "random": ("#bbbbbb", ">"), "kvzip": ("#6a3d9a", "d")}
+OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"),
           ("#f0027f", "4"))
 
 # A variant keeps its family's colour and marker; its dash is its own, by what its name adds.

@@ -5,7 +5,7 @@ from nanollm.evaluate import TASKS, paired
 
 # The short table: a row a family, all at one budget.
 SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",
-         "streaming_llm", "quantized_2")
+         "streaming_llm", "kvzip", "quantized_2")
 TERMS = """\
 budget  the share of the prompt's tokens that each head may keep; "all" for methods that keep every token
 aware   the question is part of the prompt that is compressed, so attention knows what will be asked

@@ -63,6 +63,11 @@ SECTIONS = {
         "`critical` is the paper's selection, whose second stage does not pool the votes. "
         "`critical_code` is the authors' code, which pools. `theta`, `residual` and `semantic` are "
         "ours."),
+    "kvzip": (
+        "Methods that do not bet on the question: KVzip taken apart", "python -m methods.theory.kvzip",
+        "What is asked comes after the compression. A second reading of the text, the largest attention in "
+        "place of the sum, and the ranking of all layers' entries together each do their part. "
+        "`one_reading` above is the row *first alone, max, all*."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.tensor_attention",
         "Two cache matrices, four, and four without ever forming a pair."),

@@ -3,6 +3,7 @@ import csv
 import json
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
 import textwrap
@@ -134,3 +135,8 @@ def test_bad_input_is_one_line(handed_out, tmp_path):
     assert (code, out, error.count("\n")) == (2, "", 1)
     code, out, error = course("grade", ".", cwd=handed_out)
     assert (code, out, error.count("\n")) == (2, "", 1) and "no hidden tests" in error
+
+
+def test_the_readme_counts_the_functions():
+    (told,) = re.findall(r"(\d+) functions of this repository", (ROOT / "README.md").read_text())
+    assert int(told) == len(PROBLEMS) and len(ASSIGNMENTS) == 6
