@@ -1,9 +1,10 @@
-"""KVzip taken apart: a second reading, the maximum in place of the sum, the ranking across layers.
+"""KVzip taken apart: second reading, maximum for sum, ranking across layers; and in fewer bits.
 
     python -m methods.theory.kvzip
 
-Each part is left out alone and with the others. The context is compressed before the question comes (blind):
-32 documents a task of 512 tokens; the share that is answered as asked, ± one standard error.
+Each part is left out alone and with the others. Then what KVzip and SnapKV keep is stored in fewer bits
+(methods/rounded.py). The context is compressed before the question comes (blind): 32 documents a task of 512
+tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its answers.
 """
 import argparse
 import copy
@@ -15,8 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from methods.kvzip import KVzip, OneReading
+from methods.quantized import Quantized
+from methods.rounded import RoundedKVzip, RoundedWindow
 from nanollm import LEARNED, TINY, command
-from nanollm.cache import make_cache
+from nanollm.cache import LayerCache, cache_bytes, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import TASKS, answer, check_size, prompt_and_question, share, standard_error
 from nanollm.generate import prefill, read_again
@@ -25,6 +28,7 @@ from nanollm.select import loaded, model_options
 SHARES = 0.25, 0.125, 0.0625
 READINGS = {"second": KVzip, "first alone": OneReading}
 RANKED = {"all": True, "each head": False}  # across
+BITS = 16, 4, 2  # of a number; 16: as it is, in 32 bits here
 
 
 @torch.no_grad()
@@ -52,6 +56,31 @@ def apart(model, batch, shares=SHARES, steps=tqdm) -> tuple[dict[tuple, Tensor],
     return found, min(seconds)
 
 
+@torch.no_grad()
+def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Tensor, int]]:
+    """Right answers (B,), blind, and live bytes of one text, of every (method, bits, share). Of methods that
+    keep all tokens the share is 1.
+    """
+    tokens, context, _ = prompt_and_question(model, batch)
+    found, n = {}, context.shape[1]
+    for name, Method, knobs in steps([
+            ("full", LayerCache, {}), ("quantized_2", Quantized, dict(bits=2, residual_length=16)),
+            ("snap_kv", RoundedWindow, dict(budget=n, window_size=8)),
+            ("kvzip", RoundedKVzip, dict(budget=n))]):
+        caches = make_cache(model, Method, **knobs)
+        prefill(model, context, caches, 64)
+        read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
+        shared = {id(x): x for cache in caches for x in (cache.w_o, cache.freq)}
+        for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), 1.0)]:
+            compressed = copy.deepcopy(caches, {**shared})
+            for cache in compressed:
+                if "budget" in knobs:
+                    cache.budget, cache.bits, cache.rereads = share(part, n), bits, 0
+            right = answer(model, tokens, batch.answers, batch.question, compressed)
+            found[name, bits, part] = right, cache_bytes(compressed)[0] // len(tokens)
+    return found
+
+
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m methods.theory.kvzip", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -63,10 +92,12 @@ def main(argv: list[str] | None = None):
     for folder in dict.fromkeys([TINY, LEARNED, args.model]):
         model, encoding = loaded(args, folder)
         check_size(model, args.documents, 2, args.length)
-        tasks, found, ratio = Tasks(encoding, "test"), {}, 0.0
+        tasks, found, rounded, ratio = Tasks(encoding, "test"), {}, {}, 0.0
         for task in ("needle", "recall"):
             batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
-            found[task], ratio = apart(model, batch, steps=lambda x: tqdm(x, leave=False, desc=task))
+            progress = lambda x: tqdm(x, leave=False, desc=task)
+            found[task], ratio = apart(model, batch, steps=progress)
+            rounded[task] = fewer_bits(model, batch, steps=progress)
         heads = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in found for part in SHARES)
         print(f"{names.get(folder, folder)!s:<12}{'':<24}{heads}\n{'reading':<12}{'score':<8}ranked")
         for reading, score, ranked in product(READINGS, ("max", "sum"), RANKED):
@@ -74,6 +105,16 @@ def main(argv: list[str] | None = None):
             row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}" for x in cells)
             print(f"{reading:<12}{score:<8}{ranked:<16}{row}")
         print(f"The second reading takes {ratio:.1f} times as long as the first.\n")
+
+        tasks_of = "".join(f"{task:>18}{'KiB':>8}" for task in rounded)
+        print(f"{'method':<16}{'budget':>8}{'bits':>6}{tasks_of}")
+        for name, bits, part in rounded["needle"]:
+            cells = (each[name, bits, part] for each in rounded.values())
+            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}{held / 1024:>8.0f}"
+                          for x, held in cells)
+            budget = "all" if part == 1 else f"{100 * part:g} %"
+            print(f"{name:<16}{budget:>8}{bits if bits < 16 else '–':>6}{row}")
+        print()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import torch
 
 from common import tasks
 from methods.kvzip import KVzip, OneReading
-from methods.theory.kvzip import apart
+from methods.theory.kvzip import apart, fewer_bits
 from nanollm import TINY
 from nanollm.evaluate import maker, retrieve
 from nanollm.weights import from_hf
@@ -23,3 +23,16 @@ def test_each_row_is_what_the_method_finds():
                 assert torch.equal(found[reading, score, ranked, 1.0], found["second", "max", "all", 1.0])
     assert found["second", "max", "all", 1.0].mean() > 0.9  # nothing was evicted
     assert found["second", "max", "all", 0.25].mean() > found["first alone", "sum", "each head", 0.25].mean()
+
+
+@torch.no_grad()
+def test_fewer_bits_are_fewer_bytes():
+    model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 4, 160)
+    found = fewer_bits(model, batch, shares=(0.25,), steps=list)
+    make = maker(model, KVzip, 0.25)
+    assert torch.equal(found["kvzip", 16, 0.25][0], retrieve(model, batch, make)["blind"])
+    for name in ("snap_kv", "kvzip"):
+        exact, four, two = (found[name, bits, 0.25][1] for bits in (16, 4, 2))
+        assert two < four < exact < found["full", 16, 1.0][1] / 2
+    assert found["full", 16, 1.0][0].mean() == 1
+    assert found["quantized_2", 2, 1.0][1] > found["kvzip", 4, 0.25][1]

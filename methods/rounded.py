@@ -1,0 +1,99 @@
+"""Eviction, and few bits for what stays. Ours: KIVI's rounding (quantized.py) on what another method keeps.
+
+A token that is gone is lost; one in few bits is still there, if a little wrong. So at equal bytes a method
+may keep several times as many. What stays of the prompt is rounded once, at its end. What comes after it is
+exact.
+
+    x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
+                              values entry by entry over up to 32 channels, as in KIVI
+
+Heads may keep unlike numbers of entries. With `every`, what was rounded is rounded again.
+"""
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from methods.kvzip import KVzip
+from methods.quantized import pack, quantise, unpack
+from nanollm.check import whole
+from nanollm.packed import PackedCache
+from nanollm.window import WindowCache
+
+GROUP = 32  # entries that share a key channel's range, and channels that share a value's
+
+
+@dataclass(eq=False)
+class Rounded(PackedCache):
+    """To stand before a method that packs what it keeps."""
+    bits: int = field(default=4, kw_only=True)  # of a number, 1 to 8; 16: as it is
+
+    def __post_init__(self):
+        super().__post_init__()
+        if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
+            raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for numbers as they are")
+
+    def link(self, layer: int, layers: int, below, w_o: Tensor, freq: Tensor | None):
+        D = w_o.shape[-1]
+        if D % 8 or D % min(GROUP, D):
+            raise ValueError(f"head dim {D} must be a multiple of 8, and of {GROUP} where it is larger")
+        super().link(layer, layers, below, w_o, freq)
+
+    @property
+    def packs(self) -> bool:
+        return super().packs if self.bits == 16 else self.slots.keys() <= {"k", "v", "pos", "bias"}
+
+    def pack(self):
+        super().pack()
+        if self.bits == 16 or not self.counts.any():
+            return
+        k, v = self.packed.pop("k"), self.packed.pop("v")  # (entries of all heads, D)
+        self.sizes = [min(GROUP, n - i) for n in self.counts.flatten().tolist() for i in range(0, n, GROUP)]
+        groups = (quantise(keys, self.bits, 0) for keys in k.split(self.sizes))
+        code, zero, scale = map(torch.cat, zip(*groups))
+        self.packed |= dict(k_code=pack(code, self.bits), k_zero=zero, k_scale=scale)
+        code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.bits, 2)
+        self.packed |= dict(v_code=pack(code.flatten(1), self.bits), v_zero=zero, v_scale=scale)
+
+    def slot(self, name: str) -> Tensor:
+        if f"{name}_code" not in self.packed:
+            return super().slot(name)
+        packed = self.packed
+        try:
+            self.packed = packed | {name: self.restored(name)}
+            return super().slot(name)
+        finally:
+            self.packed = packed
+
+    def restored(self, name: str) -> Tensor:
+        """k or v of all packed entries, (N, D)."""
+        like = self.slots[name]
+        code, zero, scale = (self.packed[f"{name}_{part}"] for part in ("code", "zero", "scale"))
+        code, zero, scale = unpack(code).to(like), zero.to(like), scale.to(like)
+        if name == "k":
+            group = torch.repeat_interleave(torch.tensor(self.sizes, device=code.device))
+            return code * scale[group] + zero[group]
+        return (code.unflatten(1, (zero.shape[1], -1)) * scale + zero).flatten(1)
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        return None if "k_code" in self.packed else super().decode(q, pos)
+
+    def bytes(self) -> tuple[int, int]:
+        if "k_code" not in self.packed:
+            return super().bytes()
+        beside = sum(x.nbytes for x in [*self.packed.values(), *self.beside()])
+        new = sum(x[:, :, :self.length - self.longest].nbytes for x in self.slots.values())
+        return beside + new, beside + sum(x.nbytes for x in self.slots.values())
+
+
+@dataclass(eq=False)
+class RoundedWindow(Rounded, WindowCache):
+    """SnapKV, or any other selection, in few bits."""
+
+
+@dataclass(eq=False)
+class RoundedKVzip(Rounded, KVzip):
+    """KVzip in few bits."""
+
+
+variants = {}  # compared by python -m methods.theory.kvzip
