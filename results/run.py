@@ -67,8 +67,8 @@ SECTIONS = {
         "Methods that do not bet on the question: KVzip taken apart", "python -m methods.theory.kvzip",
         "What is asked comes after the compression. A second reading of the text, the largest attention in "
         "place of the sum, and the ranking of all layers' entries together each do their part. "
-        "`one_reading` above is the row *first alone, max, all*. Below, what KVzip and SnapKV keep is stored in "
-        "fewer bits (`methods/rounded.py`)."),
+        "`one_reading` above is the row *first alone, max, all*. Below, what KVzip and SnapKV keep is stored "
+        "in fewer bits (`methods/rounded.py`)."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.tensor_attention",
         "Two cache matrices, four, and four without ever forming a pair."),
