@@ -36,7 +36,8 @@ def check(args):
     tests = [test | dict(score=int(test["status"] == "passed"), max_score=1)  # counts, for want of points
              for test in tested(ROOT, names, ["public.py"], args)]
     failed = sum(test["status"] == "failed" for test in tests)
-    print(f"{table(tests, names)}\n\n{len(tests) - failed} of {len(tests)} public tests pass."
+    print(f"{'':<28}   tests\n{table(tests, names)}\n")
+    print(f"{len(tests) - failed} of {len(tests)} public tests pass."
           + ("" if failed else " The hidden ones try other sizes, ties, and the edges of what is specified."))
     sys.exit(1 if failed else 0)
 

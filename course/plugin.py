@@ -122,8 +122,8 @@ class Submitted:
         except Exception as error:  # whatever a stranger may send
             self.stop()
             if late.is_set():
-                self.why = f"it ran for more than {self.seconds:g} s, and was stopped"
-                return dict(failed=self.why)
+                self.why = f"not run: an earlier call took more than {self.seconds:g} s"
+                return dict(failed=f"it ran for more than {self.seconds:g} s, and was stopped")
             ended = isinstance(error, (EOFError, ConnectionError))
             return dict(failed="its process ended before it gave an answer" if ended else
                         "its process sent something that is no answer")
@@ -240,6 +240,7 @@ def pytest_runtest_makereport(item, call):
     if report.when == "call" or report.failed:
         name, assignment = problem_of(item)
         says = " ".join((item.obj.__doc__ or item.name).split())
+        says += f" [{item.callspec.id}]" if hasattr(item, "callspec") else ""
         why = "" if report.passed else plain(str(report.longrepr).strip()[:5000])
         RESULTS.append(dict(problem=f"{assignment}.{name}", says=says, passed=report.passed, why=why,
                             public=is_public(item)))

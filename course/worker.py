@@ -8,7 +8,6 @@ from importlib import import_module
 import json
 from multiprocessing.connection import Connection
 import os
-from pathlib import Path
 import platform
 import signal
 import socket
@@ -52,7 +51,12 @@ def raised(error: BaseException, folder: str) -> dict:
     """What the error is, the line of the submission where it arose, and the traceback as students need it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [f for f in frames if f.filename.startswith(folder) and "/course/" not in f.filename]
-    where = f"line {inside[-1].lineno} of {Path(inside[-1].filename).name}" if inside else ""
+    where, tb = "", error.__traceback__
+    while tb:  # lines are counted from the function's own, as the file may be put together
+        code = tb.tb_frame.f_code
+        if code.co_filename.startswith(folder) and "/course/" not in code.co_filename:
+            where = f"line {tb.tb_lineno - code.co_firstlineno + 1} of {code.co_name}"
+        tb = tb.tb_next
     return dict(kind=type(error).__name__, message=str(error)[:2000], where=where,
                 trace="".join(traceback.format_list(inside)).replace(folder + "/", "")[:4000])
 

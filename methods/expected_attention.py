@@ -2,15 +2,15 @@
 
 Which queries will come is not known, but how they are spread is: before rotation those of a head are nearly
 normal, N(μ, Σ), as the prompt's were. Averaged over the next positions they are taken as normal still, and
-the mean of exp(q·k) over a normal q has a closed form. An entry's score is this, times the norm of its
+the mean of exp(q·k/√D) over a normal q has a closed form. An entry's score is this, times the norm of its
 projected value.
 
     â_i = z_i / Σ_j z_j,   z_i = exp(μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D),   μ̄ = R̄ μ,  Σ̄ = R̄ Σ R̄ᵀ
     keep the b entries with the highest (â_i + ε) ‖W_O v_i‖₂,   R̄ the mean rotation of the next n positions
 
-Differs from the paper: heads keep equally many, as in its plain variant; a group's query heads vote together
-by the mean of their scores. The prompt is compressed at its end; what follows is appended. A decoder without
-rotation has R̄ = 1.
+A group's query heads vote together, by the mean of their scores. The first tokens stay, and their queries
+are not counted, as in NVIDIA/kvpress, by the paper's authors. Differs from the paper: heads keep equally many.
+The prompt is compressed at its end; what follows is appended. A decoder without rotation has R̄ = 1.
 """
 from dataclasses import dataclass
 import math

@@ -1,7 +1,7 @@
 """KeyDiff: keep the keys that are unlike the others (Park et al., arXiv 2504.15364).
 
-Keys that point where all keys point are looked at by every query a little; those that point elsewhere are
-looked at much by few. So the tokens whose keys are most like the mean direction leave. No query decides.
+Keys that are unlike the others tend to get much attention, sinks among them. So the tokens whose keys are
+most like the mean direction leave. No query decides.
 
     evict argmax_i cos(k_i, k̄),   k̄ = mean_j k_j/‖k_j‖
 

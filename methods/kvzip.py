@@ -9,8 +9,9 @@ and heads are ranked together, so that a head that is not needed for this keeps 
 
 Differs from the paper: the text is read again without words that ask for a repetition, which a decoder that
 was not taught to follow instructions would only take for text; 512 tokens at a time, each time with the 8
-before them, where the paper takes 2048. Softmax is over the whole cache, not the part that is read again.
-What follows the prompt is appended. No entry is safe, sinks neither.
+before them, where the paper takes 2K. There a piece scores only its own piece of the first reading, by a
+softmax over that and itself; here it scores the whole cache. The paper keeps a system prompt; here no entry
+is safe, so a question at the prompt's end may be lost. What follows the prompt is appended.
 
 Ours: `OneReading` goes by the first reading alone, the largest attention from a token at least 8 later.
 """
@@ -39,7 +40,7 @@ class KVzip(PackedCache):
         check_budget(self.budget, 1, "one slot")
         if self.score not in ("max", "sum"):
             raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
-        self.rereading = False  # said by `end_prompt`, which takes these tokens out again
+        self.rereading = False  # set by `read_again`, which takes these tokens out again
         self.looked = None      # (B, H, tokens): of each entry, the score
 
     watch = property(lambda self: ALL if self.rereading else 0)
@@ -51,7 +52,7 @@ class KVzip(PackedCache):
 
     def look(self, p: Tensor):
         """Of the probabilities (B, H, G, T, S), what falls on the first reading."""
-        n = self.length - p.shape[3] if self.looked is None else self.looked.shape[2]
+        n = self.length - p.shape[3] if self.looked is None else self.looked.shape[2]  # of the first reading
         self.add(p[..., :n])
 
     def add(self, p: Tensor):

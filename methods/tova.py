@@ -6,8 +6,8 @@ looked at.
 
     evict argmin_i mean_h α_{t,h,i},   whenever more than b are held
 
-Differs from the paper: eviction starts at the end of the prompt, where the last query decides about all of it
-at once. The heads of a layer choose together, as in the paper.
+The heads of a layer choose together. Differs from the paper: eviction starts at the end of the prompt, where
+the last query decides about all of it at once, as in the authors' code; by the rule one leaves at each step.
 """
 from dataclasses import dataclass
 

@@ -72,7 +72,7 @@ check("scores")
 #
 # `score` is (..., M). Return the chunks' numbers in the order of their scores, (..., M), the highest first. Of equal scores the newest chunk, that with the larger number, comes first.
 #
-# <details><summary>Hint</summary><code>argsort(stable=True)</code> leaves equals in the order in which they stood. In which order should they stand?</details>
+# <details><summary>Hint</summary><code>argsort(dim=-1, stable=True)</code>, with <code>dim</code> by name, leaves equals in the order in which they stood. In which order should they stand?</details>
 
 # %%
 check("ranking")
