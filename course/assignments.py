@@ -45,8 +45,8 @@ ASSIGNMENTS = {
         grid=(1, "grid"),
         scores=(3, "scores"),
         ranking=(2, "ranking"),
-        cut_to=(3, "cut_to"),
-        fit=(4, "fit"),
+        cut_to=(4, "cut_to"),
+        fit=(3, "fit"),
         reuse=(2, "ChunkKV.chosen"),
     )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [*of(
@@ -55,9 +55,9 @@ ASSIGNMENTS = {
         observe=(4, "Scissorhands.observe"),
     ), *of(
         "methods/theory/scissorhands.py",
-        share=(1, "smallest_share"),
+        share=(2, "smallest_share"),
         draw=(2, "draw_power_law"),
-        mass=(3, "tail_mass"),
+        mass=(2, "tail_mass"),
         slips=(2, "proof_steps"),
         repaired=(2, "repaired_bound"),
     )], beside=["methods/h2o.py"]),
@@ -67,8 +67,8 @@ ASSIGNMENTS = {
         dense=(1, "tensor_attention"),
         attend=(3, "FourCache.attend"),
         new=(2, "new_pairs"),
-        factored=(4, "FactoredFourCache.one_query"),
-        causal=(3, "pair_attention"),
+        factored=(5, "FactoredFourCache.one_query"),
+        causal=(2, "pair_attention"),
     ), *of(
         "methods/theory/tensor_attention.py",
         alice=(1, "index_game_four"),
@@ -79,10 +79,10 @@ ASSIGNMENTS = {
         hash=(2, "Sketch.number"),
         slots=(1, "Sketch.bucket"),
         insert=(4, "Sketch.insert"),
-        median=(3, "Sketch.median"),
+        median=(2, "Sketch.median"),
     ), *of(
         "methods/theory/kv_reviver.py",
-        variance=(1, "collision_variance"),
+        variance=(2, "collision_variance"),
         load=(1, "load"),
     ), *of(
         "methods/kv_reviver_mean.py",

@@ -36,7 +36,8 @@ from methods.theory.change_and_text import answers
 from methods.theory.kv_reviver import (amnesia, at_depths, collision_variance, fisher_shares,
                                        found_blind, load, of_a_head, relative_error,
                                        revived_logits, rounded, score_share, share_out, shifted,
-                                       solve, speed, take_out)
+                                       speed, take_out)
+from methods.theory.least_squares import solve
 from nanollm import SHIPPED, TINY, evaluate, plot, tokenizer, weights
 from nanollm.cache import end_prefill, make_cache, probabilities
 from nanollm.data import Tasks
@@ -687,7 +688,7 @@ for name, make in makes.items():
 #
 # 1. At 1 bit a number `Quantized` takes the ends of the range for its two levels. Take mean ± mean deviation instead (`quantise`). What happens to the KL, and how much of the way to that of 2 bits is it?
 # 2. DuoAttention and few bits: let the three retrieving heads of layer 1 keep all tokens in 3 bits and all others stream. How many bytes find all needles?
-# 3. Read `solve` in `methods/theory/kv_reviver.py` and show that its error for random signs and one row is $1 - $ (slots in use)$/a$. How far is the shrunk estimate from it?
+# 3. Read `solve` in `methods/theory/least_squares.py` and show that its error for random signs and one row is $1 - $ (slots in use)$/a$. How far is the shrunk estimate from it?
 # 4. Replace the random places of a sketch by $J \,\mathrm{mod}\, b$, or by runs of neighbours, $\lfloor J b/a \rfloor$. Neighbouring keys are alike; what does the mean of a run have for an error, and the KL?
 # 5. Deal out the budgets of `DuoAttention` by `fisher_shares` and `share_out` instead of evenly among streaming heads.
 # 6. `CaM` gives the merged value no larger weight, though it stands for several tokens. Give its slot a logit `bias` of the log of their number (`methods/residual_entry.py` shows how). Does it help?

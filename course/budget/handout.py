@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 4. The budget cache and its theorem
 #
-# **4 to 5 hours, 18 points.** You write two methods of `methods/scissorhands.py` and five functions of `methods/theory/scissorhands.py`.
+# **4 to 5 hours; 18 points by tests, and 4 for the written question at the end.** You write two methods of `methods/scissorhands.py` and five functions of `methods/theory/scissorhands.py`.
 #
 # **Read before:** Scissorhands ([arXiv 2305.17118](https://arxiv.org/abs/2305.17118)), sections 3 and 4, and Theorem B.3 with its proof in the appendix. Then the docstring of `methods/scissorhands.py`, and `LayerCache` in `nanollm/cache.py`: `attend`, `write`, `observe` and `shrink`.
 #
@@ -25,7 +25,7 @@
 #
 # After token 3 the cache is full, and that is no reason to drop. Token 4 finds no room. Token 3 is worth as little as token 1, but it is the newest, and stays.
 #
-# Now the weights. A law with k = 3 and no end: P(v > x) = (x + 1)⁻². Of many draws keep the largest quarter. The threshold γ has P(v > γ) = 1/4, so γ = 1. The mean of v is 1. What lies below γ adds ∫₀¹ x · 2(x + 1)⁻³ dx = 1/4 to it. So a quarter of the mass is lost. The paper's bound for this case is −0.77.
+# Now the weights. A law with k = 3 and no end: P(v > x) = (x + 1)⁻². Of many draws keep the largest quarter. The threshold γ has P(v > γ) = 1/4, so γ = 1. The mean of v is 1. What lies below γ adds ∫₀¹ x · 2(x + 1)⁻³ dx = 1/4 to it. So a quarter of the mass is lost. The paper's bound for this case, with ε = 0, is −0.77.
 #
 # ## How it is graded
 #
@@ -45,10 +45,10 @@ def check(problem):
 # %% [markdown]
 # ## 1. `BudgetCache.attend` (4 points)
 #
-# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). Return the outputs, (B, H·G, T, D). They must be what you would get if the tokens came one by one, each like this:
+# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). Return the outputs, (B, H·G, T, D). They must be what you would get if the tokens came one by one, up to rounding. Each comes like this:
 #
 # - **Room.** If `self.length`, the number of slots in use, is `self.budget`, then first drop `self.at_a_time` slots of each head. `self.budget - self.at_a_time` stay. Otherwise drop nothing.
-# - **What leaves.** `self.importance()` is (B, H, S), a number for each slot. The lowest leave. Of equals the oldest leaves, and `shrink` does that by itself.
+# - **What leaves.** `self.importance()` is (B, H, S), a float for each slot. The lowest leave. Of equals the oldest leaves, and `shrink` does that by itself.
 # - **The newest stay.** A slot whose position is at least `self.seen - self.newest()` never leaves. `self.seen` is the number of tokens that have come so far, without the one that finds no room. `self.newest()` is r. Slots are not sorted by position: go by `self.pos`, (B, H, S).
 # - **Attention.** Then the token is written, sees all that is held and itself, and is observed. `super().attend` does all this, for one token or for several that fit into the room.
 #
@@ -74,7 +74,7 @@ check("attend")
 #
 # An entry j is **unimportant at step s** if both hold:
 #
-# - the mean of its weights over the G queries of the group, taken in float32, is below 1/s (exactly 1/s is not below),
+# - the mean of its weights over the G queries of the group, taken in float32, is below 1/s, both in float32. `mean < 1 / s` does that, `mean * s < 1` does not;
 # - it was there: its position is below s. The token of step s itself was there.
 #
 # After the call `self.slot("count")`, (B, H, S) of `torch.int32`, must hold for each entry at how many of the newest w steps it was unimportant. Change it in place. At the end call `super().observe(q, p)`, which calls `evict` when the prompt is over.
@@ -85,23 +85,23 @@ check("attend")
 #
 # <details><summary>Hint 1</summary>A loop over the n steps is right. For each: read the bits that stood at its place, subtract them from the count, write the new ones, add those.</details>
 #
-# <details><summary>Hint 2</summary><code>ring[..., byte] &gt;&gt; bit &amp; 1</code> reads a bit. <code>ring[..., byte] ^= (before ^ now) &lt;&lt; bit</code> flips it where it must change.</details>
+# <details><summary>Hint 2</summary><code>ring[..., byte] &gt;&gt; bit &amp; 1</code> reads a bit.</details>
 
 # %%
 check("observe")
 
 # %% [markdown]
-# ## 3. `smallest_share` (1 point)
+# ## 3. `smallest_share` (2 points, check `share`)
 #
 # From here on: how much attention does the best choice lose? The weights of a step are v_j/Σv. A share `beta` of the n entries stays, the largest.
 #
-# `v` is (..., n), at least 0, sorted along the last dimension with the smallest first. Return the share of each row's sum that its m smallest hold, m = `round((1 - beta) * n)` as Python rounds. The shape is (...), the dtype that of `v`. 0 < β ≤ 1, and for m = 0 the share is 0.
+# `v` is (..., n), at least 0, sorted along the last dimension with the smallest first. Return the share of each row's sum that its m smallest hold, m = `round((1 - beta) * n)` as Python rounds. The shape is (...), the dtype that of `v`. 0 < β ≤ 1, and for m = 0 the share is 0. No row is all zeros.
 
 # %%
 check("share")
 
 # %% [markdown]
-# ## 4. `draw_power_law` (2 points)
+# ## 4. `draw_power_law` (2 points, check `draw`)
 #
 # The theorem's weights have the density c (x + 1)^{−k} on [0, u − 1]. (In the paper it is b in place of 1. Here all lengths are in units of b.) So
 #
@@ -115,13 +115,13 @@ check("share")
 check("draw")
 
 # %% [markdown]
-# ## 5. `tail_mass` (3 points)
+# ## 5. `tail_mass` (2 points, check `mass`)
 #
 # The same share without draws: what it is for very many of them. Return, as a `float`,
 #
 # ∫₀^γ x f(x) dx / ∫₀^{u−1} x f(x) dx, where f(x) = (x + 1)^{−k} and γ is the threshold with P(v ≤ γ) = 1 − β.
 #
-# `moment(order, y, k)` in the same file is ∫₀^{y−1} x^order (x + 1)^{−k} dx. `u` may be `math.inf`. First call `check_law(beta, k, u)`. With a finite u any k above 1 is allowed. No test has k = 2 or an integral that `moment` cannot do.
+# `moment(order, y, k)` in the same file is ∫₀^{y−1} x^order (x + 1)^{−k} dx. `u` may be `math.inf`. First call `check_law(beta, k, u)`. With a finite u any k above 1 is allowed.
 #
 # <details><summary>Hint</summary>γ comes from problem 4: the uniform number is now 1 − β. Mind that <code>moment</code> takes γ + 1.</details>
 
@@ -129,32 +129,33 @@ check("draw")
 check("mass")
 
 # %% [markdown]
-# ## 6. `proof_steps` (2 points)
+# ## 6. `proof_steps` (2 points, check `slips`)
 #
-# Theorem B.3 says that the lost mass is at most Eq. 11. `paper_bound` in the file is that number. Its proof ends with four numbers, which you return as `ProofSteps(delta, line, factored, printed)`, each a `float`. First call `check_law(beta, k, u, eps)`: ε must be at least 0 and below β.
+# Theorem B.3 says that the lost mass is at most Eq. 11. `paper_bound` in the file is that number. Its proof ends with four numbers, which you return as `ProofSteps(delta, line, factored, printed)`, each a `float`. First call `check_law(beta, k, u, eps)`: ε must be at least 0 and below β. k is not 2: there Δ is 0.
+#
+# All use γ = ((β − ε)/(1 − ε))^{1/(1−k)} − 1, the threshold of the law with u = ∞; u enters by Δ alone.
 #
 # | field | what it is |
 # |---|---|
-# | (threshold) | γ = ((β − ε)/(1 − ε))^{1/(1−k)} − 1 |
 # | `delta` | Δ = (k − 2) · E[v], the mean of one draw, by `moment` |
 # | `line` | ((1 − β) − (k − 1)(β − ε) γ) / (Δ (1 − ε)²) |
 # | `factored` | the paper's next line: (1 − β)(1 − (k − 1) γ) / (Δ (1 − ε)²) |
 # | `printed` | the paper's last line: as `factored`, with 0.98 in place of Δ |
 #
-# E[v] = ∫ x f(x) dx / ∫ f(x) dx, both from 0 to u − 1. `line` is right for any u. The two steps after it are not, and the written part asks why. Test yourself: `printed` is `paper_bound(beta, k, eps)`.
+# E[v] = ∫ x f(x) dx / ∫ f(x) dx, both from 0 to u − 1. With ε = 0, `line` is at least `tail_mass`, for any u. The two steps after it may go below, and the written part asks why. Test yourself: for k above 2, `printed` is `paper_bound(beta, k, eps)`.
 
 # %%
 check("slips")
 
 # %% [markdown]
-# ## 7. `repaired_bound` (2 points)
+# ## 7. `repaired_bound` (2 points, check `repaired`)
 #
 # A bound that holds for n draws. The largest βn of them stay. Two things may go wrong: the sum of all draws is much too small, or too few draws lie below the threshold. `failure(beta, k, u, eps, n)` in the file bounds the probability that either does.
 #
 # - If neither does, the lost share is at most `tail_mass` at β′ = (β − ε)/(1 − ε) in place of β, divided by 1 − ε.
 # - If one does, the lost share is at most 1 − β: the smallest (1 − β)n of n numbers never hold more than that share of the sum.
 #
-# So the mean of the lost share is at most the first, plus 1 − β times the probability of failure. And it is at most 1 − β in any case. Return the smaller of the two, as a `float`. Where ε is not at least 0 and below β, let the `ValueError` of the functions that you call pass.
+# So the mean of the lost share is at most the first, plus 1 − β times the probability of failure. And it is at most 1 − β in any case. Return the smaller of the two, as a `float`. Call `failure` first: it raises a `ValueError` where ε is not at least 0 and below β.
 
 # %%
 check("repaired")
@@ -164,9 +165,11 @@ check("repaired")
 #
 # **First write down** what you expect, with a reason, before you run the cells:
 #
-# 1. Six cases below. In which is the paper's bound under the mass that is lost? Use k = 3, u = 50: at which β does it become negative, and at which does it become a bound?
-# 2. Which of the two steps of the proof, `line` to `factored` and `factored` to `printed`, makes the number too small at β = 0.25, and which at k = 2.1, u = 5, β = 0.5?
-# 3. A decoder reads 449 tokens under a budget of 128. After it, which share of the kept entries are simply the newest? For even chance it would be the number kept over 449. Say a number for Scissorhands with m = 64, with m = 1, with m = 1 and w = 16, and for H2O, which keeps half of its budget for the newest.
+# 1. Six cases below. In which is the paper's bound under the mass that is lost? Take k = 3, u = 50. Below which β is it negative, and at which β does it become a bound? Find it with `tail_mass` and `proof_steps`.
+# 2. Which of the two steps of the proof, `line` to `factored` and `factored` to `printed`, makes the number too small at β = 0.25, and which at k = 2.1, u = 5, β = 0.5? And why?
+# 3. A decoder reads 449 tokens under a budget of 128. After it, which share of the n kept entries are simply the newest n? With m = 64 a head has 65 entries then, in the other three cases 128. Even chance would give n/449. Say a number for Scissorhands with m = 64, with m = 1, with m = 1 and w = 16, and for H2O, which keeps half of its budget for the newest.
+#
+# The column *repaired* is `best_bound` with n = 20 000: your `repaired_bound` with the best of 39 values of ε.
 #
 # Your prediction:
 #

@@ -97,12 +97,13 @@ def test_full_is_not_yet_too_much(run):
 
 
 @problem("attend")
-def test_wrong_input_changes_nothing(run):
-    """Positions (1, 7) of five tokens: a ValueError before anything is dropped or written."""
-    got = run("attend_wrong", **texts(12, 1, 1, 1, 9), first=4, budget=4)
+@pytest.mark.parametrize("first", [4, 2])
+def test_wrong_input_changes_nothing(run, first):
+    """Two positions more than tokens: a ValueError before anything is dropped or written, full or not."""
+    got = run("attend_wrong", **texts(12, 1, 1, 1, 9), first=first, budget=4)
     same(got["raised"], True, "whether a ValueError was raised")
-    same(got["seen"], 4, "the tokens seen")
-    same(got["kept"], torch.arange(4, dtype=torch.int32)[None, None], "the positions held")
+    same(got["seen"], first, "the tokens seen")
+    same(got["kept"], torch.arange(first, dtype=torch.int32)[None, None], "the positions held")
 
 
 # ---- observe -----------------------------------------------------------------------------------------------
@@ -228,6 +229,14 @@ def test_any_shape(run, beta):
 
 
 @problem("share")
+@pytest.mark.parametrize("n, m", [(5, 2), (7, 4), (9, 4)])
+def test_halves_are_rounded_to_even(run, n, m):
+    """β = 0.5 of 5, 7 and 9: 2.5, 3.5 and 4.5 are rounded to 2, 4 and 4."""
+    got = run("share", v=torch.arange(1, n + 1).double(), beta=0.5)
+    same(got, tensor(m * (m + 1) / (n * (n + 1)), dtype=F64), f"the share of {n}", atol=1e-9)
+
+
+@problem("share")
 def test_one_row(run):
     """(n,) gives a single number, of v's dtype."""
     v = torch.arange(1, 11).float()
@@ -321,7 +330,8 @@ def bound(beta, k, u, eps, n):
 @problem("repaired")
 @pytest.mark.parametrize("beta, k, u, eps, n", [
     (0.5, 3, 50, 0.1, 3000), (0.5, 3, 50, 0.1, 5000), (0.25, 2.5, 20, 0.05, 8000), (0.25, 2.5, 20, 0.2, 400),
-    (0.8, 4, 5, 0.3, 300), (0.8, 4, 5, 0.01, 100), (0.3, 5, 10, 0.1, 2000)])
+    (0.5, 3, 5, 0.2, 200), (0.5, 3, 5, 0.25, 150), (0.8, 4, 5, 0.3, 300),
+    (0.8, 4, 5, 0.01, 100), (0.3, 5, 10, 0.1, 2000)])
 def test_both_terms(run, beta, k, u, eps, n):
     """Where events are rare, where they are not, and where nothing but 1 − β is left."""
     got = run("repaired", beta=beta, k=k, u=u, eps=eps, n=n)
@@ -329,6 +339,7 @@ def test_both_terms(run, beta, k, u, eps, n):
 
 
 @problem("repaired")
-def test_no_budget_left(run):
-    """ε = β leaves nothing to keep: ValueError."""
-    raises(run, "repaired", beta=0.2, k=3, u=50, eps=0.2, n=1000)
+@pytest.mark.parametrize("eps", [0.2, 1.0, -0.1])
+def test_no_budget_left(run, eps):
+    """ε = β leaves nothing to keep, ε = 1 is above β, and ε = −0.1 is below 0: ValueError."""
+    raises(run, "repaired", beta=0.2, k=3, u=50, eps=eps, n=1000)

@@ -66,6 +66,14 @@ def test_heads_on_their_own(run):
     kept(got["kept"], [tensor([[[0, 2, 3], [1, 2, 3]]], dtype=torch.int32)])
 
 
+@problem("attend")
+def test_wrong_positions_change_nothing(run):
+    """A full cache gets five tokens with seven positions: ValueError, and it holds what it held."""
+    got = run("attend_wrong", **counting(9), first=4, budget=4)
+    same(got["raised"], True, "whether a ValueError was raised")
+    kept([got["kept"]], ints([0, 1, 2, 3]))
+
+
 STEPS = [[1.], [0.3, 0.7], [0.2, 0.5, 0.3]]
 
 
@@ -113,6 +121,13 @@ def test_rows_on_their_own(run):
     """Two rows of four, half of them kept."""
     v = tensor([[1., 1, 1, 1], [0, 1, 4, 5]])
     same(run("share", v=v, beta=0.5), tensor([0.5, 0.1]), "the shares", atol=1e-6)
+
+
+@problem("share")
+@pytest.mark.parametrize("beta, expected", [(0.45, 0.3), (0.5, 0.15)])
+def test_rounded_as_python_rounds(run, beta, expected):
+    """Of 1 2 3 4 10: 0.55 · 5 is rounded to 3, which hold 6 of 20; 0.5 · 5 is rounded to 2, which hold 3."""
+    same(run("share", v=tensor([1., 2, 3, 4, 10]), beta=beta), tensor(expected), "the share", atol=1e-6)
 
 
 @problem("draw")
@@ -178,6 +193,12 @@ def test_many_draws(run):
     beta = 0.4 / 0.9
     y = (1 - (1 - beta) * (1 - 1 / 25)) ** -0.5
     near(run("repaired", beta=0.5, k=3, u=5, eps=0.1, n=10 ** 9), (1 - 1 / y) ** 2 / 0.64 / 0.9, "the bound")
+
+
+@problem("repaired")
+def test_some_draws(run):
+    """150 draws: within 1/3 where nothing fails, and `failure` is 0.129859, half of which is added."""
+    near(run("repaired", beta=0.5, k=3, u=5, eps=0.25, n=150), 0.3982627478, "the bound")
 
 
 @problem("repaired")

@@ -23,9 +23,9 @@
 # The scores of the chunks are 3, 4 and 4. Chunks 2 and 3 are equal. Of equals the *newest* comes first, in this repository always. So the ranking is 3, 2, 1.
 #
 # - **Filled up** (`cut_to`): chunk 3 takes two places, chunk 2 has three tokens and two places are left. Its first two stay: tokens 3, 4, 6 and 7.
-# - **Whole chunks only** (`fit`): chunk 3 stays. Chunk 2 does not fit into the two places that are left, nor does chunk 1. So two places stay empty: tokens 6 and 7.
+# - **Whole chunks only** (`fit`): chunk 3 stays. Chunk 2 does not fit into the two places that are left, nor does chunk 1. So two places stay empty, and only tokens 6 and 7 are kept. (`fit` itself returns the chunks.)
 #
-# Where is the vote of token 0 in this? Nowhere: its chunk lost. That is what chunks cost.
+# Token 2 has two votes and goes; token 3 has none and stays. That is what chunks cost.
 #
 # ## How it is graded
 #
@@ -55,7 +55,7 @@ check("grid")
 # %% [markdown]
 # ## 2. `scores` (3 points)
 #
-# `votes` and `chunk` are (..., n): the votes are at least 0, and `chunk` holds the number of each token's chunk, 0 or more; rows and heads may be cut differently. Return two tensors of shape (..., M), M the largest chunk number anywhere plus one:
+# `votes` and `chunk` are (..., n), n at least 1. The votes are at least 0, and `chunk` holds the number of each token's chunk, 0 or more; rows and heads may be cut differently. M is the largest number in the whole tensor `chunk`, plus one. Return two tensors of shape (..., M):
 #
 # - the **score** of every chunk: the `"sum"`, `"mean"` or `"max"` of its tokens' votes, as `how` says, of the dtype of `votes`,
 # - its **length** in tokens, `torch.int64`.
@@ -70,7 +70,7 @@ check("scores")
 # %% [markdown]
 # ## 3. `ranking` (2 points)
 #
-# `score` is (..., M). Return the chunks' numbers in the order of their scores, (..., M), the highest first. Of equal scores the newest chunk, that with the larger number, comes first.
+# `score` is (..., M). Return the chunks' numbers in the order of their scores, (..., M), the highest first. Of equal scores the newest chunk, that with the larger number, comes first. You may use `rank` of `nanollm/ranking.py`, and need not.
 #
 # <details><summary>Hint</summary><code>argsort(dim=-1, stable=True)</code>, with <code>dim</code> by name, leaves equals in the order in which they stood. In which order should they stand?</details>
 
@@ -78,7 +78,7 @@ check("scores")
 check("ranking")
 
 # %% [markdown]
-# ## 4. `cut_to` (3 points)
+# ## 4. `cut_to` (4 points)
 #
 # `score` is (..., M) and `chunk` (..., n). Return a mask (..., n) of `torch.bool`. Go through the chunks in the order of `ranking`, and through each from its first token to its last. The first `budget` tokens on this way stay. So exactly min(budget, n) tokens of each head stay.
 #
@@ -90,7 +90,7 @@ check("ranking")
 check("cut_to")
 
 # %% [markdown]
-# ## 5. `fit` (4 points)
+# ## 5. `fit` (3 points)
 #
 # `score` and `length` are (..., M). Return a mask (..., M) of chunks, `torch.bool`. Go through them in the order of `ranking`. Each stays if it is at most as long as the room that is left, and then takes that room. One that is too long is passed over, and the next is tried. `budget` is as in `cut_to`.
 #
@@ -102,13 +102,13 @@ check("cut_to")
 check("fit")
 
 # %% [markdown]
-# ## 6. `ChunkKV.chosen` (2 points)
+# ## 6. `ChunkKV.chosen` (2 points, check `reuse`)
 #
 # Layers like the same chunks. With `reuse=2` every second layer takes the choice of the layer below, and needs no votes. `self.follows` says whether this is such a layer; if it is not, return `super().chosen()`.
 #
-# If it is: `self.below` is the cache of the layer below. When its prompt is over, its `pos`, (B, H, k), holds the positions of the tokens that it kept, and `NEVER` where a slot is empty. Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, with −1 for an empty one. The prompt is still whole here: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
+# If it is: `self.below` is the cache of the layer below. When its prompt is over, its `pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens that it kept, and `NEVER` where a slot is empty. Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, with −1 for an empty one. They stand in the order of the slots below. The prompt is still whole here: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
 #
-# If the prompt of the layer below is not over, `self.below.prompt_done` is false. Then raise a `ValueError` that says what to do.
+# If the prompt of the layer below is not over, `self.below.prompt_done` is false. Then raise a `ValueError` that says what to do: end the prompt from the lowest layer up, as `end_prefill(caches)` does. The wording is not graded.
 
 # %%
 check("reuse")
@@ -116,21 +116,46 @@ check("reuse")
 # %% [markdown]
 # ## 7. Predict, then measure (written, 3 points, not graded by the tests)
 #
+# The cell hides one fact in a text of 512 tokens and asks for it. The value of the fact has eight tokens ("long") or two ("short"). No full stop tells where the fact ends. Each method keeps a quarter of the prompt; the last 8 tokens vote. *aware*: the question is part of the prompt that is compressed. *blind*: it comes afterwards. SnapKV pools its votes over 7 tokens.
+#
+# Each number is the share of 64 documents that is answered. Behind it stands the difference to SnapKV with its standard error, taken document by document. Believe a difference of more than two standard errors. (±0.00 means that no two documents differ: the difference is the same in each.)
+#
 # **First write down** what you expect, with a reason, before you run the cell:
 #
-# 1. Asked *after* the prompt was compressed (the "blind" columns): does ChunkKV keep more needles than SnapKV at the same budget, or fewer?
-# 2. In few-shot prompts each line is an example and its label. Does `chunk_kv` lose more or less than `snap_kv`?
-# 3. What should a smaller chunk do to either?
+# 1. Long values, *aware*: does ChunkKV with chunks of 10 find more than SnapKV, or fewer? And *blind*?
+# 2. Short values, *aware*: which of the two finds more?
+# 3. What do chunks of 4, 20 and 40 do to either? Which chunk would you take if you knew the length of the value?
 #
 # Your prediction:
 #
 #
 
 # %%
-command = "-m nanollm --methods full snap_kv chunk_kv --budgets 25 --documents 16"
-subprocess.run([sys.executable, *command.split()]);
+from methods.chunk_kv import ChunkKV, Chunks
+from methods.snap_kv import SnapKV
+from nanollm import TINY, tokenizer, weights
+from nanollm.cache import LayerCache
+from nanollm.data import Unmarked
+from nanollm.evaluate import Benchmark, maker, retrieve, standard_error
+
+model, tasks = weights.from_hf(TINY), Unmarked(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
+batches = {name: tasks.batch("needle", 0, 64, 512, facts=1, numbers=numbers)
+           for name, numbers in (("long", 4), ("short", 1))}  # a number has two tokens
+bench = Benchmark.read(model, batches, None)
+makes = {"full cache": maker(model, LayerCache, None), "SnapKV": maker(model, SnapKV, 0.25, window_size=8)}
+for size in 4, 10, 20, 40:
+    makes[f"chunks of {size}"] = maker(model, ChunkKV, 0.25, window_size=8, select=Chunks(size))
+
+found = {name: {(task, setting): right for task, batch in batches.items()
+                for setting, right in retrieve(model, batch, make, bench.recordings[task]).items()}
+         for name, make in makes.items()}
+print(" " * 13 + "".join(f"{' '.join(column):>22}" for column in found["SnapKV"]))
+for name, columns in found.items():
+    gains = {column: right - found["SnapKV"][column] for column, right in columns.items()}
+    print(f"{name:13}" + "".join(f"{columns[column].mean():8.2f} ({x.mean():+.2f} ±{standard_error(x):.2f})"
+                                 for column, x in gains.items()))
 
 # %% [markdown]
-# What you measured, and where your prediction was wrong, and why (at most ten sentences; a difference counts if it is larger than the standard errors below the table):
+# What you measured, and where your prediction was wrong, and why (at most ten sentences):
 #
 #

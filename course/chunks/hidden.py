@@ -146,6 +146,13 @@ def test_empty_slots(run):
 
 
 @problem("reuse")
+def test_the_order_below(run):
+    """Slots stand in the order in which the layer below has them."""
+    slots = run("chosen", tokens=torch.arange(20, 28), below=tensor([[[27, 21, 24], [22, -1, 20]]]))
+    same(slots, tensor([[[7, 1, 4], [2, -1, 0]]]), "the slots")
+
+
+@problem("reuse")
 def test_the_order_of_layers(run):
     """Where the prompt of the layer below is not over, ValueError."""
     try:

@@ -6,7 +6,7 @@
 4. Theorem B.3: the mass that eviction loses where weights follow a power law.
 5. Section 3 and Appendix A: what is observed in a trained decoder.
 
-Each bound stands here as it holds. Where the paper prints it otherwise, its docstring says what slips.
+Each bound stands here as it holds. Where the paper prints it otherwise, it is said there what slips.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -319,10 +319,7 @@ def tail_mass(beta: float, k: float, u: float = math.inf) -> float:
 
 
 def paper_bound(beta: float, k: float, eps: float = 0) -> float:
-    """Eq. 11 as the paper prints it: (1−β)/(0.98(1−ε)²) · (k − (k−1)((1−ε)/(β−ε))^{1/(k−1)}).
-
-    Negative, so no bound of a mass, for β < ((k−1)/k)^{k−1} as ε → 0. `proof_steps` has what slips.
-    """
+    """Eq. 11 as the paper prints it: (1−β)/(0.98(1−ε)²) · (k − (k−1)((1−ε)/(β−ε))^{1/(k−1)})."""
     check_law(beta, k, eps=eps)
     root = ((1 - eps) / (beta - eps)) ** (1 / (k - 1))
     return (1 - beta) / (0.98 * (1 - eps) ** 2) * (k - (k - 1) * root)
@@ -336,13 +333,12 @@ class ProofSteps(NamedTuple):
 
 
 def proof_steps(beta: float, k: float, u: float, eps: float = 0) -> ProofSteps:
-    """The last lines of the proof of Theorem B.3, and the two steps that slip.
-
-    1. (1 − β) is factored out of a product with (β − ε), which is smaller unless β ≥ (1 + ε)/2.
-    2. 0.98 b stands for Δ. Δ divides, so a lower bound of it is needed. "Δ ≤ 0.98 b" is the other direction,
-       and fails besides, as Δ → b for large u.
-    The line before them is right for every u.
-    """
+    """The last lines of the proof of Theorem B.3, and the two steps that slip."""
+    # 1. (1 − β) is factored out of a product with (β − ε), which is smaller unless β ≥ (1 + ε)/2. That makes
+    #    Eq. 11 negative, so no bound of a mass, for β < ((k−1)/k)^{k−1} as ε → 0.
+    # 2. 0.98 b stands for Δ. Δ divides, so a lower bound of it is needed. "Δ ≤ 0.98 b" is the other
+    #    direction, and fails besides, as Δ → b for large u.
+    # The line before them is right for every u.
     check_law(beta, k, u, eps)
     gamma = ((beta - eps) / (1 - eps)) ** (1 / (1 - k)) - 1  # the threshold, as the proof takes it
     delta = (k - 2) * moment(1, u, k) / moment(0, u, k)
@@ -381,8 +377,9 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
     tail_mass(β')/(1−ε) with β' = (β−ε)/(1−ε) where the two events of `failure` do not happen, and 1 − β, the
     most that the smallest can hold, where they do.
     """
+    failed = failure(beta, k, u, eps, n)  # first: it refuses an ε that divides by 0 below
     inside = tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps)
-    return min(1 - beta, inside + (1 - beta) * failure(beta, k, u, eps, n))
+    return min(1 - beta, inside + (1 - beta) * failed)
 
 
 def best_bound(beta: float, k: float, u: float, n: int) -> float:

@@ -23,7 +23,8 @@ from methods.theory.change_and_text import answers
 from methods.theory.claims import R4, R9, R10
 from methods.theory.kv_reviver import (at_depths, collision_variance, fisher_shares, load, median_moments,
                                        of_a_head, printed_bound, relative_error, score_share, score_variance,
-                                       share_out, shifted, solve, take_out)
+                                       share_out, shifted, take_out)
+from methods.theory.least_squares import solve
 from methods.theory.subject import HOLDS, NOT, Subject, above
 from nanollm import TINY, evaluate, weights
 from nanollm.cache import LayerCache, make_cache

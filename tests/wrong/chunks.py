@@ -58,5 +58,7 @@ WRONG = {
         ("slot 0 for empty", "NEVER, -1,", "NEVER, 0,"),
         ("the first head's for all", "at = self.below.pos.to(self.pos.device)",
          "at = self.below.pos[:, :1].expand(self.below.pos.shape)"),
+        ("in rising order", ".long()", ".long().sort(-1).values"),
+        ("32 bits", ".long()", ""),
     ],
 }
