@@ -64,6 +64,8 @@ class KVzip(PackedCache):
         self.looked = new
 
     def end_prefill(self):
+        if self.prompt_done:
+            raise ValueError("the prompt is over; say so once")
         super().end_prefill()
         if self.layer < self.layers - 1 and self.across:
             return  # the last layer ends it for all

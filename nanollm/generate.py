@@ -64,6 +64,8 @@ def read_again(caches, read: Callable[[slice], object]):
     after the whole prompt, and are then taken out again. `read` feeds a part of the prompt.
     """
     T, n = caches[0].seen, caches[0].rereads
+    if n and caches[0].prompt_done:
+        raise ValueError("the prompt is over; say so once")
     for start in range(0, T if n else 0, n or 1):
         for cache in caches:
             cache.rereading = True

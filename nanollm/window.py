@@ -88,7 +88,7 @@ class WindowCache(PackedCache):
         super().end_prefill()
 
     def compress(self):
-        if self.ragged:  # heads end together, so that the last slots are every head's newest tokens
+        if self.ragged and self.every:  # heads end together: the last slots are the newest tokens of all
             self.keep((self.pos != NEVER).to(torch.uint8).argsort(dim=-1, stable=True))
         self.keep(self.chosen())
         if self.packs:

@@ -120,7 +120,7 @@ def decoder(**changed) -> Decoder:
 
 def checkpoint_of_two_layers(folder):
     """A decoder of random weights with the tokenizer that ships, as a folder that commands take."""
-    size = dict(vocab_size=2048, max_len=400, n_layers=2, n_heads=4, d_model=32, d_ff=32)
+    size = dict(vocab_size=2048, max_len=800, n_layers=2, n_heads=4, d_model=32, d_ff=32)
     to_hf(decoder(**size), folder)
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     return folder

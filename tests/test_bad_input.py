@@ -10,8 +10,9 @@ import torch
 from common import TOKENS, decoder
 from methods.sub_gen import SubGen
 from methods.sub_gen_pairs import SubGen4Cache
-from nanollm.cache import LayerCache, end_prefill, make_cache
+from nanollm.cache import LayerCache, make_cache
 from nanollm.evaluate import for_text
+from nanollm.generate import end_prompt
 from nanollm.select import given, has_budget, methods
 
 BUDGET, KNOBS = 24, dict(budget=np.int64(24), window_size=4)  # NumPy's whole numbers are some
@@ -22,7 +23,7 @@ ENDS = torch.arange(50) % 7 == 0
 
 @pytest.fixture(scope="module")
 def model():
-    return decoder(n_layers=2)
+    return decoder(n_layers=2, max_len=128)
 
 
 def one_line(error) -> str:
@@ -38,7 +39,7 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
     caches = make_cache(model, for_text(Method, ENDS[TOKENS]), **given(Method, **KNOBS))
     model(TOKENS, caches)
     if done:
-        end_prefill(caches)
+        end_prompt(model, TOKENS, caches)
     shared = {id(x): x for cache in caches for x in (cache.w_o, cache.freq)}
     untouched = deepcopy(caches, shared)
     for B in (1, 3):
@@ -46,9 +47,9 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
             model(torch.ones(B, 1, dtype=torch.int64), caches)
         one_line(error)
     if not done:
-        end_prefill(untouched)
+        end_prompt(model, TOKENS, untouched)
     try:
-        end_prefill(caches)
+        end_prompt(model, TOKENS, caches)
     except ValueError as error:
         assert done and "the prompt is over" in str(error)
     for token in TOKENS[:, :3].split(1, 1):

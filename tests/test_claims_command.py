@@ -134,8 +134,8 @@ def test_both_engines_find_the_same(tmp_path):
 
 def test_a_model_that_is_too_short_has_a_row(tmp_path):
     small = checkpoint_of_two_layers(tmp_path / "small")
-    *_, row = run(tmp_path, *"--claims P6 --documents 2 --length 450 --model".split(), small)
-    assert row["verdict"] == UNFIT and row["why"].startswith("450 tokens exceed the model's length of 400")
+    *_, row = run(tmp_path, *"--claims P6 --documents 2 --length 850 --model".split(), small)
+    assert row["verdict"] == UNFIT and row["why"].startswith("850 tokens exceed the model's length of 800")
 
 
 @pytest.mark.parametrize("options, message", [

@@ -123,7 +123,7 @@ def by_text(model, full: Reference, name: str, share: float) -> dict[str, Tensor
 
 def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
     text = replayed_or_read(continuation, model, full, make, full.recording)
-    row = dict(alone=perturbation(full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
+    row = dict(alone=perturbation(model, full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
     return {key: x.cpu() for key, x in row.items()}
 
 
