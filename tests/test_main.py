@@ -472,7 +472,7 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("--methods ada_kv+critical --window 28 --budgets 50 12.5", "critical at 12.5 % .* 28 must exceed"),
     ("--documents 1", "documents 1 must be a whole number of at least 2"),
     ("--methods full --lengths 30", r"need \d+ tokens more"),
-    ("--lengths 288 401", "length 401 must be a whole number from 16 to 400"),
+    ("--lengths 288 801", "length 801 must be a whole number from 16 to 800"),
     ("--seed -1", "seed -1 must be a whole number from 0"), ("generate --seed -1 x", "seed -1 must"),
     ("--threads -1", "threads -1 must be a whole number"), ("generate --threads -1 x", "threads -1 must"),
     ("generate --method nope x", "unknown method 'nope'; known are"), ("generate --method all x", "name one"),
@@ -481,7 +481,7 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("generate --file text.txt x", "give the text or --file text.txt, not both"),
     ("generate --file text.txt", "No such file"), ("generate --device cuda x", "device 'cuda' is not there"),
     ("generate --figure x.png x", "--figure is of the built-in page"),
-    ("generate --figure x.txt", "must end in .png"), ("generate --tokens 400 x", "400 new ones exceed"),
+    ("generate --figure x.txt", "must end in .png"), ("generate --tokens 800 x", "800 new ones exceed"),
     ("--device foo", "device 'foo' is not there"),
     ("nope", "unknown command 'nope'; known are claims, compare, course, generate, plan, train")])
 def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, message):
