@@ -75,9 +75,8 @@ SECTIONS = {
     "speed": (
         "Decoding, and what compressing costs", "python -m nanollm.speed",
         "The first table is a decoding step over the length of the cache. The second is what the end of "
-        "the prompt costs; *reading* is a method's own prefill in units of the full cache's. `cam` was timed "
-        "when it still evicted at that end, and the chunks when they left room empty; both have to be timed "
-        "again. The third "
+        "the prompt costs; *reading* is a method's own prefill in units of the full cache's. `kvzip` reads "
+        "the prompt a second time at its end. The third "
         "puts a full cache of ours into a model of `transformers` (`nanollm/bridge.py`). The fourth "
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
