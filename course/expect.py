@@ -12,6 +12,17 @@ def wrong(why: str):
     pytest.fail(why, pytrace=False)
 
 
+def raises(run, call: str, **args):
+    """Fails in words unless the call raises a ValueError."""
+    try:
+        got = run(call, **args)
+    except pytest.fail.Exception as error:
+        if str(error).startswith("ValueError"):
+            return
+        wrong(f"expected a ValueError, got {error}")
+    wrong(f"expected a ValueError, got {got!r:.200}")
+
+
 def same(got, expected, what: str, atol: float | None = None):
     """Fails in words unless `got` is the tensor or value expected: exactly, or within atol if given."""
     if not isinstance(expected, torch.Tensor):

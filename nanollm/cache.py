@@ -8,6 +8,7 @@ Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key
 window. Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one
 rule serves causality, chunked prefill, heads of different length and slots that stand for several tokens.
 """
+from copy import deepcopy
 from dataclasses import dataclass
 import math
 
@@ -233,6 +234,11 @@ def end_prefill(caches: list[LayerCache]):
     """Tell every layer, lowest first, that the prompt is over."""
     for cache in caches:
         cache.end_prefill()
+
+
+def copied(caches: list[LayerCache]) -> list[LayerCache]:
+    """A copy that goes its own way. What belongs to the decoder (w_o, freq) is shared."""
+    return deepcopy(caches, {id(x): x for cache in caches for x in (cache.w_o, cache.freq)})
 
 
 def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:

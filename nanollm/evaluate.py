@@ -9,7 +9,6 @@ time, as in decoding.
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-import copy
 from dataclasses import dataclass, replace
 from functools import partial
 import inspect
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import NEVER, LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.cache import NEVER, LayerCache, cache_bytes, copied, end_prefill, make_cache
 from nanollm.check import check_budget, fits, whole
 from nanollm.data import Batch, Tasks
 from nanollm.generate import check_prompt, end_prompt
@@ -65,8 +64,7 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
 
     blind = make(batch.question, tokens[:, :last])
     read(0, blind)
-    shared = {id(x): x for cache in blind for x in (cache.w_o, cache.freq)}  # the model's: not copied
-    aware = copy.deepcopy(blind, shared)
+    aware = copied(blind)
     if last > batch.question:  # else the question is one token, which is fed after the compression
         read(1, aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),

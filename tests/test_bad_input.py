@@ -1,5 +1,4 @@
 """What a user can get wrong with a cache is one line, said before anything is written, for every method."""
-from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import ClassVar, get_type_hints
 
@@ -10,7 +9,7 @@ import torch
 from common import TOKENS, decoder
 from methods.sub_gen import SubGen
 from methods.sub_gen_pairs import SubGen4Cache
-from nanollm.cache import LayerCache, make_cache
+from nanollm.cache import LayerCache, copied, make_cache
 from nanollm.evaluate import for_text
 from nanollm.generate import end_prompt
 from nanollm.select import given, has_budget, methods
@@ -40,8 +39,7 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
     model(TOKENS, caches)
     if done:
         end_prompt(model, TOKENS, caches)
-    shared = {id(x): x for cache in caches for x in (cache.w_o, cache.freq)}
-    untouched = deepcopy(caches, shared)
+    untouched = copied(caches)
     for B in (1, 3):
         with pytest.raises(ValueError, match=f"{B} texts .* holds? 2") as error:
             model(torch.ones(B, 1, dtype=torch.int64), caches)

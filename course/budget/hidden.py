@@ -6,7 +6,7 @@ import torch
 from torch import tensor
 
 from course.budget.public import near
-from course.expect import problem, same, wrong
+from course.expect import problem, raises, same, wrong
 
 F64 = torch.float64
 
@@ -262,16 +262,6 @@ def test_from_uniform_numbers(run, k, u):
 def test_no_law(run):
     """k = 2 with u = ∞ has no mean: ValueError."""
     raises(run, "draw", shape=[3], k=2, u=math.inf, seed=0)
-
-
-def raises(run, *call, **args):
-    try:
-        got = run(*call, **args)
-    except pytest.fail.Exception as error:
-        if str(error).startswith("ValueError"):
-            return
-        wrong(f"expected a ValueError, got {error}")
-    wrong(f"expected a ValueError for {args}, got {got!r:.200}")
 
 
 @problem("mass")

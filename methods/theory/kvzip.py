@@ -7,7 +7,6 @@ Each part is left out alone and with the others. Then what KVzip and SnapKV keep
 tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its answers.
 """
 import argparse
-import copy
 from itertools import product
 import time
 
@@ -19,7 +18,7 @@ from methods.kvzip import KVzip, OneReading
 from methods.quantized import Quantized
 from methods.rounded import RoundedKVzip, RoundedWindow
 from nanollm import LEARNED, TINY, command
-from nanollm.cache import LayerCache, cache_bytes, make_cache
+from nanollm.cache import LayerCache, cache_bytes, copied, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import TASKS, answer, check_size, prompt_and_question, share, standard_error
 from nanollm.generate import prefill, read_again
@@ -46,9 +45,8 @@ def apart(model, batch, shares=SHARES, steps=tqdm) -> tuple[dict[tuple, Tensor],
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
         if Method is KVzip:
             seconds.append((time.perf_counter() - first) / (first - began))
-        shared = {id(x): x for cache in caches for x in (cache.w_o, cache.freq)}  # the model's: not copied
         for (ranked, across), part in product(RANKED.items(), shares):
-            compressed = copy.deepcopy(caches, {**shared})
+            compressed = copied(caches)
             for cache in compressed:
                 cache.budget, cache.across, cache.rereads = share(part, context.shape[1]), across, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
@@ -70,9 +68,8 @@ def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Ten
         caches = make_cache(model, Method, **knobs)
         prefill(model, context, caches, 64)
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        shared = {id(x): x for cache in caches for x in (cache.w_o, cache.freq)}
         for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), 1.0)]:
-            compressed = copy.deepcopy(caches, {**shared})
+            compressed = copied(caches)
             for cache in compressed:
                 if "budget" in knobs:
                     cache.budget, cache.bits, cache.rereads = share(part, n), bits, 0
