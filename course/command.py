@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make(args):
+    if not (ROOT / "course" / "make.py").exists():
+        raise ValueError("this is a student's copy; make others from the repository itself")
     from course.make import make
     assignments = chosen(args.only)
     make(args.folder, assignments)

@@ -133,8 +133,9 @@ def test_bad_input_is_one_line(handed_out, tmp_path):
         assert "\n" not in str(error.value)
     code, out, error = course("grade", tmp_path / "none")
     assert (code, out, error.count("\n")) == (2, "", 1)
-    code, out, error = course("grade", ".", cwd=handed_out)
-    assert (code, out, error.count("\n")) == (2, "", 1) and "no hidden tests" in error
+    for says, args in ("no hidden tests", ["grade", "."]), ("a student's copy", ["make", tmp_path / "copy"]):
+        code, out, error = course(*args, cwd=handed_out)
+        assert (code, out, error.count("\n")) == (2, "", 1) and says in error
 
 
 def test_the_readme_counts_the_functions():
