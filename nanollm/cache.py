@@ -22,6 +22,7 @@ from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # watch every query
+TILE = 128                            # of a prompt all of whose queries are watched, so many are made at a time
 
 
 @dataclass(eq=False)
@@ -62,6 +63,9 @@ class LayerCache:
         """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
         self.check(q, k, v, pos)
         T, empty = q.shape[2], self.seen == 0
+        if self.watch == ALL and T > TILE and not self.prompt_done:  # pieces: T · S weights never stand at once
+            pieces = zip(*(x.split(TILE, 2) for x in (q, k, v)), pos.split(TILE, 1))
+            return torch.cat([self.attend(*piece) for piece in pieces], 2)
         self.write(k, v, pos)
         if T == 1 and (done := self.decode(q, pos)):
             y, p = done
@@ -210,9 +214,9 @@ def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Te
     """softmax(q kᵀ/√D + bias) over the visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
     B, heads, w, D = q.shape
     H = k.shape[1]
-    score = (q.reshape(B, H, -1, D) @ k.mT * D ** -0.5).view(B, H, heads // H, w, -1)
-    mask = visible(at, bias, pos).unsqueeze(2)
-    score = score.masked_fill(~mask, -math.inf) if bias is None else score + mask
+    score = (q.reshape(B, H, -1, D) @ k.mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
+    mask = visible(at, q.new_zeros(1, 1, 1) if bias is None else bias, pos)  # floats: to add is fastest
+    score.add_(mask.unsqueeze(2))
     return score.softmax(-1, dtype=torch.float32).to(q.dtype)
 
 

@@ -37,8 +37,8 @@ def check_chunk(chunk_size: int | None):
 def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Tensor:
     """Feed tokens (B, T), whole or at most `chunk_size` at a time; returns the last token's logits (B, V).
 
-    Chunks bound the memory: a cache that watches every query makes a matrix of chunk_size × S
-    probabilities, not T × S.
+    Chunks bound the memory of all that stands between two layers. A cache that watches every query makes its
+    probabilities of 128 queries at a time in either case.
     """
     check_prompt(model, tokens)
     check_chunk(chunk_size)
@@ -55,7 +55,7 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 def end_prompt(model, tokens: Tensor, caches):
     """Tell every layer that the prompt, tokens (B, T), is over; those that read it twice read it again first.
     """
-    read_again(caches, lambda part: prefill(model, tokens[:, part], caches, 64))  # bounds the probabilities
+    read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
     end_prefill(caches)
 
 

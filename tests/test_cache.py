@@ -61,6 +61,23 @@ def test_output_and_watched_weights_are_those_of_causal_attention(watch, chunks,
             assert (p[..., 0, done - w + 1:] == 0).all()  # the first watched query sees nothing newer
 
 
+@pytest.mark.parametrize("prompt_done, tiles", [(False, [128, 128, 44]), (True, [300])])
+def test_a_long_prompt_is_watched_tile_by_tile_and_its_sums_are_those_of_the_whole_matrix(prompt_done, tiles):
+    (q, k, v), cache = draw(300), Watched(ALL)
+    cache.prompt_done = prompt_done  # a question after the prompt is one `observe`: then it may evict
+    y = cache.attend(q, k, v, torch.arange(300)[None])
+    score = (q.unflatten(1, (2, 3)) @ k.mT.unsqueeze(2)) / math.sqrt(8)
+    weights = score.masked_fill(torch.ones(300, 300).triu(1).bool(), -math.inf).softmax(-1)
+    assert torch.allclose(y, (weights @ v.unsqueeze(2)).flatten(1, 2), atol=1e-5)
+    assert [p.shape[3] for p in cache.heard] == tiles
+    got, largest = torch.zeros(2, 2, 300), torch.zeros(2, 2, 300)
+    for p in cache.heard:
+        got[..., :p.shape[4]] += p.sum((2, 3))
+        largest[..., :p.shape[4]] = torch.maximum(largest[..., :p.shape[4]], p.amax((2, 3)))
+    assert torch.allclose(got, weights.sum((2, 3)), rtol=1e-4)
+    assert torch.allclose(largest, weights.amax((2, 3)), rtol=1e-4)
+
+
 def test_growth_keeps_slack_small_and_does_not_copy_at_every_token():
     cache, moved, before = LayerCache(), 0, None
     for T in [100] + [1] * 400:
