@@ -22,7 +22,7 @@ from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # watch every query
-TILE = 128                            # of a prompt all of whose queries are watched, so many are made at a time
+TILE = 128                            # of a prompt that is watched throughout, so many queries at a time
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class LayerCache:
         """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
         self.check(q, k, v, pos)
         T, empty = q.shape[2], self.seen == 0
-        if self.watch == ALL and T > TILE and not self.prompt_done:  # pieces: T · S weights never stand at once
+        if self.watch == ALL and T > TILE and not self.prompt_done:  # or T · S weights stand at once
             pieces = zip(*(x.split(TILE, 2) for x in (q, k, v)), pos.split(TILE, 1))
             return torch.cat([self.attend(*piece) for piece in pieces], 2)
         self.write(k, v, pos)
