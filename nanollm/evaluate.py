@@ -72,9 +72,13 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
 
 
 def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
-    """End the prompt of `fed` tokens, feed the rest one by one, answer each span; share of right ones (B,).
-    """
+    """End the prompt of `fed` tokens, and `ask`."""
     end_prompt(model, tokens[:, :fed], caches)
+    return ask(model, tokens, spans, fed, caches)
+
+
+def ask(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
+    """Feed the tokens (B, T) after the first `fed` one by one, answer each span; share of right ones (B,)."""
     right = []
     for span in spans:
         for token in tokens[:, fed:span.start].unbind(1):
