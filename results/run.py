@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -72,6 +73,11 @@ SECTIONS = {
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.tensor_attention",
         "Two cache matrices, four, and four without ever forming a pair."),
+    "blind": (
+        "Who still answers a question that comes later", "python -m methods.theory.blind",
+        "Each method's bytes when the question comes, what it answers, and how long it took until then. "
+        "At the end: who keeps 95 % of the full cache's answers on both decoders, the cheapest first. "
+        "`quest` holds everything; its budget is what it reads."),
     "speed": (
         "Decoding, and what compressing costs", "python -m nanollm.speed",
         "The first table is a decoding step over the length of the cache. The second is what the end of "
@@ -92,13 +98,33 @@ SECTIONS = {
 }
 
 
-def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
-    """Of a section that `python -m nanollm` printed: (method, budget as it stands there) → the share of right
-    answers of needle, recall and few-shot, aware and blind of each.
-    """
-    row = re.compile(r"(\S+) +(all|[\d.]+ %) +\d+ +((?:[\d.]+ +){6})")
+class Row(NamedTuple):
+    """A row that `python -m nanollm` printed, but for its method and budget."""
+    kib: float             # live, of one text
+    right: list[float]     # shares of right answers: needle, recall and few-shot, aware and blind of each
+    perplexity: float
+    kl: float              # nats a token
+    l1: float
+    tokens_per_s: float    # of the batch
+
+
+def rows(name: str) -> dict[tuple[str, str], Row]:
+    """Of a section that `python -m nanollm` printed, by method and budget as it stands there."""
+    row = re.compile(r"(\S+) +(all|[\d.]+ %) +(\d+) +((?:[\d.]+ +){6})([\d.]+) +(\d+\.\d{3}) *([\d.]+) "
+                     r"+(\d+)$")  # a large L1 leaves no space after KL
     found = map(row.match, (HERE / f"{name}.txt").read_text().splitlines())
-    return {(x[1], x[2]): [*map(float, x[3].split())] for x in found if x}
+    return {(x[1], x[2]): Row(float(x[3]), [*map(float, x[4].split())], *map(float, x.groups()[4:]))
+            for x in found if x}
+
+
+def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
+    """Of each of its rows, the shares of right answers."""
+    return {key: row.right for key, row in rows(name).items()}
+
+
+def lines(name: str, *starts: str) -> list[str]:
+    """The lines of a stored table that begin so."""
+    return [line for line in (HERE / f"{name}.txt").read_text().splitlines() if line.startswith(starts)]
 
 
 def hardware() -> str:
