@@ -30,14 +30,14 @@ from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
 METHODS = pick(["all"])
-BUDGETED = [name for name in METHODS if has_budget(METHODS[name])]
+BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]  # of what is read
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tokens that end a chunk
-KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)))
+KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)))
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
 # Attention does not see tokens as they are: values merged, read back from a sketch or from few bits, or one
-# entry for all that is gone; the keys of sinks move along.
-ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm"
+# entry for all that is gone; the keys of sinks move along. Or not all that are held.
+ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest"
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
 APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"
 EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
