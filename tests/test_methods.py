@@ -35,11 +35,12 @@ ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tok
 KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)))
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
+ROUNDED = "kvzip_4", "snap_kv_4"  # what stays is in 4 bits
 # Attention does not see tokens as they are: values merged, read back from a sketch or from few bits, or one
 # entry for all that is gone; the keys of sinks move along. Or not all that are held.
-ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest"
+ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"
+APPENDS = "duo_attention", "expected_attention", "kvzip", "kvzip_4", "one_reading"
 EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
 DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
 # what stays is not only what is looked at and the newest
@@ -145,7 +146,7 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
             assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
         for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
             assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
-            assert n * SLOT <= live <= allocated
+            assert n * (4 + D if name in ROUNDED else SLOT) <= live <= allocated  # 4 bits: k and v are D bytes
     for cache in caches:
         assert cache.bytes()[1] == sum(memory(cache).values())
 
