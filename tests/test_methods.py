@@ -40,7 +40,7 @@ ROUNDED = "kvzip_4", "snap_kv_4"  # what stays is in 4 bits
 # entry for all that is gone; the keys of sinks move along. Or not all that are held.
 ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "duo_attention", "expected_attention", "kvzip", "kvzip_4", "one_reading"
+APPENDS = "duo_attention", "expected_attention", "kvzip", "kvzip_4", "kvzip_recent", "one_reading"
 EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
 DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
 # what stays is not only what is looked at and the newest
@@ -146,7 +146,8 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
             assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
         for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
             assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
-            assert n * (4 + D if name in ROUNDED else SLOT) <= live <= allocated  # 4 bits: k and v are D bytes
+            slot = 4 + D if name in ROUNDED else SLOT  # 4 bits: k and v are D bytes
+            assert n * slot <= live <= allocated
     for cache in caches:
         assert cache.bytes()[1] == sum(memory(cache).values())
 
