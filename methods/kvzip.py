@@ -13,9 +13,11 @@ before them, where the paper takes 2K. There a piece scores only its own piece o
 softmax over that and itself; here it scores the whole cache. The paper keeps a system prompt; here no entry
 is safe, so a question at the prompt's end may be lost. What follows the prompt is appended.
 
-Ours: `OneReading` goes by the first reading alone, the largest attention from a token at least 8 later.
+Ours: `kvzip_recent` also keeps the 8 newest entries of each head, within the budget. `OneReading` goes by the
+first reading alone, the largest attention from a token at least 8 later.
 """
 from dataclasses import dataclass
+from functools import partial
 import math
 
 import torch
@@ -33,11 +35,13 @@ class KVzip(PackedCache):
     budget: int          # slots per key/value head at the prompt's end, mean over all heads of all layers
     score: str = "max"   # of the attention that an entry got: "max" or "sum"
     across: bool = True  # the entries of all layers and heads are ranked together; False: of each head
+    recent: int = 0      # newest entries of each head that stay, whatever their scores
     rereads = 512
 
     def __post_init__(self):
         super().__post_init__()
-        check_budget(self.budget, 1, "one slot")
+        whole("recent", self.recent, 0)
+        check_budget(self.budget, self.recent + 1, f"the newest {self.recent} stay, and one more")
         if self.score not in ("max", "sum"):
             raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
         self.rereading = False  # set by `read_again`, which takes these tokens out again
@@ -74,6 +78,7 @@ class KVzip(PackedCache):
             caches.insert(0, caches[0].below)
         if self.length > self.budget:
             looked = torch.stack([cache.scores().to(self.pos.device) for cache in caches], 1)  # (B, L, H, S)
+            looked[..., self.length - self.recent:] = math.inf
             ranked = looked.flatten(1) if self.across else looked
             kept = top(ranked, ranked.shape[-1] // self.length * self.budget).view_as(looked)
             for cache, stays in zip(caches, kept.unbind(1)):
@@ -114,4 +119,4 @@ class OneReading(KVzip):
         return self.looked.masked_fill(self.pos >= self.seen - self.later, math.inf)
 
 
-variants = {"kvzip": KVzip, "one_reading": OneReading}
+variants = {"kvzip": KVzip, "kvzip_recent": partial(KVzip, recent=8), "one_reading": OneReading}

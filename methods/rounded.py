@@ -10,6 +10,7 @@ exact.
 Heads may keep unlike numbers of entries. With `every`, what was rounded is rounded again.
 """
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,4 +97,4 @@ class RoundedKVzip(Rounded, KVzip):
     """KVzip in few bits."""
 
 
-variants = {}  # compared by python -m methods.theory.kvzip
+variants = {"kvzip_4": partial(RoundedKVzip, bits=4), "snap_kv_4": partial(RoundedWindow, bits=4)}

@@ -102,9 +102,9 @@ def ranked(score, budget, layers, across):
 
 @pytest.mark.parametrize("how", ["max", "sum"])
 @pytest.mark.parametrize("across", [True, False])
-@pytest.mark.parametrize("Method", [KVzip, OneReading])
+@pytest.mark.parametrize("Method, recent", [(KVzip, 0), (KVzip, 3), (OneReading, 0)])
 @torch.no_grad()
-def test_kvzip_is_the_loop(Method, how, across):
+def test_kvzip_is_the_loop(Method, recent, how, across):
     """By the decoder itself: the prompt is read, read again behind itself, and compressed."""
     model, prompt, budget = decoder(), TOKENS[:, :24], 10
     watched = []
@@ -116,7 +116,7 @@ def test_kvzip_is_the_loop(Method, how, across):
             return y
 
     watched[:] = [[] for _ in range(3)]
-    caches = make_cache(model, Told, budget=budget, score=how, across=across)
+    caches = make_cache(model, Told, budget=budget, score=how, across=across, recent=recent)
     prefill(model, prompt, caches)
     end_prompt(model, prompt, caches)
 
@@ -125,6 +125,7 @@ def test_kvzip_is_the_loop(Method, how, across):
         column = [[p[i] for t, p in rows if Method is KVzip or t - i >= 8] for i in range(24)]
         of = max if how == "max" else sum
         score[key] = [of(x) if x and (Method is KVzip or i < 16) else math.inf for i, x in enumerate(column)]
+        score[key][24 - recent:] = [math.inf] * recent
     stays = ranked(score, budget, 3, across)
     for layer, cache in enumerate(caches):
         assert cache.seen == 24
@@ -168,6 +169,8 @@ def test_a_second_reading_must_fit_into_the_models_length():
 @pytest.mark.parametrize("Method, knobs, message", [
     (KVzip, dict(budget=0), "budget 0 must be at least 1"),
     (KVzip, dict(budget=9, score="mean"), "score 'mean'"),
+    (KVzip, dict(budget=9, recent=-1), "recent -1"),
+    (KVzip, dict(budget=8, recent=8), "budget 8 must be at least 9"),
     (OneReading, dict(budget=9, later=0), "later 0 must be a whole number of at least 1"),
     (OneReading, dict(budget=8), "budget 8 must be at least 9"),
     (ExpectedAttention, dict(budget=4), "budget 4 must be at least 5"),

@@ -275,6 +275,9 @@ def test_a_method_that_holds_more_is_found_out(long, Method, slots, message):
 @pytest.mark.parametrize("name", [name for name in pick([]) if has_budget(pick([name])[name])])
 def test_no_method_is_said_to_hold_more_than_its_budget(long, name):
     row = measured(long, pick([name])[name], 0.0625)
+    if name == "quest":  # its budget is of what is read
+        assert excess(row).startswith("evicts nothing: holds all 447")
+        return
     assert row["prompt"] == 447 and 0 < row["slots"] <= 28 and excess(row) == ""
     if name in ("h2o", "ada_kv"):
         assert (row["slots"], row["slots_end"]) == (28, 28 + 8 * (name != "h2o"))

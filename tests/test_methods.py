@@ -30,20 +30,22 @@ from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
 METHODS = pick(["all"])
-BUDGETED = [name for name in METHODS if has_budget(METHODS[name])]
+BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]  # of what is read
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tokens that end a chunk
-KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)))
+GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
+KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)), gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
+ROUNDED = "kvzip_4", "snap_kv_4"  # what stays is in 4 bits
 # Attention does not see tokens as they are: values merged, read back from a sketch or from few bits, or one
-# entry for all that is gone; the keys of sinks move along.
-ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm"
+# entry for all that is gone; the keys of sinks move along. Or not all that are held.
+ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"
+APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"  # and their variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
 DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
 # what stays is not only what is looked at and the newest
-GAPS = "random", "+residual", "semantic", "chunk", "key_diff"
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast"
 
 
 def each(names, cuts=CUTS):
@@ -137,7 +139,7 @@ def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
 def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
     """All layers' and heads' together; window methods and retrieval heads add what comes after the prompt."""
     caches, steps = walk(name, cut)
-    appends = isinstance(caches[0], WindowCache) or name in APPENDS
+    appends = isinstance(caches[0], WindowCache) or name.startswith(APPENDS)
     for step in steps:
         slots = [(kept != NEVER).sum().item() for kept in step.after]
         later = max(step.part.stop - PROMPT, 0) if appends else 0
@@ -145,7 +147,8 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
             assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
         for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
             assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
-            assert n * SLOT <= live <= allocated
+            slot = 4 + D if name in ROUNDED else SLOT  # 4 bits: k and v are D bytes
+            assert n * slot <= live <= allocated
     for cache in caches:
         assert cache.bytes()[1] == sum(memory(cache).values())
 
@@ -157,7 +160,7 @@ def memory(x, of=None) -> dict[int, int]:
         of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     elif isinstance(x, dict):
         for name, y in x.items():
-            if name not in ("below", "w_o", "freq", "select", "flip", "bucket_by", "sign_by"):
+            if name not in ("below", "w_o", "freq", "select", "gates", "flip", "bucket_by", "sign_by"):
                 memory(y, of)
     elif isinstance(x, (list, tuple)):
         for y in x:

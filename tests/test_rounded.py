@@ -7,8 +7,9 @@ import torch
 
 from common import B, D, G, H, dense
 from methods.ada_kv import AdaKV
-from methods.rounded import GROUP, Rounded, RoundedKVzip, RoundedWindow
+from methods.rounded import GROUP, Rounded, RoundedKVzip, RoundedWindow, variants
 from nanollm.cache import NEVER, LayerCache
+from nanollm.select import has_window
 from nanollm.window import WindowCache
 
 n, NEW = 90, 3
@@ -84,3 +85,10 @@ def test_what_is_rounded_can_be_compressed_again():
 def test_other_bits_are_refused(bits):
     with pytest.raises(ValueError, match=f"bits {bits} must be"):
         RoundedKVzip(budget=20, bits=bits)
+
+
+def test_the_variants_are_in_4_bits_and_are_composed_with_nothing():
+    made = {name: Method(budget=50) for name, Method in variants.items()}
+    assert {name: (type(x), x.bits) for name, x in made.items()} == {
+        "kvzip_4": (RoundedKVzip, 4), "snap_kv_4": (RoundedWindow, 4)}
+    assert not any(has_window(Method) for Method in variants.values())

@@ -1,0 +1,90 @@
+"""Quest: keep every entry, read only the pages that the query may need (Tang et al., arXiv 2406.10774).
+
+What an entry is worth depends on the query. So nothing is evicted. The cache is cut into pages of 16 tokens,
+and of each page every channel's least and largest key are known. From these two vectors follows how large a
+score in the page can be at most. Attention reads the pages with the highest bound, `budget` entries in all.
+
+    u_j = max_g Σ_d max(q_gd · min_jd, q_gd · max_jd) ≥ max_g q_g·k_i  for every key i of page j
+    read the b/16 pages with the highest u
+
+So 25 % is what is *read*: a quarter of the entries, and beside them two vectors a page, 1/16 of a full
+cache's bytes. What is *held* is more than the full cache, and `bytes` says so.
+
+Differs from the paper: a group's query heads (g) read the same pages, since they share the entries; their
+largest bound decides. The query's own page is always read, as one of the b/16; the authors' evaluation reads
+three pages at least, here one may be all. A question after the prompt selects too, each token its own pages;
+there, as part of the prompt, it sees everything. There the first two layers read everything. Of six layers
+that is a third of all entries, more than the budget, so here `dense` is 0. Prompts of 512 tokens have 32
+pages, not thousands: a budget of 6 % is one page, and nothing is found.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from nanollm.cache import LayerCache, attention
+from nanollm.check import check_budget, whole
+from nanollm.ranking import expand_index
+
+
+@dataclass(eq=False)
+class Quest(LayerCache):
+    budget: int     # entries per key/value head that a query reads, whole pages
+    page: int = 16  # tokens that share two vectors
+    dense: int = 0  # first layers that read everything; the paper: 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole("page", self.page, 1), whole("dense", self.dense, 0)
+        check_budget(self.budget, self.page, f"a page has {self.page} tokens (page)")
+        self.low = self.high = None  # (B, H, pages, D): of each page and channel, the least and largest key
+        self.covered = 0             # slots that they are of
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        if not self.prompt_done or self.layer < self.dense:
+            return super().attend(q, k, v, pos)
+        self.check(q, k, v, pos)
+        parts = zip(*(x.split(1, 2) for x in (q, k, v)), pos.split(1, 1))  # each query has its own pages
+        return torch.cat([super(Quest, self).attend(*part) for part in parts], 2)
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Attention over the pages with the highest bounds: the only entries that are read."""
+        if not self.prompt_done or self.layer < self.dense:
+            return super().decode(q, pos)
+        self.bound()
+        u, n = self.bounds(q), min(self.budget // self.page, self.low.shape[2])
+        u[..., -1] = torch.inf  # the query's own page
+        token = torch.arange(self.page, device=q.device)
+        i = (u.topk(n).indices[..., None] * self.page + token).flatten(2)  # (B, H, n · page)
+        there, i = i < self.length, i.clamp(max=self.length - 1)           # the last page may not be full
+        k, v = (x.gather(2, expand_index(i, x)) for x in (self.k, self.v))
+        return attention(q, k, v, there.unsqueeze(2), causal=False), None
+
+    def bounds(self, q: Tensor) -> Tensor:
+        """What no score in a page exceeds, of one query (B, H·G, 1, D): (B, H, pages)."""
+        q = q.unflatten(1, (self.low.shape[1], -1)).flatten(2, 3)  # (B, H, G, D)
+        return (q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT).amax(2)
+
+    def bound(self):
+        """Bring `low` and `high` up to date: of the pages with keys that came since."""
+        done = 0 if self.low is None else self.covered // self.page  # full pages stay as they are
+        new, self.covered = self.k[:, :, done * self.page:], self.length
+        room = -new.shape[2] % self.page
+        pages = lambda value: F.pad(new, (0, 0, 0, room), value=value).unflatten(2, (-1, self.page))
+        low, high = pages(torch.inf).amin(3), pages(-torch.inf).amax(3)
+        if done:
+            low, high = (torch.cat((old[:, :, :done], x), 2)
+                         for old, x in ((self.low, low), (self.high, high)))
+        self.low, self.high = low, high
+
+    def end_prefill(self):
+        super().end_prefill()
+        if self.seen and self.layer >= self.dense:
+            self.bound()
+
+    def beside(self) -> list[Tensor]:
+        return [] if self.low is None else [self.low, self.high]
+
+
+variants = {"quest": Quest}
