@@ -4,10 +4,10 @@
 
 Needles and pairs, 32 documents of 512 tokens each, on both decoders. `bytes`: what is held when the question
 comes, as a share of the full cache's. Both are of 32 bits a number here; beside a full cache of 16 bits, what
-is rounded takes nearly twice the share. `reading`: seconds until then, over the full cache's.
+is rounded takes nearly twice the share. `reading`: seconds until then of two of the
+documents, over the full cache's.
 """
 import argparse
-import time
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,11 @@ from tqdm import tqdm
 from nanollm import SHIPPED, TINY, command
 from nanollm.cache import cache_bytes
 from nanollm.data import Tasks
-from nanollm.evaluate import TASKS, ask, check_size, maker, prompt_and_question
+from nanollm.evaluate import TASKS, Benchmark, ask, check_size, maker, prompt_and_question
 from nanollm.generate import end_prompt, prefill
+from nanollm.replay import CannotReplay, replay
 from nanollm.select import calibrated, given, has_budget, loaded, model_options, pick
+from nanollm.speed import best
 
 SHARES = 0.5, 0.25, 0.125, 0.0625
 ENOUGH = 0.95  # of the full cache's answers
@@ -32,34 +34,41 @@ class Found(NamedTuple):
     seconds: float
 
 
-def measure(model, batches: dict, make) -> Found:
-    right, held, seconds = {}, 0, 0.0
-    for task, batch in batches.items():
+def measure(model, read: Benchmark, make) -> Found:
+    right, held = {}, 0
+    for task, batch in read.batches.items():
         tokens, context, _ = prompt_and_question(model, batch)
         caches = make(batch.question, context)
-        began = time.perf_counter()
-        prefill(model, context, caches)
+        try:
+            replay(read.recordings[task][:1], caches)
+        except CannotReplay:
+            caches = make(batch.question, context)
+            prefill(model, context, caches)
         end_prompt(model, context, caches)
-        seconds += time.perf_counter() - began
         held += cache_bytes(caches)[0]
         right[task] = ask(model, tokens, batch.answers, batch.question, caches)
-    return Found(right, held, seconds)
+    return Found(right, held, best(lambda: until_asked(model, context[:2], make), 2))
+
+
+def until_asked(model, context: Tensor, make):
+    caches = make(context.shape[1], context)
+    prefill(model, context, caches)
+    end_prompt(model, context, caches)
 
 
 @torch.no_grad()
 def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=tqdm) -> dict[tuple, Found]:
     """Of every method and each share of the prompt; None is the share where there is no budget."""
     check_size(model, documents, 2, T)
-    learned, rows = {}, {}
     batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "recall")}
+    read, learned, rows = Benchmark.read(model, batches, None), {}, {}
     jobs = [(name, part) for name, Method in methods.items()
             for part in (SHARES if has_budget(Method) else [None])]
-    measure(model, batches, maker(model, methods["full"], None))  # what runs first takes longer
     for name, part in steps(jobs):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
         knobs = given(methods[name], window_size=8) | learned[name]
-        rows[name, part] = measure(model, batches, maker(model, methods[name], part, **knobs))
+        rows[name, part] = measure(model, read, maker(model, methods[name], part, **knobs))
     return rows
 
 

@@ -1,0 +1,209 @@
+# %% [markdown]
+# # One page
+#
+# The other notebooks take one paper each. This one sets everything side by side: what ties the papers together, every method on one page, which one to take when, and what goes beyond the papers. At the end there is a playground.
+#
+# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `methods/theory/blind.py` and `nanollm/playground.py`.
+#
+# **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: they are read from `results/`, and RESULTS.md has the command of each.
+#
+# **What you will know:** what any cache must lose and what it need not; on what each paper bets; who answers a question that comes later, and in how few bytes; and which method to try first on your model.
+
+# %%
+import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+import re
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from methods.theory.tensor_attention import deal, index_game_four, keep_rows
+from nanollm import TINY, plot
+from nanollm.cache import make_cache
+from nanollm.evaluate import for_text, share
+from nanollm.page import PAGE, answer
+from nanollm.playground import Playground
+from nanollm.select import load, pick
+from nanollm.tokenizer import boundaries
+from results.run import lines, rows
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)
+model, encoding = load(TINY, "cpu")
+stored = {"built": rows("all"), "learned": rows("learned")}  # python -m nanollm --all, both decoders
+
+# %% [markdown]
+# ## The thread
+#
+# Alice writes n rows of d random bits into a cache, row t under key t. Then Bob asks for any of the rows. This is the Index game of the tensor-attention paper (`04_tensor_attention.ipynb`). A cache from which every bit comes back holds n·d bits: no smaller one can.
+# So compress hers before Bob asks. In one cache rows are evicted, in the other every number is rounded.
+
+# %%
+n, d = 16, 1024
+bits, keys = deal(n, d)
+game = {"evicted": {}, "rounded": {}}
+for kept in (1, 2, 4, 8, 12, 16):
+    played = index_game_four(bits, keys, compress=keep_rows(slice(0, kept), n))
+    game["evicted"][kept / n] = played.learned(bits)
+for levels in (1, 2, 3, 4, 6, 8):
+    played = index_game_four(bits, keys, compress=keep_rows(slice(0, n), n, levels))
+    game["rounded"][levels / 32] = played.learned(bits)
+for how, found in game.items():
+    print(how, *(f"{100 * part:.1f} % of the bytes: {bits_back:.2f}" for part, bits_back in found.items()))
+
+# %% [markdown]
+# Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing at first. Each number of Alice's was a bit and took 32, so rounding threw away what nobody had put there.
+#
+# A cache of text is in between. It has room for many more bits than the text has, and a question asks for few of them. Three things may be known when it is compressed:
+#
+# 1. **The question.** *Aware*: it is part of the prompt. Then keep what it looks at, and forget the rest. This is what SnapKV's window, CriticalKV's norms and ChunkKV's chunks bet on.
+# 2. **The past.** What was asked for before will be asked for again. This is what Scissorhands bets on, and H2O.
+# 3. **The text.** *Blind*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
+#
+# Here is the game again, and beside it facts in real text, one that is asked for out of four, blind. *evicted* and *rounded* are Alice's; the others are rows of `python -m nanollm.theory.blind`.
+
+# %%
+held = {}  # method → on built, of each budget, the share of the bytes, and of the needles and pairs found
+for line in lines("blind", ""):
+    row = re.match(r"(\S+) +(?:all|[\d.]+ %) +([\d.]+) % +([\d.]+) +([\d.]+) +[\d.]+ ", line)
+    if row:
+        part, needle, pair = map(float, row.groups()[1:])
+        held.setdefault(row[1], []).append((part / 100, (needle + pair) / 2))
+
+
+def beside_the_game(methods: list[str]):
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
+    for how, look in {"evicted": "o-", "rounded": "s--"}.items():
+        axes[0].plot(*zip(*game[how].items()), look, color="black", label=how)
+    for name in methods:
+        axes[1].plot(*zip(*held[name]), label=name, **plot.style(name))
+    axes[0].set(title="the Index game: random bits", ylabel="what comes back")
+    axes[1].set(title="facts in a text, asked for later")
+    for axis in axes:
+        axis.plot([0, 1], [0, 1], color="0.8", linewidth=1, zorder=0)
+        axis.set(xlabel="share of the bytes")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+
+
+beside_the_game(["snap_kv", "h2o", "kv_reviver_shrunk", "one_reading", "kvzip", "kvzip_4", "quantized_2"])
+
+# %% [markdown]
+# TEXT
+#
+# ## What each paper bets on
+#
+# | paper | keeps | its bet | here |
+# |---|---|---|---|
+# | Scissorhands | what was attended to in the last steps | importance persists | BET |
+# | Tensor attention | four matrices in place of all pairs | pairs tell more, and need not be formed | |
+# | CriticalKV | what changes the output least | a smaller change means a better answer | |
+# | ChunkKV | runs of ten tokens | meaning stands in neighbours | |
+# | KVReviver | sums of evicted tokens | noise averages out | |
+#
+# Every claim has its verdict and number in CLAIMS.md.
+#
+# ## All methods on one page
+#
+# Rows are families. The first two columns are the share of right answers, mean over needles, pairs and few-shot labels. KL is how far the predictions for real text move. All four are over the live bytes of a text's cache, after it was continued by 64 tokens.
+
+# %%
+FAMILIES = {
+    "the last queries vote": "snap_kv pyramid_kv ada_kv chunk_kv chunk_kv_semantic chunk_kv_reuse tova",
+    "on top of SnapKV": "snap_kv snap_kv+critical snap_kv+theta snap_kv+residual",
+    "all attention so far": "h2o scissorhands scissorhands_weight cam one_reading random",
+    "no bet on a question": "kvzip fast_kvzip expected_attention key_diff duo_attention streaming_llm",
+    "sums in place of tokens": "kv_reviver kv_reviver_mean kv_reviver_shrunk cam",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4 kvzip snap_kv",
+}
+COLUMNS = {"aware": lambda row: np.mean(row.right[::2]), "blind": lambda row: np.mean(row.right[1::2]),
+           "KL, nats a token": lambda row: row.kl, "tokens/s": lambda row: row.tokens_per_s}
+
+
+def page_of(stored: dict):
+    figure, axes = plt.subplots(len(FAMILIES), 4, figsize=(13, 15), layout="constrained", sharex=True,
+                                sharey="col")
+    for axis_row, (family, names) in zip(axes, FAMILIES.items()):
+        for axis, (column, value) in zip(axis_row, COLUMNS.items()):
+            for name in names.split():
+                points = sorted((row.kib, value(row)) for key, row in stored.items() if key[0] == name)
+                axis.plot(*zip(*points), label=name, **plot.style(name))
+            axis.axhline(value(stored["full", "all"]), color="black", linewidth=1)
+            axis.grid(alpha=0.3)
+        axis_row[0].set_ylabel(family)
+        axis_row[3].legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize=9)
+    for axis, column in zip(axes[0], COLUMNS):
+        axis.set_title(column)
+    axes[0, 0].set_xscale("log", base=2)
+    axes[0, 0].xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes[0, 2].set_yscale("symlog", linthresh=0.01)
+    axes[0, 3].set_yscale("log")
+    figure.supxlabel("live cache, KiB")
+
+
+page_of(stored["built"])
+
+# %% [markdown]
+# TEXT
+#
+# ## Who keeps 95 %, in how few bytes
+#
+# For each method the smallest of its budgets with which 95 % of the full cache's answers stay, to needles and pairs together, asked blind. On *built* and on *learned*; a method that fails on one of them is not in the list.
+
+# %%
+whole = lines("blind", "")
+print("\n".join(whole[whole.index("", 4):]).strip())
+
+# %% [markdown]
+# TEXT
+#
+# ## What eight methods keep
+#
+# The same text, a quarter of its entries, and then the same question.
+
+# %%
+text = PAGE.partition(" In spring")[0]
+question = "\nQ: The code of star is "
+context, asked = map(encoding.encode_ordinary, (text, question))
+tokens = torch.tensor([context + asked])
+fact = " The code of star is 6098."
+start = len(encoding.encode_ordinary(text.partition(fact)[0]))
+marked = [start <= i < start + len(encoding.encode_ordinary(fact)) for i in range(len(context))]
+ends, panels = boundaries(encoding, model.config.vocab_size)[tokens], {}
+EIGHT = [("snap_kv", "aware"), ("snap_kv", "blind"), ("chunk_kv_semantic", "aware"), ("h2o", "blind"),
+         ("streaming_llm", "blind"), ("key_diff", "blind"), ("one_reading", "blind"), ("kvzip", "blind")]
+for name, setting in EIGHT:
+    cut = tokens.shape[1] - 1 if setting == "aware" else len(context)
+    Method = for_text(pick([name])[name], ends[:, :cut])
+    caches = make_cache(model, Method, budget=share(0.125, len(context)))
+    kept, written = answer(model, tokens, cut, caches, 4)
+    panels[f"{name}, {setting}: {encoding.decode(written)!r}"] = kept.float().mean((0, 1))[:len(context)]
+pieces = [encoding.decode([token]) for token in context]
+plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns=2, width=70);
+
+# %% [markdown]
+# TEXT
+#
+# ## Which method when
+#
+# | what you know | try | why | what it costs |
+# |---|---|---|---|
+#
+# ## Beyond the papers
+#
+# What is ours, each beside what it changes. Where ours does not win, that is said as well.
+
+# %%
+def beside(*names: str, budget: str = "25 %"):
+    """Rows of methods, on both decoders."""
+    for name in names:
+        cells = ""
+        for decoder in stored.values():
+            row = decoder.get((name, budget)) or decoder[name, "all"]
+            answers = "".join(f"{x:6.2f}" for x in row.right[:4])
+            cells += f"  {row.kib:6.0f}{answers}{row.kl:8.3f}"
+        print(f"{name:22}{cells}")
+
+
+head = "     KiB  needle       recall       KL"
+print(f"{'25 % of the entries':22}{'built: ' + head.strip():43}{'learned: ' + head.strip()}")
+
+# %%
+Playground(model, encoding)
