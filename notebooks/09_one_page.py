@@ -11,10 +11,12 @@
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
+import math
 import re
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from methods.theory.scissorhands import draw_power_law, paper_bound, smallest_share, tail_mass
 from methods.theory.tensor_attention import deal, index_game_four, keep_rows
 from nanollm import TINY, plot
 from nanollm.cache import make_cache
@@ -109,7 +111,7 @@ FAMILIES = {
     "the last queries vote": "snap_kv pyramid_kv ada_kv chunk_kv chunk_kv_semantic chunk_kv_reuse tova",
     "on top of SnapKV": "snap_kv snap_kv+critical snap_kv+theta snap_kv+residual",
     "all attention so far": "h2o scissorhands scissorhands_weight cam one_reading random",
-    "no bet on a question": "kvzip fast_kvzip expected_attention key_diff duo_attention streaming_llm",
+    "no bet on a question": "kvzip kvzip_fast expected_attention key_diff duo_attention streaming_llm quest",
     "sums in place of tokens": "kv_reviver kv_reviver_mean kv_reviver_shrunk cam",
     "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4 kvzip snap_kv",
 }
@@ -121,7 +123,7 @@ def page_of(stored: dict):
     figure, axes = plt.subplots(len(FAMILIES), 4, figsize=(13, 15), layout="constrained", sharex=True,
                                 sharey="col")
     for axis_row, (family, names) in zip(axes, FAMILIES.items()):
-        for axis, (column, value) in zip(axis_row, COLUMNS.items()):
+        for axis, value in zip(axis_row, COLUMNS.values()):
             for name in names.split():
                 points = sorted((row.kib, value(row)) for key, row in stored.items() if key[0] == name)
                 axis.plot(*zip(*points), label=name, **plot.style(name))
@@ -129,8 +131,8 @@ def page_of(stored: dict):
             axis.grid(alpha=0.3)
         axis_row[0].set_ylabel(family)
         axis_row[3].legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize=9)
-    for axis, column in zip(axes[0], COLUMNS):
-        axis.set_title(column)
+    for axis, title in zip(axes[0], COLUMNS):
+        axis.set_title(title)
     axes[0, 0].set_xscale("log", base=2)
     axes[0, 0].xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes[0, 2].set_yscale("symlog", linthresh=0.01)
@@ -189,21 +191,76 @@ plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns
 # ## Beyond the papers
 #
 # What is ours, each beside what it changes. Where ours does not win, that is said as well.
+#
+# **What is kept.** `chunk_kv_semantic` ends chunks where the text does, `scissorhands_weight` goes by mean weights in place of counts, `one_reading` by the largest attention of later tokens, over all layers; `kv_reviver_shrunk` centres and shrinks what is read from the sketch. Columns: KiB; needles and pairs, aware and blind of each; KL.
 
 # %%
 def beside(*names: str, budget: str = "25 %"):
-    """Rows of methods, on both decoders."""
     for name in names:
-        cells = ""
-        for decoder in stored.values():
-            row = decoder.get((name, budget)) or decoder[name, "all"]
-            answers = "".join(f"{x:6.2f}" for x in row.right[:4])
-            cells += f"  {row.kib:6.0f}{answers}{row.kl:8.3f}"
-        print(f"{name:22}{cells}")
+        found = [of.get((name, budget)) or of[name, "all"] for of in stored.values()]
+        print(f"{name:22}" + "".join(
+            f"{row.kib:9.0f}" + "".join(f"{x:6.2f}" for x in row.right[:4]) + f"{row.kl:8.3f}"
+            for row in found))
 
 
-head = "     KiB  needle       recall       KL"
-print(f"{'25 % of the entries':22}{'built: ' + head.strip():43}{'learned: ' + head.strip()}")
+print(f"{'a quarter of the entries':31}{'built':41}learned")
+for names in ("chunk_kv chunk_kv_semantic", "scissorhands scissorhands_weight", "h2o snap_kv one_reading",
+              "kv_reviver kv_reviver_mean kv_reviver_shrunk", "kvzip kvzip_recent kvzip_fast"):
+    beside(*names.split())
+    print()
+
+# %% [markdown]
+# TEXT
+#
+# **What norms are worth.** Changes of answers (aware, blind), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
+
+# %%
+print(*lines("all", "changes by", "snap_kv                     12.5 %    0", "snap_kv+critical            12.5 %   ",
+             "snap_kv+theta               12.5 %   ", "snap_kv+residual            12.5 %   "), sep="\n")
+
+# %% [markdown]
+# TEXT
+
+# %%
+print(*lines("readings", "built", "learned", "SnapKV+critical, an eighth", "    critical ", "    α = 0.5",
+             "    stage 2 pooled", "    ε = 1e-4", "    L2 norms"), sep="\n")
+
+# %% [markdown]
+# TEXT
+#
+# **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, in 32 (–), 4 and 2 bits a number, beside 2 bits for all entries.
+
+# %%
+print(*lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip           12.5 %"), sep="\n")
+
+# %% [markdown]
+# TEXT
+#
+# **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Theorem 4.3 is gone.
+
+# %%
+print(*lines("tensor", " tokens", "   2048"), sep="\n")
+
+# %% [markdown]
+# **A bound that bounds.** The mass that the smallest weights of a power law hold, Theorem B.3 of Scissorhands: as printed, as it holds, and simulated.
+
+# %%
+drawn = draw_power_law((400, 1000), 3.0, math.inf, torch.Generator().manual_seed(0))
+print("kept   printed   exact   simulated")
+for beta in (0.1, 0.25, 0.5, 0.75):
+    print(f"{beta:4}   {paper_bound(beta, 3.0):7.3f} {tail_mass(beta, 3.0):7.3f}"
+          f"     {smallest_share(drawn.sort(-1).values, beta).mean():7.3f}")
+
+# %% [markdown]
+# TEXT
+#
+# ## The playground
+#
+# Change the text, the question, the method, the budget or the window: the text is read, compressed and asked anew. It runs where this notebook runs; a stored notebook shows only a picture.
+#
+# ![the playground in a browser](playground.png)
+#
+# Things to try. Take `snap_kv`, *blind*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Set `layer` to 1, where *built* retrieves. Write a text of your own with a fact in it: `The code of NAME is NUMBER.` is what this decoder was trained to be asked for.
 
 # %%
 Playground(model, encoding)

@@ -4,8 +4,8 @@
 
 Needles and pairs, 32 documents of 512 tokens each, on both decoders. `bytes`: what is held when the question
 comes, as a share of the full cache's. Both are of 32 bits a number here; beside a full cache of 16 bits, what
-is rounded takes nearly twice the share. `reading`: seconds until then of two of the
-documents, over the full cache's.
+is rounded takes nearly twice the share. `reading`: seconds until then, of two documents, over the full
+cache's.
 """
 import argparse
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from nanollm.generate import end_prompt, prefill
 from nanollm.replay import CannotReplay, replay
 from nanollm.select import calibrated, given, has_budget, loaded, model_options, pick
 from nanollm.speed import best
+from nanollm.tokenizer import boundaries
 
 SHARES = 0.5, 0.25, 0.125, 0.0625
 ENOUGH = 0.95  # of the full cache's answers
@@ -62,12 +63,13 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=tqdm
     check_size(model, documents, 2, T)
     batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "recall")}
     read, learned, rows = Benchmark.read(model, batches, None), {}, {}
+    ends = boundaries(tasks.encoding, model.config.vocab_size)
     jobs = [(name, part) for name, Method in methods.items()
             for part in (SHARES if has_budget(Method) else [None])]
     for name, part in steps(jobs):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
-        knobs = given(methods[name], window_size=8) | learned[name]
+        knobs = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
         rows[name, part] = measure(model, read, maker(model, methods[name], part, **knobs))
     return rows
 
