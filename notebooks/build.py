@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 HERE = Path(__file__).parent
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def build(source: Path):
@@ -27,9 +28,12 @@ def build(source: Path):
                    resources=dict(metadata=dict(path=source.parent))).execute()
     book.metadata.language_info = dict(name="python")
     for cell in book.cells:
+        if "outputs" in cell:  # a stored widget does nothing, and its name differs from build to build
+            cell.outputs = [x for x in cell.outputs if WIDGET not in x.get("data", {})]
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = smaller(output.data["image/png"])
+    book.metadata.pop("widgets", None)
     nbformat.validate(book)
     nbformat.write(book, source.with_suffix(".ipynb"))
 

@@ -123,8 +123,10 @@ def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
 
 
 def lines(name: str, *starts: str) -> list[str]:
-    """The lines of a stored table that begin so."""
-    return [line for line in (HERE / f"{name}.txt").read_text().splitlines() if line.startswith(starts)]
+    """The lines of a stored table whose first words are those of one of `starts`, in their order."""
+    words = [start.split() for start in starts]
+    return [line for line in (HERE / f"{name}.txt").read_text().splitlines()
+            if any(line.split()[:len(start)] == start for start in words)]
 
 
 def hardware() -> str:

@@ -143,4 +143,4 @@ a+b            12.5 %   +0.031 ±0.018   +0.052 ±0.023   +0.003 ±0.007   +0.00
                                          ("a+b", "12.5 %"): [0.5, 0.4, 0.3, 0.2, 0.1, 0.0]}
     assert results.rows("all")["a+b", "12.5 %"][2:] == (4860.04, 6.097, 102.64, 13)
     assert results.rows("all")["full", "all"].kib == 2335
-    assert [line[:14] for line in results.lines("all", "a+b ", "none")] == ["a+b           "] * 2
+    assert [line[:14] for line in results.lines("all", "a+b 12.5", "a+", "f")] == ["a+b           "] * 2
