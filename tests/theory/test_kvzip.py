@@ -2,8 +2,9 @@
 import torch
 
 from common import tasks
+from methods.duo_attention import DuoAttention
 from methods.kvzip import KVzip, OneReading
-from methods.theory.kvzip import apart, fewer_bits
+from methods.theory.kvzip import apart, by_heads, fewer_bits
 from nanollm import TINY
 from nanollm.evaluate import maker, retrieve
 from nanollm.weights import from_hf
@@ -36,3 +37,14 @@ def test_fewer_bits_are_fewer_bytes():
         assert two < four < exact < found["full", 16, 1.0][1] / 2
     assert found["full", 16, 1.0][0].mean() == 1
     assert found["quantized_2", 2, 1.0][1] > found["kvzip", 4, 0.25][1]
+
+
+@torch.no_grad()
+def test_duo_attention_by_two_sets_of_heads():
+    model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
+    heads = {"right": ((1, 0), (1, 1), (1, 2)), "wrong": ((5, 0), (5, 1), (5, 2))}
+    found = by_heads(model, batch, heads, shares=(0.5, 0.3), steps=list)
+    for (name, part), right in found.items():
+        make = maker(model, DuoAttention, part, heads=heads[name])
+        assert torch.equal(right, retrieve(model, batch, make)["blind"])
+    assert len(found) == 4 and found["right", 0.3].mean() > found["wrong", 0.3].mean() + 0.3
