@@ -75,7 +75,7 @@ def test_gates_learn_the_chance_of_a_score():
     x, W = torch.randn(2, 2000, 5, generator=g) * 3 + 1, torch.randn(2, 5, 3, generator=g) / 3
     y = torch.sigmoid(x @ W - 0.5)
     state = torch.get_rng_state()
-    gates = fit(x, y, steps=600, rate=0.02)
+    gates = fit(x, y, steps=300, rate=0.03, rows=128)
     assert torch.equal(torch.get_rng_state(), state) and not gates.requires_grad
     torch.testing.assert_close(gates[:, :-1], W, atol=0.05, rtol=0)
     torch.testing.assert_close(gates[:, -1], torch.full((2, 3), -0.5), atol=0.1, rtol=0)
