@@ -13,8 +13,8 @@ Gates are trained on the KL of the predicted tokens, not on the distance of the 
 penalty grows, which puts the heads in order. The budget is one of all heads together. From it follows how
 many heads may keep everything, and w.
 
-`duo_attention_kvzip` takes the heads whose entries KVzip ranks highest, as KVzip's authors do. Nothing is
-trained then, and no question is asked.
+`duo_attention_kvzip` takes the heads whose entries KVzip ranks highest in plain text, as KVzip's authors do.
+Nothing is trained then, no question is asked, and as many answers are found (python -m methods.theory.kvzip).
 """
 from dataclasses import dataclass
 

@@ -102,17 +102,17 @@ def main(argv: list[str] | None = None):
         model, encoding = loaded(args, folder)
         check_size(model, args.documents, 2, args.length)
         tasks, found, rounded, duo, ratio = Tasks(encoding, "test"), {}, {}, {}, 0.0
-        heads, taken = {}, {}
+        retrieve_by, taken = {}, {}
         for name, Method in HEADS.items():
             began = time.perf_counter()
-            heads[name] = Method.calibrate(model, encoding)["heads"]
+            retrieve_by[name] = Method.calibrate(model, encoding)["heads"]
             taken[name] = time.perf_counter() - began
         for task in ("needle", "recall"):
             batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
             progress = lambda x: tqdm(x, leave=False, desc=task)
             found[task], ratio = apart(model, batch, steps=progress)
             rounded[task] = fewer_bits(model, batch, steps=progress)
-            duo[task] = by_heads(model, batch, heads, steps=progress)
+            duo[task] = by_heads(model, batch, retrieve_by, steps=progress)
         heads = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in found for part in SHARES)
         print(f"{names.get(folder, folder)!s:<12}{'':<24}{heads}\n{'reading':<12}{'score':<8}ranked")
         for reading, score, ranked in product(READINGS, ("max", "sum"), RANKED):
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None):
 
         columns = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in duo for part in HEAD_SHARES)
         print(f"\n{'DuoAttention by':<16}{'found in':>10}{columns}")
-        for name in heads:
+        for name in retrieve_by:
             row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}"
                           for x in (duo[task][name, part] for task in duo for part in HEAD_SHARES))
             print(f"{name:<16}{f'{taken[name]:.0f} s':>10}{row}")
