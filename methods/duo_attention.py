@@ -12,13 +12,16 @@ Differs from the paper: there, streaming heads stream while the prompt is read, 
 Gates are trained on the KL of the predicted tokens, not on the distance of the last hidden states, and their
 penalty grows, which puts the heads in order. The budget is one of all heads together. From it follows how
 many heads may keep everything, and w.
+
+`duo_attention_kvzip` takes the heads whose entries KVzip ranks highest in plain text, as KVzip's authors do.
+Nothing is trained then, no question is asked, and as many answers are found (python -m methods.theory.kvzip).
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.theory.duo_attention import gates, retrieval_heads
+from methods.theory.duo_attention import gates, heads_by_kvzip, retrieval_heads
 from nanollm.cache import NEVER, LayerCache
 from nanollm.check import check_budget
 from nanollm.data import Tasks
@@ -119,12 +122,23 @@ class DuoAttention(LayerCache):
     @staticmethod
     def calibrate(model, encoding) -> dict:
         """The knobs that depend on the decoder, as arguments for the constructor."""
-        if not hasattr(encoding, "encode_ordinary_batch"):
-            raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
-                             "give DuoAttention its heads instead")
-        tasks = Tasks(encoding, "train")
-        open_for = gates(model, tasks, T=min(512, model.config.max_len))
+        open_for = gates(model, training(encoding), T=min(512, model.config.max_len))
         return dict(heads=retrieval_heads(open_for, least=0.3))
 
 
-variants = {"duo_attention": DuoAttention}
+class DuoByKVzip(DuoAttention):
+    """The heads that retrieve are those that a second reading of plain text looks at."""
+
+    @staticmethod
+    def calibrate(model, encoding) -> dict:
+        return dict(heads=heads_by_kvzip(model, training(encoding)))
+
+
+def training(encoding) -> Tasks:
+    if not hasattr(encoding, "encode_ordinary_batch"):
+        raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
+                         "give DuoAttention its heads instead")
+    return Tasks(encoding, "train")
+
+
+variants = {"duo_attention": DuoAttention, "duo_attention_kvzip": DuoByKVzip}

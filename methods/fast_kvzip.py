@@ -12,9 +12,10 @@ BCE is the cross-entropy −S log s − (1 − S) log(1 − s): its least is whe
 Differs from the paper: gates there read the hidden state, which no cache is told. Queries, keys and values of
 all heads are a linear map of it; where they have as many numbers or more, nothing is lost. There a gate is an
 attention of low rank over learned sinks; here one linear map, a logistic regression. There entries also go
-while a prompt is read and while tokens come, and the newest are safe; here at the prompt's end, as in KVzip,
-and `recent` says how many are safe. Gates, which belong to the decoder, are not counted in `bytes`. Without
-gates the newest entries stay.
+while a prompt is read and while tokens come; here at the prompt's end, as in KVzip. As there the newest are
+safe, here 8: without them a question at the prompt's end is lost. Gates, which belong to the decoder, are not
+counted in `bytes`. They learn from plain text, without questions or facts. Without gates the newest entries
+stay.
 """
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ def told(cache: LayerCache, q: Tensor) -> Tensor:
 @dataclass(eq=False)
 class FastKVzip(KVzip):
     gates: Tensor | None = None  # (L, n + 1, H): of each layer, W and below it b; None: the newest stay
+    recent: int = 8              # newest entries of each head that stay, whatever their scores
     rereads = 0
 
     def observe(self, q: Tensor, p: Tensor | None):

@@ -26,7 +26,8 @@ OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2")
 # A variant keeps its family's colour and marker; its dash is its own, by what its name adds.
 DASHES = {"critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
           "chunk": (0, (8, 2)), "semantic": (0, (3, 1, 1, 1)), "reuse": "--", "weight": "--", "shrunk": "--",
-          "mean": ":", "absolute": "--", "no pool": (0, (1, 1)), "2": "-", "3": "--", "4": ":"}
+          "mean": ":", "absolute": "--", "fast": "--", "recent": "-.",
+          "no pool": (0, (1, 1)), "2": "-", "3": "--", "4": ":"}
 
 
 def family_of(name: str) -> str | None:

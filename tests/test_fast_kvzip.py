@@ -1,5 +1,6 @@
 """Fast KVzip: what gates are told, what they learn, and that the entries which they rank highest stay."""
 from functools import partial
+import math
 
 import pytest
 import torch
@@ -30,16 +31,18 @@ def projections(model, tokens):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("recent", [0, 3])
 @torch.no_grad()
-def test_the_entries_that_the_gates_rank_highest_stay(family, chunk):
+def test_the_newest_and_the_entries_that_the_gates_rank_highest_stay(family, chunk, recent):
     model, budget = decoder(family=family), 9
     x = projections(model, TOKENS)
-    caches = make_cache(model, FastKVzip, budget=budget, gates=GATES)
+    caches = make_cache(model, FastKVzip, budget=budget, gates=GATES, recent=recent)
     prefill(model, TOKENS, caches, chunk)
     end_prefill(caches)  # nothing is read again
     for b in range(2):
         score = {(layer, h, i): (x[layer, b, i] @ GATES[layer, :-1, h] + GATES[layer, -1, h]).item()
                  for layer in range(L) for h in range(H) for i in range(40)}
+        score |= {key: math.inf for key in score if key[2] >= 40 - recent}
         best = {*sorted(score, key=score.get)[-budget * L * H:]}
         kept = {(layer, h, i) for layer, cache in enumerate(caches) for h in range(H)
                 for i in cache.pos[b, h].tolist() if i < 40}
@@ -72,7 +75,7 @@ def test_gates_learn_the_chance_of_a_score():
     x, W = torch.randn(2, 2000, 5, generator=g) * 3 + 1, torch.randn(2, 5, 3, generator=g) / 3
     y = torch.sigmoid(x @ W - 0.5)
     state = torch.get_rng_state()
-    gates = fit(x, y, steps=600, rate=0.02)
+    gates = fit(x, y, steps=300, rate=0.03, rows=128)
     assert torch.equal(torch.get_rng_state(), state) and not gates.requires_grad
     torch.testing.assert_close(gates[:, :-1], W, atol=0.05, rtol=0)
     torch.testing.assert_close(gates[:, -1], torch.full((2, 3), -0.5), atol=0.1, rtol=0)

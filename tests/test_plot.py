@@ -141,7 +141,8 @@ def test_families_can_be_told_apart_in_grey():
     ("ada_kv", ["", "+critical", "+critical_code", "+theta", "+residual", "+chunk", "+semantic",
                 "+no pool"]),
     ("chunk_kv", ["", "_reuse", "_semantic"]), ("kv_reviver", ["", "_mean", "_shrunk"]),
-    ("quantized", ["_2", "_3", "_4"])])
+    ("quantized", ["_2", "_3", "_4"]), ("kvzip", ["", "_4", "_fast", "_recent"]),
+    ("duo_attention", ["", "_kvzip"])])
 def test_a_variant_has_its_familys_look_but_for_the_dash(family, variants):
     styles = [plot.style(family + variant) for variant in variants]
     assert {(look["color"], look["marker"]) for look in styles} == {plot.FAMILIES[family]}

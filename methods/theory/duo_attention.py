@@ -9,6 +9,8 @@ Differs from the paper (section 2.3): its distillation is the squared distance o
 λ = 0.05. One λ tells a set of heads, but nearly no order: gates of use stay near 1. So here λ grows, in nats,
 and heads go by how long their gates stay open. The paper trains for 2,000 steps on whole texts; here contexts
 are read once, and only questions and answers run with gates.
+
+`heads_by_kvzip` trains nothing: it asks which heads' entries a second reading of plain text looks at.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from methods.fast_kvzip import lessons
 from nanollm.cache import LayerCache, attention, make_cache, visible
 from nanollm.data import Tasks
 from nanollm.evaluate import prompt_and_question, wide
@@ -124,6 +127,15 @@ def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: in
     heads = torch.eye(c.n_layers * c.n_kv_heads).view(-1, c.n_layers, c.n_kv_heads)
     full = nll(torch.ones_like(heads[0]))
     return torch.tensor([nll(1 - head) - full for head in heads]).view_as(heads[0])
+
+
+def heads_by_kvzip(model, tasks: Tasks, documents: int = 16, T: int = 512, seed: int = 0,
+                   rows: int = 8) -> tuple[tuple[int, int], ...]:
+    """All (layer, head) by the mean of KVzip's scores (arXiv 2505.23416) over the entries of plain text, the
+    highest first. Their maximum is near 1 for several heads, and tells them hardly apart.
+    """
+    _, scores = lessons(model, tasks, documents, T, seed, rows=rows)  # (L, tokens, H)
+    return retrieval_heads(scores.mean(1), least=0.0)
 
 
 def retrieval_heads(score: Tensor, least: float = 0.1) -> tuple[tuple[int, int], ...]:

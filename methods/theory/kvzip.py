@@ -3,7 +3,8 @@
     python -m methods.theory.kvzip
 
 Each part is left out alone and with the others. Then what KVzip and SnapKV keep is stored in fewer bits
-(methods/rounded.py). The context is compressed before the question comes (blind): 32 documents a task of 512
+(methods/rounded.py). Last, DuoAttention's heads: those of its trained gates, and those whose entries KVzip
+ranks highest. The context is compressed before the question comes (blind): 32 documents a task of 512
 tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its answers.
 """
 import argparse
@@ -14,19 +15,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip, OneReading
 from methods.quantized import Quantized
 from methods.rounded import RoundedKVzip, RoundedWindow
 from nanollm import LEARNED, TINY, command
 from nanollm.cache import LayerCache, cache_bytes, copied, make_cache
 from nanollm.data import Tasks
-from nanollm.evaluate import TASKS, answer, check_size, prompt_and_question, share, standard_error
+from nanollm.evaluate import (
+    TASKS, answer, check_size, maker, prompt_and_question, retrieve, share, standard_error)
 from nanollm.generate import prefill, read_again
 from nanollm.select import loaded, model_options
 
 SHARES = 0.25, 0.125, 0.0625
 READINGS = {"second": KVzip, "first alone": OneReading}
 RANKED = {"all": True, "each head": False}  # across
+HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
+HEAD_SHARES = 0.5, 0.25, 0.125
 BITS = 16, 4, 2  # of a number; 16: as it is, in 32 bits here
 
 
@@ -78,6 +83,13 @@ def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Ten
     return found
 
 
+def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES,
+             steps=tqdm) -> dict[tuple[str, float], Tensor]:
+    """Right answers (B,) of DuoAttention, blind, of every (whose heads, share)."""
+    return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["blind"]
+            for name, part in steps([*product(heads, shares)])}
+
+
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m methods.theory.kvzip", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,12 +101,18 @@ def main(argv: list[str] | None = None):
     for folder in dict.fromkeys([TINY, LEARNED, args.model]):
         model, encoding = loaded(args, folder)
         check_size(model, args.documents, 2, args.length)
-        tasks, found, rounded, ratio = Tasks(encoding, "test"), {}, {}, 0.0
+        tasks, found, rounded, duo, ratio = Tasks(encoding, "test"), {}, {}, {}, 0.0
+        retrieve_by, taken = {}, {}
+        for name, Method in HEADS.items():
+            began = time.perf_counter()
+            retrieve_by[name] = Method.calibrate(model, encoding)["heads"]
+            taken[name] = time.perf_counter() - began
         for task in ("needle", "recall"):
             batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
             progress = lambda x: tqdm(x, leave=False, desc=task)
             found[task], ratio = apart(model, batch, steps=progress)
             rounded[task] = fewer_bits(model, batch, steps=progress)
+            duo[task] = by_heads(model, batch, retrieve_by, steps=progress)
         heads = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in found for part in SHARES)
         print(f"{names.get(folder, folder)!s:<12}{'':<24}{heads}\n{'reading':<12}{'score':<8}ranked")
         for reading, score, ranked in product(READINGS, ("max", "sum"), RANKED):
@@ -111,6 +129,13 @@ def main(argv: list[str] | None = None):
                           for x, held in cells)
             budget = "all" if part == 1 else f"{100 * part:g} %"
             print(f"{name:<16}{budget:>8}{bits if bits < 16 else '–':>6}{row}")
+
+        columns = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in duo for part in HEAD_SHARES)
+        print(f"\n{'DuoAttention by':<16}{'found in':>10}{columns}")
+        for name in retrieve_by:
+            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}"
+                          for x in (duo[task][name, part] for task in duo for part in HEAD_SHARES))
+            print(f"{name:<16}{f'{taken[name]:.0f} s':>10}{row}")
         print()
 
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from common import ENCODING, decoder, dense, tasks
 from methods import duo_attention
 from methods.duo_attention import DuoAttention, Streaming
-from methods.theory.duo_attention import ask, gates, importance, predictions, retrieval_heads
+from methods.kvzip import KVzip
+from methods.theory.duo_attention import ask, gates, heads_by_kvzip, importance, predictions, retrieval_heads
 from nanollm import TINY, weights
 from nanollm.cache import LayerCache, end_prefill, make_cache
-from nanollm.generate import prefill
+from nanollm.generate import prefill, read_again
 from nanollm.select import calibrated, pick
 
 SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
@@ -174,3 +175,22 @@ def test_calibrate_and_the_command_line_give_the_decoder_s_heads(shipped, asked)
 def test_calibration_without_the_tokenizer_of_the_tasks_is_refused():
     with pytest.raises(ValueError, match="need a tiktoken tokenizer; give DuoAttention its heads"):
         DuoAttention.calibrate(None, object())
+
+
+def test_the_heads_whose_entries_kvzip_ranks_highest_are_the_built_ones(shipped, asked):
+    (Method,) = pick(["duo_attention_kvzip"]).values()
+    assert issubclass(Method, DuoAttention)
+    heads = calibrated(Method, shipped, ENCODING)["heads"]
+    assert asked == [("train", "plain", 0, 16, 512)] and {*heads[:3]} == {(1, 0), (1, 1), (1, 2)}
+    assert sorted(heads) == [(layer, head) for layer in range(6) for head in range(3)]
+
+
+@torch.no_grad()
+def test_heads_by_kvzip_are_in_the_order_of_their_mean_scores():
+    model, T = decoder(**SIZE), 96
+    caches = make_cache(model, KVzip, budget=T)
+    tokens = torch.from_numpy(tasks("test").batch("plain", 2, 4, T).tokens)
+    prefill(model, tokens, caches)
+    read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
+    mean = {(layer, h): cache.scores()[:, h].mean() for layer, cache in enumerate(caches) for h in (0, 1)}
+    assert heads_by_kvzip(model, tasks("test"), 4, T, 2, rows=3) == tuple(sorted(mean, key=mean.get)[::-1])

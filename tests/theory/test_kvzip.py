@@ -1,9 +1,14 @@
 """KVzip taken apart: each row is what the method itself finds."""
+from itertools import product
+import re
+
 import torch
 
 from common import tasks
+from methods.duo_attention import DuoAttention
 from methods.kvzip import KVzip, OneReading
-from methods.theory.kvzip import apart, fewer_bits
+from methods.theory import kvzip
+from methods.theory.kvzip import apart, by_heads, fewer_bits
 from nanollm import TINY
 from nanollm.evaluate import maker, retrieve
 from nanollm.weights import from_hf
@@ -36,3 +41,35 @@ def test_fewer_bits_are_fewer_bytes():
         assert two < four < exact < found["full", 16, 1.0][1] / 2
     assert found["full", 16, 1.0][0].mean() == 1
     assert found["quantized_2", 2, 1.0][1] > found["kvzip", 4, 0.25][1]
+
+
+@torch.no_grad()
+def test_duo_attention_by_two_sets_of_heads():
+    model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
+    heads = {"right": ((1, 0), (1, 1), (1, 2)), "wrong": ((5, 0), (5, 1), (5, 2))}
+    found = by_heads(model, batch, heads, shares=(0.5, 0.3), steps=list)
+    for (name, part), right in found.items():
+        make = maker(model, DuoAttention, part, heads=heads[name])
+        assert torch.equal(right, retrieve(model, batch, make)["blind"])
+    assert len(found) == 4 and found["right", 0.3].mean() > found["wrong", 0.3].mean() + 0.3
+
+
+def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
+    class Known:
+        @staticmethod
+        def calibrate(model, encoding):
+            return dict(heads=((1, 0), (1, 1), (1, 2)))
+
+    monkeypatch.setattr(kvzip, "HEADS", {"mine": Known})
+    rows = product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)
+    found = dict.fromkeys(rows, torch.ones(2))
+    monkeypatch.setattr(kvzip, "apart", lambda *_, **__: (found, 2.0))
+    monkeypatch.setattr(kvzip, "fewer_bits", lambda *_, **__: {("full", 16, 1.0): (torch.ones(2), 2048)})
+    monkeypatch.setattr(kvzip, "by_heads", lambda model, batch, heads, steps: {
+        (name, part): torch.tensor([0.0, 1.0]) for name in heads for part in kvzip.HEAD_SHARES})
+    monkeypatch.setattr(kvzip, "Tasks", lambda encoding, split: tasks(split))
+    kvzip.main(["--documents", "2", "--length", "160"])
+    out = capsys.readouterr().out
+    assert out.count("DuoAttention by   found in       needle 50 %") == 2  # of both decoders
+    rows = re.findall(r"^mine +0 s((?: +0.50 ± 0.50)+)$", out, re.M)
+    assert [row.count("0.50 ±") for row in rows] == [6, 6]
