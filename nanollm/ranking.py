@@ -42,7 +42,7 @@ def expand_index(i: Tensor, x: Tensor) -> Tensor:
 
 
 def taken(x: Tensor, i: Tensor) -> Tensor:
-    """Slots i (B, H, n) of x (B, H, S, D), as (B, H, n, D). Rows are copied whole: a tenth of gather's time."""
+    """Slots i (B, H, n) of x (B, H, S, D) → (B, H, n, D); whole rows, ten times as fast as gather."""
     B, H, S, _ = x.shape
     first = torch.arange(0, B * H * S, S, device=x.device).view(B, H, 1)
     return F.embedding(i + first, x.flatten(0, 2))
