@@ -8,9 +8,10 @@ sums; kv_reviver_shrunk.py repairs the sketch.
 """
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from nanollm.gpu import kernel_for
-from nanollm.ranking import expand_index
+from nanollm.ranking import expand_index, taken
 
 PRIME = 2 ** 31 - 1
 
@@ -38,7 +39,7 @@ class Sketch:
         f = torch.zeros_like(token)
         for c in coefficients:
             f = (f * token + c) % PRIME
-        return f[J.long()]
+        return F.embedding(J.long(), f)
 
     def bucket(self, J: Tensor) -> Tensor:
         """h: slots (B, H, n, r) of tokens J (B, H, n)."""
@@ -47,7 +48,7 @@ class Sketch:
 
     def sign_bit(self, J: Tensor) -> Tensor:
         """1 where g(J) is −1, else 0, (B, H, n, r)."""
-        return self.number(J, self.sign_by) % 2
+        return self.number(J, self.sign_by) & 1
 
     def sign(self, J: Tensor) -> Tensor:
         """g: ±1 for every number of tokens J in every row, (B, H, n, r, 2D)."""
@@ -75,11 +76,11 @@ class Sketch:
         """What tokens J find in slots x (B, H, r·b, 2D): the median over rows, (B, H, n, 2D)."""
         both = torch.cat((x, x * self.flip), 2)  # every slot as a token of sign 1 sees it, then of sign −1
         slots = self.bucket(J) + self.sign_bit(J) * x.shape[2]
-        found = [both.gather(2, expand_index(slot, both)) for slot in slots.unbind(3)]
+        found = [taken(both, slot) for slot in slots.unbind(3)]
         if self.rows == 1:
             return found[0]
         one, two, three = found
-        return torch.maximum(torch.minimum(one, two), torch.minimum(torch.maximum(one, two), three))
+        return one.clamp(torch.minimum(two, three), torch.maximum(two, three))
 
 
 variants = {}  # what KVReviver evicts goes into it

@@ -51,13 +51,19 @@ class KVReviver(LayerCache):
         check_seed(self.seed, 1000)
         self.score = torch.zeros(0, 0, 0)  # (B, H, capacity): attention that each token ever seen has had
         self.sketch: Sketch | None = None
+        self.found: Tensor | None = None   # vague tokens, while a step lasts
         self.in_recent = 0
 
     def vague_tokens(self) -> Tensor:
-        """(B, H, a): all that have no slot of their own, in order."""
-        held = torch.zeros_like(self.score[:, :, :self.seen], dtype=torch.uint8)
-        held.scatter_(2, self.pos.long(), 1)
-        return held.argsort(dim=-1, stable=True)[..., :self.seen - self.length]
+        """(B, H, a): all that have no slot of their own, in order. Found once a step, and then forgotten."""
+        if self.found is None:
+            free = torch.ones_like(self.score[:, :, :self.seen], dtype=torch.int64)
+            free.scatter_(2, self.pos.long(), 0)
+            place = free.cumsum(-1) * free  # 1, 2, … of the vague ones; all others go to place 0
+            order = place.new_empty(*place.shape[:2], self.seen - self.length + 1)
+            token = torch.arange(self.seen, device=place.device).expand_as(place)
+            self.found = order.scatter_(2, place, token)[..., 1:]
+        return self.found
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         super().write(k, v, pos)
@@ -79,11 +85,22 @@ class KVReviver(LayerCache):
         return k, v, pos, None
 
     def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor] | None:
-        """On a GPU a kernel revives tile by tile, without revived keys and values in memory."""
+        """As `read` and attention, without a copy of the exact tokens beside the revived ones.
+
+        On a GPU a kernel revives tile by tile, and there are no revived keys and values in memory.
+        """
         if self.sketch is None or self.length == self.seen:
             return super().decode(q, pos)
-        fast = kernel_for(q, "revive_attention", "attend_one")
-        return fast(self, q, self.sketch.x) if fast else None
+        if fast := kernel_for(q, "revive_attention", "attend_one"):
+            return fast(self, q, self.sketch.x)
+
+        tokens = self.vague_tokens()
+        revived_k, revived_v = self.sketch.query(tokens, tokens)
+        grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)
+        score = torch.cat((grouped @ self.k.mT, grouped @ revived_k.mT), -1) * q.shape[-1] ** -0.5
+        p = score.softmax(-1, dtype=torch.float32).to(q)
+        y = p[..., :self.length] @ self.v + p[..., self.length:] @ revived_v
+        return y.view_as(q), p.unsqueeze(3)
 
     def observe(self, q: Tensor, p: Tensor):
         at = self.pos if p.shape[-1] == self.length else torch.cat((self.pos, self.vague_tokens()), 2)
@@ -114,8 +131,10 @@ class KVReviver(LayerCache):
             if width:
                 self.move_out(indices(~stays), width)
             self.keep(indices(stays))
+            self.found = None
         if self.sketch is not None and self.length < self.seen:
             self.swap()
+        self.found = None
 
     def slot_scores(self) -> Tensor:
         """Scores (B, H, S) of the slots, Recent's infinite."""
@@ -134,9 +153,9 @@ class KVReviver(LayerCache):
 
         What is deleted from the sketch is the estimate, so that the estimate's error stays in the sketch.
         """
+        tokens = self.vague_tokens()
         while True:
-            score, tokens = self.slot_scores(), self.vague_tokens()
-            vague = self.score.gather(2, tokens)
+            score, vague = self.slot_scores(), self.score.gather(2, tokens)
             lowest, highest = score.amin(-1, keepdim=True), vague.amax(-1, keepdim=True)
             slot = self.pos.masked_fill(score > lowest, NEVER).argmin(-1, keepdim=True)  # if equal: oldest
             best = tokens.masked_fill(vague < highest, -1).argmax(-1, keepdim=True)      # if equal: newest
@@ -153,6 +172,7 @@ class KVReviver(LayerCache):
             for x, old, new in zip((self.k, self.v), leaving, revived):
                 x.scatter_(2, expand_index(slot, x), torch.where(swaps.unsqueeze(-1), new, old))
             self.pos.scatter_(2, slot, torch.where(swaps, token.int(), out))
+            tokens.scatter_(2, best, torch.where(swaps, out.long(), token))  # no longer in order
 
     def bytes(self) -> tuple[int, int]:
         live, allocated = super().bytes()

@@ -112,7 +112,7 @@ class SignedReviver(KVReviver):
             return y.view_as(q), p.unsqueeze(3)
         if fast := kernel_for(q, "revive_attention", "attend_one"):
             return fast(self, q, *self.sketch.centred(self.sketch.bucket(tokens), self.sketch.signs(tokens)))
-        return None
+        return super().decode(q, pos)
 
 
 @dataclass(eq=False)

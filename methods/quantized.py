@@ -22,22 +22,31 @@ from torch import Tensor
 from nanollm.cache import LayerCache
 from nanollm.ranking import expand_index, indices
 
-# Each of the 256 bytes as eight bytes of one bit, lowest first, read as one number of 64 bits
-BITS = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]
+WIDTHS = 8, 4, 2, 1  # whose codes fill a byte; a code of other bits is cut into parts of these, as 3 = 2 + 1
 
 
 def pack(code: Tensor, bits: int) -> Tensor:
-    """Codes (..., D) below 2^bits → uint8 (..., bits, D/8): the lowest bits of eight codes are one byte."""
-    bit = torch.arange(8, dtype=torch.uint8, device=code.device)
-    planes = code.to(torch.uint8).unsqueeze(-2) >> bit[:bits, None] & 1  # (..., bits, D)
-    return (planes.unflatten(-1, (-1, 8)) << bit).sum(-1, dtype=torch.uint8)
+    """Codes (..., n) below 2^bits, n a multiple of 8 → uint8 (..., n·bits/8).
+
+    Each part lies by itself. A byte of a part of w bits holds 8/w codes that are n·w/8 apart.
+    """
+    parts, code = [], code.to(torch.uint8)
+    for w in (w for w in WIDTHS if bits & w):
+        place = torch.arange(0, 8, w, dtype=torch.uint8, device=code.device)
+        codes = (code & 2 ** w - 1).unflatten(-1, (8 // w, -1)) << place[:, None]
+        parts.append(codes.sum(-2, dtype=torch.uint8))
+        code = code >> w
+    return torch.cat(parts, -1)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """packed (..., bits, D/8) → codes (..., D), uint8."""
-    eight = BITS.to(packed.device)
-    planes = (eight[plane.int()] << i for i, plane in enumerate(packed.unbind(-2)))
-    return sum(planes).view(torch.uint8)
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """packed (..., n·bits/8) → codes (..., n), uint8. The longer the rows, the faster."""
+    widths, code, shift = [w for w in WIDTHS if bits & w], 0, 0
+    for w, part in zip(widths, packed.split([packed.shape[-1] * w // bits for w in widths], -1)):
+        part = torch.cat([part >> i & 2 ** w - 1 for i in range(0, 8, w)], -1)
+        code = part << shift | code if shift else part
+        shift += w
+    return code
 
 
 def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,8 +102,8 @@ class Quantized(LayerCache):
         # v (B, H, groups, tokens, D/g, g): each token over g channels
         v_code, v_zero, v_scale = quantise(v.unflatten(-1, (-1, g)), self.bits, 5)
 
-        new = dict(k=pack(k_code, self.bits), k_zero=k_zero, k_scale=k_scale)
-        new |= dict(v=pack(v_code.flatten(4), self.bits), v_zero=v_zero, v_scale=v_scale)
+        new = dict(k=pack(k_code.flatten(3), self.bits), k_zero=k_zero, k_scale=k_scale)
+        new |= dict(v=pack(v_code.flatten(3), self.bits), v_zero=v_zero, v_scale=v_scale)
         new |= {name: x.gather(2, i) for name, x in state.items()}
 
         for name, x in new.items():
@@ -102,19 +111,50 @@ class Quantized(LayerCache):
             self.rounded[name] = torch.cat((*before, x), 2)
         self.keep(indices(~leaves))
 
+    def codes(self, name: str) -> Tensor:
+        """Of keys or values, (B, H, groups of tokens, tokens, D)."""
+        return unpack(self.rounded[name], self.bits).unflatten(3, (self.group_size, -1))
+
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         k, v, pos, bias = super().read()
         if not self.rounded:
             return k, v, pos, bias
 
         r = {name: x.to(k) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}
-        old_k = unpack(self.rounded["k"]).to(k) * r["k_scale"] + r["k_zero"]
-        codes = unpack(self.rounded["v"]).to(k).unflatten(-1, (r["v_zero"].shape[4], -1))
-        old_v = codes * r["v_scale"] + r["v_zero"]
+        old_k, old_v = (self.codes(name).to(k) for name in "kv")
+        old_k = old_k * r["k_scale"] + r["k_zero"]
+        old_v = old_v.unflatten(-1, (r["v_zero"].shape[4], -1)) * r["v_scale"] + r["v_zero"]
         # (B, H, groups, tokens, …) → (B, H, rounded tokens, D), then the exact ones
         k = torch.cat((old_k.flatten(2, 3), k), 2)
         v = torch.cat((old_v.flatten(4).flatten(2, 3), v), 2)
         return k, v, torch.cat((self.rounded_pos(), pos), 2), None
+
+    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Attention to the codes: what all of a group share is multiplied once, and not into each number.
+
+            keys:    q·(zero + scale·code_i) = (q·scale)·code_i + q·zero,  scale and zero channel by channel
+            values:  Σ_i p_i (zero_i + scale_i code_i) = Σ_i (p_i scale_i) code_i + Σ_i p_i zero_i
+        """
+        if not self.rounded:
+            return super().decode(q, pos)
+        k, v, (B, _, _, D) = self.k, self.v, q.shape
+        exact = torch.promote_types(q.dtype, torch.float32)  # in 16 bits the sum of the two would lose much
+        r = {name: x.to(exact) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}
+        grouped = q.view(B, k.shape[1], 1, -1, D).to(exact) * D ** -0.5  # (B, H, 1, G, D)
+
+        code = self.codes("k").to(exact)
+        old = grouped * r["k_scale"] @ code.mT + grouped @ r["k_zero"].mT  # (B, H, groups, G, tokens)
+        new = grouped[:, :, 0] @ k.to(exact).mT
+        p = torch.cat((old.transpose(2, 3).flatten(3), new), -1).softmax(-1)  # (B, H, G, S)
+        old, new = p.split((p.shape[-1] - self.length, self.length), -1)
+
+        # values: (B, H, groups of channels, rounded tokens, channels), a range for each token
+        scale, zero = (r[name].flatten(2, 3).transpose(2, 3) for name in ("v_scale", "v_zero"))
+        code = self.codes("v").to(exact).flatten(2, 3).unflatten(-1, (scale.shape[2], -1)).transpose(2, 3)
+        old = old.unsqueeze(2)  # (B, H, 1, G, rounded tokens)
+        y = old * scale.mT @ code + (old * zero.mT).sum(-1, keepdim=True)  # (B, H, groups, G, channels)
+        y = y.transpose(2, 3).flatten(3) + new @ v.to(exact)
+        return y.reshape(q.shape).to(q), p.unsqueeze(3).to(q) if self.watch else None
 
     def rounded_pos(self) -> Tensor:
         """Positions of the rounded tokens, (B, H, n): all from the first one on."""

@@ -52,9 +52,9 @@ class Rounded(PackedCache):
         self.sizes = [min(GROUP, n - i) for n in self.counts.flatten().tolist() for i in range(0, n, GROUP)]
         groups = (quantise(keys, self.bits, 0) for keys in k.split(self.sizes))
         code, zero, scale = map(torch.cat, zip(*groups))
-        self.packed |= dict(k_code=pack(code, self.bits), k_zero=zero, k_scale=scale)
+        self.packed |= dict(k_code=pack(code.flatten(), self.bits), k_zero=zero, k_scale=scale)
         code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.bits, 2)
-        self.packed |= dict(v_code=pack(code.flatten(1), self.bits), v_zero=zero, v_scale=scale)
+        self.packed |= dict(v_code=pack(code.flatten(), self.bits), v_zero=zero, v_scale=scale)
 
     def slot(self, name: str) -> Tensor:
         if f"{name}_code" not in self.packed:
@@ -70,7 +70,8 @@ class Rounded(PackedCache):
         """k or v of all packed entries, (N, D)."""
         like = self.slots[name]
         code, zero, scale = (self.packed[f"{name}_{part}"] for part in ("code", "zero", "scale"))
-        code, zero, scale = unpack(code).to(like), zero.to(like), scale.to(like)
+        code = unpack(code, self.bits).view(-1, like.shape[-1])
+        code, zero, scale = code.to(like), zero.to(like), scale.to(like)
         if name == "k":
             group = torch.repeat_interleave(torch.tensor(self.sizes, device=code.device))
             return code * scale[group] + zero[group]

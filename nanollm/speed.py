@@ -1,21 +1,25 @@
-"""How fast decoding is, over the cache's length and against transformers, what compressing costs, and what a
-cache of ours costs a model of transformers.
+"""How fast decoding is, beside its floor and transformers, what compressing costs, and what a cache of ours
+costs a model of transformers.
 
     python -m nanollm.speed
+    python -m nanollm.speed --compile    # also through torch.compile: a minute more, and needs a C++ compiler
     python -m nanollm.speed --methods full my_method --lengths 256 --new 8 --repeat 1    # twenty seconds
 """
 import argparse
+from copy import deepcopy
 from pathlib import Path
+import shutil
 import sys
 import tempfile
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanollm import TINY, command
-from nanollm.cache import make_cache
+from nanollm.cache import attention, make_cache
 from nanollm.generate import end_prompt, generate, prefill
 from nanollm.check import whole
 from nanollm.evaluate import for_text
@@ -143,30 +147,82 @@ def random_tokens(model, n: int, seed: int) -> Tensor:
     return torch.randint(0, model.config.vocab_size, (1, n), generator=generator)
 
 
-def over_length(model, slots=(128, 512, 2048), steps: int = 32, repeat: int = 9):
-    """Time of one decoding step with that many slots in the cache, and what of it passes inside attention."""
+def compiled(model):
+    """The decoder, whose blocks go through torch.compile but for what they say to the cache, which grows.
+
+    All that is compiled has the shape of one new token. Its sums may round otherwise.
+    """
+    @torch.compile(dynamic=False)
+    def before(block, x, angles):
+        return block.attention.project(block.norm1(x), angles)
+
+    @torch.compile(dynamic=False)
+    def after(block, x, y):
+        x = x + block.attention.o(y.transpose(1, 2).flatten(2))
+        return x + block.mlp(block.norm2(x))
+
+    fast = deepcopy(model)
+    for block in fast.blocks:
+        block.forward = lambda x, angles, pos, cache, block=block: after(
+            block, x, cache.attend(*before(block, x, angles), pos))
+    return fast
+
+
+@torch.no_grad()
+def against_floor(model, slots=(128, 2048), steps: int = 16, repeat: int = 9, compiles: bool = False):
+    """Time of one decoding step with so many slots, beside what no step can do without: products with all
+    weights, and attention over the slots. Ours, compiled, and that of transformers.
+    """
+    from transformers import DynamicCache
     torch.set_num_threads(1)
-    print("one decoding step, batch 1, one thread")
-    print(f"{'slots':>8}{'step':>12}{'attention':>12}{'the rest':>12}")
-    for n in slots:
-        tokens = random_tokens(model, n, seed=n)
-        caches = make_cache(model)
-        prefill(model, tokens, caches)
+    if compiles and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        print("no C++ compiler is here, so nothing is compiled")
+        compiles = False
+    print(f"one decoding step, batch 1, one thread, ms, best of {repeat} in turn")
+    columns = ["floor", "attention", "ours", *["compiled"] * compiles, "theirs", "ours/(floor+attention)"]
+    print(f"{'numbers':<10}{'slots':>6}" + "".join(f"{name:>{max(11, 2 + len(name))}}" for name in columns))
+    with tempfile.TemporaryDirectory() as copy:
+        to_hf(model, copy, torch.float32)
+        theirs = hf_model(copy)
 
-        def run():
-            with torch.no_grad():
-                for _ in range(steps):
-                    model(tokens[:, :1], caches)
-            for cache in caches:
-                cache.length = cache.seen = n  # forget the steps again
+    for dtype in (torch.float32, torch.bfloat16):
+        model, theirs = deepcopy(model).to(dtype), theirs.to(dtype)
+        fast = compiled(model) if compiles else None
+        weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+        inputs = {w.shape[1]: torch.randn(1, 1, w.shape[1], dtype=dtype) for w in weights}
+        for n in slots:
+            tokens = random_tokens(model, n, seed=n)
+            caches, memory = make_cache(model), DynamicCache()
+            prefill(model, tokens, caches)
+            theirs(tokens, past_key_values=memory, logits_to_keep=1)
+            q = torch.randn(1, model.config.n_heads, 1, model.config.head_dim, dtype=dtype)
 
-        run()
-        step = best(run, repeat) / steps * 1e3
-        with torch.profiler.profile() as profile:
-            run()
-        attention = sum(event.self_cpu_time_total for event in profile.key_averages()
-                        if event.key.startswith("aten::_scaled_dot_product")) / steps / 1e3
-        print(f"{n:>8}{step:>9.2f} ms{attention:>9.2f} ms{step - attention:>9.2f} ms", flush=True)
+            def floor():
+                for w in weights:
+                    F.linear(inputs[w.shape[1]], w)
+
+            def attend():
+                for cache in caches:
+                    attention(q, cache.k, cache.v, None, False)
+
+            def step(decoder):
+                decoder(tokens[:, :1], caches)
+                for cache in caches:
+                    cache.length = cache.seen = n  # forget the step again
+
+            def their_step():
+                theirs(tokens[:, :1], past_key_values=memory)
+                memory.crop(-1)
+
+            runs = [floor, attend, lambda: step(model), *[lambda: step(fast)] * compiles, their_step]
+            times = [[] for _ in runs]
+            for _ in range(repeat + 1):  # the first warms up, and compiles
+                for run, taken in zip(runs, times):
+                    taken.append(best(lambda: [run() for _ in range(steps)], 1) / steps * 1e3)
+            least = [min(taken[1:]) for taken in times]
+            cells = "".join(f"{x:>11.2f}" for x in least)
+            ratio = least[2] / (least[0] + least[1])
+            print(f"{str(dtype).removeprefix('torch.'):<10}{n:>6}{cells}{ratio:>24.2f}", flush=True)
 
 
 def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int = 5):
@@ -215,6 +271,7 @@ def main(argv: list[str]):
                         help="of texts; default: each table's")
     parser.add_argument("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
     parser.add_argument("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
+    parser.add_argument("--compile", action="store_true", help="time a step through torch.compile as well")
     args = parser.parse_args(argv)
     whole("new", args.new, 1, 1024)
     repeat = {} if args.repeat is None else dict(repeat=whole("repeat", args.repeat, 1))
@@ -229,7 +286,7 @@ def main(argv: list[str]):
             except ValueError as error:
                 raise ValueError(f"{name} at a quarter of {n} tokens: {error}") from None
     lengths = [args.lengths] if args.lengths else []
-    over_length(model, *lengths, **repeat)
+    against_floor(model, *lengths, **repeat, compiles=args.compile)
     compression(model, encoding, methods, *lengths, **repeat)
     against_transformers(model, args.new, *lengths, **repeat)
 

@@ -80,12 +80,18 @@ SECTIONS = {
         "`quest` holds everything; its budget is what it reads."),
     "speed": (
         "Decoding, and what compressing costs", "python -m nanollm.speed",
-        "The first table is a decoding step over the length of the cache. The second is what the end of "
+        "The first table sets a decoding step beside its floor, the products with all weight matrices, and "
+        "beside attention over the slots: no step can do without these. The second is what the end of "
         "the prompt costs; *reading* is a method's own prefill in units of the full cache's. `kvzip` reads "
         "the prompt a second time at its end. The third "
         "puts a full cache of ours into a model of `transformers` (`nanollm/bridge.py`). The fourth "
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
+    "growth": (
+        "How cost grows with the text", "python -m nanollm.growth --figure notebooks/growth.png",
+        "![three costs over the tokens](notebooks/growth.png)  Reading, compressing and one step, for texts "
+        "of 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, both axes "
+        "logarithmic."),
     "large": (
         "Speed and memory in a real model's shape", "python -m nanollm.large",
         "Random weights, here in a small shape on the CPU. On a GPU `python -m nanollm.large --shape "

@@ -214,6 +214,7 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
     cache, heads, entry = Method(**knobs), {at: Head(Method, knobs) for at in EACH}, 2 * D * 8 + 4
     for part in parts_of(T, *walk):
         y = step(cache, q, k, v, part, prompt).unflatten(1, (H, G))
+        assert cache.found is None  # nothing that `bytes` does not count is held between steps
         keys, values, pos, bias = cache.read()
         for at, head in heads.items():
             asked, x = (x[at][..., part, :].numpy() for x in (q.unflatten(1, (H, G)), torch.cat((k, v), -1)))
@@ -221,6 +222,7 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
             if part.stop >= prompt:
                 head.compress(part.stop, cache.sketch)
             assert sorted(cache.pos[at].tolist()) == sorted(head.exact)
+            assert not head.lists or cache.vague_tokens()[at].tolist() == sorted(head.vague)
             assert not head.lists or head.lists.is_in(cache.sketch.x[at])
             read = dict(zip(pos[at].tolist(), torch.cat((keys, values), -1)[at]))
             assert head.seen.keys() == read.keys() and (not knobs["vague"] or len(read) == part.stop)

@@ -239,6 +239,26 @@ def test_other_types_of_numbers(Method, knobs, dtype):
         assert ((x - y).abs() <= (high - low) / 7 * 0.52 + lost).all()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, bits):
+    """In 16 bits, too: the two parts of a score are large and cancel where a channel is always large."""
+    cache, (q, k, v) = Quantized(bits=bits, group_size=8, residual_length=4), drawn(dtype)
+    cache.attend(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], torch.arange(T - 1)[None])
+    cache.end_prefill()
+    cache.write(k[:, :, -1:], v[:, :, -1:], torch.tensor([[T - 1]]))
+    y, p = cache.decode(q[:, :, -1:], torch.tensor([[T - 1]]))
+    assert p is None and y.dtype == dtype
+    held = {x.data_ptr(): x.nbytes for part in (vars(cache), cache.slots, cache.rounded)
+            for x in part.values() if torch.is_tensor(x) and x is not cache.start}
+    assert sum(held.values()) == cache.bytes()[1]
+
+    cache.slots |= {name: cache.slots[name].to(F64) for name in "kv"}  # so that `read` does not round
+    keys, values, at, _ = cache.read()
+    expected = dense(q[:, :, -1:].to(F64), keys, values, at[:, :, None] < T)
+    assert torch.allclose(y.to(F64), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
 def test_the_variants_knobs():
     made = {name: Method() for name, Method in variants.items()}
     assert {name: (x.bits, x.group_size, x.residual_length) for name, x in made.items()} == {

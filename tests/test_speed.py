@@ -6,10 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common import ENCODING, decoder
 from nanollm import speed
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, make_cache
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
     (["--lengths", "64"], "ada_kv at a quarter of 64 tokens: budget 16 must exceed the window 32"),
 ])
 def test_what_cannot_be_measured_is_refused_before_any_work(wrong, message, monkeypatch):
-    for name in ("over_length", "compression", "against_transformers"):
+    for name in ("against_floor", "compression", "against_transformers"):
         monkeypatch.delattr(speed, name)
     with pytest.raises(ValueError, match=message):
         speed.main(wrong)
@@ -44,10 +45,37 @@ def test_a_time_that_noise_made_shorter_is_no_speed(monkeypatch):
 
 def test_times_are_shares_of_the_full_cache_s_in_milliseconds(capsys, monkeypatch):
     model = decoder(vocab_size=2048, max_len=1024)
-    speed.over_length(model, (1000,), 2, 1)
-    slots, step, _, attention, *_ = capsys.readouterr().out.splitlines()[-1].split()
-    assert slots == "1000" and 0.002 < float(attention) / float(step) < 2
     seconds = iter((0, 10, 11, 20, 40, 43))  # reading 10, ending 1; 20, 3
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=seconds.__next__))
     speed.compression(model, ENCODING, dict(full=LayerCache, other=LayerCache), (16,), 1)
     assert capsys.readouterr().out.splitlines()[-1].split() == "other 3000.0 ms 30.0 % 2.00".split()
+
+
+def test_a_step_is_set_beside_its_floor_and_leaves_the_caches_as_they_were(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(speed, "compiled", lambda model: asked.append(model) or model)
+    monkeypatch.setattr(speed.shutil, "which", lambda name: name == "g++")
+    seconds = iter(range(1, 1000))
+    monkeypatch.setattr(speed, "best", lambda run, repeat: run() and float(next(seconds)))
+    speed.against_floor(decoder(vocab_size=2048, max_len=64), (60,), 8, 1, compiles=True)  # 60 + 8 > 64
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[2:] == ["floor", "attention", "ours", "compiled", "theirs", "ours/(floor+attention)"]
+    for row, dtype, first in zip(rows, ("float32", "bfloat16"), (6, 16)):
+        times = [1000 * x / 8 for x in range(first, first + 5)]
+        ratio = (first + 2) / (2 * first + 1)
+        assert row.split() == [dtype, "60", *(f"{x:.2f}" for x in times), f"{ratio:.2f}"]
+    assert len(asked) == len(rows) == 2
+
+    monkeypatch.setattr(speed.shutil, "which", lambda name: None)
+    speed.against_floor(decoder(vocab_size=2048, max_len=64), (60,), 1, 1, compiles=True)
+    out = capsys.readouterr().out
+    assert out.startswith("no C++ compiler is here") and "compiled " not in out and len(asked) == 2
+
+
+def test_what_is_compiled_is_the_decoder(monkeypatch):
+    monkeypatch.setattr(speed.torch, "compile", lambda **how: lambda function: function)
+    model = decoder(vocab_size=2048, max_len=64)
+    tokens, (ours, theirs) = torch.arange(8)[None], (make_cache(model) for _ in range(2))
+    for part in tokens.split((7, 1), 1):
+        y, told = model(part, ours), speed.compiled(model)(part, theirs)
+    assert torch.equal(y, told)

@@ -10,7 +10,7 @@ WRONG = {
          "        f, token = f.int(), token.int()\n        for c in coefficients.int():"),
         ("in floating point", "torch.arange(last, device=J.device).unsqueeze(-1)",
          "torch.arange(last, device=J.device).unsqueeze(-1).double()"),
-        ("the place for the token", "return f[J.long()]",
+        ("the place for the token", "return F.embedding(J.long(), f)",
          "return f[torch.arange(J.shape[2]).expand(J.shape) % len(f)]"),
         ("the modulo before the last is added", "(f * token + c) % PRIME", "f * token % PRIME + c"),
     ],
@@ -43,11 +43,11 @@ WRONG = {
          "(k.new_ones(*J.shape, 1) * times)[:, :, :1]"),
     ],
     "median": [
-        ("the mean", "return torch.maximum(torch.minimum(one, two), torch.minimum(torch.maximum(one, two), "
-         "three))", "return (one + two + three) / 3"),
-        ("the largest", "torch.minimum(torch.maximum(one, two), three))", "torch.maximum(one, three))"),
-        ("the least", "return torch.maximum(torch.minimum(one, two), torch.minimum("
-         "torch.maximum(one, two), three))", "return torch.stack(found).amin(0)"),
+        ("the mean", "return one.clamp(torch.minimum(two, three), torch.maximum(two, three))",
+         "return (one + two + three) / 3"),
+        ("the largest", "one.clamp(torch.minimum(two, three), ", "one.maximum("),
+        ("the least", "one.clamp(torch.minimum(two, three), torch.maximum(two, three))",
+         "torch.stack(found).amin(0)"),
         ("no signs", " + self.sign_bit(J) * x.shape[2]", ""),
         ("keys with signs as well", "x * self.flip", "-x"),
         ("keys never have signs", "torch.cat((x, x * self.flip), 2)",

@@ -1,0 +1,45 @@
+"""How cost grows: exponents, the three phases told apart, and what is refused before any work."""
+import numpy as np
+import pytest
+
+from nanollm import growth
+from nanollm.plot import is_ours
+
+
+def test_exponents_are_those_of_powers():
+    n = np.array([512, 1024, 4096])
+    assert [growth.exponent(n, 3e-6 * n ** e) for e in (0.0, 1.0, 2.0)] == pytest.approx([0, 1, 2], abs=1e-9)
+
+
+def test_phases_stand_apart_and_long_texts_are_read_once(monkeypatch, capsys, tmp_path):
+    asked = []
+
+    def measure(model, Method, knobs, n):
+        asked.append((n, knobs.get("budget")))
+        return [n ** 2 / 1e6, n / 1e3, 1e-3]
+
+    monkeypatch.setattr(growth, "measure", measure)
+    file = tmp_path / "growth.png"
+    growth.main(["--lengths", "4096", "1024", "--methods", "full", "snap_kv", "--figure", str(file)])
+    assert asked == [(1024, None), (1024, 256)] * 4 + [(4096, None), (4096, 1024)]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("snap_kv")]
+    assert rows == [["snap_kv", "1048.58", "16777.22", "2.00"], ["snap_kv", "1024.00", "4096.00", "1.00"],
+                    ["snap_kv", "1.00", "1.00", "0.00"]]
+    assert is_ours(file.read_bytes())
+
+
+def test_a_text_longer_than_the_model_was_made_for_is_measured(capsys):
+    growth.main(["--lengths", "64", "3100", "--methods", "full"])
+    reading, _, step = (line.split() for line in capsys.readouterr().out.splitlines()
+                        if line.startswith("full"))
+    assert float(reading[2]) > 5 * float(reading[1]) > 0 and float(step[1]) < float(reading[1])
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (["--lengths", "512", "512"], "one length, 512"), (["--lengths", "0", "512"], "length 0 must be"),
+    (["--figure", "growth.txt"], "must end in .png"),
+    (["--lengths", "64", "512", "--methods", "snap_kv"], "snap_kv at a quarter of 64 tokens: budget 16")])
+def test_what_cannot_be_measured_is_refused_before_any_work(wrong, message, monkeypatch):
+    monkeypatch.delattr(growth, "measure")
+    with pytest.raises(ValueError, match=message):
+        growth.main(wrong)
