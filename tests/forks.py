@@ -14,16 +14,19 @@ PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 class Forks:
+    def __init__(self, **environment: str):
+        self.environment = dict(PATH=PATH, HOME=os.environ["HOME"]) | environment
+
     def __enter__(self):
-        self.process = subprocess.Popen([sys.executable, __file__], env=dict(PATH=PATH, HOME=os.environ["HOME"]),
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([sys.executable, __file__], env=self.environment, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self
 
     def __exit__(self, *_):
         self.process.communicate()  # no further order: it ends
 
     def run(self, words: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess:
-        """`python -m MODULE ARGUMENTS`, as a user types it in `cwd`; what it prints passes through `folder`."""
+        """`python -m MODULE ARGUMENTS`, as a user types it in `cwd`; `folder` gets what it prints."""
         assert words[:2] == ["python", "-m"]
         streams = [str(folder / name) for name in ("stdout", "stderr")]
         print(json.dumps([words[2:], streams, str(cwd)]), file=self.process.stdin, flush=True)
