@@ -23,6 +23,17 @@ def pytest_xdist_auto_num_workers(config):
     return min(os.cpu_count(), 4) if is_whole(config) else 0
 
 
+# of files, which begin in this order: who begins a long one last lets the others wait
+LONGEST = ("test_readme", "test_course", "test_kv_reviver", "test_foreign", "test_change_and_text",
+           "test_claims_command", "test_course_wrong", "test_kernels", "test_scissorhands",
+           "test_duo_attention")
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """Whatever is allocated without being filled is full of NaN."""

@@ -1,8 +1,12 @@
 """Functions of a source file by name ("Chunks.cut"): emptied for a student, and put back for grading."""
 import ast
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 import re
+
+# a grader asks for every function of a file, one by one
+parsed = cache(ast.parse)
 
 
 def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
@@ -21,7 +25,7 @@ def place(source: str, name: str) -> tuple[int, int] | None:
     A file that cannot be parsed is read line by line: the function is then what is indented below its `def`.
     """
     try:
-        node = find(ast.parse(source), name)
+        node = find(parsed(source), name)
         return node and (min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1, node.end_lineno)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         lines, (*within, last), start, indent = source.split("\n"), name.split("."), 0, 0
@@ -46,16 +50,24 @@ def needed(root: Path, files: Iterable[str]) -> set[str]:
         if file in found or not (root / file).is_file():
             continue
         found.add(file)
-        for node in ast.walk(ast.parse((root / file).read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "methods":
-                modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
-                left += [f"{module.replace('.', '/')}.py" for module in modules]
+        left += imported((root / file).read_text())
     return found
+
+
+@cache
+def imported(source: str) -> list[str]:
+    """What may be files of methods/ among its imports."""
+    files = []
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "methods":
+            modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+            files += [f"{module.replace('.', '/')}.py" for module in modules]
+    return files
 
 
 def emptied(source: str, names: list[str]) -> str:
     """The same file, its functions of these names without a body: signature and docstring stay."""
-    lines, tree = source.split("\n"), ast.parse(source)
+    lines, tree = source.split("\n"), parsed(source)
     for node in sorted((find(tree, name) for name in names), key=lambda node: -node.lineno):
         first = node.body[0]
         if ast.get_docstring(node) is not None:
@@ -77,7 +89,7 @@ def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
     if place(theirs, mine) is None:
         raise ValueError(f"there is no function {mine}")
     try:
-        ast.parse(theirs)
+        parsed(theirs)
         into, put, taken = theirs, ours, others
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         into, put, taken = ours, theirs, [mine]

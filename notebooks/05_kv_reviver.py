@@ -645,7 +645,7 @@ try:
     shared(KVReviver, fisher)
 except ValueError as error:
     print("as they are:", error)
-mixed = {even: fisher_shares(model, calibration, even) for even in (1., .75, .5)}
+mixed = {even: [even / c.n_layers + (1 - even) * x for x in fisher] for even in (1., .75, .5)}
 for name in ("shrunk, 1 row", "no sketch"):
     kls = [shared(methods[name], shares) for shares in mixed.values()]
     print(f"{name:14} part that is shared out evenly:", *(

@@ -259,7 +259,8 @@ figure.legend(loc="outside right center", fontsize=8);
 train_tasks, kept = Tasks(tasks.encoding, "train"), {}
 asked = {task: tasks.batch(task, 0, 32, 512) for task in ("needle", "recall")}
 for name, model in models.items():
-    alone, together = importance(model, train_tasks), gates(model, train_tasks)
+    alone = importance(model, train_tasks, documents=16)
+    together = gates(model, train_tasks, rows=4)
     kept[name] = {"one head alone": retrieval_heads(alone),
                   "gates together": retrieval_heads(together, 0.3)}
     for how, heads in kept[name].items():

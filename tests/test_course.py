@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 import re
-import subprocess
 import sys
 import textwrap
 
@@ -14,36 +13,44 @@ from course import command
 from course.assignments import ASSIGNMENTS
 from course.plugin import handed_in
 from course.source import place, spliced
+from forks import Forks
 from wrong.attacks import ATTACKS, HELPERS
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = {f"{name}.{x.name}": x for name, each in ASSIGNMENTS.items() for x in each.problems}
 
 
-def course(*args, cwd=ROOT):
-    """In a process of its own, as a user types it."""
-    done = subprocess.run([sys.executable, "-m", "nanollm", "course", *map(str, args)], cwd=cwd, text=True,
-                          capture_output=True, env=os.environ | dict(OMP_NUM_THREADS="1"), timeout=300)
-    return done.returncode, done.stdout, done.stderr
-
-
-def graded(folder, file, *args) -> dict[str, list[dict]]:
-    """The tests in results.json, by problem."""
-    code, _, error = course("grade", folder, "--json", file, *args)
-    assert code == 0, error
-    tests = json.loads(file.read_text())["tests"]
-    return {name: [test for test in tests if test["extra_data"]["problem"] == name] for name in
-            dict.fromkeys(test["extra_data"]["problem"] for test in tests)}
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """course(*arguments): exit code, stdout and stderr, as a user types it."""
+    with Forks(OMP_NUM_THREADS="1") as forks:
+        def course(*args, cwd=ROOT):
+            words = ["python", "-m", "nanollm", "course", *map(str, args)]
+            done = forks.run(words, tmp_path_factory.mktemp("streams"), cwd)
+            return done.returncode, done.stdout, done.stderr
+        yield course
 
 
 @pytest.fixture(scope="module")
-def handed_out(tmp_path_factory):
+def graded(course):
+    """graded(folder, file): the tests in results.json, by problem."""
+    def graded(folder, file, *args) -> dict[str, list[dict]]:
+        code, _, error = course("grade", folder, "--json", file, *args)
+        assert code == 0, error
+        tests = json.loads(file.read_text())["tests"]
+        return {name: [test for test in tests if test["extra_data"]["problem"] == name] for name in
+                dict.fromkeys(test["extra_data"]["problem"] for test in tests)}
+    return graded
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory, course):
     folder = tmp_path_factory.mktemp("course") / "copy"
     assert course("make", folder)[0] == 0
     return folder
 
 
-def test_an_untouched_copy_has_no_points(handed_out, tmp_path):
+def test_an_untouched_copy_has_no_points(graded, handed_out, tmp_path):
     tests = graded(handed_out, tmp_path / "results.json", "--csv", tmp_path / "points.csv")
     assert tests.keys() == PROBLEMS.keys()
     for test in sum(tests.values(), []):
@@ -53,7 +60,7 @@ def test_an_untouched_copy_has_no_points(handed_out, tmp_path):
     assert header == ["submission", *PROBLEMS, "total"] and row == ["copy", *["0.00"] * (len(PROBLEMS) + 1)]
 
 
-def test_the_repository_has_all_points(tmp_path):
+def test_the_repository_has_all_points(graded, tmp_path):
     tests = graded(ROOT, tmp_path / "results.json")
     for name, problem in PROBLEMS.items():
         assert sum(test["score"] for test in tests[name]) == pytest.approx(problem.points), name
@@ -78,7 +85,7 @@ def attacked(folder, sentinel):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's audit hook stands alone")
-def test_attacks_cost_their_own_problem_only(tmp_path):
+def test_attacks_cost_their_own_problem_only(graded, tmp_path):
     sentinel, folder = ROOT / "course" / f"sentinel-{os.getpid()}", tmp_path / "attacker"
     sentinel.write_text("here")
     try:
@@ -122,7 +129,7 @@ def test_one_function_of_a_file_that_is_broken_or_has_odd_line_ends(f):
     assert (found["f"](), found["g"]()) == (1, 2)
 
 
-def test_bad_input_is_one_line(handed_out, tmp_path):
+def test_bad_input_is_one_line(course, handed_out, tmp_path):
     for says, args in {"none is no folder": ["grade", tmp_path / "none"],
                        "'chunk'": ["check", "--only", "chunk"],
                        "there already": ["make", handed_out], "--seconds": ["grade", ROOT, "--seconds", "0"],

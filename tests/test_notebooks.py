@@ -1,8 +1,6 @@
 """The stored notebooks are what `notebooks/build.py` makes of their sources; nothing is run here."""
 from pathlib import Path
 
-import jupytext
-import nbformat
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
@@ -15,6 +13,7 @@ def test_each_notebook_has_a_source():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_cell_is_at_most_20_lines_of_100_columns(source):
+    import jupytext  # here, as every process reads every file of tests, and this takes seconds
     for cell in jupytext.read(source).cells:
         if cell.cell_type == "code":
             lines = cell.source.splitlines()
@@ -23,6 +22,8 @@ def test_a_cell_is_at_most_20_lines_of_100_columns(source):
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_the_notebook_is_its_source_run_once_from_top_to_bottom(source):
+    import jupytext
+    import nbformat
     book = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(book)
     cells = lambda notebook: [(cell.cell_type, cell.source) for cell in notebook.cells]

@@ -1,13 +1,10 @@
 """The README: commands and snippets run as a reader types them, and its numbers are those of results/."""
-from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 import json
 import os
 from pathlib import Path
 import re
 import shlex
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, dense
+from forks import PATH, Forks
 from nanollm import SHIPPED, TINY
 from nanollm.table import SHOWN
 from results import run as results
@@ -38,24 +36,25 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
 
 
-def run(command: str, folder: Path, small: Path) -> subprocess.CompletedProcess:
-    """A new process, from the root, with nothing but PATH and HOME in its environment."""
+def run(forks: Forks, command: str, folder: Path, small: Path) -> subprocess.CompletedProcess:
+    """In a new process, from the root, with nothing but PATH and HOME in its environment."""
     more = next(more for part, more in SMALLER if part in command)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     more = more.format(folder=folder, small=small)
     words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
-    return subprocess.run(words, cwd=ROOT, text=True,
-                          env=dict(PATH=path, HOME=os.environ["HOME"]), capture_output=True, timeout=300,
-                          stdin=subprocess.DEVNULL)
+    if words[0] == "python":
+        return forks.run(words, folder, ROOT)
+    return subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
+                          capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Every command of the README, run, and its folder: two at a time, as one does little but import."""
+    """Every command of the README, run, and its folder."""
     small, *folders = (tmp_path_factory.mktemp("command") for _ in range(len(COMMANDS) + 1))
     checkpoint_of_two_layers(small)
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(COMMANDS, zip(pool.map(run, COMMANDS, folders, repeat(small)), folders)))
+    with Forks() as forks:
+        return {command: (run(forks, command, folder, small), folder)
+                for command, folder in zip(COMMANDS, folders)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

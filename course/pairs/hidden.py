@@ -16,11 +16,13 @@ def drawn(seed, *shape, dtype=F64):
 
 def read(q, k1, k2, v1, v2):
     """One query (D,) over all pairs of n tokens, (n, D) each: by loops over pairs. Scores are not scaled."""
-    n, top = len(k1), -math.inf
-    score = {(a, b): float(sum(q * k1[a] * k2[b])) for a in range(n) for b in range(n)}
+    pairs = [(a, b) for a in range(len(k1)) for b in range(len(k1))]
+    q, k1, k2, x, y = (z.tolist() for z in (q, k1, k2, v1, v2))
+    score = {(a, b): sum(q[i] * k1[a][i] * k2[b][i] for i in range(len(q))) for a, b in pairs}
     top = max(score.values())
     weight = {at: math.exp(s - top) for at, s in score.items()}
-    return sum(w * v1[a] * v2[b] for (a, b), w in weight.items()) / sum(weight.values())
+    out = [sum(w * x[a][i] * y[b][i] for (a, b), w in weight.items()) for i in range(v1.shape[-1])]
+    return (tensor(out, dtype=F64) / sum(weight.values())).to(v1)
 
 
 def reads(q, k, v, scale):

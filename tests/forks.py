@@ -1,0 +1,59 @@
+"""Commands in processes of their own, which know only PATH and HOME: forks of one that has imported torch.
+
+To import torch takes 2 s, to fork nothing. Nothing of the repository is imported before the fork.
+"""
+import json
+import os
+from pathlib import Path
+import runpy
+import signal
+import subprocess
+import sys
+
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+class Forks:
+    def __init__(self, **environment: str):
+        self.environment = dict(PATH=PATH, HOME=os.environ["HOME"]) | environment
+
+    def __enter__(self):
+        self.process = subprocess.Popen([sys.executable, __file__], env=self.environment, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self
+
+    def __exit__(self, *_):
+        self.process.communicate()  # no further order: it ends
+
+    def run(self, words: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess:
+        """`python -m MODULE ARGUMENTS`, as a user types it in `cwd`; `folder` gets what it prints."""
+        assert words[:2] == ["python", "-m"]
+        streams = [str(folder / name) for name in ("stdout", "stderr")]
+        print(json.dumps([words[2:], streams, str(cwd)]), file=self.process.stdin, flush=True)
+        code = int(self.process.stdout.readline())
+        return subprocess.CompletedProcess(words, code, *(Path(file).read_text() for file in streams))
+
+
+def serve():
+    for line in sys.stdin:
+        if child := os.fork():
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        else:
+            return begin(*json.loads(line))
+    sys.exit()
+
+
+def begin(words, streams, cwd):
+    signal.alarm(300)  # seconds, and no more
+    for stream, file in enumerate([os.devnull, *streams]):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), stream)
+    sys.stdin = open(os.devnull)  # what the other had read ahead is not for it
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = words, cwd
+    return words[0]
+
+
+if __name__ == "__main__":
+    import torch
+    torch.set_num_threads(1)
+    runpy.run_module(serve(), run_name="__main__", alter_sys=True)
