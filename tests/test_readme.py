@@ -30,7 +30,7 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" plan", "--methods full h2o"), (" generate", ""), (" course", "--only chunks"),
     (" claims", "--claims P6 --documents 2"),
     ("nanollm.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
-    ("nanollm.growth", "--lengths 16 24 --methods full h2o --repeat 1"),
+    ("nanollm.growth", "--lengths 16 24 --methods full h2o"),
     ("nanollm.large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("--methods full", f"--budgets 20 10 {ROWS}"),
     ("--methods all", f"--budgets 25 --methods snap_kv snap_kv+residual {ROWS}"),
