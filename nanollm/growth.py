@@ -4,7 +4,7 @@
     python -m nanollm.growth --lengths 512 1024 2048 --methods full h2o
 
 The decoder has the shape of --model and random weights, so that texts may be longer than it was trained for.
-Methods keep a quarter. An exponent e says that time is as tokens^e, by least squares on logarithms. Where a part
+Methods keep a quarter. An exponent e says that time is as tokens^e, by least squares on logarithms. If part
 of the time is constant, as in one step, e is small for short texts and grows with them.
 """
 import argparse
@@ -67,7 +67,7 @@ def figure(lengths, times: dict[str, np.ndarray], file: Path):
     """A panel a phase, both axes logarithmic; the exponents stand beside the methods' names."""
     import matplotlib.pyplot as plt
     from nanollm.plot import save, style
-    drawing, axes = plt.subplots(1, len(PHASES), figsize=(16, 5), layout="constrained")
+    drawing, axes = plt.subplots(1, len(PHASES), figsize=(16, 7), layout="constrained")
     for i, (axis, phase) in enumerate(zip(axes, PHASES)):
         for name, of in times.items():
             label = f"{name}, exponent {exponent(lengths, of[:, i]):.2f}"
@@ -77,7 +77,7 @@ def figure(lengths, times: dict[str, np.ndarray], file: Path):
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
         axis.set(title=phase, xlabel="tokens", ylabel="ms")
         axis.grid(alpha=0.3)
-        axis.legend()
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below: no line is hidden
     save(drawing, file)
 
 
