@@ -28,6 +28,10 @@ from nanollm.tokenizer import boundaries
 from nanollm.weights import hf_model, to_hf
 
 
+DECODED = ["full", "snap_kv", "h2o", "kvzip", "kvzip_4", "quest", "quantized_2", "quantized_3", "quantized_4",
+           "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk"]  # whose steps are timed by default
+
+
 def best(run, repeat: int) -> float:
     """Seconds, the least of `repeat` timings: whatever else the machine does only ever adds."""
     times = []
@@ -261,6 +265,28 @@ def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int
         print(f"{'full: the prefill' if name == 'full' else name:<27}{cells}")
 
 
+@torch.no_grad()
+def decoding(model, methods, batches=(1, 8), n: int = 2048, repeat: int = 9):
+    """Time of one step after a prompt of n tokens, compressed to a quarter, in units of the full cache's."""
+    torch.set_num_threads(1)
+    print(f"\none decoding step after {n} tokens, one thread, budget 25 %, best of {repeat} in turn")
+    print(f"{'batch':<27}" + "".join(f"{B:>14}{'speed':>9}" for B in batches))
+    table = {name: "" for name in methods}
+    for B in batches:
+        tokens, ready = random_tokens(model, n, seed=n).expand(B, -1), {}
+        for name, Method in methods.items():
+            ready[name] = make_cache(model, Method, **given(Method, budget=n // 4))
+            prefill(model, tokens, ready[name])
+            end_prompt(model, tokens, ready[name])
+        times = {name: [] for name in methods}
+        for name in [*methods] * repeat:
+            times[name].append(best(lambda: model(tokens[:, :1], ready[name]), 2))
+        for name, taken in times.items():
+            table[name] += f"{1e3 * min(taken):>11.2f} ms{min(times['full']) / min(taken):>9.2f}"
+    for name, cells in table.items():
+        print(f"{name:<27}{cells}")
+
+
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm.speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -288,6 +314,8 @@ def main(argv: list[str]):
     lengths = [args.lengths] if args.lengths else []
     against_floor(model, *lengths, **repeat, compiles=args.compile)
     compression(model, encoding, methods, *lengths, **repeat)
+    stepping = pick(DECODED) if args.methods == ["all"] else methods
+    decoding(model, stepping, n=max(args.lengths or [2048]), **repeat)
     against_transformers(model, args.new, *lengths, **repeat)
 
 

@@ -59,7 +59,7 @@ for how, found in game.items():
 # 2. **The past.** What was asked for before will be asked for again. This is what Scissorhands bets on, and H2O.
 # 3. **The text.** *Blind*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
 #
-# Here is the game again, and beside it facts in real text, one that is asked for out of four, blind. *evicted* and *rounded* are Alice's; the others are rows of `python -m nanollm.theory.blind`.
+# Here is the game again, and beside it facts in real text, one that is asked for out of four, blind. *evicted* and *rounded* are Alice's; the others are rows of `python -m methods.theory.blind`.
 
 # %%
 blind_table = (HERE / "blind.txt").read_text().splitlines()
@@ -89,17 +89,18 @@ def beside_the_game(methods: list[str]):
 beside_the_game(["snap_kv", "h2o", "kv_reviver_shrunk", "one_reading", "kvzip", "kvzip_4", "quantized_2"])
 
 # %% [markdown]
-# TEXT
+# Left, the line of the Index game: what comes back is what was kept. Right, SnapKV and H2O lie below that line. They keep a quarter of the entries and find less than a quarter of the facts: what was looked at is not what will be asked for. The sketch is no better.
+# KVzip lies far above it. A text is not random bits: few of its tokens are such that nothing else in the text tells them, and a second reading finds these. What remains can be rounded, too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
 #
 # ## What each paper bets on
 #
-# | paper | keeps | its bet | here |
+# | paper | keeps | its bet | what came of it here |
 # |---|---|---|---|
-# | Scissorhands | what was attended to in the last steps | importance persists | BET |
-# | Tensor attention | four matrices in place of all pairs | pairs tell more, and need not be formed | |
-# | CriticalKV | what changes the output least | a smaller change means a better answer | |
-# | ChunkKV | runs of ten tokens | meaning stands in neighbours | |
-# | KVReviver | sums of evicted tokens | noise averages out | |
+# | Scissorhands | what was attended to in the last steps | importance persists | it keeps mostly what is newest; facts are lost aware and blind |
+# | Tensor attention | four matrices in place of all pairs of tokens | pairs tell more than tokens | they do (Match-3), and no pair need ever be formed |
+# | CriticalKV | the entries without which the output changes least | a smaller change means better text | the bound holds; the text is not better |
+# | ChunkKV | runs of ten tokens | meaning stands in neighbours | long facts stay whole; the grid cuts short ones |
+# | KVReviver | sums of evicted tokens, in a sketch | noise averages out | with many tokens in a slot it does not |
 #
 # Every claim has its verdict and number in CLAIMS.md.
 #
@@ -146,7 +147,8 @@ def page_of(stored: dict):
 page_of(stored["built"])
 
 # %% [markdown]
-# TEXT
+# Things to see. *Aware*, the last queries' votes need a sixteenth of the entries; *blind*, they do no better than the sums of all attention, and in that panel the votes' lines fall where KVzip's stays flat. What goes on top of SnapKV changes little: the norms of CriticalKV lose answers by the paper's rule, and a better θ or a residual entry gain none. The printed KVReviver is off the page: its KL is above 1 at every budget, and its repair has H2O's answers. KVzip and DuoAttention have a tenth of SnapKV's KL, although nothing in them was made for KL.
+# Bytes here are those after the continuation, which window methods and KVzip append to. The next table has those at the moment when the question comes.
 #
 # ## Who keeps 95 %, in how few bytes
 #
@@ -156,7 +158,8 @@ page_of(stored["built"])
 print(*blind_table[blind_table.index("") + 1:], sep="\n")
 
 # %% [markdown]
-# TEXT
+# Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
+# No method of the five papers is in this list. They bet on a question that is known, or on the past.
 #
 # ## What eight methods keep
 #
@@ -184,12 +187,52 @@ pieces = [encoding.decode([token]) for token in context]
 plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns=2, width=70);
 
 # %% [markdown]
-# TEXT
+# SnapKV spends its window and its votes on what stands near the end. If it knows the question, the fact that is asked for is dark; if not, it is pale or gone. StreamingLLM keeps the two ends, H2O the beginning, the end and frequent words. KVzip keeps little of the words that repeat or follow from what stands before them, and something of every fact, since any of them may be asked for.
 #
 # ## Which method when
 #
-# | what you know | try | why | what it costs |
+# | what you know | try first | why | what it costs |
 # |---|---|---|---|
+# | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it | a few percent of the prefill; every later question |
+# | questions come later, 15 % of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes up to twice as long (RESULTS.md, speed) |
+# | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading: the prompt is worth it if several questions follow |
+# | the same, and prompts come once each | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder |
+# | prompts of one kind, many of them | `duo_attention` | few heads retrieve; the others need little | a calibration on that kind of question |
+# | question in the prompt, and more questions later | `kvzip_recent` | KVzip alone drops the newest tokens | little |
+# | an endless stream; what is old may go | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
+# | memory is there, bandwidth is not | `quest` | holds everything, reads the pages that a query needs | more memory than the full cache |
+# | examples in the prompt, labels to follow | `h2o`, `scissorhands_weight` | many lines say the same; an eighth of them is enough | facts |
+#
+# On your model this may differ, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
+#
+# ## What it costs
+#
+# How much time goes where: a step of decoding with 512 slots in the full cache, operation by operation, 64 steps of one text.
+
+# %%
+caches, steps = make_cache(model), 64
+model(tokens.repeat(1, 3)[:, :512], caches)
+with torch.profiler.profile() as profile:
+    for _ in range(steps):
+        model(tokens[:, :1], caches)
+events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+total = sum(event.self_cpu_time_total for event in events)
+print(f"{sum(event.count for event in events) / steps:.0f} operations a step")
+for event in events[:9]:
+    print(f"{event.key:42}{event.count / steps:6.0f} a step {event.self_cpu_time_total / total:6.0%}")
+
+# %% [markdown]
+# The products with the weights (`addmm`, `mm`) and attention are what no step can do without. The rest is hundreds of small calls, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m nanollm.speed --compile` puts a step beside that floor, beside `torch.compile` and beside `transformers`:
+
+# %%
+print(*lines("speed", "numbers", "float32", "bfloat16"), sep="\n")
+
+# %% [markdown]
+# And this is how reading, compressing and a step grow with the text (`python -m nanollm.growth`, RESULTS.md):
+#
+# ![time over tokens: reading the prompt, its end, one step](growth.png)
+#
+# GROWTH
 #
 # ## Beyond the papers
 #
@@ -213,7 +256,7 @@ for names in ("chunk_kv chunk_kv_semantic", "scissorhands scissorhands_weight", 
     print()
 
 # %% [markdown]
-# TEXT
+# Chunks that end where the text does find what the grid cuts, in both decoders. Mean weights have a lower KL than counts, and most on *learned*, whose sink the counts throw out; facts they do not find. `one_reading` is what can be had from one reading without training: half of the facts, five times what SnapKV's votes have. The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head: with a quarter of the entries that changes nothing, with fewer it saves aware answers (below).
 #
 # **What norms are worth.** Changes of answers (aware, blind), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
 
@@ -223,14 +266,14 @@ changes = lines("all", "changes by", *(f"snap_kv{more} 12.5 %" for more in (
 print(*changes[changes.index(lines("all", "changes by")[0]):], sep="\n")  # the rows themselves come first
 
 # %% [markdown]
-# TEXT
+# With a quarter of that, the rule taken apart: one change at a time, answers of needles, pairs and labels together.
 
 # %%
 print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "stage 2 pooled", "ε = 1e-4",
              "product of means"), sep="\n")
 
 # %% [markdown]
-# TEXT
+# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, it is as good as SnapKV, on both decoders; not better.
 #
 # **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, in 32 (–), 4 and 2 bits a number, beside 2 bits for all entries.
 
@@ -238,7 +281,7 @@ print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "st
 print(*lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 12.5 %"), sep="\n")
 
 # %% [markdown]
-# TEXT
+# At two bits for every token or four bits for an eighth, what is found is about the same, and the eighth takes a third of the bytes. The two do not disturb each other: four bits lose nothing that eviction had kept.
 #
 # **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Theorem 4.3 is gone.
 
@@ -256,7 +299,7 @@ for beta in (0.1, 0.25, 0.5, 0.75):
           f"     {smallest_share(drawn.sort(-1).values, beta).mean():7.3f}")
 
 # %% [markdown]
-# TEXT
+# The printed bound is negative where a quarter of the mass is lost. The exact share is simple enough to be plotted; notebook 03 does.
 #
 # ## The playground
 #

@@ -79,12 +79,13 @@ SECTIONS = {
         "At the end: who keeps 95 % of the full cache's answers on both decoders, the cheapest first. "
         "`quest` holds everything; its budget is what it reads."),
     "speed": (
-        "Decoding, and what compressing costs", "python -m nanollm.speed",
+        "Decoding, and what compressing costs", "python -m nanollm.speed --compile",
         "The first table sets a decoding step beside its floor, the products with all weight matrices, and "
         "beside attention over the slots: no step can do without these. The second is what the end of "
         "the prompt costs; *reading* is a method's own prefill in units of the full cache's. `kvzip` reads "
-        "the prompt a second time at its end. The third "
-        "puts a full cache of ours into a model of `transformers` (`nanollm/bridge.py`). The fourth "
+        "the prompt a second time at its end. The third is a step of methods that read otherwise than the "
+        "full cache, or less; *speed* in units of its speed. The fourth "
+        "puts a full cache of ours into a model of `transformers` (`nanollm/bridge.py`). The fifth "
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
     "growth": (

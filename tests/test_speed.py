@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common import ENCODING, decoder
+from methods.h2o import H2O
 from nanollm import speed
 from nanollm.cache import LayerCache, make_cache
 
@@ -49,6 +50,17 @@ def test_times_are_shares_of_the_full_cache_s_in_milliseconds(capsys, monkeypatc
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=seconds.__next__))
     speed.compression(model, ENCODING, dict(full=LayerCache, other=LayerCache), (16,), 1)
     assert capsys.readouterr().out.splitlines()[-1].split() == "other 3000.0 ms 30.0 % 2.00".split()
+
+
+def test_a_step_is_told_in_units_of_the_full_caches_speed(monkeypatch, capsys):
+    seconds = iter([0.004, 0.001, 0.002, 0.003, 0.003, 0.006, 0.005, 0.008])  # full, other, by turns
+    rows = []
+    monkeypatch.setattr(speed, "best", lambda run, repeat: rows.append(len(run())) or next(seconds))
+    speed.decoding(decoder(vocab_size=2048, max_len=64), dict(full=LayerCache, h2o=H2O), (1, 3), 20, 2)
+    full, other = capsys.readouterr().out.splitlines()[-2:]
+    assert full.split() == "full 2.00 ms 1.00 3.00 ms 1.00".split()
+    assert other.split() == "h2o 1.00 ms 2.00 6.00 ms 0.50".split()
+    assert rows == [1] * 4 + [3] * 4
 
 
 def test_a_step_is_set_beside_its_floor_and_leaves_the_caches_as_they_were(capsys, monkeypatch):
