@@ -27,7 +27,6 @@ from methods.kv_reviver import KVReviver
 from methods.kv_reviver_mean import MeanReviver
 from methods.kv_reviver_shrunk import ShrunkReviver, SignedReviver
 from methods.least_theta import LeastTheta
-from methods.low_bit_vague import LowBitVague
 from methods.mean_weight import MeanWeight
 from methods.residual_entry import Residual
 from methods.scissorhands import Scissorhands
@@ -72,7 +71,6 @@ CASES = {
     "cam": (CaM, dict(budget=16), {ONE}),
     "scissorhands": (Scissorhands, dict(budget=16, recent=4, history=20), {ONE}),
     "mean weight": (MeanWeight, dict(budget=16, recent=4), {ONE}),
-    "low bits": (LowBitVague, dict(bits=2, group_size=8, residual_length=8, heavy=4), {ONE}),
     "reviver": (KVReviver, SKETCH, {REVIVE, INSERT}),
     "means": (MeanReviver, SKETCH, {REVIVE, INSERT}),
     "signed": (SignedReviver, SKETCH, {REVIVE, INSERT}),
@@ -80,7 +78,7 @@ CASES = {
     "one row": (ShrunkReviver, SKETCH, {INSERT}),  # attends to slots
     "pairs": (FactoredFourCache, {}, {"tensor_attention"}),
 }
-HALF = "ada", "critical ada", "uneven", "low bits", "shrunk", "pairs"  # in 16 bits, too
+HALF = "ada", "critical ada", "uneven", "shrunk", "pairs"  # in 16 bits, too
 
 
 def walk(case: str, dtype: torch.dtype):
