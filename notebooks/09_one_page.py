@@ -16,20 +16,19 @@ import re
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from methods.theory.scissorhands import draw_power_law, paper_bound, smallest_share, tail_mass
+from methods.theory import scissorhands
 from methods.theory.tensor_attention import deal, index_game_four, keep_rows
 from nanollm import TINY, plot
 from nanollm.cache import make_cache
 from nanollm.evaluate import for_text, share
 from nanollm.page import PAGE, answer
-from nanollm.playground import Playground
 from nanollm.select import given, load, pick
 from nanollm.tokenizer import boundaries
 from results.run import HERE, lines, rows
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 model, encoding = load(TINY, "cpu")
-stored = {"built": rows("all"), "learned": rows("learned")}  # python -m nanollm --all, both decoders
+stored = {"built": rows("all"), "learned": rows("learned")}  # python -m nanollm --all, on both
 
 # %% [markdown]
 # ## The thread
@@ -48,7 +47,8 @@ for levels in (1, 2, 3, 4, 6, 8):
     played = index_game_four(bits, keys, compress=keep_rows(slice(0, n), n, levels))
     game["rounded"][levels / 32] = played.learned(bits)
 for how, found in game.items():
-    print(how, *(f"{100 * part:.1f} % of the bytes: {bits_back:.2f}" for part, bits_back in found.items()))
+    cells = (f"{100 * part:6.1f} % → {bits_back:.2f}" for part, bits_back in found.items())
+    print(f"{how:8}", *cells)
 
 # %% [markdown]
 # Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing at first. Each number of Alice's was a bit and took 32, so rounding threw away what nobody had put there.
@@ -63,14 +63,14 @@ for how, found in game.items():
 
 # %%
 blind_table = (HERE / "blind.txt").read_text().splitlines()
-held = {}  # method → on built, of each budget, the share of the bytes, and of the needles and pairs found
+held = {}  # method → on built, of each budget: the share of the bytes, of needles and pairs found
 for line in blind_table:
     row = re.match(r"(\S+) +(?:all|[\d.]+ %) +([\d.]+) % +([\d.]+) +([\d.]+) +[\d.]+ ", line)
     if row:
         part, needle, pair = map(float, row.groups()[1:])
         held.setdefault(row[1], []).append((part / 100, (needle + pair) / 2))
 
-
+# %%
 def beside_the_game(methods: list[str]):
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
     for how, look in {"evicted": "o-", "rounded": "s--"}.items():
@@ -80,16 +80,17 @@ def beside_the_game(methods: list[str]):
     axes[0].set(title="the Index game: random bits", ylabel="what comes back")
     axes[1].set(title="facts in a text, asked for later")
     for axis in axes:
-        axis.plot([0, 1], [0, 1], color="0.8", linewidth=1, zorder=0)
-        axis.set(xlabel="share of the bytes")
+        axis.plot(*2 * [np.geomspace(0.01, 1)], color="0.7", linewidth=1, zorder=0)
+        axis.set(xlabel="share of the bytes", xscale="log")
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
 
 
-beside_the_game(["snap_kv", "h2o", "kv_reviver_shrunk", "one_reading", "kvzip", "kvzip_4", "quantized_2"])
+beside_the_game("snap_kv h2o kv_reviver_shrunk one_reading kvzip kvzip_4 quantized_2".split())
 
 # %% [markdown]
-# Left, the line of the Index game: what comes back is what was kept. Right, SnapKV and H2O lie below that line. They keep a quarter of the entries and find less than a quarter of the facts: what was looked at is not what will be asked for. The sketch is no better.
+# Left, the line of the Index game (grey, curved by the logarithmic axis): what comes back is what was kept. Right, SnapKV and H2O lie below that line. They keep a quarter of the entries and find less than a quarter of the facts: what was looked at is not what will be asked for. The sketch is no better.
 # KVzip lies far above it. A text is not random bits: few of its tokens are such that nothing else in the text tells them, and a second reading finds these. What remains can be rounded, too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
 #
 # ## What each paper bets on
@@ -110,24 +111,27 @@ beside_the_game(["snap_kv", "h2o", "kv_reviver_shrunk", "one_reading", "kvzip", 
 
 # %%
 FAMILIES = {
-    "the last queries vote": "snap_kv pyramid_kv ada_kv chunk_kv chunk_kv_semantic chunk_kv_reuse tova",
+    "the last queries vote": "snap_kv pyramid_kv ada_kv chunk_kv chunk_kv_semantic tova",
     "on top of SnapKV": "snap_kv snap_kv+critical snap_kv+theta snap_kv+residual",
     "all attention so far": "h2o scissorhands scissorhands_weight cam one_reading random",
-    "no bet on a question": "kvzip kvzip_fast expected_attention key_diff duo_attention streaming_llm quest",
+    "no bet on a question": ("kvzip kvzip_fast duo_attention expected_attention key_diff "
+                             "streaming_llm quest"),
     "sums in place of tokens": "kv_reviver kv_reviver_mean kv_reviver_shrunk cam",
     "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4 kvzip snap_kv",
 }
-COLUMNS = {"aware": lambda row: np.mean(row.right[::2]), "blind": lambda row: np.mean(row.right[1::2]),
+COLUMNS = {"aware": lambda row: np.mean(row.right[::2]),
+           "blind": lambda row: np.mean(row.right[1::2]),
            "KL, nats a token": lambda row: row.kl, "tokens/s": lambda row: row.tokens_per_s}
 
-
+# %%
 def page_of(stored: dict):
-    figure, axes = plt.subplots(len(FAMILIES), 4, figsize=(13, 15), layout="constrained", sharex=True,
-                                sharey="col")
+    figure, axes = plt.subplots(len(FAMILIES), 4, figsize=(13, 15), layout="constrained",
+                                sharex=True, sharey="col")
     for axis_row, (family, names) in zip(axes, FAMILIES.items()):
         for axis, value in zip(axis_row, COLUMNS.values()):
             for name in names.split():
-                points = sorted((row.kib, value(row)) for key, row in stored.items() if key[0] == name)
+                points = sorted((row.kib, value(row)) for key, row in stored.items()
+                                if key[0] == name)
                 axis.plot(*zip(*points), label=name, **plot.style(name))
             axis.axhline(value(stored["full", "all"]), color="black", linewidth=1)
             axis.grid(alpha=0.3)
@@ -135,19 +139,20 @@ def page_of(stored: dict):
         axis_row[3].legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize=9)
     for axis, title in zip(axes[0], COLUMNS):
         axis.set_title(title)
-    axes[0, 0].set_xscale("log", base=2)
-    axes[0, 0].xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes[0, 2].set_yscale("symlog", linthresh=0.01)
-    axes[0, 2].set_ylim(bottom=-0.002)
-    axes[0, 1].set_ylim(axes[0, 0].get_ylim())
-    axes[0, 3].set_yscale("log")
     figure.supxlabel("live cache, KiB")
+    return axes[0]
 
-
-page_of(stored["built"])
+# %%
+aware, blind, kl, speed = page_of(stored["built"])
+aware.set_xscale("log", base=2)
+aware.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+blind.set_ylim(aware.get_ylim())
+kl.set_yscale("symlog", linthresh=0.01)
+kl.set_ylim(bottom=-0.002)
+speed.set_yscale("log")
 
 # %% [markdown]
-# Things to see. *Aware*, the last queries' votes need a sixteenth of the entries; *blind*, they do no better than the sums of all attention, and in that panel the votes' lines fall where KVzip's stays flat. What goes on top of SnapKV changes little: the norms of CriticalKV lose answers by the paper's rule, and a better θ or a residual entry gain none. The printed KVReviver is off the page: its KL is above 1 at every budget, and its repair has H2O's answers. KVzip and DuoAttention have a tenth of SnapKV's KL, although nothing in them was made for KL.
+# Things to see. *Aware*, the last queries' votes need a sixteenth of the entries; *blind*, they do no better than the sums of all attention, and in that panel the votes' lines fall where KVzip's stays flat. What goes on top of SnapKV changes little: the norms of CriticalKV lose answers by the paper's rule, and a better θ or a residual entry gain none. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers about what H2O does. KVzip and DuoAttention have a tenth of SnapKV's KL, although nothing in them was made for KL.
 # Bytes here are those after the continuation, which window methods and KVzip append to. The next table has those at the moment when the question comes.
 #
 # ## Who keeps 95 %, in how few bytes
@@ -158,7 +163,7 @@ page_of(stored["built"])
 print(*blind_table[blind_table.index("") + 1:], sep="\n")
 
 # %% [markdown]
-# Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
+# Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, which takes three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
 # No method of the five papers is in this list. They bet on a question that is known, or on the past.
 #
 # ## What eight methods keep
@@ -174,15 +179,19 @@ fact = " The code of star is 6098."
 start = len(encoding.encode_ordinary(text.partition(fact)[0]))
 marked = [start <= i < start + len(encoding.encode_ordinary(fact)) for i in range(len(context))]
 ends, panels = boundaries(encoding, model.config.vocab_size)[tokens], {}
-EIGHT = [("snap_kv", "aware"), ("snap_kv", "blind"), ("chunk_kv_semantic", "aware"), ("h2o", "blind"),
-         ("streaming_llm", "blind"), ("key_diff", "blind"), ("one_reading", "blind"), ("kvzip", "blind")]
+EIGHT = [("snap_kv", "aware"), ("chunk_kv_semantic", "aware"),
+         *((name, "blind") for name in ("snap_kv", "h2o", "streaming_llm", "key_diff",
+                                        "one_reading", "kvzip"))]
+
+# %%
 for name, setting in EIGHT:
     cut = tokens.shape[1] - 1 if setting == "aware" else len(context)
     Method = for_text(pick([name])[name], ends[:, :cut])
     knobs = given(Method, window_size=8) | dict(budget=share(0.25, len(context)))
     caches = make_cache(model, Method, **knobs)
     kept, written = answer(model, tokens, cut, caches, 4)
-    panels[f"{name}, {setting}: {encoding.decode(written)!r}"] = kept.float().mean((0, 1))[:len(context)]
+    title = f"{name}, {setting}: {encoding.decode(written)!r}"
+    panels[title] = kept.float().mean((0, 1))[:len(context)]
 pieces = [encoding.decode([token]) for token in context]
 plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns=2, width=70);
 
@@ -193,8 +202,8 @@ plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns
 #
 # | what you know | try first | why | what it costs |
 # |---|---|---|---|
-# | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it | a few percent of the prefill; every later question |
-# | questions come later, 15 % of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes up to twice as long (RESULTS.md, speed) |
+# | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it | every later question |
+# | questions come later, a sixth of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes two to three times as long (below) |
 # | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading: the prompt is worth it if several questions follow |
 # | the same, and prompts come once each | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder |
 # | prompts of one kind, many of them | `duo_attention` | few heads retrieve; the others need little | a calibration on that kind of question |
@@ -219,15 +228,19 @@ events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_t
 total = sum(event.self_cpu_time_total for event in events)
 print(f"{sum(event.count for event in events) / steps:.0f} operations a step")
 for event in events[:9]:
-    print(f"{event.key:42}{event.count / steps:6.0f} a step {event.self_cpu_time_total / total:6.0%}")
+    share_of = event.self_cpu_time_total / total
+    print(f"{event.key:42}{event.count / steps:6.0f} a step {share_of:6.0%}")
 
 # %% [markdown]
-# The products with the weights (`addmm`, `mm`) and attention are what no step can do without. The rest is hundreds of small calls, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m nanollm.speed --compile` puts a step beside that floor, beside `torch.compile` and beside `transformers`:
+# The products with the weights (`addmm`, `mm`) and attention are what no step can do without. The rest is hundreds of small calls, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m nanollm.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
 
 # %%
-print(*lines("speed", "numbers", "float32", "bfloat16"), sep="\n")
+tables = (HERE / "speed.txt").read_text().split("\n\n")
+print(*(table for table in tables if "one decoding step" in table), sep="\n\n")
 
 # %% [markdown]
+# Below, steps of methods that read less, or otherwise. A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, bytes are saved and time is not.
+#
 # And this is how reading, compressing and a step grow with the text (`python -m nanollm.growth`, RESULTS.md):
 #
 # ![time over tokens: reading the prompt, its end, one step](growth.png)
@@ -245,32 +258,34 @@ def beside(*names: str, budget: str = "25 %"):
     for name in names:
         found = [of.get((name, budget)) or of[name, "all"] for of in stored.values()]
         print(f"{name:22}" + "".join(
-            f"{row.kib:9.0f}" + "".join(f"{x:6.2f}" for x in row.right[:4]) + f"{row.kl:8.3f}"
-            for row in found))
+            f"{row.kib:9.0f}" + "".join(f"{x:6.2f}" for x in row.right[:4])
+            + f"{row.kl:8.3f}" for row in found))
 
 
 print(f"{'a quarter of the entries':31}{'built':41}learned")
-for names in ("chunk_kv chunk_kv_semantic", "scissorhands scissorhands_weight", "h2o snap_kv one_reading",
-              "kv_reviver kv_reviver_mean kv_reviver_shrunk", "kvzip kvzip_recent kvzip_fast"):
+for names in ("chunk_kv chunk_kv_semantic", "scissorhands scissorhands_weight",
+              "h2o snap_kv one_reading", "kv_reviver kv_reviver_mean kv_reviver_shrunk"):
     beside(*names.split())
     print()
+print("an eighth of the entries")
+beside("kvzip", "kvzip_recent", "kvzip_fast", budget="12.5 %")
 
 # %% [markdown]
-# Chunks that end where the text does find what the grid cuts, in both decoders. Mean weights have a lower KL than counts, and most on *learned*, whose sink the counts throw out; facts they do not find. `one_reading` is what can be had from one reading without training: half of the facts, five times what SnapKV's votes have. The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head: with a quarter of the entries that changes nothing, with fewer it saves aware answers (below).
+# Chunks that end where the text does find what the grid cuts, in both decoders. Mean weights have a lower KL than counts, and most on *learned*, whose sink the counts throw out; facts they do not find. `one_reading` is what can be had from one reading without training: half of the facts, five times what SnapKV's votes have. The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Blind, with a sixteenth, it costs some answers.
 #
 # **What norms are worth.** Changes of answers (aware, blind), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
 
 # %%
 changes = lines("all", "changes by", *(f"snap_kv{more} 12.5 %" for more in (
     "", "+critical", "+theta", "+residual")))
-print(*changes[changes.index(lines("all", "changes by")[0]):], sep="\n")  # the rows themselves come first
+print(*changes[changes.index(lines("all", "changes by")[0]):], sep="\n")  # below the rows
 
 # %% [markdown]
 # With a quarter of that, the rule taken apart: one change at a time, answers of needles, pairs and labels together.
 
 # %%
-print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "stage 2 pooled", "ε = 1e-4",
-             "product of means"), sep="\n")
+print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "stage 2 pooled",
+             "ε = 1e-4", "product of means"), sep="\n")
 
 # %% [markdown]
 # Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, it is as good as SnapKV, on both decoders; not better.
@@ -292,11 +307,13 @@ print(*lines("tensor", "tokens", "2048"), sep="\n")
 # **A bound that bounds.** The mass that the smallest weights of a power law hold, Theorem B.3 of Scissorhands: as printed, as it holds, and simulated.
 
 # %%
-drawn = draw_power_law((400, 1000), 3.0, math.inf, torch.Generator().manual_seed(0))
+drawn = scissorhands.draw_power_law((400, 1000), 3.0, math.inf, torch.Generator().manual_seed(0))
+drawn = drawn.sort(-1).values
 print("kept   printed   exact   simulated")
 for beta in (0.1, 0.25, 0.5, 0.75):
-    print(f"{beta:4}   {paper_bound(beta, 3.0):7.3f} {tail_mass(beta, 3.0):7.3f}"
-          f"     {smallest_share(drawn.sort(-1).values, beta).mean():7.3f}")
+    simulated = scissorhands.smallest_share(drawn, beta).mean()
+    print(f"{beta:4}   {scissorhands.paper_bound(beta, 3.0):7.3f}"
+          f" {scissorhands.tail_mass(beta, 3.0):7.3f}     {simulated:7.3f}")
 
 # %% [markdown]
 # The printed bound is negative where a quarter of the mass is lost. The exact share is simple enough to be plotted; notebook 03 does.
@@ -310,4 +327,5 @@ for beta in (0.1, 0.25, 0.5, 0.75):
 # Things to try. Take `snap_kv`, *blind*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Set `layer` to 1, where *built* retrieves. Write a text of your own with a fact in it: `The code of NAME is NUMBER.` is what this decoder was trained to be asked for.
 
 # %%
+from nanollm.playground import Playground
 Playground(model, encoding)
