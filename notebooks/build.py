@@ -29,7 +29,8 @@ def build(source: Path):
     book.metadata.language_info = dict(name="python")
     for cell in book.cells:
         if "outputs" in cell:  # a stored widget does nothing, and its name differs from build to build
-            cell.outputs = [x for x in cell.outputs if WIDGET not in x.get("data", {})]
+            cell.outputs = [x for x in cell.outputs if WIDGET not in x.get("data", {})
+                            and not x.get("text", "").startswith("USDT:")]  # a line of torch's profiler, with its date
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = smaller(output.data["image/png"])
