@@ -88,14 +88,15 @@ class Playground(widgets.VBox):
                 f"<b>{held / 1024:.0f} KiB</b>, {100 * held / most:.0f} % of the full cache's "
                 f"{most / 1024:.0f}. "
                 f"Of the {cut} tokens compressed, a head has a slot for {100 * shares.mean():.0f} %; "
-                f"{int((shares == 0).sum())} tokens are gone from all.")
+                f"{int((shares == 0).sum())} tokens are gone from all"
+                f"{'' if self.layer.value == 'all' else f' of layer {self.layer.value}'}.")
         return said, self.shaded(tokens[0], shares)
 
     def shaded(self, tokens: Tensor, shares: Tensor) -> str:
         """Tokens (T,), the first on a ground as dark as the root of their share."""
         text, decoder = "", getincrementaldecoder("utf-8")("replace")  # a character may be of several tokens
         for i, token in enumerate(tokens.tolist()):
-            piece = escape(decoder.decode(self.encoding.decode_single_token_bytes(token)))
+            piece = escape(decoder.decode(self.encoding.decode_bytes([token])))
             dark = 0.7 * float(shares[i]) ** 0.5 if i < len(shares) else None
             look = f"background:rgba(0,114,178,{dark:.2f})" if dark else "color:#aaa"
             look = "color:#007a3d" if dark is None else look  # what came after the compression

@@ -51,7 +51,7 @@ for how, found in game.items():
     print(f"{how:8}", *cells)
 
 # %% [markdown]
-# Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing at first. Each number of Alice's was a bit and took 32, so rounding threw away what nobody had put there.
+# Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing, down to one bit a number. Each number of Alice's was a bit and took 32, so rounding threw away what nobody had put there.
 #
 # A cache of text is in between. It has room for many more bits than the text has, and a question asks for few of them. Three things may be known when it is compressed:
 #
@@ -90,7 +90,7 @@ def beside_the_game(methods: list[str]):
 beside_the_game("snap_kv h2o kv_reviver_shrunk one_reading kvzip kvzip_4 quantized_2".split())
 
 # %% [markdown]
-# Left, the line of the Index game (grey, curved by the logarithmic axis): what comes back is what was kept. Right, SnapKV and H2O lie below that line. They keep a quarter of the entries and find less than a quarter of the facts: what was looked at is not what will be asked for. The sketch is no better.
+# Left, the line of the Index game (grey, curved by the logarithmic axis): what comes back is what was kept. Right, of *built*, SnapKV and H2O lie below that line. They keep a quarter of the entries and find less than a quarter of the facts: what was looked at is not what will be asked for. The sketch is no better.
 # KVzip lies far above it. A text is not random bits: few of its tokens are such that nothing else in the text tells them, and a second reading finds these. What remains can be rounded, too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
 #
 # ## What each paper bets on
@@ -154,7 +154,7 @@ speed.set_yticks([300, 1000, 3000], ["300", "1000", "3000"])
 speed.minorticks_off()
 
 # %% [markdown]
-# Things to see. *Aware*, the last queries' votes need a sixteenth of the entries; *blind*, they do no better than the sums of all attention, and in that panel the votes' lines fall where KVzip's stays flat. What goes on top of SnapKV changes little: the norms of CriticalKV lose answers by the paper's rule, and a better θ or a residual entry gain none. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers about what H2O does. KVzip and DuoAttention have a tenth of SnapKV's KL, although nothing in them was made for KL.
+# Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Blind*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers about what H2O does. With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL, although nothing in them was made for it; with an eighth DuoAttention loses that. Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
 # Bytes here are those after the continuation, which window methods and KVzip append to. The next table has those at the moment when the question comes.
 #
 # ## Who keeps 95 %, in how few bytes
@@ -198,21 +198,21 @@ pieces = [encoding.decode([token]) for token in context]
 plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns=2, width=70);
 
 # %% [markdown]
-# Knowing the question, SnapKV and chunks hold the fact in nearly every head, the whole of it or its line. Blind, SnapKV has it here as well, but only because the text happens to end with another code, whose last queries look back at codes: of 32 texts it finds one fact in eight (above). StreamingLLM keeps the two ends, H2O the beginning, the end and frequent words. KVzip keeps little of the words that repeat or follow from what stands before them, and something of every fact, since any of them may be asked for.
+# Knowing the question, SnapKV and chunks hold the fact in some heads, and that is enough to answer. Blind, SnapKV has it here as well, but only because the text happens to end with another code, whose last queries look back at codes: of 32 texts it finds one fact in eight (above). StreamingLLM keeps the two ends, H2O the beginning, the end and frequent words. KVzip keeps little of the words that repeat or follow from what stands before them, and something of every fact, since any of them may be asked for.
 #
 # ## Which method when
 #
 # | what you know | try first | why | what it costs |
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it | every later question |
-# | questions come later, a sixth of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes two to three times as long (below) |
-# | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading: the prompt is worth it if several questions follow |
-# | the same, and prompts come once each | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder |
-# | prompts of one kind, many of them | `duo_attention` | few heads retrieve; the others need little | a calibration on that kind of question |
+# | questions come later, a fifth of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes 1.5 to 3 times as long (below) |
+# | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading, worth it if several questions follow; decoding takes twice as long |
+# | a quarter of the memory is there, and each prompt comes once | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder; twice KVzip's memory for the same answers |
+# | prompts of one kind, many of them | `duo_attention` | few heads retrieve; the others need little | a calibration on that kind of question; an eighth is too little |
 # | question in the prompt, and more questions later | `kvzip_recent` | KVzip alone drops the newest tokens | little |
 # | an endless stream; what is old may go | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
 # | memory is there, bandwidth is not | `quest` | holds everything, reads the pages that a query needs | more memory than the full cache |
-# | examples in the prompt, labels to follow | `h2o`, `scissorhands_weight` | many lines say the same; an eighth of them is enough | facts |
+# | examples in the prompt, labels to follow | `scissorhands_weight` (an eighth), `h2o` (a quarter) | many lines say the same | facts |
 #
 # On your model this may differ, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #
@@ -241,13 +241,13 @@ tables = (HERE / "speed.txt").read_text().split("\n\n")
 print(*(table for table in tables if "one decoding step" in table), sep="\n\n")
 
 # %% [markdown]
-# Below, steps of methods that read less, or otherwise. A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, bytes are saved and time is not.
+# The second of these tables has methods that read less, or otherwise. (Its full cache was timed at another moment than the first table's; compare within a table.) A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, all save bytes, and only equal heads save time.
 #
 # And this is how reading, compressing and a step grow with the text (`python -m nanollm.growth`, RESULTS.md):
 #
 # ![time over tokens: reading the prompt, its end, one step](growth.png)
 #
-# Reading grows towards the square of the text for all of them, since attention does. H2O needs every single weight: reading 512 tokens takes it hardly longer than the full cache, reading 16,384 over twice as long. The end costs those that choose by a few queries, or by what is stored, next to nothing. KVzip's second reading grows as the square, and at 16,384 tokens takes six times as long as the first. A step grows with what is kept: least with SnapKV, most with few bits, which have to become numbers again.
+# Reading grows towards the square of the text for all of them, since attention does. H2O needs every single weight: reading 512 tokens takes it hardly longer than the full cache, reading 16,384 over twice as long. The end costs those that choose by a few queries, or by what is stored, next to nothing. KVzip's second reading grows as the square, and at 16,384 tokens takes six times as long as the first. A step grows with what is kept: least with SnapKV; most with few bits, which have to become numbers again. KVzip's keeps as little as SnapKV's and grows as the full cache's, because of its heads of unlike length.
 #
 # ## Beyond the papers
 #
@@ -273,7 +273,7 @@ print("an eighth of the entries")
 beside("kvzip", "kvzip_recent", "kvzip_fast", budget="12.5 %")
 
 # %% [markdown]
-# Chunks that end where the text does find what the grid cuts, in both decoders. Mean weights have a lower KL than counts, and most on *learned*, whose sink the counts throw out; facts they do not find. `one_reading` is what can be had from one reading without training: half of the facts, five times what SnapKV's votes have. The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Blind, with a sixteenth, it costs some answers.
+# Chunks that end where the text does find what the grid cuts, in both decoders, if the question is known. Mean weights have a lower KL than counts. On *built* they hold more bytes, too, which may be why; on *learned* counts throw out the sink. Facts they do not find. `one_reading` is what the attention of one reading tells: half to three quarters of the facts, where SnapKV's votes have a tenth on *built* and a fifth to a third on *learned*. On *learned* `expected_attention` finds more, all needles and 0.72 of the pairs (RESULTS.md). The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Blind, with a sixteenth, it costs some answers.
 #
 # **What norms are worth.** Changes of answers (aware, blind), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
 
@@ -283,22 +283,23 @@ changes = lines("all", "changes by", *(f"snap_kv{more} 12.5 %" for more in (
 print(*changes[changes.index(lines("all", "changes by")[0]):], sep="\n")  # below the rows
 
 # %% [markdown]
-# With a quarter of that, the rule taken apart: one change at a time, answers of needles, pairs and labels together.
+# The rule taken apart, one change at a time: an eighth of prompts of 256 tokens, which is half as many entries, the question known; answers to needles, pairs and labels together, KL, and L1 of the last layers' outputs.
 
 # %%
 print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "stage 2 pooled",
              "ε = 1e-4", "product of means"), sep="\n")
 
 # %% [markdown]
-# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, it is as good as SnapKV, on both decoders; not better.
+# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain (P5 in CLAIMS.md).
 #
 # **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, in 32 (–), 4 and 2 bits a number, beside 2 bits for all entries.
 
 # %%
-print(*lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 12.5 %"), sep="\n")
+for line in lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 12.5 %"):
+    print(line.split()[0] if line.startswith(("built", "learned")) else line)  # no other header
 
 # %% [markdown]
-# At two bits for every token or four bits for an eighth, what is found is about the same, and the eighth takes a third of the bytes. The two do not disturb each other: four bits lose nothing that eviction had kept.
+# An eighth in four bits finds no less than two bits for every token, in a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a sixth.) The two do not disturb each other: four bits lose nothing that eviction had kept.
 #
 # **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Theorem 4.3 is gone.
 
@@ -318,7 +319,7 @@ for beta in (0.1, 0.25, 0.5, 0.75):
           f" {scissorhands.tail_mass(beta, 3.0):7.3f}     {simulated:7.3f}")
 
 # %% [markdown]
-# The printed bound is negative where a quarter of the mass is lost. The exact share is simple enough to be plotted; notebook 03 does.
+# The printed bound is negative where a quarter of the mass is lost; it holds if half or more is kept. The exact share is simple enough to be plotted; notebook 03 does.
 #
 # ## The playground
 #

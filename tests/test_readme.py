@@ -153,7 +153,7 @@ def test_the_headline_says_what_the_rows_say():
     needle, kib = re.search(r"kvzip +12.5 % +4 +([\d.]+) ± [\d.]+ +(\d+)", rounded).groups()
     assert re.findall(r"\d+\.\d+|\d+(?= %)", sentence) == [
         aware, lost, once, share, bits[1], blind["kvzip"], needle, f"{100 * int(kib) / int(full[0]):.0f}",
-        blind["kvzip_fast"], blind["duo_attention"]]
+        blind["kvzip_fast"], blind["duo_attention"], blind["quest"]]
     assert bits[1] == bits[2]
 
 

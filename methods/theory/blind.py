@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanollm import SHIPPED, TINY, command
+from nanollm import SHIPPED, command
 from nanollm.cache import cache_bytes
 from nanollm.data import Tasks
 from nanollm.evaluate import TASKS, Benchmark, ask, check_size, maker, prompt_and_question
@@ -62,10 +62,18 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=tqdm
     """Of every method and each share of the prompt; None is the share where there is no budget."""
     check_size(model, documents, 2, T)
     batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "recall")}
-    read, learned, rows = Benchmark.read(model, batches, None), {}, {}
+    learned, rows = {}, {}
     ends = boundaries(tasks.encoding, model.config.vocab_size)
     jobs = [(name, part) for name, Method in methods.items()
             for part in (SHARES if has_budget(Method) else [None])]
+    shortest = min(batch.question for batch in batches.values())
+    for name, part in jobs:  # what cannot be measured is found before any work is done
+        try:
+            maker(model, methods[name], part, **given(methods[name], window_size=8))(shortest)
+        except ValueError as error:
+            raise ValueError(f"{name} at {budget(part)} of {shortest} tokens: {error}") from None
+
+    read = Benchmark.read(model, batches, None)
     for name, part in steps(jobs):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
@@ -80,6 +88,8 @@ def enough(rows: dict[tuple, Found]) -> dict[str, tuple]:
     """
     answers = lambda row: sum(x.sum().item() for x in row.right.values())
     least = ENOUGH * answers(rows["full", None])
+    if not least:  # the full cache fails: these tasks cannot judge this model
+        return {}
     best = {}
     for (name, part), row in sorted(rows.items(), key=lambda item: item[1].bytes):
         if answers(row) >= least:
@@ -100,7 +110,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
     args = parser.parse_args(argv)
     methods = pick(["full", *args.methods] if args.methods else [])
-    folders = SHIPPED if args.model == TINY else SHIPPED | {args.model.name: args.model}
+    own = args.model.resolve()
+    folders = SHIPPED if own in SHIPPED.values() else SHIPPED | {str(args.model): own}
     of = {}  # by decoder
     for name, folder in folders.items():
         model, encoding = loaded(args, folder)

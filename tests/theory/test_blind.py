@@ -1,4 +1,5 @@
 """Who still answers blind: each row is what the method finds, and the fewest bytes are the fewest."""
+import pytest
 import torch
 
 from common import tasks
@@ -42,6 +43,13 @@ def test_the_fewest_bytes_that_keep_enough():
     rows = {("full", None): row(80, 100), ("a", 0.5): row(80, 50), ("a", 0.25): row(76, 25),
             ("a", 0.125): row(75, 12), ("b", 0.5): row(75, 50), ("c", None): row(90, 15)}
     assert enough(rows) == {"c": None, "a": 0.25, "full": None}  # 76 of 80 are 95 %
+    assert enough({("full", None): row(0, 100), ("a", 0.5): row(0, 50)}) == {}  # which model could do less?
+
+
+def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
+    monkeypatch.delattr(blind, "measure")
+    with pytest.raises(ValueError, match="quest at 6.25 % of 1.. tokens: budget .* a page has 16 tokens"):
+        blind.found(from_hf(TINY), tasks("test"), pick(["full", "quest"]), 2, 160)
 
 
 def test_the_table_names_who_keeps_enough_on_both_decoders(monkeypatch, capsys):
