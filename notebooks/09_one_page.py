@@ -234,7 +234,7 @@ for event in events[:9]:
     print(f"{event.key:42}{event.count / steps:6.0f} a step {share_of:6.0%}")
 
 # %% [markdown]
-# The products with the weights (`mm`) and attention are what no step can do without. They take little more than half of the time. The rest is a thousand small operations, many of which only look at a tensor otherwise, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m nanollm.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
+# The products with the weights (`mm`) and attention are what no step can do without. They take about half of the time. The rest is a thousand small operations, many of which only look at a tensor otherwise, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m nanollm.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
 
 # %%
 tables = (HERE / "speed.txt").read_text().split("\n\n")
