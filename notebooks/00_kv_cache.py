@@ -18,7 +18,7 @@ import torch
 
 from methods import h2o, random_eviction, streaming_llm
 from nanollm import plot, tokenizer, weights
-from nanollm.cache import ALL, LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import answer, full_cache_bytes, held, maker, retrieve
 from nanollm.generate import generate
@@ -155,12 +155,12 @@ print("Llama-2-7B at 2048 tokens:", full_cache_bytes(shapes["Llama-2-7B"], 2048)
 # ## The seam
 #
 # The decoder says one thing to memory, `y = cache.attend(q, k, v, pos)`, and that is four steps: `write` the new keys and values, `read` what attention may see, attention, `observe`.
-# A method of compression overrides one of the steps. The smallest override there is forgets nothing and looks on: with `watch = ALL`, `observe` is handed the probabilities of every query.
+# A method of compression overrides one of the steps. The smallest override there is forgets nothing and looks on: with `watch = 256`, `observe` is handed the probabilities of the last 256 queries, and no text here has more. (`ALL` stands for any number; then it is told of a long prompt 128 queries at a time.)
 
 # %%
 class Recorder(LayerCache):
     """Full attention that keeps the probabilities p (B, H, G, T, S) of its last call."""
-    watch = ALL
+    watch = 256
 
     def observe(self, q, p):
         self.p = p.flatten(1, 2)  # (B, heads, T, S)
