@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from nanollm.cache import LayerCache, attention
 from nanollm.check import check_budget, whole
-from nanollm.ranking import expand_index
+from nanollm.ranking import taken
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Quest(LayerCache):
         token = torch.arange(self.page, device=q.device)
         i = (u.topk(n).indices[..., None] * self.page + token).flatten(2)  # (B, H, n · page)
         there, i = i < self.length, i.clamp(max=self.length - 1)           # the last page may not be full
-        k, v = (x.gather(2, expand_index(i, x)) for x in (self.k, self.v))
+        k, v = (taken(self.slots[name], i) for name in "kv")               # of the whole buffer: no copy
         return attention(q, k, v, there.unsqueeze(2), causal=False), None
 
     def bounds(self, q: Tensor) -> Tensor:

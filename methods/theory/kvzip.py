@@ -19,7 +19,7 @@ from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip, OneReading
 from methods.quantized import Quantized
 from methods.rounded import RoundedKVzip, RoundedWindow
-from nanollm import LEARNED, TINY, command
+from nanollm import SHIPPED, command
 from nanollm.cache import LayerCache, cache_bytes, copied, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import (
@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--documents", type=int, default=32, help="a task; default 32")
     parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
     args = parser.parse_args(argv)
-    names = {TINY: "built", LEARNED: "learned"}
-    for folder in dict.fromkeys([TINY, LEARNED, args.model]):
+    names = {folder: name for name, folder in SHIPPED.items()}
+    for folder in dict.fromkeys([*names, args.model]):
         model, encoding = loaded(args, folder)
         check_size(model, args.documents, 2, args.length)
         tasks, found, rounded, duo, ratio = Tasks(encoding, "test"), {}, {}, {}, 0.0
