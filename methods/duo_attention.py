@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from methods.theory.duo_attention import gates, heads_by_kvzip, retrieval_heads
-from nanollm.cache import NEVER, LayerCache
+from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.check import check_budget
 from nanollm.data import Tasks
 
@@ -113,11 +113,8 @@ class DuoAttention(LayerCache):
             pos[:, heads, :part.length] = part.pos
         return pos
 
-    def bytes(self) -> tuple[int, int]:
-        if not self.parts:
-            return super().bytes()
-        live, allocated = zip(*(part.bytes() for _, part in self.parts))
-        return sum(live), sum(allocated)
+    def stored(self) -> list[Stored]:
+        return [x for _, part in self.parts for x in part.stored()] if self.parts else super().stored()
 
     @staticmethod
     def calibrate(model, encoding) -> dict:

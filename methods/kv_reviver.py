@@ -21,7 +21,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.count_sketch import Sketch
-from nanollm.cache import ALL, NEVER, LayerCache
+from nanollm.cache import ALL, NEVER, LayerCache, Stored
 from nanollm.check import check_seed
 from nanollm.gpu import kernel_for
 from nanollm.ranking import expand_index, indices, rank
@@ -174,9 +174,9 @@ class KVReviver(LayerCache):
             self.pos.scatter_(2, slot, torch.where(swaps, token.int(), out))
             tokens.scatter_(2, best, torch.where(swaps, out.long(), token))  # no longer in order
 
-    def bytes(self) -> tuple[int, int]:
-        live, allocated = super().bytes()
-        return live + self.score[:, :, :self.seen].nbytes, allocated + self.score.nbytes
+    def stored(self) -> list[Stored]:
+        scores = self.score[:, :, :self.seen].numel()
+        return super().stored() + [Stored(self.score, scores, follows=False)]
 
     def beside(self) -> list[Tensor]:
         return [] if self.sketch is None else [self.sketch.x]

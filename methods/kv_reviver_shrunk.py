@@ -21,6 +21,7 @@ from torch import Tensor
 
 from methods.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
+from nanollm.cache import Stored
 from nanollm.gpu import kernel_for
 
 MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of so many normals (Lemma 2)
@@ -125,8 +126,9 @@ class ShrunkReviver(SignedReviver):
         mean = 2 * self.k.shape[-1] * max(self.k.element_size(), 4) if self.vague else 0
         return super().sizes(beside=mean)
 
-    def beside(self) -> list[Tensor]:
-        return super().beside() + ([] if self.sketch is None else [self.sketch.sum])
+    def stored(self) -> list[Stored]:
+        mean = [] if self.sketch is None else [self.sketch.sum]
+        return super().stored() + [Stored(x, x.numel(), follows=False) for x in mean]
 
 
 variants = {"kv_reviver_shrunk": ShrunkReviver}

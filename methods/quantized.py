@@ -63,6 +63,7 @@ def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass(eq=False)
 class Quantized(LayerCache):
     """Exact tokens are in the slots; rounded ones, which came before them, in `rounded`."""
+    keeps_all = True
     bits: int = 2              # of a number, 1 to 8
     group_size: int = 32       # tokens that share a key channel's range, and channels that share a value's
     residual_length: int = 32  # newest tokens that are never rounded

@@ -34,6 +34,7 @@ class Quest(LayerCache):
     budget: int     # entries per key/value head that a query reads, whole pages
     page: int = 16  # tokens that share two vectors
     dense: int = 0  # first layers that read everything; the paper: 2
+    keeps_all = True
 
     def __post_init__(self):
         super().__post_init__()

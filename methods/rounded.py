@@ -17,6 +17,7 @@ from torch import Tensor
 
 from methods.kvzip import KVzip
 from methods.quantized import pack, quantise, unpack
+from nanollm.cache import Stored
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 from nanollm.window import WindowCache
@@ -80,12 +81,13 @@ class Rounded(PackedCache):
     def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
         return None if "k_code" in self.packed else super().decode(q, pos)
 
-    def bytes(self) -> tuple[int, int]:
+    def stored(self) -> list[Stored]:
         if "k_code" not in self.packed:
-            return super().bytes()
-        beside = sum(x.nbytes for x in [*self.packed.values(), *self.beside()])
-        new = sum(x[:, :, :self.length - self.longest].nbytes for x in self.slots.values())
-        return beside + new, beside + sum(x.nbytes for x in self.slots.values())
+            return super().stored()
+        rounded = [Stored(x, x.numel(), follows=name != "bias") for name, x in self.packed.items()]
+        new = [Stored(x, x[:, :, :self.length - self.longest].numel(), follows=name in ("k", "v"))
+               for name, x in self.slots.items()]
+        return rounded + new + [Stored(x, x.numel(), follows=x.dim() > 3) for x in self.beside()]
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, Stored
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index
 
@@ -118,10 +118,11 @@ class Stream:
         weight = weight.nan_to_num(0).log().to(self.k)  # 0/0: there was no value but 0
         return (self.sample.flatten(2, 3), share), (self.k, weight)
 
-    def bytes(self) -> tuple[int, int]:
-        fixed = sum(x.nbytes for x in (self.k, self.v, self.total))
-        each = sum(x.element_size() * math.prod(x.shape[3:]) for x in (self.centre, self.count, self.sample))
-        return fixed + int((self.count > 0).sum()) * each, fixed + self.count.numel() * each
+    def stored(self) -> list[Stored]:
+        clusters = int((self.count > 0).sum())
+        return ([Stored(x, x.numel(), follows=x.dim() > 3) for x in (self.k, self.v, self.total)]
+                + [Stored(x, clusters * math.prod(x.shape[3:]), follows=x.dim() > 3)
+                   for x in (self.centre, self.count, self.sample)])
 
 
 @dataclass(eq=False)
@@ -178,9 +179,8 @@ class SubGen(LayerCache):
         """Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
         return p @ self.streams[0].v
 
-    def bytes(self) -> tuple[int, int]:
-        live, allocated = zip((0, 0), *(stream.bytes() for stream in self.streams))
-        return sum(live), sum(allocated)
+    def stored(self) -> list[Stored]:
+        return [x for stream in self.streams for x in stream.stored()]
 
 
 variants = {}  # it has no budget of entries

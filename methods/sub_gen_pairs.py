@@ -15,7 +15,7 @@ from torch import Tensor
 
 from methods.sub_gen import SubGen
 from methods.tensor_attention import PairCache, remember
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, Stored
 
 
 @dataclass(eq=False)
@@ -32,8 +32,8 @@ class SubGen2Cache(SubGen):
             super().write(new_k, new_v, pos)
         self.seen = self.tokens.seen
 
-    def bytes(self) -> tuple[int, int]:
-        return tuple(stream + tokens for stream, tokens in zip(super().bytes(), self.tokens.bytes()))
+    def stored(self) -> list[Stored]:
+        return super().stored() + self.tokens.stored()
 
 
 @dataclass(eq=False)

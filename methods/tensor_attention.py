@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, Stored
 from nanollm.check import check_attend
 from nanollm.gpu import kernel_for
 from nanollm.model import Attention, Config, Decoder
@@ -130,8 +130,8 @@ class TwoCache(PairCache):
             super().write(new_k, new_v, pos[:, t:t + 1].expand(-1, new_k.shape[2]))
         self.seen = self.tokens.seen
 
-    def bytes(self) -> tuple[int, int]:
-        return tuple(pairs + tokens for pairs, tokens in zip(super().bytes(), self.tokens.bytes()))
+    def stored(self) -> list[Stored]:
+        return super().stored() + self.tokens.stored()
 
 
 def remember(tokens: LayerCache, k: Tensor, v: Tensor, pos: Tensor):

@@ -11,6 +11,7 @@ rule serves causality, chunked prefill, heads of different length and slots that
 from copy import deepcopy
 from dataclasses import dataclass
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ TILE = 128                            # of a prompt that is watched throughout, 
 class LayerCache:
     """Full attention: remembers every token of one layer. Subclasses add their knobs as dataclass fields."""
     watch = 0    # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+    keeps_all = False  # whether every token stays in some form; a budget then is what a query reads
     rereads = 0  # tokens of the prompt that are read a second time, so many at a time, before it ends (KVzip)
 
     def __post_init__(self):
@@ -107,17 +109,23 @@ class LayerCache:
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
         new = dict.fromkeys(self.slots) | dict(k=k, v=v, pos=pos[:, None], **state)
+        if self.slots and end > self.slots["k"].shape[2]:
+            self.reserve(self.capacity(end))
 
         for name, x in new.items():
-            slots = self.slots.get(name)
-            if slots is None or end > slots.shape[2]:  # a larger buffer, and what was in the old one
-                like, dtype = x if slots is None else slots, torch.int32 if name == "pos" else None
-                self.slots[name] = like.new_zeros(B, H, self.capacity(end), *like.shape[3:], dtype=dtype)
-                if slots is not None:
-                    self.slots[name][:, :, :start] = slots[:, :, :start]
+            if name not in self.slots:
+                room = self.slots["k"].shape[2] if self.slots else self.capacity(end)
+                dtype = torch.int32 if name == "pos" else x.dtype
+                self.slots[name] = x.new_zeros(B, H, room, *x.shape[3:], dtype=dtype)
             self.slots[name][:, :, start:end] = 0 if x is None else x
 
         self.length, self.seen = end, self.seen + T
+
+    def reserve(self, n: int):
+        """Room for n slots: until they are in use nothing is copied again."""
+        for name, x in self.slots.items():
+            more = x.new_zeros(*x.shape[:2], max(n - x.shape[2], 0), *x.shape[3:])
+            self.slots[name] = torch.cat((x, more), 2)
 
     def capacity(self, n: int) -> int:
         """Slots to allocate when n are needed. Growing by a tenth copies a slot eleven times on average."""
@@ -180,15 +188,31 @@ class LayerCache:
 
     def bytes(self) -> tuple[int, int]:
         """(live, allocated) bytes of this layer's cache; live leaves out slack and empty slots."""
-        beside, live = sum(x.nbytes for x in self.beside()), 0
+        stored = self.stored()
+        return sum(x.live * x.tensor.element_size() for x in stored), sum(x.tensor.nbytes for x in stored)
+
+    def stored(self) -> list["Stored"]:
+        """Everything that `bytes` counts: the slots, and what a method holds beside them."""
+        live = 0
         if self.slots:
             live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
-        each = sum(math.prod(x.shape[3:]) * x.element_size() for x in self.slots.values())
-        return live * each + beside, sum(x.nbytes for x in self.slots.values()) + beside
+        slots = [Stored(x, live * math.prod(x.shape[3:]), follows=name in ("k", "v"))
+                 for name, x in self.slots.items()]
+        return slots + [Stored(x, x.numel(), follows=x.dim() > 3) for x in self.beside()]
 
     def beside(self) -> list[Tensor]:
-        """What a method holds beside its slots, counted by `bytes`."""
+        """Tensors that a method holds beside its slots."""
         return []
+
+
+class Stored(NamedTuple):
+    """A tensor of a cache, and how many of its numbers are live.
+
+    follows: its numbers are as wide as the model's. Scores per token stay in 32 bits in any model.
+    """
+    tensor: Tensor
+    live: int
+    follows: bool
 
 
 # ---- attention -------------------------------------------------------------------------------------------
@@ -249,3 +273,9 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
     """(live, allocated) bytes of all layers."""
     live, allocated = zip(*(cache.bytes() for cache in caches))
     return sum(live), sum(allocated)
+
+
+def bytes_in_16_bits(caches: list[LayerCache]) -> int:
+    """Live bytes of all layers if the model's numbers had 16 bits. Shares of a cache are taken of these."""
+    each = lambda x: 2 if x.follows and x.tensor.is_floating_point() else x.tensor.element_size()
+    return sum(x.live * each(x) for cache in caches for x in cache.stored())

@@ -1,6 +1,7 @@
 """Checks of input: each raises a ValueError of one line, which names what was given and what would be right.
 """
 from dataclasses import fields
+from inspect import signature
 from numbers import Integral, Real
 from typing import ClassVar, get_args, get_origin, get_type_hints
 
@@ -126,10 +127,17 @@ def check_score(score: Tensor, shape: tuple[int, int, int]):
 
 
 def check_watch(cache):
-    """ValueError unless `watch` is a number of queries."""
+    """ValueError unless `watch` is a number of queries, and above 0 if `observe` counts on probabilities.
+
+    An `observe` that can do without declares `p: Tensor | None`.
+    """
     if type(cache.watch) is not int or cache.watch < 0:
         raise ValueError(f"watch {cache.watch!r} of {type(cache).__name__} "
                          "must be a number of queries, 0 or more, or ALL")
+    p = [*signature(cache.observe).parameters.values()][1:2]
+    if not cache.watch and p and "None" not in str(p[0].annotation):
+        raise ValueError(f"observe of {type(cache).__name__} gets no probabilities, since watch is 0; write "
+                         "watch = ALL, or how many of the last queries, or declare p: Tensor | None")
 
 
 def check_caches(caches: list, layers: int, B: int):

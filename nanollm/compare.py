@@ -1,7 +1,7 @@
 """python -m nanollm: what compressing the KV cache costs.
 
-    python -m nanollm                          nine methods, a quarter of the entries: forty seconds
-    python -m nanollm --all                    every method at four budgets: a quarter of an hour
+    python -m nanollm                          a method a family, a quarter of the entries: forty seconds
+    python -m nanollm --all                    every method at four budgets: over twenty minutes
     python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
     python -m nanollm --model FOLDER --lengths 4096 --batch 4 --dtype bfloat16 --json rows.json --resume
     python -m nanollm generate                 a page, what is kept of it, and what is answered
@@ -79,7 +79,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     """The command line. Without methods, budgets, --all or --full the short table is asked for."""
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every method, not the nine of the short table")
+    parser.add_argument("--all", action="store_true", help="every method, not one a family")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                         help="these; all: every one, also with every addition, as in ada_kv+critical")
     parser.add_argument("--budgets", nargs="+", type=float, metavar="PERCENT",

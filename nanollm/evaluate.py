@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import NEVER, LayerCache, cache_bytes, copied, end_prefill, make_cache
+from nanollm.cache import (
+    NEVER, LayerCache, bytes_in_16_bits, cache_bytes, copied, end_prefill, make_cache)
 from nanollm.check import check_budget, fits, whole
 from nanollm.data import Batch, Tasks
 from nanollm.generate import check_prompt, end_prompt
@@ -142,19 +143,20 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
 
     Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query
     head with o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and
-    peak bytes; device, the bytes that a GPU's allocator holds more after the compression, None on a CPU;
-    tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of the true token, are (B,)
-    and l1 (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens that are compressed;
-    `slots` held right after that and slots_end after the last token; evicts, whether the method has an
-    `evict` of its own. `recording` is `full.recording`, where reading the prompt need not be part of it;
-    without, the decoder reads `chunk_size` tokens at a time.
+    peak bytes; live_16, `bytes_in_16_bits`; device, the bytes that a GPU's allocator holds more after the
+    compression, None on a CPU; tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of
+    the true token, are (B,) and l1 (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens
+    that are compressed; `slots` held right after that and slots_end after the last token; evicts, whether the
+    method has an `evict` of its own; keeps_all, whether it says that every token stays. `recording` is
+    `full.recording`, where reading the prompt need not be part of it; without, the decoder reads `chunk_size`
+    tokens at a time.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
     # the prompt
     before = torch.cuda.memory_allocated(tokens.device) if tokens.is_cuda else None
     caches = make(cut, full.prompt)
     peak = feed(model, full.prompt, caches, chunk_size) if recording is None else replay([recording], caches)
-    end_prompt(model, full.prompt, caches)
+    peak = max(peak, end_prompt(model, full.prompt, caches))
     after_prompt = slots(caches)
     device = torch.cuda.memory_allocated(tokens.device) - before if tokens.is_cuda else None
 
@@ -175,9 +177,11 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     kl = F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1)
     return dict(perplexity=math.exp(nll.mean().item()), nll=nll, kl=kl,
                 l1=changes(full, caches, answers), live=live, allocated=allocated, peak=peak,
+                live_16=bytes_in_16_bits(caches),
                 tokens_per_s=tokens.shape[0] * new / seconds,
                 device=device, prompt=cut, slots=after_prompt, slots_end=slots(caches),
-                evicts=any(type(cache).evict is not LayerCache.evict for cache in caches))
+                evicts=any(type(cache).evict is not LayerCache.evict for cache in caches),
+                keeps_all=all(cache.keeps_all for cache in caches))
 
 
 def wide(x: Tensor) -> Tensor:
@@ -204,7 +208,7 @@ def excess(row: dict) -> str:
     At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
     each token; window methods, which only compress the prompt, append.
     """
-    if row["fraction"] is None or row["slots"] is None:
+    if row["fraction"] is None or row["slots"] is None or row["keeps_all"]:
         return ""
     budget = share(row["fraction"], row["prompt"])
     if row["slots"] == row["prompt"] > budget:
@@ -218,10 +222,13 @@ def excess(row: dict) -> str:
 
 
 def held(caches: list[LayerCache], tokens: int) -> Tensor:
-    """(B, L, H, tokens) of bool: which of the first `tokens` tokens every head still has a slot for."""
+    """(B, L, H, tokens) of bool: which of the first `tokens` tokens every head still has.
+
+    A token is there if a slot has its position, or if the method says that it keeps all.
+    """
     token = torch.arange(tokens, device=caches[0].pos.device)
-    return torch.stack([torch.stack([(head[..., None] == token).any(-2) for head in cache.pos.unbind(1)], 1)
-                        for cache in caches], 1)
+    return torch.stack([torch.stack([(head[..., None] == token).any(-2) | cache.keeps_all
+                                     for head in cache.pos.unbind(1)], 1) for cache in caches], 1)
 
 
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
@@ -415,12 +422,13 @@ def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
     kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
     seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
     each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
-    for key, of_all in dict(live=sum, allocated=sum, peak=sum, device=sum, slots=max, slots_end=max).items():
+    for key, of_all in dict(live=sum, live_16=sum, allocated=sum, peak=sum, device=sum, slots=max,
+                            slots_end=max).items():
         found = [text[key] for text in texts]
         row[key] = None if None in found else of_all(found)
-    return row | dict(prompt=texts[0]["prompt"], evicts=texts[0]["evicts"], tokens_per_s=len(kl) / seconds,
-                      perplexity=math.exp(nll.mean().item()), kl=kl.mean().item(), l1=l1.mean(0).tolist(),
-                      l1_alone=alone.mean(0).tolist(), each=each)
+    row |= {key: texts[0][key] for key in ("prompt", "evicts", "keeps_all")}
+    return row | dict(tokens_per_s=len(kl) / seconds, perplexity=math.exp(nll.mean().item()),
+                      kl=kl.mean().item(), l1=l1.mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
 
 
 def replayed_or_read(measure, model, what, make: Make, recorded):

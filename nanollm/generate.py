@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nanollm.cache import end_prefill, make_cache
+from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.check import check_caches, check_seed, check_tokens, fits, whole
 
 LEAST = 1e-6  # below it a temperature would make logits overflow, and a top_p round to 0
@@ -52,26 +52,35 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 
 
 @torch.no_grad()
-def end_prompt(model, tokens: Tensor, caches):
+def end_prompt(model, tokens: Tensor, caches) -> int:
     """Tell every layer that the prompt, tokens (B, T), is over; those that read it twice read it again first.
+
+    Returns the most bytes that the caches allocated for the second reading, 0 if there is none.
     """
-    read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
+    peak = read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
     end_prefill(caches)
+    return peak
 
 
-def read_again(caches, read: Callable[[slice], object]):
+def read_again(caches, read: Callable[[slice], object]) -> int:
     """The second reading of methods that ask for one: `rereads` tokens at a time, and the 8 before them, come
-    after the whole prompt, and are then taken out again. `read` feeds a part of the prompt.
+    after the whole prompt, and are then taken out again. `read` feeds a part of the prompt. Returns the most
+    bytes that the caches allocated.
     """
+    peak = 0
     T, n = caches[0].seen, caches[0].rereads
     if n and caches[0].prompt_done:
         raise ValueError("the prompt is over; say so once")
+    for cache in caches if n else ():
+        cache.reserve(T + min(n + 8, T))
     for start in range(0, T if n else 0, n or 1):
         for cache in caches:
             cache.rereading = True
         read(slice(max(start - 8, 0), min(start + n, T)))
+        peak = max(peak, cache_bytes(caches)[1])
         for cache in caches:
             cache.rereading, cache.length, cache.seen = False, T, T
+    return peak
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float):

@@ -89,9 +89,9 @@ def decode(model: Decoder, caches: list[LayerCache], token: Tensor, new: int, cu
 def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk: int, cuda: bool) -> dict:
     """A row's numbers. The prompt is all but the last of tokens (B, T + 1), read `chunk` at a time.
 
-    Seconds, and tokens/s of the batch. Bytes: `live`, `allocated` and `peak` (while reading) are the caches'
-    word; `device` and `device_peak` the GPU allocator's, less what it had handed out before, None on a CPU.
-    On a GPU `plain_per_s` is of the `new` tokens that come next, without kernels; None where none ran.
+    Seconds, and tokens/s of the batch. Bytes: `live`, `allocated` and `peak` (until the prompt's end) are the
+    caches' word; `device` and `device_peak` the GPU allocator's, less what it had handed out before, None on
+    a CPU. On a GPU `plain_per_s` is of the `new` tokens that come next, without kernels; None where none ran.
     """
     (B, T), c, of_before = tokens[:, 1:].shape, model.config, 0
     if cuda:
@@ -105,12 +105,11 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
     began = now(cuda)
     row = dict(peak=feed(model, tokens[:, :-1], caches, chunk), device=None, device_peak=None)
     read = now(cuda)
-    if cuda:
-        row["device_peak"] = torch.cuda.max_memory_allocated() - of_before
-    end_prompt(model, tokens[:, :-1], caches)
+    row["peak"] = max(row["peak"], end_prompt(model, tokens[:, :-1], caches))
     row |= dict(prefill_s=read - began, end_s=now(cuda) - read)
     if cuda:
         row["device"] = torch.cuda.memory_allocated() - of_before
+        row["device_peak"] = torch.cuda.max_memory_allocated() - of_before
     row["live"], row["allocated"] = cache_bytes(caches)
     row["tokens_per_s"], token = decode(model, caches, tokens[:, -1:], new, cuda)
 

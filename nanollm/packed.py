@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanollm.cache import NEVER, LayerCache
+from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.gpu import kernel_for
 
 
@@ -61,9 +61,9 @@ class PackedCache(LayerCache):
         fast = kernel_for(q, "decode_attention", "attend_packed") if plain else None
         return (fast(self, q), None) if fast else None
 
-    def bytes(self) -> tuple[int, int]:
-        live, allocated = super().bytes()
-        return live, allocated + sum(x.nbytes for x in self.packed.values())
+    def stored(self) -> list[Stored]:
+        """The live slots of both are counted with the buffers."""
+        return super().stored() + [Stored(x, 0, follows=True) for x in self.packed.values()]
 
     def beside(self) -> list[Tensor]:
         return [] if self.counts is None else [self.counts]

@@ -8,7 +8,6 @@ from torch import Tensor
 from nanollm.cache import make_cache
 from nanollm.evaluate import feed, for_text, held
 from nanollm.generate import end_prompt
-from nanollm.select import has_budget
 from nanollm.tokenizer import boundaries, opening
 
 PAGE = """\
@@ -81,8 +80,6 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, device: str, fi
     for setting, cut in cuts.items():
         caches = make_cache(model, for_text(Method, ends[:, :cut]), **knobs)
         kept, written = answer(model, tokens, cut, caches, new)
-        if not has_budget(Method):  # it keeps every token, if not in a slot of its own
-            kept = torch.ones_like(kept)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]
         told, full = encoding.decode(written), encoding.decode(expected)

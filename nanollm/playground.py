@@ -9,7 +9,7 @@ import ipywidgets as widgets
 import torch
 from torch import Tensor
 
-from nanollm.cache import cache_bytes, make_cache
+from nanollm.cache import bytes_in_16_bits, make_cache
 from nanollm.evaluate import for_text, share
 from nanollm.page import PAGE, QUESTION, SETTINGS, answer
 from nanollm.select import calibrated, given, has_budget, one_line, pick
@@ -75,18 +75,16 @@ class Playground(widgets.VBox):
         key = tuple(context + question)
         if key not in self.expected:
             full = make_cache(model)
-            self.expected[key] = answer(model, tokens, cut, full, NEW)[1], cache_bytes(full)[0]
+            self.expected[key] = answer(model, tokens, cut, full, NEW)[1], bytes_in_16_bits(full)
         expected, most = self.expected[key]
-        if not has_budget(Method):  # it keeps every token, if not in a slot of its own
-            kept = torch.ones_like(kept)
         if self.layer.value != "all":
             kept = kept[int(self.layer.value)][None]
-        shares, held = kept.float().mean((0, 1)), cache_bytes(caches)[0]
+        shares, held = kept.float().mean((0, 1)), bytes_in_16_bits(caches)
 
         told, full = (escape(self.encoding.decode(x).strip()) for x in (written, expected))
         said = (f"It answers <b>{told}</b>, the full cache <b>{full}</b>. After the answer it holds "
-                f"<b>{held / 1024:.0f} KiB</b>, {100 * held / most:.0f} % of the full cache's "
-                f"{most / 1024:.0f}. "
+                f"<b>{held / 1024:.0f} KiB</b> in numbers of 16 bits, {100 * held / most:.0f} % of the full "
+                f"cache's {most / 1024:.0f}. "
                 f"Of the {cut} tokens compressed, a head has a slot for {100 * shares.mean():.0f} %; "
                 f"{int((shares == 0).sum())} tokens are gone from all"
                 f"{'' if self.layer.value == 'all' else f' of layer {self.layer.value}'}.")

@@ -60,7 +60,7 @@ def comparison(rows: list[dict], file: Path):
     if not rows:
         raise ValueError("there are no rows to draw")
     full = next((row for row in rows if row["method"] == "full"), None)
-    points = {name: sorted((row for row in rows if row["method"] == name), key=lambda row: row["live"])
+    points = {name: sorted((row for row in rows if row["method"] == name), key=lambda row: row["live_16"])
               for name in drawn([row["method"] for row in rows])}
 
     if all(len(mine) == 1 for mine in points.values()):
@@ -114,18 +114,18 @@ def slopes(axis, points: dict, full: dict | None):
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
     """A line a method over the bytes of its cache; the full cache's value is a level."""
-    kib = {name: [row["live"] / 1024 for row in mine] for name, mine in points.items()}
+    kib = {name: [row["live_16"] / 1024 for row in mine] for name, mine in points.items()}
     for name, mine in points.items():
         axis.plot(kib[name], [row[key] for row in mine], label=name, markersize=7, **style(name))
     if full:
         axis.axhline(full[key], color="black", linewidth=1)
         axis.text(0.02, full[key], "full cache", transform=axis.get_yaxis_transform(), va="bottom")
-    axis.set_xlabel("live cache after the text, KiB per sequence")
+    axis.set_xlabel("cache after the text, KiB per sequence (numbers of 16 bits)")
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
 
     # octaves around all points; a logarithmic axis has no place for a cache of no bytes
-    live = [x for mine in kib.values() for x in mine] or [full["live"] / 1024]
+    live = [x for mine in kib.values() for x in mine] or [full["live_16"] / 1024]
     if min(live) > 0:
         axis.set_xscale("log", base=2)
         low, high = np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live)))

@@ -5,13 +5,15 @@ from nanollm.evaluate import TASKS, paired
 
 # The short table: a row a family, all at one budget.
 SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",
-         "streaming_llm", "kvzip", "quantized_2")
+         "streaming_llm", "random", "kvzip", "quantized_2")
 TERMS = """\
-budget  the share of the prompt's tokens that each head may keep; "all" for methods that keep every token
+budget  the share of the prompt's tokens that each head may keep; "all": the method keeps every token;
+        in brackets: what a method without a budget kept
 aware   the question is part of the prompt that is compressed, so attention knows what will be asked
 blind   the prompt is compressed first and the question comes afterwards
 needle  one of 4 facts hidden in real text is asked for; recall: one of 16 pairs; few-shot: a line's label
-KL      how far predictions of real text move from the full cache's, in nats; KiB: the cache of a text"""
+KL      how far predictions of real text move from the full cache's, in nats
+KiB     what the cache of a text holds if the model's numbers have 16 bits; fewer bits count as stored"""
 NEARLY = 0.1  # of the answers, mean over the tasks: who loses no more answers nearly all
 
 SETTINGS = "aware", "blind"
@@ -32,7 +34,7 @@ def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = F
     """
     error = 0.5 / (documents - 1) ** 0.5  # that of as many ones as zeros, the largest
     needle, *others = (task.replace("_", "-") for task in TASKS)
-    above = f"{'':<34}{'live':>7}{needle:>12}" + "".join(f"{task:>14}" for task in others)
+    above = f"{'':<34}{'16-bit':>7}{needle:>12}" + "".join(f"{task:>14}" for task in others)
     names = "method", "budget", "KiB", *SETTINGS * len(TASKS)
 
     if short:
@@ -46,8 +48,8 @@ def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = F
 
 def show(row: dict, short: bool = False) -> str:
     """A row as a line of the table."""
-    budget = "all" if row["fraction"] is None else f"{100 * row['fraction']:g} %"
-    first = row["method"], budget, f"{row['live'] / 1024:.0f}", *(f"{row[key]:.2f}" for key in ACCURACIES)
+    accuracies = (f"{row[key]:.2f}" for key in ACCURACIES)
+    first = row["method"], budget(row), f"{row['live_16'] / 1024:.0f}", *accuracies
     kl = f"{max(row['kl'], 0):.3f}"
     if short:
         return line(SHORT, *first, kl)
@@ -55,6 +57,15 @@ def show(row: dict, short: bool = False) -> str:
     l1, speed = f"{mean_l1(row):.2f}", f"{row['tokens_per_s']:.0f}"
     gpu = "" if row["device"] is None else f"{row['device'] / 1024:>11.0f}"
     return line(LONG, *first, perplexity, kl, l1, speed) + gpu
+
+
+def budget(row: dict) -> str:
+    """The budget asked for. Of a method that has none, whether it kept all, or how much in brackets."""
+    if row["fraction"] is not None:
+        return f"{100 * row['fraction']:g} %"
+    if row["keeps_all"] or row["slots"] is None or row["slots"] == row["prompt"]:
+        return "all"
+    return f"({100 * row['slots'] / row['prompt']:.0f} %)"
 
 
 def mean_l1(row: dict) -> float:
@@ -65,7 +76,7 @@ def mean_l1(row: dict) -> float:
 def row_of(name: str, fraction: float | None, T: int, settings: dict, measured: dict) -> dict:
     """A row: what was run, what `Benchmark.run` measured, bytes now of one text, means over the tasks."""
     row = dict(method=name, fraction=fraction, tokens=T) | settings | measured
-    for key in ("live", "allocated", "peak", "device"):
+    for key in ("live", "live_16", "allocated", "peak", "device"):
         row[key] = row[key] and row[key] // len(row["each"]["kl"])
     for setting in SETTINGS:
         row[setting] = sum(row[f"{task}_{setting}"] for task in TASKS) / len(TASKS)
@@ -106,10 +117,10 @@ def findings(rows: list[dict]) -> str:
 
 def costs(full: dict, others: list[dict]) -> str:
     """A sentence on the fewest bytes, and on where predictions moved least and most."""
-    least = min(others, key=lambda row: row["live"])
+    least = min(others, key=lambda row: row["live_16"])
     closest, farthest = (pick(others, key=lambda row: row["kl"]) for pick in (min, max))
-    share = 100 * least["live"] / full["live"]
-    return fill(f"Cost: {least['method']} holds least, {share:.0f} % of the full cache's bytes; predictions "
+    share = 100 * least["live_16"] / full["live_16"]
+    return fill(f"Cost: {least['method']} holds least, {share:.0f} % of a full 16-bit cache; predictions "
                 f"move least with {closest['method']} (KL {max(closest['kl'], 0):.3f}) and most with "
                 f"{farthest['method']} ({farthest['kl']:.3f}).", 100)
 

@@ -89,8 +89,8 @@ def test_a_row_for_every_method_and_budget_with_every_number(rows):
     for row in rows:
         assert row.keys() == shares | {f"{key}_se" for key in shares} | {
             "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1",
-            "l1_alone", "live", "allocated", "peak", "device", "tokens_per_s", "each", "prompt", "slots",
-            "slots_end", "evicts", "model", "engine", "dtype", "window", "text", "chat"}
+            "l1_alone", "live", "live_16", "allocated", "peak", "device", "tokens_per_s", "each", "prompt",
+            "slots", "slots_end", "keeps_all", "evicts", "model", "engine", "dtype", "window", "text", "chat"}
         assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
@@ -101,7 +101,8 @@ def test_a_row_for_every_method_and_budget_with_every_number(rows):
             assert np.mean(row[key]) == pytest.approx(np.mean(row["each"][key]), abs=1e-6), key
 
     slot, cut = 2 * 2 * (2 * 8 * 4 + 4), 288 - 64 - 1  # layers, heads, k and v of 8 floats, a position
-    assert rows[0]["live"] == slot * 287 and abs(rows[0]["kl"]) < 1e-6
+    assert (rows[0]["live"], rows[0]["live_16"]) == (slot * 287, 2 * 2 * (2 * 8 * 2 + 4) * 287)
+    assert abs(rows[0]["kl"]) < 1e-6
     for row in rows[-2:]:
         sinks = 2 * 2 * 4 * 8 * 4  # StreamingLLM's, as stored
         assert row["live"] == round(row["fraction"] * cut) * slot + sinks

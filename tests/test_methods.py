@@ -22,7 +22,7 @@ from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
 from methods.sub_gen_pairs import SubGen4Cache
 from methods.tensor_attention import FactoredFourCache
-from nanollm.cache import NEVER, end_prefill, make_cache
+from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
 from nanollm.evaluate import for_text
 from nanollm.generate import generate, read_again
 from nanollm.select import given, has_budget, pick
@@ -71,10 +71,10 @@ class Step(NamedTuple):
     bytes: list[tuple[int, int]]
 
 
-def run(name, cut, layers=None, rows=slice(None), **knobs):
+def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **knobs):
     """Caches of a decoder, fed its layers' q, k and v."""
     Method = METHODS[name]
-    caches = make_cache(decoder(), for_text(Method, ENDS[rows]), **given(Method, **KNOBS | knobs))
+    caches = make_cache(decoder().to(dtype), for_text(Method, ENDS[rows]), **given(Method, **KNOBS | knobs))
     steps = []
     for stop, n in zip(accumulate(cut), cut):
         part, pos = slice(stop - n, stop), torch.arange(stop - n, stop)[None]
@@ -151,6 +151,18 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
             assert n * slot <= live <= allocated
     for cache in caches:
         assert cache.bytes()[1] == sum(memory(cache).values())
+
+
+# what stays depends on the last digits, or on the bytes of a number
+UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not any(x in name for x in UNLIKE_IN_16_BITS)])
+def test_bytes_in_16_bits_are_those_of_a_cache_in_16_bits(name):
+    caches, _ = walk(name, CUTS[0])
+    layers, dtype = [[x.bfloat16() for x in qkv] for qkv in text()], torch.bfloat16
+    half, _ = run(name, CUTS[0], layers, dtype=dtype, gates=GATES.to(dtype))
+    assert bytes_in_16_bits(caches) == bytes_in_16_bits(half) == cache_bytes(half)[0] < cache_bytes(caches)[0]
 
 
 def memory(x, of=None) -> dict[int, int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanollm import TINY
-from nanollm.cache import cache_bytes, make_cache
+from nanollm.cache import bytes_in_16_bits, make_cache
 from nanollm.page import PAGE, QUESTION, answer
 from nanollm.playground import Playground
 from nanollm.select import load
@@ -34,7 +34,7 @@ def test_it_says_what_is_answered_held_and_kept(shipped):
         kept, written = answer(model, tokens, cut, caches, 4)
     gone = int((~kept.any(0).any(0)).sum())
     assert f"It answers <b>{encoding.decode(written).strip()}</b>" in play.said.value
-    assert f"<b>{cache_bytes(caches)[0] / 1024:.0f} KiB</b>" in play.said.value
+    assert f"<b>{bytes_in_16_bits(caches) / 1024:.0f} KiB</b>" in play.said.value
     assert f"Of the {cut} tokens compressed" in play.said.value
     assert f"{gone} tokens are gone" in play.said.value
     assert play.kept.value.count("color:#aaa") == gone

@@ -35,7 +35,7 @@ def drawn(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind, live", [("png", (0, 0)), ("svg", (0, 4096)), ("pdf", (-5, 9))])
 def test_any_bytes_are_drawn_and_the_file_is_marked(tmp_path, kind, live):
-    measured = [dict(method=name, live=x, aware=0.5, blind=0.5, kl=1.0) for name, x in zip("ab", live)]
+    measured = [dict(method=name, live_16=x, aware=0.5, blind=0.5, kl=1.0) for name, x in zip("ab", live)]
     plot.comparison(measured, tmp_path / f"figure.{kind}")
     assert plot.is_ours((tmp_path / f"figure.{kind}").read_bytes())
     assert not plot.is_ours(b"\x89PNG, Matplotlib")
@@ -44,7 +44,7 @@ def test_any_bytes_are_drawn_and_the_file_is_marked(tmp_path, kind, live):
 def rows(methods, budgets=(8, 1, 2)):
     """No number twice, bytes in no order, and other bytes than live ones."""
     n = iter(range(1000))
-    return [dict(method=name, live=1024 * (kib + 0.01 * next(n)), allocated=2 ** 20, peak=2 ** 21,
+    return [dict(method=name, live_16=1024 * (kib + 0.01 * next(n)), allocated=2 ** 20, peak=2 ** 21,
                  **{key: 0.99 - 0.01 * next(n) for key in ("aware", "blind", "kl")})
             for name in methods for kib in ([16] if name == "full" else budgets)]
 
@@ -74,20 +74,20 @@ def test_several_budgets_are_drawn_over_the_bytes(drawn, methods):
     full, others = ([row for row in measured if (row["method"] == "full") == of] for of in (True, False))
     for axis, (key, label) in zip(drawn(measured).axes, PANELS.items(), strict=True):
         assert axis.get_ylabel() == label
-        assert axis.get_xlabel() == "live cache after the text, KiB per sequence"
+        assert axis.get_xlabel() == "cache after the text, KiB per sequence (numbers of 16 bits)"
         level = [line for line in axis.lines if line.get_label().startswith("_")]
         lines = [line for line in axis.lines if line not in level]
         check_names(axis, lines, names)
         for line in lines:
             mine = [row for row in others if row["method"] == line.get_label()]
-            assert line.get_xydata().tolist() == sorted([row["live"] / 1024, row[key]] for row in mine)
+            assert line.get_xydata().tolist() == sorted([row["live_16"] / 1024, row[key]] for row in mine)
         assert [list(line.get_ydata()) for line in level] == [[row[key]] * 2 for row in full]
         named = [text for text in axis.texts if not hasattr(text, "xyann")]
         assert [(text.get_text(), text.get_position()[1]) for text in named] == [
             ("full cache", row[key]) for row in full]
 
         (left, right), (low, high) = sorted(axis.get_xlim()), sorted(axis.get_ylim())
-        live = [row["live"] / 1024 for row in others]
+        live = [row["live_16"] / 1024 for row in others]
         assert all(low < row[key] < high for row in measured) and left < min(live) and max(live) < right
         assert low < 0 and axis.xaxis.get_major_formatter()(8192) == "8192"
         assert axis.yaxis.get_major_formatter()(0.01) == "0.01" if key == "kl" else high > 1
@@ -110,7 +110,7 @@ def test_one_budget_is_drawn_from_aware_to_blind(drawn, methods):
         assert line.get_xydata().tolist() == [[0, row["aware"]], [1, row["blind"]]]
     points = {line.get_label(): line.get_xydata().tolist() for line in kl.lines}
     assert {name: at for name, at in points.items() if not name.startswith("_")} == {
-        name: [[row["live"] / 1024, row["kl"]]] for name, row in measured.items() if name != "full"}
+        name: [[row["live_16"] / 1024, row["kl"]]] for name, row in measured.items() if name != "full"}
 
 
 def test_of_many_methods_eight_are_drawn_a_familys_own_first():

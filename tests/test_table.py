@@ -11,15 +11,16 @@ SHARES = dict(zip(table.ACCURACIES, (0.11, 0.22, 0.33, 0.44, 0.55, 0.75)))
 def measured(**more) -> dict:
     """What a benchmark of 3 documents may have measured: every number another."""
     return SHARES | {f"{key}_se": 0.9 for key in SHARES} | dict(
-        perplexity=12.34, kl=0.567, l1=[[70.0, 80.0]], l1_alone=[[6.0, 7.0], [8.0, 9.5]], live=3 * 1024 * 5,
-        allocated=3 * 1024 * 6, peak=3 * 1024 * 7, device=None, tokens_per_s=4321.0,
+        perplexity=12.34, kl=0.567, l1=[[70.0, 80.0]], l1_alone=[[6.0, 7.0], [8.0, 9.5]],
+        live=3 * 1024 * 9, live_16=3 * 1024 * 5, allocated=3 * 1024 * 6, peak=3 * 1024 * 7, device=None,
+        keeps_all=False, slots=40, prompt=100, tokens_per_s=4321.0,
         each=dict(kl=[0.5, 0.6, 0.7])) | more
 
 
 def test_a_row_holds_what_was_run_and_the_means():
     row = table.row_of("h2o", 0.125, 300, dict(seed=4), measured(device=3 * 1024 * 8))
-    expected = dict(method="h2o", fraction=0.125, tokens=300, seed=4, live=5 * 1024, allocated=6 * 1024,
-                    peak=7 * 1024, device=8 * 1024)
+    expected = dict(method="h2o", fraction=0.125, tokens=300, seed=4, live=9 * 1024, live_16=5 * 1024,
+                    allocated=6 * 1024, peak=7 * 1024, device=8 * 1024)
     assert {key: row[key] for key in expected} == expected
     assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
     assert row["blind"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
@@ -48,10 +49,12 @@ def test_every_number_stands_below_its_name(short, more):
     for task in TASKS:
         end = tasks.index(task.replace("_", "-")) + len(task)
         assert names[:end].endswith("blind") and line[:end].endswith(f"{SHARES[f'{task}_blind']:.2f}")
-    assert tasks.split() == ["live", "needle", "recall", "few-shot", *["batch"] * (not short)]
-    assert tasks.index("live") + 4 == names.index("KiB") + 3
+    assert tasks.split() == ["16-bit", "needle", "recall", "few-shot", *["batch"] * (not short)]
+    assert tasks.index("16-bit") + 6 == names.index("KiB") + 3
     other = table.show(row | dict(fraction=None, kl=-1e-9), short)
-    assert other.split()[1] == "all" and "-0.000" not in other
+    assert other.split()[1:3] == ["(40", "%)"] and "-0.000" not in other  # what it kept, if it has no budget
+    for kept in (dict(keeps_all=True), dict(slots=100), dict(slots=None)):
+        assert table.budget(row | dict(fraction=None) | kept) == "all"
     terms = dict(line.split(maxsplit=1) for line in table.TERMS.splitlines())
     assert "question is part of the prompt" in terms["aware"] and "question comes after" in terms["blind"]
     assert "from the full cache's, in nats" in terms["KL"]
@@ -61,7 +64,7 @@ def rows(**methods):
     """Rows with these: needle aware and blind, mean aware and blind, KL, KiB. The other tasks are alike."""
     made = []
     for name, (*needle, aware, blind, kl, live) in methods.items():
-        made.append(dict(method=name, kl=kl, live=live))
+        made.append(dict(method=name, kl=kl, live_16=live))
         for setting, first, mean in zip(("aware", "blind"), needle, (aware, blind)):
             shares = first, *[(len(TASKS) * mean - first) / (len(TASKS) - 1)] * (len(TASKS) - 1)
             made[-1] |= {f"{task}_{setting}": share for task, share in zip(TASKS, shares)}
@@ -77,7 +80,7 @@ def test_three_sentences_say_what_survived_and_what_it_cost():
     assert told == (
         "Aware, 1 of 3 methods loses at most 0.1 of the full cache's accuracy, mean over the tasks: a. "
         "Blind, 1 of 3 methods loses no more: b; of the others c finds most needles, 0.30. "
-        "Cost: a holds least, 10 % of the full cache's bytes; "
+        "Cost: a holds least, 10 % of a full 16-bit cache; "
         "predictions move least with b (KL 0.100) and most "
         "with c (0.700).")
     told = findings(full=full, a=low, b=(1, 0.2, 0.95, 0.5, 0.1, 300))

@@ -2,12 +2,17 @@
 
     python -m methods.theory.blind
 
-Needles and pairs, 32 documents of 512 tokens each, on both decoders. `bytes`: what is held when the question
-comes, as a share of the full cache's. Both are of 32 bits a number here; beside a full cache of 16 bits, what
-is rounded takes nearly twice the share. `reading`: seconds until then, of two documents, over the full
-cache's.
+Needles and pairs of 512 tokens, on both decoders, 256 documents a task. What a method keeps is its share of
+the full cache's right answers, mean over the tasks, ± one standard error, document by document. It counts as
+95 % only if it is so by one standard error. A row is undecided within one standard error of 95 %. A row that
+misses 95 % by four standard errors on the first 32 documents of a task is asked no more.
+
+`bytes`: what is held when the question comes, of a full cache, numbers of 16 bits in both. `reading`: time of
+the processor until then, of two documents, over the full cache's.
 """
 import argparse
+import math
+import time
 from typing import NamedTuple
 
 import torch
@@ -15,40 +20,72 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanollm import SHIPPED, command
-from nanollm.cache import cache_bytes
+from nanollm.cache import bytes_in_16_bits
 from nanollm.data import Tasks
-from nanollm.evaluate import TASKS, Benchmark, ask, check_size, maker, prompt_and_question
-from nanollm.generate import end_prompt, prefill
+from nanollm.evaluate import TASKS, Benchmark, ask, check_size, maker, prompt_and_question, standard_error
+from nanollm.generate import end_prompt, prefill, read_again
 from nanollm.replay import CannotReplay, replay
 from nanollm.select import calibrated, given, has_budget, loaded, model_options, pick
+from nanollm.slices import cut
 from nanollm.speed import best
 from nanollm.tokenizer import boundaries
 
 SHARES = 0.5, 0.25, 0.125, 0.0625
-ENOUGH = 0.95  # of the full cache's answers
+ENOUGH = 0.95       # of the full cache's answers
+FIRST, FAR = 32, 4  # documents of a task that are asked first; standard errors that end a row then
 
 
 class Found(NamedTuple):
-    """Of one method and budget: right answers (documents,) by task; bytes and seconds until the question."""
+    """Of one method and budget: right answers (documents,) by task; bytes of a text, and seconds, until the
+    question.
+    """
     right: dict[str, Tensor]
-    bytes: int
+    bytes: float
     seconds: float
 
+    @property
+    def documents(self) -> int:
+        return min(map(len, self.right.values()))
 
-def measure(model, read: Benchmark, make) -> Found:
-    right, held = {}, 0
-    for task, batch in read.batches.items():
-        tokens, context, _ = prompt_and_question(model, batch)
-        caches = make(batch.question, context)
-        try:
-            replay(read.recordings[task][:1], caches)
-        except CannotReplay:
+
+def kept(row: Found, full: Found) -> tuple[float, float]:
+    """The share of the full cache's answers that a row keeps, mean over the tasks; its standard error."""
+    answers = sum(x[:row.documents].mean().item() for x in full.right.values())
+    beyond = [x - ENOUGH * full.right[task][:len(x)] for task, x in row.right.items()]
+    error = sum(standard_error(x) ** 2 for x in beyond) ** 0.5
+    return ENOUGH + sum(x.mean().item() for x in beyond) / answers, error / answers
+
+
+def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: dict) -> Found:
+    """Ask piece by piece; no more after the first if that misses ENOUGH by far. `scores` are of KVzip's
+    second readings, which its variants and budgets share.
+    """
+    right, held = {task: [] for task in pieces[0].batches}, []
+    row = lambda: Found({task: torch.cat(x) for task, x in right.items()}, sum(held) / len(held), 0.0)
+    for piece in pieces:
+        for task, batch in piece.batches.items():
+            tokens, context, _ = prompt_and_question(model, batch)
             caches = make(batch.question, context)
-            prefill(model, context, caches)
-        end_prompt(model, context, caches)
-        held += cache_bytes(caches)[0]
-        right[task] = ask(model, tokens, batch.answers, batch.question, caches)
-    return Found(right, held, best(lambda: until_asked(model, context[:2], make), 2))
+            try:
+                replay(piece.recordings[task][:1], caches)
+            except CannotReplay:
+                caches = make(batch.question, context)
+                prefill(model, context, caches)
+            if caches[0].rereads:
+                key = len(held), caches[0].score
+                if key not in scores:
+                    read_again(caches, lambda part: prefill(model, context[:, part], caches))
+                    scores[key] = [cache.looked for cache in caches]
+                for cache, looked in zip(caches, scores[key]):
+                    cache.looked, cache.rereads = looked, 0
+            end_prompt(model, context, caches)
+            held.append(bytes_in_16_bits(caches) / len(tokens))
+            right[task].append(ask(model, tokens, batch.answers, batch.question, caches))
+        if full and piece is pieces[0]:
+            share, error = kept(row(), full)
+            if share < ENOUGH - FAR * error:
+                break
+    return row()._replace(seconds=best(lambda: until_asked(model, context[:2], make), 2, time.process_time))
 
 
 def until_asked(model, context: Tensor, make):
@@ -59,10 +96,12 @@ def until_asked(model, context: Tensor, make):
 
 @torch.no_grad()
 def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=tqdm) -> dict[tuple, Found]:
-    """Of every method and each share of the prompt; None is the share where there is no budget."""
+    """Of every method and each share of the prompt; None is the share where there is no budget. The full
+    cache comes first.
+    """
     check_size(model, documents, 2, T)
     batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "recall")}
-    learned, rows = {}, {}
+    learned, rows, scores = {}, {}, {}
     ends = boundaries(tasks.encoding, model.config.vocab_size)
     jobs = [(name, part) for name, Method in methods.items()
             for part in (SHARES if has_budget(Method) else [None])]
@@ -73,26 +112,32 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=tqdm
         except ValueError as error:
             raise ValueError(f"{name} at {budget(part)} of {shortest} tokens: {error}") from None
 
-    read = Benchmark.read(model, batches, None)
+    pieces = [Benchmark.read(model, dict(zip(batches, parts)), None)
+              for parts in zip(*(cut(batch, FIRST) for batch in batches.values()))]
     for name, part in steps(jobs):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
         knobs = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
-        rows[name, part] = measure(model, read, maker(model, methods[name], part, **knobs))
+        make = maker(model, methods[name], part, **knobs)
+        rows[name, part] = measure(model, pieces, make, rows.get(("full", None)), scores)
     return rows
 
 
+def verdict(row: Found, full: Found) -> str:
+    """Whether a row keeps ENOUGH: "yes" or "no" by one standard error, else "undecided"."""
+    share, error = kept(row, full)
+    return "yes" if share - error >= ENOUGH else "no" if share + error < ENOUGH else "undecided"
+
+
 def enough(rows: dict[tuple, Found]) -> dict[str, tuple]:
-    """By method, the share of the prompt with which it keeps 95 % of the full cache's answers, both tasks
-    together, in the fewest bytes. Methods that never keep as many are left out.
+    """By method, the share of the prompt with which it keeps ENOUGH in the fewest bytes. Methods that never
+    do are left out.
     """
-    answers = lambda row: sum(x.sum().item() for x in row.right.values())
-    least = ENOUGH * answers(rows["full", None])
-    if not least:  # the full cache fails: these tasks cannot judge this model
+    full, best = rows["full", None], {}
+    if not sum(x.sum() for x in full.right.values()):  # these tasks cannot judge this model
         return {}
-    best = {}
     for (name, part), row in sorted(rows.items(), key=lambda item: item[1].bytes):
-        if answers(row) >= least:
+        if verdict(row, full) == "yes":
             best.setdefault(name, part)
     return best
 
@@ -106,36 +151,47 @@ def main(argv: list[str] | None = None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     model_options(parser)
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every variant")
-    parser.add_argument("--documents", type=int, default=32, help="a task; default 32")
+    parser.add_argument("--documents", type=int, default=256, help="a task; default 256")
     parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
     args = parser.parse_args(argv)
     methods = pick(["full", *args.methods] if args.methods else [])
     own = args.model.resolve()
     folders = SHIPPED if own in SHIPPED.values() else SHIPPED | {str(args.model): own}
-    of = {}  # by decoder
+    of, began = {}, time.time()  # by decoder
     for name, folder in folders.items():
         model, encoding = loaded(args, folder)
         of[name] = found(model, Tasks(encoding, "test"), methods, args.documents, args.length,
                          lambda jobs: tqdm(jobs, leave=False, desc=name))
 
-    print(f"{'':<33}" + "".join(f"{name:^34}" for name in of))
-    print(f"{'method':<25}{'budget':>8}" + f"{'bytes':>10}{'needle':>8}{'recall':>8}{'reading':>8}" * len(of))
+    print(f"{'':<33}" + "".join(f"{name:^50}" for name in of))
+    names = f"{'bytes':>10}{'needle':>8}{'recall':>8}{'kept, %':>14}{'asked':>6}{'reading':>8}"
+    print(f"{'method':<25}{'budget':>8}" + names * len(of))
     full = {name: rows["full", None] for name, rows in of.items()}
     for job in next(iter(of.values())):
-        cells = "".join(
-            f"{100 * x[job].bytes / full[name].bytes:>8.1f} %"
-            + "".join(f"{right.mean():>8.2f}" for right in x[job].right.values())
-            + f"{x[job].seconds / full[name].seconds:>8.2f}" for name, x in of.items())
-        print(f"{job[0]:<25}{budget(job[1]):>8}{cells}")
+        line = "".join(cells(x[job], full[name]) for name, x in of.items())
+        print(f"{job[0]:<25}{budget(job[1]):>8}{line}")
 
-    print(f"\n{100 * ENOUGH:g} % of the full cache's answers to both tasks together, in the fewest bytes, on "
+    print(f"\n{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes, on "
           f"{' and '.join(of)}")
     best = {name: enough(rows) for name, rows in of.items()}
     share = lambda name, method: of[name][method, best[name][method]].bytes / full[name].bytes
     for method in sorted(set.intersection(*map(set, best.values())),
                          key=lambda method: max(share(name, method) for name in of)):
-        cells = "".join(f"{budget(best[name][method]):>12}{100 * share(name, method):>8.1f} %" for name in of)
-        print(f"{method:<25}{cells}")
+        line = "".join(f"{budget(best[name][method]):>12}{100 * share(name, method):>8.1f} %" for name in of)
+        print(f"{method:<25}{line}")
+    for name, rows in of.items():
+        near = [f"{method} at {budget(part)}" for (method, part), row in rows.items()
+                if name in best and best[name] and verdict(row, full[name]) == "undecided"]
+        print(f"undecided on {name}: {', '.join(near) or 'none'}")
+    print(f"in {(time.time() - began) / 60:.0f} minutes")
+
+
+def cells(row: Found, full: Found) -> str:
+    share, error = kept(row, full) if any(x.any() for x in full.right.values()) else (math.nan, math.nan)
+    answers = "".join(f"{x.mean():>8.2f}" for x in row.right.values())
+    return (f"{100 * row.bytes / full.bytes:>8.1f} %{answers}"
+            + f"{f'{100 * share:.1f} ± {100 * error:.1f}':>14}{row.documents:>6}"
+            + f"{row.seconds / full.seconds:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Each part is left out alone and with the others. Then what KVzip and SnapKV keep is stored in fewer bits
 (methods/rounded.py). Last, DuoAttention's heads: those of its trained gates, and those whose entries KVzip
 ranks highest. The context is compressed before the question comes (blind): 32 documents a task of 512
-tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its answers.
+tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its
+answers, if the model's numbers have 16 bits.
 """
 import argparse
 from itertools import product
@@ -20,7 +21,7 @@ from methods.kvzip import KVzip, OneReading
 from methods.quantized import Quantized
 from methods.rounded import RoundedKVzip, RoundedWindow
 from nanollm import SHIPPED, command
-from nanollm.cache import LayerCache, cache_bytes, copied, make_cache
+from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
 from nanollm.data import Tasks
 from nanollm.evaluate import (
     TASKS, answer, check_size, maker, prompt_and_question, retrieve, share, standard_error)
@@ -32,7 +33,7 @@ READINGS = {"second": KVzip, "first alone": OneReading}
 RANKED = {"all": True, "each head": False}  # across
 HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
 HEAD_SHARES = 0.5, 0.25, 0.125
-BITS = 16, 4, 2  # of a number; 16: as it is, in 32 bits here
+BITS = 16, 4, 2  # of a number; 16: as it is
 
 
 @torch.no_grad()
@@ -61,8 +62,8 @@ def apart(model, batch, shares=SHARES, steps=tqdm) -> tuple[dict[tuple, Tensor],
 
 @torch.no_grad()
 def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Tensor, int]]:
-    """Right answers (B,), blind, and live bytes of one text, of every (method, bits, share). Of methods that
-    keep all tokens the share is 1.
+    """Right answers (B,), blind, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
+    methods that keep all tokens the share is 1.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, n = {}, context.shape[1]
@@ -79,7 +80,7 @@ def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Ten
                 if "budget" in knobs:
                     cache.budget, cache.bits, cache.rereads = share(part, n), bits, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
-            found[name, bits, part] = right, cache_bytes(compressed)[0] // len(tokens)
+            found[name, bits, part] = right, bytes_in_16_bits(compressed) // len(tokens)
     return found
 
 
