@@ -32,7 +32,8 @@ class ExpectedAttention(LayerCache):
 
     def __post_init__(self):
         super().__post_init__()
-        whole("future", self.future, 1), whole("sinks", self.sinks, 0)
+        whole("future", self.future, 1, 2 ** 16)  # the cosines of so many positions stand at once
+        whole("sinks", self.sinks, 0)
         check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and one more")
         if self.epsilon < 0:
             raise ValueError(f"epsilon {self.epsilon} must be at least 0")
@@ -49,6 +50,8 @@ class ExpectedAttention(LayerCache):
         super().observe(q, p)
 
     def end_prefill(self):
+        if self.prompt_done:
+            raise ValueError("the prompt is over and its queries are gone; call end_prefill once")
         if self.length > self.budget:
             self.shrink(self.scores().masked_fill(self.pos < self.sinks, math.inf), self.budget)
         self.total = self.products = 0.0

@@ -38,12 +38,15 @@ class KVzip(PackedCache):
     score: str = "max"   # of the attention that an entry got: "max" or "sum"
     across: bool = True  # the entries of all layers and heads are ranked together; False: of each head
     recent: int = 0      # newest entries of each head that stay, whatever their scores
+    sinks: int = 0       # first tokens whose entries stay, in each head
     rereads = 512
 
     def __post_init__(self):
         super().__post_init__()
         whole("recent", self.recent, 0)
-        check_budget(self.budget, self.recent + 1, f"the newest {self.recent} stay, and one more")
+        whole("sinks", self.sinks, 0)
+        check_budget(self.budget, self.sinks + self.recent + 1,
+                     f"{self.sinks} sinks and the newest {self.recent} stay, and one more")
         if self.score not in ("max", "sum"):
             raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
         self.rereading = False  # set by `read_again`, which takes these tokens out again
@@ -71,7 +74,7 @@ class KVzip(PackedCache):
 
     def end_prefill(self):
         if self.prompt_done:
-            raise ValueError("the prompt is over; say so once")
+            raise ValueError("the prompt is over; call end_prefill once")
         super().end_prefill()
         if self.layer < self.layers - 1 and self.across:
             return  # the last layer ends it for all
@@ -80,7 +83,7 @@ class KVzip(PackedCache):
             caches.insert(0, caches[0].below)
         if self.length > self.budget:
             looked = torch.stack([cache.scores().to(self.pos.device) for cache in caches], 1)  # (B, L, H, S)
-            looked[..., self.length - self.recent:] = math.inf
+            looked[..., :self.sinks] = looked[..., self.length - self.recent:] = math.inf
             ranked = looked.flatten(1) if self.across else looked
             kept = top(ranked, ranked.shape[-1] // self.length * self.budget).view_as(looked)
             for cache, stays in zip(caches, kept.unbind(1)):
@@ -109,7 +112,8 @@ class OneReading(KVzip):
     def __post_init__(self):
         super().__post_init__()
         whole("later", self.later, 1)
-        check_budget(self.budget, self.later + 1, f"the newest {self.later} stay")
+        check_budget(self.budget, self.sinks + self.later + 1,
+                     f"{self.sinks} sinks and the newest {self.later} stay, and one more")
 
     def look(self, p: Tensor):
         token = torch.arange(p.shape[4], device=p.device)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.check import check_attend, check_kept, check_knobs, check_score, check_watch, constructed
+from nanollm.check import (
+    check_attend, check_kept, check_knobs, check_numbers, check_score, check_watch, constructed)
 from nanollm.gpu import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
@@ -184,6 +185,7 @@ class LayerCache:
             lowest = score == score.amin(-1, keepdim=True)
             self.drop(self.pos.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
+            check_numbers(score)  # only here: one entry at a time, a GPU would be waited for at every token
             self.keep(indices(rank(score, self.pos) < budget))
 
     def bytes(self) -> tuple[int, int]:

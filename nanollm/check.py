@@ -126,6 +126,12 @@ def check_score(score: Tensor, shape: tuple[int, int, int]):
         raise ValueError(f"scores {given} must be a tensor {tuple(shape)}, one for each slot of each head")
 
 
+def check_numbers(score: Tensor):
+    """ValueError if scores (B, H, S) are NaN: no order would mean anything."""
+    if n := int(score.isnan().sum()):
+        raise ValueError(f"{n} of {score.numel()} scores are NaN; score each slot by a number, or by ±inf")
+
+
 def check_watch(cache):
     """ValueError unless `watch` is a number of queries, and above 0 if `observe` counts on probabilities.
 

@@ -90,6 +90,7 @@ NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
     ("keep", (NO_INDEX,), "must be"), ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
     ("keep", (NO_INDEX[..., None] + 3,), "slot 3 is to be kept, but there are 3"),
     ("shrink", (torch.zeros(2, 4, 3), 2), r"scores \(2, 4, 3\) must be a tensor \(2, 2, 3\)"),
+    ("shrink", (torch.zeros(2, 2, 3) / torch.tensor([1, 0, 1]), 1), "4 of 12 scores are NaN; score"),
     ("shrink", ([1.0], 2), "scores list must be")])
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, tensors, message):
     cache = LayerCache()

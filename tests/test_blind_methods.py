@@ -64,6 +64,9 @@ def test_expected_attention_is_the_loop(knobs, freq, cut):
     cache.end_prefill()
     assert kept(cache) == [[sorted(head.topk(12).indices.tolist()) for head in row] for row in score]
     assert not cache.beside()  # what was counted is gone
+    cache.attend(Q[:, :, :1], K[:, :, :1], V[:, :, :1], torch.tensor([[n]]))
+    with pytest.raises(ValueError, match="its queries are gone; call end_prefill once"):
+        cache.end_prefill()
 
 
 # ---- KVzip ---
@@ -102,9 +105,10 @@ def ranked(score, budget, layers, across):
 
 @pytest.mark.parametrize("how", ["max", "sum"])
 @pytest.mark.parametrize("across", [True, False])
-@pytest.mark.parametrize("Method, recent", [(KVzip, 0), (KVzip, 3), (OneReading, 0)])
+@pytest.mark.parametrize("Method, recent, sinks", [(KVzip, 0, 0), (KVzip, 3, 4), (OneReading, 0, 0),
+                                                   (OneReading, 0, 1)])
 @torch.no_grad()
-def test_kvzip_is_the_loop(Method, recent, how, across):
+def test_kvzip_is_the_loop(Method, recent, sinks, how, across):
     """By the decoder itself: the prompt is read, read again behind itself, and compressed."""
     model, prompt, budget = decoder(), TOKENS[:, :24], 10
     watched = []
@@ -116,7 +120,7 @@ def test_kvzip_is_the_loop(Method, recent, how, across):
             return y
 
     watched[:] = [[] for _ in range(3)]
-    caches = make_cache(model, Told, budget=budget, score=how, across=across, recent=recent)
+    caches = make_cache(model, Told, budget=budget, score=how, across=across, recent=recent, sinks=sinks)
     prefill(model, prompt, caches)
     end_prompt(model, prompt, caches)
 
@@ -125,7 +129,7 @@ def test_kvzip_is_the_loop(Method, recent, how, across):
         column = [[p[i] for t, p in rows if Method is KVzip or t - i >= 8] for i in range(24)]
         of = max if how == "max" else sum
         score[key] = [of(x) if x and (Method is KVzip or i < 16) else math.inf for i, x in enumerate(column)]
-        score[key][24 - recent:] = [math.inf] * recent
+        score[key][24 - recent:], score[key][:sinks] = [math.inf] * recent, [math.inf] * sinks
     stays = ranked(score, budget, 3, across)
     for layer, cache in enumerate(caches):
         assert cache.seen == 24
@@ -170,11 +174,13 @@ def test_a_second_reading_must_fit_into_the_models_length():
     (KVzip, dict(budget=0), "budget 0 must be at least 1"),
     (KVzip, dict(budget=9, score="mean"), "score 'mean'"),
     (KVzip, dict(budget=9, recent=-1), "recent -1"),
-    (KVzip, dict(budget=8, recent=8), "budget 8 must be at least 9"),
+    (KVzip, dict(budget=9, sinks=-1), "sinks -1"),
+    (KVzip, dict(budget=12, recent=8, sinks=4), "budget 12 must be at least 13: 4 sinks and the newest 8"),
     (OneReading, dict(budget=9, later=0), "later 0 must be a whole number of at least 1"),
-    (OneReading, dict(budget=8), "budget 8 must be at least 9"),
+    (OneReading, dict(budget=9, sinks=1), "budget 9 must be at least 10"),
     (ExpectedAttention, dict(budget=4), "budget 4 must be at least 5"),
     (ExpectedAttention, dict(budget=9, future=0), "future 0"),
+    (ExpectedAttention, dict(budget=9, future=2 ** 40), "future 1099511627776 must be .* to 65536"),
     (ExpectedAttention, dict(budget=9, sinks=-1), "sinks -1"),
     (ExpectedAttention, dict(budget=9, epsilon=-0.1), "epsilon -0.1")])
 def test_bad_knobs_are_refused(Method, knobs, message):

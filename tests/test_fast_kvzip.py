@@ -31,18 +31,18 @@ def projections(model, tokens):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("recent", [0, 3])
+@pytest.mark.parametrize("recent, sinks", [(0, 0), (3, 4)])
 @torch.no_grad()
-def test_the_newest_and_the_entries_that_the_gates_rank_highest_stay(family, chunk, recent):
+def test_sinks_the_newest_and_the_entries_that_the_gates_rank_highest_stay(family, chunk, recent, sinks):
     model, budget = decoder(family=family), 9
     x = projections(model, TOKENS)
-    caches = make_cache(model, FastKVzip, budget=budget, gates=GATES, recent=recent)
+    caches = make_cache(model, FastKVzip, budget=budget, gates=GATES, recent=recent, sinks=sinks)
     prefill(model, TOKENS, caches, chunk)
     end_prefill(caches)  # nothing is read again
     for b in range(2):
         score = {(layer, h, i): (x[layer, b, i] @ GATES[layer, :-1, h] + GATES[layer, -1, h]).item()
                  for layer in range(L) for h in range(H) for i in range(40)}
-        score |= {key: math.inf for key in score if key[2] >= 40 - recent}
+        score |= {key: math.inf for key in score if not sinks <= key[2] < 40 - recent}
         best = {*sorted(score, key=score.get)[-budget * L * H:]}
         kept = {(layer, h, i) for layer, cache in enumerate(caches) for h in range(H)
                 for i in cache.pos[b, h].tolist() if i < 40}
@@ -99,10 +99,28 @@ def test_calibration_gives_gates_of_the_training_text(monkeypatch):
 @torch.no_grad()
 def test_without_gates_the_newest_stay_and_gates_of_another_decoder_are_refused():
     model = decoder()
-    caches = make_cache(model, FastKVzip, budget=9)
+    caches = make_cache(model, FastKVzip, budget=13)
     prefill(model, TOKENS, caches, 7)
     end_prefill(caches)
-    assert all(cache.pos.sort(-1).values.eq(torch.arange(31, 40)).all() for cache in caches)
+    held = torch.tensor([*range(4), *range(31, 40)])  # and four sinks
+    assert all(cache.pos.sort(-1).values.eq(held).all() for cache in caches)
     for gates in (GATES[:2], GATES[:, 1:], GATES[..., :1]):
         with pytest.raises(ValueError, match=r"gates .* must be \(3, 81, 2\) for this decoder; take"):
-            model(TOKENS, make_cache(model, FastKVzip, budget=9, gates=gates))
+            model(TOKENS, make_cache(model, FastKVzip, budget=13, gates=gates))
+
+
+@torch.no_grad()
+def test_gates_of_any_type_are_numbers_or_refused():
+    model, whole = decoder(), (GATES * 10).round()
+
+    def kept(gates):
+        caches = make_cache(model, FastKVzip, budget=13, gates=gates)
+        prefill(model, TOKENS, caches)
+        end_prefill(caches)
+        return [cache.pos for cache in caches]
+
+    for dtype in (torch.int64, torch.float64, torch.float16):
+        assert all(map(torch.equal, kept(whole.to(dtype)), kept(whole)))
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="^gates hold NaN or infinite numbers; take those that"):
+            FastKVzip(budget=13, gates=GATES.clone().index_fill_(1, torch.tensor(3), wrong))
