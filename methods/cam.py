@@ -29,7 +29,7 @@ class CaM(BudgetCache):
     recent: float = 0.5         # share of the budget for the newest tokens; the rest goes to heavy hitters
     at_a_time: int | None = 1   # entries that leave when the cache is full; by 8 it reads 3 times faster
     targets: int = 32           # kept tokens that share an evicted value, m; the last ones where fewer follow
-    seed: int = 0               # of the coins, which differ by layer and head; a batch's texts share them
+    seed: int = 0               # of the coins, which differ by layer, head and text of the batch
     watch = ALL
 
     def __post_init__(self):
@@ -65,7 +65,7 @@ class CaM(BudgetCache):
 
         # M: the coin of each value that leaves
         p = attention.gather(2, leave) / attention.gather(2, stay).mean(-1, keepdim=True)
-        coin = torch.rand(p.shape[1:], generator=self.generator).to(p.device) < p
+        coin = torch.rand(p.shape, generator=self.generator).to(p.device) < p
 
         # its m targets: from the first kept token after it on, or the last m
         after = torch.searchsorted(self.pos.gather(2, stay), self.pos.gather(2, leave))

@@ -1,8 +1,8 @@
 """Random eviction: the floor that every method must beat.
 
 Each token draws a priority when it arrives and the `budget` highest priorities stay, so that at any time the
-kept tokens are a uniform sample of those seen (reservoir sampling), drawn apart for every layer and head. The
-texts of a batch share their draws, so that each keeps what it would keep alone.
+kept tokens are a uniform sample of those seen (reservoir sampling), drawn apart for every layer, head and
+text of a batch. So a text keeps other tokens alone than as one of several.
 """
 from dataclasses import dataclass
 
@@ -27,9 +27,9 @@ class RandomEviction(LayerCache):
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
-        _, H, T, _ = k.shape
+        B, H, T, _ = k.shape
         # drawn token by token, so that it does not matter how the prompt is cut
-        priority = torch.rand((T, H), generator=self.generator).T
+        priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)
         super().write(k, v, pos, priority=priority.to(k.device))
 
     def evict(self):

@@ -49,10 +49,10 @@ def by_loop(q, k, v, newest, leave, targets, coins):
 def test_values_and_outputs_are_the_loops_however_the_text_is_cut(recent, leave, targets, chunk):
     (q, k, v), cache, outputs = text(), CaM(BUDGET, recent, leave, targets, seed=3), []
     cache.layer, generator = 2, torch.Generator().manual_seed(3002)
-    coins = [torch.rand(H, leave, generator=generator) for _ in range(T)]  # of all texts
+    coins = [torch.rand(B, H, leave, generator=generator) for _ in range(T)]
     newest, loops = max(1, round(recent * BUDGET)), {}
     for b, h in product(range(B), range(H)):
-        mine = iter([coin[h].tolist() for coin in coins])
+        mine = iter([coin[b, h].tolist() for coin in coins])
         loops[b, h] = [*by_loop(q[b, h * G:(h + 1) * G], k[b, h], v[b, h], newest, leave, targets, mine)]
 
     for part in torch.arange(T).split(chunk):
