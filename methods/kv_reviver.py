@@ -122,8 +122,6 @@ class KVReviver(LayerCache):
 
     def evict(self):
         """Algorithm 3: the candidates with the lowest scores leave, of equal ones the oldest."""
-        if not self.seen:  # the prompt was one token
-            return
         width, newest, candidates = self.sizes()
         if self.length > newest + candidates + self.slack:
             self.in_recent = min(self.in_recent, newest)

@@ -24,7 +24,7 @@ def generate(argv: list[str]):
     parser.add_argument("--method", help=f"default: full; for the page {page.METHOD}")
     parser.add_argument("--budget", type=int, help="slots per key/value head, for every method that has one; "
                         f"for the page {page.BUDGET}")
-    parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
+    parser.add_argument("--window", type=int, metavar="QUERIES",
                         help="that vote, in methods with a window; default 8")
     parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0: the most likely")
@@ -39,6 +39,12 @@ def generate(argv: list[str]):
     if args.prompt is not None and args.file:
         raise ValueError(f"give the text or --file {args.file}, not both")
     shows = args.prompt is None and not args.file
+    changed = lambda *names: ", ".join(f"--{name.replace('_', '-')}" for name in names
+                                       if getattr(args, name) != parser.get_default(name))
+    if shows and (idle := changed("tokens", "temperature", "top_k", "top_p", "seed")):
+        raise ValueError(f"{idle} would change nothing on the built-in page; give a text, or leave it out")
+    if args.temperature == 0 and (idle := changed("top_k", "top_p", "seed")):
+        raise ValueError(f"{idle} would change nothing at --temperature 0; set it above 0, or leave it out")
     if args.figure:
         if not shows:
             raise ValueError("--figure is of the built-in page; leave it or the text out")
@@ -54,11 +60,14 @@ def generate(argv: list[str]):
     if (args.budget is None) == has_budget(Method):
         raise ValueError(f"{name} needs --budget, in slots per key/value head" if args.budget is None
                          else f"{name} has no budget; leave --budget out")
+    if args.window is not None and not given(Method, window_size=args.window):
+        raise ValueError(f"{name} has no window; leave --window out")
 
     text = nanollm.read_text(args.file) if args.file else args.prompt
     model, encoding = loaded(args)
-    known = {} if args.budget is None else dict(budget=args.budget)
-    knobs = given(Method, window_size=args.window, **known) | calibrated(Method, model, encoding)
+    known = dict(window_size=8 if args.window is None else args.window)
+    known |= {} if args.budget is None else dict(budget=args.budget)
+    knobs = given(Method, **known) | calibrated(Method, model, encoding)
     if shows:
         page.demonstrate(model, encoding, name, Method, knobs, args.device, args.figure)
     else:

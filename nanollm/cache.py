@@ -153,12 +153,13 @@ class LayerCache:
     def end_prefill(self):
         """Called once, when the prompt is over. Never guessed from T > 1: a prompt may come in pieces."""
         self.prompt_done = True
-        self.evict()
+        if self.length:  # else the prompt was one token, which comes after its end
+            self.evict()
 
     # ---- eviction -----------------------------------------------------------------------------------------
 
     def evict(self):
-        """Called at the prompt's end, perhaps of an empty cache, and after each later `attend`."""
+        """Called at the prompt's end, if the cache holds any of it, and after each later `attend`."""
 
     def keep(self, i: Tensor):
         """Keep the slots i (B, H, n), −1 for an empty one; all per-slot tensors move together."""

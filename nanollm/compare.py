@@ -52,6 +52,8 @@ def main(argv: list[str]):
         whose = "a small trained decoder" if args.model == nanollm.TINY else args.model
         for name, error in unfit.items():
             print(f"{name} is left out: {error}", file=sys.stderr)
+        for told in idle(args, chosen):
+            print(told, file=sys.stderr)
         print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
               flush=True)
     rows, failed, began, held = [], [], time.time(), {key(row): row for row in done}
@@ -84,7 +86,7 @@ def options(argv: list[str]) -> argparse.Namespace:
                         help="these; all: every one, also with every addition, as in ada_kv+critical")
     parser.add_argument("--budgets", nargs="+", type=float, metavar="PERCENT",
                         help="default 50 25 12.5 6.25; short table: 25")
-    parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
+    parser.add_argument("--window", type=int, metavar="QUERIES",
                         help="that vote, in methods with a window; default 8, for short prompts")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
                         help="of the documents; default 512")
@@ -109,6 +111,8 @@ def options(argv: list[str]) -> argparse.Namespace:
         raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
     args.short = not (args.all or args.methods or args.budgets or args.full)
     args.named = bool(args.methods) and "all" not in args.methods
+    args.asked = [name for name in ("budgets", "window") if getattr(args, name)]
+    args.window = args.window or 8
     if args.short:
         from nanollm.table import SHOWN
         args.methods = [*SHOWN]
@@ -128,6 +132,17 @@ def options(argv: list[str]) -> argparse.Namespace:
         if not 0 < percent <= 100:
             raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
     return args
+
+
+def idle(args, chosen: dict) -> list[str]:
+    """What was asked for on the command line and changes nothing for the methods that were named."""
+    without = [name for name, Method in chosen.items() if name != "full" and not has_budget(Method)]
+    told = []
+    if "budgets" in args.asked and args.named and without:
+        told.append(f"--budgets changes nothing for {', '.join(without)}, which have no budget")
+    if "window" in args.asked and not any(given(Method, window_size=0) for Method in chosen.values()):
+        told.append("--window changes nothing: none of these methods has a window")
+    return told
 
 
 def check_files(figure: Path, rows: Path | None):

@@ -29,12 +29,14 @@ SECTIONS = {
     "all": (
         "Every method", "python -m nanollm --all --figure notebooks/compare.png",
         "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every "
-        "file in `methods/`, at four budgets. The window methods (SnapKV, PyramidKV, AdaKV and what is "
-        "built on them) compress the prompt and then append. So at the smallest budget most of their "
-        "bytes are the 64 tokens that came later. H2O, StreamingLLM, KVReviver and random keep "
-        "their budget at every step from the prompt's end on, Scissorhands and CaM from the first token on. "
-        "DuoAttention's retrieving heads and the low-bit caches append. The last lines compare each "
-        "addition with the method under it, document by document."),
+        "file in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. "
+        "The window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, "
+        "Fast KVzip and Expected Attention compress the prompt and then append. So at the smallest budget "
+        "most of their bytes are the 64 tokens that came later. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver "
+        "and random keep their budget at every step from the prompt's end on, Scissorhands and CaM from the "
+        "first token on. DuoAttention's retrieval heads and the low-bit caches append. Quest keeps every "
+        "token; its budget is what a query reads. The last lines compare each addition with the method "
+        "under it, document by document."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
         "python -m nanollm --all --model nanollm/tiny_learned --figure {scratch}/learned.png",
@@ -53,8 +55,9 @@ SECTIONS = {
         "The papers read in other ways", "python -m methods.theory.readings",
         "The first line of a group is the reading taken first. In brackets stand the changes against it, "
         "document by document and text by text, ± one standard error. Budgets are a quarter of the entries, "
-        "but for CriticalKV an eighth. The last group compresses again while it decodes: as in CriticalKV's "
-        "Table 7, an eighth of the text stays whenever the cache holds half of it."),
+        "but for CriticalKV an eighth. The last group compresses again while it decodes: nearly as in "
+        "CriticalKV's Table 7, an eighth of the text stays whenever the cache holds half of it. (There 64 "
+        "tokens stay whenever it exceeds 256, of some 567.)"),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
@@ -69,15 +72,18 @@ SECTIONS = {
         "What is asked comes after the compression. A second reading of the text, the largest attention in "
         "place of the sum, and the ranking of all layers' entries together each do their part. "
         "`one_reading` above is the row *first alone, max, all*. Below, what KVzip and SnapKV keep is stored "
-        "in fewer bits (`methods/rounded.py`)."),
+        "in fewer bits (`methods/rounded.py`). KiB are of a text after its answer, with numbers of 16 bits. "
+        "The tables of every method have more KiB for the same budget, since 64 tokens follow there."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.tensor_attention",
         "Two cache matrices, four, and four without ever forming a pair."),
     "blind": (
         "Who still answers a question that comes later", "python -m methods.theory.blind",
-        "Each method's bytes when the question comes, what it answers, and how long it took until then. "
-        "At the end: who keeps 95 % of the full cache's answers on both decoders, the cheapest first. "
-        "`quest` holds everything; its budget is what it reads."),
+        "Each method's bytes when the question comes, as a share of a full cache's, both with numbers of 16 "
+        "bits; what it answers; the share of the full cache's answers that it keeps, ± one standard error; "
+        "how many documents of a task were asked; the time until the question may come. A row counts as "
+        "95 % only if it is so by one standard error; within one it is undecided. At the end: what counts "
+        "on both decoders, the fewest bytes first. `quest` holds everything; its budget is what it reads."),
     "speed": (
         "Decoding, and what compressing costs", "python -m nanollm.speed --compile",
         "The first table sets a decoding step beside its floor, the products with all weight matrices, and "
@@ -94,8 +100,8 @@ SECTIONS = {
         "of 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, both axes "
         "logarithmic."),
     "large": (
-        "Speed and memory in a real model's shape", "python -m nanollm.large",
-        "Random weights, here in a small shape on the CPU. On a GPU `python -m nanollm.large --shape "
+        "Speed and memory in any model's shape", "python -m nanollm.large",
+        "Random weights, here in a small shape on a CPU. On a GPU `python -m nanollm.large --shape "
         "llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` measures the real sizes, bytes by the GPU's "
         "own allocator beside those that the caches name, and decoding with and without kernels. Nobody has "
         "done that here yet."),

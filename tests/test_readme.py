@@ -11,10 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import B, D, FREQ, G, H, checkpoint_of_two_layers, dense
+from common import B, D, FREQ, G, H, checkpoint_of_two_layers
 from forks import PATH, Forks
+from methods.random_eviction import RandomEviction
 from nanollm import SHIPPED, TINY
-from nanollm.table import SHOWN
+from nanollm.data import Tasks
+from nanollm.evaluate import Benchmark, maker
+from nanollm.table import ACCURACIES, SHOWN
+from nanollm.tokenizer import load
+from nanollm.weights import from_hf
 from results import run as results
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +113,7 @@ def stored() -> dict:
 
 
 def test_the_tables_are_made_of_stored_rows(monkeypatch, tmp_path):
-    table = next(block for block in BLOCKS if block.lstrip().startswith("live"))
+    table = next(block for block in BLOCKS if block.lstrip().startswith("16-bit"))
     rows, lines = stored(), table.splitlines()[2:]
     for line in lines:
         name, budget, cells = re.fullmatch(r"(\S+) +([\d.]+ %|all) +(.*)", line).groups()
@@ -145,6 +150,7 @@ def test_the_headline_says_what_the_rows_say():
     windows = "snap_kv", "pyramid_kv", "ada_kv"
     (aware,) = {rows[name, "6.25 %"][1] for name in windows}
     blind = {name: row[2] for (name, budget), row in rows.items() if budget == "25 %"}
+    labels = sorted(rows[name, "6.25 %"][5] for name in windows)
     lost, once = max(blind[name] for name in windows), max(
         found for name, found in blind.items() if not name.startswith(("kvzip", "duo_attention", "quest")))
     bits, full = rows["quantized_2", "all"], rows["full", "all"]
@@ -152,31 +158,46 @@ def test_the_headline_says_what_the_rows_say():
     rounded = (ROOT / "results" / "kvzip.txt").read_text()
     needle, kib = re.search(r"kvzip +12.5 % +4 +([\d.]+) ± [\d.]+ +(\d+)", rounded).groups()
     assert re.findall(r"\d+\.\d+|\d+(?= %)", sentence) == [
-        aware, lost, once, share, bits[1], blind["kvzip"], needle, f"{100 * int(kib) / int(full[0]):.0f}",
-        blind["kvzip_fast"], blind["duo_attention"], blind["quest"]]
+        aware, labels[0], labels[-1], lost, once, share, bits[1], blind["kvzip"], needle,
+        f"{100 * int(kib) / int(full[0]):.0f}", blind["kvzip_fast"], blind["duo_attention"], blind["quest"]]
     assert bits[1] == bits[2]
 
 
 # ---- its snippets ---
 
 
-@pytest.mark.parametrize("name", ["LongKeys", "HeavyHitters"])
-def test_a_snippet_of_the_readme_does_what_it_says(name):
+def snippet(name: str):
+    """The method that the README defines."""
     (code,) = (block for block in BLOCKS if f"class {name}" in block)
     exec(code, found := {})
     (Method,) = found["variants"].values()
-    cache, T = Method(budget=5), 20
+    return Method
+
+
+def test_the_readme_s_method_does_what_it_says():
+    cache, T = snippet("UnlikeKeys")(budget=40), 50
     cache.link(0, 1, None, None, FREQ)
     q, k, v = (torch.randn(B, heads, T, D, generator=torch.Generator().manual_seed(heads))
                for heads in (H * G, H, H))
     for part in torch.arange(T).split(8):
         cache.attend(*(x[:, :, part] for x in (q, k, v)), part[None])
     cache.end_prefill()
-    p = dense(q, k, torch.eye(T).expand(B, H, T, T), torch.ones(T, T).tril().bool().expand(B, H, T, T))
-    score = k.norm(dim=-1) if name == "LongKeys" else p.unflatten(1, (H, G)).sum((2, 3))
-    assert torch.equal(cache.pos.sort(-1).values.long(), score.topk(5).indices.sort(-1).values)
+    for keys, kept in zip(k.flatten(0, 1), cache.pos.flatten(0, 1).tolist()):
+        mean = keys.mean(0)
+        like = [(key @ mean / key.norm() / mean.norm()).item() for key in keys]
+        old = sorted(range(T - 32), key=like.__getitem__)[:8]
+        assert sorted(kept) == sorted([*old, *range(T - 32, T)])
     cache.attend(*(x[:, :, :1] for x in (q, k, v)), torch.tensor([[T]]))
-    assert cache.length == 5
+    assert cache.length == 40
+
+
+def test_the_readme_s_method_beats_random_in_every_column():
+    model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
+    bench = Benchmark.build(model, tasks, 512, 16)
+    own, random = (bench.run(model, maker(model, Method, 0.25))
+                   for Method in (snippet("UnlikeKeys"), RandomEviction))
+    assert all(own[column] > random[column] for column in ACCURACIES) and own["kl"] < random["kl"] / 2
+    assert own["needle_blind"] >= 0.5 and random["needle_blind"] < 0.1
 
 
 def test_transformers_opens_the_shipped_weights():
