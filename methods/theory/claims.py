@@ -120,12 +120,10 @@ def P7(on: Subject) -> Finding:
     """
     lower = lambda x, y: (x.mean(0) < y.mean(0)).double().mean()
     plain = on.of_text("SnapKV")["alone"]
-    heads = {f"heads with a lower L, {label}": over_texts(lower, on.of_text(name)["alone"], plain)
-             for label, name in (("the paper's rule", "SnapKV+critical"),
-                                 ("pooled in both stages", "SnapKV+critical, stage 2 pooled"),
-                                 ("no norms, no pool", "SnapKV, no pool"))}
-    first, *_ = heads.values()
-    return Finding(above(first, 0.5), heads)
+    paper, pooled, neither = (over_texts(lower, on.of_text(f"SnapKV{more}")["alone"], plain)
+                              for more in ("+critical", "+critical, stage 2 pooled", ", no pool"))
+    return Finding(above(paper, 0.5), {"heads with a lower L": paper, "heads, pooled in both stages": pooled,
+                                       "heads, no norms and no pool": neither})
 
 
 def P8(on: Subject) -> Finding:
