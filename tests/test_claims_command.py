@@ -91,8 +91,8 @@ def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
     ("P8", ablation(0.5, 0.8, 0.65), NOT), ("P8", ablation(0.8, 0.5, 0.5), NOT),
     ("P8", ablation(0.5, 0.8, 0.8, streaming=0.6), NOT),
     ("R4", shares(), HOLDS), ("R4", shares(more=0.9), NOT), ("R4", shares(most=0.9), NOT),
-    ("R4", shares(few=0.8), NOT), ("R4", shares(many=0.8), NOT), ("R14", shares(), HOLDS),
-    ("R14", shares(often=1.2), NOT), ("R14", shares(seldom=0.8), NOT),
+    ("R15", shares(), HOLDS), ("R15", shares(few=0.8), NOT), ("R15", shares(many=0.8), NOT),
+    ("R14", shares(), HOLDS), ("R14", shares(often=1.2), NOT), ("R14", shares(seldom=0.8), NOT),
     ("R12", labels(0.5, 0.1, 10**9 - 1), HOLDS), ("R12", labels(0.5, 0.1, 10**9), NOT),
     ("R12", labels(0.1, 0.5, 10**9 - 1), NOT), ("R12", labels(0.85, 0.1, 10**9), HOLDS),
     ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT)])
