@@ -344,7 +344,7 @@ def measure(make):
 methods = {name: partial(Method, slack=0) for name, Method in variants.items()}
 methods |= {"mean only": partial(ShrunkReviver, vague=1e-9, slack=0),
             "no sketch": partial(KVReviver, vague=0., slack=0),
-            "H2O": H2O, "CaM": partial(CaM, at_a_time=8),  # by 8 it reads 3 times faster
+            "H2O": H2O, "CaM": partial(CaM, at_a_time=8),  # by 8 it reads several times faster
             "DuoAttention": partial(DuoAttention, heads=heads)}
 
 # %%
@@ -416,7 +416,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #
 # At the small budgets H2O has a lower KL than all of these, by up to 1.9 standard errors (against no sketch). The comparison is not quite even: KVReviver has to keep the scores of tokens that are gone, and they are charged. At 6.25 % they are a quarter of its bytes, and 18 tokens stay exact where H2O keeps 28. In the paper's geometry they would be an eighth (the table below).
 #
-# And reversibility's best chance is not a sketch but few bits: at 2 bits a number all needles are found in two thirds of H2O's bytes at 25 %, at a third of its KL; at 3 bits the KL is a twentieth. `LowBitVague`, KVReviver's three parts with few bits in place of the sketch, shows that its other idea, exact heavy hitters, is not worth its bytes either, once all others are there: the same KL for 33 KiB more. DuoAttention, which keeps everything in the three heads of layer 1 and a short window in the others, finds all needles at 25 %, with the lowest KL of those here that drop tokens. Where not all three fit it falls to about H2O's level.
+# And reversibility's best chance is not a sketch but few bits: at 2 bits a number all needles are found in two thirds of H2O's bytes at 25 % (counted in 32 bits; in 16 bits see below), at a third of its KL; at 3 bits the KL is a twentieth. `LowBitVague`, KVReviver's three parts with few bits in place of the sketch, shows that its other idea, exact heavy hitters, is not worth its bytes either, once all others are there: the same KL for 33 KiB more. DuoAttention, which keeps everything in the three heads of layer 1 and a short window in the others, finds all needles at 25 %, with the lowest KL of those here that drop tokens. Where not all three fit it falls to about H2O's level.
 #
 # (In 16 bits exact tokens cost half, codes and scores as much as before. The same in bfloat16, 25 % where there is a budget:)
 
