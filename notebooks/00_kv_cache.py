@@ -207,7 +207,7 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ["{:.1f}"] * 2 + 
 # Heads divide the work. **Recency** heads read their neighbourhood. A few **retrieval** heads put most of their weight on the one value that is asked for, out of 250 tokens.
 # Other heads have **heavy hitters**: tokens that many queries read, whatever they look for.
 # A heavy hitter at the very start that says nothing is called a **sink**: softmax has to spend its weight somewhere, and the first token is visible to every query.
-# In large language models a sink takes more than half of the weight of many heads. On the left map such a head would read about 100.
+# In large language models sinks "often account for over 90 % of attention scores" (KVReviver's paper; StreamingLLM, arXiv 2309.17453, gave them the name). On the left map a head with half of its weight on the first token would read about 100.
 
 # %%
 def strongest(score):

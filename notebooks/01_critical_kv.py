@@ -216,7 +216,7 @@ for share in SHARES:
               f"lower in {heads:4.0%} of the heads")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ by 1.6 to 6.6 % on SnapKV. Leaving out the pool, without any norms, lowers it by 1.9 to 3.3 %, in about as many heads. With the pool on both sides the norms *raise* it by 0.6 to 1.3 %, and lower it in fewer than half of the heads. With the pool on neither side they lower it by 1.7 % with half of the entries, and not with fewer. So "lower in 74.3 % of the heads" compares a selection that pools with one that mostly does not.
+# The paper's rule lowers $\mathcal L$ by 1.6 to 6.6 % on SnapKV. Leaving out the pool, without any norms, lowers it by 1.9 to 3.3 %, in about as many heads. With the pool on both sides the norms *raise* it by 0.6 to 1.3 %, and lower it in fewer than half of the heads. With the pool on neither side they lower it by 1.7 % with half of the entries, and not with fewer. So "lower in 74.3 % of the heads" holds here, with 83 % (claim P7). But if the paper measured it with Algorithm 2 as printed, it compares a selection that pools with one that mostly does not. (Its published code pools both stages.)
 # And pooling is there for a reason, as the next table shows: it raises $\mathcal L$ and saves the answers.
 #
 # ## Answers
@@ -252,7 +252,7 @@ for name in [name for name in names if name.startswith("SnapKV") and name != "Sn
         print(f"{name:23}{share:7.2%} ", *("{:+.3f} ± {:.3f}  ".format(*cell) for cell in cells))
 
 # %% [markdown]
-# *critical* has the lower $\mathcal L$ and loses answers when the question is in the prompt, the more the smaller the budget; its nll is higher from 25 % down. Votes that are never pooled have the lower $\mathcal L$ too, the higher nll and, but for 6.25 %, KL, and lose most answers. *critical_code* has a slightly higher $\mathcal L$ and the same answers within one of 48; over 128 documents a task (RESULTS.md) it loses none on the whole.
+# *critical* has the lower $\mathcal L$ and loses answers when the question is in the prompt, the more the smaller the budget; its nll is higher from 25 % down. Votes that are never pooled have the lower $\mathcal L$ too, the higher nll and, but for 6.25 %, KL. From 25 % down they lose most answers. *critical_code* has a slightly higher $\mathcal L$ and the same answers within one of 48; over 128 documents a task (RESULTS.md) it loses none on the whole.
 #
 # Why are answers lost? Look at layer 1, which retrieves, with a sixteenth of the entries, in one prompt, and count over 16:
 
@@ -288,7 +288,7 @@ for name, row in (knobs := one_knob_at_a_time(model, short, texts)).items():
     print(f"{name:35}", "   ".join(cells))
 
 # %% [markdown]
-# Either of two knobs gives the answers back: a pool in stage 2, or half of the budget for stage 1, whose votes are pooled in the paper, too. Both are ways to rank more of the entries by pooled votes. With both turned, neither is missed by more than 0.04. ε, the product of means and L2 norms move an answer or none, and L by 0.02 at most.
+# Either of two knobs gives the answers back: a pool in stage 2, or half of the budget for stage 1, whose votes are pooled in the paper, too. Both are ways to rank more of the entries by pooled votes. With both turned, neither is missed by more than 0.04 here. (In *learned* the code without its pool loses 0.21, as `RESULTS.md` has it.) ε, the product of means and L2 norms move an answer or none, and L by 0.02 at most.
 #
 # The pool raises L while it saves the answers, as above, and the KL falls. So the gain over the paper's rule is the pool's, whichever knob brings it.
 #
@@ -308,6 +308,7 @@ for words, select in {"critical": Critical(), "critical_code": CriticalCode(),
 
 # %% [markdown]
 # With seven entries beside the window, and votes that stay pooled, the norms gain 22 points of the answers, and other tokens' norms gain none. The paper's rule, unpooled, loses as many. So CriticalKV's idea works here in the form of its authors' code, and shows where entries are scarcest.
+# With AdaKV's budgets the norms gain as well, and with PyramidKV's they do not. In *learned* it is the other way round: only PyramidKV gains by more than two standard errors (claim P5).
 #
 # ## Short prompt, long answer (Table 7)
 #
@@ -351,7 +352,7 @@ for axis in axes:
     axis.grid(alpha=0.3)
 
 # %% [markdown]
-# In the paper the advantage accumulates. Here it shrinks: the last layer alone would change by 6 to 21 % less with *critical*, and changes by 1 to 2 % less when the layers below are compressed too. At 12.5 % layers 2 and 3 are worse than with SnapKV. The residual entry stays ahead in every layer, in the last by 7 to 14 % in place of 33 to 38 %.
+# In the paper the advantage accumulates. Here it shrinks (claim P13): the last layer alone would change by 6 to 21 % less with *critical*, and changes by 1 to 2 % less when the layers below are compressed too. At 12.5 % layers 2 and 3 are worse than with SnapKV. The residual entry stays ahead in every layer, in the last by 7 to 14 % in place of 33 to 38 %.
 #
 # ## How much by weight alone? (α, App. D)
 
@@ -375,7 +376,7 @@ axis.legend(title="entries")
 axis.grid(alpha=0.3)
 
 # %% [markdown]
-# α = 1 is SnapKV. In the paper α = 0 costs up to 0.18 points of a LongBench average and still beats SnapKV, and Assumption 1 is to blame. Here α = 0 loses most of the answers, and it is the missing pool: with pooled votes throughout, no stage 1 is needed.
+# α = 1 is SnapKV. In the paper α = 0 costs up to 0.18 points of a LongBench average and still beats SnapKV, and Assumption 1 is to blame. Here α = 0 loses most of the answers, and it is the missing pool: with pooled votes throughout, no stage 1 is needed (claim P8).
 #
 # ## A selection that minimises the bound
 #
@@ -395,7 +396,7 @@ for where, heads in {"16 prompts": (A, norms, V), "independent": theory.drawn_he
         print(f"{where:12}{budget:4} entries {bound:>57} {by:>48}")
 
 # %% [markdown]
-# Two-stage has a lower bound than top-A in a quarter of the heads or fewer, and a lower $\mathcal L$ in 30 to 41 % (the paper, with its pools: 74.3 %). Ours never has the higher bound, *by construction*, as it starts from the better of the two; it is strictly lower in most heads. The change itself follows only in part: against two-stage ours has the lower $\mathcal L$ in 64 %, against plain top-A in 34 to 48 %. Where θ is a loose bound, lowering it further buys little.
+# Two-stage has a lower bound than top-A in a quarter of the heads or fewer, and a lower $\mathcal L$ in 30 to 41 % (the paper, in its whole workflow: 74.3 %). Ours never has the higher bound, *by construction*, as it starts from the better of the two; it is strictly lower in most heads. The change itself follows only in part: against two-stage ours has the lower $\mathcal L$ in 64 %, against plain top-A in 34 to 48 %. Where θ is a loose bound, lowering it further buys little.
 # In the table above, *theta* minimises θ for the *pooled* votes, taken for the attention to come. It keeps the answers but for two of 48 at 6.25 %, and KL moves by 0.009 at most.
 #
 # ## Does a smaller change mean better text? (App. I)

@@ -320,7 +320,7 @@ for name, row in measured.items():
 # %% [markdown]
 # (In brackets the paired difference to SnapKV; 24 documents a task, 12 texts.)
 #
-# - **Room.** Whole chunks alone leave 7 % of the bytes unused. To fill them lowers the KL by 0.02, a third of what ChunkKV loses to SnapKV. Answers gain nothing by it: half a chunk is of little use to them, as the paper argues.
+# - **Room.** Whole chunks alone leave 7 % of the bytes unused. To fill them lowers the KL by 0.02, a third of what whole chunks lose to SnapKV. Answers gain nothing by it: half a chunk is of little use to them, as the paper argues.
 # - **Heads.** One choice for all heads of a layer answers as much as one per head, within the errors, and its KL is as high.
 # - **Pool.** It mends most of the grid's damage to *aware*, and with the maximum all of it.
 # - **Real boundaries.** Chunks differ in length there, and have to be compared by the *mean*, which is what each slot of the budget gathers. With the sum it is 0.90 in place of 0.97. With the pool, real boundaries cost no KL here.
@@ -357,7 +357,7 @@ for task, known in plain.items():
 #
 # The list of pairs has no mark in it at all, and only the longest chunk of 32 tokens cuts it. At 12.5 % there are 55 slots beside the window. At 6.25 % there are 23, which then is the longest chunk, too: one chunk. Most pairs are lost, more than by the grid.
 #
-# In few-shot no lead over SnapKV is left below 25 %. (With its line breaks it is 5 to 12 points; `RESULTS.md`, 256 documents.)
+# In few-shot no lead over SnapKV is left below 25 %. (With its line breaks it is 12 to 13 points from 25 % down; `RESULTS.md`, 32 documents.)
 #
 # Beside both, chunks on the grid with a pool and the maximum lose few pairs and need no marks. But of long values they find less than half.
 #
@@ -479,7 +479,7 @@ axes[0].legend(fontsize=8);
 # %% [markdown]
 # The premise holds. When the question is known, chunks keep about three times as many examples whole as single tokens do, and 1.5 times as many as SnapKV.
 #
-# The conclusion does not hold.
+# What one would conclude from it, a lower KL, does not hold. (The paper claims a lower *bound*, and says that it gives no rigorous proof.)
 # - Aware, single tokens are far worse than all others, as it predicts. But SnapKV, with fewer whole examples, is on a par with ChunkKV. Among the four that are not single tokens only chunks of 20 differ from ChunkKV by two standard errors, for the better.
 # - Blind, single tokens, with the fewest whole examples, have the lowest KL of all, though by less than two standard errors.
 #
@@ -526,7 +526,7 @@ axes[0].legend(fontsize=8);
 # %% [markdown]
 # A bound must lie above 1.
 # The paper's bounds fall below, the further the larger δ: Eq. 12 because the remainder is dropped, Eq. 15 unless its O(1) grows with δ.
-# With the remainder in both places they hold. (`tests/theory/test_chunk_kv.py` checks it on random models, and that above the line alone it may not be enough.)
+# With the remainder in both places they hold, so claim C3 holds after a fix. (`tests/theory/test_chunk_kv.py` checks it on random models, and that above the line alone it may not be enough.)
 # But where 2R comes near λ_min the repaired bound says little, and beyond it nothing.
 #
 # And where some direction of θ leaves a token unchanged, λ_min = 0 and there is no bound at all.

@@ -302,7 +302,7 @@ for sharpness in (1, 10, 100, 1000):
           f"lost at β = 0.25: {lost:.3f}; means of 10 draws")
 
 # %% [markdown]
-# Attention is all but even, so three quarters of the tokens hold nearly three quarters of the mass. For weights that differ by no more than a factor of 50 at $t = 400$ λ_Qλ_K must be 800, and then the condition leaves λ_Vλ_O no more than 1/1600. So the model of the theorem does not produce the law that the theorem assumes. In the trained decoder (above), with scores over $\sqrt d$ instead of $t$, weights differ enough.
+# Attention is all but even, so three quarters of the tokens hold nearly three quarters of the mass. For weights to differ by a factor of 50 at $t = 400$, λ_Qλ_K must be about 800, and then the condition leaves λ_Vλ_O no more than 1/1600. So the model of the theorem does not produce the law that the theorem assumes. In the trained decoder (above), with scores over $\sqrt d$ instead of $t$, weights differ enough.
 #
 # ## The budget cache
 #
@@ -384,7 +384,7 @@ for share in budgets[2:]:
           f"(difference {change.mean():+.2f} ±{standard_error(change):.2f})")
 
 # %% [markdown]
-# In KL it is the smaller $m$. The paper's own counts with $m = 8$ gain 0.05 to 0.1 on $m = B/2$, three to five standard errors, and come within 0.005 of StreamingLLM. The mean weight with the same $m$ is level with them on these 16 texts. (With 32, below, it is ahead at a quarter.) What the mean gains is few-shot with few entries, 0.10 at 12.5 and 6.25 % (two standard errors), and bytes: 264 an entry in place of 314. (`MeanWeight` holds more bytes on average than the paper's rule, whose budget stands half empty after each drop.)
+# In KL it is the smaller $m$. The paper's own counts with $m = 8$ gain 0.05 to 0.1 on $m = B/2$, three to five standard errors, and come within 0.005 of StreamingLLM. The mean weight with the same $m$ is level with them on these 16 texts. (With 32, below, it is ahead at a quarter.) What the mean gains is few-shot with few entries, 0.10 at 12.5 and 6.25 % (2.0 and 1.7 standard errors), and bytes: 264 an entry in place of 314. (`MeanWeight` holds more bytes on average than the paper's rule, whose budget stands half empty after each drop.)
 #
 # ## Other readings of the rule
 #

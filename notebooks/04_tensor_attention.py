@@ -320,7 +320,7 @@ n, slot = len(k), (4 * 2 + 1) * 4
 print(f"the exact four matrices: {n * slot / 1e3:.1f} KB, {slot} bytes a token")
 
 # %% [markdown]
-# The promise is kept with so much room to spare that no number of runs within ε says anything. The root mean square error is 0.036 where 0.5 is allowed, and 0.020 where 0.75 is. (The tests hold it against the standard error of the draws.) It breaks, with more than 10 of 1000 runs beyond ε, at a 64th of the sizes for `SubGen2Cache` and at a 256th for `SubGen4Cache`. At the full sizes it is expensive: `SubGen4Cache` pays from some 2000 tokens on, `SubGen2Cache` never.
+# The promise is kept with so much room to spare that no number of runs within ε says anything. The root mean square error of 60 runs is 0.036 where 0.5 is allowed, and 0.020 where 0.75 is. (The tests hold that of 200 runs against the standard error of the draws.) It breaks, with more than 10 of 1000 runs beyond ε, at a 64th of the sizes for `SubGen2Cache` and at a 256th for `SubGen4Cache` (claims T10 and T9, on the same keys). At the full sizes it is expensive: `SubGen4Cache` pays from some 2000 tokens on, `SubGen2Cache` never.
 #
 # ## Few dimensions
 #

@@ -264,7 +264,7 @@ axes[0].legend(fontsize=8);
 # %% [markdown]
 # (The three scales differ; the thin line is the mean's error, 1.) Where little collides (left), the residue is what remains: with the true vectors deleted the error falls to 0.04, with the estimates to 0.48, two thirds of what it was. Where much collides (middle), deleting the estimate even *helps* those who stay, for most of the way: an estimate that is several times too large takes noise away with it. For the shrunk sketch (right) it changes little until few are left. Then its error exceeds 1: it does not know of the residue, and its sum is no longer that of the tokens. So that it is no farther off than the mean, on average, is true only until swaps leave residues. And if a token comes back, its estimate is added again and the sketch is what it was, to rounding: the residue is there only while a token is out.
 #
-# Is there an exact remedy at equal memory? The sketch is linear: with the places and signs known, its $2DN$ numbers are as many equations for $2Da$ unknowns. As long as the tokens' patterns of signs are independent, least squares (`solve` in `methods/theory/kv_reviver.py`) reads every token *exactly*, where the median has an error of 0.7 (left), and then deleting is exact, too. With three rows of random places that holds up to about 0.9 tokens per slot of memory (claim R2: in 18 of 20 draws at 0.9, in none at 0.95), with one row only while no two tokens share a slot. With more tokens than slots no reader can, for different tokens give the same sketch; least squares then leaves $1 - \mathrm{rank}/a$ of the variance of tokens that have nothing to do with one another (0.76 here, about the mean; the shrunk sketch has 0.80). So the answer is: yes, as long as nothing is compressed; no, as soon as it is.
+# Is there an exact remedy at equal memory? The sketch is linear: with the places and signs known, its $2DN$ numbers are as many equations for $2Da$ unknowns. As long as the tokens' patterns of signs are independent, least squares (`solve` in `methods/theory/least_squares.py`) reads every token *exactly*, where the median has an error of 0.7 (left), and then deleting is exact, too. With three rows of random places that holds up to about 0.9 tokens per slot of memory (claim R2: in 18 of 20 draws at 0.9, in none at 0.95), with one row only while no two tokens share a slot. With more tokens than slots no reader can, for different tokens give the same sketch; least squares then leaves $1 - \mathrm{rank}/a$ of the variance of tokens that have nothing to do with one another (0.76 here, about the mean; the shrunk sketch has 0.80). So the answer is: yes, as long as nothing is compressed; no, as soon as it is.
 #
 # ## What revived tokens do to attention
 #
@@ -344,7 +344,7 @@ def measure(make):
 methods = {name: partial(Method, slack=0) for name, Method in variants.items()}
 methods |= {"mean only": partial(ShrunkReviver, vague=1e-9, slack=0),
             "no sketch": partial(KVReviver, vague=0., slack=0),
-            "H2O": H2O, "CaM": partial(CaM, at_a_time=8),  # by 8 it reads 3 times faster
+            "H2O": H2O, "CaM": partial(CaM, at_a_time=8),  # by 8 it reads several times faster
             "DuoAttention": partial(DuoAttention, heads=heads)}
 
 # %%
@@ -416,7 +416,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #
 # At the small budgets H2O has a lower KL than all of these, by up to 1.9 standard errors (against no sketch). The comparison is not quite even: KVReviver has to keep the scores of tokens that are gone, and they are charged. At 6.25 % they are a quarter of its bytes, and 18 tokens stay exact where H2O keeps 28. In the paper's geometry they would be an eighth (the table below).
 #
-# And reversibility's best chance is not a sketch but few bits: at 2 bits a number all needles are found in two thirds of H2O's bytes at 25 %, at a third of its KL; at 3 bits the KL is a twentieth. `LowBitVague`, KVReviver's three parts with few bits in place of the sketch, shows that its other idea, exact heavy hitters, is not worth its bytes either, once all others are there: the same KL for 33 KiB more. DuoAttention, which keeps everything in the three heads of layer 1 and a short window in the others, finds all needles at 25 %, with the lowest KL of all that drop tokens. Where not all three fit it falls to about H2O's level.
+# And reversibility's best chance is not a sketch but few bits: at 2 bits a number all needles are found in two thirds of H2O's bytes at 25 % (counted in 32 bits; in 16 bits see below), at a third of its KL; at 3 bits the KL is a twentieth. `LowBitVague`, KVReviver's three parts with few bits in place of the sketch, shows that its other idea, exact heavy hitters, is not worth its bytes either, once all others are there: the same KL for 33 KiB more. DuoAttention, which keeps everything in the three heads of layer 1 and a short window in the others, finds all needles at 25 %, with the lowest KL of those here that drop tokens. Where not all three fit it falls to about H2O's level.
 #
 # (In 16 bits exact tokens cost half, codes and scores as much as before. The same in bfloat16, 25 % where there is a budget:)
 
@@ -604,7 +604,7 @@ figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper"
 #
 # ## The ratios of the paper
 #
-# Tables 2 and 3 vary how the budget is shared out; *ReplaceRate* is the factor by which a vague token's score must exceed the lowest candidate's to be swapped in. The KL over the first 32 tokens of 8 continuations, a quarter of the bytes, and its difference to the first column (claim R4). With a rate of 1000 nothing is swapped.
+# Tables 2 and 3 vary how the budget is shared out; *ReplaceRate* is the factor by which a vague token's score must exceed the lowest candidate's to be swapped in. The KL over the first 32 tokens of 8 continuations, a quarter of the bytes, and its difference to the first column (claims R4, R14, R15). With a rate of 1000 nothing is swapped.
 
 # %%
 sweeps = {"share of Vague": (lambda x: (x, (1 - x) / 2), (.1, .2, .4)),
@@ -626,7 +626,7 @@ for (label, (at, points)), name in product(sweeps.items(), ("paper", "shrunk, 1 
         for x, kl in zip(points, kls)))
 
 # %% [markdown]
-# Of the paper's shares for Vague the smallest has the lowest KL, as in its Table 2 (35.7 to 33.3 Rouge; for the shrunk sketch 0.2 is within two standard errors). It does not try 0, which is no worse. Between Recent and Candidate the optimum is flat, as in Table 3. ReplaceRate the paper found to matter little. To the shrunk sketch it makes no difference, to three digits. In the paper's sketch swaps do harm: the KL is lowest where none happens, which is so from a rate of 1.5 on.
+# Of the paper's shares for Vague the smallest has the lowest KL, as in its Table 2 (35.7 to 33.3 Rouge; for the shrunk sketch 0.2 is within two standard errors). It does not try 0, which is no worse. Between Recent and Candidate the optimum is flat, as in Table 3. (In *learned* Recent is better with 0.6: claim R15.) ReplaceRate the paper found to matter little. To the shrunk sketch it makes no difference, to three digits. In the paper's sketch swaps do harm: the KL is lowest where none happens, which is so from a rate of 1.5 on.
 #
 # ## Layer budgets
 #

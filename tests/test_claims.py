@@ -14,6 +14,8 @@ from nanollm import SHIPPED, claims as command
 TESTS = Path(__file__).parent
 PAPER = """# A paper
 
+Read: version 2.
+
 ## T1 · holds · notebooks 00, 03
 Theorem 1: a | b,
 on two lines.
@@ -53,7 +55,8 @@ def test_a_claim_has_a_row_and_its_details():
     assert other == "| [T2](#t2) Theorem 2. | not testable here | – | – | Models of 7B. |  |  |"
     assert first == "- [tests/test_a.py](tests/test_a.py): `test_one`"
     assert second == "- [tests/theory/test_b.py](tests/theory/test_b.py): `test_two`"
-    assert "\n\n### T1\n\nTheorem 1: a | b, on two lines.\n\n**Holds.** 5 draws, at least −0.13.\n\n" in text
+    assert "\n\n## A paper\n\nRead: version 2.\n\n### T1\n\nTheorem 1: a | b, on two lines.\n\n" in text
+    assert "\n\n**Holds.** 5 draws, at least −0.13.\n\n" in text
     assert "\n\nWhy {x} is so: −1e−01.\n\n- a list\n\n" in text and "\n- [notebooks/00_a.ipynb](" in text
     assert text.endswith("### T2\n\nTheorem 2.\n\n**Not testable here.** Models of 7B.\n")
 

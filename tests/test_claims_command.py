@@ -9,6 +9,8 @@ import torch
 from claims.render import parse
 from common import checkpoint_of_two_layers
 from foreign import foreign_checkpoint
+from methods.critical_kv import PooledCritical
+from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.theory import claims
 from methods.theory.claims import CLAIMS, judge
@@ -45,8 +47,20 @@ def test_a_number_within_two_errors_of_the_limit_decides_nothing():
     assert (value, error) == pytest.approx(mean(x.mean(1)), rel=0.15)
 
 
-def eighths(**answered):
-    return SimpleNamespace(at_an_eighth=lambda name, **more: around(answered.get(name, 0.5)))
+def facts(plain=0.5, **pooled):
+    """What each rule finds, with scores pooled in both stages, by the other selections and by itself."""
+    def found(name, share=1 / 16, select=None):
+        with_norms = pooled.get(name, 0.5) if isinstance(select, PooledCritical) else 0.2
+        return around(with_norms if select else plain)
+    return SimpleNamespace(facts=found)
+
+
+def ablation(plain, quarter, none, streaming=0.0):
+    """P8's setting; the paper's own rule finds nothing."""
+    def found(name, share=1 / 16, select=None):
+        pooled = {0.25: quarter, 0.0: none}[select.alpha] if isinstance(select, PooledCritical) else 0.0
+        return around(pooled if select else dict(SnapKV=plain, StreamingLLM=streaming)[name])
+    return SimpleNamespace(facts=found)
 
 
 def needles(reviver, others=0.1):
@@ -54,13 +68,54 @@ def needles(reviver, others=0.1):
     return SimpleNamespace(blind=lambda Method, *share, **knobs: around(found.get(Method, others)))
 
 
+def parameters(n):
+    return SimpleNamespace(parameters=lambda: iter([torch.empty(n - 5, device="meta"), torch.empty(5)]))
+
+
+def labels(reviver, h2o, n):
+    found = {KVReviver: reviver, H2O: h2o, LayerCache: 0.9}
+    return SimpleNamespace(model=parameters(n), answered=lambda Method, *_: around(found.get(Method, 0.0)))
+
+
+def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
+    """KLs against a KL of 1 by the paper's shares and rate."""
+    found = {(0.2, 0.4): more, (0.4, 0.3): most, (0.1, 0.2): few, (0.1, 0.6): many}
+    def kl(Method, vague=0.1, recent=0.45, replace_rate=1.1):
+        return around(found.get((vague, recent), 1.0) * {1.0: often, 1.5: seldom}.get(replace_rate, 1.0))
+    return SimpleNamespace(kl=kl)
+
+
 @pytest.mark.parametrize("claim, on, verdict", [
-    ("P5", eighths(**{f"{x}+critical": 0.6 for x in ("SnapKV", "PyramidKV", "AdaKV")}), HOLDS),
-    ("P5", eighths(**{"SnapKV+critical": 0.6, "AdaKV+critical": 0.4}), NOT), ("P5", eighths(), OPEN),
+    ("P5", facts(SnapKV=0.6, PyramidKV=0.6, AdaKV=0.6), HOLDS), ("P5", facts(SnapKV=0.6, AdaKV=0.4), NOT),
+    ("P5", facts(SnapKV=0.6, AdaKV=0.6), OPEN), ("P8", ablation(0.5, 0.8, 0.75), HOLDS),
+    ("P8", ablation(0.5, 0.8, 0.65), NOT), ("P8", ablation(0.8, 0.5, 0.5), NOT),
+    ("P8", ablation(0.5, 0.8, 0.8, streaming=0.6), NOT),
+    ("R4", shares(), HOLDS), ("R4", shares(more=0.9), NOT), ("R4", shares(most=0.9), NOT),
+    ("R15", shares(), HOLDS), ("R15", shares(few=0.8), NOT), ("R15", shares(many=0.8), NOT),
+    ("R14", shares(), HOLDS), ("R14", shares(often=1.2), NOT), ("R14", shares(seldom=0.8), NOT),
+    ("R12", labels(0.5, 0.1, 10**9 - 1), HOLDS), ("R12", labels(0.5, 0.1, 10**9), NOT),
+    ("R12", labels(0.1, 0.5, 10**9 - 1), NOT), ("R12", labels(0.85, 0.1, 10**9), HOLDS),
     ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT)])
 def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
     found = CLAIMS[claim](on)
     assert found.verdict == verdict and all(len(x) == 2 for x in found.numbers.values())
+
+
+@pytest.mark.parametrize("weight, verdict", [(0.004, NOT), (0.006, HOLDS), (0.03, HOLDS)])
+def test_a_token_counts_as_activated_above_half_a_percent(weight, verdict, monkeypatch):
+    """16 tokens of which the first 14 can be forgotten; the last two queries look at 13 with this weight."""
+    p = torch.zeros(1, 1, 1, 16, 16)  # (B, L, heads, queries, keys)
+    p[..., :14, 0] = 1
+    p[..., 14:, 1:14] = weight
+    monkeypatch.setattr(claims, "attention_maps", lambda model, text: p)
+    on = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(n_layers=1, n_kv_heads=1)), seed=0,
+        text=SimpleNamespace(tokens=torch.zeros(2, 16)), answered=lambda *_, **knobs: around(0.9),
+        blind=lambda *_, **knobs: around(0.1))
+    found = CLAIMS["R9"](on)
+    assert found.verdict == verdict
+    assert found.numbers["activated, outside H2O's"][0] == (weight > 0.005)
+    assert found.numbers["over 2 %, outside H2O's"][0] == (weight > 0.02)
 
 
 def test_claims_are_worded_as_in_claims_md():
@@ -130,6 +185,15 @@ def test_both_engines_find_the_same(tmp_path):
         assert a["verdict"] == b["verdict"] and a["numbers"].keys() == b["numbers"].keys()
         for name, x in a["numbers"].items():
             assert b["numbers"][name] == pytest.approx(x, rel=1e-2, abs=1e-3), name
+
+
+def test_seed_documents_and_length_are_those_asked_for(two):
+    rows = {seed: run(two, *f"--claims P3 --documents 3 --length 130 --seed {seed}".split())[0]
+            for seed in (0, 7)}
+    model, encoding = load(nanollm.claims.SHIPPED["built"], "cpu")
+    alone = judge("P3", Subject(model, Tasks(encoding, "test"), 7, 3, 130)).numbers
+    assert rows[7]["numbers"] == {name: [*x] for name, x in alone.items()} != rows[0]["numbers"]
+    assert [rows[7][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
 
 
 def test_a_model_that_is_too_short_has_a_row(tmp_path):

@@ -21,6 +21,7 @@ ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
          "unmarked recall": (Unmarked, "recall", {}),  # no mark tells where a fact ends
          "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4))}
 HOLDS, NOT, OPEN, UNFIT = "holds", "does not hold", "undecided", "this model cannot judge it"
+UNTESTED, LARGE = "not testable here", 10**9  # parameters
 Number = tuple[float, float]  # a mean and its standard error
 
 
@@ -63,8 +64,13 @@ def within(x: Number, limit: float) -> str:
 
 
 def both(*verdicts: str) -> str:
-    """Of several conditions: one that fails is enough to refute."""
-    return next((verdict for verdict in (NOT, OPEN) if verdict in verdicts), HOLDS)
+    """Of several conditions: one that fails is enough to refute. One that is not testable decides nothing."""
+    return next((verdict for verdict in (NOT, OPEN, HOLDS) if verdict in verdicts), UNTESTED)
+
+
+def of_large(model, verdict: str) -> str:
+    """A verdict on what a paper claims of models of billions of parameters alone: any other is too small."""
+    return verdict if sum(x.numel() for x in model.parameters()) >= LARGE else UNTESTED
 
 
 # ---- a model, and what several claims measure of it ---
@@ -112,10 +118,10 @@ class Subject:
                              + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks))
         return torch.stack([self.row(task, Method, share, **knobs)[setting] for task in fit]).mean(0)
 
-    def at_an_eighth(self, name: str, **more) -> Tensor:
-        """Needles and pairs found, aware, by a method of METHODS with an eighth of the entries."""
+    def facts(self, name: str, share: float = 1 / 16, **more) -> Tensor:
+        """Needles and pairs found, aware, by a method of METHODS with this share of the entries."""
         Method, knobs = METHODS[name]
-        return self.answered(Method, 1 / 8, "needle", "recall", **knobs | more)
+        return self.answered(Method, share, "needle", "recall", **knobs | more)
 
     def blind(self, Method, share: float | None = 0.25, **knobs) -> Tensor:
         """Needles found, if the question comes after the compression."""

@@ -1,6 +1,6 @@
 """CLAIMS.md from the papers' templates (*.md beside this file) and from what tests recorded.
 
-A template is one paper's: `# Paper`, then for each claim
+A template is one paper's: `# Paper`, which version was read, then for each claim
 
     ## S3 · holds after a fix · notebook 03
     Theorem 3.1: attended to now, attended to next.
@@ -17,14 +17,19 @@ from typing import NamedTuple
 
 from claims.findings import MODELS, ClaimError, judged, read, row
 
-VERDICTS = "holds", "holds after a fix", "does not hold", "not testable here"
+VERDICTS = "holds", "holds after a fix", "does not hold", "not testable here", "undecided"
 KEY = re.compile(r"[A-Z]\d+\.\w+")
 PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.\w+)(?::([^{}]*))?\}")
 HEAD = """# Claims of the papers
 
 Written by `pytest --write-claims`: words from `tests/claims/`, every measured number from the tests named.
-A claim holds, holds after a fix, does not hold, or is not testable here; the number says why.
+A claim holds, holds after a fix, does not hold, is undecided, or is not testable here; the number says why.
 A notebook has the figures, and what takes too long for a test.
+
+The papers measured models of billions of parameters. What is claimed of those alone is not testable here: how
+much of the full cache's quality is left on their benchmarks, which share of their tokens does something, how
+fast they are. The number of our decoders stands in the row. A comparison of two methods on one model, a
+condition of a theorem, and needles, which our decoders find as theirs do, are judged.
 
 `python -m nanollm claims` judges two trained decoders by rules, in the columns *built* and *learned*.
 The heads that retrieve were built into the start of the first. Where – stands, no model decides the claim.
@@ -44,7 +49,7 @@ class Claim(NamedTuple):
 def parse(text: str, name: str) -> tuple[str, list[Claim]]:
     """A template's paper and its claims; `name` is said in errors."""
     title, *parts = re.split(r"^## ", text, flags=re.M)
-    if not re.fullmatch(r"# .+\s*", title):
+    if not title.startswith("# "):
         raise ClaimError(f"{name} must begin with one line '# Paper', then '## ID · verdict · notebook NN'")
     return title[2:].strip(), [parse_claim(part, name) for part in parts]
 

@@ -13,13 +13,13 @@ from methods.theory.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS
                                             correlation_of_change_and_kl, difference, l2_norms, last_layer,
                                             long_answer, lower, saved, stored)
 from methods.theory.claims import P5, P8
-from methods.theory.subject import HOLDS, NOT, Subject, above, mean
+from methods.theory.subject import HOLDS, OPEN, Subject, above, below, mean
 from methods.snap_kv import SnapKV
 from nanollm import TINY, weights
 from nanollm.evaluate import reference, standard_error, text_windows
 
 
-# ---- answers: needles and pairs in 24 documents of 256 tokens each, with an eighth of the entries ---
+# ---- answers: needles and pairs in 24 documents of 256 tokens each ---
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +29,22 @@ def on():
 
 @pytest.mark.claim("P5")
 @pytest.mark.parametrize("rule", [Rule.__name__ for Rule in RULES])
-def test_the_papers_rule_loses_answers_and_the_codes_loses_none(on, rule, note):
+def test_the_papers_rule_loses_answers_and_pooled_norms_gain_on_two_of_three(on, rule, note):
     found = P5(on)
-    lost, error = found.numbers[f"{rule}, the paper's rule"]
-    aware = found.numbers[f"{rule}, the authors' code"]
-    blind = mean(on.at_an_eighth(f"{rule}+critical_code", setting="blind")
-                 - on.at_an_eighth(rule, setting="blind"))
-    assert found.verdict == NOT and lost < -1.5 * error and max(abs(aware[0]), abs(blind[0])) < 0.05
-    note("P5", **{rule: 100 * lost, f"{rule}_code_aware": 100 * aware[0]})
+    plain, paper, pooled, code = (found.numbers[rule + label] for label in (
+        "", ", the paper's rule", ", pooled", ", the authors' code"))
+    assert found.verdict == OPEN and below(paper) == HOLDS  # PyramidKV leaves it open
+    assert above(pooled) == above(code) == (OPEN if rule == "PyramidKV" else HOLDS)
+    note("P5", **{rule: 100 * paper[0], f"{rule}_pooled": 100 * pooled[0], f"{rule}_plain": 100 * plain[0],
+                  f"{rule}_eighth": 100 * on.facts(rule, 1 / 8).mean()})
 
 
 @pytest.mark.claim("P5")
-def test_where_entries_are_few_the_norms_gain_answers_and_others_do_not(on, note):
-    plain, pooled, other = (on.answered(SnapKV, 1 / 16, "needle", "recall", **WINDOW, select=select)
-                            for select in (SnapKV.select, PooledCritical(), OtherNorms()))
-    gained = mean(pooled - plain)
-    assert above(gained) == above(mean(pooled - other)) == HOLDS and gained[0] > 0.1
-    note("P5", few_gained=100 * gained[0], few_other=100 * mean(other - plain)[0])
+def test_the_norms_of_other_tokens_gain_no_answers(on, note):
+    plain, pooled, other = (on.facts("SnapKV", select=x)
+                            for x in (SnapKV.select, PooledCritical(), OtherNorms()))
+    assert above(mean(pooled - other)) == HOLDS and above(mean(other - plain)) != HOLDS
+    note("P5", few_other=100 * mean(other - plain)[0])
 
 
 def test_the_knobs_are_those_of_the_rule_and_the_code():
@@ -64,8 +63,8 @@ def test_the_knobs_are_those_of_the_rule_and_the_code():
 
 @pytest.mark.claim("P5")
 def test_of_the_knobs_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(on, note):
-    base, code = (on.at_an_eighth(f"SnapKV+{name}") for name in ("critical", "critical_code"))
-    gain = {knob: on.at_an_eighth("SnapKV", select=ONE_KNOB[f"critical, {knob}"]) - base
+    base, code = (on.facts(f"SnapKV+{name}", 1 / 8) for name in ("critical", "critical_code"))
+    gain = {knob: on.facts("SnapKV", 1 / 8, select=ONE_KNOB[f"critical, {knob}"]) - base
             for knob in (*CODE, "L2 norms")}
     for name, x in zip(("alpha", "pool", "epsilon", "means", "l2"), gain.values()):
         note("P5", **{f"knob_{name}": 100 * mean(x)[0]})
@@ -106,17 +105,21 @@ def test_long_answers_compressed_while_they_are_written_are_no_better_for_the_no
     note("P12", kl=plain["kl"].mean(), change=change, error=error, most=plain["most"], whole=once["most"])
 
 
-@pytest.mark.claim("P8", "P10")
+@pytest.mark.claim("P8")
 def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(on, note):
-    """Without pooled votes too, though these lower L in all three rules, and streaming is far behind."""
     found = P8(on)
-    plain, quarter, none, streaming, pooled = (x for x, _ in found.numbers.values())
-    unpooled, residual = (on.at_an_eighth(f"SnapKV{more}").mean().item()
-                          for more in (", no pool", "+residual"))
-    assert found.verdict == NOT and none < quarter - 0.2 < plain - 0.4
-    assert max(abs(pooled - plain), abs(residual - plain)) < 0.05 and max(streaming, unpooled) < plain - 0.5
-    note("P8", plain=100 * plain, quarter=100 * quarter, none=100 * none, streaming=100 * streaming,
-         pooled=100 * pooled)
+    plain, quarter, none, streaming, quarter_paper, none_paper = (100 * x for x, _ in found.numbers.values())
+    assert found.verdict == HOLDS and none_paper < quarter_paper - 20 < plain - 20
+    note("P8", plain=plain, quarter=quarter, none=none, streaming=streaming, quarter_paper=quarter_paper,
+         none_paper=none_paper)
+
+
+@pytest.mark.claim("P10")
+def test_votes_that_are_never_pooled_lose_answers_and_a_residual_entry_loses_none(on, note):
+    """Though these votes lower L in all three rules; an eighth of the entries."""
+    plain, unpooled, residual = (on.facts(f"SnapKV{more}", 1 / 8).mean().item()
+                                 for more in ("", ", no pool", "+residual"))
+    assert abs(residual - plain) < 0.05 and unpooled < plain - 0.5
     note("P10", no_pool_answers=100 * unpooled, plain_answers=100 * plain)
 
 
@@ -154,12 +157,12 @@ def test_most_heads_change_less_with_and_without_norms(note):
     spread(note, "P7", 100, dict(unpooled=unpooled, pooled=pooled, neither=neither))
 
 
-@pytest.mark.claim("P7")
+@pytest.mark.claim("P13")
 def test_the_advantage_of_the_last_layer_does_not_accumulate(note):
     together, alone = -np.array([[last_layer(f"{base}+critical", base, share) for share in SHARES]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)
     assert ((0 < together) & (together < 0.05)).all() and (alone > together + 0.03).all()
-    spread(note, "P7", 100, dict(together=together[0], alone=alone[0]))
+    spread(note, "P13", 100, dict(together=together[0], alone=alone[0]))
 
 
 @pytest.mark.claim("P10")

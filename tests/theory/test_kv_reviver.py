@@ -20,7 +20,7 @@ from methods.kv_reviver_mean import MeanReviver, MeanSketch
 from methods.kv_reviver_shrunk import MEDIAN, ShrunkReviver, ShrunkSketch, SignedSketch
 from methods.snap_kv import SnapKV
 from methods.theory.change_and_text import answers
-from methods.theory.claims import R4, R9, R10
+from methods.theory.claims import R4, R9, R10, R14, R15
 from methods.theory.kv_reviver import (at_depths, collision_variance, fisher_shares, load, median_moments,
                                        of_a_head, printed_bound, relative_error, score_share, score_variance,
                                        share_out, shifted, take_out)
@@ -172,11 +172,27 @@ def told(note, claim, differences):
 
 
 @pytest.mark.claim("R4")
-def test_no_sketch_is_no_worse_and_swaps_harm_the_papers(note):
+def test_the_smallest_sketch_is_best_and_none_is_better(note):
     found = R4(shipped())
-    (paper, _), (shrunk, _), _, none, often, _ = found.numbers.values()
-    note("R4", paper=paper, shrunk=shrunk, none=none[0], none_se=none[1], often=often[0], often_se=often[1])
-    assert found.verdict == NOT and above(often) == HOLDS and none[0] < 0 and paper > 5 * shrunk
+    (paper, _), (more, _), (most, _), gone, (shrunk, _), none = found.numbers.values()
+    note("R4", paper=paper, more=more, most=most, gone=-gone[0], shrunk=shrunk, none=none[0], none_se=none[1])
+    assert found.verdict == HOLDS and above(gone) == NOT and none[0] < 0 and paper > 5 * shrunk
+
+
+@pytest.mark.claim("R15")
+def test_recent_and_candidate_may_share_otherwise(note):
+    found = R15(shipped())
+    _, few, many = found.numbers.values()
+    note("R15", few=few[0], few_se=few[1], many=many[0], many_se=many[1])
+    assert found.verdict != NOT and above(few) == HOLDS  # in this decoder
+
+
+@pytest.mark.claim("R14")
+def test_swaps_harm_the_papers_sketch(note):
+    found = R14(shipped())
+    _, often, seldom = found.numbers.values()
+    note("R14", often=often[0], often_se=often[1], seldom=seldom[0], seldom_se=seldom[1])
+    assert found.verdict == NOT and above(often) == HOLDS
 
 
 @pytest.mark.claim("R4")

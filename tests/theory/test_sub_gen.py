@@ -11,8 +11,8 @@ from exact import F64, check, near, random, seeded, seeds
 from methods.sub_gen import Stream, SubGen
 from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import pairs
-from methods.theory.sub_gen import (biases, errors, exact, growth, in_ball, most_clusters, sizes,
-                                    value_ratios)
+from methods.theory.sub_gen import (biases, clusters_of_text, errors, exact, growth, in_ball, most_clusters,
+                                    sizes, value_ratios)
 
 CACHES = {"tokens": SubGen, "two": SubGen2Cache, "four": SubGen4Cache}
 
@@ -108,18 +108,6 @@ def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
     assert all(1.8 < x / y < 2.7 for x, y in zip(bias, bias[1:]))
 
 
-def clustered(name):
-    """Keys in three tight clusters a side, values about a mean: q, k, v, ε and the radius, and t, s for ε."""
-    n, radius, eps = (16, 0.05, 0.5) if name == "two" else (32, 0.02, 0.75)
-    centres = torch.tensor([[0.6, 0.5], [-0.7, 0.4], [0.1, -0.8]], dtype=F64)
-    of = torch.randint(3, (2, n), generator=seeded(0))
-    k = torch.cat([centres[i] + radius / 4 * ball(n, 2, seed) for seed, i in enumerate(of)], 1)
-    v = torch.tensor([1.0, 0.2], dtype=F64).repeat(2) + 0.2 * random(n, 4, seed=3)
-    assert max(x.norm(dim=1).max() for x in k.chunk(2, 1)) <= 1
-    values = (pairs(*v.chunk(2, 1)),) if name == "two" else v.chunk(2, 1)
-    return 2.0 * torch.tensor([[0.8, 0.6]], dtype=F64), k, v, eps, radius, sizes(eps, 2.0 * radius, *values)
-
-
 def standard_error(name, q, k, v, s):
     """√E‖z − E z‖²/τ in the lemmas' unit: of draws of pairs, or of both sides, where all meet all."""
     (k1, k2), (v1, v2) = k.chunk(2, 1), v.chunk(2, 1)
@@ -140,20 +128,23 @@ def standard_error(name, q, k, v, s):
 
 
 @pytest.mark.claim("T9", "T10")
-@pytest.mark.parametrize("name, claim, many, part", [("two", "T10", 64, 1), ("four", "T9", 256, 4)])
-def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, many, part, note):
+@pytest.mark.parametrize("name, claim, eps, many, part", [
+    ("two", "T10", 0.5, 32, 1), ("four", "T9", 0.75, 128, 4)])
+def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, eps, many, part, note):
     """In 1 of 100 runs at most the error may be beyond ε. At the sizes it is that of the draws, no less."""
-    q, k, v, eps, radius, (t, s) = clustered(name)
+    k, v, q, radius = clusters_of_text(32, 2)  # as in the notebook's table
+    values = v.double().chunk(2, 1)
+    t, s = sizes(eps, radius * q.norm().item(), *([pairs(*values)] if name == "two" else values))
+    assert max(x.norm(dim=1).max() for x in k.chunk(2, 1)) <= 1
 
     def found(samples, draws, runs, *rows):
-        knobs = dict(radius=radius, samples=samples, draws=draws)
-        return errors(CACHES[name], q.float(), k.float(), v.float(), runs, *rows, **knobs)[0]
+        return errors(CACHES[name], q, k, v, runs, *rows, radius=radius, samples=samples, draws=draws)[0]
 
     beyond = [100 * (found(max(1, round(t / x)), round(s / x), 1000) > eps).double().mean().item()
               for x in (many, 2 * many)]
-    assert beyond[0] < 0.6 < 1 < 1.8 < beyond[1] < 3.5
+    assert beyond[0] < 1 < 1.8 < beyond[1] < 3.5
     t, s = math.ceil(t / part), math.ceil(s / part)
-    error, predicted = found(t, s, 200, 50), standard_error(name, q, k, v, s)
+    error, predicted = found(t, s, 200, 50), standard_error(name, q.double(), k.double(), v.double(), s)
     rms = error.square().mean().sqrt().item()
     assert rms == pytest.approx(predicted, rel=0.12) and error.max() < eps / 5  # ± 4 %
     note(claim, kept=beyond[0], broken=beyond[1], rms=rms, predicted=predicted)
