@@ -7,8 +7,9 @@ memory is freed.
 
     b_h = f·b + (1 − f) · |{ i : A_{h,i} ∈ Top_{H·b}(A) }|,   Σ_h b_h = H·b
 
-Differs from the paper: b counts the entries beside the window (so does the authors' code, with the window on
-top of its budget). A head is a key/value head, whose group of query heads votes together.
+Differs from the paper: b counts the entries beside the window, as in the authors' code, whose budget contains
+the window, too. A head is a key/value head, whose group of query heads votes together. NVIDIA/kvpress has
+another floor: the f·b highest entries of each head stay, and the layer's others are ranked together.
 """
 from dataclasses import dataclass
 from fractions import Fraction

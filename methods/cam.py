@@ -6,12 +6,14 @@ in equal parts, to the values of the next tokens that stay.
     V_j ← V_j + M V_i / m  for the m kept tokens after i
     M ~ Bernoulli(min(1, A_i / mean of A over those that stay))
 
-A_i is accumulated attention: what i has had from all queries so far, summed up. The mean is over all that
-stay, heavy hitters too. Keys stay as they are, and no token's weight grows. It evicts while it reads: the
-budget holds from the first token on, so that a kept value receives little at a time.
+A_i is accumulated attention: what i has had from all queries so far, summed up. Keys stay as they are, and no
+token's weight grows. It evicts while it reads: the budget holds from the first token on, so that a kept value
+receives little at a time.
 
-Differs from the paper: which tokens leave is H2O's choice. In its authors' scripts it is all but sinks and
-recent tokens, or H2O's; each script has a rule of its own for the mean. m is 32 there.
+Differs from the paper: in its Eq. 14 the mean is over the m targets; here it is over all that stay, heavy
+hitters too. Which tokens leave is H2O's choice. The authors' scripts differ from one another. Sinks and
+recent tokens stay, or H2O's choice. The mean is over the targets or all recent tokens, or a maximum is in its
+place. m is 32, 16 or the number of recent tokens.
 """
 from dataclasses import dataclass
 
@@ -27,7 +29,7 @@ from nanollm.ranking import expand_index, indices, top
 @dataclass(eq=False)
 class CaM(BudgetCache):
     recent: float = 0.5         # share of the budget for the newest tokens; the rest goes to heavy hitters
-    at_a_time: int | None = 1   # entries that leave when the cache is full; by 8 it reads 3 times faster
+    at_a_time: int | None = 1   # entries that leave when the cache is full; by 8 it reads 4 to 6 times faster
     targets: int = 32           # kept tokens that share an evicted value, m; the last ones where fewer follow
     seed: int = 0               # of the coins, which differ by layer, head and text of the batch
     watch = ALL

@@ -59,7 +59,9 @@ class PooledCritical(Critical):
 
 @dataclass(frozen=True)
 class CriticalCode(Critical):
-    """The authors' code: everything pooled, half of the budget for stage 1, the product of means."""
+    """The authors' code, in NVIDIA/kvpress: everything pooled, half of the budget for stage 1, the product of
+    means. But there the window counts in that half; here it is half of the entries beside the window.
+    """
     alpha: float = 0.5
 
     def second(self, cache: WindowCache, votes: Tensor, norms: Tensor) -> Tensor:

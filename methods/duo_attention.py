@@ -6,7 +6,7 @@ Few heads fetch what stands far back (retrieval heads). The others look at the f
     S_t = {0 … t} in a retrieval head,   S_t = {0 … s−1} ∪ {t−(w−s)+1 … t} in a streaming head
 
 Which heads retrieve is learned, as in the paper: a gate for each, trained with all others
-(methods/theory/duo_attention.py).
+(methods/duo_gates.py).
 
 Differs from the paper: there, streaming heads stream while the prompt is read, too; here from its end on.
 Gates are trained on the KL of the predicted tokens, not on the distance of the last hidden states, and their
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.theory.duo_attention import gates, heads_by_kvzip, retrieval_heads
+from methods.duo_gates import gates, heads_by_kvzip, retrieval_heads
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.check import check_budget
 from nanollm.data import Tasks

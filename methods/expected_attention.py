@@ -9,8 +9,9 @@ projected value.
     keep the b entries with the highest (â_i + ε) ‖W_O v_i‖₂,   R̄ the mean rotation of the next n positions
 
 A group's query heads vote together, by the mean of their scores. The first tokens stay, and their queries
-are not counted, as in NVIDIA/kvpress, by the paper's authors. Differs from the paper: heads keep equally
-many. The prompt is compressed at its end; what follows is appended. A decoder without rotation has R̄ = 1.
+are not counted, as in NVIDIA/kvpress, by the paper's authors. (There the softmax leaves out these tokens, the
+norm is ‖v_i‖₂, and ε is 0 if nothing sets it.) Differs from the paper: heads keep equally many. The prompt is
+compressed at its end; what follows is appended. A decoder without rotation has R̄ = 1.
 """
 from dataclasses import dataclass
 import math

@@ -10,13 +10,15 @@ and heads are ranked together, so that a head that is not needed for this keeps 
 Differs from the paper: the text is read again without words that ask for a repetition, which a decoder that
 was not taught to follow instructions would only take for text; 512 tokens at a time, each time with the 8
 before them, where the paper takes 2K. There a piece scores only its own piece of the first reading, by a
-softmax over that and itself; here it scores the whole cache. The paper keeps a system prompt; here no entry
-is safe, so a question at the prompt's end may be lost. What follows the prompt is appended.
+softmax over the system prompt, that and itself; here it scores the whole cache. The system prompt stays
+there, and in NVIDIA/kvpress the first 4 tokens of a chat template. Here no entry is safe, so a question at
+the prompt's end may be lost. (With `sinks=4` the KL falls by 0.003 at most with a quarter of the entries, and
+rises by 0.016 at most with an eighth.) What follows the prompt is appended.
 
 Ours: `kvzip_recent` also keeps the 8 newest entries of each head, within the budget. With an eighth of the
-entries and the question in the prompt, few-shot rises from 0.44 to 1.00 by that (python -m nanollm --methods
-kvzip kvzip_recent --budgets 12.5). `OneReading` goes by the first reading alone, the largest attention from a
-token at least 8 later.
+entries and the question in the prompt, few-shot rises by that from 0.44 to 1.00 on `built` and from 0.38 to
+0.56 on `learned` (python -m nanollm --methods kvzip kvzip_recent --budgets 12.5 --documents 32). `OneReading`
+goes by the first reading alone, the largest attention from a token at least 8 later.
 """
 from dataclasses import dataclass
 from functools import partial

@@ -5,9 +5,11 @@ fall linearly from the first layer to the last. Their mean over the L layers is 
 
     b_l = b_max − l · (b_max − b_min) / (L − 1),   b_min = (b − w)/β,   b_max = 2 (b − w) − b_min
 
-Differs from the paper: the total over the layers is exact, by rounding to the largest remainders. (The
-authors' code steps by an integer (b_max − b_min) // L and so keeps fewer or more.) Where b_max exceeds the
-prompt, the slope gets flatter, with the same total. (The authors' code falls back to SnapKV.)
+Differs from the paper: the total over the layers is exact, by rounding to the largest remainders. Where b_max
+exceeds the prompt, the slope gets flatter, with the same total. The authors' code does that, too, but steps
+by the integer (b_max − b_min) // (L − 1), so that the total is often larger; and where the prompt is shorter
+than 2 (b − w) it falls back to SnapKV. In NVIDIA/kvpress the window lies inside the pyramid, and all layers
+fall back to SnapKV where the last one would keep fewer entries than the window has.
 """
 from dataclasses import dataclass
 from fractions import Fraction

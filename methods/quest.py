@@ -11,8 +11,9 @@ So 25 % is what is *read*: a quarter of the entries, and beside them two vectors
 cache's bytes. What is *held* is more than the full cache, and `bytes` says so.
 
 Differs from the paper: a group's query heads (g) read the same pages, since they share the entries; their
-largest bound decides. The query's own page is always read, as one of the b/16; the authors' evaluation reads
-three pages at least, here one may be all. A question after the prompt selects too, each token its own pages;
+largest bound decides. In the authors' evaluation each query head has pages of its own. The query's own page
+is always read, as one of the b/16. So it is by the authors' kernel, but not in their evaluation, which reads
+three pages at least; here one may be all. A question after the prompt selects too, each token its own pages;
 there, as part of the prompt, it sees everything. There the first two layers read everything. Of six layers
 that is a third of all entries, more than the budget, so here `dense` is 0. Prompts of 512 tokens have 32
 pages, not thousands. A budget of 6.25 % is one page, and no needle is found; with `page` 4 it is seven, and

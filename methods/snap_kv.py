@@ -13,7 +13,9 @@ from nanollm.window import WindowCache
 
 
 class SnapKV(WindowCache):
-    """`WindowCache` as it stands. The authors' code has window_size 64, and an average pool of 5."""
+    """`WindowCache` as it stands. The authors' code has an average pool of 5, and a window of 32 (64 in its
+    class, if nothing sets it).
+    """
 
 
 variants = {"snap_kv": SnapKV}

@@ -23,8 +23,8 @@ def ranks() -> tuple[int, int]:
 def set_threads(asked: int, parameters: int):
     """PyTorch's CPU threads: as many as asked for; by 0 what suits a decoder of so many parameters.
 
-    A small one gets one: with a core to itself, a second thread saves it a fifth of the time (RESULTS.md).
-    But two wait for each other at every operation, and if a core is busy that takes 15 times as long.
+    A small one gets one. A second thread with a core to itself saves a sixth of the time at 2048 tokens, and
+    none at 128 (RESULTS.md). But two wait for each other at every operation, which takes long on a busy core.
     """
     import torch
     from nanollm.check import whole

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from methods.cam import CaM
 from methods.duo_attention import DuoAttention
+from methods.duo_gates import retrieval_heads
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver, Sketch
 from methods.kv_reviver_mean import MeanReviver, MeanSketch
@@ -29,7 +30,7 @@ from methods.low_bit_vague import LowBitVague
 from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
-from methods.theory.duo_attention import importance, retrieval_heads
+from methods.theory.duo_attention import importance
 
 # %%
 from methods.theory.change_and_text import answers
@@ -300,7 +301,7 @@ print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 #
 # ## Who retrieves?
 #
-# DuoAttention, below, needs to know which heads to spare. `importance` makes one key/value head at a time keep only 4 sinks and 12 recent tokens after the context, and measures how much less likely the right answers become. (The paper trains a gate for each head, all together, and so does the comparison: `gates` in `methods/theory/duo_attention.py`. It finds the same heads here.) The comparison calibrates on needles and pairs of the training side, which are the tasks that it then measures. So here are two more: to copy a passage, and to label lines as in the examples.
+# DuoAttention, below, needs to know which heads to spare. `importance` makes one key/value head at a time keep only 4 sinks and 12 recent tokens after the context, and measures how much less likely the right answers become. (The paper trains a gate for each head, all together, and so does the comparison: `gates` in `methods/duo_gates.py`. It finds the same heads here.) The comparison calibrates on needles and pairs of the training side, which are the tasks that it then measures. So here are two more: to copy a passage, and to label lines as in the examples.
 
 # %%
 train = Tasks(encoding, "train")

@@ -19,9 +19,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from methods.duo_attention import DuoAttention
+from methods.duo_gates import gates, retrieval_heads
 from methods.streaming_llm import StreamingLLM
 from methods.theory import inside
-from methods.theory.duo_attention import gates, importance, retrieval_heads
+from methods.theory.duo_attention import importance
 from methods.theory.kv_reviver import found_blind
 from nanollm import SHIPPED, TINY, plot
 from nanollm.data import Tasks

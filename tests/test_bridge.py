@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers as hf
 
+from methods.duo_gates import gates, retrieval_heads
 from methods.streaming_llm import StreamingLLM
-from methods.theory.duo_attention import gates, retrieval_heads
 from nanollm import TINY, tokenizer, weights
 from nanollm.bridge import Bridged, attach, detach
 from nanollm.cache import cache_bytes, make_cache

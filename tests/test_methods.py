@@ -43,7 +43,7 @@ ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
 APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"  # and their variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
-DRAWN = "random", "cam", "kv_reviver"  # from one stream for all rows
+DRAWN = "random", "cam"  # for each row of a batch apart
 # what stays is not only what is looked at and the newest
 GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast"
 

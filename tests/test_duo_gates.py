@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from common import ENCODING, decoder, dense, tasks
 from methods import duo_attention
 from methods.duo_attention import DuoAttention, Streaming
+from methods.duo_gates import ask, gates, heads_by_kvzip, predictions, retrieval_heads
 from methods.kvzip import KVzip
-from methods.theory.duo_attention import ask, gates, heads_by_kvzip, importance, predictions, retrieval_heads
+from methods.theory.duo_attention import importance
 from nanollm import TINY, weights
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.generate import prefill, read_again
