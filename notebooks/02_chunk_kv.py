@@ -141,7 +141,7 @@ def answers(row, setting, of=TASKS):
 
 
 def live(row):
-    return row["live"] / len(bench.full.tokens) / 1024  # KiB per sequence
+    return row["live_16"] / len(bench.full.tokens) / 1024  # KiB per sequence, numbers of 16 bits
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
@@ -153,7 +153,7 @@ for name, shift in zip(names, (.96, .98, 1, 1.02, 1.04)):
               ylim=(0, 1.05), ylabel=f"accuracy, {setting}")
     mine = [(live(rows[name, share]), rows[name, share]["kl"]) for share in shares]
     axes[2].plot(*zip(*mine), label=name, markersize=5, **look[name])
-ticks(axes[2], [128, 256, 512, 1024], xlabel="live cache after the text, KiB",
+ticks(axes[2], [64, 128, 256, 512], xlabel="cache after the text, KiB (16 bits)",
       ylabel="KL(full ‖ compressed), nats")
 axes[2].legend(fontsize=8);
 

@@ -336,10 +336,10 @@ recording = record(model, make_cache(model, Recorder), prompt_and_question(model
 
 
 def measure(make):
-    """KiB a text, KL of each text, which needles are found, and ‖o − ô‖₁ of each text."""
+    """KiB a text in 16 bits, KL of each text, which needles are found, ‖o − ô‖₁ of each text."""
     row = replayed_or_read(continuation, model, full, make, full.recording)
     needles = replayed_or_read(found_blind, model, batch, make, recording)
-    return row["live"] / 8192, row["kl"], needles, row["l1"].mean((1, 2))
+    return row["live_16"] / 8192, row["kl"], needles, row["l1"].mean((1, 2))
 
 
 methods = {name: partial(Method, slack=0) for name, Method in variants.items()}
@@ -403,9 +403,9 @@ for name in dict.fromkeys(name for name, _ in rows):
     kib, kl, found, _ = zip(*(row for (other, _), row in rows.items() if other == name))
     for axis, values in zip(axes, (kl, found)):
         axis.plot(kib, [x.mean() for x in values], label=name, markersize=6, **look[name])
-at, whole = (128, 256, 512), full_cache_bytes(c, 479, 4) / 1024
+at, whole = (64, 128, 256), full_cache_bytes(c, 479) / 1024
 for axis, label in zip(axes, ("KL(full ‖ compressed), nats", "needles found, question afterwards")):
-    axis.set(xscale="log", xlabel=f"live cache, KiB per text (full: {whole:.0f})", ylabel=label)
+    axis.set(xscale="log", xlabel=f"cache, KiB per text, 16 bits (full: {whole:.0f})", ylabel=label)
     axis.set_xticks(at, at)
     axis.minorticks_off()
     axis.grid(alpha=.3)

@@ -45,13 +45,13 @@ for kept in (1, 2, 4, 8, 12, 16):
     game["evicted"][kept / n] = played.learned(bits)
 for levels in (1, 2, 3, 4, 6, 8):
     played = index_game_four(bits, keys, compress=keep_rows(slice(0, n), n, levels))
-    game["rounded"][levels / 32] = played.learned(bits)
+    game["rounded"][levels / 16] = played.learned(bits)
 for how, found in game.items():
     cells = (f"{100 * part:6.1f} % → {bits_back:.2f}" for part, bits_back in found.items())
     print(f"{how:8}", *cells)
 
 # %% [markdown]
-# Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing, down to one bit a number. Each number of Alice's was a bit and took 32, so rounding threw away what nobody had put there.
+# Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing, down to one bit a number. Each number of Alice's was a bit and took 16, so rounding threw away what nobody had put there.
 #
 # A cache of text is in between. It has room for many more bits than the text has, and a question asks for few of them. Three things may be known when it is compressed:
 #
@@ -59,7 +59,7 @@ for how, found in game.items():
 # 2. **The past.** What was asked for before will be asked for again. This is what Scissorhands bets on, and H2O.
 # 3. **The text.** *Blind*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
 #
-# Here is the game again, and beside it facts in real text, one that is asked for out of four, blind. *evicted* and *rounded* are Alice's; the others are rows of `python -m methods.theory.blind`.
+# Here is the game again, and beside it facts in real text, asked for blind: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m methods.theory.blind`.
 
 # %%
 blind_table = (HERE / "blind.txt").read_text().splitlines()
@@ -81,7 +81,7 @@ def beside_the_game(methods: list[str]):
     axes[1].set(title="facts in a text, asked for later")
     for axis in axes:
         axis.plot(*2 * [np.geomspace(0.01, 1)], color="0.7", linewidth=1, zorder=0)
-        axis.set(xlabel="share of the bytes", xscale="log")
+        axis.set(xlabel="share of the bytes, numbers of 16 bits", xscale="log")
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -107,7 +107,7 @@ beside_the_game("snap_kv h2o kv_reviver_shrunk one_reading kvzip kvzip_4 quantiz
 #
 # ## All methods on one page
 #
-# Rows are families. The first two columns are the share of right answers, mean over needles, pairs and few-shot labels. KL is how far the predictions for real text move. All four are over the live bytes of a text's cache, after it was continued by 64 tokens.
+# Rows are families. The first two columns are the share of right answers, mean over needles, pairs and few-shot labels. KL is how far the predictions for real text move. All four are over the bytes of a text's cache, numbers of 16 bits, after it was continued by 64 tokens.
 
 # %%
 FAMILIES = {
@@ -139,7 +139,7 @@ def page_of(stored: dict):
         axis_row[3].legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize=9)
     for axis, title in zip(axes[0], COLUMNS):
         axis.set_title(title)
-    figure.supxlabel("live cache, KiB")
+    figure.supxlabel("cache, KiB, numbers of 16 bits")
     return axes[0]
 
 # %%
@@ -154,12 +154,12 @@ speed.set_yticks([300, 1000, 3000], ["300", "1000", "3000"])
 speed.minorticks_off()
 
 # %% [markdown]
-# Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Blind*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers about what H2O does. With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL, although nothing in them was made for it; with an eighth DuoAttention loses that. Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
+# Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Blind*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers about what H2O does. With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL here, on *built*, although nothing in them was made for it; with an eighth DuoAttention loses that. (On *learned* it is a tenth and three quarters.) Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
 # Bytes here are those after the continuation, which window methods and KVzip append to. The next table has those at the moment when the question comes.
 #
 # ## Who keeps 95 %, in how few bytes
 #
-# For each method the smallest of its budgets with which 95 % of the full cache's answers stay, to needles and pairs together, asked blind. On *built* and on *learned*; a method that fails on one of them is not in the list.
+# For each method the smallest of its budgets with which 95 % of the full cache's answers stay, mean of needles and pairs, asked blind: 256 documents of each, and it must be so by one standard error. On *built* and on *learned*; a method that fails on one of them is not in the list. Within one standard error of 95 % nothing is decided.
 
 # %%
 print(*blind_table[blind_table.index("") + 1:], sep="\n")
@@ -283,25 +283,25 @@ changes = lines("all", "changes by", *(f"snap_kv{more} 12.5 %" for more in (
 print(*changes[changes.index(lines("all", "changes by")[0]):], sep="\n")  # below the rows
 
 # %% [markdown]
-# The rule taken apart, one change at a time: an eighth of prompts of 256 tokens, which is half as many entries, the question known; answers to needles, pairs and labels together, KL, and L1 of the last layers' outputs.
+# The rule taken apart, one change at a time: an eighth of prompts of 256 tokens, which is half as many entries, the question known; answers to needles, pairs and labels together, KL, and L1 of all heads' outputs.
 
 # %%
 print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "stage 2 pooled",
              "ε = 1e-4", "product of means"), sep="\n")
 
 # %% [markdown]
-# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain (P5 in CLAIMS.md).
+# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain on *built* (P5 in CLAIMS.md).
 #
-# **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, in 32 (–), 4 and 2 bits a number, beside 2 bits for all entries.
+# **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, as they are (–), in 4 and in 2 bits a number, beside 2 bits for all entries.
 
 # %%
 for line in lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 12.5 %"):
     print(line.split()[0] if line.startswith(("built", "learned")) else line)  # no other header
 
 # %% [markdown]
-# An eighth in four bits finds no less than two bits for every token, in a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a sixth.) The two do not disturb each other: four bits lose nothing that eviction had kept.
+# An eighth in four bits finds no less than two bits for every token, in a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a sixth.) The two do not disturb each other: within one document of 32, four bits lose nothing that eviction had kept.
 #
-# **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Theorem 4.3 is gone.
+# **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Remark 3.9 is gone. (Theorem 4.3, on two matrices, holds.)
 
 # %%
 print(*lines("tensor", "tokens", "2048"), sep="\n")
@@ -319,7 +319,7 @@ for beta in (0.1, 0.25, 0.5, 0.75):
           f" {scissorhands.tail_mass(beta, 3.0):7.3f}     {simulated:7.3f}")
 
 # %% [markdown]
-# The printed bound is negative where a quarter of the mass is lost; it holds if half or more is kept. The exact share is simple enough to be plotted; notebook 03 does.
+# The printed bound is negative where a quarter of the mass is lost; of this law it holds if half or more is kept (of others it does not: S5 in CLAIMS.md). The exact share is simple enough to be plotted; notebook 03 does.
 #
 # ## The playground
 #

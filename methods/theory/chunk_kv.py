@@ -97,13 +97,13 @@ def aware(model, batch: Batch, recordings: list[list[Recording]], make: Make) ->
 
 
 def measure(model, bench: Benchmark, make: Make) -> dict:
-    """`bench.run` without the attention outputs' change: answers and KL by document, and live bytes."""
+    """`bench.run` without the attention outputs' change: answers and KL by document, bytes in 16 bits."""
     each = {}
     for task, batch in bench.batches.items():
         right = replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
         each |= {f"{task}_{setting}": right[setting].tolist() for setting in right}
     row = replayed_or_read(continuation, model, bench.full, make, bench.full.recording)
-    return dict(each=each | dict(kl=row["kl"].tolist()), kl=row["kl"].mean().item(), live=row["live"])
+    return dict(each=each | dict(kl=row["kl"].tolist()), kl=row["kl"].mean().item(), live_16=row["live_16"])
 
 
 @torch.no_grad()
