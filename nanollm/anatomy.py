@@ -45,13 +45,14 @@ def frequencies(model, head_dim: int) -> Tensor | None:
     return freq if torch.allclose(theirs, rotate(x, *rope(freq, pos)), atol=1e-5) else None
 
 
-def chunk_of(module) -> int | None:
-    """Llama-4's layers that attend within chunks of so many tokens; None for any other."""
-    kinds, chunk = (getattr(module.config, name, None) for name in ("layer_types", "attention_chunk_size"))
-    return chunk if kinds and kinds[module.layer_idx] == "chunked_attention" else None
+def windows(config) -> list[int | None]:
+    """How many of the last tokens each layer attends to, None for all; [] if the config does not say."""
+    sizes = {kind: getattr(config, name, None) for kind, name in (
+        ("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size"))}
+    return [sizes.get(kind) for kind in getattr(config, "layer_types", None) or ()]
 
 
 def causal(mask: Tensor) -> bool:
-    """Whether a mask (B, 1, T, T) hides later tokens and nothing else."""
+    """Whether a mask (B, 1, T, S) for the last T of S tokens hides later tokens and nothing else."""
     shown = mask if mask.dtype == torch.bool else mask == 0
-    return torch.equal(shown, torch.ones_like(shown).tril())
+    return torch.equal(shown, torch.ones_like(shown).tril(mask.shape[-1] - mask.shape[-2]))

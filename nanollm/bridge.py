@@ -1,114 +1,307 @@
 """Any causal language model of transformers, with this project's caches as its memory.
 
-A layer shows k and v to the model's cache and then hands q, k, v to an attention function. `Memory` stores
-nothing: it marks k with the layer's LayerCache, and the attention function asks the cache that it finds.
+Each layer of such a model shows its new keys and values to a cache, and then calls an attention function.
+`Memory` is that cache, and stores nothing: it marks the keys with the layer's LayerCache. `attention` finds
+the mark and asks the LayerCache.
 
     memory = attach(model, H2O, budget=64)
     model(prompt[:, :-1], past_key_values=memory)
     memory.end_prompt()
     model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # goes on from the compressed cache
     detach(model)
+
+A memory answers as the model's own cache would, or raises a ValueError. It looks at each call before the
+first layer runs, so a call that it refuses leaves it as it was. Beam search, assisted decoding, `reset`, `crop`
+and `copy.deepcopy` work as with the model's own cache, as far as the method's state allows.
+
+Needs transformers 4.56 or newer; tested with 4.56.2, 4.57.6, 5.0.0, 5.2.0, 5.6.2, 5.12.1 and 5.23.0.
 """
+from collections.abc import Callable
+from copy import copy, deepcopy
+from dataclasses import fields
+import functools
+from inspect import signature
 from types import SimpleNamespace
 
-from torch import Tensor, arange
-from transformers import AttentionInterface, Cache
+import torch
+from torch import Tensor, nn
+import transformers
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56):
+    raise ValueError("nanollm.bridge needs transformers 4.56 or newer; "
+                     f"{transformers.__version__} is installed; pip install -U transformers")
+
+from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nanollm.anatomy import causal, chunk_of, frequencies, output_projections, w_o
+from nanollm.anatomy import causal, frequencies, output_projections, w_o, windows
 from nanollm.cache import LayerCache, end_prefill, make_cache
-from nanollm.check import check_forward
+from nanollm.check import check_forward, outside
 
 NAME = "nanollm"  # of the attention function, to transformers
 PAST = "does not go through transformers' attention interface; take another model"
+WINDOW = ("layer {} attends to the last {} tokens alone, and the text has {}; shorten the text, "
+          "or take another model")
 REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores"}
 
+
+# ---- the memory: what transformers sees ------------------------------------------------------------------
 
 class Layer(CacheLayerMixin):
     """What transformers sees of one LayerCache."""
 
     def __init__(self, cache: LayerCache):
         super().__init__()
-        self.cache, self.asked = cache, True
+        self.cache, self.texts, self.kind = cache, 0, None  # as `attention` says of what it has stored
 
     def update(self, k: Tensor, v: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        self.check()
         if k.shape != v.shape:
             raise ValueError(f"layer {self.cache.layer} has keys of {k.shape[-1]} numbers and values of "
                              f"{v.shape[-1]}; take another model")
+        if self.cache.seen and self.kind not in (None, (k.dtype, k.device)):
+            old, new = ("{} on {}".format(*kind) for kind in (self.kind, (k.dtype, k.device)))
+            raise ValueError(f"this memory was written in {old}, and new keys are {new}; "
+                             "go on as before, or call reset() and read the prompt again")
         k = k.view_as(k)  # a tensor object of its own, to carry the mark
-        k.layer, self.asked = self, False
+        k.layer = self
         return k, v
-
-    def check(self):
-        """ValueError if the layer showed k and v and then did not ask."""
-        if not self.asked:
-            raise ValueError(f"layer {self.cache.layer} {PAST}")
 
     def get_seq_length(self) -> int:
         return self.cache.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, self.cache.seen  # a mask is made of the new tokens alone
+    def get_mask_sizes(self, new) -> tuple[int, int]:
+        """A mask is made of the new tokens alone. `new`: their number, or their positions before 5.4."""
+        return new if isinstance(new, int) else len(new), self.cache.seen
 
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name until transformers 5.12
+
     def lazy_initialization(self, *_):
         pass
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether slot i holds token i still, and nothing but the slots remembers the tokens."""
+        method, own = type(self.cache), ("attend", "write", "read", "observe")
+        return (self.cache.length == self.cache.seen and not self.cache.ragged
+                and all(getattr(method, name) is getattr(LayerCache, name) for name in own))
+
 
 class Memory(Cache):
-    """A cache of transformers made of `caches`, one LayerCache a layer of the model of this config."""
+    """A cache of transformers made of LayerCaches, one a layer, for one batch of texts."""
 
-    def __init__(self, caches: list[LayerCache], config):
-        super().__init__(layers=[Layer(cache) for cache in caches])
-        self.caches, self.of = caches, config
+    def __init__(self, model: "Bridged", make: Callable[[], list[LayerCache]]):
+        super().__init__(layers=[Layer(cache) for cache in make()])
+        self.model, self.make = model, make
+        self.running = None  # tokens seen before and after the call that now runs, or that was broken off
 
-    def update(self, *told, **more) -> tuple[Tensor, Tensor]:
-        if self.of._attn_implementation != NAME:  # it would see the new tokens alone
-            raise ValueError("the model has its own attention back, which reads no memory; attach it again")
-        return super().update(*told, **more)
+    @property
+    def caches(self) -> list[LayerCache]:
+        return [layer.cache for layer in self.layers]
+
+    def begin(self, decoder: nn.Module, call: dict):
+        """Called before the first layer runs: ValueError if the answer would not be the model's own."""
+        tokens, mask, of = call.get("input_ids"), call.get("attention_mask"), self.model
+        T = (call.get("inputs_embeds") if tokens is None else tokens).shape[1]
+        seen = self.get_seq_length()
+        end = seen + T
+        if decoder is not of.decoder:
+            raise ValueError("this memory belongs to another model; make one by attach(model, …)")
+        self.check_whole()
+        if call.get("use_cache") is False:
+            raise ValueError("use_cache is False, and a memory is given; leave one of them out")
+        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+            raise ValueError("gradient checkpointing reads no memory; call model.eval()")
+
+        V = of.config.vocab_size
+        if tokens is not None and tokens.device.type == "cpu" and not ((tokens >= 0) & (tokens < V)).all():
+            raise outside(tokens, V)  # a GPU would have to wait
+        if of.table and end > of.config.max_len:
+            raise ValueError(f"{end} tokens exceed the model's length of {of.config.max_len}; "
+                             "shorten the text")
+        for layer, window in enumerate(of.windows):
+            if window and end > window:
+                raise ValueError(WINDOW.format(layer, window, end))
+
+        for name in ("position_ids", "cache_position"):
+            pos = call.get(name)
+            if pos is not None and pos.dim() < 3:  # with three, positions in an image
+                right = torch.arange(seen, end, device=pos.device)
+                if pos.shape[-1] != T or (pos != right).any():
+                    raise ValueError(f"{name} must be {seen} … {end - 1}, since the memory has seen {seen} "
+                                     "tokens; leave them out, and give each text a row of its own")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and (mask.shape[1] < end or not mask.all()):
+            raise ValueError(f"attention_mask must show all {end} tokens, those that the memory has seen "
+                             "included; give a batch texts of one length, and no mask")
+        self.running = seen, end
+
+    def end(self):
+        """Called after the last layer: ValueError unless every layer has read the new tokens once."""
+        for layer, cache in enumerate(self.caches):
+            if cache.seen != self.running[1]:
+                raise ValueError(f"layer {layer} {PAST}")
+        self.running = None
+
+    def check_whole(self):
+        """ValueError if an earlier call was broken off when some layers had read its tokens."""
+        if self.running and any(cache.seen != self.running[0] for cache in self.caches):
+            raise ValueError("an earlier call was broken off after some layers had read its tokens; "
+                             "call reset() and read the prompt again")
+
+    def update(self, *given, **named) -> tuple[Tensor, Tensor]:
+        if not self.running or self.model.model.config._attn_implementation != NAME:
+            raise ValueError("the model was detached, or never attached; "
+                             "call attach(model, …) before using a memory")
+        return super().update(*given, **named)
 
     def end_prompt(self):
         """Tell every layer, lowest first, that the prompt is over: compress.
 
         Where a method reads the prompt twice, call generate.end_prompt(Bridged(model), tokens, caches).
         """
-        if not (seen := max(cache.seen for cache in self.caches)):
+        self.check_whole()
+        if not self.get_seq_length():
             raise ValueError("no prompt was read; call the model with past_key_values=memory first")
-        for layer in self.layers:
-            layer.asked = layer.asked and layer.cache.seen == seen
-            layer.check()
         end_prefill(self.caches)
 
+    # ---- what transformers' own caches can do --------------------------------------------------------------
+
+    def reset(self):
+        """Forget everything: a new memory of the same method."""
+        self.running = None
+        for layer, cache in zip(self.layers, self.make()):
+            layer.__init__(cache)
+
+    def crop(self, tokens: int):
+        """Take out the last −`tokens` tokens; or, above 0, all but the first `tokens`."""
+        seen = self.get_seq_length()
+        left = tokens if tokens > 0 else seen + tokens
+        self.check_whole()
+        if left < 0:
+            raise ValueError(f"{-tokens} tokens are to be taken out, and the memory has seen {seen}")
+        if left < seen:
+            self.activate_past_recording()
+            for cache in self.caches:
+                cache.length = cache.seen = left
+
+    def activate_past_recording(self):
+        """Called before assisted decoding. ValueError if `crop` could not take its tokens out again."""
+        if not all(layer.is_croppable for layer in self.layers):
+            raise ValueError(f"no token can be taken out of {type(self.caches[0]).__name__} again; crop, and "
+                             "decode with an assistant or by prompt lookup, with the full cache (LayerCache)")
+
+    def batch_select_indices(self, i: Tensor):
+        """Go on with the texts i (N,), in this order. One may come twice."""
+        self.check_whole()
+        if not (texts := self.layers[0].texts):
+            return
+        try:
+            i = torch.arange(texts, device=getattr(i, "device", None))[i]  # i may be a mask, or a list
+            states = [vars(texts_of(cache, i, texts)) for cache in self.caches]
+        except IndexError:
+            raise ValueError(f"there are {texts} texts, 0 … {texts - 1}, and not all of {i}") from None
+        except TypeError:
+            raise ValueError(f"{type(self.caches[0]).__name__} cannot repeat or choose texts, as beam search "
+                             "does; take another method") from None
+        for layer, state in zip(self.layers, states):
+            vars(layer.cache).update(state)
+            layer.texts = len(i)
+
+    reorder_cache = batch_select_indices  # after each step of beam search
+
+    def batch_repeat_interleave(self, repeats: int):
+        self.batch_select_indices(torch.arange(self.layers[0].texts).repeat_interleave(repeats))
+
+    def __deepcopy__(self, memo):
+        """A copy that goes its own way. What belongs to the model is shared."""
+        shared = [self.model, self.make, *(x for cache in self.caches for x in (cache.w_o, cache.freq))]
+        memory = copy(self)
+        vars(memory).update(deepcopy(vars(self), memo | {id(x): x for x in shared}))
+        return memory
+
+
+def texts_of(x, i: Tensor, texts: int):
+    """The texts i of a cache, or of anything that it holds; TypeError where texts cannot be told apart.
+
+    The first dimension of a cache's tensors is the texts.
+    """
+    if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` has one row for all texts
+        options, new = {field.name for field in fields(x)}, copy(x)
+        for name in vars(x).keys() - options - {"w_o", "freq", "below"}:
+            setattr(new, name, texts_of(getattr(x, name), i, texts))
+        return new
+    if isinstance(x, Tensor) and len(x) == texts:
+        return x.index_select(0, i.to(x.device))
+    if isinstance(x, dict):
+        return {name: texts_of(y, i, texts) for name, y in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(texts_of(y, i, texts) for y in x)
+    if x is None or isinstance(x, (int, float)):
+        return x
+    raise TypeError(type(x))
+
+
+# ---- the attention function: what a layer calls ------------------------------------------------------------
 
 def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None,
-              **more) -> tuple[Tensor, None]:
+              dropout: float = 0.0, **more) -> tuple[Tensor, None]:
     """q (B, H·G, T, D), k and v (B, H, T, D) of new tokens → (B, T, H·G, D), by the cache that k names."""
     if not hasattr(k, "layer"):
-        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **more)
-    cache, T, D = k.layer.cache, *q.shape[2:]
-    seen, window = cache.seen + T, more.get("sliding_window") or chunk_of(module)
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **more)
+    layer, cache, T, D = k.layer, k.layer.cache, *q.shape[2:]
+    seen, window = cache.seen + T, more.get("sliding_window")
     if refused := next((name for name in REFUSED if more.get(name) is not None), None):
         raise ValueError(f"layer {cache.layer} {REFUSED[refused]} ({refused}); take another model")
     if window is not None and seen > window:
-        raise ValueError(f"layer {cache.layer} attends to the last {window} tokens alone, and the text has "
-                         f"{seen}; shorten the text, or take another model")
+        raise ValueError(WINDOW.format(cache.layer, window, seen))
+    if dropout:
+        raise ValueError(f"the model drops {dropout:g} of the attention weights, and no cache here does; "
+                         "call model.eval()")
     if mask is not None and not causal(mask):
-        raise ValueError("a text is padded, or its mask is not causal; give a batch texts of one length")
+        raise ValueError("the mask is not causal; give a batch texts of one length, and no mask")
     if scaling is not None and scaling != D ** -0.5:
         q = q * (scaling * D ** 0.5)  # LayerCache multiplies by 1/√D itself
-    k.layer.asked = True
-    y = cache.attend(q, k, v, arange(cache.seen, seen, device=q.device)[None])
+    y = attend(cache, q, k, v, torch.arange(cache.seen, seen, device=q.device)[None])
+    layer.texts, layer.kind = len(k), (k.dtype, k.device)
     return y.transpose(1, 2).contiguous(), None
+
+
+def attend(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """cache.attend. Its gradients are right in the prompt's first part alone, and refused later: slots are
+    written to in place.
+    """
+    carries = any(x.requires_grad for x in cache.slots.values())
+    if carries:  # what is there belongs to the graph of an earlier call: go on with a copy
+        cache.slots = {name: x.detach().clone() for name, x in cache.slots.items()}
+    if not (carries or cache.prompt_done) or not (torch.is_grad_enabled() and q.requires_grad):
+        return cache.attend(q, k, v, pos)
+    with torch.no_grad():
+        y = cache.attend(q, k, v, pos)
+    return NoGradient.apply(q, y)
+
+
+class NoGradient(torch.autograd.Function):
+    """y, and a ValueError for whoever asks for its gradient."""
+
+    @staticmethod
+    def forward(_, q: Tensor, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(*_):
+        raise ValueError("no gradient goes through a memory that has read earlier tokens; "
+                         "read the whole text in one call, or without a memory")
 
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
+
+# ---- the model ---------------------------------------------------------------------------------------------
 
 class Bridged:
     """A causal language model of transformers, called as our decoder is: tokens, caches → logits.
@@ -118,11 +311,17 @@ class Bridged:
     """
 
     def __init__(self, model):
-        c = model.config.get_text_config()
-        if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
-            raise ValueError(f"{type(model).__name__} " + (
-                "has an encoder; take another model" if model.config.is_encoder_decoder else PAST))
-        heads = c.num_attention_heads
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"{type(model).__name__} is no model of transformers; "
+                             "load one with AutoModelForCausalLM.from_pretrained")
+        c, name = model.config.get_text_config(), type(model).__name__
+        heads = getattr(c, "num_attention_heads", None)
+        if model.config.is_encoder_decoder or not heads:
+            lacks = "has an encoder" if model.config.is_encoder_decoder else "has no attention heads"
+            raise ValueError(f"{name} {lacks}; take another model")
+        if not model._can_set_attn_implementation():
+            raise ValueError(f"{name} {PAST}")
         self.blocks = [SimpleNamespace(attention=SimpleNamespace(o=o, w_o=w_o(o, heads)))
                        for o in output_projections(model)]
         self.model, self.parameters, self.embed = model, model.parameters, model.get_input_embeddings()
@@ -131,24 +330,58 @@ class Bridged:
             head_dim=self.blocks[0].attention.w_o.shape[2], d_model=c.hidden_size,
             vocab_size=self.embed.num_embeddings, max_len=c.max_position_embeddings,
             bos=getattr(c, "bos_token_id", None))
-        self.freq = frequencies(model, self.config.head_dim)
+        self.freq, self.windows = frequencies(model, self.config.head_dim), windows(c)
+        self.table = not any(hasattr(module, "inv_freq") for module in model.modules())  # of positions
+        self.decoder = model.get_decoder()
         if model.config._attn_implementation != NAME:
-            model.attention_before = model.config._attn_implementation
+            detach(model)  # it was attached, if another attention was set by hand since
+            hooks = (self.decoder.register_forward_pre_hook(before, with_kwargs=True),
+                     self.decoder.register_forward_hook(after, with_kwargs=True))
+            model.attention_before = model.config._attn_implementation, hooks
             model.set_attn_implementation(NAME)
 
     def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V); of the `last` tokens alone, if that is not 0."""
         check_forward(self, tokens, caches, None, last or None)
-        memory = caches and Memory(caches, self.model.config)
+        memory = caches and Memory(self, lambda: caches)
         return self.model(tokens, past_key_values=memory, use_cache=bool(memory), logits_to_keep=last).logits
 
 
-def attach(model, Method=LayerCache, **knobs) -> Memory:
+def before(decoder: nn.Module, given: tuple, named: dict):
+    """A hook: shows a call of the decoder to its memory, if it has one."""
+    call = dict(zip(names(type(decoder)), given)) | named
+    if isinstance(memory := call.get("past_key_values"), Memory):
+        memory.begin(decoder, call)
+
+
+def after(decoder: nn.Module, given: tuple, named: dict, _):
+    call = dict(zip(names(type(decoder)), given)) | named
+    if isinstance(memory := call.get("past_key_values"), Memory):
+        memory.end()
+
+
+@functools.cache
+def names(kind: type[nn.Module]) -> list[str]:
+    """Of what `forward` takes by place."""
+    return [*signature(kind.forward).parameters][1:]
+
+
+def attach(model, Method=LayerCache, **options) -> Memory:
     """A memory for one batch of texts, to pass as `past_key_values`; its `end_prompt` compresses it."""
-    return Memory(make_cache(Bridged(model), Method, **knobs), model.config)
+    attached = hasattr(getattr(model, "_orig_mod", model), "attention_before")
+    try:
+        return Memory(bridged := Bridged(model), functools.partial(make_cache, bridged, Method, **options))
+    except ValueError:
+        if not attached:  # leave the model as it was
+            detach(model)
+        raise
 
 
 def detach(model):
     """Give the model its own attention back."""
+    model = getattr(model, "_orig_mod", model)
     if hasattr(model, "attention_before"):
-        model.set_attn_implementation(vars(model).pop("attention_before"))
+        name, hooks = vars(model).pop("attention_before")
+        model.set_attn_implementation(name)
+        for hook in hooks:
+            hook.remove()
