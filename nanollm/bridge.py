@@ -11,8 +11,8 @@ the mark and asks the LayerCache.
     detach(model)
 
 A memory answers as the model's own cache would, or raises a ValueError. It looks at each call before the
-first layer runs, so a call that it refuses leaves it as it was. Beam search, assisted decoding, `reset`, `crop`
-and `copy.deepcopy` work as with the model's own cache, as far as the method's state allows.
+first layer runs, so a call that it refuses leaves it as it was. Beam search, assisted decoding, `reset`,
+`crop` and `copy.deepcopy` work as with the model's own cache, as far as the method's state allows.
 
 Needs transformers 4.56 or newer; tested with 4.56.2, 4.57.6, 5.0.0, 5.2.0, 5.6.2, 5.12.1 and 5.23.0.
 """
@@ -38,12 +38,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from nanollm.anatomy import causal, frequencies, output_projections, w_o, windows
 from nanollm.cache import LayerCache, end_prefill, make_cache
-from nanollm.check import check_forward, outside
+from nanollm.check import check_call, check_forward, check_window
 
 NAME = "nanollm"  # of the attention function, to transformers
 PAST = "does not go through transformers' attention interface; take another model"
-WINDOW = ("layer {} attends to the last {} tokens alone, and the text has {}; shorten the text, "
-          "or take another model")
 REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores"}
 
 
@@ -72,13 +70,13 @@ class Layer(CacheLayerMixin):
         return self.cache.seen
 
     def get_mask_sizes(self, new) -> tuple[int, int]:
-        """A mask is made of the new tokens alone. `new`: their number, or their positions before 5.4."""
-        return new if isinstance(new, int) else len(new), self.cache.seen
+        """Of a mask for the new tokens alone. `new`: their number; in older versions, their positions."""
+        return len(new) if isinstance(new, Tensor) else new, self.cache.seen
 
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name until transformers 5.12
+    get_max_cache_shape = get_max_length  # its older name
 
     def lazy_initialization(self, *_):
         pass
@@ -105,38 +103,12 @@ class Memory(Cache):
 
     def begin(self, decoder: nn.Module, call: dict):
         """Called before the first layer runs: ValueError if the answer would not be the model's own."""
-        tokens, mask, of = call.get("input_ids"), call.get("attention_mask"), self.model
-        T = (call.get("inputs_embeds") if tokens is None else tokens).shape[1]
-        seen = self.get_seq_length()
-        end = seen + T
-        if decoder is not of.decoder:
+        if decoder is not self.model.decoder:
             raise ValueError("this memory belongs to another model; make one by attach(model, …)")
         self.check_whole()
-        if call.get("use_cache") is False:
-            raise ValueError("use_cache is False, and a memory is given; leave one of them out")
-        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
-            raise ValueError("gradient checkpointing reads no memory; call model.eval()")
-
-        V = of.config.vocab_size
-        if tokens is not None and tokens.device.type == "cpu" and not ((tokens >= 0) & (tokens < V)).all():
-            raise outside(tokens, V)  # a GPU would have to wait
-        if of.table and end > of.config.max_len:
-            raise ValueError(f"{end} tokens exceed the model's length of {of.config.max_len}; "
-                             "shorten the text")
-        for layer, window in enumerate(of.windows):
-            if window and end > window:
-                raise ValueError(WINDOW.format(layer, window, end))
-
-        for name in ("position_ids", "cache_position"):
-            pos = call.get(name)
-            if pos is not None and pos.dim() < 3:  # with three, positions in an image
-                right = torch.arange(seen, end, device=pos.device)
-                if pos.shape[-1] != T or (pos != right).any():
-                    raise ValueError(f"{name} must be {seen} … {end - 1}, since the memory has seen {seen} "
-                                     "tokens; leave them out, and give each text a row of its own")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and (mask.shape[1] < end or not mask.all()):
-            raise ValueError(f"attention_mask must show all {end} tokens, those that the memory has seen "
-                             "included; give a batch texts of one length, and no mask")
+        tokens, seen = call.get("input_ids"), self.get_seq_length()
+        end = seen + (call["inputs_embeds"] if tokens is None else tokens).shape[1]
+        check_call(self.model, seen, end, call)
         self.running = seen, end
 
     def end(self):
@@ -191,8 +163,8 @@ class Memory(Cache):
     def activate_past_recording(self):
         """Called before assisted decoding. ValueError if `crop` could not take its tokens out again."""
         if not all(layer.is_croppable for layer in self.layers):
-            raise ValueError(f"no token can be taken out of {type(self.caches[0]).__name__} again; crop, and "
-                             "decode with an assistant or by prompt lookup, with the full cache (LayerCache)")
+            raise ValueError(f"{type(self.caches[0]).__name__} cannot take tokens out again, as crop, prompt "
+                             "lookup and an assistant do; take the full cache, LayerCache")
 
     def batch_select_indices(self, i: Tensor):
         """Go on with the texts i (N,), in this order. One may come twice."""
@@ -253,11 +225,10 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     if not hasattr(k, "layer"):
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **more)
     layer, cache, T, D = k.layer, k.layer.cache, *q.shape[2:]
-    seen, window = cache.seen + T, more.get("sliding_window")
+    seen = cache.seen + T
     if refused := next((name for name in REFUSED if more.get(name) is not None), None):
         raise ValueError(f"layer {cache.layer} {REFUSED[refused]} ({refused}); take another model")
-    if window is not None and seen > window:
-        raise ValueError(WINDOW.format(cache.layer, window, seen))
+    check_window(cache.layer, more.get("sliding_window"), seen)
     if dropout:
         raise ValueError(f"the model drops {dropout:g} of the attention weights, and no cache here does; "
                          "call model.eval()")

@@ -250,3 +250,40 @@ def outside(tokens: Tensor, V: int) -> ValueError:
     low, high = int(tokens.min()), int(tokens.max())
     return ValueError(f"token ids {low} … {high} must lie in the vocabulary 0 … {V - 1}; "
                       "use the model's own tokenizer")
+
+
+# ---- a call of a model of transformers, by the names of its arguments --------------------------------------
+
+def check_call(model, seen: int, end: int, call: dict):
+    """ValueError unless a memory of `seen` tokens can answer a call, up to token `end`, as the model does."""
+    tokens, mask, longest = call.get("input_ids"), call.get("attention_mask"), model.config.max_len
+    if call.get("use_cache") is False:
+        raise ValueError("use_cache is False, and a memory is given; leave one of them out")
+    if model.decoder.training and getattr(model.decoder, "gradient_checkpointing", False):
+        raise ValueError("gradient checkpointing reads no memory; call model.eval()")
+
+    if tokens is not None and tokens.device.type == "cpu":  # a GPU would have to wait
+        if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:
+            raise outside(tokens, model.config.vocab_size)
+    if model.table and end > longest:
+        raise ValueError(f"{end} tokens exceed the model's length of {longest}; shorten the text")
+    for layer, window in enumerate(model.windows):
+        check_window(layer, window, end)
+
+    for name in ("position_ids", "cache_position"):
+        pos = call.get(name)
+        if pos is None or pos.dim() > 2:  # in three dimensions: of an image
+            continue
+        if pos.shape[-1] != end - seen or (pos != torch.arange(seen, end, device=pos.device)).any():
+            raise ValueError(f"{name} must be {seen} … {end - 1}, as the memory has seen {seen} tokens; "
+                             f"leave {name} out, and give each text a row of its own")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and (mask.shape[1] < end or not mask.all()):
+        raise ValueError(f"attention_mask must show all {end} tokens, with those that the memory has seen; "
+                         "give a batch texts of one length, and leave attention_mask out")
+
+
+def check_window(layer: int, window: int | None, tokens: int):
+    """ValueError if a layer that attends to the last `window` tokens would not see all of a text."""
+    if window is not None and tokens > window:
+        raise ValueError(f"layer {layer} attends to the last {window} tokens alone, and the text has "
+                         f"{tokens}; shorten the text, or take another model")
