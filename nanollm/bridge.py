@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from nanollm.anatomy import causal, frequencies, output_projections, w_o, windows
-from nanollm.cache import LayerCache, end_prefill, make_cache
+from nanollm.cache import ALL, TILE, LayerCache, end_prefill, make_cache
 from nanollm.check import check_call, check_forward, check_window
 
 NAME = "nanollm"  # of the attention function, to transformers
@@ -58,7 +58,7 @@ class Layer(CacheLayerMixin):
         if k.shape != v.shape:
             raise ValueError(f"layer {self.cache.layer} has keys of {k.shape[-1]} numbers and values of "
                              f"{v.shape[-1]}; take another model")
-        if self.cache.seen and self.kind not in (None, (k.dtype, k.device)):
+        if self.kind not in (None, (k.dtype, k.device)):
             old, new = ("{} on {}".format(*kind) for kind in (self.kind, (k.dtype, k.device)))
             raise ValueError(f"this memory was written in {old}, and new keys are {new}; "
                              "go on as before, or call reset() and read the prompt again")
@@ -144,9 +144,7 @@ class Memory(Cache):
 
     def reset(self):
         """Forget everything: a new memory of the same method."""
-        self.running = None
-        for layer, cache in zip(self.layers, self.make()):
-            layer.__init__(cache)
+        self.layers, self.running = [Layer(cache) for cache in self.make()], None
 
     def crop(self, tokens: int):
         """Take out the last −`tokens` tokens; or, above 0, all but the first `tokens`."""
@@ -242,13 +240,14 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 
 def attend(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """cache.attend. Its gradients are right in the prompt's first part alone, and refused later: slots are
-    written to in place.
+    """cache.attend. Slots are written to in place, so its gradients are right in a prompt's first part alone,
+    and refused elsewhere.
     """
     carries = any(x.requires_grad for x in cache.slots.values())
     if carries:  # what is there belongs to the graph of an earlier call: go on with a copy
         cache.slots = {name: x.detach().clone() for name, x in cache.slots.items()}
-    if not (carries or cache.prompt_done) or not (torch.is_grad_enabled() and q.requires_grad):
+    several = carries or cache.prompt_done or cache.watch == ALL and q.shape[2] > TILE
+    if not (several and torch.is_grad_enabled() and q.requires_grad):
         return cache.attend(q, k, v, pos)
     with torch.no_grad():
         y = cache.attend(q, k, v, pos)
@@ -342,7 +341,7 @@ def attach(model, Method=LayerCache, **options) -> Memory:
     attached = hasattr(getattr(model, "_orig_mod", model), "attention_before")
     try:
         return Memory(bridged := Bridged(model), functools.partial(make_cache, bridged, Method, **options))
-    except ValueError:
+    except Exception:
         if not attached:  # leave the model as it was
             detach(model)
         raise
