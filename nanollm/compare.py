@@ -139,7 +139,7 @@ def idle(args, chosen: dict) -> list[str]:
     without = [name for name, Method in chosen.items() if name != "full" and not has_budget(Method)]
     told = []
     if "budgets" in args.asked and args.named and without:
-        told.append(f"--budgets changes nothing for {', '.join(without)}, which have no budget")
+        told.append(f"--budgets changes nothing for {', '.join(without)}: no budget there")
     if "window" in args.asked and not any(given(Method, window_size=0) for Method in chosen.values()):
         told.append("--window changes nothing: none of these methods has a window")
     return told
