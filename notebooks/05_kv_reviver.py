@@ -417,25 +417,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #
 # At the small budgets H2O has a lower KL than all of these, by up to 1.9 standard errors (against no sketch). The comparison is not quite even: KVReviver has to keep the scores of tokens that are gone, and they are charged. At 6.25 % they are a quarter of its bytes, and 18 tokens stay exact where H2O keeps 28. In the paper's geometry they would be an eighth (the table below).
 #
-# And reversibility's best chance is not a sketch but few bits: at 2 bits a number all needles are found in two thirds of H2O's bytes at 25 % (counted in 32 bits; in 16 bits see below), at a third of its KL; at 3 bits the KL is a twentieth. `LowBitVague`, KVReviver's three parts with few bits in place of the sketch, shows that its other idea, exact heavy hitters, is not worth its bytes either, once all others are there: the same KL for 33 KiB more. DuoAttention, which keeps everything in the three heads of layer 1 and a short window in the others, finds all needles at 25 %, with the lowest KL of those here that drop tokens. Where not all three fit it falls to about H2O's level.
-#
-# (In 16 bits exact tokens cost half, codes and scores as much as before. The same in bfloat16, 25 % where there is a budget:)
-
-# %%
-model16 = weights.from_hf(TINY).bfloat16()
-full16 = evaluate.reference(model16, text[:, :480], 32)
-makes = {name: maker(model16, methods[name], .25)
-         for name in ("shrunk, 1 row", "H2O", "DuoAttention")}
-for n in (2, 3):
-    makes[f"few bits (KIVI) {n}"] = lambda *_, n=n: make_cache(model16, Quantized, bits=n,
-                                                              residual_length=16)
-for name, make in makes.items():
-    row = replayed_or_read(continuation, model16, full16, make, full16.recording)
-    kl = row["kl"].float()
-    print(f"{name:20} {row['live'] / 8192:5.0f} KiB   KL {kl.mean():.3f} ±{standard_error(kl):.3f}")
-
-# %% [markdown]
-# There 2 bits take what H2O takes at 25 %, 3 bits a fifth more, and the order is the same.
+# And reversibility's best chance is not a sketch but few bits: at 2 bits a number all needles are found in the bytes that H2O takes at 25 %, at a third of its KL; at 3 bits a fifth more bytes bring a twentieth of the KL. `LowBitVague`, KVReviver's three parts with few bits in place of the sketch, shows that its other idea, exact heavy hitters, is not worth its bytes either, once all others are there: the same KL for 33 KiB more. DuoAttention, which keeps everything in the three heads of layer 1 and a short window in the others, finds all needles at 25 %, with the lowest KL of those here that drop tokens. Where not all three fit it falls to about H2O's level.
 #
 # ## Fairer readings
 #

@@ -205,9 +205,9 @@ plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns
 # | what you know | try first | why | what it costs |
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it | every later question |
-# | questions come later, a fifth of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes 1.5 to 3 times as long (below) |
+# | questions come later, a third of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes 1.5 to 3 times as long (below) |
 # | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading, worth it if several questions follow; decoding takes twice as long |
-# | a quarter of the memory is there, and each prompt comes once | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder; twice KVzip's memory for the same answers |
+# | a quarter of the memory is there, and each prompt comes once | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder; on *built* twice KVzip's memory for the same answers |
 # | prompts of one kind, many of them | `duo_attention` | few heads retrieve; the others need little | a calibration on that kind of question; an eighth is too little |
 # | question in the prompt, and more questions later | `kvzip_recent` | KVzip alone drops the newest tokens | little |
 # | an endless stream; what is old may go | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
