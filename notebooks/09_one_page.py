@@ -299,7 +299,7 @@ for line in lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 1
     print(line.split()[0] if line.startswith(("built", "learned")) else line)  # no other header
 
 # %% [markdown]
-# An eighth in four bits finds no less than two bits for every token, in a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a sixth.) The two do not disturb each other: within one document of 32, four bits lose nothing that eviction had kept.
+# An eighth in four bits finds no less than two bits for every token, in less than a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a fifth.) The two do not disturb each other: within one document of 32, four bits lose nothing that eviction had kept.
 #
 # **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Remark 3.9 is gone. (Theorem 4.3, on two matrices, holds.)
 
