@@ -4,15 +4,22 @@ import json
 import os
 from pathlib import Path
 import re
+import resource
+import shutil
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import textwrap
+import venv
 
 import pytest
 
 from course import command
 from course.assignments import ASSIGNMENTS
+from course.make import make
 from course.plugin import handed_in
-from course.source import place, spliced
+from course.source import emptied, imported, place, spliced
 from forks import Forks
 from wrong.attacks import ATTACKS, HELPERS
 
@@ -53,9 +60,13 @@ def handed_out(tmp_path_factory, course):
 def test_an_untouched_copy_has_no_points(graded, handed_out, tmp_path):
     tests = graded(handed_out, tmp_path / "results.json", "--csv", tmp_path / "points.csv")
     assert tests.keys() == PROBLEMS.keys()
-    for test in sum(tests.values(), []):
-        assert test["status"] == "failed" and test["score"] == 0, test["name"]
-        assert test["output"].startswith("NotImplementedError (line "), test
+    for name, problem in PROBLEMS.items():
+        source = (handed_out / problem.file).read_text()
+        function = source.split("\n")[slice(*place(source, problem.function))]
+        line = 1 + next(i for i, text in enumerate(function) if "raise NotImplementedError" in text)
+        for test in tests[name]:
+            assert test["status"] == "failed" and test["score"] == 0, test["name"]
+            assert test["output"].startswith(f"NotImplementedError (line {line} of "), test
     header, row = csv.reader((tmp_path / "points.csv").open())
     assert header == ["submission", *PROBLEMS, "total"] and row == ["copy", *["0.00"] * (len(PROBLEMS) + 1)]
 
@@ -106,6 +117,83 @@ def test_attacks_cost_their_own_problem_only(graded, tmp_path):
     assert max(len(text) for each in output.values() for text in each) <= 5000
 
 
+def submission(folder: Path, more: str = "") -> Path:
+    (folder / "methods").mkdir(parents=True)
+    (folder / "methods" / "chunk_kv.py").write_text((ROOT / "methods" / "chunk_kv.py").read_text() + more)
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file's name is text")
+def test_points_do_not_depend_on_the_shell(monkeypatch, tmp_path):
+    folder, file = submission(tmp_path / os.fsdecode(b"n\xff")), tmp_path / "points.csv"
+    (tmp_path / "pytest.py").write_text("")  # in place of pytest
+    for name, x in dict(PYTEST_ADDOPTS="-k nothing_at_all", PYTEST_PLUGINS="not_there",
+                        PYTHONPATH=str(tmp_path)).items():
+        monkeypatch.setenv(name, x)
+    monkeypatch.chdir(folder)
+    command.main(["grade", ".", "--only", "chunks.grid", "--csv", str(file)])
+    _, row = csv.reader(file.open())
+    assert row == ["n\N{REPLACEMENT CHARACTER}", "1.00", *["0.00"] * 5, "1.00"]
+
+
+NOSY = """
+right = grid
+def grid(place, size):
+    for file in FILES:
+        try:
+            open(file)
+        except OSError:
+            continue
+        raise RuntimeError(file)
+    return right(place, size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's audit hook stands alone")
+def test_an_editable_install_of_any_copy_opens_and_hides_nothing(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "course", other / "course")
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "editable.pth").write_text(f"{sysconfig.get_path('purelib')}\n{other}\n{ROOT}\n")
+    files = [str(root / "course" / "chunks" / "hidden.py") for root in (ROOT, other)]
+    folder, file = submission(tmp_path / "nosy", f"{NOSY}FILES = {files}\n"), tmp_path / "points.csv"
+    done = subprocess.run([tmp_path / "venv" / "bin" / "python", "-m", "nanollm", "course", "grade", folder,
+                           "--only", "chunks.grid", "--csv", file], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and list(csv.reader(file.open()))[1][-1] == "1.00", done
+
+
+def test_no_room_for_a_copy_costs_no_points():
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = subprocess.run([sys.executable, "-m", "nanollm", "course", "grade", ROOT, "--only", "chunks.grid"],
+                          cwd=ROOT, capture_output=True, text=True, preexec_fn=full)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert f"cannot be written to {tempfile.gettempdir()}; " in done.stderr
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_a_copy_has_what_its_handout_uses_and_nothing_that_tells(name, tmp_path):
+    each, handout = ASSIGNMENTS[name], (ROOT / "course" / name / "handout.py").read_text()
+    make(tmp_path / "copy", {name: each})
+    there = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*")}
+    used = {file for file in imported(handout) if (ROOT / file).exists()}
+    assert used | {"methods/snap_kv.py", *each.beside, f"course/{name}/public.py"} <= there
+    assert not {path for path in there if re.search(r"hidden|answers|^kernels|^tests|^results|wrong", path)}
+    assert [int(x) for x in re.findall(r"^# ## \d+\. `.*\((\d+) points?\b", handout, re.M)] == [
+        problem.points for problem in each.problems]
+    (total,) = re.findall(r"; (\d+) points by tests", handout)
+    assert int(total) == sum(problem.points for problem in each.problems)
+
+
+@pytest.mark.parametrize("above", ["", '    """Two\n    lines."""\n'])
+def test_of_a_function_nothing_stays_below_its_docstring(above):
+    head, rest = f"def f(\n        x):\n{above}", "\n# of g\ndef g():\n    return 0\n"
+    answer = "    # the answer,\n    # in words\n    y = x\n\n    return y\n"
+    assert emptied(head + answer + rest, ["f"]) == head + "    raise NotImplementedError\n" + rest
+
+
 def test_files_that_cannot_be_read(tmp_path):
     file, secret = "methods/theory/kv_reviver.py", tmp_path / "secret.py"
     at = tmp_path / file
@@ -129,15 +217,30 @@ def test_one_function_of_a_file_that_is_broken_or_has_odd_line_ends(f):
     assert (found["f"](), found["g"]()) == (1, 2)
 
 
-def test_bad_input_is_one_line(course, handed_out, tmp_path):
+def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
+    header = ",".join(["submission", *(name for name in PROBLEMS if "chunks" in name), "total,written"])
+    foreign = {tmp_path / "tests.json": '{"tests": [{"name": "chunks.grid"}]}', tmp_path / "more.json":
+               '{"tests": [], "rows": 1}', tmp_path / "points.csv": f"{header}\n"}
+    for file, text in foreign.items():
+        file.write_text(text)
     for says, args in {"none is no folder": ["grade", tmp_path / "none"],
                        "'chunk'": ["check", "--only", "chunk"],
                        "there already": ["make", handed_out], "--seconds": ["grade", ROOT, "--seconds", "0"],
                        "one submission": ["grade", ROOT, ROOT, "--json", tmp_path / "x"],
-                       "chunks.grid": ["grade", ROOT, "--only", "chunks.none"]}.items():
+                       "chunks.grid": ["grade", ROOT, "--only", "chunks.none"],
+                       "tests.json holds": ["grade", ROOT, "--json", tmp_path / "tests.json"],
+                       "more.json holds": ["grade", ROOT, "--json", tmp_path / "more.json"],
+                       "points.csv holds": ["grade", ROOT, "--csv", tmp_path / "points.csv", "--only",
+                                            "chunks"],
+                       "cannot both": ["grade", ROOT, "--json", tmp_path / "x", "--csv",
+                                       tmp_path / ".." / tmp_path.name / "x"]}.items():
         with pytest.raises(ValueError, match=says) as error:
             command.main([str(x) for x in args])
         assert "\n" not in str(error.value)
+    assert {file: file.read_text() for file in foreign} == foreign
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="lies below .*; move it"):
+        patch.setattr(command, "ROOT", Path(sys.prefix) / "copy")
+        command.main(["grade", str(ROOT)])
     code, out, error = course("grade", tmp_path / "none")
     assert (code, out, error.count("\n")) == (2, "", 1)
     for says, args in ("no hidden tests", ["grade", "."]), ("a student's copy", ["make", tmp_path / "copy"]):
