@@ -6,10 +6,8 @@ from pathlib import Path
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import textwrap
 import venv
 
@@ -18,7 +16,7 @@ import pytest
 from course import command
 from course.assignments import ASSIGNMENTS
 from course.make import make
-from course.plugin import handed_in
+from course.plugin import copy, gradescope, handed_in
 from course.source import emptied, imported, place, spliced
 from forks import Forks
 from wrong.attacks import ATTACKS, HELPERS
@@ -112,9 +110,44 @@ def test_attacks_cost_their_own_problem_only(graded, tmp_path):
         assert points == pytest.approx(0 if name in ATTACKS else PROBLEMS[name].points), (name, each)
     output = {name: {test["output"] for test in each} for name, each in tests.items()}
     assert all("went through: []" in text for text in output["chunks.grid"]), output["chunks.grid"]
+    assert all("in place" in text for text in output["chunks.ranking"])
+    assert all("(line 2 of insert)" in text for text in output["sketch.insert"])
     assert all("more than 4 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
     assert all(c.isprintable() or c == "\n" for each in output.values() for text in each for c in text)
     assert max(len(text) for each in output.values() for text in each) <= 5000
+
+
+def test_points_by_hand(monkeypatch, capsys, tmp_path):
+    def tested(folder, names, files, args):
+        asked.append(files)
+        return gradescope([
+            dict(problem="chunks.grid", says="a", passed=True, why="", public=True),
+            dict(problem="chunks.grid", says="b", passed=folder.name == "right", why="x\ny", public=False),
+            dict(problem="chunks.cut_to", says="c", passed=folder.name != "right", why="z", public=True),
+        ])["tests"]
+
+    asked, file = [], tmp_path / "points.csv"
+    monkeypatch.setattr(command, "tested", tested)
+    folders = [tmp_path / name for name in ("wrong", "right")]
+    for folder in folders:
+        folder.mkdir()
+    command.main(["grade", *map(str, folders), "--only", "chunks", "--csv", str(file)])
+    assert [row[:2] + row[4:5] + row[-1:] for row in csv.reader(file.open())] == [
+        ["submission", "chunks.grid", "chunks.cut_to", "total"],
+        ["wrong", "0.50", "4.00", "4.50"], ["right", "1.00", "0.00", "1.00"]]
+    tests = tested(folders[0], None, None, None)
+    assert [test["visibility"] for test in tests] == ["visible", "after_published", "visible"]
+    lines = [line.split() for line in command.table(tests, ["chunks"]).splitlines()]
+    assert [line[:4] for line in lines] == [
+        ["chunks", "4.5", "of", "5"], ["grid", "0.5", "of", "1"], ["✗", "b", "(hidden)"], ["x"], ["y"],
+        ["cut_to", "4", "of", "4"]]
+    assert asked == 2 * [["public.py", "hidden.py"]] + [None]
+    capsys.readouterr()
+    for only, code, passed in ("chunks", 1, "2 of 3 public"), ("chunks.grid", 0, "2 of 2 public"):
+        monkeypatch.setattr(command, "tested", lambda *_: tests if code else [tests[0], tests[2]])
+        with pytest.raises(SystemExit) as done:
+            command.main(["check", "--only", only])
+        assert done.value.code == code and passed in capsys.readouterr().out
 
 
 def submission(folder: Path, more: str = "") -> Path:
@@ -150,7 +183,7 @@ def grid(place, size):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's audit hook stands alone")
-def test_an_editable_install_of_any_copy_opens_and_hides_nothing(tmp_path):
+def test_an_editable_install_of_any_copy_opens_and_hides_nothing(monkeypatch, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(ROOT / "course", other / "course")
     venv.create(tmp_path / "venv", symlinks=True)
@@ -158,19 +191,19 @@ def test_an_editable_install_of_any_copy_opens_and_hides_nothing(tmp_path):
     (packages / "editable.pth").write_text(f"{sysconfig.get_path('purelib')}\n{other}\n{ROOT}\n")
     files = [str(root / "course" / "chunks" / "hidden.py") for root in (ROOT, other)]
     folder, file = submission(tmp_path / "nosy", f"{NOSY}FILES = {files}\n"), tmp_path / "points.csv"
-    done = subprocess.run([tmp_path / "venv" / "bin" / "python", "-m", "nanollm", "course", "grade", folder,
-                           "--only", "chunks.grid", "--csv", file], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and list(csv.reader(file.open()))[1][-1] == "1.00", done
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    command.main(["grade", str(folder), "--only", "chunks.grid", "--csv", str(file)])
+    assert [*csv.reader(file.open())][1][-1] == "1.00"
 
 
 def test_no_room_for_a_copy_costs_no_points():
-    def full():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    done = subprocess.run([sys.executable, "-m", "nanollm", "course", "grade", ROOT, "--only", "chunks.grid"],
-                          cwd=ROOT, capture_output=True, text=True, preexec_fn=full)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
-    assert f"cannot be written to {tempfile.gettempdir()}; " in done.stderr
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # of a file, as if no more fitted
+    try:
+        with pytest.raises(OSError, match="cannot be written to /.*set TMPDIR"):
+            command.main(["grade", str(ROOT), "--only", "chunks.grid"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
@@ -192,6 +225,11 @@ def test_of_a_function_nothing_stays_below_its_docstring(above):
     head, rest = f"def f(\n        x):\n{above}", "\n# of g\ndef g():\n    return 0\n"
     answer = "    # the answer,\n    # in words\n    y = x\n\n    return y\n"
     assert emptied(head + answer + rest, ["f"]) == head + "    raise NotImplementedError\n" + rest
+
+
+def test_a_submission_runs_beside_no_test(tmp_path):
+    copy(tmp_path, "chunks")
+    assert [*(tmp_path / "course").rglob("*.py")] == [tmp_path / "course" / "chunks" / "adapter.py"]
 
 
 def test_files_that_cannot_be_read(tmp_path):

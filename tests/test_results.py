@@ -8,6 +8,10 @@ from results import run as results
 CODE = "print('{{scratch}}/new'); open('{{scratch}}/{name}.json', 'w').write('new'); exit({code})"
 
 
+def test_no_command_writes_what_is_stored():
+    assert not [command for _, command, _ in results.SECTIONS.values() if " results/" in command]
+
+
 def test_of_a_failed_command_the_stored_output_stays(monkeypatch, tmp_path):
     codes = dict(first=0, second=2, third=0, unasked=0)
     sections = {name: (name.title(), f"python -c {shlex.quote(CODE.format(name=name, code=code))}",
@@ -27,6 +31,10 @@ def test_of_a_failed_command_the_stored_output_stays(monkeypatch, tmp_path):
         assert (tmp_path / f"{name}.txt").read_text() == f"{command}\n{machine} machine\n{age}\n"
         assert (tmp_path / f"{name}.json").read_text() == age
         assert f"## {title}\n\nWhat to see.\n\n`{command}` ({machine} machine):\n\n```\n{age}\n```" in text
+    results.main(["--check"])
+    (tmp_path / "RESULTS.md").write_text(text.replace("old", "odd"))
+    with pytest.raises(SystemExit, match="RESULTS.md is not what"):
+        results.main(["--check"])
     (tmp_path / "first.txt").write_text("another command\na machine\nold\n")
     with pytest.raises(SystemExit, match="first.txt is of `another command`"):
         results.main([])
