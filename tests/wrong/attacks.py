@@ -71,10 +71,10 @@ ATTACKS = {
         return order""",
     "chunks.cut_to": "while True: pass",
     "chunks.fit": "say(struct.pack('!i', 1000) + b'half'); time.sleep(1000)",
-    "chunks.reuse": "sys.exit(0)",
+    "chunks.reuse": "sys.exit('\\udcff')",
     "sketch.hash": "return torch.ones(10 ** 11, dtype=torch.uint8)",
     "sketch.slots": "return torch.zeros(2 ** 24, dtype=torch.int64)",
-    "sketch.insert": "raise ValueError('\\udcff \\ud800 \\x1b[2J' + 10 ** 6 * 'x')",
+    "sketch.insert": "raise ValueError('\\ud800 \\x1b[2J' + 10 ** 6 * 'x')",
     "sketch.median": """
         torch.equal = torch.allclose = torch.Tensor.__eq__ = lambda *a, **k: True
         for data in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
