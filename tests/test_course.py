@@ -218,6 +218,9 @@ def test_a_copy_has_what_its_handout_uses_and_nothing_that_tells(name, tmp_path)
         problem.points for problem in each.problems]
     (total,) = re.findall(r"; (\d+) points by tests", handout)
     assert int(total) == sum(problem.points for problem in each.problems)
+    readme = (tmp_path / "copy" / "README.md").read_text()
+    (row,) = re.findall(r"^\| (\d_\w+\.ipynb) .*? \| (\d+) \|", readme, re.M)
+    assert row == (f"{[*ASSIGNMENTS].index(name) + 1}_{name}.ipynb", total) and row[0] in there
 
 
 @pytest.mark.parametrize("above", ["", '    """Two\n    lines."""\n'])
@@ -253,6 +256,13 @@ def test_one_function_of_a_file_that_is_broken_or_has_odd_line_ends(f):
     ours, found = "def f():\n    return 1\n\ndef g():\n    return 0\n", {}
     exec(spliced(ours, f + "def g():\n    return 2\n", "g", ["f"]), found)
     assert (found["f"](), found["g"]()) == (1, 2)
+
+
+def test_a_method_of_a_file_that_is_broken():
+    ours, found = "class A:\n    def f(self):\n        return 1\n", {}
+    theirs = ours.replace("A", "B") + ours.replace("self", "self,\n    ").replace("1", "2") + "x = (\n"
+    exec(spliced(ours, theirs, "A.f", []), found)
+    assert found["A"]().f() == 2
 
 
 def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
