@@ -286,9 +286,11 @@ def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
             command.main([str(x) for x in args])
         assert "\n" not in str(error.value)
     assert {file: file.read_text() for file in foreign} == foreign
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="lies below .*; move it"):
-        patch.setattr(command, "ROOT", Path(sys.prefix) / "copy")
-        command.main(["grade", str(ROOT)])
+    for root, says, args in ((Path(sys.prefix) / "copy", "lies below .*; move it", ["grade", str(ROOT)]),
+                             (tmp_path, "nothing of cache", ["check", "--only", "cache"])):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=says):
+            patch.setattr(command, "ROOT", root)
+            command.main(args)
     code, out, error = course("grade", tmp_path / "none")
     assert (code, out, error.count("\n")) == (2, "", 1)
     for says, args in ("no hidden tests", ["grade", "."]), ("a student's copy", ["make", tmp_path / "copy"]):
