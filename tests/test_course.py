@@ -110,6 +110,7 @@ def test_attacks_cost_their_own_problem_only(graded, tmp_path):
         assert points == pytest.approx(0 if name in ATTACKS else PROBLEMS[name].points), (name, each)
     output = {name: {test["output"] for test in each} for name, each in tests.items()}
     assert all("went through: []" in text for text in output["chunks.grid"]), output["chunks.grid"]
+    assert all(('File "' in test["output"]) == test["extra_data"]["public"] for test in tests["chunks.grid"])
     assert all("in place" in text for text in output["chunks.ranking"])
     assert all("(line 2 of insert)" in text for text in output["sketch.insert"])
     assert all("more than 4 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
@@ -267,8 +268,10 @@ def test_a_method_of_a_file_that_is_broken():
 
 def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
     header = ",".join(["submission", *(name for name in PROBLEMS if "chunks" in name), "total,written"])
+    ours = gradescope([dict(problem="chunks.grid", says="a", passed=True, why="", public=True)])
     foreign = {tmp_path / "tests.json": '{"tests": [{"name": "chunks.grid"}]}', tmp_path / "more.json":
-               '{"tests": [], "rows": 1}', tmp_path / "points.csv": f"{header}\n"}
+               json.dumps(ours | dict(rows=1)), tmp_path / "points.csv": f"{header}\n"}
+    assert command.is_results(json.dumps(ours).encode())
     for file, text in foreign.items():
         file.write_text(text)
     for says, args in {"none is no folder": ["grade", tmp_path / "none"],
