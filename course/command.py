@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 import nanollm
 from course.assignments import ASSIGNMENTS, chosen
+from course.lock import SYSTEM, below, libraries
 from nanollm.check import whole
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,8 @@ def make(args):
 
 def check(args):
     names = [name for name in chosen(args.only) if (ROOT / "course" / name / "public.py").exists()]
+    if not names:
+        raise ValueError(f"this copy has nothing of {', '.join(args.only)}; leave --only out")
     tests = [test | dict(score=int(test["status"] == "passed"), max_score=1)  # counts, for want of points
              for test in tested(ROOT, names, ["public.py"], args)]
     failed = sum(test["status"] == "failed" for test in tests)
@@ -57,8 +60,10 @@ def grade(args):
         if len(folders) > 1:
             raise ValueError(f"results.json is of one submission, not of {len(folders)}; use --csv")
         nanollm.check_output(args.json, "results", is_results)
+        if args.csv and os.path.realpath(args.csv) == os.path.realpath(args.json):
+            raise ValueError(f"results and points cannot both go to {args.csv}; name two files")
     if args.csv:
-        ours = ",".join(header).encode()
+        ours = ",".join(header).encode() + b"\n"  # a teacher may have added a column
         nanollm.check_output(args.csv, "table of points", lambda data: data.startswith(ours))
 
     rows = [header]
@@ -66,7 +71,7 @@ def grade(args):
         graded = pool.map(lambda folder: tested(folder, names, ["public.py", "hidden.py"], args), folders)
         bar = tqdm(graded, total=len(folders), leave=False, unit="submission", disable=len(folders) == 1)
         for folder, tests in zip(folders, bar):
-            own = folder.resolve().name
+            own = os.fsencode(folder.resolve().name).decode(errors="replace")  # "." has a name as well
             (got, most), each = points(tests), [points(tests, problem)[0] for problem in problems]
             rows.append([own, *(f"{x:.2f}" for x in each), f"{got:.2f}"])
             if len(folders) == 1:
@@ -89,9 +94,15 @@ def tested(folder: Path, names: list[str], files: list[str], args) -> list[dict]
                    f"--results={file}", f"--seconds={args.seconds}",
                    *(f"--only={x}" for x in args.only or [])]
         tests = [f"course/{name}/{each}" for name in names for each in files]
-        done = subprocess.run([sys.executable, "-m", "pytest", *options, *tests], cwd=ROOT, text=True,
-                              env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True)
-        if done.returncode not in (0, 1, 5):  # all passed, some failed, or there is none
+        # points depend on no variable and no plugin of whoever grades (-E: PYTHONOPTIMIZE, PYTHONWARNINGS …)
+        environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+        done = subprocess.run([sys.executable, "-E", "-m", "pytest", *options, *tests], cwd=ROOT,
+                              env=environment | dict(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", TMPDIR=scratch),
+                              capture_output=True, text=True, errors="replace")  # it may print anything
+        if done.returncode == os.EX_IOERR:
+            raise OSError(f"a copy of {folder} cannot be written to {tempfile.gettempdir()}; "
+                          "make room there, or set TMPDIR to another folder")
+        if done.returncode not in (0, 1):  # all passed, or some failed
             raise RuntimeError(f"pytest did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return json.loads(file.read_bytes())["tests"]
 
@@ -125,7 +136,10 @@ def table(tests: list[dict], names: list[str]) -> str:
 
 def is_results(data: bytes) -> bool:
     held = nanollm.read_json(data)
-    return isinstance(held, dict) and "tests" in held
+    tests = held["tests"] if isinstance(held, dict) and held.keys() == {"tests"} else None
+    keys = {"name", "score", "max_score", "status", "output", "visibility", "extra_data"}
+    return isinstance(tests, list) and tests != [] and all(
+        isinstance(test, dict) and test.keys() == keys for test in tests)
 
 
 def main(argv: list[str]):
@@ -152,4 +166,6 @@ def main(argv: list[str]):
         whole("jobs", args.jobs, 0)
     if not 0 < args.seconds <= 3600:
         raise ValueError(f"--seconds {args.seconds} must lie above 0 and be at most 3600")
+    if args.run is not make and (seen := [x for x in (*SYSTEM, *libraries()) if below(ROOT, [x])]):
+        raise ValueError(f"{ROOT} lies below {seen[0]}, which a submission may read; move it")
     args.run(args)

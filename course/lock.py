@@ -14,7 +14,6 @@ import resource
 import struct
 import sys
 
-ROOT = Path(__file__).resolve().parents[1]
 GiB = 2 ** 30
 LIMITS = {  # beside what the process has when it is made
     "memory": 2 * GiB,  # bytes of address space
@@ -31,12 +30,24 @@ def lock_in(folder: str):
                        (resource.RLIMIT_CPU, LIMITS["seconds"]), (resource.RLIMIT_CORE, 0),
                        (resource.RLIMIT_NOFILE, LIMITS["files"])):
         resource.setrlimit(what, (most, most))
-    libraries = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)} - {folder}
-    libraries = [path for path in libraries if not ROOT.is_relative_to(path)]  # an editable install of this
+    folders = [folder, *libraries(), *SYSTEM]
     if landlock():
-        restrict(dict.fromkeys([folder, *libraries, *SYSTEM], READ) | {os.devnull: READ | WRITE_FILE})
+        restrict(dict.fromkeys(folders, READ) | {os.devnull: READ | WRITE_FILE})
         filter_calls()
-    sys.addaudithook(refuse([folder, *libraries]))
+    sys.addaudithook(refuse(folders))
+
+
+def libraries() -> list[str]:
+    """The folders of Python and of what is installed for it.
+
+    Not all of sys.path: an editable install puts a repository there, maybe one with the hidden tests.
+    """
+    installed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    return [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *installed)]
+
+
+def below(path: str | Path, folders: list[str]) -> bool:
+    return any(Path(os.path.realpath(path)).is_relative_to(os.path.realpath(each)) for each in folders)
 
 
 REFUSED = """socket.connect socket.bind socket.sendto socket.sendmsg socket.getaddrinfo os.system
@@ -47,7 +58,7 @@ REFUSED = """socket.connect socket.bind socket.sendto socket.sendmsg socket.geta
 
 def refuse(folders: list[str]):
     """An audit hook: PermissionError for the network, other processes, and files that are not to be read."""
-    roots = [Path(os.path.realpath(x)) for x in [*folders, *SYSTEM, os.devnull]]
+    roots = [Path(os.path.realpath(x)) for x in [*folders, os.devnull]]
 
     def hook(event: str, args: tuple):
         if event in REFUSED:

@@ -50,8 +50,6 @@ class Forks:
     """A process that has imported torch, and forks."""
 
     def __init__(self):
-        if ROOT.is_relative_to("/usr"):  # with the hidden tests
-            raise pytest.UsageError(f"{ROOT} lies below /usr, which a submission may read; move it")
         self.control, theirs = socket.socketpair()
         script = [sys.executable, str(Path(__file__).with_name("worker.py")), str(theirs.fileno())]
         environment = dict(OMP_NUM_THREADS="1", PATH=os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
@@ -93,7 +91,7 @@ class Submitted:
             theirs = handed_in(folder, problem.file)
             others = [other for other in asked(problem.file) if other != problem.function]
             source = spliced((ROOT / problem.file).read_text(), theirs, problem.function, others)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self.why = str(error)
             return
         copy(self.folder, assignment)
@@ -191,8 +189,11 @@ def run(request):
         for other in problems.values():  # a problem's tests stand together
             other.stop()
         options = request.config.option
-        problems[assignment, name] = Submitted(
-            request.config.stash[FORKS], options.submission, assignment, name, options.seconds)
+        try:
+            problems[assignment, name] = Submitted(
+                request.config.stash[FORKS], options.submission, assignment, name, options.seconds)
+        except OSError as error:  # no fault of the submission, so it costs no points
+            pytest.exit(str(error), os.EX_IOERR)
     submitted = problems[assignment, name]
 
     def run(call: str, may_change: tuple[str, ...] = (), **args):
@@ -248,7 +249,10 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_sessionfinish(session):
     if file := session.config.option.results:
-        file.write_text(json.dumps(gradescope(RESULTS), indent=1))
+        try:
+            file.write_text(json.dumps(gradescope(RESULTS), indent=1))
+        except OSError as error:
+            pytest.exit(str(error), os.EX_IOERR)
 
 
 def gradescope(results: list[dict]) -> dict:

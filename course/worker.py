@@ -16,7 +16,7 @@ import traceback
 
 import torch
 import torch._dynamo  # a TorchDispatchMode imports it when first used, and that needs a folder to write to
-from lock import lock_in  # as scripts beside it: the package `course` is to be the submission's
+from lock import below, libraries, lock_in  # scripts beside it: the package `course` is the submission's
 from wire import packed, unpacked
 
 
@@ -24,7 +24,8 @@ def serve(folder: str, package: str, connection: Connection):
     """Answer calls of course/PACKAGE/adapter.py in `folder`, a copy of the repository with one submitted
     function, until the grader closes the connection.
     """
-    sys.path[0] = folder  # in place of course/
+    # without course/, and without an editable install: a package there would go before a folder here
+    sys.path[:] = [folder, *(path for path in sys.path if below(path, libraries()))]
     os.chdir(folder)
     os.environ.clear()
     torch.set_num_threads(1)

@@ -11,8 +11,10 @@ from pathlib import Path
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
@@ -43,7 +45,7 @@ SECTIONS = {
         "The table above is of the decoder whose start had the heads that retrieve. This one is of a decoder "
         "of the same shape that learned to retrieve."),
     "claims": (
-        "The papers' claims, on both decoders", "python -m nanollm claims --json results/claims.json",
+        "The papers' claims, on both decoders", "python -m nanollm claims --json {scratch}/claims.json",
         "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
         "[CLAIMS.md](CLAIMS.md) has the rules, beside all that the tests say."),
     "inside": (
@@ -153,13 +155,17 @@ def hardware() -> str:
 
 
 def run(name: str, scratch: Path):
-    """Store what a section's command prints, under the command, the date and the machine."""
+    """Store what a section's command prints, under the command, the date and the machine; nothing if the
+    command fails.
+    """
     _, command, _ = SECTIONS[name]
     words = shlex.split(command.format(scratch=scratch))
     done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
                           check=True)
     head = f"{shown(command)}\n{hardware()}\n"
     (HERE / f"{name}.txt").write_text(head + done.stdout.replace(str(scratch) + "/", ""))
+    for rows in scratch.glob("*.json"):
+        shutil.move(rows, HERE / rows.name)
 
 
 def shown(command: str) -> str:
@@ -223,12 +229,17 @@ def main(argv: list[str]):
         return
     if unknown := [name for name in argv if name not in SECTIONS]:
         raise SystemExit(f"error: unknown section {unknown[0]!r}; known are {', '.join(SECTIONS)}")
-    import tempfile
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in argv:
-            print(name, flush=True)
-            run(name, Path(scratch))
+    failed = []
+    for name in argv:
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                run(name, Path(scratch))
+            except subprocess.CalledProcessError:
+                failed.append(name)
     TARGET.write_text(rendered())
+    if failed:
+        raise SystemExit(f"error: {', '.join(failed)} failed and stays as it was; RESULTS.md has the others")
 
 
 if __name__ == "__main__":

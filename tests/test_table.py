@@ -144,6 +144,6 @@ a+b            12.5 %   +0.031 ±0.018   +0.052 ±0.023   +0.003 ±0.007   +0.00
     monkeypatch.setattr(results, "HERE", tmp_path)
     assert results.accuracies("all") == {("full", "all"): [1.0, 0.99, 0.97, 0.96, 0.95, 0.94],
                                          ("a+b", "12.5 %"): [0.5, 0.4, 0.3, 0.2, 0.1, 0.0]}
-    assert results.rows("all")["a+b", "12.5 %"][2:] == (4860.04, 6.097, 102.64, 13)
-    assert results.rows("all")["full", "all"].kib == 2335
+    assert results.rows("all")["a+b", "12.5 %"] == results.Row(
+        kib=80, right=[0.5, 0.4, 0.3, 0.2, 0.1, 0], perplexity=4860.04, kl=6.097, l1=102.64, tokens_per_s=13)
     assert [line[:14] for line in results.lines("all", "a+b 12.5", "a+", "f")] == ["a+b           "] * 2

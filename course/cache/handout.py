@@ -95,7 +95,7 @@ check("probabilities")
 # - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. A tensor that is new gets a buffer that holds at least the slots needed.
 # - Nothing that you are given is stored itself. The caller may write to it afterwards.
 #
-# <details><summary>Hint</summary>Ask <code>self.capacity</code> before you change <code>self.length</code>. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code>, and takes a <code>dtype</code>.</details>
+# <details><summary>Hint</summary>Ask <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives each tensor that is there room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code>, and takes a <code>dtype</code>.</details>
 #
 # <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> with <code>None</code>, and over these what is given. <code>pos[:, None]</code> has a head dimension of 1, which broadcasts when it is assigned.</details>
 

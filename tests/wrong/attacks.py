@@ -62,11 +62,16 @@ ATTACKS = {
         trace=lambda: c("ptrace", 16, os.getppid()),
         limits=lambda: c("prlimit", os.getppid(), 0, bytes(16), None),
         memory=lambda: c("shmget", 0, 99, 0o1600),
+        too_much=lambda: torch.empty(3 * 2 ** 30, dtype=torch.uint8), environment=lambda: os.environ["PATH"],
         hidden_memory=lambda: c("memfd_create", "x", 0), root_rights=lambda: c("chroot", "."))""",
     "chunks.scores": "print('passed'); os._exit(0)",
+    "chunks.ranking": """
+        order = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+        score.zero_()
+        return order""",
     "chunks.cut_to": "while True: pass",
     "chunks.fit": "say(struct.pack('!i', 1000) + b'half'); time.sleep(1000)",
-    "chunks.reuse": "sys.exit(0)",
+    "chunks.reuse": "sys.exit('\\udcff')",
     "sketch.hash": "return torch.ones(10 ** 11, dtype=torch.uint8)",
     "sketch.slots": "return torch.zeros(2 ** 24, dtype=torch.int64)",
     "sketch.insert": "raise ValueError('\\ud800 \\x1b[2J' + 10 ** 6 * 'x')",
