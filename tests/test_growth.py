@@ -1,6 +1,7 @@
 """How cost grows: exponents, the three phases told apart, and what is refused before any work."""
 import numpy as np
 import pytest
+import torch
 
 from common import checkpoint_of_two_layers
 from nanollm import growth
@@ -10,6 +11,17 @@ from nanollm.plot import is_ours
 def test_exponents_are_those_of_powers():
     n = np.array([512, 1024, 4096])
     assert [growth.exponent(n, 3e-6 * n ** e) for e in (0.0, 1.0, 2.0)] == pytest.approx([0, 1, 2], abs=1e-9)
+
+
+def test_each_phase_has_its_own_seconds_and_the_fastest_step_counts(monkeypatch):
+    """The clock goes on only by what the phases take."""
+    clock, steps = [0.0], iter([5, 4, 3, 1, 2, 3, 4, 5])
+    takes = lambda seconds: clock.append(clock[-1] + seconds)
+    for name, does in dict(perf_counter=lambda: clock[-1], prefill=lambda *_: takes(16),
+                           end_prompt=lambda *_: takes(8), make_cache=lambda *_: None,
+                           random_tokens=lambda *_, seed: torch.zeros(1, 4)).items():
+        monkeypatch.setattr(growth, name, does)
+    assert growth.measure(lambda *_: takes(next(steps)), None, {}, 4) == [16, 8, 1]
 
 
 def test_phases_stand_apart_and_long_texts_are_read_once(monkeypatch, capsys, tmp_path):

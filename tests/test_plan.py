@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers as hf
 
-from nanollm import TINY
+from nanollm import TINY, plan
 from nanollm.__main__ import main
 from nanollm.bridge import Bridged
 from nanollm.plan import SHORT, compressed, planned, shape_of
@@ -38,6 +38,18 @@ def test_the_full_cache_and_the_weights_are_those_of_the_model(tmp_path):
     full, _ = planned(shape, pick(["full"])["full"], None, 2048, torch.bfloat16, window=8)
     least = 3 * 2 * 2048 * (2 * 32 * 2 + 4)  # layers, heads, tokens, keys and values and a position
     assert full == least
+
+
+def test_prompts_fit_beside_the_weights_by_the_larger_of_two_sizes(monkeypatch, capsys):
+    """In 1 GB, 0.2 of it weights: three of 0.25 GB; four would fit without the weights, or by the smaller."""
+    (shape, _), windows = shape_of(TINY, torch.float32), []
+    sizes = iter([(10 ** 8, 25 * 10 ** 7), (25 * 10 ** 7, 10 ** 8)])
+    monkeypatch.setattr(plan, "shape_of", lambda *_: (shape, 2 * 10 ** 8))
+    monkeypatch.setattr(plan, "planned", lambda *asked: windows.append(asked[-1]) or next(sizes))
+    plan.main("--methods full snap_kv --lengths 512 --batch 8 --memory 1 --window 5".split())
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("full", "snap"))]
+    assert rows == [["full", "all", "0.8", "2", "3"], ["snap_kv", "25", "%", "2", "0.8", "3"]]  # of 8
+    assert windows == [5, 5]
 
 
 def test_the_command_needs_a_config_alone(tmp_path, capsys):
