@@ -9,13 +9,13 @@ import torch
 from claims.render import parse
 from common import checkpoint_of_two_layers
 from foreign import foreign_checkpoint
-from methods.critical_kv import PooledCritical
+from methods.critical_kv import Critical, PooledCritical
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.theory import claims
 from methods.theory.claims import CLAIMS, judge
-from methods.theory.subject import (HOLDS, NOT, OPEN, UNFIT, Subject, above, below, both, mean, over_texts,
-                                    within)
+from methods.theory.subject import (HOLDS, NOT, OPEN, UNFIT, UNTESTED, Subject, above, below, both, mean,
+                                    over_texts, within)
 import nanollm.claims
 from nanollm import SHIPPED
 from nanollm.__main__ import main
@@ -85,6 +85,28 @@ def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
     return SimpleNamespace(kl=kl)
 
 
+def likelihood(more, n=10**9):
+    """−log p of a token is 1 by the full cache; by KVReviver it is higher by `more`."""
+    text = SimpleNamespace(new=2, tokens=torch.zeros(10, 5, dtype=torch.long),
+                           log_p=torch.full((10, 2, 1), -1.0))
+    return SimpleNamespace(model=parameters(n), text=text,
+                           continued=lambda *_, **knobs: dict(nll=around(1 + more)))
+
+
+def outputs(alone=0.9, together=0.9):
+    """L of every head of every layer; it is 1 for SnapKV."""
+    return SimpleNamespace(of_text=lambda name: {key: torch.full((10, 2, 4), 1.0 if name == "SnapKV" else x)
+                                                 for key, x in dict(alone=alone, together=together).items()})
+
+
+def ranked(kl=lambda rank: rank):
+    """L of the compared methods rises from one to the next; so does KL, or not."""
+    def found(name):
+        rank = torch.full((10,), float(claims.COMPARED.index(name)))
+        return dict(alone=rank[:, None, None].expand(-1, 2, 4), kl=kl(rank))
+    return SimpleNamespace(of_text=found)
+
+
 @pytest.mark.parametrize("claim, on, verdict", [
     ("P5", facts(SnapKV=0.6, PyramidKV=0.6, AdaKV=0.6), HOLDS), ("P5", facts(SnapKV=0.6, AdaKV=0.4), NOT),
     ("P5", facts(SnapKV=0.6, AdaKV=0.6), OPEN), ("P8", ablation(0.5, 0.8, 0.75), HOLDS),
@@ -95,7 +117,12 @@ def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
     ("R14", shares(), HOLDS), ("R14", shares(often=1.2), NOT), ("R14", shares(seldom=0.8), NOT),
     ("R12", labels(0.5, 0.1, 10**9 - 1), HOLDS), ("R12", labels(0.5, 0.1, 10**9), NOT),
     ("R12", labels(0.1, 0.5, 10**9 - 1), NOT), ("R12", labels(0.85, 0.1, 10**9), HOLDS),
-    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT)])
+    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT),
+    ("R11", likelihood(0.0), HOLDS), ("R11", likelihood(0.04), NOT),
+    ("R11", likelihood(0.0, 10**9 - 1), UNTESTED), ("R13", labels(0.85, 0.1, 5), HOLDS),
+    ("R13", labels(0.75, 0.1, 5), NOT), ("P7", outputs(), HOLDS), ("P7", outputs(alone=1.1), NOT),
+    ("P13", outputs(together=0.8), HOLDS), ("P13", outputs(alone=0.8), NOT), ("P10", ranked(), HOLDS),
+    ("P10", ranked(torch.neg), NOT)])
 def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
     found = CLAIMS[claim](on)
     assert found.verdict == verdict and all(len(x) == 2 for x in found.numbers.values())
@@ -116,6 +143,28 @@ def test_a_token_counts_as_activated_above_half_a_percent(weight, verdict, monke
     assert found.verdict == verdict
     assert found.numbers["activated, outside H2O's"][0] == (weight > 0.005)
     assert found.numbers["over 2 %, outside H2O's"][0] == (weight > 0.02)
+
+
+@pytest.mark.parametrize("change, verdict", [(-0.1, HOLDS), (0.1, NOT)])
+def test_norms_make_long_answers_better_if_their_kl_is_lower(change, verdict, monkeypatch):
+    def answered(model, texts, asked, select):
+        return dict(kl=around(1 + change if type(select) is Critical else 1), most=1.0)
+
+    monkeypatch.setattr(claims, "long_answer", answered)
+    monkeypatch.setattr(claims, "text_windows", lambda *_: torch.zeros(1))
+    on = SimpleNamespace(model=None, tasks=None, documents=1, T=1,
+                         text=SimpleNamespace(tokens=torch.zeros(1)))
+    assert CLAIMS["P12"](on).verdict == verdict
+
+
+@pytest.mark.parametrize("lower, verdict", [(None, HOLDS), (0, NOT), (1, NOT), (2, NOT)])
+def test_one_layer_that_does_not_persist_is_enough(lower, verdict, monkeypatch):
+    found = torch.tensor([0.99, 0.95, 3.0, 0.5])[:, None, None].repeat(1, 10, 3)  # (4, texts, layers)
+    if lower is not None:
+        found[lower, :, 1] /= 2
+    monkeypatch.setattr(claims, "observed", lambda model, tokens: found)
+    on = SimpleNamespace(model=parameters(10**9), text=SimpleNamespace(tokens=None))
+    assert CLAIMS["S7"](on).verdict == verdict
 
 
 def test_claims_are_worded_as_in_claims_md():

@@ -136,6 +136,9 @@ def test_bytes_and_speed_are_counted(model, full, monkeypatch):
     row = continuation(model, full, maker(model, LayerCache, None), full.recording)  # written at once
     assert (row["live"], row["peak"]) == ((T - 1) * L * B * H * SLOT, CUT * L * B * H * SLOT)
     assert continuation(model, full, maker(model, LayerCache, None), chunk_size=CUT)["peak"] == row["peak"]
+    end = evaluate.end_prompt
+    monkeypatch.setattr(evaluate, "end_prompt", lambda *given: end(*given) + 10 ** 9)
+    assert continuation(model, full, maker(model, LayerCache, None))["peak"] == 10 ** 9
     assert [Benchmark.continuation_length(T) for T in (20, 100, 512)] == [10, 50, 64]
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from common import checkpoint_of_two_layers
-from nanollm import growth
-from nanollm.plot import is_ours
+from nanollm import growth, plot
 
 
 def test_exponents_are_those_of_powers():
@@ -31,14 +30,24 @@ def test_phases_stand_apart_and_long_texts_are_read_once(monkeypatch, capsys, tm
         asked.append((n, knobs.get("budget")))
         return [n ** 2 / 1e6, n / 1e3, 1e-3]
 
+    def saved(figure, file):
+        drawn.extend(figure.axes)
+        save(figure, file)
+
+    drawn, save = [], plot.save
     monkeypatch.setattr(growth, "measure", measure)
+    monkeypatch.setattr(plot, "save", saved)
     file = tmp_path / "growth.png"
     growth.main(["--lengths", "4096", "1024", "--methods", "full", "snap_kv", "--figure", str(file)])
     assert asked == [(1024, None), (1024, 256)] * 4 + [(4096, None), (4096, 1024)]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("snap_kv")]
     assert rows == [["snap_kv", "1048.58", "16777.22", "2.00"], ["snap_kv", "1024.00", "4096.00", "1.00"],
                     ["snap_kv", "1.00", "1.00", "0.00"]]
-    assert is_ours(file.read_bytes())
+    assert plot.is_ours(file.read_bytes()) and [axis.get_title() for axis in drawn] == [*growth.PHASES]
+    for axis, (_, *ms, exponent) in zip(drawn, rows):
+        line = next(line for line in axis.lines if line.get_label() == f"snap_kv, exponent {exponent}")
+        assert line.get_xdata().tolist() == [1024, 4096] and axis.get_ylabel() == "ms"
+        assert [f"{y:.2f}" for y in line.get_ydata()] == ms
 
 
 def test_a_text_longer_than_the_model_was_made_for_is_measured(tmp_path, capsys):

@@ -85,7 +85,8 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
     later = run("--lengths 99 --batch 3 1 5 --resume")
     assert later[:6] == first and len(later) == 18
     assert asked[8:] == [((1, 100), 512)] * 12 + [((5, 100), 102)] * 6  # a length's first batch is read twice
-    for more, told in ("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and now"):
+    for more, told in (("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and now"),
+                       ("--budget 40", "rows of budget 50.0, and now it is 40.0")):
         with pytest.raises(ValueError, match=told):
             run(f"--resume --lengths 99 {more}")
     errors += [RuntimeError("a bug")]
@@ -135,12 +136,13 @@ def test_a_gpu_is_waited_for_and_its_allocator_asked(monkeypatch):
     ("--methods snap_kv --lengths 64", "snap_kv at 25 % of 64 tokens: budget 16 must exceed the window"),
     ("--resume", "--json FILE"), ("--model none", "missing"), ("--model none --shape small", "two shapes"),
     ("--json nowhere/rows.json", "folder nowhere"), ("--shape llama3-8b --dtype float32", "32.1 GB exceed"),
+    ("--shape llama3-8b --dtype bfloat16", "16.1 GB exceed"),
     ("--model {} --methods full --lengths 9 30", "length 30 must be a whole number from 1 to 29")])
 def test_what_cannot_be_measured_is_refused_before_any_work(wrong, message, tmp_path, monkeypatch):
     gpt2 = dict(vocab_size=60, n_positions=62, n_layer=1, n_head=2, n_embd=8, layer_norm_epsilon=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gpt2", **gpt2)))
     monkeypatch.delattr(large, "fill")
-    monkeypatch.setattr(large.os, "sysconf", lambda name: 2 ** 17)
+    monkeypatch.setattr(large.os, "sysconf", lambda name: 2 ** 16)
     with pytest.raises(ValueError, match=message):
         large.main(["--device", "cpu", *wrong.format(tmp_path).split()])
 

@@ -452,11 +452,11 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     marked, asked = page.marked, []
     monkeypatch.setattr(page, "marked", lambda *of: asked.append(of[-1]) or marked(*of))
-    half = torch.tensor([True, False]).view(2, 1, 1)  # of the heads: those of layer 0
-    monkeypatch.setattr(page, "answer", lambda model, tokens, cut, *_: (half.expand(2, 1, cut), [0]))
+    some = torch.tensor([True, False, False, False]).view(4, 1, 1)  # of the heads: those of layer 0
+    monkeypatch.setattr(page, "answer", lambda model, tokens, cut, *_: (some.expand(4, 1, cut), [0]))
     main(["generate", "--method", "h2o", "--budget", "16"])
     out = capsys.readouterr().out
-    assert asked == [dimmed] * 2 and "a head holds 50 % of the tokens" in out
+    assert asked == [dimmed] * 2 and "a head holds 25 % of the tokens" in out
     assert out.count(f"evicted, {'dimmed' if dimmed else 'in [brackets]'}: no head") == 2
     ids = [ENCODING.encode(letter)[0] for letter in "abcd"]
     assert marked(ENCODING, ids, [True, False, True, True], True) == "\033[2ma\033[0mb\033[2mcd\033[0m"

@@ -74,6 +74,7 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
         def calibrate(model, encoding):
             return dict(heads=((1, 0), (1, 1), (1, 2)))
 
+    assert kvzip.HEADS == {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
     monkeypatch.setattr(kvzip, "HEADS", {"mine": Known})
     rows = product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)
     found = dict.fromkeys(rows, torch.ones(2))
