@@ -84,8 +84,8 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
     assert asked == [((3, 100), 170)] * 8 and capsys.readouterr().out.count("fit: ") == 3  # two of six twice
     later = run("--lengths 99 --batch 3 1 5 --resume")
     assert later[:6] == first and len(later) == 18
-    assert asked[8:] == [((1, 100), 512)] * 12 + [((5, 100), 102)] * 6  # a length's first batch is read twice
-    for more, told in (("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and now"),
+    assert asked[8:] == [((1, 100), 512)] * 12 + [((5, 100), 102)] * 6  # a length's first is read twice
+    for more, told in (("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and"),
                        ("--budget 40", "rows of budget 50.0, and now it is 40.0")):
         with pytest.raises(ValueError, match=told):
             run(f"--resume --lengths 99 {more}")

@@ -36,8 +36,8 @@ def test_it_says_what_is_answered_held_and_kept(shipped):
     held, most = bytes_in_16_bits(caches), bytes_in_16_bits(full)
     gone = int((~kept.any(0).any(0)).sum())
     assert f"It answers <b>{encoding.decode(written).strip()}</b>" in play.said.value
-    assert (f"<b>{held / 1024:.0f} KiB</b> in numbers of 16 bits, {100 * held / most:.0f} % of the full cache's "
-            f"{most / 1024:.0f}. Of the {cut} tokens compressed, a head has a slot for "
+    assert (f"<b>{held / 1024:.0f} KiB</b> in numbers of 16 bits, {100 * held / most:.0f} % of the full "
+            f"cache's {most / 1024:.0f}. Of the {cut} tokens compressed, a head has a slot for "
             f"{100 * kept.float().mean():.0f} %") in play.said.value
     assert f"{gone} tokens are gone" in play.said.value
     assert play.kept.value.count("color:#aaa") == gone

@@ -70,7 +70,8 @@ def test_a_step_is_told_in_units_of_the_full_caches_speed(monkeypatch, capsys):
     seconds = iter([0.004, 0.001, 0.002, 0.003, 0.003, 0.006, 0.005, 0.008])  # full, other, by turns
     rows, made = [], []
     monkeypatch.setattr(speed, "best", lambda run, repeat: rows.append(len(run())) or next(seconds))
-    monkeypatch.setattr(speed, "make_cache", lambda *of, **knobs: made.append(knobs) or make_cache(*of, **knobs))
+    make = lambda *of, **knobs: made.append(knobs) or make_cache(*of, **knobs)
+    monkeypatch.setattr(speed, "make_cache", make)
     speed.decoding(decoder(vocab_size=2048, max_len=64), dict(full=LayerCache, h2o=H2O), (1, 3), 20, 2)
     full, other = capsys.readouterr().out.splitlines()[-2:]
     assert full.split() == "full 2.00 ms 1.00 3.00 ms 1.00".split()

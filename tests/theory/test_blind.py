@@ -80,15 +80,16 @@ def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
 
 def test_the_table_names_who_keeps_enough_on_both_decoders(monkeypatch, capsys):
     """And in which share of the full cache's bytes and seconds."""
-    made = {("full", None): found(80, 80, held=200.0), ("random", 0.5): found(79, 79, held=50.0)._replace(seconds=3.0),
-            ("random", 0.25): found(77, 77, held=25.0), ("random", 0.125): found(40, 20, held=12.0)}
-    asked = []
+    asked, made = [], {
+        ("full", None): found(80, 80, held=200.0), ("random", 0.25): found(77, 77, held=25.0),
+        ("random", 0.5): found(79, 79, held=50.0)._replace(seconds=3.0),
+        ("random", 0.125): found(40, 20, held=12.0)}
     monkeypatch.setattr(blind, "found", lambda model, tasks, methods, *size: asked.append(
         ([*methods], size[:2])) or made)
     blind.main(["--methods", "random", "--documents", "2", "--length", "160"])
     assert asked == [(["full", "random"], (2, 160))] * 2
     out = capsys.readouterr().out.splitlines()
-    assert out[3].split() == ["random", "50", "%"] + 2 * (
+    assert out[4].split() == ["random", "50", "%"] + 2 * (
         "25.0 % 0.79 0.79 98.8 ± 0.9 100 3.00".split())
     assert out[5].split()[3:8] == "6.0 % 0.40 0.20 37.5".split()
     assert [line.split() for line in out[out.index("") + 2:-1]] == [line.split() for line in (
