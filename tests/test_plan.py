@@ -41,14 +41,14 @@ def test_the_full_cache_and_the_weights_are_those_of_the_model(tmp_path):
 
 
 def test_prompts_fit_beside_the_weights_by_the_larger_of_two_sizes(monkeypatch, capsys):
-    """In 1 GB, 0.2 of it weights: three of 0.25 GB; four would fit without the weights, or by the smaller."""
+    """In 1 GB, 0.2 of it weights: two of 0.27 GB; without the weights three, by the smaller size eight."""
     (shape, _), windows = shape_of(TINY, torch.float32), []
-    sizes = iter([(10 ** 8, 25 * 10 ** 7), (25 * 10 ** 7, 10 ** 8)])
+    sizes = iter([(10 ** 8, 27 * 10 ** 7), (27 * 10 ** 7, 10 ** 8)])
     monkeypatch.setattr(plan, "shape_of", lambda *_: (shape, 2 * 10 ** 8))
     monkeypatch.setattr(plan, "planned", lambda *asked: windows.append(asked[-1]) or next(sizes))
     plan.main("--methods full snap_kv --lengths 512 --batch 8 --memory 1 --window 5".split())
     full, snap_kv = (x for x in capsys.readouterr().out.splitlines() if x.startswith(("full", "snap_kv")))
-    assert full.split()[1:] == ["all", "0.8", "2", "3"] and snap_kv.split()[1:] == "25 % 2 0.8 3".split()
+    assert full.split()[1:] == ["all", "0.8", "2.16", "2"] and snap_kv.split()[1:] == "25 % 2.16 0.8 2".split()
     assert windows == [5, 5]
 
 

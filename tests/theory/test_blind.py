@@ -65,11 +65,13 @@ def test_a_row_counts_if_it_passes_by_one_standard_error():
     assert enough({("full", None): found(0, 0), ("a", 0.5): found(0, 0)}) == {}  # which model could do less?
 
 
-def test_a_row_that_misses_by_far_is_asked_no_more(monkeypatch):
+@pytest.mark.parametrize("errors, asked", [(3.9, 12), (4.1, 6)])
+def test_a_row_that_misses_by_four_errors_is_asked_no_more(monkeypatch, errors, asked):
     monkeypatch.setattr(blind, "SHARES", (0.25,))
     monkeypatch.setattr(blind, "FIRST", 6)
-    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "kvzip", "random"]), 12, 160, steps=list)
-    assert [row.documents for row in rows.values()] == [12, 12, 6]  # full, kvzip, random
+    monkeypatch.setattr(blind, "kept", lambda row, full: (0.95 - errors * 0.01, 0.01))
+    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160, steps=list)
+    assert [row.documents for row in rows.values()] == [12, asked]
 
 
 def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
