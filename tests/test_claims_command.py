@@ -157,6 +157,17 @@ def test_norms_make_long_answers_better_if_their_kl_is_lower(change, verdict, mo
     assert CLAIMS["P12"](on).verdict == verdict
 
 
+@pytest.mark.parametrize("keys, values, verdict", [(1, 1, HOLDS), (99, 1, NOT), (1, 99, NOT)])
+def test_both_keys_and_values_must_lie_below_the_bound(keys, values, verdict, monkeypatch):
+    k, v = (torch.full((2, 1, 30, 4), float(x)) for x in (keys, values))  # as far off as they are large
+    monkeypatch.setattr(claims, "relative_error", lambda found, true: true.mean().item())
+    monkeypatch.setattr(claims, "revived_logits", lambda *_: [(0.5, 0.5)])
+    monkeypatch.setattr(claims, "sinks", lambda *_: (torch.zeros(1), None))
+    text = SimpleNamespace(prompt=torch.zeros(2, 30), tokens=None, recording=[(None, k, v, None)])
+    found = CLAIMS["R6"](SimpleNamespace(model=None, seed=0, text=text))
+    assert found.verdict == verdict and [x for x, _ in found.numbers.values()][:2] == [keys, values]
+
+
 @pytest.mark.parametrize("lower, verdict", [(None, HOLDS), (0, NOT), (1, NOT), (2, NOT)])
 def test_one_layer_that_does_not_persist_is_enough(lower, verdict, monkeypatch):
     found = torch.tensor([0.99, 0.95, 3.0, 0.5])[:, None, None].repeat(1, 10, 3)  # (4, texts, layers)
