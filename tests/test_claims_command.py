@@ -56,10 +56,12 @@ def facts(plain=0.5, **pooled):
 
 
 def ablation(plain, quarter, none, streaming=0.0):
-    """P8's setting; the paper's own rule finds nothing."""
+    """P8's setting; by the paper's own rule less is found."""
     def found(name, share=1 / 16, select=None):
-        pooled = {0.25: quarter, 0.0: none}[select.alpha] if isinstance(select, PooledCritical) else 0.0
-        return around(pooled if select else dict(SnapKV=plain, StreamingLLM=streaming)[name])
+        if select is None:
+            return around(dict(SnapKV=plain, StreamingLLM=streaming)[name])
+        pooled = isinstance(select, PooledCritical)
+        return around({0.25: quarter if pooled else 0.3, 0.0: none if pooled else 0.2}[select.alpha])
     return SimpleNamespace(facts=found)
 
 
@@ -128,6 +130,15 @@ def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
     assert found.verdict == verdict and all(len(x) == 2 for x in found.numbers.values())
 
 
+def test_numbers_stand_under_their_names():
+    for claim, on, expected in (
+            ("P8", ablation(0.5, 0.8, 0.75, 0.1), [0.5, 0.8, 0.75, 0.1, 0.3, 0.2]),
+            ("R4", shares(more=1.3, most=1.5), [1, 0.3, 0.5, 0, 1, 0]),
+            ("R14", shares(often=1.3, seldom=1.5), [1, 0.3, 0.5]),
+            ("R15", shares(few=1.3, many=1.5), [1, 0.3, 0.5])):
+        assert [x for x, _ in CLAIMS[claim](on).numbers.values()] == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("weight, verdict", [(0.004, NOT), (0.006, HOLDS), (0.03, HOLDS)])
 def test_a_token_counts_as_activated_above_half_a_percent(weight, verdict, monkeypatch):
     """16 tokens of which the first 14 can be forgotten; the last two queries look at 13 with this weight."""
@@ -143,18 +154,22 @@ def test_a_token_counts_as_activated_above_half_a_percent(weight, verdict, monke
     assert found.verdict == verdict
     assert found.numbers["activated, outside H2O's"][0] == (weight > 0.005)
     assert found.numbers["over 2 %, outside H2O's"][0] == (weight > 0.02)
+    assert [found.numbers[f"needles, {x}"][0] for x in ("aware", "blind")] == pytest.approx([0.9, 0.1])
 
 
+@pytest.mark.parametrize("claim", ["P12", "R5"])
 @pytest.mark.parametrize("change, verdict", [(-0.1, HOLDS), (0.1, NOT)])
-def test_norms_make_long_answers_better_if_their_kl_is_lower(change, verdict, monkeypatch):
+def test_norms_and_layer_budgets_help_if_kl_is_lower_with_them(claim, change, verdict, monkeypatch):
     def answered(model, texts, asked, select):
         return dict(kl=around(1 + change if type(select) is Critical else 1), most=1.0)
 
     monkeypatch.setattr(claims, "long_answer", answered)
     monkeypatch.setattr(claims, "text_windows", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(claims, "fisher_shares", lambda *_: (0.5, 0.5))
     on = SimpleNamespace(model=None, tasks=None, documents=1, T=1,
+                         kl=lambda Method, shares=None: around(1 + change * (shares is not None)),
                          text=SimpleNamespace(tokens=torch.zeros(1)))
-    assert CLAIMS["P12"](on).verdict == verdict
+    assert CLAIMS[claim](on).verdict == verdict
 
 
 @pytest.mark.parametrize("keys, values, verdict", [(1, 1, HOLDS), (99, 1, NOT), (1, 99, NOT)])
