@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from claims.render import parse
-from common import checkpoint_of_two_layers
+from common import checkpoint_of_two_layers, decoder
 from foreign import foreign_checkpoint
 from methods.critical_kv import Critical, PooledCritical
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
-from methods.theory import claims
+from methods.theory import claims, subject
 from methods.theory.claims import CLAIMS, judge
 from methods.theory.subject import (HOLDS, NOT, OPEN, UNFIT, UNTESTED, Subject, above, below, both, mean,
                                     over_texts, within)
@@ -45,6 +45,15 @@ def test_a_number_within_two_errors_of_the_limit_decides_nothing():
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     value, error = over_texts(lambda x: x.mean(), x)
     assert (value, error) == pytest.approx(mean(x.mean(1)), rel=0.15)
+
+
+def test_a_subject_asks_blind_as_it_is_told_and_keeps_the_last_eighth_of_a_text(monkeypatch):
+    on = Subject(decoder(max_len=1024), None, documents=2)
+    on.row = lambda *_, **knobs: dict(aware=around(0.9), blind=around(0.6))
+    assert (on.blind(H2O).mean(), on.answered(H2O, 0.25, "needle").mean()) == pytest.approx((0.6, 0.9))
+    monkeypatch.setattr(subject, "text_windows", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(subject, "reference", lambda model, tokens, new: new)
+    assert [Subject(on.model, None, T=T).text for T in (256, 1024)] == [32, 64]
 
 
 def facts(plain=0.5, **pooled):

@@ -2,8 +2,10 @@
 from collections import defaultdict
 from itertools import product
 from math import log
+from types import SimpleNamespace
 
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 import torch
 
@@ -130,9 +132,10 @@ def test_lessons_are_counted_by_document(monkeypatch):
     kept = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]).bool()[None, None]  # (B, L, H, tokens)
     p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
     told = iter([(p.log(), None), (q.log(), kept)])
-    monkeypatch.setattr(chunk_kv, "examples", lambda *_: [[slice(0, 2), slice(2, 4)]])
+    tokens = np.array([[BREAK, 1, BREAK, 1, BREAK, 0]])  # the last line is the question
+    batch = SimpleNamespace(tokens=tokens, facts=np.arange(6)[None] < 4, question=4, answers=[slice(5, 6)])
     monkeypatch.setattr(chunk_kv, "at_the_answer", lambda *_: next(told))
-    (found,) = lessons(None, None, None, {"method": None}, BREAK).values()
+    (found,) = lessons(None, batch, None, {"method": None}, BREAK).values()
     assert (found["whole"].tolist(), found["labels"].tolist()) == ([1 / 4], [1 / 2])
     assert found["kl"].item() == pytest.approx(0.5 * log(2) + 0.5 * log(2 / 3))
 

@@ -86,5 +86,6 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
     kvzip.main(["--documents", "2", "--length", "160"])
     out = capsys.readouterr().out
     assert out.count("DuoAttention by   found in       needle 50 %") == 2  # of both decoders
+    assert len(re.findall(r"^full +all +–(?: +1.00 ± 0.00 +2){2}$", out, re.M)) == 2  # KiB; no fewer bits
     rows = re.findall(r"^mine +0 s((?: +0.50 ± 0.50)+)$", out, re.M)
     assert [row.count("0.50 ±") for row in rows] == [6, 6]
