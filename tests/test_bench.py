@@ -115,13 +115,13 @@ def replays(monkeypatch):
     return seen
 
 
-def test_a_time_is_that_of_one_run(replays, monkeypatch):
+def test_a_time_is_that_of_one_run_in_the_middle_of_all(replays, monkeypatch):
     seen, clock = [], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def run(i):
+        clock[0] += (0.001, 0.004, 0.040)[len(seen) // 3 % 3]  # a round of three runs takes as long each
         seen.append(i)
-        clock[0] += 0.004
 
     assert microseconds(run, [(0,), (1,), (2,)], False) == pytest.approx(4000)
     assert len(seen) % 3 == 0 and seen[:6] == [0, 1, 2, 0, 1, 2] and not replays
@@ -161,10 +161,15 @@ def test_the_command_with_a_cpu_in_the_gpus_place(replays, monkeypatch, tmp_path
         assert row["kernel"] > 0 and row["called"] > 0
         assert row["of_floor"] == pytest.approx(row["floor"] / row["kernel"])
         assert row["of_copy"] == pytest.approx(row["bytes"] / (row["kernel"] * 1e-6) / 1e12)
+        assert row["of_product"] == pytest.approx(row["operations"] / (row["kernel"] * 1e-6) / 1e13)
         assert ("over_sdpa" in row) == ("sdpa" in row)
         assert row.get("over_sdpa", 0) == pytest.approx(row.get("sdpa", 0) / row["kernel"])
     assert replays and table(rows) in out and "a CPU, 20" in out and held["device"].startswith("a CPU, ")
     assert bench.TITLE.encode() in (tmp_path / "r.png").read_bytes()
+    points = {x.get_label(): x.get_offsets().tolist() for x in bench.roofline(held).axes[0].collections}
+    for row in rows:  # operations a byte, and TFLOP/s
+        assert points[row["kernel_name"]] == [pytest.approx(
+            [row["operations"] / row["bytes"], 10 * row["of_product"]])]
 
     plt.figure().savefig(tmp_path / "r.png")  # a figure, but another
     with pytest.raises(ValueError, match="r.png holds something else than the roofline"):

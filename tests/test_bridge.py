@@ -67,6 +67,9 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
         parts = [model(part, past_key_values=memory).logits for part in TOKENS.split(sizes, 1)]
         torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=0)
     memory = attach(model)
+    o, heads = memory.model.blocks[0].attention.o, torch.randn(5, *memory.caches[0].w_o.shape[1:])
+    products = o(heads.flatten(1)) - o(0 * heads.flatten(1))  # without a bias
+    torch.testing.assert_close(torch.einsum("thd,ohd->to", heads, memory.caches[0].w_o), products)
     model(TOKENS[:, :-1], past_key_values=memory)
     memory.end_prompt()
     assert torch.equal(own(model, past_key_values=memory), written)

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from claims.render import parse
-from common import checkpoint_of_two_layers
+from common import checkpoint_of_two_layers, decoder
 from foreign import foreign_checkpoint
-from methods.critical_kv import PooledCritical
+from methods.critical_kv import Critical, PooledCritical
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
-from methods.theory import claims
+from methods.theory import claims, subject
 from methods.theory.claims import CLAIMS, judge
-from methods.theory.subject import (HOLDS, NOT, OPEN, UNFIT, Subject, above, below, both, mean, over_texts,
-                                    within)
+from methods.theory.subject import (HOLDS, NOT, OPEN, UNFIT, UNTESTED, Subject, above, below, both, mean,
+                                    over_texts, within)
 import nanollm.claims
 from nanollm import SHIPPED
 from nanollm.__main__ import main
@@ -47,6 +47,15 @@ def test_a_number_within_two_errors_of_the_limit_decides_nothing():
     assert (value, error) == pytest.approx(mean(x.mean(1)), rel=0.15)
 
 
+def test_a_subject_asks_blind_as_it_is_told_and_keeps_the_last_eighth_of_a_text(monkeypatch):
+    on = Subject(decoder(max_len=1024), None, documents=2)
+    on.row = lambda *_, **knobs: dict(aware=around(0.9), blind=around(0.6))
+    assert (on.blind(H2O).mean(), on.answered(H2O, 0.25, "needle").mean()) == pytest.approx((0.6, 0.9))
+    monkeypatch.setattr(subject, "text_windows", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(subject, "reference", lambda model, tokens, new: new)
+    assert [Subject(on.model, None, T=T).text for T in (256, 1024)] == [32, 64]
+
+
 def facts(plain=0.5, **pooled):
     """What each rule finds, with scores pooled in both stages, by the other selections and by itself."""
     def found(name, share=1 / 16, select=None):
@@ -56,10 +65,12 @@ def facts(plain=0.5, **pooled):
 
 
 def ablation(plain, quarter, none, streaming=0.0):
-    """P8's setting; the paper's own rule finds nothing."""
+    """P8's setting; by the paper's own rule less is found."""
     def found(name, share=1 / 16, select=None):
-        pooled = {0.25: quarter, 0.0: none}[select.alpha] if isinstance(select, PooledCritical) else 0.0
-        return around(pooled if select else dict(SnapKV=plain, StreamingLLM=streaming)[name])
+        if select is None:
+            return around(dict(SnapKV=plain, StreamingLLM=streaming)[name])
+        pooled = isinstance(select, PooledCritical)
+        return around({0.25: quarter if pooled else 0.3, 0.0: none if pooled else 0.2}[select.alpha])
     return SimpleNamespace(facts=found)
 
 
@@ -85,6 +96,28 @@ def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
     return SimpleNamespace(kl=kl)
 
 
+def likelihood(more, n=10**9):
+    """−log p of a token is 1 by the full cache; by KVReviver it is higher by `more`."""
+    text = SimpleNamespace(new=2, tokens=torch.zeros(10, 5, dtype=torch.long),
+                           log_p=torch.full((10, 2, 1), -1.0))
+    return SimpleNamespace(model=parameters(n), text=text,
+                           continued=lambda *_, **knobs: dict(nll=around(1 + more)))
+
+
+def outputs(alone=0.9, together=0.9):
+    """L of every head of every layer; it is 1 for SnapKV."""
+    return SimpleNamespace(of_text=lambda name: {key: torch.full((10, 2, 4), 1.0 if name == "SnapKV" else x)
+                                                 for key, x in dict(alone=alone, together=together).items()})
+
+
+def ranked(kl=lambda rank: rank):
+    """L of the compared methods rises from one to the next; so does KL, or not."""
+    def found(name):
+        rank = torch.full((10,), float(claims.COMPARED.index(name)))
+        return dict(alone=rank[:, None, None].expand(-1, 2, 4), kl=kl(rank))
+    return SimpleNamespace(of_text=found)
+
+
 @pytest.mark.parametrize("claim, on, verdict", [
     ("P5", facts(SnapKV=0.6, PyramidKV=0.6, AdaKV=0.6), HOLDS), ("P5", facts(SnapKV=0.6, AdaKV=0.4), NOT),
     ("P5", facts(SnapKV=0.6, AdaKV=0.6), OPEN), ("P8", ablation(0.5, 0.8, 0.75), HOLDS),
@@ -95,10 +128,24 @@ def shares(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
     ("R14", shares(), HOLDS), ("R14", shares(often=1.2), NOT), ("R14", shares(seldom=0.8), NOT),
     ("R12", labels(0.5, 0.1, 10**9 - 1), HOLDS), ("R12", labels(0.5, 0.1, 10**9), NOT),
     ("R12", labels(0.1, 0.5, 10**9 - 1), NOT), ("R12", labels(0.85, 0.1, 10**9), HOLDS),
-    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT)])
+    ("R10", needles(0.9), HOLDS), ("R10", needles(0.7), NOT), ("R10", needles(0.85, 0.9), NOT),
+    ("R11", likelihood(0.0), HOLDS), ("R11", likelihood(0.04), NOT),
+    ("R11", likelihood(0.0, 10**9 - 1), UNTESTED), ("R13", labels(0.85, 0.1, 5), HOLDS),
+    ("R13", labels(0.75, 0.1, 5), NOT), ("P7", outputs(), HOLDS), ("P7", outputs(alone=1.1), NOT),
+    ("P13", outputs(together=0.8), HOLDS), ("P13", outputs(alone=0.8), NOT), ("P10", ranked(), HOLDS),
+    ("P10", ranked(torch.neg), NOT)])
 def test_a_verdict_turns_with_the_numbers(claim, on, verdict):
     found = CLAIMS[claim](on)
     assert found.verdict == verdict and all(len(x) == 2 for x in found.numbers.values())
+
+
+def test_numbers_stand_under_their_names():
+    for claim, on, expected in (
+            ("P8", ablation(0.5, 0.8, 0.75, 0.1), [0.5, 0.8, 0.75, 0.1, 0.3, 0.2]),
+            ("R4", shares(more=1.3, most=1.5), [1, 0.3, 0.5, 0, 1, 0]),
+            ("R14", shares(often=1.3, seldom=1.5), [1, 0.3, 0.5]),
+            ("R15", shares(few=1.3, many=1.5), [1, 0.3, 0.5])):
+        assert [x for x, _ in CLAIMS[claim](on).numbers.values()] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("weight, verdict", [(0.004, NOT), (0.006, HOLDS), (0.03, HOLDS)])
@@ -116,6 +163,43 @@ def test_a_token_counts_as_activated_above_half_a_percent(weight, verdict, monke
     assert found.verdict == verdict
     assert found.numbers["activated, outside H2O's"][0] == (weight > 0.005)
     assert found.numbers["over 2 %, outside H2O's"][0] == (weight > 0.02)
+    assert [found.numbers[f"needles, {x}"][0] for x in ("aware", "blind")] == pytest.approx([0.9, 0.1])
+
+
+@pytest.mark.parametrize("claim", ["P12", "R5"])
+@pytest.mark.parametrize("change, verdict", [(-0.1, HOLDS), (0.1, NOT)])
+def test_norms_and_layer_budgets_help_if_kl_is_lower_with_them(claim, change, verdict, monkeypatch):
+    def answered(model, texts, asked, select):
+        return dict(kl=around(1 + change if type(select) is Critical else 1), most=1.0)
+
+    monkeypatch.setattr(claims, "long_answer", answered)
+    monkeypatch.setattr(claims, "text_windows", lambda *_: torch.zeros(1))
+    monkeypatch.setattr(claims, "fisher_shares", lambda *_: (0.5, 0.5))
+    on = SimpleNamespace(model=None, tasks=None, documents=1, T=1,
+                         kl=lambda Method, shares=None: around(1 + change * (shares is not None)),
+                         text=SimpleNamespace(tokens=torch.zeros(1)))
+    assert CLAIMS[claim](on).verdict == verdict
+
+
+@pytest.mark.parametrize("keys, values, verdict", [(1, 1, HOLDS), (99, 1, NOT), (1, 99, NOT)])
+def test_both_keys_and_values_must_lie_below_the_bound(keys, values, verdict, monkeypatch):
+    k, v = (torch.full((2, 1, 30, 4), float(x)) for x in (keys, values))  # as far off as they are large
+    monkeypatch.setattr(claims, "relative_error", lambda found, true: true.mean().item())
+    monkeypatch.setattr(claims, "revived_logits", lambda *_: [(0.5, 0.5)])
+    monkeypatch.setattr(claims, "sinks", lambda *_: (torch.zeros(1), None))
+    text = SimpleNamespace(prompt=torch.zeros(2, 30), tokens=None, recording=[(None, k, v, None)])
+    found = CLAIMS["R6"](SimpleNamespace(model=None, seed=0, text=text))
+    assert found.verdict == verdict and [x for x, _ in found.numbers.values()][:2] == [keys, values]
+
+
+@pytest.mark.parametrize("lower, verdict", [(None, HOLDS), (0, NOT), (1, NOT), (2, NOT)])
+def test_one_layer_that_does_not_persist_is_enough(lower, verdict, monkeypatch):
+    found = torch.tensor([0.99, 0.95, 3.0, 0.5])[:, None, None].repeat(1, 10, 3)  # (4, texts, layers)
+    if lower is not None:
+        found[lower, :, 1] /= 2
+    monkeypatch.setattr(claims, "observed", lambda model, tokens: found)
+    on = SimpleNamespace(model=parameters(10**9), text=SimpleNamespace(tokens=None))
+    assert CLAIMS["S7"](on).verdict == verdict
 
 
 def test_claims_are_worded_as_in_claims_md():

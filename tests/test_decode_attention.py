@@ -12,6 +12,7 @@ from common import DEVICE, TOLERANCE, attended, segment
 pytest.importorskip("triton")  # Linux only
 
 from kernels.decode_attention import Segment, decode_attention, plain
+from kernels.launch import block_of, split
 
 CASES = [  # B, H, G, D, counts of the B·H heads, of a second segment, biased, tile
     (1, 1, 1, 16, [1], None, False, 16),
@@ -39,6 +40,20 @@ def test_kernel_and_twin_are_the_loop(poisoned, case, dtype):
             assert torch.allclose(mine.double(), expected, rtol=1e-4, atol=atol)
     alone, none = decode_attention(q, segments, block=block)
     assert torch.equal(alone, found) and none == [] == plain(q, segments)[1]
+
+
+@pytest.mark.parametrize("n, heads, parts", [
+    (0, 1, 1), (16, 1, 1), (17, 1, 2), (1000, 1, 8), (1000, 4, 2), (1000, 100, 1), (4096, 100, 1),
+    (4097, 100, 2), (100_000, 100, 25)])
+def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program(n, heads, parts):
+    """Eight programs at a time are wanted on a CPU."""
+    share, programs = split(n, 16, heads, torch.device("cpu"))
+    assert programs == parts and share % 16 == 0 and share <= 4096
+    assert (programs - 1) * share < max(n, 1) <= programs * share
+
+
+def test_a_block_is_the_next_power_of_2_and_at_least_16():
+    assert [block_of(n) for n in (1, 15, 16, 17, 80)] == [16, 16, 16, 32, 128]
 
 
 def test_many_parts_are_added_up_as_one(poisoned):

@@ -136,6 +136,9 @@ def test_bytes_and_speed_are_counted(model, full, monkeypatch):
     row = continuation(model, full, maker(model, LayerCache, None), full.recording)  # written at once
     assert (row["live"], row["peak"]) == ((T - 1) * L * B * H * SLOT, CUT * L * B * H * SLOT)
     assert continuation(model, full, maker(model, LayerCache, None), chunk_size=CUT)["peak"] == row["peak"]
+    end = evaluate.end_prompt
+    monkeypatch.setattr(evaluate, "end_prompt", lambda *given: end(*given) + 10 ** 9)
+    assert continuation(model, full, maker(model, LayerCache, None))["peak"] == 10 ** 9
     assert [Benchmark.continuation_length(T) for T in (20, 100, 512)] == [10, 50, 64]
 
 
@@ -287,7 +290,7 @@ def test_slots_are_those_of_the_text_that_has_the_most():
     one, other, without = LayerCache(), LayerCache(), SubGen(radius=1.0, samples=1, draws=1)
     for cache in (one, other):
         cache.write(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.arange(6)[None])
-    one.keep(torch.tensor([[[0, 1, 2], [0, -1, -1]], [[0, 1, -1], [0, -1, -1]]]))
+    one.keep(torch.tensor([[[0, 1, -1], [0, -1, -1]], [[0, 1, 2], [0, -1, -1]]]))
     assert evaluate.slots([one, other]) == (3 + 1 + 6 + 6) / 4
     assert evaluate.slots([one, without]) is None and excess(dict(fraction=0.5, slots=None)) == ""
 
@@ -343,6 +346,15 @@ def greedy(prefix: list[int], n: int) -> list[int]:
     return row[len(prefix):]
 
 
+def test_an_answer_with_one_wrong_token_is_wrong():
+    """After 1 2 comes 5 6; the second document says so only of the first token."""
+    batch = SimpleNamespace(tokens=np.array([[1, 2, 5, 6, 9, 1, 2, 5, 6], [1, 2, 5, 7, 9, 1, 2, 5, 6]]),
+                            question=5, answers=[slice(7, 9)])
+    right = retrieve(Reader(), batch, lambda *_: [Notes()])
+    assert right["aware"].tolist() == right["blind"].tolist() == [1, 0]
+    assert exact_match(Reader(), SimpleNamespace(batch=lambda *_: batch), "needle", 9, 2) == 0.5
+
+
 def test_aware_compresses_all_but_one_token_and_blind_the_context():
     batch, diary = tasks("test").batch("needle", 0, 8, 200, questions=3), []
     right = retrieve(Reader(), batch, lambda n, _: diary.append(n) or [Notes(diary)])
@@ -386,6 +398,12 @@ def test_a_row_of_the_benchmark_has_means_and_standard_errors(monkeypatch):
     assert row["perplexity"] == pytest.approx(math.exp(2 * sum(kl.tolist()) / 5))
     assert np.allclose(row["l1"], l1.numpy().mean(0)) and np.allclose(row["l1_alone"], alone.numpy().mean(0))
     assert row["each"]["l1_alone"] == pytest.approx([text.mean().item() for text in alone])
+
+    text |= dict(l1_alone=alone)
+    one = text | {key: text[key][:1] for key in ("kl", "nll", "l1", "l1_alone")} | dict(tokens_per_s=10)
+    row = summary([({}, text), ({}, one)])
+    assert row["tokens_per_s"] == pytest.approx(6 / (5 / 100 + 1 / 10))  # a part counts by its texts
+    assert (row["live"], row["peak"], row["slots"], row["slots_end"]) == (14, 18, 2, 3)
 
 
 @pytest.mark.parametrize("keep", [0, 1e9])

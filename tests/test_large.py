@@ -1,6 +1,6 @@
 """Decoding in a real model's shape: parameters, rows, what does not fit, going on, and a GPU's calls."""
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count, cycle
 import json
 from pathlib import Path
 import subprocess
@@ -46,20 +46,24 @@ def test_weights_are_seeded_and_normal_norms_one_and_biases_nought():
 
 
 def test_a_row_has_every_number_and_the_bytes_of_caches_filled_by_hand(run, monkeypatch, capsys):
-    monkeypatch.setattr(large, "perf_counter", count().__next__)  # a second passes between two looks
-    rows = run("--lengths 100 70 --batch 1 3 --new 5 --chunk 40")
+    # of the five looks of a row: 2 s to read, 1 s for the end, 4 s to decode
+    monkeypatch.setattr(large, "perf_counter", accumulate(cycle((8, 2, 1, 1, 4))).__next__)
+    seeds, fill = [], large.fill
+    monkeypatch.setattr(large, "fill", lambda *of: seeds.append(of[-1]) or fill(*of))
+    rows = run("--lengths 100 70 --batch 1 3 --new 5 --chunk 40 --seed 7")
     model = large.skeleton(replace(SHAPE, max_len=100), torch.float32)
-    large.fill(model, torch.device("cpu"), 0)
+    large.fill(model, torch.device("cpu"), 7)
+    assert seeds == [7, 7]
     sizes = [(T, B, name) for T in (100, 70) for B in (1, 3) for name in METHODS]
     for (T, B, name), row, line in zip(sizes, rows, capsys.readouterr().out.splitlines()[-24:], strict=True):
         live, allocated, peak = held = [row.pop(name) for name in ("live", "allocated", "peak")]
-        assert row == dict(tokens=T, batch=B, method=name, prefill_s=1, end_s=1, tokens_per_s=5 * B,
+        assert row == dict(tokens=T, batch=B, method=name, prefill_s=2, end_s=1, tokens_per_s=5 * B / 4,
                            device=None, device_peak=None)
         shown = " ".join(f"{x / 1e6:.2f}" for x in held)
-        assert line.split() == f"{T} {B} {name} 1.00 1.000 {5 * B}.0 {shown} – –".split()
+        assert line.split() == f"{T} {B} {name} 2.00 1.000 {5 * B / 4:.1f} {shown} – –".split()
         Method, most = for_text(pick([name])[name], torch.arange(T)[None] % 16 == 15), 0
         caches = make_cache(model, Method, **given(Method, budget=T // 2))
-        tokens = torch.randint(60, (B, T + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(60, (B, T + 1), generator=torch.Generator().manual_seed(7))
         for part in tokens[:, :-1].split(40, 1):
             model(part, caches)
             most = max(most, cache_bytes(caches)[1])
@@ -84,8 +88,9 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
     assert asked == [((3, 100), 170)] * 8 and capsys.readouterr().out.count("fit: ") == 3  # two of six twice
     later = run("--lengths 99 --batch 3 1 5 --resume")
     assert later[:6] == first and len(later) == 18
-    assert asked[8:] == [((1, 100), 512)] * 12 + [((5, 100), 102)] * 6  # a length's first batch is read twice
-    for more, told in ("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and now"):
+    assert asked[8:] == [((1, 100), 512)] * 12 + [((5, 100), 102)] * 6  # a length's first is read twice
+    for more, told in (("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and"),
+                       ("--budget 40", "rows of budget 50.0, and now it is 40.0")):
         with pytest.raises(ValueError, match=told):
             run(f"--resume --lengths 99 {more}")
     errors += [RuntimeError("a bug")]
@@ -135,12 +140,13 @@ def test_a_gpu_is_waited_for_and_its_allocator_asked(monkeypatch):
     ("--methods snap_kv --lengths 64", "snap_kv at 25 % of 64 tokens: budget 16 must exceed the window"),
     ("--resume", "--json FILE"), ("--model none", "missing"), ("--model none --shape small", "two shapes"),
     ("--json nowhere/rows.json", "folder nowhere"), ("--shape llama3-8b --dtype float32", "32.1 GB exceed"),
+    ("--shape llama3-8b --dtype bfloat16", "16.1 GB exceed"),
     ("--model {} --methods full --lengths 9 30", "length 30 must be a whole number from 1 to 29")])
 def test_what_cannot_be_measured_is_refused_before_any_work(wrong, message, tmp_path, monkeypatch):
     gpt2 = dict(vocab_size=60, n_positions=62, n_layer=1, n_head=2, n_embd=8, layer_norm_epsilon=1e-5)
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gpt2", **gpt2)))
     monkeypatch.delattr(large, "fill")
-    monkeypatch.setattr(large.os, "sysconf", lambda name: 2 ** 17)
+    monkeypatch.setattr(large.os, "sysconf", lambda name: 2 ** 16)
     with pytest.raises(ValueError, match=message):
         large.main(["--device", "cpu", *wrong.format(tmp_path).split()])
 

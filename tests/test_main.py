@@ -150,14 +150,15 @@ def test_what_is_measured_by_which_options(options, methods, budgets, documents)
 
 
 def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, capsys):
-    asked, batch, made, maker = [], Tasks.batch, [], evaluate.maker
+    asked, batch, made, maker, sizes, Slices = [], Tasks.batch, [], evaluate.maker, [], slices.Slices
+    monkeypatch.setattr(slices, "Slices", lambda *of: sizes.append(of[-2:]) or Slices(*of))
     monkeypatch.setattr(Tasks, "batch", lambda self, *of: asked.append(of) or batch(self, *of))
     monkeypatch.setattr(evaluate, "maker", lambda model, Method, fraction, ends, **knobs:
                         made.append(knobs) or maker(model, Method, fraction, ends=ends, **knobs))
     rows = compare(checkpoint, *("--methods h2o ada_kv ada_kv+critical --budgets 50 --seed 7 --documents 2 "
-                                 "--window 5 --lengths 288 300").split())
+                                 "--window 5 --lengths 288 300 --batch 9 --keep 1.5").split())
     assert asked == [(task, 7, 2, T) for T in (288, 300) for task in TASKS]
-    assert (rows[0]["seed"], rows[0]["documents"]) == (7, 2)
+    assert (rows[0]["seed"], rows[0]["documents"]) == (7, 2) and sizes == [(9, 1.5e9)] * 2
     assert made == [{}, dict(window_size=5), dict(window_size=5)] * 4  # once to try them all, once to run
     below = "".join(f"{table.additions_table(some)}\n" for some in (rows[:3], rows[3:]))
     assert f"\n{below}" in capsys.readouterr().out
@@ -452,11 +453,11 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     marked, asked = page.marked, []
     monkeypatch.setattr(page, "marked", lambda *of: asked.append(of[-1]) or marked(*of))
-    half = torch.tensor([True, False]).view(2, 1, 1)  # of the heads: those of layer 0
-    monkeypatch.setattr(page, "answer", lambda model, tokens, cut, *_: (half.expand(2, 1, cut), [0]))
+    some = torch.tensor([True, False, False, False]).view(4, 1, 1)  # of the heads: those of layer 0
+    monkeypatch.setattr(page, "answer", lambda model, tokens, cut, *_: (some.expand(4, 1, cut), [0]))
     main(["generate", "--method", "h2o", "--budget", "16"])
     out = capsys.readouterr().out
-    assert asked == [dimmed] * 2 and "a head holds 50 % of the tokens" in out
+    assert asked == [dimmed] * 2 and "a head holds 25 % of the tokens" in out
     assert out.count(f"evicted, {'dimmed' if dimmed else 'in [brackets]'}: no head") == 2
     ids = [ENCODING.encode(letter)[0] for letter in "abcd"]
     assert marked(ENCODING, ids, [True, False, True, True], True) == "\033[2ma\033[0mb\033[2mcd\033[0m"

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers as hf
 
-from nanollm import TINY
+from nanollm import TINY, plan
 from nanollm.__main__ import main
 from nanollm.bridge import Bridged
 from nanollm.plan import SHORT, compressed, planned, shape_of
@@ -38,6 +38,18 @@ def test_the_full_cache_and_the_weights_are_those_of_the_model(tmp_path):
     full, _ = planned(shape, pick(["full"])["full"], None, 2048, torch.bfloat16, window=8)
     least = 3 * 2 * 2048 * (2 * 32 * 2 + 4)  # layers, heads, tokens, keys and values and a position
     assert full == least
+
+
+def test_prompts_fit_beside_the_weights_by_the_larger_of_two_sizes(monkeypatch, capsys):
+    """In 1 GB, 0.2 of it weights: two of 0.27 GB; without the weights three, by the smaller size eight."""
+    (shape, _), windows = shape_of(TINY, torch.float32), []
+    sizes = iter([(10 ** 8, 27 * 10 ** 7), (27 * 10 ** 7, 10 ** 8)])
+    monkeypatch.setattr(plan, "shape_of", lambda *_: (shape, 2 * 10 ** 8))
+    monkeypatch.setattr(plan, "planned", lambda *asked: windows.append(asked[-1]) or next(sizes))
+    plan.main("--methods full snap_kv --lengths 512 --batch 8 --memory 1 --window 5".split())
+    full, snap_kv = (x for x in capsys.readouterr().out.splitlines() if x.startswith(("full", "snap_kv")))
+    assert full.split()[1:] == "all 0.8 2.16 2".split() and windows == [5, 5]
+    assert snap_kv.split()[1:] == "25 % 2.16 0.8 2".split()
 
 
 def test_the_command_needs_a_config_alone(tmp_path, capsys):

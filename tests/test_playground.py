@@ -32,10 +32,13 @@ def test_it_says_what_is_answered_held_and_kept(shipped):
     caches = make_cache(model, SnapKV, budget=round(0.08 * len(context)), window_size=8)
     with torch.no_grad():
         kept, written = answer(model, tokens, cut, caches, 4)
+        answer(model, tokens, cut, full := make_cache(model), 4)
+    held, most = bytes_in_16_bits(caches), bytes_in_16_bits(full)
     gone = int((~kept.any(0).any(0)).sum())
     assert f"It answers <b>{encoding.decode(written).strip()}</b>" in play.said.value
-    assert f"<b>{bytes_in_16_bits(caches) / 1024:.0f} KiB</b>" in play.said.value
-    assert f"Of the {cut} tokens compressed" in play.said.value
+    assert (f"<b>{held / 1024:.0f} KiB</b> in numbers of 16 bits, {100 * held / most:.0f} % of the full "
+            f"cache's {most / 1024:.0f}. Of the {cut} tokens compressed, a head has a slot for "
+            f"{100 * kept.float().mean():.0f} %") in play.said.value
     assert f"{gone} tokens are gone" in play.said.value
     assert play.kept.value.count("color:#aaa") == gone
     assert plain(play) == PAGE + QUESTION

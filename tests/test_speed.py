@@ -52,15 +52,31 @@ def test_times_are_shares_of_the_full_cache_s_in_milliseconds(capsys, monkeypatc
     assert capsys.readouterr().out.splitlines()[-1].split() == "other 3000.0 ms 30.0 % 2.00".split()
 
 
+def test_a_model_of_transformers_is_timed_by_prompt_and_by_token(monkeypatch, capsys):
+    """The clock goes on by a model that takes 1 ms a token, and 3 ms a token with a memory of ours."""
+    def theirs(tokens, past_key_values, logits_to_keep=0):
+        clock.append(clock[-1] + tokens.shape[1] * (3e-3 if past_key_values == "ours" else 1e-3))
+
+    clock, theirs.config = [0.0], SimpleNamespace(vocab_size=9)
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    monkeypatch.setattr("nanollm.bridge.attach", lambda model: "ours")
+    monkeypatch.setattr("nanollm.bridge.detach", lambda model: None)
+    speed.bridge(theirs, 4, (10,), 2)
+    assert capsys.readouterr().out.splitlines()[-1].split() == (
+        "10 10.00 ms 30.00 ms 3.00 1.00 ms 3.00 ms 3.00".split())
+
+
 def test_a_step_is_told_in_units_of_the_full_caches_speed(monkeypatch, capsys):
     seconds = iter([0.004, 0.001, 0.002, 0.003, 0.003, 0.006, 0.005, 0.008])  # full, other, by turns
-    rows = []
+    rows, made = [], []
     monkeypatch.setattr(speed, "best", lambda run, repeat: rows.append(len(run())) or next(seconds))
+    make = lambda *of, **knobs: made.append(knobs) or make_cache(*of, **knobs)
+    monkeypatch.setattr(speed, "make_cache", make)
     speed.decoding(decoder(vocab_size=2048, max_len=64), dict(full=LayerCache, h2o=H2O), (1, 3), 20, 2)
     full, other = capsys.readouterr().out.splitlines()[-2:]
     assert full.split() == "full 2.00 ms 1.00 3.00 ms 1.00".split()
     assert other.split() == "h2o 1.00 ms 2.00 6.00 ms 0.50".split()
-    assert rows == [1] * 4 + [3] * 4
+    assert rows == [1] * 4 + [3] * 4 and made == [{}, dict(budget=5)] * 2
 
 
 def test_a_step_is_set_beside_its_floor_and_leaves_the_caches_as_they_were(capsys, monkeypatch):

@@ -12,14 +12,14 @@ def measured(**more) -> dict:
     """What a benchmark of 3 documents may have measured: every number another."""
     return SHARES | {f"{key}_se": 0.9 for key in SHARES} | dict(
         perplexity=12.34, kl=0.567, l1=[[70.0, 80.0]], l1_alone=[[6.0, 7.0], [8.0, 9.5]],
-        live=3 * 1024 * 9, live_16=3 * 1024 * 5, allocated=3 * 1024 * 6, peak=3 * 1024 * 7, device=None,
+        live=3 * 1024 * 9, live_16=3 * 1024 * 50, allocated=3 * 1024 * 6, peak=3 * 1024 * 7, device=None,
         keeps_all=False, slots=40, prompt=100, tokens_per_s=4321.0,
         each=dict(kl=[0.5, 0.6, 0.7])) | more
 
 
 def test_a_row_holds_what_was_run_and_the_means():
     row = table.row_of("h2o", 0.125, 300, dict(seed=4), measured(device=3 * 1024 * 8))
-    expected = dict(method="h2o", fraction=0.125, tokens=300, seed=4, live=9 * 1024, live_16=5 * 1024,
+    expected = dict(method="h2o", fraction=0.125, tokens=300, seed=4, live=9 * 1024, live_16=50 * 1024,
                     allocated=6 * 1024, peak=7 * 1024, device=8 * 1024)
     assert {key: row[key] for key in expected} == expected
     assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
@@ -35,7 +35,7 @@ def test_every_number_stands_below_its_name(short, more):
                      "standard error of an accuracy: at most 0.25")
 
     # a number ends where its column's name ends; the columns of a task end where the task's name does
-    cells = [("budget", "12.5 %"), ("KiB", "5")] + [
+    cells = [("budget", "12.5 %"), ("KiB", "50")] + [
         (setting, f"{SHARES[f'{task}_{setting}']:.2f}") for task in TASKS for setting in ("aware", "blind")]
     end = 0
     for name, number in cells + [*more.items()]:
@@ -44,8 +44,8 @@ def test_every_number_stands_below_its_name(short, more):
     assert line.startswith("h2o ") and len(line) == len(names) == end
     if not short:
         assert " 1.7e+05  " in table.show(row | dict(perplexity=170333.76))  # of a model that cannot read
-        on_gpu = table.show(row | dict(device=9 * 1024)), table.header(300, 5, 4, gpu=True).split("\n")[-1]
-        assert [*map(len, on_gpu)] == 2 * [end + 11] and on_gpu[0].endswith(" 9")
+        on_gpu = table.show(row | dict(device=90 * 1024)), table.header(300, 5, 4, gpu=True).split("\n")[-1]
+        assert [*map(len, on_gpu)] == 2 * [end + 11] and on_gpu[0].endswith(" 90")
     for task in TASKS:
         end = tasks.index(task.replace("_", "-")) + len(task)
         assert names[:end].endswith("blind") and line[:end].endswith(f"{SHARES[f'{task}_blind']:.2f}")
@@ -92,10 +92,10 @@ def test_three_sentences_say_what_survived_and_what_it_cost():
 
 
 def test_a_task_that_the_full_cache_fails_judges_nothing():
-    full, low = (0.2, 0.3, 0.8, 0.8, 0, 1000), (0.2, 0.2, 0.5, 0.1, 0.2, 100)
+    full, low = (0.2, 0.3, 0.8, 0.8, 0, 1000), (1, 0.2, 0.8, 0.1, 0.2, 100)
     told = rows(full=full, a=low)
     assert table.unfit(told) == "The full cache answers 0.20 of needle: this task cannot judge this model."
-    assert table.findings(told).startswith("Aware, none of 1 methods loses at most 0.1")  # 0.65 against 1.10
+    assert table.findings(told).startswith("Aware, none of 1 methods loses at most 0.1")  # 0.70 against 1.10
     told = rows(full=(0.2, 0.2, 0.2, 0.2, 0, 1000), a=low)
     assert table.unfit(told).count("\n") == 2 and table.findings(told).startswith("Cost: a holds least")
     assert table.unfit(rows(full=(1, 1, 1, 1, 0, 1000), a=low)) == table.unfit(told[1:]) == ""

@@ -65,11 +65,13 @@ def test_a_row_counts_if_it_passes_by_one_standard_error():
     assert enough({("full", None): found(0, 0), ("a", 0.5): found(0, 0)}) == {}  # which model could do less?
 
 
-def test_a_row_that_misses_by_far_is_asked_no_more(monkeypatch):
+@pytest.mark.parametrize("errors, asked", [(3.9, 12), (4.1, 6)])
+def test_a_row_that_misses_by_four_errors_is_asked_no_more(monkeypatch, errors, asked):
     monkeypatch.setattr(blind, "SHARES", (0.25,))
     monkeypatch.setattr(blind, "FIRST", 6)
-    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "kvzip", "random"]), 12, 160, steps=list)
-    assert [row.documents for row in rows.values()] == [12, 12, 6]  # full, kvzip, random
+    monkeypatch.setattr(blind, "kept", lambda row, full: (0.95 - errors * 0.01, 0.01))
+    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160, steps=list)
+    assert [row.documents for row in rows.values()] == [12, asked]
 
 
 def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
@@ -79,11 +81,19 @@ def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
 
 
 def test_the_table_names_who_keeps_enough_on_both_decoders(monkeypatch, capsys):
-    monkeypatch.setattr(blind, "SHARES", (0.5,))
+    """And in which share of the full cache's bytes and seconds."""
+    asked, made = [], {
+        ("full", None): found(80, 80, held=200.0), ("random", 0.25): found(77, 77, held=25.0),
+        ("random", 0.5): found(79, 79, held=50.0)._replace(seconds=3.0),
+        ("random", 0.125): found(40, 20, held=12.0)}
+    monkeypatch.setattr(blind, "found", lambda model, tasks, methods, *size: asked.append(
+        ([*methods], size[:2])) or made)
     blind.main(["--methods", "random", "--documents", "2", "--length", "160"])
+    assert asked == [(["full", "random"], (2, 160))] * 2
     out = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in out[2:4]] == [["full", "all"], ["random", "50"]]
-    below = out[out.index("") + 2:]
-    assert below[0].split() == ["full", "all", "100.0", "%", "all", "100.0", "%"]
-    assert out[2].count("100.0 %") == 2 and [line.split(":")[0] for line in below[1:3]] == [
-        "undecided on built", "undecided on learned"]
+    assert out[4].split() == ["random", "50", "%"] + 2 * (
+        "25.0 % 0.79 0.79 98.8 ± 0.9 100 3.00".split())
+    assert out[5].split()[3:8] == "6.0 % 0.40 0.20 37.5".split()
+    assert [line.split() for line in out[out.index("") + 2:-1]] == [line.split() for line in (
+        "random 50 % 25.0 % 50 % 25.0 %", "full all 100.0 % all 100.0 %",
+        "undecided on built: random at 25 %", "undecided on learned: random at 25 %")]

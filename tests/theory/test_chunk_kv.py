@@ -2,8 +2,10 @@
 from collections import defaultdict
 from itertools import product
 from math import log
+from types import SimpleNamespace
 
 from hypothesis import strategies as st
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from exact import F64, at_most, check, close, seeds, vector
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.semantic_chunk_kv import SemanticChunkKV
 from methods.snap_kv import SnapKV
+from methods.theory import chunk_kv
 from methods.theory.change_and_text import compressed
 from methods.theory.claims import C1, C2
 from methods.theory.chunk_kv import (
@@ -122,6 +125,19 @@ def test_equation_15_needs_its_o_1_above_and_below(note):
              answer_bound(noise, information, R), each[-1]]
     assert close(information, 2 * half) and close(found, [0.0902, 0.1456, 0.2334, 0.3767, 0.1537], 1e-4)
     note("C3", eq15_bound=float(bound), eq15_kl=float(each[-1]))
+
+
+def test_lessons_are_counted_by_document(monkeypatch):
+    """Two examples of two tokens, the label last: a head keeps one whole and both labels, another nothing."""
+    kept = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]).bool()[None, None]  # (B, L, H, tokens)
+    p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
+    told = iter([(p.log(), None), (q.log(), kept)])
+    tokens = np.array([[BREAK, 1, BREAK, 1, BREAK, 0]])  # the last line is the question
+    batch = SimpleNamespace(tokens=tokens, facts=np.arange(6)[None] < 4, question=4, answers=[slice(5, 6)])
+    monkeypatch.setattr(chunk_kv, "at_the_answer", lambda *_: next(told))
+    (found,) = lessons(None, batch, None, {"method": None}, BREAK).values()
+    assert (found["whole"].tolist(), found["labels"].tolist()) == ([1 / 4], [1 / 2])
+    assert found["kl"].item() == pytest.approx(0.5 * log(2) + 0.5 * log(2 / 3))
 
 
 # ---- noise: tokens of every example, or whole examples ---

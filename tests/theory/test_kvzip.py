@@ -1,24 +1,36 @@
 """KVzip taken apart: each row is what the method itself finds."""
 from itertools import product
 import re
+from types import SimpleNamespace
 
 import torch
 
 from common import tasks
-from methods.duo_attention import DuoAttention
+from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip, OneReading
 from methods.theory import kvzip
 from methods.theory.kvzip import apart, by_heads, fewer_bits
 from nanollm import TINY
-from nanollm.evaluate import maker, retrieve
+from nanollm.evaluate import full_cache_bytes, maker, retrieve
 from nanollm.weights import from_hf
 
 
 @torch.no_grad()
-def test_each_row_is_what_the_method_finds():
+def test_each_row_is_what_the_method_finds(monkeypatch):
+    def takes(seconds, run):
+        def timed(*given):
+            end = clock[-1] + seconds
+            run(*given)
+            clock.append(end)  # whatever ran within
+        return timed
+
+    clock = [0]
+    monkeypatch.setattr(kvzip, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    monkeypatch.setattr(kvzip, "prefill", takes(2, kvzip.prefill))
+    monkeypatch.setattr(kvzip, "read_again", takes(6, kvzip.read_again))
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
     found, ratio = apart(model, batch, shares=(1.0, 0.25), steps=list)
-    assert len(found) == 2 * 2 * 2 * 2 and ratio > 0
+    assert len(found) == 2 * 2 * 2 * 2 and ratio == 3
     for reading, Method in (("second", KVzip), ("first alone", OneReading)):
         for score in ("max", "sum"):
             for ranked, across in (("all", True), ("each head", False)):
@@ -40,6 +52,8 @@ def test_fewer_bits_are_fewer_bytes():
         exact, four, two = (found[name, bits, 0.25][1] for bits in (16, 4, 2))
         assert two < four < exact < found["full", 16, 1.0][1] / 2
     assert found["full", 16, 1.0][0].mean() == 1
+    c, n = model.config, batch.answers[-1].stop  # a text's bytes after its answer, with a position a slot
+    assert found["full", 16, 1.0][1] == full_cache_bytes(c, n) + 4 * c.n_layers * c.n_kv_heads * n
     assert found["quantized_2", 2, 1.0][1] > found["kvzip", 4, 0.25][1]
 
 
@@ -60,6 +74,7 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
         def calibrate(model, encoding):
             return dict(heads=((1, 0), (1, 1), (1, 2)))
 
+    assert kvzip.HEADS == {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
     monkeypatch.setattr(kvzip, "HEADS", {"mine": Known})
     rows = product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)
     found = dict.fromkeys(rows, torch.ones(2))
@@ -71,5 +86,6 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
     kvzip.main(["--documents", "2", "--length", "160"])
     out = capsys.readouterr().out
     assert out.count("DuoAttention by   found in       needle 50 %") == 2  # of both decoders
+    assert len(re.findall(r"^full +all +–(?: +1.00 ± 0.00 +2){2}$", out, re.M)) == 2  # KiB; no fewer bits
     rows = re.findall(r"^mine +0 s((?: +0.50 ± 0.50)+)$", out, re.M)
     assert [row.count("0.50 ±") for row in rows] == [6, 6]

@@ -1,10 +1,16 @@
 """Readings of the papers beside the first ones: CaM at the prompt's end, and the lines of the table."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from common import TOKENS, decoder
 from methods.h2o import H2O
+from methods.kv_reviver_mean import MeanReviver
+from methods.mean_weight import MeanWeight
+from methods.theory import readings
 from methods.theory.readings import LONG, READINGS, EndCaM, show
+from methods.theory.scissorhands import Padded, Rate
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 
 
@@ -32,10 +38,52 @@ def test_a_line_has_means_and_paired_changes_against_the_first():
     assert other.split() == ["other", "KL", "3.167", "±", "0.726", "(+1.167", "±", "0.167)"]
 
 
+NAMED = {Rate: "rate", Padded: "absent step", MeanWeight: "mean weight", MeanReviver: "means of slots"}
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("title", READINGS)
-def test_every_group_compares_unlike_caches_of_one_model(title):
-    model = decoder()
-    for Method, knobs in READINGS[title].values():
-        make_cache(model, Method, budget=48, **{knob: x for knob, x in knobs.items() if knob != "tilt"})
+def test_the_caches_of_a_group_are_what_their_labels_say(title, budget=36, T=39):
+    model, held = decoder(), {}
+    for label, (Method, knobs) in READINGS[title].items():
+        knobs = {knob: x for knob, x in knobs.items() if knob != "tilt"}
+        caches = make_cache(model, Method, budget=budget, **knobs)
+        for part in TOKENS[:, :T].split(13, 1):
+            model(part, caches)
+        read = caches[0].length
+        end_prefill(caches)
+        held[label] = read, caches[0].length, type(caches[0]), getattr(caches[0], "history", None)
     assert len({str(x) for x in READINGS[title].values()}) == len(READINGS[title]) > 1
+    for label, (read, left, Method, history) in held.items():
+        assert left <= budget and history == (50 if "w = 50" in label else history)
+        if title == "CaM":
+            assert read == (T if "at the prompt's end" in label else budget)
+        if title == "ChunkKV":
+            assert (left < budget) == ("empty" in label)
+        assert [Kind for Kind, name in NAMED.items() if name in label] == [Method] * (Method in NAMED)
     assert [name for name, how in LONG.items() if not how] == ["SnapKV"]  # what others differ from
+
+
+def test_a_reading_is_measured_aware_with_its_budget_or_one_that_rises_by_layer(monkeypatch):
+    monkeypatch.setattr(readings, "right_answers", lambda model, bench, make: dict(
+        aware=torch.tensor([[1.0], [0.0]]), blind=torch.tensor([[0.0], [0.0]])))
+    monkeypatch.setattr(readings, "replayed_or_read", lambda measure, model, full, make, recording: dict(
+        kl=[cache.budget for cache in make(160)]))
+    rows = {label: readings.measured(decoder(), None, SimpleNamespace(recording=None), Method, 0.25, **knobs)
+            for label, (Method, knobs) in READINGS["Scissorhands"].items()}
+    assert all(row["answers"].tolist() == [1, 0] for row in rows.values())
+    later, lower = (rows.pop(f"{which} layers more")["KL"] for which in ("later", "lower"))
+    assert later == lower[::-1] == [28, 40, 52] and all(row["KL"] == [40] * 3 for row in rows.values())
+
+
+def test_groups_show_what_was_measured_under_its_name(monkeypatch):
+    row = dict(answers=torch.tensor([1.0]), L=torch.tensor([2.0]), kl=torch.tensor([3.0]))
+    monkeypatch.setattr(readings, "READINGS", {})
+    for name, x in dict(reference=None, text_windows=None, long_answer=dict(kl=row["kl"], most=6.0, last=5.0),
+                        one_knob_at_a_time=dict.fromkeys(["critical, a", "critical_code, b"], row)).items():
+        monkeypatch.setattr(readings, name, lambda *_, x=x, **knobs: x)
+    monkeypatch.setattr(readings.Benchmark, "build", lambda *_, **__: None)
+    (_, paper), (_, code), (title, rows) = readings.groups(None, SimpleNamespace(batch=lambda *_: None))
+    assert paper == {"a": dict(answers=1, KL=3, L=2)} and code == {"b": paper["a"]}
+    assert title.endswith("KiB at most, at the end: " + ", ".join(f"{name} 6, 5" for name in LONG))
+    assert rows == dict.fromkeys(LONG, dict(kl=3))
