@@ -1,4 +1,5 @@
 """Figures. One method, one colour, marker and dash, in every figure, told apart also in grey."""
+from io import BytesIO
 from pathlib import Path
 import re
 from zlib import crc32
@@ -7,9 +8,12 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 import numpy as np
 
+from nanollm import replace
 from nanollm.evaluate import held
 
 TITLE = "Figure of python -m nanollm"  # written into the file, so that no other is taken for one of ours
+MARKS = {b"\x89PNG": b"%ctEXtTitle\0%b" % (6 + len(TITLE), TITLE.encode()), b"%PDF": f"({TITLE})".encode(),
+         b"<?xml": f"<dc:title>{TITLE}</dc:title>".encode()}  # a file's first bytes, and the title in it
 MOST = 8                               # lines that can be told apart
 
 # A family's colour and marker. In grey neighbours differ, too; where two are alike, their markers are not.
@@ -77,13 +81,15 @@ def comparison(rows: list[dict], file: Path):
 
 def save(figure, file: Path):
     """Write a figure, marked as ours, so that a later run may replace it."""
-    figure.savefig(file, dpi=110, metadata={"Title": TITLE})
+    drawn = BytesIO()
+    figure.savefig(drawn, format=file.suffix[1:], dpi=110, metadata={"Title": TITLE})
     plt.close(figure)
+    replace(file, drawn.getvalue())
 
 
 def is_ours(data: bytes) -> bool:
-    """Whether a file holds what `save` wrote."""
-    return TITLE.encode() in data
+    """Whether a file holds what `save` wrote: a figure of which TITLE is the whole title."""
+    return any(data.startswith(kind) and mark in data for kind, mark in MARKS.items())
 
 
 def drawn(names: list[str]) -> list[str]:

@@ -149,4 +149,4 @@ def test_a_refusal_is_one_line_and_exit_code_2_in_a_clean_shell():
     done = subprocess.run([sys.executable, "-m", "nanollm.large", "--batch", "0"], env={}, text=True,
                           capture_output=True, cwd=Path(__file__).parent.parent)
     assert (done.returncode, done.stdout, done.stderr) == (
-        2, "", "error: batch 0 must be a whole number from 1 to 16777216\n")
+        2, "", "error: batch 0 must be a whole number from 1 to 1048576\n")
