@@ -181,7 +181,6 @@ def check_caches(caches: list, layers: int, B: int):
 
 # ---- the decoder's input -----------------------------------------------------------------------------------
 
-LAYERS = 1000  # at most, or modules would be made for minutes
 SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
                original_max_position_embeddings=int)  # Llama-3.1's scaling of RoPE
 
@@ -210,7 +209,6 @@ def check_config(c):
                 check_field(name, x, kind)
             setattr(c, name, kind(x))
 
-    whole("n_layers", c.n_layers, 1, LAYERS)
     if not c.head_dim and c.d_model % c.n_heads:
         raise ValueError(f"d_model {c.d_model} is not a multiple of n_heads {c.n_heads}; set head_dim")
     if c.n_heads % c.n_kv_heads:

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch import Tensor
 
-from nanollm.check import LAYERS, SCALING, check_field, whole
+from nanollm.check import SCALING, check_field, whole
 from nanollm.model import Attention, Config, Decoder
 from nanollm.tokenizer import Foreign
 
@@ -109,7 +109,7 @@ def read_json(path: Path) -> dict:
 
 
 def config_file(folder: str | Path) -> tuple[Path, dict]:
-    """config.json and what it holds; ValueError if it is no object or its model_type no text."""
+    """config.json and what it holds. ValueError if its model_type is no name or its layers are too many."""
     path = Path(folder) / "config.json"
     if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
@@ -117,6 +117,9 @@ def config_file(folder: str | Path) -> tuple[Path, dict]:
     if not isinstance(kind := hf.get("model_type", ""), str):
         raise ValueError(f"{path}: model_type {kind!r:.60} is no name; known are {', '.join(READERS)}, and "
                          "those of transformers")
+    for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if hf.get(key) is not None:
+            whole(f"{path}: {key}", hf[key], 1, 1000)  # of more, modules would be made for minutes
     return path, hf
 
 
@@ -371,26 +374,21 @@ def quiet():
             logging.enable_progress_bar()
 
 
-def hf_shape(folder: str | Path):
-    """transformers' config of a folder. ValueError if it has no layers, or too many to make."""
-    from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    whole("num_hidden_layers", getattr(config.get_text_config(), "num_hidden_layers", 1), 1, LAYERS)
-    return config
-
-
 def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
     """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
     config_file(folder)
     from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
     try:
         with quiet():
-            hf_shape(folder)
             model, told = AutoModelForCausalLM.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
-                output_loading_info=True)
+                output_loading_info=True, ignore_mismatched_sizes=True)  # which is refused below, by name
     except Exception as error:  # of whichever library reads it
         raise ValueError(f"{folder} cannot be read ({brief(error)}); download it again") from error
+    if others := sorted(told["mismatched_keys"]):
+        name, shape, want = others[0]
+        raise ValueError(f"tensor {name} of {folder} is {list(shape)} and should be {list(want)}; "
+                         "is config.json that of these weights?")
     if lacks := sorted(told["missing_keys"]):
         raise ValueError(f"{folder} lacks {len(lacks)} tensors, as {lacks[0]}; download it again")
     return model.to(check_device(device)).eval()
@@ -399,10 +397,11 @@ def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str
 def hf_skeleton(folder: str | Path):
     """transformers' model of a folder's config.json, without memory for its weights."""
     config_file(folder)
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     try:
         with quiet(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_shape(folder))
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ValueError(f"{folder}/config.json is not understood ({brief(error)})") from error
 

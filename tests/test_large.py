@@ -88,6 +88,11 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
     for more, told in ("--new 3", "rows of new 16, and now it is 3"), ("--seed 1", "rows of seed 0, and now"):
         with pytest.raises(ValueError, match=told):
             run(f"--resume --lengths 99 {more}")
+    for wrong, told in ({"batch": "3"}, "'batch' of a row in .* is '3'"), ({"method": []}, "'method' of"):
+        stored = json.loads((tmp_path / "rows.json").read_text())
+        (tmp_path / "wrong.json").write_text(json.dumps(stored | dict(rows=[later[4] | wrong])))
+        with pytest.raises(ValueError, match=told):
+            run(f"--lengths 99 --batch 3 --resume --json {tmp_path}/wrong.json")
     errors += [RuntimeError("a bug")]
     with pytest.raises(RuntimeError, match="a bug"):
         run("--lengths 99 --batch 3 1")  # anew
