@@ -522,7 +522,7 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("--seed -1", "seed -1 must be a whole number from 0"), ("generate --seed -1 x", "seed -1 must"),
     ("--threads -1", "threads -1 must be a whole number"), ("generate --threads -1 x", "threads -1 must"),
     ("generate --method nope x", "unknown method 'nope'; known are"), ("generate --method all x", "name one"),
-    ("--methods full kvzip --lengths 403", "kvzip at 50 % of 338 tokens: .* 802 exceed .* 800; shorten"),
+    ("--methods full kvzip --lengths 403", "kvzip at 50 % of 338 tokens: 802 tokens exceed"),
     ("generate --method= x", "unknown method ''"),
     ("generate --method h2o x", "h2o needs --budget, in slots per key/value head"),
     ("generate --method quantized_2 --budget 5 x", "quantized_2 has no budget; leave --budget out"),
