@@ -75,8 +75,8 @@ def check_rereads(model, caches, T: int):
     again, longest = second_reading(T, caches[0].rereads), model.config.max_len
     need = T + max((part.stop - part.start for part in again), default=0)
     if again and need > longest:
-        raise ValueError(f"{need} tokens exceed the model's length of {longest}, as this method reads the prompt "
-                         f"of {T} again; shorten the text")
+        raise ValueError(f"{need} tokens exceed the model's length of {longest}, as this method reads "
+                         f"a prompt of {T} twice; shorten the text")
 
 
 def read_again(caches, read: Callable[[slice], object]) -> int:

@@ -338,6 +338,12 @@ def test_output_that_cannot_be_written_is_one_line(end, flush):
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 
 
+def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
+    panic = type("PanicException", (BaseException,), {})("retry-limit")  # as Rust's, it is no Exception
+    monkeypatch.setattr("nanollm.page.boundaries", lambda *_: (_ for _ in ()).throw(panic))
+    refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
+
+
 @pytest.mark.parametrize("module, file", [("nanollm", "check.py"), ("nanollm.large", "gpu.py")])
 def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
     shutil.copytree(ROOT / "nanollm", "nanollm", ignore=shutil.ignore_patterns("tiny*", "held_out"))
