@@ -69,7 +69,8 @@ def grade(args):
     rows = [header]
     with ThreadPoolExecutor(args.jobs or os.cpu_count()) as pool:
         graded = pool.map(lambda folder: tested(folder, names, ["public.py", "hidden.py"], args), folders)
-        bar = tqdm(graded, total=len(folders), leave=False, unit="submission", disable=len(folders) == 1)
+        bar = tqdm(graded, total=len(folders), leave=False, unit="submission",
+                   disable=len(folders) == 1 or None)  # None: unless a terminal shows it
         for folder, tests in zip(folders, bar):
             own = os.fsencode(folder.resolve().name).decode(errors="replace")  # "." has a name as well
             (got, most), each = points(tests), [points(tests, problem)[0] for problem in problems]

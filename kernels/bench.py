@@ -41,7 +41,7 @@ from methods import critical_kv
 from methods.count_sketch import PRIME, Sketch
 from methods.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
-from nanollm import check_output, gpu, read_json, replace, window
+from nanollm import check_output, gpu, plot, read_json, replace, window
 from nanollm.cache import NEVER, probabilities
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
@@ -414,7 +414,7 @@ def main(argv: list[str]):
         raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; "
                          "unset it")
     check_output(args.json, "times", holds_times)
-    check_output(args.figure, "roofline", lambda held: TITLE.encode() in held)
+    check_output(args.figure, "roofline", lambda held: plot.is_ours(held, TITLE))
 
     began, failed = time.perf_counter(), {}
 
@@ -442,7 +442,7 @@ def main(argv: list[str]):
                 replace(args.json, (json.dumps(told, indent=1) + "\n").encode())
 
     if rows := told["rows"]:
-        roofline(told).savefig(args.figure, dpi=110, metadata={"Title": TITLE})
+        plot.save(roofline(told), args.figure, TITLE)
         print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, "
               f"bf16 product {ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n")
         print(f"{table(rows)}\n\n{len(rows)} rows in {time.perf_counter() - began:.0f} s; "

@@ -4,11 +4,18 @@ from contextlib import suppress
 import json
 import os
 from pathlib import Path
+from select import select as wait  # nanollm.select is a file of ours
+import signal
 import sys
+
+if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # `python -m nanollm…` starts: until `command` runs, Ctrl-C ends it silently, not amid torch's imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 TINY = Path(__file__).parent / "tiny"  # trained from a start that has the heads which retrieve
 LEARNED = Path(__file__).parent / "tiny_learned"  # of the same shape; it learned to retrieve
 SHIPPED = {"built": TINY, "learned": LEARNED}  # what tables call them
+LONGEST = 10 ** 8  # bytes of a text that is read
 
 
 def ranks() -> tuple[int, int]:
@@ -38,6 +45,8 @@ def command(run: Callable, *arguments):
     """Run a command of a shell: whatever its user can cause becomes one line and exit code 2. A bug keeps its
     traceback.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(*arguments)
         print(end="", flush=True)  # where stdout is closed, nothing
@@ -51,6 +60,10 @@ def command(run: Callable, *arguments):
         if "allocate" not in str(error) and "out of memory" not in str(error):
             raise
         fail(f"not enough memory ({error})")
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a tokenizer's own, in Rust; it is no Exception
+            raise
+        fail(f"the tokenizer breaks off ({error}); give another text, or a model with another tokenizer")
 
 
 def fail(why: str):
@@ -66,9 +79,9 @@ def fail(why: str):
     sys.exit(2)
 
 
-def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
-    """ValueError or OSError, before any work, unless `file` can be written and holds nothing or what this
-    program wrote.
+def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
+    """What `file` holds. ValueError or OSError, before any work, unless it can be written and holds nothing
+    or what this program wrote.
     """
     if not file.parent.is_dir():
         raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
@@ -78,18 +91,37 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]):
         raise ValueError(f"{file} is no file; name one for the {what}")
     if file.exists() and not os.access(file, os.W_OK):
         raise ValueError(f"{file} must not be written to; name another file for the {what}")
-    if file.exists() and (held := file.read_bytes()) and not ours(held):
+    held = file.read_bytes() if file.exists() else b""
+    if held and not ours(held):
         raise ValueError(f"{file} holds something else than the {what} of an earlier run; "
                          "name another file or remove it")
     replace(file, None)
+    return held
 
 
 def read_text(file: Path) -> str:
+    """The text of a file or a pipe. ValueError if it is none, is too long, or nobody writes to the pipe."""
+    pipe = file.is_fifo()
+    opener = (lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) if pipe else None  # or it may wait
+    with open(file, "rb", opener=opener) as source:
+        data = b""
+        if pipe:
+            wait([source], [], [], 2)
+            with suppress(BlockingIOError):  # one who writes is there, and slow
+                if not (data := os.read(source.fileno(), 1)):
+                    raise ValueError(f"nobody writes to {file}; name a file that holds a text")
+            os.set_blocking(source.fileno(), True)
+        data += source.read(LONGEST)
+    if len(data) >= LONGEST:
+        raise ValueError(f"{file} is longer than a text may be, {LONGEST // 10 ** 6} MB; name a shorter one")
     try:
-        return file.read_text(encoding="utf8")
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); "
                          "name another file") from error
+    if "\0" in text:
+        raise ValueError(f"{file} is not text (it holds zeros); name another file")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(data: bytes):
@@ -100,10 +132,15 @@ def read_json(data: bytes):
         return None
 
 
-def replace(file: Path, data: bytes | None):
+def replace(file: Path, data: bytes | None, before: bytes | None = None) -> bytes | None:
     """Write data to a new file and put it in place at once, so that what was there is whole until then. None:
-    only try.
+    only try. Returns data.
+
+    before: what this run left there; ValueError if it is something else now.
     """
+    if before is not None and file.exists() and file.read_bytes() != before:
+        raise ValueError(f"{file} was changed by another program, perhaps a second run; it stays as it is, "
+                         "and this run stops: give each run a file of its own")
     part = file.resolve().with_name(f".{file.name}.{os.getpid()}")
     try:
         with part.open("xb") as out:
@@ -112,3 +149,4 @@ def replace(file: Path, data: bytes | None):
             part.replace(file.resolve())
     finally:
         part.unlink(missing_ok=True)
+    return data

@@ -49,7 +49,7 @@ def generate(argv: list[str]):
         if not shows:
             raise ValueError("--figure is of the built-in page; leave it or the text out")
         check_files(args.figure, None)
-    name = args.method or (page.METHOD if shows else "full")
+    name = (page.METHOD if shows else "full") if args.method is None else args.method
     if name == "all":
         raise ValueError("one method writes one text; name one")
     Method = pick([name])[name]

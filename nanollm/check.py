@@ -44,10 +44,23 @@ def fits(x, kind) -> bool:
             return isinstance(x, tuple) and all(fits(y, of) for y in x)
         return isinstance(x, tuple) and len(x) == 1 + len(rest) and all(map(fits, x, (of, *rest)))
 
+    if get_origin(kind) is list:
+        return isinstance(x, list) and x != [] and all(fits(y, get_args(kind)[0]) for y in x)
+
     if get_origin(kind) is not None:  # a union, but for generics that no knob is declared with
         return any(fits(x, one) for one in get_args(kind))
 
     return not isinstance(kind, type) or isinstance(x, kind)
+
+
+def check_row(row: dict, kinds: dict, file):
+    """ValueError unless a row that was stored in `file` holds, under each key of `kinds`, what fits."""
+    for key, kind in kinds.items():
+        if key not in row:
+            raise ValueError(f"a row in {file} has no {key!r}, as if of another version; name another file")
+        if not fits(row[key], kind):
+            raise ValueError(f"{key!r} of a row in {file} is {row[key]!r:.60}, which cannot be; "
+                             "name another file")
 
 
 def check_knobs(method):

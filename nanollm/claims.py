@@ -44,7 +44,8 @@ def show(name: str, claim, findings: dict) -> str:
 
 def is_ours(data: bytes) -> bool:
     held = nanollm.read_json(data)
-    return isinstance(held, list) and all("verdict" in row for row in held)
+    return isinstance(held, list) and held != [] and all(
+        isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys() for row in held)
 
 
 def main(argv: list[str]):
@@ -58,8 +59,7 @@ def main(argv: list[str]):
     parser.add_argument("--json", type=Path, help="write the findings here, each as it is made")
     args = parser.parse_args(argv)
     check_seed(args.seed), whole("documents", args.documents, 2), whole("length", args.length, 128)
-    if args.json:
-        nanollm.check_output(args.json, "findings", is_ours)
+    before = nanollm.check_output(args.json, "findings", is_ours) if args.json else b""
 
     from methods.theory.claims import CLAIMS, Subject, judge
     names, subjects = [*dict.fromkeys(args.claims or CLAIMS)], {}
@@ -74,10 +74,10 @@ def main(argv: list[str]):
           f"± a standard error\n\n{line('', subjects)}\n")
 
     found = []
-    for name in tqdm(names, unit="claim", leave=False):
+    for name in tqdm(names, unit="claim", leave=False, disable=None):
         findings = {label: judge(name, on) for label, on in subjects.items()}
         tqdm.write(show(name, CLAIMS[name], findings))
         found += [dict(claim=name, **worded(CLAIMS[name]), model=label, documents=on.documents, tokens=on.T,
                        seed=on.seed) | findings[label]._asdict() for label, on in subjects.items()]
         if args.json:
-            nanollm.replace(args.json, json.dumps(found, indent=1).encode())
+            before = nanollm.replace(args.json, json.dumps(found, indent=1).encode(), before)

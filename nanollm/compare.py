@@ -19,7 +19,7 @@ import time
 from zlib import crc32
 
 import nanollm
-from nanollm.check import check_seed, whole
+from nanollm.check import check_row, check_seed, whole
 from nanollm.select import calibrated, given, has_budget, loaded, model_options, one_line, pick
 
 
@@ -27,9 +27,9 @@ def main(argv: list[str]):
     """Measure what is asked for and print a table; rows and a figure go to files."""
     args = options(argv)
     rank, world = nanollm.ranks()
-    if rank == 0:
-        check_files(args.figure, args.json)
-    made_with = settings(args)
+    before = check_files(args.figure, args.json) if rank == 0 else b""
+    own = nanollm.read_text(args.text) if args.text else None
+    made_with = settings(args, own)
     done = earlier(args.json, made_with) if args.resume else []
     if world > 1 and args.device == "cuda":  # a GPU a process
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
@@ -39,7 +39,6 @@ def main(argv: list[str]):
     from nanollm.data import Tasks
     from nanollm.evaluate import excess
     chosen = pick(args.methods)
-    own = nanollm.read_text(args.text) if args.text else None
     model, encoding = loaded(args)
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
@@ -69,7 +68,7 @@ def main(argv: list[str]):
         write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
         held[key(row)] = row
         if args.json:
-            nanollm.replace(args.json, json.dumps([*held.values()], indent=1).encode())
+            before = nanollm.replace(args.json, json.dumps([*held.values()], indent=1).encode(), before)
 
     if rank == 0:
         finish(args, rows, time.time() - began)
@@ -145,8 +144,8 @@ def idle(args, chosen: dict) -> list[str]:
     return told
 
 
-def check_files(figure: Path, rows: Path | None):
-    """ValueError or OSError, before any work, unless the figure and the rows can be written."""
+def check_files(figure: Path, rows: Path | None) -> bytes:
+    """What the file of the rows holds. ValueError or OSError, before any work, unless both can be written."""
     if figure.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure {figure} must end in .png, .pdf or .svg")
     if rows and realpath(rows) == realpath(figure):
@@ -162,16 +161,15 @@ def check_files(figure: Path, rows: Path | None):
             isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in held)
 
     nanollm.check_output(figure, "figure", is_figure)
-    if rows:
-        nanollm.check_output(rows, "rows", is_rows)
+    return nanollm.check_output(rows, "rows", is_rows) if rows else b""
 
 
 SETTINGS = "model", "engine", "dtype", "documents", "seed", "window", "text", "chat"
 
 
-def settings(args) -> dict:
-    """What a row depends on beside its length, method and budget."""
-    text = args.text and f"{args.text}, crc32 {crc32(args.text.read_bytes()):08x}"
+def settings(args, own: str | None) -> dict:
+    """What a row depends on beside its length, method and budget. own: the text of --text."""
+    text = args.text and f"{args.text}, crc32 {crc32(own.encode()):08x}"
     return {name: getattr(args, name) for name in SETTINGS} | dict(model=str(args.model.resolve()), text=text)
 
 
@@ -181,9 +179,12 @@ def key(row: dict) -> tuple:
 
 
 def earlier(file: Path, made_with: dict) -> list[dict]:
-    """The rows in a file. ValueError if they were made with other settings."""
+    """The rows in a file. ValueError if one is broken or they were made with other settings."""
+    from nanollm.table import EACH, HOLDS
     rows = json.loads(file.read_bytes() or "[]") if file.exists() else []
     for row in rows:
+        check_row(row, HOLDS, file)
+        check_row(row["each"], EACH, file)
         for name, x in made_with.items():
             if row.get(name) != x:
                 raise ValueError(f"the rows in {file} were made with --{name} {row.get(name)}, not {x}; "
@@ -239,7 +240,9 @@ class Work:
 
     def try_one(self, T: int, name: str, fraction: float | None):
         from nanollm.evaluate import maker
-        maker(self.model, self.chosen[name], fraction, **self.knobs[name])(self.shortest(T))
+        from nanollm.generate import check_rereads
+        caches = maker(self.model, self.chosen[name], fraction, **self.knobs[name])(self.shortest(T))
+        check_rereads(self.model, caches, T - 2)  # of documents, an answer and the token before it come later
 
     def works(self, T: int, name: str) -> bool:
         """Whether a method works with this model if it may keep everything."""
@@ -292,7 +295,7 @@ class Work:
             import torch.distributed as dist
             dist.init_process_group("gloo")
         unit = "row" if world == 1 else "rows"
-        bar = tqdm(range(0, len(self.jobs), world), disable=rank > 0, leave=False, unit=unit)
+        bar = tqdm(range(0, len(self.jobs), world), disable=rank > 0 or None, leave=False, unit=unit)
         for first in bar:
             T, name, _ = self.jobs[first]
             bar.set_description(f"{name}, {T} tokens")

@@ -57,9 +57,26 @@ def end_prompt(model, tokens: Tensor, caches) -> int:
 
     Returns the most bytes that the caches allocated for the second reading, 0 if there is none.
     """
+    if caches[0].seen != tokens.shape[1]:
+        raise ValueError(f"the caches have seen {caches[0].seen} tokens, and the prompt that ends has "
+                         f"{tokens.shape[1]}; give the prompt that they have read, all of it")
     peak = read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
     end_prefill(caches)
     return peak
+
+
+def second_reading(T: int, n: int) -> list[slice]:
+    """The parts of a prompt of T tokens that come a second time: `n` tokens, and the 8 before them."""
+    return [slice(max(start - 8, 0), min(start + n, T)) for start in range(0, T, n)] if n else []
+
+
+def check_rereads(model, caches, T: int):
+    """ValueError if a prompt of T tokens is too long for the second reading, which comes behind it."""
+    again, longest = second_reading(T, caches[0].rereads), model.config.max_len
+    need = T + max((part.stop - part.start for part in again), default=0)
+    if again and need > longest:
+        raise ValueError(f"{need} tokens exceed the model's length of {longest}, as this method reads "
+                         f"a prompt of {T} twice; shorten the text")
 
 
 def read_again(caches, read: Callable[[slice], object]) -> int:
@@ -73,10 +90,10 @@ def read_again(caches, read: Callable[[slice], object]) -> int:
         raise ValueError("the prompt is over; say so once")
     for cache in caches if n else ():
         cache.reserve(T + min(n + 8, T))
-    for start in range(0, T if n else 0, n or 1):
+    for part in second_reading(T, n):
         for cache in caches:
             cache.rereading = True
-        read(slice(max(start - 8, 0), min(start + n, T)))
+        read(part)
         peak = max(peak, cache_bytes(caches)[1])
         for cache in caches:
             cache.rereading, cache.length, cache.seen = False, T, T
@@ -131,6 +148,7 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
         raise ValueError(f"the cache has already seen {caches[0].seen} tokens; "
                          "make a new one for a new prompt")
 
+    check_rereads(model, caches, prompt.shape[1] - 1)
     generator = torch.Generator(prompt.device).manual_seed(seed)
     return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk_size)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import date
 import gc
 import json
+from numbers import Real
 import os
 from pathlib import Path
 import re
@@ -25,9 +26,9 @@ from tqdm import tqdm
 import nanollm
 from nanollm import gpu
 from nanollm.cache import LayerCache, cache_bytes, make_cache
-from nanollm.check import check_seed, whole
+from nanollm.check import check_row, check_seed, fits, whole
 from nanollm.evaluate import for_text, share
-from nanollm.generate import end_prompt
+from nanollm.generate import check_rereads, end_prompt
 from nanollm.model import Config, Decoder
 from nanollm.replay import feed
 from nanollm.select import DTYPES, given, pick
@@ -208,28 +209,35 @@ def options(argv: list[str]) -> argparse.Namespace:
     chunk = [] if args.chunk is None else [args.chunk]
     for name, numbers in dict(length=args.lengths, batch=args.batch, new=[args.new], chunk=chunk).items():
         for x in numbers:
-            whole(name, x, 1, 2 ** 24)
+            whole(name, x, 1, 2 ** 20)
     check_seed(args.seed)
     if not 0 < args.budget <= 100:
         raise ValueError(f"budget {args.budget:g} % must lie above 0 and up to 100 percent of the prompt")
     return args
 
 
-def stored(file: Path, settings: dict, resume: bool) -> list[dict]:
-    """Rows of an earlier run, to go on with; ValueError if a file is none of ours, or has other settings."""
+def stored(file: Path, settings: dict, resume: bool) -> tuple[list[dict], bytes]:
+    """Rows of an earlier run, to go on with, and all that the file holds.
+
+    ValueError if it is none of ours, has other settings or a broken row.
+    """
     def rows_of(data: bytes):
         held = nanollm.read_json(data)
-        return isinstance(held, dict) and held.keys() == {"settings", "rows"} and held
+        return (isinstance(held, dict) and held.keys() == {"settings", "rows"}
+                and fits(held["settings"], dict) and fits(held["rows"], list[dict]) and held)
 
-    nanollm.check_output(file, "rows", rows_of)
-    held = rows_of(file.read_bytes()) if resume and file.exists() else None
+    before = nanollm.check_output(file, "rows", rows_of)
+    held = rows_of(before) if resume else None
     if not held:
-        return []
+        return [], before
     for name, x in settings.items():
         if (other := held["settings"].get(name)) != x:
             raise ValueError(f"{file} holds rows of {name} {other!r:.60}, and now it is {x!r:.60}; "
                              "go on as they were measured, or name another file")
-    return held["rows"]
+    for row in held["rows"]:  # one with a note may lack numbers
+        numbers = [name for name in COLUMNS if name in row or name != "plain_per_s" and "note" not in row]
+        check_row(row, dict(tokens=int, batch=int, method=str) | dict.fromkeys(numbers, Real | None), file)
+    return held["rows"], before
 
 
 def main(argv: list[str]):
@@ -241,15 +249,15 @@ def main(argv: list[str]):
     settings = dict(vars(config), dtype=args.dtype, budget=args.budget, new=args.new, chunk=args.chunk,
                     seed=args.seed, torch=torch.__version__)
     after = 1 + 2 * args.new  # tokens, with and without kernels
-    if config.family == "llama":  # no weight goes by positions, so there may be as many as asked for
-        config = replace(config, max_len=max(config.max_len, *args.lengths) + after)
+    if config.family == "llama":  # no weight goes by positions, so a text may be read twice
+        config = replace(config, max_len=2 * max(config.max_len, *args.lengths) + after)
     model, knobs = skeleton(config, dtype), {}
     for T in args.lengths:
         whole("length", T, 1, config.max_len - after)
         for name, Method in methods.items():  # what cannot be measured is found before any work is done
             knobs[T, name] = given(Method, budget=share(args.budget / 100, T))
             try:
-                make_cache(model, Method, **knobs[T, name])
+                check_rereads(model, make_cache(model, Method, **knobs[T, name]), T)
             except ValueError as error:
                 raise ValueError(f"{name} at {args.budget:g} % of {T} tokens: {error}") from error
 
@@ -260,7 +268,7 @@ def main(argv: list[str]):
                          "take another --shape or --dtype")
     nanollm.set_threads(0, parameters)
     settings["hardware"] = hardware(args.device.type)
-    rows = stored(args.json, settings, args.resume) if args.json else []
+    rows, before = stored(args.json, settings, args.resume) if args.json else ([], b"")
     print(f"{date.today()}, {settings['hardware']}, torch {torch.__version__}, {args.dtype}, {parameters:,} "
           f"parameters, weights {weights / 1e9:.2f} GB")
     print(header(cuda), flush=True)
@@ -268,7 +276,7 @@ def main(argv: list[str]):
 
     done, warm = {(row["tokens"], row["batch"], row["method"]): row for row in rows}, set()
     jobs = dict.fromkeys((T, B, name) for T in args.lengths for B in args.batch for name in methods)
-    bar = tqdm(jobs, leave=False, unit="row")
+    bar = tqdm(jobs, leave=False, unit="row", disable=None)
     for T, B, name in bar:
         bar.set_description(f"{name}, {T} tokens, batch {B}")
         if (T, B, name) not in done:
@@ -283,7 +291,7 @@ def main(argv: list[str]):
             done[T, B, name] = dict(tokens=T, batch=B, method=name) | row
             if args.json:
                 held = dict(settings=settings, rows=[*done.values()])
-                nanollm.replace(args.json, json.dumps(held, indent=1).encode())
+                before = nanollm.replace(args.json, json.dumps(held, indent=1).encode(), before)
         bar.write(show(done[T, B, name]))
 
 

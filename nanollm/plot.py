@@ -1,4 +1,5 @@
 """Figures. One method, one colour, marker and dash, in every figure, told apart also in grey."""
+from io import BytesIO
 from pathlib import Path
 import re
 from zlib import crc32
@@ -7,6 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.colors import PowerNorm
 import numpy as np
 
+from nanollm import replace
 from nanollm.evaluate import held
 
 TITLE = "Figure of python -m nanollm"  # written into the file, so that no other is taken for one of ours
@@ -75,15 +77,19 @@ def comparison(rows: list[dict], file: Path):
     save(figure, file)
 
 
-def save(figure, file: Path):
-    """Write a figure, marked as ours, so that a later run may replace it."""
-    figure.savefig(file, dpi=110, metadata={"Title": TITLE})
+def save(figure, file: Path, title: str = TITLE):
+    """Write a figure under a title that marks it as ours, so that a later run may replace it."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": title})
     plt.close(figure)
+    replace(file, drawn.getvalue())
 
 
-def is_ours(data: bytes) -> bool:
-    """Whether a file holds what `save` wrote."""
-    return TITLE.encode() in data
+def is_ours(data: bytes, title: str = TITLE) -> bool:
+    """Whether a file holds what `save` wrote: a figure of which `title` is the whole title."""
+    marks = {b"\x89PNG": b"%ctEXtTitle\0%b" % (6 + len(title), title.encode()),
+             b"%PDF": f"({title})".encode(), b"<?xml": f"<dc:title>{title}</dc:title>".encode()}
+    return any(data.startswith(kind) and mark in data for kind, mark in marks.items())
 
 
 def drawn(names: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
 """The tables of python -m nanollm: rows, what additions change, and sentences on the short table."""
+from numbers import Real
 from textwrap import fill
 
 from nanollm.evaluate import TASKS, paired
@@ -18,6 +19,11 @@ NEARLY = 0.1  # of the answers, mean over the tasks: who loses no more answers n
 
 SETTINGS = "aware", "blind"
 ACCURACIES = tuple(f"{task}_{setting}" for task in TASKS for setting in SETTINGS)
+# what is read of a row, and of its "each"
+HOLDS = dict(method=str, each=dict, l1_alone=list[list[Real]], keeps_all=bool, evicts=bool) | dict.fromkeys(
+    (*ACCURACIES, *SETTINGS, "tokens", "prompt", "live_16", "kl", "perplexity", "tokens_per_s"), Real)
+HOLDS |= dict.fromkeys(("fraction", "device", "slots", "slots_end"), Real | None)
+EACH = dict.fromkeys((*ACCURACIES, "nll", "kl", "l1_alone"), list[Real])
 FIRST = ("{:<27}", "{:>7}", "{:>7}", "{:>6}", "{:>6}", "{:>8}", "{:>6}", "{:>8}", "{:>6}")  # few-shot, blind
 LONG = (*FIRST, "{:>8}", "{:>7}", "{:>6}", "{:>9}")  # perpl., KL, L1, tokens/s
 SHORT = (*FIRST, "{:>8}")                            # KL

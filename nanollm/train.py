@@ -278,7 +278,8 @@ def main(argv=None):
     began, saved, few = time.time() - 60 * minutes, first, max(1, args.documents // 8)
     encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
     training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, disable=rank > 0, mininterval=2)
+    bar = tqdm(range(first, args.steps), initial=first, total=args.steps,
+               disable=rank > 0 or None, mininterval=2)
     shown, losses = {}, []
     for step in bar:
         T, B, mixture = stage(step, args.steps, LEARNED if learned else STAGES)
@@ -357,7 +358,7 @@ def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: floa
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     model = from_hf(folder, device=args.device)  # measure what was written
     figures = {f"needle_{T}": exact_match(model, held_out, "needle", T, documents, facts=4)
-               for T in tqdm((256, 512, 1024, 2048), desc="measuring")}
+               for T in tqdm((256, 512, 1024, 2048), desc="measuring", disable=None)}
     figures |= {"recall_16_pairs_512": exact_match(model, held_out, "recall", 512, documents, pairs=16),
                 "few_shot_16_of_4_classes_512": exact_match(model, held_out, "few_shot", 512, documents),
                 "copy_512": exact_match(model, held_out, "copy", 512, documents)}

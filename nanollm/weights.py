@@ -4,6 +4,7 @@ Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding wi
 checkpoint that Decoder would compute differently from its authors is a ValueError, never an
 approximation.
 """
+from contextlib import contextmanager
 import json
 from os.path import isfile  # false for names that are none, too
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch import Tensor
 
-from nanollm.check import SCALING, check_field
+from nanollm.check import SCALING, check_field, whole
 from nanollm.model import Attention, Config, Decoder
 from nanollm.tokenizer import Foreign
 
@@ -107,19 +108,26 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def config_file(folder: str | Path) -> Path:
+def config_file(folder: str | Path) -> tuple[Path, dict]:
+    """config.json and what it holds. ValueError if its model_type is no name or its layers are too many."""
     path = Path(folder) / "config.json"
     if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
-    return path
+    hf = read_json(path)
+    if not isinstance(kind := hf.get("model_type", ""), str):
+        raise ValueError(f"{path}: model_type {kind!r:.60} is no name; known are {', '.join(READERS)}, and "
+                         "those of transformers")
+    for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if hf.get(key) is not None:
+            whole(f"{path}: {key}", hf[key], 1, 1000)  # of more, modules would be made for minutes
+    return path, hf
 
 
 def read_config(folder: Path) -> Config:
-    path = config_file(folder)
-    hf = read_json(path)
+    path, hf = config_file(folder)
     kind = hf.get("model_type")
     try:
-        if not isinstance(kind, str) or kind not in READERS:
+        if kind not in READERS:
             raise ValueError(f"model_type {kind!r:.60} is unknown; known are {', '.join(READERS)}")
         if hf.get("quantization_config") is not None:
             raise ValueError("quantization_config means quantized weights, which are not implemented; "
@@ -275,8 +283,6 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
                 found[full] = file, shard, name
 
     is_it = "is config.json that of these weights?"
-    if config.n_layers > len(found):  # before so many are made
-        raise ValueError(f"{folder} has {len(found)} tensors for {config.n_layers} layers; {is_it}")
     try:
         with torch.device("meta"), NoDraws():  # costs neither memory nor the time for random weights
             model = Decoder(config).to(dtype)
@@ -337,37 +343,52 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
         tensors[name] = (x.T if TRANSPOSED.search(name) else x).contiguous()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "model.safetensors.part"  # an interrupted save leaves the old checkpoint whole
+    # an interrupted save leaves the old checkpoint whole
+    parts = {name: folder / f"{name}.part" for name in ("model.safetensors", "config.json")}
     try:
-        save_file(tensors, part, metadata={"format": "pt"})
+        save_file(tensors, parts["model.safetensors"], metadata={"format": "pt"})
     except SafetensorError as error:  # a full disk, say
-        raise OSError(f"{part} cannot be written: {error}") from None
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    part.replace(folder / "model.safetensors")
+        raise OSError(f"{parts['model.safetensors']} cannot be written: {error}") from None
+    parts["config.json"].write_text(json.dumps(config, indent=2) + "\n")
+    for name, part in parts.items():
+        part.replace(folder / name)
 
 
 def is_known(folder: str | Path) -> bool:
     """Whether `from_hf` reads the family of this folder's checkpoint, or is to say what is wrong with it."""
-    path = Path(folder) / "config.json"
-    return not isfile(path) or read_json(path).get("model_type") in READERS
+    return not isfile(Path(folder) / "config.json") or config_file(folder)[1].get("model_type") in READERS
+
+
+@contextmanager
+def quiet():
+    """Within, transformers shows no progress and logs nothing: what is wrong is raised, in one line."""
+    from transformers.utils import logging
+    shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shows:
+            logging.enable_progress_bar()
 
 
 def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
     """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
     config_file(folder)
     from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
-    from transformers.utils import logging
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
-            output_loading_info=True)
+        with quiet():
+            model, told = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
+                output_loading_info=True, ignore_mismatched_sizes=True)  # which is refused below, by name
     except Exception as error:  # of whichever library reads it
         raise ValueError(f"{folder} cannot be read ({brief(error)}); download it again") from error
-    finally:
-        if shows:
-            logging.enable_progress_bar()
+    if others := sorted(told["mismatched_keys"]):
+        name, shape, want = others[0]
+        raise ValueError(f"tensor {name} of {folder} is {list(shape)} and should be {list(want)}; "
+                         "is config.json that of these weights?")
     if lacks := sorted(told["missing_keys"]):
         raise ValueError(f"{folder} lacks {len(lacks)} tensors, as {lacks[0]}; download it again")
     return model.to(check_device(device)).eval()
@@ -378,8 +399,8 @@ def hf_skeleton(folder: str | Path):
     config_file(folder)
     from transformers import AutoConfig, AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             return AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ValueError(f"{folder}/config.json is not understood ({brief(error)})") from error

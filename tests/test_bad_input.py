@@ -55,6 +55,17 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["full", "kvzip"])
+def test_the_prompt_that_ends_is_the_one_that_was_read(model, name):
+    caches = make_cache(model, METHODS[name], **given(METHODS[name], **KNOBS))
+    model(TOKENS, caches)
+    with pytest.raises(ValueError, match="have seen .* tokens, and the prompt that ends has 9") as error:
+        end_prompt(model, TOKENS[:, :9], caches)
+    one_line(error)
+    assert not caches[0].prompt_done
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("spoil, message", [
     (lambda caches: [caches[0]] * 2, "2 layers need a cache each, not 2 of which 1 differ; use make_cache"),
     (lambda caches: caches[:1], "2 layers need a cache each, not 1"),

@@ -289,10 +289,12 @@ def test_a_model_that_is_too_short_has_a_row(tmp_path):
 @pytest.mark.parametrize("options, message", [
     ("--claims P6 P1", "claim 'P1' is none that a model decides; those are P2, P3"),
     ("--documents 1", "documents 1 must be"), ("--length 16", "length 16 must be"), ("--seed -1", "seed -1"),
-    ("--model nowhere", "nowhere"), ("--json other.txt", "other.txt holds something else")])
+    ("--model nowhere", "nowhere"), ("--json other.txt", "other.txt holds something else"),
+    ("--json foreign.json", "foreign.json holds something else")])
 def test_what_is_wrong_is_one_line(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("other.txt").write_text("mine")
+    Path("foreign.json").write_text('[{"verdict": "guilty"}]')
     with pytest.raises(SystemExit) as stop:
         main(["claims", *options.split()])
     lines = capsys.readouterr().err.splitlines()

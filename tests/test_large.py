@@ -93,6 +93,11 @@ def test_what_does_not_fit_is_told_and_a_run_goes_on_where_it_ended(run, monkeyp
                        ("--budget 40", "rows of budget 50.0, and now it is 40.0")):
         with pytest.raises(ValueError, match=told):
             run(f"--resume --lengths 99 {more}")
+    for wrong, told in ({"batch": "3"}, "'batch' of a row in .* is '3'"), ({"method": []}, "'method' of"):
+        stored = json.loads((tmp_path / "rows.json").read_text())
+        (tmp_path / "wrong.json").write_text(json.dumps(stored | dict(rows=[later[4] | wrong])))
+        with pytest.raises(ValueError, match=told):
+            run(f"--lengths 99 --batch 3 --resume --json {tmp_path}/wrong.json")
     errors += [RuntimeError("a bug")]
     with pytest.raises(RuntimeError, match="a bug"):
         run("--lengths 99 --batch 3 1")  # anew
@@ -155,4 +160,4 @@ def test_a_refusal_is_one_line_and_exit_code_2_in_a_clean_shell():
     done = subprocess.run([sys.executable, "-m", "nanollm.large", "--batch", "0"], env={}, text=True,
                           capture_output=True, cwd=Path(__file__).parent.parent)
     assert (done.returncode, done.stdout, done.stderr) == (
-        2, "", "error: batch 0 must be a whole number from 1 to 16777216\n")
+        2, "", "error: batch 0 must be a whole number from 1 to 1048576\n")

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from io import StringIO
 import json
 import math
+import os
 from pathlib import Path
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,9 +56,8 @@ def refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     out, error = capsys.readouterr()
-    error = error.rsplit("\r")[-1]  # perhaps a progress bar was wiped out
-    assert stop.value.code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error), error
+    error = error.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("error: ") and re.search(message, error), error
     return out
 
 
@@ -125,8 +127,8 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "quantized_2"))
     monkeypatch.setattr(evaluate, "excess", lambda row: row["method"])
     main(["--model", str(checkpoint), "--json", "rows.json", "--lengths", "288"])
-    rows, (out, bar) = json.loads(Path("rows.json").read_text()), capsys.readouterr()
-    assert "snap_kv, 288 tokens:  33%" in bar
+    rows, (out, error) = json.loads(Path("rows.json").read_text()), capsys.readouterr()
+    assert error == ""  # no progress bar, for this is no terminal
     assert [(row["method"], row["fraction"]) for row in rows] == [
         ("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
     assert asked == [(task, 0, 8, 288) for task in TASKS] and Path("compare.png").stat().st_size > 5000
@@ -285,26 +287,44 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     with pytest.raises(SystemExit):
         compare(checkpoint, *options, "--dtype", "bfloat16")
     assert "were made with --dtype float32, not bfloat16" in capsys.readouterr().err
+    for broken, told in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is '1'"), (
+            {"l1_alone": [[]]}, "'l1_alone' of a row"), ({"each": {}}, "has no 'needle_aware'"):
+        row = {key: x for key, x in (rows[1] | broken).items() if x is not ...}
+        Path("rows.json").write_text(json.dumps([rows[0], row, rows[2]]))
+        refused(capsys, ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *options], told)
+    Path("rows.json").write_text(json.dumps(rows))
     for _ in range(2):  # the figure is replaced as well
         (row,) = compare(checkpoint, "--methods", "full", "--documents", "2", "--seed", "1")
     assert row["seed"] == 1 and {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
+
+
+def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, capsys):
+    run = slices.Slices.run
+    monkeypatch.setattr(slices.Slices, "run", lambda *of: Path("rows.json").write_text("[7]") and run(*of))
+    refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "full", "--json", "rows.json"],
+            "rows.json was changed by another program")
+    assert Path("rows.json").read_text() == "[7]"
 
 
 @pytest.mark.parametrize("options, message", [
     ("--json mine.json", "mine.json holds something else than the rows of an earlier run; name another file"),
     ("--figure photo.png", "photo.png holds something else than the figure of an earlier run"),
     ("--json folder/../x.png --figure x.png", "rows and figure cannot both go to folder/../x.png"),
+    ("--text fifo", "nobody writes to fifo"), ("--text zeros", "it holds zeros"),
+    ("--text /dev/zero", "longer than a text may be"),
     ("--json folder", "folder is no file; name one for the rows"), ("--figure table.txt", "must end in .png"),
     ("--json nowhere/rows.json", "folder nowhere for rows.json is not there")])
-def test_files_are_looked_at_before_any_work(checkpoint, capsys, options, message):
+def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, options, message):
     Path("folder").mkdir()
     kept = {"mine.json": b'[{"method": "h2o", "fraction": 0.5, "each": {}}, {"model_type": "llama"}]',
-            "photo.png": b"\x89PNG, Software: Matplotlib"}
+            "photo.png": b"\x89PNG, after Figure of python -m nanollm", "zeros": b"a\0b"}
     for name, data in kept.items():
         Path(name).write_bytes(data)
+    os.mkfifo("fifo")
+    monkeypatch.setattr("nanollm.LONGEST", 999)
     arguments = ["--model", str(checkpoint), *SMALL, "--methods", "h2o", *options.split()]
     assert refused(capsys, arguments, message) == ""
-    assert {path.name for path in Path().iterdir()} == {"folder", *kept}
+    assert {path.name for path in Path().iterdir()} == {"folder", "fifo", *kept}
     assert all(Path(name).read_bytes() == data for name, data in kept.items())
 
 
@@ -319,6 +339,22 @@ def test_output_that_cannot_be_written_is_one_line(end, flush):
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 
 
+def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
+    panic = type("PanicException", (BaseException,), {})("retry-limit")  # as Rust's, it is no Exception
+    monkeypatch.setattr("nanollm.page.boundaries", lambda *_: (_ for _ in ()).throw(panic))
+    refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
+
+
+@pytest.mark.parametrize("module, file", [("nanollm", "check.py"), ("nanollm.large", "gpu.py")])
+def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
+    shutil.copytree(ROOT / "nanollm", "nanollm", ignore=shutil.ignore_patterns("tiny*", "held_out"))
+    Path("nanollm", file).write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    with subprocess.Popen([sys.executable, "-m", module], stdout=-1, stderr=-1, text=True) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT  # 130 in a shell
+
+
 # ---- generate: a text ---
 
 
@@ -326,6 +362,21 @@ def continued(checkpoint, prompt, new=12, caches=None, **options):
     tokens = torch.tensor([ENCODING.encode(prompt)])
     out = generate(from_hf(checkpoint), tokens, new, caches, **options)
     return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist())
+
+
+def test_a_pipe_is_read_once_and_waited_for(checkpoint):
+    arguments = f"--model {checkpoint} --methods full {' '.join(SMALL)} --json rows.json".split()
+    Path("text.txt").write_text("A text of a few words.\r\n" * 99)
+    rows = []
+    for text in "text.txt", "pipe":
+        if text == "pipe":
+            os.mkfifo(text)
+            writer = threading.Thread(target=lambda: Path("pipe").write_bytes(Path("text.txt").read_bytes()))
+            writer.start()
+        main([*arguments, "--text", text])
+        rows += json.loads(Path("rows.json").read_text())
+    writer.join()
+    assert rows[0]["text"].split()[1:] == rows[1]["text"].split()[1:] and rows[0]["each"] == rows[1]["each"]
 
 
 def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
@@ -478,6 +529,8 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("--seed -1", "seed -1 must be a whole number from 0"), ("generate --seed -1 x", "seed -1 must"),
     ("--threads -1", "threads -1 must be a whole number"), ("generate --threads -1 x", "threads -1 must"),
     ("generate --method nope x", "unknown method 'nope'; known are"), ("generate --method all x", "name one"),
+    ("--methods full kvzip --lengths 403", "kvzip at 50 % of 338 tokens: 802 tokens exceed"),
+    ("generate --method= x", "unknown method ''"),
     ("generate --method h2o x", "h2o needs --budget, in slots per key/value head"),
     ("generate --method quantized_2 --budget 5 x", "quantized_2 has no budget; leave --budget out"),
     ("generate --file text.txt x", "give the text or --file text.txt, not both"),

@@ -52,6 +52,18 @@ def test_prompts_fit_beside_the_weights_by_the_larger_of_two_sizes(monkeypatch, 
     assert snap_kv.split()[1:] == "25 % 2.16 0.8 2".split()
 
 
+@pytest.mark.parametrize("change, message", [
+    *((dict(num_hidden_layers=n), f"num_hidden_layers {n} must be a whole number from 1 to 1000")
+      for n in (0, -2, 10 ** 8)), (dict(model_type=["qwen3"]), "model_type ['qwen3'] is no name"),
+    (dict(rope_theta="x"), "is not understood")])
+def test_a_config_that_cannot_be_is_one_line(change, message, tmp_path, capfd):
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3", **QWEN) | change))
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(tmp_path)])
+    error = capfd.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_the_command_needs_a_config_alone(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3", **QWEN)))
     command = ["plan", "--model", str(tmp_path), "--methods", "full", "h2o", "--memory", "0.5"]

@@ -34,11 +34,18 @@ def drawn(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind, live", [("png", (0, 0)), ("svg", (0, 4096)), ("pdf", (-5, 9))])
-def test_any_bytes_are_drawn_and_the_file_is_marked(tmp_path, kind, live):
+def test_any_bytes_are_drawn_and_the_file_is_marked(tmp_path, monkeypatch, kind, live):
     measured = [dict(method=name, live_16=x, aware=0.5, blind=0.5, kl=1.0) for name, x in zip("ab", live)]
-    plot.comparison(measured, tmp_path / f"figure.{kind}")
-    assert plot.is_ours((tmp_path / f"figure.{kind}").read_bytes())
-    assert not plot.is_ours(b"\x89PNG, Matplotlib")
+    file, other = tmp_path / f"figure.{kind}", tmp_path / f"other.{kind}"
+    plot.comparison(measured, file)
+    data = file.read_bytes()
+    plot.save(plt.figure(), other, f"{plot.TITLE}, changed")
+    assert plot.is_ours(data)
+    assert not any(map(plot.is_ours, (b"\x89PNG, Matplotlib", b"mine: " + data, other.read_bytes())))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: open(file, "wb"))
+    with pytest.raises(TypeError):  # what is written first is no file
+        plot.comparison(measured, file)
+    assert file.read_bytes() == data
 
 
 def rows(methods, budgets=(8, 1, 2)):

@@ -1,6 +1,7 @@
 """Checkpoints in and out. The oracle is transformers: what it saves we read, what we write it opens."""
 import json
 import math
+from pathlib import Path
 import shutil
 
 import pytest
@@ -200,6 +201,21 @@ def test_other_entries_that_say_the_same(saved, copy, case, config):
     equal(from_hf(copy(case, config)), from_hf(saved(case)))
 
 
+def test_an_interrupted_save_leaves_the_old_checkpoint(copy, monkeypatch):
+    folder = copy("qwen2")
+    old = {file: file.read_bytes() for file in folder.iterdir()}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", lambda file, text: file.write_bytes(b"{") and interrupt())
+        to_hf(from_hf(folder), folder)
+    assert all(file.read_bytes() == data for file, data in old.items())
+    to_hf(from_hf(folder), folder)
+    assert {*old} == {*folder.iterdir()}
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
 # ---- errors ---
 
 
@@ -266,7 +282,7 @@ def test_a_device_on_which_nothing_can_be_computed_is_refused(saved, name):
     ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
     ("gpt2", dict(n_head=5), ["d_model 32 is not a multiple of n_heads 5"]),
     # sizes of another checkpoint, before memory is taken
-    ("qwen2", dict(num_hidden_layers=10 ** 9), ["27 tensors for 1000000000 layers"]),
+    ("qwen2", dict(num_hidden_layers=10 ** 9), ["num_hidden_layers 1000000000 must be", "from 1 to 1000"]),
     ("qwen2", dict(hidden_size=2 ** 30, intermediate_size=2 ** 30), ["more than 2**63 bytes"]),
     ("qwen2", dict(vocab_size=2 ** 30), [f"is [61, 32] and should be [{2 ** 30}, 32]"])])
 def test_a_config_that_is_not_understood_is_refused(copy, case, config, words):

@@ -95,7 +95,7 @@ def until_asked(model, context: Tensor, make):
 
 
 @torch.no_grad()
-def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=tqdm) -> dict[tuple, Found]:
+def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=list) -> dict[tuple, Found]:
     """Of every method and each share of the prompt; None is the share where there is no budget. The full
     cache comes first.
     """
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None):
     for name, folder in folders.items():
         model, encoding = loaded(args, folder)
         of[name] = found(model, Tasks(encoding, "test"), methods, args.documents, args.length,
-                         lambda jobs: tqdm(jobs, leave=False, desc=name))
+                         lambda jobs: tqdm(jobs, leave=False, desc=name, disable=None))
 
     print(f"{'':<33}" + "".join(f"{name:^50}" for name in of))
     names = f"{'bytes':>10}{'needle':>8}{'recall':>8}{'kept, %':>14}{'asked':>6}{'reading':>8}"

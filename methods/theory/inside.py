@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None):
     args = parser.parse_args(argv)
     folders = dict.fromkeys([TINY, LEARNED, args.model])
     names = {TINY: "built", LEARNED: "learned"}
-    for folder in tqdm(folders, unit="model", leave=False):
+    for folder in tqdm(folders, unit="model", leave=False, disable=None):
         model, encoding = loaded(args, folder)
         rows = page(model, Tasks(encoding, "test"))
         layers = "".join(f"{i:>10}" for i in range(model.config.n_layers))

@@ -37,7 +37,7 @@ BITS = 16, 4, 2  # of a number; 16: as it is
 
 
 @torch.no_grad()
-def apart(model, batch, shares=SHARES, steps=tqdm) -> tuple[dict[tuple, Tensor], float]:
+def apart(model, batch, shares=SHARES, steps=list) -> tuple[dict[tuple, Tensor], float]:
     """Right answers (B,) of every (reading, score, ranking, share), blind; and the seconds of the second
     reading in units of the first's.
     """
@@ -61,7 +61,7 @@ def apart(model, batch, shares=SHARES, steps=tqdm) -> tuple[dict[tuple, Tensor],
 
 
 @torch.no_grad()
-def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Tensor, int]]:
+def fewer_bits(model, batch, shares=SHARES, steps=list) -> dict[tuple, tuple[Tensor, int]]:
     """Right answers (B,), blind, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
     methods that keep all tokens the share is 1.
     """
@@ -85,7 +85,7 @@ def fewer_bits(model, batch, shares=SHARES, steps=tqdm) -> dict[tuple, tuple[Ten
 
 
 def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES,
-             steps=tqdm) -> dict[tuple[str, float], Tensor]:
+             steps=list) -> dict[tuple[str, float], Tensor]:
     """Right answers (B,) of DuoAttention, blind, of every (whose heads, share)."""
     return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["blind"]
             for name, part in steps([*product(heads, shares)])}
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None):
             taken[name] = time.perf_counter() - began
         for task in ("needle", "recall"):
             batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
-            progress = lambda x: tqdm(x, leave=False, desc=task)
+            progress = lambda x: tqdm(x, leave=False, desc=task, disable=None)
             found[task], ratio = apart(model, batch, steps=progress)
             rounded[task] = fewer_bits(model, batch, steps=progress)
             duo[task] = by_heads(model, batch, retrieve_by, steps=progress)

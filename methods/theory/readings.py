@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None):
     for folder in dict.fromkeys([TINY, LEARNED, args.model]):
         model, encoding = loaded(args, folder)
         tqdm.write(f"{names.get(folder, folder)}\n")
-        for title, rows in tqdm(groups(model, Tasks(encoding, "test")), leave=False):
+        for title, rows in tqdm(groups(model, Tasks(encoding, "test")), leave=False, disable=None):
             tqdm.write(f"{title}\n{show(rows)}\n")
 
 
