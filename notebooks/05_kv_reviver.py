@@ -13,7 +13,6 @@
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 from functools import cache as once, partial
 from itertools import product
-
 import matplotlib.pyplot as plt
 import numpy as np
 import torch

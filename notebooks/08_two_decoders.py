@@ -32,9 +32,9 @@ from nanollm.select import load
 from nanollm.start import induction_start, learned_start
 from nanollm.train import CONFIG
 from results.run import accuracies
-torch.set_grad_enabled(False)
 
 # %%
+torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # two threads on so small a model wait for each other
 models = {name: load(folder, "cpu")[0] for name, folder in SHIPPED.items()}
 tasks = Tasks(load(TINY, "cpu")[1], "test")  # both have the same tokenizer

@@ -234,6 +234,7 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
         sketch *= cache.sketch is not None
         assert live == B * H * (cache.length * entry + 4 * part.stop + sketch) and bias is None
         held = [*cache.slots.values(), cache.score, *cache.beside()]
+        held += [cache.sketch.sum] if isinstance(cache.sketch, ShrunkSketch) else []
         assert live <= allocated == sum(x.nbytes for x in held)
         if part.stop >= prompt:
             assert live <= B * H * 26 * entry and cache.sizes() == (width, newest, candidates)

@@ -251,6 +251,7 @@ def test_a_run_cut_off_twice_and_resumed_equals_the_whole_one(whole, small, tmp_
         monkeypatch.setattr(train, name, lambda model, seed: None)  # all comes from the checkpoint
     with monkeypatch.context() as patch, pytest.raises(NameError):  # while it measures at its end
         patch.delattr(train, "ngram_bits")
+        patch.setattr(sys.stderr, "isatty", lambda: True)  # a bar is for a terminal
         run(tmp_path, 6, "--start", start)
     assert not {*held(tmp_path)} & {*train.MADE}  # no half of a result
     assert "| 6/6 [" in capsys.readouterr().err  # the bar goes on, too
