@@ -303,11 +303,13 @@ class Bridged:
         self.freq, self.windows = frequencies(model, self.config.head_dim), windows(c)
         self.table = not any(hasattr(module, "inv_freq") for module in model.modules())  # of positions
         self.decoder = model.get_decoder()
-        if model.config._attn_implementation != NAME:
+        own = model.config._attn_implementation
+        if own != NAME or not hasattr(model, "attention_before"):
             detach(model)  # it was attached, if another attention was set by hand since
             hooks = (self.decoder.register_forward_pre_hook(before, with_kwargs=True),
                      self.decoder.register_forward_hook(after, with_kwargs=True))
-            model.attention_before = model.config._attn_implementation, hooks
+            # a config that is shared with an attached model says NAME, too
+            model.attention_before = "eager" if own == NAME else own, hooks
             model.set_attn_implementation(NAME)
 
     def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:

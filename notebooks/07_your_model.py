@@ -140,7 +140,7 @@ for setting, held in kept.items():
 # %% [markdown]
 # Aware, the three heads of layer 1 keep the whole number. That is the layer that retrieves in this model (`00_kv_cache.ipynb`). Blind, no head keeps it. The stretch at the right is the 8 tokens that vote, and what lies just before them.
 #
-# The bytes are counted on the tensors: *live* is what is kept, *allocated* is what the buffers take. The share is of a full cache, both with numbers of 16 bits, as most models in use have them.
+# The bytes are counted on the tensors: *live* is what is kept, *allocated* is what the buffers take. The numbers of this decoder have 32 bits. The share is what it is with 16 bits, which most models in use have.
 
 # %%
 METHODS = pick(["full", "snap_kv", "chunk_kv", "h2o", "streaming_llm", "quantized_2"])
