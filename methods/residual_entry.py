@@ -8,9 +8,9 @@ other selection.
     k̄ = Σ_{i gone} a_i k_i / Σ_{i gone} a_i,  v̄ likewise
     β:   Σ_t exp(q_t·k̄/√D + β − log Z_t) = Σ_t Σ_{i gone} α_{t,i},   Z_t the partition sum of the full cache
 
-No choice of entries that we measured lowers the change of the attention output as much as this does. So it
-tests whether a smaller change means better text, as Appendix I of CriticalKV (arXiv 2502.03805) argues; the
-numbers come from `methods/theory/change_and_text.py`.
+No choice of entries by the window's attention that we measured lowers the change of the attention output as
+much as this does. So it tests whether a smaller change means better text, as Appendix I of CriticalKV (arXiv
+2502.03805) argues; the numbers come from `methods/theory/change_and_text.py`.
 
 Two things are only approximate: keys are stored rotated, so the mean of distant ones partly cancels; and the
 weight is matched in the sum over the window, not for each query.

@@ -1,7 +1,7 @@
 """python -m nanollm: what compressing the KV cache costs.
 
     python -m nanollm                          a method a family, a quarter of the entries: forty seconds
-    python -m nanollm --all                    every method at four budgets: over twenty minutes
+    python -m nanollm --all                    every method at four budgets: 25 minutes
     python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
     python -m nanollm --model FOLDER --lengths 4096 --batch 4 --dtype bfloat16 --json rows.json --resume
     python -m nanollm generate                 a page, what is kept of it, and what is answered

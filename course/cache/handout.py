@@ -175,7 +175,7 @@ check("evict")
 #
 # The command below compares four caches of a small decoder at a quarter of the prompt's tokens. `random` keeps random tokens, `streaming_llm` the first four and the newest. **First write down** what you expect, with a reason, before you run the cell:
 #
-# 1. The column *live KiB* is measured at the end of a text of 512 tokens, the last 64 of which came after the prompt. What share of the full cache's bytes should `h2o` have? A quarter, more or less? (Keys and values have 32 numbers of 4 bytes each; a position and an accumulated weight take 4 bytes each. The budget is a quarter of the 448 tokens of the prompt.)
+# 1. The column *KiB*, counted with numbers of 16 bits, is measured at the end of a text of 512 tokens, the last 64 of which came after the prompt. What share of the full cache's bytes should `h2o` have? A quarter, more or less? (Keys and values have 32 numbers of 2 bytes each; a position and an accumulated weight take 4 bytes each. The budget is a quarter of the 448 tokens of the prompt.)
 # 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or is there no difference that can be told? Does it help H2O if it knows the question when it compresses (*aware*)?
 # 3. *KL* says how far predictions move from those of the full cache, 0 being not at all. In which order are the three methods?
 #

@@ -166,7 +166,7 @@ check("shrink")
 # 1. From which load a/N on is the signed sketch worse than the mean alone, by your `collision_variance`? Do you expect keys or values to be worse than this theory?
 # 2. With a quarter of the entries and a tenth of them for the sketch, as in the paper: what is the load (problem 6), and what does the theory say of the error?
 # 3. How does the error of unsigned keys (*paper*) grow with the load, compared with that of signed ones? Twice the load: how much more error?
-# 4. Which of the four is never above 1, by its construction? What is it worth at the load of question 2? And in the decoder: do its predictions come nearer to the full cache's than with all bytes spent on exact tokens, and does it find more labels? (The last cell tells.)
+# 4. Which of the four is never above 1 on average, by its construction? What is it worth at the load of question 2? And in the decoder: do its predictions come nearer to the full cache's than with all bytes spent on exact tokens, and does it find more labels? (The last cell tells.)
 #
 # Your prediction:
 #

@@ -146,7 +146,7 @@ check("theta")
 # %% [markdown]
 # ## 9. Predict, then measure (written, 3 points, not graded by the tests)
 #
-# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window votes with it in mind. *Blind*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. *live KiB* at 6 % is more than 6 % of the full cache's, since the window and what came after the prompt stay. **First write down** what you expect, with a reason, before you run the cell:
+# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window votes with it in mind. *Blind*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. *KiB* at 6 % is more than 6 % of the full cache's, since the window and what came after the prompt stay. **First write down** what you expect, with a reason, before you run the cell:
 #
 # 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
 # 2. Does CriticalKV's selection lower L1? It chooses by a bound on it.

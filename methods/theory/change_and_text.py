@@ -30,7 +30,7 @@ from methods.residual_entry import Residual
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer, weights
-from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.cache import LayerCache, bytes_in_16_bits, end_prefill, make_cache
 from nanollm.data import Batch, Tasks
 from nanollm.evaluate import (Benchmark, Make, Reference, answer, continuation, held, maker, perturbation,
                               prompt_and_question, reference, replayed_or_read, retrieve, text_windows)
@@ -166,7 +166,7 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
     As there, whenever the cache holds half of the text, an eighth stays. Without `again` only the prompt is
     compressed, and that is too short. Returns kl (texts,) over the answer; by task of `asked`, documents as
     long, which are right (documents,): their questions stand at the end; and of a text the largest and the
-    last live KiB, "most" and "last".
+    last live KiB, as of 16 bits, "most" and "last".
     """
     T = texts.shape[1]
     knobs = dict(budget=T // 8, every=(T // 2 - T // 8) * again) | WINDOW | knobs
@@ -182,7 +182,7 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
     for token, true in zip(texts[:, T // 16:-1].unbind(1), full.unbind(1)):
         log_p = model(token[:, None], caches)[:, 0].log_softmax(-1)
         kl.append(F.kl_div(log_p, true, log_target=True, reduction="none").sum(-1))
-        kib.append(cache_bytes(caches)[0] / len(texts) / 1024)
+        kib.append(bytes_in_16_bits(caches) / len(texts) / 1024)
     right = {task: answer(model, torch.from_numpy(batch.tokens).to(texts.device), batch.answers, T // 16,
                           prompted(torch.from_numpy(batch.tokens).to(texts.device)))
              for task, batch in asked.items()}
