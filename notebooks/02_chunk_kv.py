@@ -18,7 +18,7 @@
 # - *Recall* asks for one of 16 listed pairs. The answer has two tokens, too.
 # - *Few-shot* asks for the label of a line of code, after 16 labelled lines such as `return self._name =>42`.
 # - *Aware* means that the question is part of the prompt that is compressed. *Blind* means that it comes later.
-# - C1, C2 and C3 are the paper's claims in `CLAIMS.md`.
+# - C1 to C4 are the paper's claims in `CLAIMS.md`.
 #
 # All numbers are of one decoder with 2.8 million parameters, *built* in `08_two_decoders.ipynb`, which has another beside it.
 # Layer 1 retrieves in it because its starting weights were built so (`00_kv_cache.ipynb`). What layers 0 and 1 do here need not hold elsewhere.

@@ -10,7 +10,7 @@
 # - The budget $B$ is a number of entries per head; $\beta = B/T$ is its share of $T$ tokens.
 # - An entry is *pivotal* to a query at position $t$ if its attention weight is above the even share $1/t$.
 # - The cache drops $m$ entries at a time (half of the budget, in the paper), counts over $w = 400$ queries and never drops the newest $r = 10$.
-# - S1 to S7 are the paper's claims, as `CLAIMS.md` numbers them.
+# - S1 to S9 are the paper's claims, as `CLAIMS.md` numbers them; S8 and S9 stand only there.
 #
 # The code to read beside it: `methods/scissorhands.py` is the cache, `methods/mean_weight.py` our variant of it, and `methods/theory/scissorhands.py` has the theorems' model, the bounds and the measurements.
 
@@ -432,6 +432,8 @@ for name, (Method, knobs) in readings.items():
 #
 # In this decoder it is the lower layers that need room. With more for the later ones, as in the paper, few-shot loses 0.16 (± 0.07). With more for the lower ones KL falls by 0.03 (± 0.01). And $w = 100$ changes nothing.
 #
+# All this is of *built*. In *learned*, which has a sink, counts over 400 steps throw it out. There padding, rates and a short memory each lower the KL by 0.6 to 0.7 (S2; RESULTS.md, the papers read in other ways).
+#
 # ## Why: what do counts count?
 #
 # Most weights are below $1/t$ at most steps, so an entry's count is nearly its age. How much of what is kept are simply the newest tokens, and what do $m$ and $w$ change? (At a budget of 128 entries, 29 % of the 448 tokens that are read; H2O keeps half of its budget for the newest, by construction.)
@@ -493,7 +495,7 @@ axes[0].set(ylabel="KL(full ‖ compressed), B = 128", ylim=(0, None));
 # %% [markdown]
 # Counting unimportance is nearly counting age. Right after a drop 83 to 97 % of what is kept are the newest tokens. At $m = 1$ Scissorhands keeps nearly the window that StreamingLLM keeps, at nearly its KL. (Where attention is even, counts are all 0 as soon as $s$ exceeds the entries held, and ties keep the newest.)
 #
-# A memory of 100 steps, the paper's share of such a text, does as well as 400, and takes 37 of the 314 bytes per entry less. So does one of 16, but perhaps at $m = 64$ (+0.030 ± 0.024). With half of the cache dropped at a time, a quarter of the budget stands empty on average. Few at a time take longer, since the cache attends in pieces of $m$ tokens while it reads. At equal $m$ the mean weight is ahead of counts by two standard errors at $m = 1$, by less with larger $m$, and not at the paper's $m = B/2$.
+# A memory of 100 steps, the paper's share of such a text, does as well as 400, and takes 37 of the 314 bytes per entry less (with numbers of 32 bits, as all bytes here). So does one of 16, but perhaps at $m = 64$ (+0.030 ± 0.024). With half of the cache dropped at a time, a quarter of the budget stands empty on average. Few at a time take longer, since the cache attends in pieces of $m$ tokens while it reads. At equal $m$ the mean weight is ahead of counts by two standard errors at $m = 1$, by less with larger $m$, and not at the paper's $m = B/2$.
 #
 # ## Never above the budget
 #
