@@ -158,7 +158,12 @@ def test_most_heads_change_less_with_and_without_norms(note):
 
 
 @pytest.mark.claim("P13")
-def test_the_advantage_of_the_last_layer_does_not_accumulate(note):
+def test_the_advantage_of_the_last_layer_does_not_accumulate(note, monkeypatch):
+    with monkeypatch.context() as patch:  # two layers of two heads
+        rows = dict(a=dict(heads=np.array([[9, 9], [1, 2]]), layers=[9, 4]),
+                    b=dict(heads=np.array([[7, 7], [2, 4]]), layers=[7, 5]))
+        patch.setattr(change_and_text, "stored", lambda: {(name, 0.5): row for name, row in rows.items()})
+        assert last_layer("a", "b", 0.5) == pytest.approx((-0.2, -0.5))
     together, alone = -np.array([[last_layer(f"{base}+critical", base, share) for share in SHARES]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)
     assert ((0 < together) & (together < 0.05)).all() and (alone > together + 0.03).all()

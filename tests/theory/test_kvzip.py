@@ -11,7 +11,7 @@ from methods.kvzip import KVzip, OneReading
 from methods.theory import kvzip
 from methods.theory.kvzip import apart, by_heads, fewer_bits
 from nanollm import TINY
-from nanollm.evaluate import full_cache_bytes, maker, retrieve
+from nanollm.evaluate import full_cache_bytes, maker, retrieve, share
 from nanollm.weights import from_hf
 
 
@@ -54,6 +54,8 @@ def test_fewer_bits_are_fewer_bytes():
     assert found["full", 16, 1.0][0].mean() == 1
     c, n = model.config, batch.answers[-1].stop  # a text's bytes after its answer, with a position a slot
     assert found["full", 16, 1.0][1] == full_cache_bytes(c, n) + 4 * c.n_layers * c.n_kv_heads * n
+    left = share(0.25, batch.question) + n - batch.question  # a quarter of the context, and what came later
+    assert found["snap_kv", 16, 0.25][1] == full_cache_bytes(c, left) + 4 * c.n_layers * c.n_kv_heads * left
     assert found["quantized_2", 2, 1.0][1] > found["kvzip", 4, 0.25][1]
 
 
@@ -61,7 +63,7 @@ def test_fewer_bits_are_fewer_bytes():
 def test_duo_attention_by_two_sets_of_heads():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
     heads = {"right": ((1, 0), (1, 1), (1, 2)), "wrong": ((5, 0), (5, 1), (5, 2))}
-    found = by_heads(model, batch, heads, shares=(0.5, 0.3), steps=list)
+    found = by_heads(model, batch, heads, shares=(0.3, 0.2), steps=list)  # at 0.2 aware finds more
     for (name, part), right in found.items():
         make = maker(model, DuoAttention, part, heads=heads[name])
         assert torch.equal(right, retrieve(model, batch, make)["blind"])
