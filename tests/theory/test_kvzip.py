@@ -78,8 +78,8 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
 
     assert kvzip.HEADS == {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
     monkeypatch.setattr(kvzip, "HEADS", {"mine": Known})
-    rows = product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)
-    found = dict.fromkeys(rows, torch.ones(2))
+    rows = [*product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)]
+    found = {row: torch.full((2,), i / 100) for i, row in enumerate(rows)}
     monkeypatch.setattr(kvzip, "apart", lambda *_, **__: (found, 2.0))
     monkeypatch.setattr(kvzip, "fewer_bits", lambda *_, **__: {("full", 16, 1.0): (torch.ones(2), 2048)})
     monkeypatch.setattr(kvzip, "by_heads", lambda model, batch, heads, steps: {
@@ -89,5 +89,8 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.count("DuoAttention by   found in       needle 50 %") == 2  # of both decoders
     assert len(re.findall(r"^full +all +–(?: +1.00 ± 0.00 +2){2}$", out, re.M)) == 2  # KiB; no fewer bits
+    for i, row in enumerate(rows[::3]):  # three shares a line, of both tasks
+        cells = "".join(f"{f'0.{3 * i + j:02} ± 0.00':>18}" for j in (0, 1, 2)) * 2
+        assert out.count(f"{row[0]:<12}{row[1]:<8}{row[2]:<16}{cells}\n") == 2, row
     rows = re.findall(r"^mine +0 s((?: +0.50 ± 0.50)+)$", out, re.M)
     assert [row.count("0.50 ±") for row in rows] == [6, 6]
