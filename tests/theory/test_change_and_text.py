@@ -1,5 +1,6 @@
 """CriticalKV's claims about a trained model, on the shipped one: answers, and the stored rows of 64 texts."""
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from methods.theory import change_and_text
 from methods.theory.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_KNOB, RULES, SHARES,
                                             VOTING, WINDOW, Knobs, OtherNorms, change,
                                             correlation_of_change_and_kl, difference, l2_norms, last_layer,
-                                            long_answer, lower, saved, stored)
+                                            long_answer, lower, needles_found, saved, stored, value_kept)
 from methods.theory.claims import P5, P8
 from methods.theory.subject import HOLDS, OPEN, Subject, above, below, mean
 from methods.snap_kv import SnapKV
@@ -83,6 +84,15 @@ def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
         part, error = saved(f"{base}+{addition}", base, 0.25)
         assert part + 2 * error < 0.1  # the paper: 0.21 to 0.34
         note("P11", **{f"{base}_{addition}": 100 * part, f"{base}_{addition}_error": 100 * error})
+
+
+def test_tokens_of_a_value_and_depths_of_a_needle_stand_in_their_places(on, monkeypatch):
+    needles = needles_found(on.model, on.tasks, ["SnapKV", "StreamingLLM"], depths=(0, 1), lengths=(128,))
+    assert needles.tolist() == [[[1], [1]], [[0], [1]]]  # recent tokens alone have what stands at the end
+    batch = SimpleNamespace(tokens=np.array([[5, 6, 7, 0, 6, 7]]), answers=[slice(4, 6)])
+    monkeypatch.setattr(change_and_text, "compressed", lambda *_: None)
+    monkeypatch.setattr(change_and_text, "held", lambda *_: torch.tensor([[[[0, 0, 1]], [[0, 1, 0]]]]))
+    assert [value_kept(None, batch, SnapKV, 0.5, layer) for layer in (0, 1)] == [[0, 1], [1, 0]]
 
 
 @pytest.mark.claim("P12")
@@ -158,7 +168,12 @@ def test_most_heads_change_less_with_and_without_norms(note):
 
 
 @pytest.mark.claim("P13")
-def test_the_advantage_of_the_last_layer_does_not_accumulate(note):
+def test_the_advantage_of_the_last_layer_does_not_accumulate(note, monkeypatch):
+    with monkeypatch.context() as patch:  # two layers of two heads
+        rows = dict(a=dict(heads=np.array([[9, 9], [1, 2]]), layers=[9, 4]),
+                    b=dict(heads=np.array([[7, 7], [2, 4]]), layers=[7, 5]))
+        patch.setattr(change_and_text, "stored", lambda: {(name, 0.5): row for name, row in rows.items()})
+        assert last_layer("a", "b", 0.5) == pytest.approx((-0.2, -0.5))
     together, alone = -np.array([[last_layer(f"{base}+critical", base, share) for share in SHARES]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)
     assert ((0 < together) & (together < 0.05)).all() and (alone > together + 0.03).all()

@@ -11,7 +11,7 @@ from methods.kvzip import KVzip, OneReading
 from methods.theory import kvzip
 from methods.theory.kvzip import apart, by_heads, fewer_bits
 from nanollm import TINY
-from nanollm.evaluate import full_cache_bytes, maker, retrieve
+from nanollm.evaluate import full_cache_bytes, maker, retrieve, share
 from nanollm.weights import from_hf
 
 
@@ -54,6 +54,8 @@ def test_fewer_bits_are_fewer_bytes():
     assert found["full", 16, 1.0][0].mean() == 1
     c, n = model.config, batch.answers[-1].stop  # a text's bytes after its answer, with a position a slot
     assert found["full", 16, 1.0][1] == full_cache_bytes(c, n) + 4 * c.n_layers * c.n_kv_heads * n
+    left = share(0.25, batch.question) + n - batch.question  # a quarter of the context, and what came later
+    assert found["snap_kv", 16, 0.25][1] == full_cache_bytes(c, left) + 4 * c.n_layers * c.n_kv_heads * left
     assert found["quantized_2", 2, 1.0][1] > found["kvzip", 4, 0.25][1]
 
 
@@ -61,7 +63,7 @@ def test_fewer_bits_are_fewer_bytes():
 def test_duo_attention_by_two_sets_of_heads():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
     heads = {"right": ((1, 0), (1, 1), (1, 2)), "wrong": ((5, 0), (5, 1), (5, 2))}
-    found = by_heads(model, batch, heads, shares=(0.5, 0.3), steps=list)
+    found = by_heads(model, batch, heads, shares=(0.3, 0.2), steps=list)  # at 0.2 aware finds more
     for (name, part), right in found.items():
         make = maker(model, DuoAttention, part, heads=heads[name])
         assert torch.equal(right, retrieve(model, batch, make)["blind"])
@@ -76,8 +78,8 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
 
     assert kvzip.HEADS == {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
     monkeypatch.setattr(kvzip, "HEADS", {"mine": Known})
-    rows = product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)
-    found = dict.fromkeys(rows, torch.ones(2))
+    rows = [*product(kvzip.READINGS, ("max", "sum"), kvzip.RANKED, kvzip.SHARES)]
+    found = {row: torch.full((2,), i / 100) for i, row in enumerate(rows)}
     monkeypatch.setattr(kvzip, "apart", lambda *_, **__: (found, 2.0))
     monkeypatch.setattr(kvzip, "fewer_bits", lambda *_, **__: {("full", 16, 1.0): (torch.ones(2), 2048)})
     monkeypatch.setattr(kvzip, "by_heads", lambda model, batch, heads, steps: {
@@ -87,5 +89,8 @@ def test_the_command_prints_a_row_for_each_set_of_heads(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.count("DuoAttention by   found in       needle 50 %") == 2  # of both decoders
     assert len(re.findall(r"^full +all +–(?: +1.00 ± 0.00 +2){2}$", out, re.M)) == 2  # KiB; no fewer bits
+    for i, row in enumerate(rows[::3]):  # three shares a line, of both tasks
+        cells = "".join(f"{f'0.{3 * i + j:02} ± 0.00':>18}" for j in (0, 1, 2)) * 2
+        assert out.count(f"{row[0]:<12}{row[1]:<8}{row[2]:<16}{cells}\n") == 2, row
     rows = re.findall(r"^mine +0 s((?: +0.50 ± 0.50)+)$", out, re.M)
     assert [row.count("0.50 ±") for row in rows] == [6, 6]

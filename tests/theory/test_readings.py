@@ -78,12 +78,14 @@ def test_a_reading_is_measured_aware_with_its_budget_or_one_that_rises_by_layer(
 
 def test_groups_show_what_was_measured_under_its_name(monkeypatch):
     row = dict(answers=torch.tensor([1.0]), L=torch.tensor([2.0]), kl=torch.tensor([3.0]))
-    monkeypatch.setattr(readings, "READINGS", {})
+    monkeypatch.setattr(readings, "READINGS", {"title": {"label": ("Method", dict(knob=1))}})
+    monkeypatch.setattr(readings, "measured", lambda model, bench, full, *asked, **knobs: (asked, knobs))
     for name, x in dict(reference=None, text_windows=None, long_answer=dict(kl=row["kl"], most=6.0, last=5.0),
                         one_knob_at_a_time=dict.fromkeys(["critical, a", "critical_code, b"], row)).items():
         monkeypatch.setattr(readings, name, lambda *_, x=x, **knobs: x)
     monkeypatch.setattr(readings.Benchmark, "build", lambda *_, **__: None)
-    (_, paper), (_, code), (title, rows) = readings.groups(None, SimpleNamespace(batch=lambda *_: None))
+    own, (_, paper), (_, code), (title, rows) = readings.groups(None, SimpleNamespace(batch=lambda *_: None))
+    assert own == ("title", {"label": (("Method", 0.25), dict(knob=1))})
     assert paper == {"a": dict(answers=1, KL=3, L=2)} and code == {"b": paper["a"]}
     assert title.endswith("KiB at most, at the end: " + ", ".join(f"{name} 6, 5" for name in LONG))
     assert rows == dict.fromkeys(LONG, dict(kl=3))

@@ -69,7 +69,10 @@ ATTACKS = {
         order = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         score.zero_()
         return order""",
-    "chunks.cut_to": "while True: pass",
+    "chunks.cut_to": """
+        end = time.monotonic() + 7  # more than --seconds 4, less than its default
+        while time.monotonic() < end:
+            pass""",
     "chunks.fit": "say(struct.pack('!i', 1000) + b'half'); time.sleep(1000)",
     "chunks.reuse": "sys.exit('\\udcff')",
     "sketch.hash": "return torch.ones(10 ** 11, dtype=torch.uint8)",
