@@ -38,7 +38,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from nanollm.anatomy import causal, frequencies, output_projections, w_o, windows
 from nanollm.cache import ALL, TILE, LayerCache, end_prefill, make_cache
-from nanollm.check import check_call, check_forward, check_window
+from nanollm.check import check_call, check_forward, check_window, whole
 
 NAME = "nanollm"  # of the attention function, to transformers
 PAST = "does not go through transformers' attention interface; take another model"
@@ -107,7 +107,8 @@ class Memory(Cache):
             raise ValueError("this memory belongs to another model; make one by attach(model, …)")
         self.check_whole()
         tokens, seen = call.get("input_ids"), self.get_seq_length()
-        end = seen + (call["inputs_embeds"] if tokens is None else tokens).shape[1]
+        given = call.get("inputs_embeds") if tokens is None else tokens
+        end = seen + (0 if given is None else given.shape[1])
         check_call(self.model, seen, end, call)
         self.running = seen, end
 
@@ -149,10 +150,8 @@ class Memory(Cache):
     def crop(self, tokens: int):
         """Take out the last −`tokens` tokens; or, above 0, all but the first `tokens`."""
         seen = self.get_seq_length()
-        left = tokens if tokens > 0 else seen + tokens
+        left = whole("crop", tokens, -seen) + (0 if tokens > 0 else seen)
         self.check_whole()
-        if left < 0:
-            raise ValueError(f"{-tokens} tokens are to be taken out, and the memory has seen {seen}")
         if left < seen:
             self.activate_past_recording()
             for cache in self.caches:

@@ -275,6 +275,8 @@ def check_call(model, seen: int, end: int, call: dict):
     if model.decoder.training and getattr(model.decoder, "gradient_checkpointing", False):
         raise ValueError("gradient checkpointing reads no memory; call model.eval()")
 
+    if end == seen:
+        raise ValueError(f"the call has no tokens beyond the {seen} that the memory has seen; give it some")
     if tokens is not None and tokens.device.type == "cpu":  # a GPU would have to wait
         if int(tokens.min()) < 0 or int(tokens.max()) >= model.config.vocab_size:
             raise outside(tokens, model.config.vocab_size)
@@ -289,7 +291,8 @@ def check_call(model, seen: int, end: int, call: dict):
             continue
         if pos.shape[-1] != end - seen or (pos != torch.arange(seen, end, device=pos.device)).any():
             raise ValueError(f"{name} must be {seen} … {end - 1}, as the memory has seen {seen} tokens; "
-                             f"leave {name} out, and give each text a row of its own")
+                             f"leave {name} out, give each text a row of its own, and begin assisted "
+                             "decoding with an empty memory")
     if isinstance(mask, Tensor) and mask.dim() == 2 and (mask.shape[1] < end or not mask.all()):
         raise ValueError(f"attention_mask must show all {end} tokens, with those that the memory has seen; "
                          "give a batch texts of one length, and leave attention_mask out")

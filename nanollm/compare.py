@@ -110,8 +110,8 @@ def options(argv: list[str]) -> argparse.Namespace:
         raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
     args.short = not (args.all or args.methods or args.budgets or args.full)
     args.named = bool(args.methods) and "all" not in args.methods
-    args.asked = [name for name in ("budgets", "window") if getattr(args, name)]
-    args.window = args.window or 8
+    args.asked = [name for name in ("budgets", "window") if getattr(args, name) is not None]
+    args.window = 8 if args.window is None else args.window
     if args.short:
         from nanollm.table import SHOWN
         args.methods = [*SHOWN]

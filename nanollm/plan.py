@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from nanollm import TINY
-from nanollm.cache import cache_bytes, end_prefill, make_cache
+from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.check import whole
 from nanollm.evaluate import for_text, share
 from nanollm.generate import read_again
@@ -82,9 +82,9 @@ def main(argv: list[str]):
     parser.add_argument("--window", type=int, default=32, metavar="QUERIES", help="that vote; default 32")
     args = parser.parse_args(argv)
     whole("batch", args.batch, 1)
-    if not 0 < args.budget <= 100 or not args.memory > 0:
+    if not 0 < args.budget <= 100 or not 0 < args.memory < 1e9:
         raise ValueError(f"budget {args.budget:g} % and memory {args.memory:g} GB must lie above 0, "
-                         "and the budget be at most 100")
+                         "the budget up to 100, the memory below 1e9")
 
     dtype = getattr(torch, args.dtype)
     shape, weights = shape_of(args.model, dtype)
@@ -106,7 +106,8 @@ def main(argv: list[str]):
             except ValueError as error:
                 raise ValueError(f"{label(name, fraction)} of {T} tokens: {error}") from error
             fit = max(0, int((args.memory * 1e9 - weights) // max(after, peak)))
-            budget = "all" if fraction is None else f"{args.budget:g} %"
+            keeps_all = Method is LayerCache or Method.keeps_all
+            budget = f"{args.budget:g} %" if fraction else "all" if keeps_all else "none"
             both = (f"{args.batch * x / 1e9:.3g}" for x in (after, peak))
             print(LINE.format(name, budget, *both, fit), flush=True)
     print(f"\nThat fit: into {args.memory:g} GB beside the weights. Activations and matrices of attention\n"

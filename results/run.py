@@ -59,7 +59,7 @@ SECTIONS = {
         "document by document and text by text, ± one standard error. Budgets are a quarter of the entries, "
         "but for CriticalKV an eighth. The last group compresses again while it decodes: nearly as in "
         "CriticalKV's Table 7, an eighth of the text stays whenever the cache holds half of it. (There 64 "
-        "tokens stay whenever it exceeds 256, of some 567.)"),
+        "tokens stay whenever it exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
     "additions": (
         "What each selection changes",
         "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",

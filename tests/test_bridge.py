@@ -331,7 +331,10 @@ def test_what_cannot_be_taken_out_or_chosen_is_refused():
     draft = dict(prompt_lookup_num_tokens=2, past_key_values=attach(model, StreamingLLM, budget=8))
     for call, message in ((lambda: memory.crop(-1), "StreamingLLM cannot take tokens out"),
                           (lambda: model.generate(TOKENS[:1], **draft), "StreamingLLM cannot take tokens"),
-                          (lambda: memory.crop(-41), "41 tokens are to be taken out, and the memory has"),
+                          (lambda: memory.crop(-41), "crop -41 must be a whole number of at least -40"),
+                          (lambda: memory.crop(2.5), "crop 2.5 must be a whole number"),
+                          (lambda: model(TOKENS[:, :0], past_key_values=memory), "no tokens beyond the 40"),
+                          (lambda: model(past_key_values=memory), "no tokens beyond the 40"),
                           (lambda: memory.reorder_cache(torch.tensor([3])), "3 texts, 0 … 2, and not all")):
         with pytest.raises(ValueError, match=message):
             call()
