@@ -103,8 +103,8 @@ def test_long_answers_compressed_while_they_are_written_are_no_better_for_the_no
     change, error = mean(norms["kl"] - plain["kl"])
     assert change > 2 * error
     c, w = on.model.config, WINDOW["window_size"]
-    queries = c.n_layers * c.n_heads * w * c.head_dim * 4 / 1024
-    slot = c.n_layers * c.n_kv_heads * (2 * c.head_dim + 1) * 4 / 1024
+    queries = c.n_layers * c.n_heads * w * c.head_dim * 2 / 1024
+    slot = c.n_layers * c.n_kv_heads * (2 * c.head_dim * 2 + 4) / 1024  # a position has 4 bytes
     once = long_answer(on.model, texts[:4], {"needle": batch}, again=False)
     assert once["kl"].abs().max() < 1e-5 and once["needle"].tolist() == [1] * 4
     assert plain["kl"].min() > 1e-3 and plain["needle"].mean() < 1
