@@ -11,9 +11,11 @@
 """
 import argparse
 import json
+from math import isclose
 import os
 from os.path import realpath
 from pathlib import Path
+from statistics import fmean
 import sys
 import time
 from zlib import crc32
@@ -180,11 +182,15 @@ def key(row: dict) -> tuple:
 
 def earlier(file: Path, made_with: dict) -> list[dict]:
     """The rows in a file. ValueError if one is broken or they were made with other settings."""
-    from nanollm.table import EACH, HOLDS
+    from nanollm.table import ACCURACIES, EACH, HOLDS
     rows = json.loads(file.read_bytes() or "[]") if file.exists() else []
     for row in rows:
         check_row(row, HOLDS, file)
         check_row(row["each"], EACH, file)
+        for name in ACCURACIES:
+            if not isclose(row[name], mean := fmean(row["each"][name]), abs_tol=1e-6):
+                raise ValueError(f"{name!r} of a row in {file} is {row[name]}, and the mean over its "
+                                 f"documents {mean}; name another file")
         for name, x in made_with.items():
             if row.get(name) != x:
                 raise ValueError(f"the rows in {file} were made with --{name} {row.get(name)}, not {x}; "

@@ -288,6 +288,7 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
         compare(checkpoint, *options, "--dtype", "bfloat16")
     assert "were made with --dtype float32, not bfloat16" in capsys.readouterr().err
     for broken, told in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is '1'"), (
+            {"needle_blind": -7.0}, "'needle_blind' of a row in .* is -7.0, and the mean"), (
             {"l1_alone": [[]]}, "'l1_alone' of a row"), ({"each": {}}, "has no 'needle_aware'"):
         row = {key: x for key, x in (rows[1] | broken).items() if x is not ...}
         Path("rows.json").write_text(json.dumps([rows[0], row, rows[2]]))
