@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and that a mistake costs one line and exit code 2."""
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+import functools
 from io import StringIO
 import json
 import math
@@ -350,7 +351,9 @@ def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
 def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
     shutil.copytree(ROOT / "nanollm", "nanollm", ignore=shutil.ignore_patterns("tiny*", "held_out"))
     Path("nanollm", file).write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
-    with subprocess.Popen([sys.executable, "-m", module], stdout=-1, stderr=-1, text=True) as process:
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background may not
+    with subprocess.Popen([sys.executable, "-m", module], stdout=-1, stderr=-1, text=True,
+                          preexec_fn=heard) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.communicate() == ("", "") and process.returncode == -signal.SIGINT  # 130 in a shell
