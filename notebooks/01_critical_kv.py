@@ -352,7 +352,7 @@ for axis in axes:
     axis.grid(alpha=0.3)
 
 # %% [markdown]
-# In the paper the advantage accumulates. Here it shrinks (claim P13): the last layer alone would change by 6 to 21 % less with *critical*, and changes by 1 to 2 % less when the layers below are compressed too. At 12.5 % layers 2 and 3 are worse than with SnapKV. The residual entry stays ahead in every layer, in the last by 7 to 14 % in place of 33 to 38 %.
+# In the paper the advantage accumulates. Here it shrinks (claim P13): the last layer alone would change by 6 to 21 % less with *critical*, and changes by 1 to 2 % less when the layers below are compressed too. Layer 2 is worse than with SnapKV at every budget, by 5 to 10 %, and layer 3 at 25 and 12.5 % by 3 %. The residual entry stays ahead in every layer, in the last by 7 to 14 % in place of 33 to 38 %.
 #
 # ## How much by weight alone? (α, App. D)
 

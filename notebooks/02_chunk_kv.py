@@ -410,7 +410,7 @@ for name, (Method, reuse) in groups.items():
 # %% [markdown]
 # (The layers that select, aware accuracy by task, then the paired differences to reuse 1.)
 #
-# With the groups of the paper, which begin at layer 0, layer 1 has to live on the choice of layer 0. Needles and pairs are gone. Few-shot mostly stays, for its lines lie where layer 0 looks.
+# With the groups of the paper, which begin at layer 0, layer 1 has to live on the choice of layer 0. Some four of five needles and pairs are lost. Few-shot mostly stays, for its lines lie where layer 0 looks.
 #
 # Let layer 1 select for itself, and five layers can share one choice without a loss of answers that could be seen here. In this model, where a group begins matters more than its size.
 #

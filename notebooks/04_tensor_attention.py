@@ -134,7 +134,7 @@ for axis, column, unit, title, label in panels:
 plain_numbers(*axes)
 
 # %% [markdown]
-# Time goes with $n^2$ for all three, once overheads no longer count and the pairs no longer fit into the processor's cache. The factored form is faster than the two-cache form at every length, by more the longer the text. Its memory, that of `FourCache`, has another slope.
+# Time goes with $n^2$ for all three, once overheads no longer count and the pairs no longer fit into the processor's cache. The factored form is faster than the two-cache form at every length: twice as fast with 128 tokens, 7 to 12 times from 512 on, and 17 times with 2048 (RESULTS.md; times vary). Its memory, that of `FourCache`, has another slope.
 #
 # Theorem 4.3 speaks of the two algorithms of the paper's Figure 1, and of these it is true. At every length here two matrices take $2n^2d$ multiplications less than four *as described*, half of them, and less time. The trade-off that Remark 3.9 concludes from it is not there: whoever has $K_1, K_2, V_1, V_2$ should keep them (claim T4: *does not hold*).
 #
@@ -347,7 +347,7 @@ for axis in axes:
 plain_numbers(*axes)
 
 # %% [markdown]
-# For $d$ = 2 the clusters stop at 5, for $d$ = 3 nearly so. For $d$ = 8 and 16 they go on growing at 16,000 tokens. (The bytes look flatter than the clusters, since the 100 draws are a fixed part of them.) Heads of real models have $d$ of 64 or 128. Smaller says nothing about the error, which is the matter of the figure before.
+# For $d$ = 2 the clusters stop at 5. For $d$ = 3 and 4 three more come between 512 and 16,384 keys. For $d$ = 8 and 16 they go on growing at 16,000 tokens. (The bytes look flatter than the clusters, since the 100 draws are a fixed part of them.) Heads of real models have $d$ of 64 or 128. Smaller says nothing about the error, which is the matter of the figure before.
 #
 # The other half of the optimality claim is a lower bound of $\Omega(d\,e^d)$ bits (Corollaries 6.1, 6.2). Alice would store $e^d$ rows in $d$ dimensions. With the proof's random projections and $C = 2 \ln n$ that fails. With unit vectors that keep apart and a longer query it works:
 

@@ -204,7 +204,7 @@ plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns
 #
 # | what you know | try first | why | what it costs |
 # |---|---|---|---|
-# | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it | every later question |
+# | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it; labels need up to half | every later question |
 # | questions come later, a third of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes 1.5 to 3 times as long (below) |
 # | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading, worth it if several questions follow; decoding takes twice as long |
 # | a quarter of the memory is there, and each prompt comes once | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder; on *built* twice KVzip's memory for the same answers |
