@@ -212,7 +212,8 @@ def rendered() -> str:
     head = ("# Results\n\nEach table is what the command above it printed, on the day and the machine that "
             "stand beside it. `python results/run.py NAME` runs one again. Accuracies, KL, L1 and bytes are "
             "fixed by seed 0, but for last digits, which a machine may round otherwise. Times are not, and "
-            "only those of one table compare. What the papers claim, and whether it holds here, stands in [CLAIMS.md](CLAIMS.md).")
+            "only those of one table compare. What the papers claim, and whether it holds here, stands in "
+            "[CLAIMS.md](CLAIMS.md).")
     contents = "\n".join(f"- [{SECTIONS[name][0]}](#{anchor(SECTIONS[name][0])}): `results/run.py {name}`"
                          for name in there)
     return "\n\n".join((head, contents, *map(section, there), checkpoint())) + "\n"
