@@ -41,7 +41,7 @@ from methods import critical_kv
 from methods.count_sketch import PRIME, Sketch
 from methods.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
-from nanollm import check_output, gpu, plot, read_json, replace, window
+from nanollm import check_output, gpu, read_json, replace, window
 from nanollm.cache import NEVER, probabilities
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
@@ -413,6 +413,7 @@ def main(argv: list[str]):
     if interpreted:
         raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; "
                          "unset it")
+    from nanollm import plot  # as in `roofline`: importing it takes a second
     check_output(args.json, "times", holds_times)
     check_output(args.figure, "roofline", lambda held: plot.is_ours(held, TITLE))
 
