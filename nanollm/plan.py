@@ -106,7 +106,8 @@ def main(argv: list[str]):
             except ValueError as error:
                 raise ValueError(f"{label(name, fraction)} of {T} tokens: {error}") from error
             fit = max(0, int((args.memory * 1e9 - weights) // max(after, peak)))
-            keeps_all = Method is LayerCache or Method.keeps_all
+            kind = getattr(Method, "func", Method)  # of a partial
+            keeps_all = kind is LayerCache or kind.keeps_all
             budget = f"{args.budget:g} %" if fraction else "all" if keeps_all else "none"
             both = (f"{args.batch * x / 1e9:.3g}" for x in (after, peak))
             print(LINE.format(name, budget, *both, fit), flush=True)

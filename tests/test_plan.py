@@ -8,6 +8,7 @@ import transformers as hf
 from nanollm import TINY, plan
 from nanollm.__main__ import main
 from nanollm.bridge import Bridged
+from nanollm.cache import LayerCache
 from nanollm.plan import SHORT, compressed, planned, shape_of
 from nanollm.select import given, has_budget, pick
 from nanollm.table import SHOWN
@@ -79,3 +80,12 @@ def test_the_command_needs_a_config_alone(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             main([*command, *options.split()])
         assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_method_without_a_budget_keeps_all_only_if_it_says_so(monkeypatch, capsys):
+    own = pick(["full", "quantized_2", "snap_kv+critical"]) | {"mine": type("Mine", (LayerCache,), {})}
+    monkeypatch.setattr(plan, "pick", lambda _: own)
+    main(["plan", "--lengths", "64", "--window", "8"])
+    rows = map(str.split, capsys.readouterr().out.splitlines())
+    told = [row[:2] for row in rows if row and row[0] in own]
+    assert told == [["full", "all"], ["quantized_2", "all"], ["snap_kv+critical", "25"], ["mine", "none"]]

@@ -32,7 +32,7 @@ COMMANDS += ["python -m nanollm generate"]  # no part of --all is short; --metho
 ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
 SMALLER = [  # what makes a long command a short one; the first that fits
     (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
-    (" plan", "--methods full h2o"), (" generate", ""), (" course", "--only chunks"),
+    (" plan", "--methods full snap_kv+critical quantized_2"), (" generate", ""), (" course", "--only chunks"),
     (" claims", "--claims P6 --documents 2"),
     ("nanollm.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
     ("nanollm.growth", "--lengths 16 24 --methods full h2o"),
