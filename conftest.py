@@ -14,7 +14,7 @@ import kernels
 # where the Hub's package of this name is installed, tests still find ours
 kernels.__path__.append(os.path.join(os.path.dirname(__file__), "kernels"))
 
-pytest_plugins = ["claims.plugin"]  # tests/claims/: CLAIMS.md from what the tests record
+pytest_plugins = ["claims.plugin"]  # tests/helpers/claims/: CLAIMS.md from what the tests record
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -50,7 +50,7 @@ def only_h2o(monkeypatch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own") / "methods"
     folder.mkdir()
     shutil.copy(Path(__file__).parent / "methods" / "h2o.py", folder)
-    monkeypatch.setattr("nanollm.select.METHODS", folder)
+    monkeypatch.setattr("nanollm.commands.registry.METHODS", folder)
     monkeypatch.syspath_prepend(folder.parent)
     loaded = lambda: [name for name in sys.modules if name.split(".")[0] == "methods"]
     for name in loaded():

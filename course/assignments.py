@@ -38,7 +38,7 @@ ASSIGNMENTS = {
         *of("methods/ada_kv.py", shares=(4, "shared")),
         *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
             critical=(3, "Critical.__call__")),
-        *of("methods/least_theta.py", theta=(1, "theta")),
+        *of("methods/ours/theta.py", theta=(1, "theta")),
     ]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py",
@@ -54,7 +54,7 @@ ASSIGNMENTS = {
         attend=(4, "BudgetCache.attend"),
         observe=(4, "Scissorhands.observe"),
     ), *of(
-        "methods/theory/scissorhands.py",
+        "methods/theory/persistence.py",
         share=(2, "smallest_share"),
         draw=(2, "draw_power_law"),
         mass=(2, "tail_mass"),
@@ -70,7 +70,7 @@ ASSIGNMENTS = {
         factored=(5, "FactoredFourCache.one_query"),
         causal=(2, "pair_attention"),
     ), *of(
-        "methods/theory/tensor_attention.py",
+        "methods/theory/index_game.py",
         alice=(1, "index_game_four"),
         play=(3, "play"),
     )]),
@@ -81,14 +81,14 @@ ASSIGNMENTS = {
         insert=(4, "Sketch.insert"),
         median=(2, "Sketch.median"),
     ), *of(
-        "methods/theory/kv_reviver.py",
+        "methods/theory/sketch_error.py",
         variance=(2, "collision_variance"),
         load=(1, "load"),
     ), *of(
         "methods/kv_reviver_mean.py",
         means=(2, "MeanSketch.means"),
     ), *of(
-        "methods/kv_reviver_shrunk.py",
+        "methods/ours/kv_reviver_shrunk.py",
         shrink=(4, "ShrunkSketch.centred"),
     )], beside=["methods/h2o.py"]),
 }

@@ -17,10 +17,10 @@ import tempfile
 
 from tqdm import tqdm
 
-import nanollm
 from course.assignments import ASSIGNMENTS, chosen
 from course.lock import SYSTEM, below, libraries
 from nanollm.check import whole
+from nanollm.commands import shell
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,12 +59,12 @@ def grade(args):
     if args.json:
         if len(folders) > 1:
             raise ValueError(f"results.json is of one submission, not of {len(folders)}; use --csv")
-        nanollm.check_output(args.json, "results", is_results)
+        shell.check_output(args.json, "results", is_results)
         if args.csv and os.path.realpath(args.csv) == os.path.realpath(args.json):
             raise ValueError(f"results and points cannot both go to {args.csv}; name two files")
     if args.csv:
         ours = ",".join(header).encode() + b"\n"  # a teacher may have added a column
-        nanollm.check_output(args.csv, "table of points", lambda data: data.startswith(ours))
+        shell.check_output(args.csv, "table of points", lambda data: data.startswith(ours))
 
     rows = [header]
     with ThreadPoolExecutor(args.jobs or os.cpu_count()) as pool:
@@ -80,11 +80,11 @@ def grade(args):
             else:
                 tqdm.write(f"{own:<40}{got:8.2f} of {most:g}")
             if args.json:
-                nanollm.replace(args.json, json.dumps(dict(tests=tests), indent=1).encode())
+                shell.replace(args.json, json.dumps(dict(tests=tests), indent=1).encode())
     if args.csv:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
-        nanollm.replace(args.csv, text.getvalue().encode())
+        shell.replace(args.csv, text.getvalue().encode())
 
 
 def tested(folder: Path, names: list[str], files: list[str], args) -> list[dict]:
@@ -136,7 +136,7 @@ def table(tests: list[dict], names: list[str]) -> str:
 
 
 def is_results(data: bytes) -> bool:
-    held = nanollm.read_json(data)
+    held = shell.read_json(data)
     tests = held["tests"] if isinstance(held, dict) and held.keys() == {"tests"} else None
     keys = {"name", "score", "max_score", "status", "output", "visibility", "extra_data"}
     return isinstance(tests, list) and tests != [] and all(

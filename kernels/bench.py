@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 if __name__ == "__main__":  # again, where all imports find what is meant
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from nanollm import command
-    from nanollm.gpu import kernel_file
+    from nanollm.commands.shell import command
+    from nanollm.kernel_switch import kernel_file
     sys.exit(command(kernel_file("bench").main, sys.argv[1:]))
 
 from .launch import interpreted
@@ -39,10 +39,11 @@ from .value_norms import value_norms
 from .window_votes import window_votes
 from methods import critical_kv
 from methods.count_sketch import PRIME, Sketch
-from methods.kv_reviver_shrunk import SignedSketch
+from methods.ours.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
-from nanollm import check_output, gpu, read_json, replace, window
+from nanollm import kernel_switch, window
 from nanollm.cache import NEVER, probabilities
+from nanollm.commands.shell import check_output, read_json, replace
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
 MOST_TOKENS = 2 ** 21  # of a batch: 8 GiB of keys and values
@@ -82,11 +83,11 @@ class Case(NamedTuple):
 def plain(run: Callable) -> Callable:
     """What methods run without kernels, on a GPU too."""
     def without(*inputs):
-        before, gpu.use_kernels = gpu.use_kernels, False
+        before, kernel_switch.use_kernels = kernel_switch.use_kernels, False
         try:
             return run(*inputs)
         finally:
-            gpu.use_kernels = before
+            kernel_switch.use_kernels = before
     return without
 
 
@@ -413,7 +414,7 @@ def main(argv: list[str]):
     if interpreted:
         raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; "
                          "unset it")
-    from nanollm import plot  # as in `roofline`: importing it takes a second
+    from nanollm.commands import plot  # as in `roofline`: importing it takes a second
     check_output(args.json, "times", holds_times)
     check_output(args.figure, "roofline", lambda held: plot.is_ours(held, TITLE))
 

@@ -12,9 +12,9 @@ import torch
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from nanollm import command
 from nanollm.check import whole
-from nanollm.gpu import kernel_file
+from nanollm.commands.shell import command
+from nanollm.kernel_switch import kernel_file
 
 
 def typical(D: int, dtype: torch.dtype, n: int = 100) -> list[Callable]:

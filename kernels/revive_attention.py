@@ -11,8 +11,8 @@ maximum, shrinks it, and goes on as decode_attention does, whose kernels do the 
 Bytes: of memory only the sketch, the exact slots and 4 bytes a vague token. But each token's slots, 2·r·D
 numbers, come from the GPU's cache: r times what full attention reads from memory. So for r = 3 rows it can
 only keep up with full attention if the cache delivers three times what memory does, which it hardly will. For
-one row it should be faster. (One row is linear, too: `methods/kv_reviver_shrunk.py` attends to slots in place
-of tokens.)
+one row it should be faster. (One row is linear, too: `methods/ours/kv_reviver_shrunk.py` attends to slots in
+place of tokens.)
 """
 import torch
 from torch import Tensor

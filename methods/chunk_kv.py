@@ -16,7 +16,7 @@ group vote together.
 
 The grid cuts facts: votes fall on the words before a value, and a value that begins a chunk is scored without
 them. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that for values of two tokens (claim C1).
-Ours: chunks that end where a line or sentence does, in methods/semantic_chunk_kv.py.
+Ours: chunks that end where a line or sentence does, in methods/ours/chunk_kv_semantic.py.
 """
 from dataclasses import dataclass
 from functools import partial

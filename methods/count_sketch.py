@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, taken
 
 PRIME = 2 ** 31 - 1

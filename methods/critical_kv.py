@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache
 

@@ -14,7 +14,8 @@ penalty grows, which puts the heads in order. The budget is one of all heads tog
 many heads may keep everything, and w.
 
 `duo_attention_kvzip` takes the heads whose entries KVzip ranks highest in plain text, as KVzip's authors do.
-Nothing is trained then, no question is asked, and as many answers are found (python -m methods.theory.kvzip).
+Nothing is trained then, no question is asked, and as many answers are found (python -m
+experiments.kvzip_parts).
 """
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from methods.duo_gates import gates, heads_by_kvzip, retrieval_heads
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.check import check_budget
-from nanollm.data import Tasks
+from nanollm.measure.tasks import Tasks
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
     y = α · full attention + (1 − α) · streaming attention,   loss = KL(full ‖ gated) + λ · mean α
 
 λ closes the gates that answers do not need, also where heads can stand in for one another. It is simpler to
-let one head alone stream, but that may find none of those (`importance` in methods/theory/duo_attention.py).
+let one head alone stream, but that may find none of those (`importance` in experiments/inside.py).
 
 Differs from the paper (section 2.3): its distillation is the squared distance of the last hidden states, with
 λ = 0.05. One λ tells a set of heads, but nearly no order: gates of use stay near 1. So here λ grows, in nats,
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.fast_kvzip import lessons
+from methods.kvzip_fast import lessons
 from nanollm.cache import LayerCache, attention, make_cache, visible
-from nanollm.data import Tasks
-from nanollm.evaluate import prompt_and_question, wide
-from nanollm.replay import Recorder, Recording, record
+from nanollm.measure.evaluate import prompt_and_question, wide
+from nanollm.measure.replay import Recorder, Recording, record
+from nanollm.measure.tasks import Tasks
 
 
 @dataclass(eq=False)

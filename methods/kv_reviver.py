@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from methods.count_sketch import Sketch
 from nanollm.cache import ALL, NEVER, LayerCache, Stored
 from nanollm.check import check_seed
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from methods.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 
 
 class MeanSketch(Sketch):

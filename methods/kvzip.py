@@ -104,27 +104,4 @@ class KVzip(PackedCache):
         return super().beside() + ([] if self.looked is None else [self.looked])
 
 
-@dataclass(eq=False)
-class OneReading(KVzip):
-    """Ours: no second reading. What counts is the attention of tokens that come later in the prompt."""
-    later: int = 8  # by at least so many tokens; the newest so many stay
-    rereads = 0
-    watch = ALL
-
-    def __post_init__(self):
-        super().__post_init__()
-        whole("later", self.later, 1)
-        check_budget(self.budget, self.sinks + self.later + 1,
-                     f"{self.sinks} sinks and the newest {self.later} stay, and one more")
-
-    def look(self, p: Tensor):
-        token = torch.arange(p.shape[4], device=p.device)
-        near = token[-p.shape[3]:, None] - token < self.later
-        self.add(p.masked_fill(near, 0))
-
-    def scores(self) -> Tensor:
-        """The newest tokens, at which none could look yet, stay."""
-        return self.looked.masked_fill(self.pos >= self.seen - self.later, math.inf)
-
-
-variants = {"kvzip": KVzip, "kvzip_recent": partial(KVzip, recent=8), "one_reading": OneReading}
+variants = {"kvzip": KVzip, "kvzip_recent": partial(KVzip, recent=8)}

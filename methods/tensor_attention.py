@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanollm.cache import LayerCache, Stored
 from nanollm.check import check_attend
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 from nanollm.model import Attention, Config, Decoder
 
 

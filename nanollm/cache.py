@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.check import (
-    check_attend, check_kept, check_knobs, check_numbers, check_score, check_watch, constructed)
-from nanollm.gpu import kernel_for
+from nanollm.check import (check_attend, check_kept, check_knobs, check_numbers, check_score, check_watch,
+                           constructed)
+from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanollm.cache import NEVER, LayerCache, Stored
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 
 
 @dataclass(eq=False)

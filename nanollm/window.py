@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from nanollm.cache import NEVER, LayerCache, probabilities
 from nanollm.check import check_knobs, whole
-from nanollm.gpu import kernel_for
+from nanollm.kernel_switch import kernel_for
 from nanollm.packed import PackedCache
 from nanollm.ranking import indices, top
 

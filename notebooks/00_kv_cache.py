@@ -17,18 +17,20 @@ import numpy as np
 import torch
 
 from methods import h2o, random_eviction, streaming_llm
-from nanollm import plot, tokenizer, weights
+from nanollm import tokenizer
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
-from nanollm.data import Tasks
-from nanollm.evaluate import answer, full_cache_bytes, held, maker, retrieve
+from nanollm.commands import plot
 from nanollm.generate import generate
+from nanollm.hf import checkpoint
+from nanollm.measure.evaluate import answer, full_cache_bytes, held, maker, retrieve
+from nanollm.measure.tasks import Tasks
 from nanollm.model import Config, Decoder
-from nanollm.train import CONFIG, TINY, induction_start
+from nanollm.training.train import CONFIG, TINY, induction_start
 
 # %%
 torch.set_grad_enabled(False)
 torch.manual_seed(0)
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks = Tasks(encoding, "test")  # held-out text and retrieval tasks made from it
 text = torch.from_numpy(tasks.filler(np.random.default_rng(0), 2048))[None]
 c = model.config
@@ -397,7 +399,7 @@ axes[0].legend();
 # ## Exercises
 #
 # 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB? *Hint: `shapes`.*
-# 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
-# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
+# 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/measure/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
+# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/measure/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them. *Hint: the newest token is always kept.*
 # 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a knob, and call `shrink` in `evict` with a score that is high for facts.*

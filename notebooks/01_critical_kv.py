@@ -22,25 +22,28 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from experiments.change_and_text import (COMPARED, METHODS, SHARES, VOTING, WINDOW, OtherNorms,
+                                         answers, change, command_name, compressed,
+                                         correlation_of_change_and_kl, difference, last_layer,
+                                         long_answer, lower, needles_found, one_knob_at_a_time,
+                                         stored, value_kept)
 from methods.ada_kv import AdaKV
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
-from methods.least_theta import theta
+from methods.ours.theta import theta
 from methods.pyramid_kv import PyramidKV
 from methods.snap_kv import SnapKV
-from methods.theory import critical_kv as theory
-from methods.theory.change_and_text import (
-    COMPARED, METHODS, SHARES, VOTING, WINDOW, OtherNorms, answers, change, command_name,
-    compressed, correlation_of_change_and_kl, difference, last_layer, long_answer, lower,
-    needles_found, one_knob_at_a_time, stored, value_kept)
-from nanollm import TINY, plot, tokenizer, weights
+from methods.theory import perturbation as theory
+from nanollm import TINY, tokenizer
 from nanollm.cache import cache_bytes
-from nanollm.data import Tasks
-from nanollm.evaluate import (
-    TASKS, Benchmark, reference, share as entries_of, standard_error, text_windows)
+from nanollm.commands import plot
+from nanollm.hf import checkpoint
+from nanollm.measure.evaluate import (TASKS, Benchmark, reference, share as entries_of,
+                                      standard_error, text_windows)
+from nanollm.measure.tasks import Tasks
 
 # %%
 torch.set_grad_enabled(False)
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
 bench = Benchmark.build(model, tasks, 512, documents=16)  # for each of three tasks
 w = WINDOW["window_size"]  # 8: the papers' 32 would be all of the smallest budget here
@@ -181,10 +184,10 @@ for axis, percent in zip(axes, (25, 12.5, 6.25)):
 #
 # Now for real: the prompt of a text is compressed, its continuation is read token by token, and $\mathcal L$ is measured for each head at those later queries. Each layer hears the queries of the full cache, so that heads can be compared one by one.
 #
-# Eight texts do not settle such questions, and 64 take minutes. So these numbers come from a file: 64 texts of 512 tokens, the last 64 of them the continuation, with 24 methods at four budgets. It was written by this command, with the code in `methods/theory/change_and_text.py`; `tests/theory/test_change_and_text.py` measures a row again.
+# Eight texts do not settle such questions, and 64 take minutes. So these numbers come from a file: 64 texts of 512 tokens, the last 64 of them the continuation, with 24 methods at four budgets. It was written by this command, with the code in `experiments/change_and_text.py`; `tests/experiments/test_change_and_text.py` measures a row again.
 #
 # ```
-# python -m methods.theory.change_and_text > methods/theory/change_and_text.jsonl
+# python -m experiments.change_and_text > experiments/stored/change_and_text.jsonl
 # ```
 
 # %%
@@ -401,7 +404,7 @@ for where, heads in {"16 prompts": (A, norms, V), "independent": theory.drawn_he
 #
 # ## Does a smaller change mean better text? (App. I)
 #
-# The argument for minimising $\mathcal L$ is Lipschitz continuity: less change at the attention output, less change at the end. A sharp test is something that lowers $\mathcal L$ a lot. `methods/residual_entry.py` gives one slot per head to everything evicted: the vote-weighted mean of the keys and values, and a logit bias that lets it take their weight. Below, also with half of the weight, and with several such entries, for runs of neighbours or clustered by key. Beside them, votes that are not pooled, and CriticalKV as its authors' code has it:
+# The argument for minimising $\mathcal L$ is Lipschitz continuity: less change at the attention output, less change at the end. A sharp test is something that lowers $\mathcal L$ a lot. `methods/ours/residual.py` gives one slot per head to everything evicted: the vote-weighted mean of the keys and values, and a logit bias that lets it take their weight. Below, also with half of the weight, and with several such entries, for runs of neighbours or clustered by key. Beside them, votes that are not pooled, and CriticalKV as its authors' code has it:
 
 # %%
 cases = ["", ", no pool", "+critical", "+critical_code", "+residual", "+residual, share 0.5",
@@ -487,7 +490,7 @@ for words, value in table.items():
 #
 # ## Exercises
 #
-# 1. `LeastTheta(pooled=False)` minimises θ for the weights as they are. Predict its L and its accuracy beside *theta* and *SnapKV, no pool*, then measure both. *Hint: `answers`, and `measured` in `methods/theory/change_and_text.py`.*
+# 1. `LeastTheta(pooled=False)` minimises θ for the weights as they are. Predict its L and its accuracy beside *theta* and *SnapKV, no pool*, then measure both. *Hint: `answers`, and `measured` in `experiments/change_and_text.py`.*
 # 2. Two tokens make a value. Which is the smallest `kernel_size` with which SnapKV still finds the needles at 6.25 %? And for values of four tokens, what would you expect? *Hint: which neighbour is lost?*
 # 3. CriticalKV's published code multiplies *mean* votes by *mean* norms over a group of query heads (`CriticalCode`). Write Theorem 3's bound summed over the group: by what would each head's product have to be weighted, and when is that weight negative? How different are the three kept sets here?
 # 4. Give a head a sink: add to the first key of each head a vector that draws half of the weight, and set its value to zero. Does CriticalKV now win? *Hint: subclass `SnapKV`, change `self.k` and `self.v` at the start of `end_prefill`, and give it `select=Critical()` or none.*

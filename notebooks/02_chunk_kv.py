@@ -32,20 +32,23 @@ import torch
 
 from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
 from methods.h2o import H2O
-from methods.semantic_chunk_kv import SemanticChunkKV, SemanticChunks
+from methods.ours.chunk_kv_semantic import SemanticChunkKV, SemanticChunks
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
-from methods.theory import chunk_kv as theory
-from methods.theory.chunk_kv import LaterGroups, PlacedChunks, aware, read
-from nanollm import TINY, plot, tokenizer, weights
+from methods.theory import chunk_bounds as theory
+from methods.theory.chunk_bounds import LaterGroups, PlacedChunks, aware, read
+from nanollm import TINY, tokenizer
 from nanollm.cache import LayerCache, end_prefill
-from nanollm.data import Tasks, Unmarked
-from nanollm.evaluate import (TASKS, Benchmark, held, maker, paired, standard_error, text_windows)
-from nanollm.replay import feed
+from nanollm.commands import plot
+from nanollm.hf import checkpoint
+from nanollm.measure.evaluate import (TASKS, Benchmark, held, maker, paired, standard_error,
+                                      text_windows)
+from nanollm.measure.replay import feed
+from nanollm.measure.tasks import Tasks, Unmarked
 
 # %%
 torch.set_grad_enabled(False)
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
 bench = Benchmark.build(model, tasks, 512, documents=24)  # for each task, and half as many texts
 WINDOW = dict(window_size=8)  # the papers' 32 would be all of the smallest budget here
@@ -526,7 +529,7 @@ axes[0].legend(fontsize=8);
 # %% [markdown]
 # A bound must lie above 1.
 # The paper's bounds fall below, the further the larger δ: Eq. 12 because the remainder is dropped, Eq. 15 unless its O(1) grows with δ.
-# With the remainder in both places they hold, so claim C3 holds after a fix. (`tests/theory/test_chunk_kv.py` checks it on random models, and that above the line alone it may not be enough.)
+# With the remainder in both places they hold, so claim C3 holds after a fix. (`tests/theory/test_chunk_bounds.py` checks it on random models, and that above the line alone it may not be enough.)
 # But where 2R comes near λ_min the repaired bound says little, and beyond it nothing.
 #
 # And where some direction of θ leaves a token unchanged, λ_min = 0 and there is no bound at all.
@@ -534,7 +537,7 @@ axes[0].legend(fontsize=8);
 # Here the factor is 2, in layer 0:
 
 # %%
-other = weights.from_hf(TINY)
+other = checkpoint.from_hf(TINY)
 attention = other.blocks[0].attention
 _, _, values = attention.split(attention.qkv.weight)
 values *= 2

@@ -12,7 +12,7 @@
 # - The cache drops $m$ entries at a time (half of the budget, in the paper), counts over $w = 400$ queries and never drops the newest $r = 10$.
 # - S1 to S9 are the paper's claims, as `CLAIMS.md` numbers them; S8 and S9 stand only there.
 #
-# The code to read beside it: `methods/scissorhands.py` is the cache, `methods/mean_weight.py` our variant of it, and `methods/theory/scissorhands.py` has the theorems' model, the bounds and the measurements.
+# The code to read beside it: `methods/scissorhands.py` is the cache, `methods/ours/scissorhands_weight.py` our variant of it, and `methods/theory/persistence.py` has the theorems' model, the bounds and the measurements.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -22,18 +22,21 @@ import matplotlib.pyplot as plt
 import torch
 
 from methods.h2o import H2O
-from methods.mean_weight import MeanWeight
+from methods.ours.scissorhands_weight import MeanWeight
 from methods.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
-from methods.theory import scissorhands as theory
-from methods.theory.scissorhands import Padded, Rate
-from nanollm import TINY, evaluate, plot, tokenizer, weights
+from methods.theory import persistence as theory
+from methods.theory.persistence import Padded, Rate
+from nanollm import TINY, tokenizer
 from nanollm.cache import cache_bytes, make_cache
-from nanollm.data import Tasks
-from nanollm.evaluate import TASKS, maker, reading_within, retrieve, standard_error
+from nanollm.commands import plot
+from nanollm.hf import checkpoint
+from nanollm.measure import evaluate
+from nanollm.measure.evaluate import TASKS, maker, reading_within, retrieve, standard_error
+from nanollm.measure.tasks import Tasks
 torch.set_grad_enabled(False)
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
 
 # %% [markdown]
@@ -216,7 +219,7 @@ for beta, u in ((.25, 1e6), (.5, 5)):
 #
 # The line before the slips is right, and not below the exact value.
 #
-# Eq. 11 holds with a probability only, and forbids ε → 0. That is no way out: in its probability an ε² got lost, and Δ was taken to be at least $b/\sqrt2$. At $k = 2.02$, $u = 5b$, ε = 0.02, $n = 2000$ the bound should fail with a probability below $10^{-6}$. Of 500 samples all have a mass above it, at β = 0.25 and at 0.51 (`tests/theory/test_scissorhands.py`).
+# Eq. 11 holds with a probability only, and forbids ε → 0. That is no way out: in its probability an ε² got lost, and Δ was taken to be at least $b/\sqrt2$. At $k = 2.02$, $u = 5b$, ε = 0.02, $n = 2000$ the bound should fail with a probability below $10^{-6}$. Of 500 samples all have a mass above it, at β = 0.25 and at 0.51 (`tests/theory/test_persistence.py`).
 #
 # The bound can be put together again with the same two steps, a threshold and two concentration inequalities (`repaired_bound`). Then it holds for every $n$, and can be computed. Over a grid of 48 laws and budgets, with the best ε:
 

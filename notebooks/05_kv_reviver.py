@@ -7,7 +7,7 @@
 #
 # The words: a *heavy hitter* has had much attention so far. KVReviver keeps the newest tokens (*Recent*) and heavy hitters (*Candidate*) as they are, and adds all others to the sketch (*Vague*). It has $r$ rows of $b$ slots, $N = rb$ in all, each as large as a token's key and value; $a$ tokens are in it, each in one slot of every row: $a/N$ tokens per slot of memory, $a/b$ in each slot. A *needle* is one of four facts in a text (" The code of … is 4711."), and the only one asked for. R1 to R15 are the claims, as `CLAIMS.md` numbers them. Everything below is one decoder of 2.8 million parameters, but for two sections that have a second one as well; the paper's models have 7 billion.
 #
-# The code to read beside it: `methods/count_sketch.py` is the paper's sketch, `methods/kv_reviver.py` its cache, `methods/kv_reviver_mean.py` a fairer reading of the sketch, `methods/kv_reviver_shrunk.py` our repair of it, and `methods/theory/kv_reviver.py` has the measurements. Then come `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
+# The code to read beside it: `methods/count_sketch.py` is the paper's sketch, `methods/kv_reviver.py` its cache, `methods/kv_reviver_mean.py` a fairer reading of the sketch, `methods/ours/kv_reviver_shrunk.py` our repair of it, and `methods/theory/sketch_error.py` has the measurements. Then come `methods/quantized.py`, `methods/cam.py` and `methods/duo_attention.py`.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -18,36 +18,40 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from experiments.inside import importance
 from methods.cam import CaM
 from methods.duo_attention import DuoAttention
 from methods.duo_gates import retrieval_heads
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver, Sketch
 from methods.kv_reviver_mean import MeanReviver, MeanSketch
-from methods.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
-from methods.low_bit_vague import LowBitVague
+from methods.ours.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
+from methods.ours.low_bit_vague import LowBitVague
 from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
-from methods.theory.duo_attention import importance
 
 # %%
-from methods.theory.change_and_text import answers
-from methods.theory.kv_reviver import (amnesia, at_depths, collision_variance, fisher_shares,
-                                       found_blind, load, of_a_head, relative_error,
-                                       revived_logits, rounded, score_share, share_out, shifted,
-                                       speed, take_out)
+from experiments.change_and_text import answers
+from experiments.render import accuracies
 from methods.theory.least_squares import solve
-from nanollm import SHIPPED, TINY, evaluate, plot, tokenizer, weights
+from methods.theory.sketch_error import (amnesia, at_depths, collision_variance, fisher_shares,
+                                         found_blind, load, of_a_head, relative_error,
+                                         revived_logits, rounded, score_share, share_out, shifted,
+                                         speed, take_out)
+from nanollm import SHIPPED, TINY, tokenizer
 from nanollm.cache import end_prefill, make_cache, probabilities
-from nanollm.data import Tasks
-from nanollm.evaluate import (Benchmark, continuation, full_cache_bytes, maker, prompt_and_question,
-                              reading_within, replayed_or_read, retrieve, standard_error)
-from nanollm.replay import Recorder, record, replay
-from results.run import accuracies
+from nanollm.commands import plot
+from nanollm.hf import checkpoint
+from nanollm.measure import evaluate
+from nanollm.measure.evaluate import (Benchmark, continuation, full_cache_bytes, maker,
+                                      prompt_and_question, reading_within, replayed_or_read,
+                                      retrieve, standard_error)
+from nanollm.measure.replay import Recorder, record, replay
+from nanollm.measure.tasks import Tasks
 
 torch.set_grad_enabled(False)
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
 
 # %% [markdown]
@@ -425,7 +429,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # %%
 readings = {"sum (printed)": (KVReviver, {}), "slot mean": (MeanReviver, {}),
             "shrunk": (ShrunkReviver, {}), "no sketch": (KVReviver, dict(vague=0.))}
-decoders = {name: weights.from_hf(folder) for name, folder in SHIPPED.items()}
+decoders = {name: checkpoint.from_hf(folder) for name, folder in SHIPPED.items()}
 known = {name: evaluate.reference(decoder, evaluate.text_windows(tasks, 32, 480, decoder), 16)
          for name, decoder in decoders.items()}
 
@@ -673,4 +677,4 @@ for name, make in makes.items():
 # 3. Read `solve` in `methods/theory/least_squares.py` and show that its error for random signs and one row is $1 - $ (slots in use)$/a$. How far is the shrunk estimate from it?
 # 4. Replace the random places of a sketch by $J \,\mathrm{mod}\, b$, or by runs of neighbours, $\lfloor J b/a \rfloor$. Neighbouring keys are alike; what does the mean of a run have for an error, and the KL?
 # 5. Deal out the budgets of `DuoAttention` by `fisher_shares` and `share_out` instead of evenly among streaming heads.
-# 6. `CaM` gives the merged value no larger weight, though it stands for several tokens. Give its slot a logit `bias` of the log of their number (`methods/residual_entry.py` shows how). Does it help?
+# 6. `CaM` gives the merged value no larger weight, though it stands for several tokens. Give its slot a logit `bias` of the log of their number (`methods/ours/residual.py` shows how). Does it help?

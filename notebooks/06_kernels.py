@@ -23,13 +23,15 @@ from kernels import bench
 from kernels.decode_attention import Segment, decode_attention
 import triton
 import triton.language as tl
+from experiments.speed import best
 from methods.ada_kv import AdaKV
-from methods.kv_reviver_shrunk import SignedSketch
-from nanollm import TINY, evaluate, tokenizer, weights
+from methods.ours.kv_reviver_shrunk import SignedSketch
+from nanollm import TINY, tokenizer
 from nanollm.cache import end_prefill, make_cache
-from nanollm.data import Tasks
-from nanollm.replay import feed
-from nanollm.speed import best
+from nanollm.hf import checkpoint
+from nanollm.measure import evaluate
+from nanollm.measure.replay import feed
+from nanollm.measure.tasks import Tasks
 
 # %%
 torch.set_grad_enabled(False)
@@ -142,7 +144,7 @@ print("told that there is one more:", run(*storage, n + 1)[:3])
 # AdaKV deals out a layer's budget among its heads, so that lengths differ. The cache packs them one after the other; PyTorch's attention wants a rectangle, so without a kernel each step copies a layer's slots into one, as long as the longest head of all texts, and reads that. How much more is that, on four real texts?
 
 # %%
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 text = evaluate.text_windows(Tasks(encoding, "test"), 4, 512)
 caches = make_cache(model, AdaKV, budget=128)
 feed(model, text, caches)
@@ -182,7 +184,7 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
       f"add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, with a model in 16 bits, methods ask for the kernels by themselves (`kernel_for` in `nanollm/gpu.py`); elsewhere their plain code runs.
+# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, with a model in 16 bits, methods ask for the kernels by themselves (`kernel_for` in `nanollm/kernel_switch.py`); elsewhere their plain code runs.
 #
 # ## 6. The fastest kernel is the one that is not needed
 #
@@ -214,7 +216,7 @@ torch.set_num_threads(2)
 #
 # ## 7. Pairs
 #
-# Tensor attention attends to all $n^2$ pairs of tokens, with the score $\sum_j q_j k_{1,a,j} k_{2,b,j}$. For one row $a$ that is ordinary attention with the query $q \circ k_{1,a}$. So $n$ rows are $n$ queries, PyTorch's attention can do it, and what is left is to weigh the rows against each other, by the logarithm of their totals. `kernels/tensor_attention.py` does that last step before anything leaves the registers.
+# Tensor attention attends to all $n^2$ pairs of tokens, with the score $\sum_j q_j k_{1,a,j} k_{2,b,j}$. For one row $a$ that is ordinary attention with the query $q \circ k_{1,a}$. So $n$ rows are $n$ queries, PyTorch's attention can do it, and what is left is to weigh the rows against each other, by the logarithm of their totals. `kernels/pair_attention.py` does that last step before anything leaves the registers.
 
 # %%
 k1, k2, v1, v2 = torch.randn(4, 200, D)

@@ -4,7 +4,7 @@
 # The other notebooks measure one small decoder of our own. Which entries of a KV cache can go, and what is lost with them, is a question to every model.
 # This notebook puts it to a causal language model of `transformers`. It runs on the checkpoint that ships, opened as any other; **one cell names the folder, and there you can put your own**.
 #
-# **Read before:** what a KV cache is (`00_kv_cache.ipynb`), and beside this notebook `nanollm/cache.py` and `nanollm/bridge.py`.
+# **Read before:** what a KV cache is (`00_kv_cache.ipynb`), and beside this notebook `nanollm/cache.py` and `nanollm/hf/bridge.py`.
 #
 # **How long it takes:** half an hour to read, about a minute to run.
 #
@@ -23,13 +23,14 @@ import torch.nn.functional as F
 import transformers
 
 from methods.snap_kv import SnapKV
-from nanollm import TINY, plot, table
-from nanollm.bridge import Bridged, attach, detach
+from nanollm import TINY
 from nanollm.cache import LayerCache, bytes_in_16_bits, cache_bytes
-from nanollm.data import Tasks, words
-from nanollm.evaluate import TASKS, maker, paired, retrieve, standard_error
-from nanollm.select import given, has_budget, load, pick
-from nanollm.slices import Slices
+from nanollm.commands import plot, table
+from nanollm.commands.registry import given, has_budget, load, pick
+from nanollm.hf.bridge import Bridged, attach, detach
+from nanollm.measure.evaluate import TASKS, maker, paired, retrieve, standard_error
+from nanollm.measure.slices import Slices
+from nanollm.measure.tasks import Tasks, words
 
 torch.set_grad_enabled(False);  # or whatever is read would be kept for a backward pass
 

@@ -5,7 +5,7 @@
 # **built** (`nanollm/tiny`) was started with heads that match and copy, in layer 1, made by hand. **learned** (`nanollm/tiny_learned`) was started without any, and while it was trained, heads and whole layers were left out at random.
 # This notebook looks inside both, and asks which findings about methods are about the methods.
 #
-# **Read before:** `00_kv_cache.ipynb`. The code beside it: `nanollm/start.py` and `methods/theory/inside.py`.
+# **Read before:** `00_kv_cache.ipynb`. The code beside it: `nanollm/training/initial_weights.py` and `experiments/inside.py`.
 #
 # **How long it takes:** half an hour to read, two minutes to run.
 #
@@ -18,20 +18,21 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from experiments import inside
+from experiments.inside import importance
+from experiments.render import accuracies
 from methods.duo_attention import DuoAttention
 from methods.duo_gates import gates, retrieval_heads
 from methods.streaming_llm import StreamingLLM
-from methods.theory import inside
-from methods.theory.duo_attention import importance
-from methods.theory.kv_reviver import found_blind
-from nanollm import SHIPPED, TINY, plot
-from nanollm.data import Tasks
-from nanollm.evaluate import continuation, maker, reference, standard_error, text_windows
+from methods.theory.sketch_error import found_blind
+from nanollm import SHIPPED, TINY
+from nanollm.commands import plot
+from nanollm.commands.registry import load
+from nanollm.measure.evaluate import continuation, maker, reference, standard_error, text_windows
+from nanollm.measure.tasks import Tasks
 from nanollm.model import Config, Decoder
-from nanollm.select import load
-from nanollm.start import induction_start, learned_start
-from nanollm.train import CONFIG
-from results.run import accuracies
+from nanollm.training.initial_weights import induction_start, learned_start
+from nanollm.training.train import CONFIG
 
 # %%
 torch.set_grad_enabled(False)
@@ -278,7 +279,7 @@ for name, model in models.items():
 #
 # ## Verdicts
 #
-# `python -m nanollm claims` judges 22 claims on both by one rule each. What it printed is kept in `results/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
+# `python -m nanollm claims` judges 22 claims on both by one rule each. What it printed is kept in `experiments/stored/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
 
 # %%
 root = next(folder for folder in (Path(".."), Path(".")) if (folder / "results").exists())
@@ -304,6 +305,6 @@ for claim, on in verdicts.items():
 #
 # ## Exercises
 #
-# 1. Is it the training that spread retrieval, or the dropping of heads? Train two runs of 400 steps, with `LEAVE_OUT = 0, 0` in `nanollm/train.py` for one, and compare the maps of layers. *Hint: `python -m nanollm train --start learned --steps 400`, ten minutes.*
+# 1. Is it the training that spread retrieval, or the dropping of heads? Train two runs of 400 steps, with `LEAVE_OUT = 0, 0` in `nanollm/training/train.py` for one, and compare the maps of layers. *Hint: `python -m nanollm train --start learned --steps 400`, ten minutes.*
 # 2. Which heads of *learned* would you give a whole cache? Let DuoAttention keep those of the last map of heads instead of its own. *Hint: `maker(..., heads=...)`; it counts key/value heads, two query heads to one.*
 # 3. Does a sink form if you put BOS before the text in *built*? Predict first. *Hint: the table of sinks.*

@@ -3,7 +3,7 @@
 #
 # The other notebooks take one paper each. This one sets everything side by side: what ties the papers together, every method on one page, which one to take when, and what goes beyond the papers. At the end there is a playground.
 #
-# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `methods/theory/blind.py` and `nanollm/playground.py`.
+# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/blind.py` and `nanollm/commands/playground.py`.
 #
 # **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: they are read from `results/`, and RESULTS.md has the command of each.
 #
@@ -16,15 +16,16 @@ import re
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from methods.theory import scissorhands
-from methods.theory.tensor_attention import deal, index_game_four, keep_rows
-from nanollm import TINY, plot
+from experiments.render import HERE, lines, rows
+from methods.theory import persistence
+from methods.theory.index_game import deal, index_game_four, keep_rows
+from nanollm import TINY
 from nanollm.cache import make_cache
-from nanollm.evaluate import for_text, share
-from nanollm.page import PAGE, answer
-from nanollm.select import given, load, pick
+from nanollm.commands import plot
+from nanollm.commands.demo import PAGE, answer
+from nanollm.commands.registry import given, load, pick
+from nanollm.measure.evaluate import for_text, share
 from nanollm.tokenizer import boundaries
-from results.run import HERE, lines, rows
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 model, encoding = load(TINY, "cpu")
@@ -59,7 +60,7 @@ for how, found in game.items():
 # 2. **The past.** What was asked for before will be asked for again. This is what Scissorhands bets on, and H2O.
 # 3. **The text.** *Blind*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
 #
-# Here is the game again, and beside it facts in real text, asked for blind: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m methods.theory.blind`.
+# Here is the game again, and beside it facts in real text, asked for blind: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m experiments.blind`.
 
 # %%
 blind_table = (HERE / "blind.txt").read_text().splitlines()
@@ -234,7 +235,7 @@ for event in events[:9]:
     print(f"{event.key:42}{event.count / steps:6.0f} a step {share_of:6.0%}")
 
 # %% [markdown]
-# The products with the weights (`mm`) and attention are what no step can do without. They take about half of the time. The rest is a thousand small operations, many of which only look at a tensor otherwise, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m nanollm.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
+# The products with the weights (`mm`) and attention are what no step can do without. They take about half of the time. The rest is a thousand small operations, many of which only look at a tensor otherwise, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m experiments.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
 
 # %%
 tables = (HERE / "speed.txt").read_text().split("\n\n")
@@ -243,7 +244,7 @@ print(*(table for table in tables if "one decoding step" in table), sep="\n\n")
 # %% [markdown]
 # The second of these tables has methods that read less, or otherwise. (Its full cache was timed at another moment than the first table's; compare within a table.) A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, all but Quest save bytes, and only equal heads save time, H2O's only in a batch.
 #
-# And this is how reading, compressing and a step grow with the text (`python -m nanollm.growth`, RESULTS.md):
+# And this is how reading, compressing and a step grow with the text (`python -m experiments.growth`, RESULTS.md):
 #
 # ![time over tokens: reading the prompt, its end, one step](growth.png)
 #
@@ -310,13 +311,13 @@ print(*lines("tensor", "tokens", "2048"), sep="\n")
 # **A bound that bounds.** The mass that the smallest weights of a power law hold, Theorem B.3 of Scissorhands: as printed, as it holds, and simulated.
 
 # %%
-drawn = scissorhands.draw_power_law((400, 1000), 3.0, math.inf, torch.Generator().manual_seed(0))
+drawn = persistence.draw_power_law((400, 1000), 3.0, math.inf, torch.Generator().manual_seed(0))
 drawn = drawn.sort(-1).values
 print("kept   printed   exact   simulated")
 for beta in (0.1, 0.25, 0.5, 0.75):
-    simulated = scissorhands.smallest_share(drawn, beta).mean()
-    print(f"{beta:4}   {scissorhands.paper_bound(beta, 3.0):7.3f}"
-          f" {scissorhands.tail_mass(beta, 3.0):7.3f}     {simulated:7.3f}")
+    simulated = persistence.smallest_share(drawn, beta).mean()
+    print(f"{beta:4}   {persistence.paper_bound(beta, 3.0):7.3f}"
+          f" {persistence.tail_mass(beta, 3.0):7.3f}     {simulated:7.3f}")
 
 # %% [markdown]
 # The printed bound is negative where a quarter of the mass is lost; of this law it holds if half or more is kept (of others it does not: S5 in CLAIMS.md). The exact share is simple enough to be plotted; notebook 03 does.
@@ -330,5 +331,5 @@ for beta in (0.1, 0.25, 0.5, 0.75):
 # Things to try. Take `snap_kv`, *blind*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Set `layer` to 1, where *built* retrieves. Write a text of your own with a fact in it: `The code of NAME is NUMBER.` is what this decoder was trained to be asked for.
 
 # %%
-from nanollm.playground import Playground
+from nanollm.commands.playground import Playground
 Playground(model, encoding)

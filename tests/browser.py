@@ -14,12 +14,12 @@ import time
 
 import nbformat
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 CELL = f"""\
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from nanollm import TINY
-from nanollm.playground import Playground
-from nanollm.select import load
+from nanollm.commands.playground import Playground
+from nanollm.commands.registry import load
 Playground(*load(TINY, "cpu"))"""
 
 

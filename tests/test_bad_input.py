@@ -10,9 +10,9 @@ from common import TOKENS, decoder
 from methods.sub_gen import SubGen
 from methods.sub_gen_pairs import SubGen4Cache
 from nanollm.cache import LayerCache, copied, make_cache
-from nanollm.evaluate import for_text
+from nanollm.commands.registry import given, has_budget, methods
 from nanollm.generate import end_prompt
-from nanollm.select import given, has_budget, methods
+from nanollm.measure.evaluate import for_text
 
 BUDGET, KNOBS = 24, dict(budget=np.int64(24), window_size=4)  # NumPy's whole numbers are some
 METHODS, ADDITIONS = ({name: x for name, x in found.items() if isinstance(x, type | dict)}

@@ -8,7 +8,7 @@ import torch
 
 from common import decoder, dense
 from nanollm.cache import ALL, NEVER, LayerCache, cache_bytes, make_cache
-from nanollm.evaluate import full_cache_bytes
+from nanollm.measure.evaluate import full_cache_bytes
 from nanollm.model import Config
 from nanollm.ranking import top
 from nanollm.window import WindowCache

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nanollm.cache import make_cache
+from nanollm.hf.checkpoint import from_hf
 from nanollm.model import Decoder
-from nanollm.weights import from_hf
 from oracle import CASES, TOKENS, oracle, same, tiny
 
 

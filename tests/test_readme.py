@@ -12,17 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers
+from experiments import render as results
 from forks import PATH, Forks
 from methods.random_eviction import RandomEviction
 from nanollm import SHIPPED, TINY
-from nanollm.data import Tasks
-from nanollm.evaluate import Benchmark, maker
-from nanollm.table import ACCURACIES, SHOWN
+from nanollm.commands.table import ACCURACIES, SHOWN
+from nanollm.hf.checkpoint import from_hf
+from nanollm.measure.evaluate import Benchmark, maker
+from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import load
-from nanollm.weights import from_hf
-from results import run as results
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(?:python)?\n(.*?)```", README, re.S)
 COMMANDS = {line.split("  #")[0].strip().removeprefix("pip install -r requirements.txt && "): None
@@ -34,9 +34,9 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
     (" plan", "--methods full snap_kv+critical quantized_2"), (" generate", ""), (" course", "--only chunks"),
     (" claims", "--claims P6 --documents 2"),
-    ("nanollm.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
-    ("nanollm.growth", "--lengths 16 24 --methods full h2o"),
-    ("nanollm.large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
+    ("experiments.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
+    ("experiments.growth", "--lengths 16 24 --methods full h2o"),
+    ("experiments.large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("--methods full", f"--budgets 20 10 {ROWS}"),
     ("--methods all", f"--budgets 25 --methods snap_kv snap_kv+residual {ROWS}"),
     ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
@@ -105,9 +105,9 @@ def test_the_readme_is_short_and_what_it_names_exists():
 
 
 def stored() -> dict:
-    """The rows of results/all.txt by method and budget: budget, KiB, six accuracies, perplexity, KL …"""
+    """The rows of stored/all.txt by method and budget: budget, KiB, six accuracies, perplexity, KL …"""
     rows = {}
-    for line in (ROOT / "results" / "all.txt").read_text().splitlines():
+    for line in (ROOT / "experiments" / "stored" / "all.txt").read_text().splitlines():
         if found := re.fullmatch(r"(\S+) +([\d.]+ %|all) +(\d+(?: +[\d.]+){10})", line):
             rows[found[1], found[2]] = found[3].split()
     return rows

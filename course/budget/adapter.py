@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import torch
 
 from methods import scissorhands
-from methods.theory import scissorhands as theory
+from methods.theory import persistence as theory
 
 
 @dataclass(eq=False)

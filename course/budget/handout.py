@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 4. The budget cache and its theorem
 #
-# **4 to 5 hours; 18 points by tests, and 4 for the written question at the end.** You write two methods of `methods/scissorhands.py` and five functions of `methods/theory/scissorhands.py`.
+# **4 to 5 hours; 18 points by tests, and 4 for the written question at the end.** You write two methods of `methods/scissorhands.py` and five functions of `methods/theory/persistence.py`.
 #
 # **Read before:** Scissorhands ([arXiv 2305.17118](https://arxiv.org/abs/2305.17118)), sections 3 and 4, and Theorem B.3 with its proof in the appendix. Then the docstring of `methods/scissorhands.py`, and `LayerCache` in `nanollm/cache.py`: `attend`, `write`, `observe` and `shrink`.
 #
@@ -177,7 +177,7 @@ check("repaired")
 
 # %%
 import torch
-from methods.theory import scissorhands as theory
+from methods.theory import persistence as theory
 
 print("   k     u     β    lost in draws   tail_mass    line   printed   repaired")
 for k, u, beta in (3, 50, 0.25), (3, 50, 0.5), (3, 50, 0.8), (2.1, 5, 0.5), (3, 5, 0.5), (5, 50, 0.8):
@@ -189,10 +189,12 @@ for k, u, beta in (3, 50, 0.25), (3, 50, 0.5), (3, 50, 0.8), (2.1, 5, 0.5), (3, 
 # %%
 from methods.h2o import H2O
 from methods.scissorhands import Scissorhands
-from nanollm import TINY, evaluate, tokenizer, weights
-from nanollm.data import Tasks
+from nanollm import TINY, tokenizer
+from nanollm.hf import checkpoint
+from nanollm.measure import evaluate
+from nanollm.measure.tasks import Tasks
 
-model, encoding = weights.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
+model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 text = evaluate.text_windows(Tasks(encoding, "test"), windows=4, T=449)
 for name, Method, knobs in (("Scissorhands, m = 64", Scissorhands, {}),
                             ("Scissorhands, m = 1", Scissorhands, dict(at_a_time=1)),

@@ -133,12 +133,13 @@ check("reuse")
 # %%
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.snap_kv import SnapKV
-from nanollm import TINY, tokenizer, weights
+from nanollm import TINY, tokenizer
+from nanollm.hf import checkpoint
 from nanollm.cache import LayerCache
-from nanollm.data import Unmarked
-from nanollm.evaluate import Benchmark, maker, retrieve, standard_error
+from nanollm.measure.tasks import Unmarked
+from nanollm.measure.evaluate import Benchmark, maker, retrieve, standard_error
 
-model, tasks = weights.from_hf(TINY), Unmarked(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
+model, tasks = checkpoint.from_hf(TINY), Unmarked(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
 batches = {name: tasks.batch("needle", 0, 64, 512, facts=1, numbers=numbers)
            for name, numbers in (("long", 4), ("short", 1))}  # a number has two tokens
 bench = Benchmark.read(model, batches, None)

@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from methods import tensor_attention as ours
-from methods.theory import tensor_attention as theory
+from methods.theory import index_game as theory
 from nanollm.cache import LayerCache
 
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 5. Pairs
 #
-# **3 to 4 hours; 18 points by tests, and 4 for the written question at the end.** You write six functions of `methods/tensor_attention.py` and two of `methods/theory/tensor_attention.py`.
+# **3 to 4 hours; 18 points by tests, and 4 for the written question at the end.** You write six functions of `methods/tensor_attention.py` and two of `methods/theory/index_game.py`.
 #
 # **Read before:** Tensor attention ([arXiv 2503.11108](https://arxiv.org/abs/2503.11108)), sections 3 and 4, and Theorem B.1. Then the docstring of `methods/tensor_attention.py`, and `attend` and `write` of `LayerCache` in `nanollm/cache.py`.
 #
@@ -153,7 +153,7 @@ check("play")
 # %%
 import torch
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache
-from methods.theory import tensor_attention as theory
+from methods.theory import index_game as theory
 
 torch.set_num_threads(1)
 for n in 128, 256, 512:

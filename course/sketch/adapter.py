@@ -1,6 +1,7 @@
 """What a test may ask of a submission to `sketch`. Runs in the submission's process, and knows no answers."""
-from methods import count_sketch, kv_reviver_mean, kv_reviver_shrunk
-from methods.theory import kv_reviver
+from methods import count_sketch, kv_reviver_mean
+from methods.ours import kv_reviver_shrunk
+from methods.theory import sketch_error
 
 
 def made(x, rows, bucket_by=None, sign_by=None, kind=count_sketch.Sketch):
@@ -45,11 +46,11 @@ def median(x, rows, bucket_by, sign_by, J, signed_keys=False):
 
 
 def variance(a, width, rows):
-    return kv_reviver.collision_variance(a, width, rows)
+    return sketch_error.collision_variance(a, width, rows)
 
 
 def load(budget, vague):
-    return kv_reviver.load(budget, vague)
+    return sketch_error.load(budget, vague)
 
 
 def means(x, rows, bucket_by, J):

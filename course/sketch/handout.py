@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 6. The sketch
 #
-# **3 to 4 hours; 18 points by tests, and 4 for the written question at the end.** You write eight functions: four of `methods/count_sketch.py`, two of `methods/theory/kv_reviver.py`, one each of `methods/kv_reviver_mean.py` and `methods/kv_reviver_shrunk.py`.
+# **3 to 4 hours; 18 points by tests, and 4 for the written question at the end.** You write eight functions: four of `methods/count_sketch.py`, two of `methods/theory/sketch_error.py`, one each of `methods/kv_reviver_mean.py` and `methods/ours/kv_reviver_shrunk.py`.
 #
 # **Read before:** KVReviver (Yuan et al., preprint), the section on the sketch, Algorithms 1 and 2. Then the docstrings of these four files. If you have met count sketches before (Charikar, Chen and Farach-Colton 2002), you know half of it.
 #
@@ -96,7 +96,7 @@ check("insert")
 check("median")
 
 # %% [markdown]
-# ## 5. `collision_variance` (2 points, check `variance`, `methods/theory/kv_reviver.py`)
+# ## 5. `collision_variance` (2 points, check `variance`, `methods/theory/sketch_error.py`)
 #
 # How far off is what is read? Take one number of one token. The sketch holds a tokens. Signs are on. Each fellow's number has mean 0 and variance 1, and they are independent. Each fellow falls into the token's slot of a row with probability 1/b.
 #
@@ -110,7 +110,7 @@ check("median")
 check("variance")
 
 # %% [markdown]
-# ## 6. `load` (1 point, `methods/theory/kv_reviver.py`)
+# ## 6. `load` (1 point, `methods/theory/sketch_error.py`)
 #
 # How many tokens must a slot hold? A text has n tokens, each an entry. `budget` is a share β of all entries, `vague` a share v of these; positions and scores cost nothing here. So there is memory for βn entries. N = vβn of them are slots of the sketch, in all rows together. Each other one is an exact token. All tokens that are not exact are in the sketch: a tokens. Return a/N, which does not depend on n, as a `float`. β and v are above 0 and at most 1.
 #
@@ -134,7 +134,7 @@ check("load")
 check("means")
 
 # %% [markdown]
-# ## 8. `ShrunkSketch.centred` (4 points, check `shrink`, `methods/kv_reviver_shrunk.py`)
+# ## 8. `ShrunkSketch.centred` (4 points, check `shrink`, `methods/ours/kv_reviver_shrunk.py`)
 #
 # Our repair. Noise is the fellows' size, and most of that size is the mean that all tokens share. So keep the mean exactly, and let the sketch speak of the rest only. And where it is mostly noise, believe it less: read
 #
@@ -176,15 +176,17 @@ check("shrink")
 import torch
 from methods.count_sketch import Sketch
 from methods.kv_reviver_mean import MeanSketch
-from methods.kv_reviver_shrunk import ShrunkSketch, SignedSketch
-from methods.theory.kv_reviver import collision_variance, relative_error
-from nanollm import TINY, evaluate, tokenizer, weights
+from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
+from methods.theory.sketch_error import collision_variance, relative_error
+from nanollm import TINY, tokenizer
+from nanollm.hf import checkpoint
+from nanollm.measure import evaluate
 from nanollm.cache import make_cache
-from nanollm.data import Tasks
-from nanollm.replay import Recorder, record
+from nanollm.measure.tasks import Tasks
+from nanollm.measure.replay import Recorder, record
 
 torch.set_grad_enabled(False)
-model, tasks = weights.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
+model, tasks = checkpoint.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
 recording = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 512))
 k, v = (torch.cat([getattr(x, name) for x in recording]) for name in "kv")  # (layers, H, 512, D)
 J = torch.arange(512).expand(*k.shape[:2], -1)
@@ -206,8 +208,8 @@ for N in (768, 384, 192, 96, 48, 24, 15):
 # %%
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
-from methods.kv_reviver_shrunk import ShrunkReviver
-from nanollm.evaluate import Benchmark, continuation, maker, replayed_or_read, retrieve, standard_error
+from methods.ours.kv_reviver_shrunk import ShrunkReviver
+from nanollm.measure.evaluate import Benchmark, continuation, maker, replayed_or_read, retrieve, standard_error
 
 prompts = tasks.batch("few_shot", 0, 48, 512)
 bench = Benchmark.read(model, dict(labels=prompts), evaluate.text_windows(tasks, 32, 512))

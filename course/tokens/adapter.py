@@ -1,7 +1,8 @@
 """What a test may ask of a submission to `tokens`. Runs in the submission's process, and knows no answers."""
 import torch
 
-from methods import ada_kv, critical_kv, least_theta
+from methods import ada_kv, critical_kv
+from methods.ours.theta import theta as sum_of_theta
 from nanollm import ranking, window
 from nanollm.window import Selection, WindowCache
 
@@ -34,7 +35,7 @@ def two_stage(first, score, budget):
 
 
 def theta(weights, norms, kept):
-    return least_theta.theta(weights, norms, kept)
+    return sum_of_theta(weights, norms, kept)
 
 
 def selected(votes, v, w_o, budget, alpha, kernel_size=1, how="critical"):

@@ -132,7 +132,7 @@ check("two_stage")
 check("critical")
 
 # %% [markdown]
-# ## 8. `theta` in `methods/least_theta.py` (1 point)
+# ## 8. `theta` in `methods/ours/theta.py` (1 point)
 #
 # CriticalKV proves that an eviction changes a head's output by at most θ, in the L1 norm:
 #

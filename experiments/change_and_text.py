@@ -1,0 +1,331 @@
+"""Does a smaller change of the attention output mean better text? App. I of CriticalKV, arXiv 2502.03805.
+
+    python -m experiments.change_and_text > experiments/stored/change_and_text.jsonl  # 9 minutes of a core
+
+compresses 64 texts with each of METHODS at each of SHARES and prints a row of JSON for each. Of the next 64
+tokens, a number a text:
+
+- L: the mean L1 change ‖o − ô‖₁ of a head's output, each layer alone (Definition 1);
+- kl: KL(full ‖ compressed); nll: −log p of the true token.
+
+And means over the texts: `heads`, L of a layer and query head; `layers`, the change that has added up in a
+layer when those below are compressed too. The texts are those of `python -m nanollm --documents 128`.
+"""
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from methods.ada_kv import AdaKV
+from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, two_stage, value_norms
+from methods.ours.residual import Residual
+from methods.ours.theta import LeastTheta
+from methods.pyramid_kv import PyramidKV
+from methods.snap_kv import SnapKV
+from methods.streaming_llm import StreamingLLM
+from nanollm import TINY, tokenizer
+from nanollm.cache import LayerCache, bytes_in_16_bits, end_prefill, make_cache
+from nanollm.hf import checkpoint
+from nanollm.measure.evaluate import (Benchmark, Make, Reference, answer, continuation, held, maker,
+                                      perturbation, prompt_and_question, reference, replayed_or_read,
+                                      retrieve, text_windows)
+from nanollm.measure.replay import Recorder, feed, record, replay
+from nanollm.measure.tasks import Batch, Tasks
+from nanollm.ranking import top
+
+FILE = Path(__file__).parent / "stored" / "change_and_text.jsonl"
+SHARES = 0.5, 0.25, 0.125, 0.0625
+
+RULES = SnapKV, PyramidKV, AdaKV
+WINDOW = dict(window_size=8)  # of the queries that vote, as in `python -m nanollm`
+SELECTIONS = {"critical": Critical(), "critical_code": CriticalCode(), "theta": LeastTheta(),
+              "residual": Residual()}
+VARIANTS = {
+    "critical, stage 2 pooled": dict(select=PooledCritical()),
+    "critical, no pool": dict(select=Critical(), kernel_size=1),
+    "residual, share 0.5": dict(select=Residual(share=0.5)),
+    "residual, entries 4": dict(select=Residual(entries=4)),
+    "residual, entries 4, rounds 3": dict(select=Residual(entries=4, rounds=3)),
+}
+METHODS = {}  # name → method, knobs
+for Rule in RULES:
+    METHODS[Rule.__name__] = Rule, WINDOW
+    METHODS |= {f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
+                for name, select in SELECTIONS.items()}
+METHODS |= {f"{Rule.__name__}, no pool": (Rule, WINDOW | dict(kernel_size=1)) for Rule in RULES}
+METHODS["StreamingLLM"] = StreamingLLM, {}
+METHODS |= {f"SnapKV+{name}": (SnapKV, WINDOW | knobs) for name, knobs in VARIANTS.items()}
+COMMAND = dict(SnapKV="snap_kv", PyramidKV="pyramid_kv", AdaKV="ada_kv", StreamingLLM="streaming_llm")
+
+
+@dataclass(frozen=True)
+class OtherNorms(Critical):
+    """A control: stage 2 weighs pooled votes with the norms of other tokens, drawn at random."""
+
+    def __call__(self, cache, votes: Tensor, budget: int | Tensor) -> Tensor:
+        n, votes = votes.shape[-1], cache.pool(votes)
+        other = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+        norms = value_norms(cache.v[:, :, :n], cache.w_o)[..., other]
+        first = top(votes.mean(2), part_of(self.alpha, budget))
+        return two_stage(first, (votes * norms).mean(2), budget)
+
+
+@dataclass(frozen=True)
+class Knobs(Critical):
+    """The paper's rule, and what the authors' code and App. G change of it, a knob each."""
+    pooled: bool = False    # the votes of stage 2
+    epsilon: float = 0.0    # that is added to them
+    of_means: bool = False  # the product of a group's means, in place of the mean of its products
+    order: int = 1          # of the norms: L1 or L2
+
+    def second(self, cache, votes: Tensor, norms: Tensor) -> Tensor:
+        if self.order == 2:
+            norms = l2_norms(cache.v[:, :, :votes.shape[-1]], cache.w_o)
+        votes = (cache.pool(votes) if self.pooled else votes) + self.epsilon
+        return votes.mean(2) * norms.mean(2) if self.of_means else (votes * norms).mean(2)
+
+
+def l2_norms(v: Tensor, w_o: Tensor) -> Tensor:
+    """‖v_i W_O‖₂ of every query head, as √(v M vᵀ) with M = W_O W_Oᵀ: v (B, H, n, D) → (B, H, G, n)."""
+    w, v = w_o.unflatten(1, (v.shape[1], -1)), v.unsqueeze(2)
+    M = torch.einsum("ohgd,ohge->hgde", w, w)
+    return (v @ M * v).sum(-1).clamp(min=0).sqrt()
+
+
+CODE = {"α = 0.5": dict(alpha=0.5), "stage 2 pooled": dict(pooled=True), "ε = 1e-4": dict(epsilon=1e-4),
+        "product of means": dict(of_means=True)}
+ALL_OF_CODE = {knob: x for one in CODE.values() for knob, x in one.items()}
+# the paper's rule with one knob of the code's each, and the code with one knob of the paper's each
+ONE_KNOB = {"critical": Knobs(), **{f"critical, {name}": Knobs(**knob) for name, knob in CODE.items()},
+            "critical, L2 norms": Knobs(order=2),
+            "critical_code": Knobs(**ALL_OF_CODE),
+            **{f"critical_code, no {name}": Knobs(**{k: x for k, x in ALL_OF_CODE.items() if k not in knob})
+               for name, knob in CODE.items()},
+            "critical_code, L2 norms": Knobs(**ALL_OF_CODE, order=2)}
+
+
+# ---- measured now ---------------------------------------------------------------------------------------
+
+def texts(model, tasks: Tasks) -> Reference:
+    return reference(model, text_windows(tasks, 64, 512), 64)
+
+
+def by_text(model, full: Reference, name: str, share: float) -> dict[str, Tensor]:
+    """A method of METHODS text by text: ‖o − ô‖₁ of each layer `alone`, and `together`, added up over the
+    layers below, (texts, L, H·G); kl and nll (texts,)."""
+    Method, knobs = METHODS[name]
+    return text_by_text(model, full, maker(model, Method, share, **knobs))
+
+
+def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
+    text = replayed_or_read(continuation, model, full, make, full.recording)
+    row = dict(alone=perturbation(model, full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
+    return {key: x.cpu() for key, x in row.items()}
+
+
+def measured(model, full: Reference, name: str, share: float) -> dict[str, np.ndarray]:
+    """A method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
+    text = by_text(model, full, name, share)
+    row = dict(L=text["alone"].mean((1, 2)), kl=text["kl"], nll=text["nll"])
+    row |= dict(heads=text["alone"].mean(0), layers=text["together"].mean((0, 2)))
+    return {key: x.numpy() for key, x in row.items()}
+
+
+def answers(model, bench: Benchmark, Method, share: float, **knobs) -> dict[str, Tensor]:
+    """The share of right answers of every document, (tasks, documents), "aware" and "blind"."""
+    return right_answers(model, bench, maker(model, Method, share, **knobs))
+
+
+def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
+    """The same with caches of `make`."""
+    each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
+            for task, batch in bench.batches.items()]
+    return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
+
+
+def one_knob_at_a_time(model, bench: Benchmark, full: Reference, share: float = 1 / 8) -> dict:
+    """Of SnapKV with each of ONE_KNOB: the share of right answers, aware, of every document of every task,
+    (n,); L and kl of every text, (texts,)."""
+    rows = {}
+    for name, select in {"SnapKV": SnapKV.select, **ONE_KNOB}.items():
+        knobs = dict(select=select, **WINDOW)
+        right = answers(model, bench, SnapKV, share, **knobs)["aware"].flatten()
+        text = text_by_text(model, full, maker(model, SnapKV, share, **knobs))
+        rows[name] = dict(answers=right, L=text["alone"].mean((1, 2)), kl=text["kl"])
+    return rows
+
+
+@torch.no_grad()
+def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = True, **knobs) -> dict:
+    """Short prompts with long answers (Table 7): a sixteenth of each text, and the rest token by token.
+
+    As there, whenever the cache holds half of the text, an eighth stays. Without `again` only the prompt is
+    compressed, and that is too short. Returns kl (texts,) over the answer; by task of `asked`, documents as
+    long, which are right (documents,): their questions stand at the end; and of a text the largest and the
+    last live KiB, as of 16 bits, "most" and "last".
+    """
+    T = texts.shape[1]
+    knobs = dict(budget=T // 8, every=(T // 2 - T // 8) * again) | WINDOW | knobs
+
+    def prompted(tokens):
+        caches = make_cache(model, SnapKV, **knobs)
+        feed(model, tokens[:, :T // 16], caches)
+        return caches
+
+    full, caches = model(texts[:, :-1])[:, T // 16:].log_softmax(-1), prompted(texts)
+    end_prefill(caches)
+    kl, kib = [], []
+    for token, true in zip(texts[:, T // 16:-1].unbind(1), full.unbind(1)):
+        log_p = model(token[:, None], caches)[:, 0].log_softmax(-1)
+        kl.append(F.kl_div(log_p, true, log_target=True, reduction="none").sum(-1))
+        kib.append(bytes_in_16_bits(caches) / len(texts) / 1024)
+    right = {task: answer(model, torch.from_numpy(batch.tokens).to(texts.device), batch.answers, T // 16,
+                          prompted(torch.from_numpy(batch.tokens).to(texts.device)))
+             for task, batch in asked.items()}
+    return dict(kl=torch.stack(kl, 1).mean(1), most=max(kib), last=kib[-1]) | right
+
+
+def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **knobs) -> list[LayerCache]:
+    """Caches that have read tokens (B, T) and kept a share of them."""
+    caches = make_cache(model, Method, budget=round(share * tokens.shape[1]), **WINDOW | knobs)
+    feed(model, tokens, caches)
+    end_prefill(caches)
+    return caches
+
+
+def value_kept(model, batch: Batch, Method, share: float, layer: int, **knobs) -> list[float]:
+    """How often a layer's heads keep the first and the second token of the value that is asked for."""
+    end = batch.answers[0].start - 1  # the question's last token is fed after the compression
+    prompts = torch.from_numpy(batch.tokens[:, :end])
+    kept = held(compressed(model, Method, prompts, share, **knobs), end)[:, layer]  # (B, H, end)
+
+    value = batch.tokens[:, batch.answers[0]]
+    place = [next(i for i in range(end) if (row[i:i + 2] == pair).all())
+             for row, pair in zip(batch.tokens, value)]
+    rows = range(len(place))
+    return [kept[rows, :, [i + more for i in place]].float().mean().item() for more in (0, 1)]
+
+
+def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32) -> np.ndarray:
+    """Share of 4 documents' needles that are found, aware, by `budget` entries: (names, depths, lengths)."""
+    found = np.zeros((len(names), len(depths), len(lengths)))
+    for (i, depth), (j, T) in product(enumerate(depths), enumerate(lengths)):
+        batch = tasks.batch("needle", seed=j, B=4, T=T, depth=depth)
+        tokens, *parts = prompt_and_question(model, batch)
+        recorders = make_cache(model, Recorder)
+        recordings = [record(model, recorders, part) for part in parts]
+        for m, name in enumerate(names):
+            Method, knobs = METHODS[name]
+            caches = make_cache(model, Method, budget=budget, **knobs)
+            for n in (1, 2):
+                replay(recordings[:n], caches)
+            right = answer(model, tokens, batch.answers, batch.answers[0].start - 1, caches)
+            found[m, i, j] = right.mean()
+    return found
+
+
+# ---- of the stored rows ---------------------------------------------------------------------------------
+
+@cache
+def stored() -> dict[tuple[str, float], dict[str, np.ndarray]]:
+    """The rows of the file, by method and share."""
+    rows = {}
+    for row in map(json.loads, FILE.read_text().splitlines()):
+        place = row.pop("method"), row.pop("share")
+        rows[place] = {key: np.array(x) for key, x in row.items()}
+    return rows
+
+
+def difference(name: str, base: str, share: float, key: str) -> tuple[float, float]:
+    """Mean difference of two rows of the file, text by text, and its standard error."""
+    d = stored()[name, share][key] - stored()[base, share][key]
+    return d.mean(), d.std(ddof=1) / len(d) ** 0.5
+
+
+def change(name: str, base: str, share: float) -> tuple[float, float]:
+    """`difference` of L as a part of the base's L."""
+    unit = stored()[base, share]["L"].mean()
+    return tuple(x / unit for x in difference(name, base, share, "L"))
+
+
+def saved(name: str, base: str, share: float, key: str = "kl") -> tuple[float, float]:
+    """How much of the budget a method saves where the base scores the same, 0.2 for a fifth; Fig. 1.
+
+    The base's budget is interpolated, as there, and its standard error is how it varies if the texts are
+    drawn anew. Where the score lies beyond the base's at all SHARES, the nearest of them counts.
+    """
+    mine, of = stored()[name, share][key], np.stack([stored()[base, x][key] for x in SHARES])
+
+    def part(texts) -> float:
+        enough = np.interp(mine[texts].mean(), of[:, texts].mean(1), np.log2(SHARES))
+        return 1 - share / 2 ** enough
+
+    again = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
+    return part(slice(None)), np.std([part(texts) for texts in again])
+
+
+def lower(name: str, base: str, share: float) -> float:
+    """Share of the heads whose L is lower than the base's."""
+    return (stored()[name, share]["heads"] < stored()[base, share]["heads"]).mean()
+
+
+def last_layer(name: str, base: str, share: float) -> tuple[float, float]:
+    """The last layer's change against the base's, −0.1 for a tenth less: all layers compressed; it alone."""
+    row, other = stored()[name, share], stored()[base, share]
+    together = row["layers"][-1] / other["layers"][-1] - 1
+    return together, row["heads"][-1].mean() / other["heads"][-1].mean() - 1
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """Of the numbers x (n,), from 1; equal ones have their mean rank."""
+    _, place, n = np.unique(x, return_inverse=True, return_counts=True)
+    return (n.cumsum() - (n - 1) / 2)[place]
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's, of x and y (n,)."""
+    return np.corrcoef(ranks(x), ranks(y))[0, 1]
+
+
+def correlation_over_methods(x: np.ndarray, y: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple:
+    """Rank correlation of the texts' means of x and y (methods, texts), and the ends of its 95 % interval.
+
+    For the interval the texts are drawn anew, the same for x and y.
+    """
+    again = np.random.default_rng(seed).integers(0, x.shape[1], (draws, x.shape[1]))
+    values = [rank_correlation(x[:, i].mean(1), y[:, i].mean(1)) for i in again]
+    return rank_correlation(x.mean(1), y.mean(1)), *np.quantile(values, [0.025, 0.975])
+
+
+def correlation_of_change_and_kl(names: list[str], shares: list[float]) -> tuple:
+    """`correlation_over_methods` of L and KL, over these methods at these shares."""
+    rows = [stored()[name, share] for name in names for share in shares]
+    return correlation_over_methods(*(np.array([row[key] for row in rows]) for key in ("L", "kl")))
+
+
+def command_name(name: str) -> str:
+    """As the command line and `plot.style` know it: "snap_kv+critical" for "SnapKV+critical"."""
+    for rule, command in COMMAND.items():
+        name = name.replace(rule, command)
+    return name.replace(", ", "+")
+
+
+# the methods that are compared at every share, and of them those that only choose entries by votes
+COMPARED = [name for name in METHODS if "residual," not in name and "critical," not in name]
+VOTING = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
+
+
+if __name__ == "__main__":
+    model, tasks = checkpoint.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
+    full = texts(model, tasks)
+    for name in METHODS:
+        for share in SHARES:
+            row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist()
+                   for key, x in measured(model, full, name, share).items()}
+            print(json.dumps(dict(method=name, share=share) | row, separators=(",", ":")), flush=True)

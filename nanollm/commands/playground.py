@@ -1,0 +1,103 @@
+"""A playground for a notebook: text, question, method and budget to choose; what stays and what is answered.
+
+    Playground(*load(TINY, "cpu"))    # as the last line of a cell
+"""
+from codecs import getincrementaldecoder
+from html import escape
+
+import ipywidgets as widgets
+import torch
+from torch import Tensor
+
+from nanollm.cache import bytes_in_16_bits, make_cache
+from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer
+from nanollm.commands.registry import calibrated, given, has_budget, one_line, pick
+from nanollm.measure.evaluate import for_text, share
+from nanollm.tokenizer import boundaries, opening
+
+NEW = 4  # tokens of an answer
+
+
+class Playground(widgets.VBox):
+    """Whatever is changed, the text is read, compressed and asked anew. Errors are said in the box."""
+
+    def __init__(self, model, encoding):
+        self.model, self.encoding, self.methods = model, encoding, pick(["all"])
+        self.learned = {}   # by method: what it found out about the decoder
+        self.expected = {}  # by text and question: the full cache's answer and bytes
+        wide = widgets.Layout(width="98%")
+        self.text = widgets.Textarea(PAGE, layout=widgets.Layout(width="98%", height="9em"),
+                                     continuous_update=False)
+        self.question = widgets.Text(QUESTION.strip("\n"), description="question", layout=wide,
+                                     continuous_update=False)
+        self.method = widgets.Dropdown(options=[*self.methods], value="snap_kv", description="method")
+        self.setting = widgets.ToggleButtons(options=[*SETTINGS], tooltips=[*SETTINGS.values()])
+        self.budget = widgets.IntSlider(8, 1, 100, description="budget, %", continuous_update=False)
+        self.window = widgets.IntSlider(8, 1, 64, description="window", continuous_update=False)
+        layers = ["all", *map(str, range(model.config.n_layers))]
+        self.layer = widgets.Dropdown(options=layers, description="layer")
+        self.said, self.kept = widgets.HTML(layout=wide), widgets.HTML(layout=wide)
+        rows = (self.method, self.setting), (self.budget, self.window, self.layer)
+        super().__init__([self.text, self.question, *map(widgets.HBox, rows), self.said, self.kept])
+        for control in (self.text, self.question, *rows[0], *rows[1]):
+            control.observe(lambda change: self.show(), "value")
+        self.show()
+
+    def show(self):
+        name, Method = self.method.value, self.methods[self.method.value]
+        self.budget.disabled = not has_budget(Method)
+        self.window.disabled = not given(Method, window_size=1)
+        self.said.value, self.kept.value = "reading …", ""
+        try:
+            if name not in self.learned:
+                self.learned[name] = calibrated(Method, self.model, self.encoding)
+            self.said.value, self.kept.value = self.read(Method, self.learned[name])
+        except Exception as error:  # of a method of your own, too; a browser would show none
+            self.said.value = f"<b>{escape(one_line(error))}</b>"
+
+    @torch.no_grad()
+    def read(self, Method, knobs: dict) -> tuple[str, str]:
+        """What is answered, and the text, each token as dark as the share of heads that keep it; HTML."""
+        model, encode = self.model, self.encoding.encode_ordinary
+        context = opening(self.encoding, model.config) + encode(self.text.value)
+        question = encode(f"\n{self.question.value}")
+        tokens = torch.tensor([context + question], device=model.embed.weight.device)
+        cut = len(context) if self.setting.value == "blind" else len(context) + len(question) - 1
+        if not self.text.value.strip() or len(tokens[0]) + NEW > model.config.max_len:
+            raise ValueError(f"a text has at least 1 token and, with question and answer, at most "
+                             f"{model.config.max_len}, not {len(tokens[0]) + NEW}")
+
+        budget = share(self.budget.value / 100, len(context))
+        knobs = knobs | given(Method, budget=budget, window_size=self.window.value)
+        ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
+        caches = make_cache(model, for_text(Method, ends[:, :cut]), **knobs)
+        kept, written = answer(model, tokens, cut, caches, NEW)
+        key = tuple(context + question)
+        if key not in self.expected:
+            full = make_cache(model)
+            self.expected[key] = answer(model, tokens, cut, full, NEW)[1], bytes_in_16_bits(full)
+        expected, most = self.expected[key]
+        if self.layer.value != "all":
+            kept = kept[int(self.layer.value)][None]
+        shares, held = kept.float().mean((0, 1)), bytes_in_16_bits(caches)
+
+        told, full = (escape(self.encoding.decode(x).strip()) for x in (written, expected))
+        said = (f"It answers <b>{told}</b>, the full cache <b>{full}</b>. After the answer it holds "
+                f"<b>{held / 1024:.0f} KiB</b> in numbers of 16 bits, {100 * held / most:.0f} % of the full "
+                f"cache's {most / 1024:.0f}. "
+                f"Of the {cut} tokens compressed, a head has a slot for {100 * shares.mean():.0f} %; "
+                f"{int((shares == 0).sum())} tokens are gone from all"
+                f"{'' if self.layer.value == 'all' else f' of layer {self.layer.value}'}.")
+        return said, self.shaded(tokens[0], shares)
+
+    def shaded(self, tokens: Tensor, shares: Tensor) -> str:
+        """Tokens (T,), the first on a ground as dark as the root of their share."""
+        text, decoder = "", getincrementaldecoder("utf-8")("replace")  # a character may be of several tokens
+        for i, token in enumerate(tokens.tolist()):
+            piece = escape(decoder.decode(self.encoding.decode_bytes([token])))
+            dark = 0.7 * float(shares[i]) ** 0.5 if i < len(shares) else None
+            look = f"background:rgba(0,114,178,{dark:.2f})" if dark else "color:#aaa"
+            look = "color:#007a3d" if dark is None else look  # what came after the compression
+            text += f'<span style="{look}">{piece}</span>'
+        return ('<div style="white-space:pre-wrap;font-family:monospace;line-height:1.5;color:black;'
+                f'background:white;padding:6px">{text}</div>')

@@ -1,0 +1,112 @@
+"""python -m nanollm generate: continue a text, or show what a cache keeps of the built-in page."""
+import argparse
+from pathlib import Path
+
+from nanollm.check import check_seed, whole
+from nanollm.commands import shell
+from nanollm.commands.compare import check_files
+from nanollm.commands.registry import calibrated, given, has_budget, loaded, model_options, pick
+
+MARK = "▸"  # between a text and what is written
+
+
+def main(argv: list[str]):
+    from nanollm.commands import demo
+    parser = argparse.ArgumentParser(
+        prog="python -m nanollm generate",
+        description="Continue a text. Without one: read a page that holds facts, show which of its tokens a "
+                    "method evicts, and answer a question about it.")
+    parser.add_argument("prompt", nargs="?", help="the text to continue")
+    parser.add_argument("--file", type=Path, help="a file with the text to continue")
+    parser.add_argument("--method", help=f"default: full; for the page {demo.METHOD}")
+    parser.add_argument("--budget", type=int, help="slots per key/value head, for every method that has one; "
+                        f"for the page {demo.BUDGET}")
+    parser.add_argument("--window", type=int, metavar="QUERIES",
+                        help="that vote, in methods with a window; default 8")
+    parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: the most likely")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from so many tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest, of this mass")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--figure", type=Path, help="of the page: a file for its picture")
+    model_options(parser)
+    args = parser.parse_args(argv)
+
+    check_seed(args.seed)
+    if args.prompt is not None and args.file:
+        raise ValueError(f"give the text or --file {args.file}, not both")
+    shows = args.prompt is None and not args.file
+    changed = lambda *names: ", ".join(f"--{name.replace('_', '-')}" for name in names
+                                       if getattr(args, name) != parser.get_default(name))
+    if shows and (idle := changed("tokens", "temperature", "top_k", "top_p", "seed")):
+        raise ValueError(f"{idle} would change nothing on the built-in page; give a text, or leave it out")
+    if args.temperature == 0 and (idle := changed("top_k", "top_p", "seed")):
+        raise ValueError(f"{idle} would change nothing at --temperature 0; set it above 0, or leave it out")
+    if args.figure:
+        if not shows:
+            raise ValueError("--figure is of the built-in page; leave it or the text out")
+        check_files(args.figure, None)
+    name = (demo.METHOD if shows else "full") if args.method is None else args.method
+    if name == "all":
+        raise ValueError("one method writes one text; name one")
+    Method = pick([name])[name]
+    if args.budget is None and shows and has_budget(Method):
+        args.budget = demo.BUDGET
+    if args.budget is not None:
+        whole("budget", args.budget, 1)
+    if (args.budget is None) == has_budget(Method):
+        raise ValueError(f"{name} needs --budget, in slots per key/value head" if args.budget is None
+                         else f"{name} has no budget; leave --budget out")
+    if args.window is not None and not given(Method, window_size=args.window):
+        raise ValueError(f"{name} has no window; leave --window out")
+
+    text = shell.read_text(args.file) if args.file else args.prompt
+    model, encoding = loaded(args)
+    known = dict(window_size=8 if args.window is None else args.window)
+    known |= {} if args.budget is None else dict(budget=args.budget)
+    knobs = given(Method, **known) | calibrated(Method, model, encoding)
+    if shows:
+        demo.demonstrate(model, encoding, name, Method, knobs, args.device, args.figure)
+    else:
+        write(args, text, model, encoding, Method, knobs)
+
+
+def write(args, text: str, model, encoding, Method, knobs: dict):
+    """Continue a text, each token as it comes, and say what the cache holds at the end, and what the full
+    cache would have written.
+    """
+    import torch
+    from nanollm.cache import LayerCache, cache_bytes, make_cache
+    from nanollm.measure.evaluate import for_text
+    from nanollm.generate import generate, stream
+    from nanollm.tokenizer import boundaries, opening
+    ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
+    prompt = torch.tensor([ids], dtype=torch.long, device=args.device)
+    ends = boundaries(encoding, model.config.vocab_size)
+    caches = make_cache(model, for_text(Method, ends[prompt.cpu()]), **knobs)
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    new = stream(model, prompt, args.tokens, caches, **sampling)
+
+    tokens, written = [], ""
+    print(f"{text}{MARK}", end="", flush=True)
+    try:
+        for token in new:
+            tokens.append(token.item())
+            all_of_it = encoding.decode(tokens)
+            if not all_of_it.endswith("\ufffd"):  # a character may span tokens
+                print(all_of_it[len(written):], end="", flush=True)
+                written = all_of_it
+    except ValueError:  # the text so far stays a line of its own
+        print()
+        raise
+    print(all_of_it[len(written):], end="")
+
+    live, allocated = cache_bytes(caches)
+    print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "
+          f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
+    if args.budget is not None and caches[0].seen <= args.budget:
+        print(f"[nothing was evicted: all tokens fit into the budget of {args.budget}]")
+    elif Method is not LayerCache:
+        full = encoding.decode(generate(model, prompt, args.tokens, **sampling)[0].tolist())
+        same = full == all_of_it
+        print("[the full cache writes the same]" if same else f"[the full cache writes:]\n{full}")

@@ -1,0 +1,385 @@
+"""The training loop: a mixture of real text and retrieval documents, short ones first.
+
+    python -m nanollm train --out runs/tiny              # an hour and a half on one CPU core
+    torchrun --nproc-per-node 2 -m -- nanollm train ...   # rows of each batch are shared out over the ranks
+
+A run that was cut off goes on from its last checkpoint if it is asked for with the same seed, learning rate
+and steps: stage and rate of a step depend on how many there are. Nothing of another's is written over.
+
+What makes retrieval work in so little training, in order of weight: a structured start
+(initial_weights.py: only the starting weights are special, the architecture is not), position jumps (PoSE,
+arXiv 2309.10400) so that lengths far beyond the training length are seen as positions, and a curriculum
+from dense copying to needles in real text.
+
+--start learned builds no head that retrieves. It copies for longer at first, every document begins with BOS,
+and for most of the run heads and layers are left out at random, so that retrieval spreads.
+"""
+import argparse
+from contextlib import nullcontext
+import json
+import math
+import os
+from pathlib import Path
+import platform
+import re
+import shutil
+import time
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from nanollm import SHIPPED, TINY, tokenizer
+from nanollm.check import check_seed, whole
+from nanollm.commands.shell import ranks, set_threads
+from nanollm.hf.checkpoint import check_device, from_hf, to_hf
+from nanollm.measure.evaluate import bits_per_byte, exact_match, ngram_bits
+from nanollm.measure.tasks import ANSWER, FACT, QUESTION, TEXT, Tasks
+from nanollm.model import Config, Decoder
+from nanollm.training.initial_weights import induction_start, learned_start, left_out, without_heads
+
+CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
+              rope_theta=5e5)
+# share of the steps, tokens per document, documents per batch, and the mixture of tasks
+STAGES = [
+    (0.08, 64, 64, dict(plain=.20, periodic=.45, associative=.25, few_shot=.10)),
+    (0.10, 128, 32, dict(plain=.20, periodic=.15, associative=.10, few_shot=.15, needle=.25, recall=.15)),
+    (0.42, 256, 16, dict(plain=.38, periodic=.07, associative=.05, few_shot=.18, needle=.20, recall=.12)),
+    (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13,
+                        copy=.12)),
+]
+LEARNED = [  # the same for --start learned
+    (0.05, 64, 64, dict(plain=.05, periodic=.80, associative=.15)),
+    (0.04, 64, 64, dict(plain=.20, periodic=.40, associative=.25, few_shot=.15)),
+    (0.09, *STAGES[1][1:]),
+    (0.42, 256, 16, dict(plain=.42, periodic=.06, associative=.04, few_shot=.16, needle=.16, recall=.10,
+                         copy=.06)),
+    (0.40, 512, 8, dict(plain=.46, periodic=.03, associative=.02, few_shot=.10, needle=.12, recall=.11,
+                        copy=.16)),
+]
+LEAVE_OUT = 0.06, 0.85  # from and to which share of the steps
+# loss weight of a token by its role; in plain text every token counts 1
+WEIGHT = np.zeros(4, dtype=np.float32)
+RECIPE = "seed", "lr", "steps", "start"  # a run depends on these alone, so its checkpoint has them
+CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
+MADE = "config.json", "model.safetensors", "tokenizer.tiktoken", "train.json"  # at a run's end
+
+WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
+
+
+# ---- documents -----------------------------------------------------------------------------------------
+
+def periodic(rng, n: int, tasks: Tasks):
+    """A segment repeated to the end, from its second time on an answer: the densest signal for induction."""
+    length = int(rng.integers(4, n // 2 + 1))
+    segment = rng.integers(0, tasks.bos, length) if rng.random() < 0.6 else tasks.filler(rng, length)
+    roles = np.full(n, ANSWER, dtype=np.uint8)
+    roles[:length] = FACT
+    return np.resize(segment, n), roles
+
+
+def associative(rng, n: int, tasks: Tasks):
+    """Random key → value pairs of 1 or 2 tokens, listed once and then again and again in other orders."""
+    k, v = rng.integers(1, 3, 2)
+    pairs = int(rng.integers(2, n // (2 * (k + v)) + 1))
+    if k == 1:
+        keys = rng.choice(tasks.bos, pairs, replace=False)[:, None]
+    else:
+        keys = rng.integers(0, tasks.bos, (pairs, 2))
+    table = np.concatenate([keys, rng.integers(0, tasks.bos, (pairs, v))], 1)
+    rounds = -(-n // table.size)
+    order = np.concatenate([np.arange(pairs)] + [rng.permutation(pairs) for _ in range(rounds - 1)])
+    roles = np.full((len(order), k + v), FACT, dtype=np.uint8)
+    roles[pairs:, k:] = ANSWER
+    return table[order].ravel()[:n], roles.ravel()[:n]
+
+
+def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
+    """n tokens of a task with random knobs, and the loss weight of each. bos: it begins with BOS, as those
+    with questions always do.
+    """
+    if bos and task in ("plain", "periodic", "associative"):
+        tokens, weights = document(rng, n - 1, task, tasks)
+        return np.append(tasks.bos, tokens), np.append(np.float32(0), weights)
+    if task == "plain":
+        return tasks.filler(rng, n), np.ones(n, dtype=np.float32)
+    if task in ("periodic", "associative"):
+        tokens, roles = (periodic if task == "periodic" else associative)(rng, n, tasks)
+        return tokens, (roles == ANSWER).astype(np.float32)
+    if task == "needle":
+        facts = int(rng.integers(1, min(12, max(2, n // 32)) + 1))
+        questions = facts if rng.random() < 0.5 else int(rng.integers(1, facts + 1))
+        tokens, roles = tasks.needle(rng, n, facts=facts, questions=questions)
+    elif task == "recall":
+        pairs = int(rng.integers(2, min(24, n // 16) + 1))
+        questions = int(rng.integers(1, min(pairs, n // 40) + 1))
+        tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=questions)
+    elif task == "copy":
+        length = int(rng.integers(12, n // 4))
+        start = int(rng.integers(3, 9))
+        tokens, roles = tasks.copy(rng, n, length=length, start=start, answer=length - start)
+    else:
+        classes = int(rng.integers(2, 7))
+        shots = int(rng.integers(1, min(28, n // 16 - 1) + 1))
+        tokens, roles = tasks.few_shot(rng, n, shots=shots, classes=classes, every_label=True)
+    return tokens, WEIGHT[roles]
+
+
+def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks, bos: bool = False):
+    """Tokens and loss weights (B, T + 1) of a step: a function of seed and step alone, so runs can resume."""
+    rng = np.random.default_rng((seed, step))
+    kinds = rng.choice(list(mixture), B, p=np.array(list(mixture.values())) / sum(mixture.values()))
+    tokens, weights = zip(*(document(rng, T + 1, kind, tasks, bos) for kind in kinds))
+    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(weights))
+
+
+def position_jumps(rng, B: int, T: int, max_len: int, jumps: int = 3) -> torch.Tensor:
+    """Positions (B, T) that skip ahead at a few random places and end below max_len (PoSE)."""
+    where = rng.integers(1, T, (B, jumps))
+    cuts = np.sort(rng.integers(0, max_len - T + 1, (B, jumps)), 1)
+    size = np.diff(cuts, axis=1, prepend=0)
+    step = (np.arange(T) >= where[:, :, None]) * size[:, :, None]
+    return torch.from_numpy(np.arange(T) + step.sum(1))
+
+
+# ---- the loop ------------------------------------------------------------------------------------------
+
+def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
+    """Share of the peak learning rate: linear warm-up, flat, then linear decay down to 2 %."""
+    return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
+
+
+def stage(step: int, steps: int, stages: list | None = None):
+    """T, B and mixture at this step."""
+    done, stages = 0.0, stages or STAGES
+    for share, T, B, mixture in stages:
+        done += share
+        if step < done * steps:
+            return T, B, mixture
+    return stages[-1][1:]
+
+
+def save(args, model: Decoder, optimizer, step: int, minutes: float):
+    """Weights and AdamW's moments in one file, replaced at once so that a cut-off run leaves a whole one."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]  # empty before the first step
+        m, v = (state[key] if key in state else torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq"))
+        tensors |= {name: p.data, f"{name}.m": m, f"{name}.v": v}
+    known = dict(step=step, minutes=minutes) | {name: getattr(args, name) for name in RECIPE}
+    try:
+        save_file(tensors, args.out / PART, metadata={name: str(x) for name, x in known.items()})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{args.out / PART} cannot be written: {error}") from None
+    os.replace(args.out / PART, args.out / CHECKPOINT)
+
+
+def find(args) -> tuple[int, float]:
+    """Steps and minutes done by the run in the folder, 0 if it is new or empty.
+
+    Raises ValueError for every other folder: it holds what is not of this run, or a run that is finished.
+    """
+    folder = Path(os.path.realpath(args.out))  # NEW/.. is a folder that is there
+    file = folder / CHECKPOINT
+    parts = [part for part in (folder, *folder.parents) if part.exists()]
+    ships = [ours for ours in SHIPPED.values() if ours.exists()]
+    if any(part.samefile(ours) for part in parts for ours in ships):  # by whatever name
+        raise ValueError(f"{args.out} is in the folder of a checkpoint that ships; name another folder")
+    args.out = folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder")
+    there = {file.name for file in folder.iterdir()} if folder.exists() else set()
+    if there <= {PART}:
+        return 0, 0.0
+    if CHECKPOINT not in there:
+        raise ValueError(f"{folder} holds {min(there)} and no run to go on with; name a new folder")
+    try:
+        with safe_open(file, "pt") as f:
+            known = f.metadata()
+        step, minutes = int(known["step"]), float(known["minutes"])
+        recipe = {name: known[name] for name in RECIPE}
+        if not (0 <= step <= int(recipe["steps"]) and 0 <= minutes < math.inf):
+            raise ValueError
+    except (OSError, SafetensorError, TypeError, KeyError, ValueError):
+        raise ValueError(f"{file} is damaged or another's; name a new folder") from None
+    for name, begun in recipe.items():
+        if begun != str(getattr(args, name)):
+            raise ValueError(f"the run in {folder} has --{name} {begun}, not {getattr(args, name)}; "
+                             "go on with that or name a new folder")
+    if step == args.steps and "train.json" in there:
+        raise ValueError(f"the run in {folder} is finished; name a new folder")
+    if others := there & {*MADE}:
+        raise ValueError(f"{folder} holds {min(others)}, which its run has not written; name a new folder")
+    return step, minutes
+
+
+def resume(file: Path, model: Decoder, optimizer, step: int):
+    """Load the tensors that `save` wrote after so many steps."""
+    with safe_open(file, "pt", device=str(model.embed.weight.device)) as f:
+        def tensor(name: str, p):
+            if name not in f.keys() or (x := f.get_tensor(name)).shape != p.shape or not x.isfinite().all():
+                raise ValueError(f"{file} has no {name} of shape {tuple(p.shape)}, or not a finite one; "
+                                 "name a new folder")
+            return x.to(p.dtype)
+
+        for name, p in model.named_parameters():
+            p.data.copy_(tensor(name, p))
+            m, v = tensor(f"{name}.m", p), tensor(f"{name}.v", p)
+            done = torch.tensor(float(step), device=p.device)
+            optimizer.state[p] = dict(step=done, exp_avg=m, exp_avg_sq=v)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m nanollm train", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/tiny"),
+                        help="folder of the run: a new one, or that of the same run, which goes on")
+    parser.add_argument("--steps", type=int, default=3000, help="steps of 4096 tokens")
+    parser.add_argument("--start", choices=("built", "learned"), default="built",
+                        help="whether heads that retrieve are in the starting weights; default built")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+    parser.add_argument("--every", type=int, default=100, help="steps between measurements and checkpoints")
+    parser.add_argument("--documents", type=int, default=256, help="per task in the measurement at the end")
+    args = parser.parse_args(argv)
+    for name, most in (("steps", 10 ** 9), ("every", 10 ** 9), ("documents", 10 ** 6)):
+        whole(name, getattr(args, name), 1, most)
+    check_seed(args.seed)
+    if not 0 < args.lr <= 1:
+        raise ValueError(f"lr {args.lr} must lie above 0 and be at most 1")
+    check_device(args.device)
+
+    rank, world = ranks()
+    learned = args.start == "learned"
+    model = Decoder(Config(**CONFIG, bos=CONFIG["vocab_size"] - 1 if learned else None))
+    set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    first, minutes = find(args)
+    if world > 1:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    (learned_start if learned else induction_start)(model, args.seed)
+    model.to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05,
+                                  fused=True)
+    if first:
+        resume(args.out / CHECKPOINT, model, optimizer, first)
+    forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    if rank == 0 and not first:
+        save(args, model, optimizer, 0, minutes)  # the folder is taken, and it can be written to
+
+    log = (args.out / "log.jsonl").open("a")
+
+    began, saved, few = time.time() - 60 * minutes, first, max(1, args.documents // 8)
+    encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
+    training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
+    bar = tqdm(range(first, args.steps), initial=first, total=args.steps,
+               disable=rank > 0 or None, mininterval=2)
+    shown, losses = {}, []
+    for step in bar:
+        T, B, mixture = stage(step, args.steps, LEARNED if learned else STAGES)
+        tokens, weights = batch(args.seed, step, B, T, mixture, training, learned)
+        rng = np.random.default_rng((args.seed, step, 1))
+        jump = T >= 256 and rng.random() < 0.7
+        pos = position_jumps(rng, B, T, model.config.max_len) if jump else torch.arange(T).expand(B, T)
+        total = weights[:, 1:].sum()
+        mine = slice(rank, None, world)
+        tokens, weights, pos = (x[mine].to(args.device) for x in (tokens, weights, pos))
+
+        thinned, (begin, end) = nullcontext(), LEAVE_OUT
+        if learned and begin <= step / args.steps < end:
+            c, rng = model.config, np.random.default_rng((args.seed, step, 2))
+            thinned = without_heads(model, left_out(rng, B, c.n_layers, c.n_heads)[:, mine].to(args.device))
+        with thinned:
+            logits = forward(tokens[:, :-1], pos=pos)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
+
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        if world > 1:
+            loss = loss.detach() / world
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+
+        if not math.isfinite(losses[-1]) or not math.isfinite(norm):
+            bar.close()
+            raise ValueError(f"step {step + 1} has loss {losses[-1]} and gradient norm {norm}: "
+                             f"the run stops; the checkpoint of step {saved} in {args.out} is untouched; "
+                             f"begin anew with --lr below {args.lr}")
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * schedule(step, args.steps)
+        optimizer.step()
+
+        if (step + 1) % args.every == 0 or step + 1 == args.steps:
+            saved = step + 1
+        if rank == 0 and saved == step + 1:
+            minutes = (time.time() - began) / 60
+            save(args, model, optimizer, saved, minutes)
+            shown = dict(bpb=bits_per_byte(model, held_out, max(1, few // 2)))
+            if T >= 128:
+                shown |= {"needle": exact_match(model, held_out, "needle", 2 * T, few),
+                          "recall": exact_match(model, held_out, "recall", 256, few),
+                          "few_shot": exact_match(model, held_out, "few_shot", 256, few)}
+            mean = float(np.mean(losses))
+            row = dict(step=saved, tokens_per_document=T, loss=mean, **shown, minutes=minutes)
+            log.write(json.dumps({k: round(v, 4) for k, v in row.items()}) + "\n")
+            log.flush()
+            losses = []
+        bar.set_postfix(loss=f"{loss.item():.3f}", T=T, **{k: f"{v:.2f}" for k, v in shown.items()})
+    if world > 1:
+        dist.destroy_process_group()
+    if rank == 0:
+        finish(args, model, training, held_out, minutes)
+
+
+def hardware(device: str) -> str:
+    """The GPU, or the processor and its threads, by name."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{torch.get_num_threads()} thread(s) of {named[1] if named else platform.processor()}"
+
+
+def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: float):
+    """Write the checkpoint in 16 bits with its tokenizer, and train.json: how it was made and what it can do.
+
+    All is written beside, and put into its place when it is complete.
+    """
+    folder, documents = args.out / "finish.part", args.documents
+    to_hf(model, folder)
+    shutil.copy(TINY / "tokenizer.tiktoken", folder)
+    model = from_hf(folder, device=args.device)  # measure what was written
+    figures = {f"needle_{T}": exact_match(model, held_out, "needle", T, documents, facts=4)
+               for T in tqdm((256, 512, 1024, 2048), desc="measuring", disable=None)}
+    figures |= {"recall_16_pairs_512": exact_match(model, held_out, "recall", 512, documents, pairs=16),
+                "few_shot_16_of_4_classes_512": exact_match(model, held_out, "few_shot", 512, documents),
+                "copy_512": exact_match(model, held_out, "copy", 512, documents)}
+    windows = max(1, documents // 4)
+    bits = {"model": bits_per_byte(model, held_out, windows)} | ngram_bits(training, held_out, windows)
+
+    options = " ".join(f"--{k} {v}" for k, v in vars(args).items() if k not in ("out", "every"))
+    report = dict(
+        command="python -m nanollm train " + options,
+        hardware=hardware(args.device),
+        versions=dict(python=platform.python_version(), torch=torch.__version__),
+        parameters=sum(p.numel() for p in model.parameters()),
+        training_tokens=4096 * args.steps,
+        minutes=round(minutes, 4),
+        documents_per_figure=documents,
+        exact_match={k: dict(value=round(v, 4), standard_error=round(math.sqrt(v * (1 - v) / documents), 4))
+                     for k, v in figures.items()},
+        bits_per_byte={k: round(v, 3) for k, v in bits.items()})
+    (folder / "train.json").write_text(json.dumps(report, indent=1) + "\n")
+    for name in MADE:
+        os.replace(folder / name, args.out / name)
+    folder.rmdir()
+    print(json.dumps(report, indent=1))

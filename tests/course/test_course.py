@@ -1,0 +1,307 @@
+"""The course's commands hold what they promise, to who writes nothing, to mistakes, and to attackers."""
+import csv
+import json
+import os
+from pathlib import Path
+import re
+import resource
+import shutil
+import sys
+import sysconfig
+import textwrap
+import venv
+
+import pytest
+
+from course import command
+from course.assignments import ASSIGNMENTS
+from course.make import make
+from course.plugin import copy, gradescope, handed_in
+from course.source import emptied, imported, place, spliced
+from forks import Forks
+from wrong.attacks import ATTACKS, HELPERS
+
+ROOT = Path(__file__).parents[2]
+PROBLEMS = {f"{name}.{x.name}": x for name, each in ASSIGNMENTS.items() for x in each.problems}
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """course(*arguments): exit code, stdout and stderr, as a user types it."""
+    with Forks(OMP_NUM_THREADS="1") as forks:
+        def course(*args, cwd=ROOT):
+            words = ["python", "-m", "nanollm", "course", *map(str, args)]
+            done = forks.run(words, tmp_path_factory.mktemp("streams"), cwd)
+            return done.returncode, done.stdout, done.stderr
+        yield course
+
+
+@pytest.fixture(scope="module")
+def graded(course):
+    """graded(folder, file): the tests in results.json, by problem."""
+    def graded(folder, file, *args) -> dict[str, list[dict]]:
+        code, _, error = course("grade", folder, "--json", file, *args)
+        assert code == 0, error
+        tests = json.loads(file.read_text())["tests"]
+        return {name: [test for test in tests if test["extra_data"]["problem"] == name] for name in
+                dict.fromkeys(test["extra_data"]["problem"] for test in tests)}
+    return graded
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory, course):
+    folder = tmp_path_factory.mktemp("course") / "copy"
+    assert course("make", folder)[0] == 0
+    return folder
+
+
+def test_an_untouched_copy_has_no_points(graded, handed_out, tmp_path):
+    tests = graded(handed_out, tmp_path / "results.json", "--csv", tmp_path / "points.csv")
+    assert tests.keys() == PROBLEMS.keys()
+    for name, problem in PROBLEMS.items():
+        source = (handed_out / problem.file).read_text()
+        function = source.split("\n")[slice(*place(source, problem.function))]
+        line = 1 + next(i for i, text in enumerate(function) if "raise NotImplementedError" in text)
+        for test in tests[name]:
+            assert test["status"] == "failed" and test["score"] == 0, test["name"]
+            assert test["output"].startswith(f"NotImplementedError (line {line} of "), test
+    header, row = csv.reader((tmp_path / "points.csv").open())
+    assert header == ["submission", *PROBLEMS, "total"] and row == ["copy", *["0.00"] * (len(PROBLEMS) + 1)]
+
+
+def test_the_repository_has_all_points(graded, tmp_path):
+    tests = graded(ROOT, tmp_path / "results.json")
+    for name, problem in PROBLEMS.items():
+        assert sum(test["score"] for test in tests[name]) == pytest.approx(problem.points), name
+        assert sum(test["max_score"] for test in tests[name]) == pytest.approx(problem.points)
+        assert {test["visibility"] for test in tests[name]} == {"visible", "after_published"}
+        assert all(test["status"] == "passed" and test["output"] == "" for test in tests[name])
+
+
+def attacked(folder, sentinel):
+    """A submission: the repository's files with these bodies."""
+    for file in dict.fromkeys(PROBLEMS[name].file for name in ATTACKS):
+        lines = (ROOT / file).read_text().split("\n")
+        bodies = {place("\n".join(lines), PROBLEMS[name].function): body for name, body in ATTACKS.items()
+                  if PROBLEMS[name].file == file}
+        for (start, end), body in sorted(bodies.items(), reverse=True):
+            first = next(i for i in range(start, end) if lines[i].endswith(":")) + 1
+            indent = " " * (4 + len(lines[start]) - len(lines[start].lstrip()))
+            lines[first:end] = textwrap.indent(textwrap.dedent(body), indent).split("\n")
+        names = f"ROOT, SENTINEL, SUBMISSION = {str(ROOT)!r}, {str(sentinel)!r}, {str(folder)!r}\n"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("\n".join(lines) + HELPERS + names)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's audit hook stands alone")
+def test_attacks_cost_their_own_problem_only(graded, tmp_path):
+    sentinel, folder = ROOT / "course" / f"sentinel-{os.getpid()}", tmp_path / "attacker"
+    sentinel.write_text("here")
+    try:
+        attacked(folder, sentinel)
+        before = {path: path.stat().st_mtime_ns for path in [sentinel, *folder.rglob("*")]}
+        tests = graded(folder, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "4")
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+        assert sentinel.read_text() == "here"
+    finally:
+        sentinel.unlink()
+    for name, each in tests.items():
+        points = sum(test["score"] for test in each)
+        assert points == pytest.approx(0 if name in ATTACKS else PROBLEMS[name].points), (name, each)
+    output = {name: {test["output"] for test in each} for name, each in tests.items()}
+    assert all("went through: []" in text for text in output["chunks.grid"]), output["chunks.grid"]
+    assert all(('File "' in test["output"]) == test["extra_data"]["public"] for test in tests["chunks.grid"])
+    assert all("in place" in text for text in output["chunks.ranking"])
+    assert all("(line 2 of insert)" in text for text in output["sketch.insert"])
+    assert len(output["chunks.cut_to"]) == 2  # one call was stopped, and no other begun
+    assert all("more than 4 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
+    assert all(c.isprintable() or c == "\n" for each in output.values() for text in each for c in text)
+    assert max(len(text) for each in output.values() for text in each) <= 5000
+
+
+def test_points_by_hand(monkeypatch, capsys, tmp_path):
+    def tested(folder, names, files, args):
+        asked.append(files)
+        return gradescope([
+            dict(problem="chunks.grid", says="a", passed=True, why="", public=True),
+            dict(problem="chunks.grid", says="b", passed=folder.name == "right", why="x\ny", public=False),
+            dict(problem="chunks.cut_to", says="c", passed=folder.name != "right", why="z", public=True),
+        ])["tests"]
+
+    asked, file = [], tmp_path / "points.csv"
+    monkeypatch.setattr(command, "tested", tested)
+    folders = [tmp_path / name for name in ("wrong", "right")]
+    for folder in folders:
+        folder.mkdir()
+    command.main(["grade", *map(str, folders), "--only", "chunks", "--csv", str(file)])
+    assert [row[:2] + row[4:5] + row[-1:] for row in csv.reader(file.open())] == [
+        ["submission", "chunks.grid", "chunks.cut_to", "total"],
+        ["wrong", "0.50", "4.00", "4.50"], ["right", "1.00", "0.00", "1.00"]]
+    tests = tested(folders[0], None, None, None)
+    assert [test["visibility"] for test in tests] == ["visible", "after_published", "visible"]
+    lines = [line.split() for line in command.table(tests, ["chunks"]).splitlines()]
+    assert [line[:4] for line in lines] == [
+        ["chunks", "4.5", "of", "5"], ["grid", "0.5", "of", "1"], ["✗", "b", "(hidden)"], ["x"], ["y"],
+        ["cut_to", "4", "of", "4"]]
+    assert asked == 2 * [["public.py", "hidden.py"]] + [None]
+    capsys.readouterr()
+    for only, code, passed in ("chunks", 1, "2 of 3 public"), ("chunks.grid", 0, "2 of 2 public"):
+        monkeypatch.setattr(command, "tested", lambda *_: tests if code else [tests[0], tests[2]])
+        with pytest.raises(SystemExit) as done:
+            command.main(["check", "--only", only])
+        assert done.value.code == code and passed in capsys.readouterr().out
+
+
+def submission(folder: Path, more: str = "") -> Path:
+    (folder / "methods").mkdir(parents=True)
+    (folder / "methods" / "chunk_kv.py").write_text((ROOT / "methods" / "chunk_kv.py").read_text() + more)
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file's name is text")
+def test_points_do_not_depend_on_the_shell(monkeypatch, tmp_path):
+    folder, file = submission(tmp_path / os.fsdecode(b"n\xff")), tmp_path / "points.csv"
+    (tmp_path / "pytest.py").write_text("")  # in place of pytest
+    for name, x in dict(PYTEST_ADDOPTS="-k nothing_at_all", PYTEST_PLUGINS="not_there",
+                        PYTHONPATH=str(tmp_path)).items():
+        monkeypatch.setenv(name, x)
+    monkeypatch.chdir(folder)
+    command.main(["grade", ".", "--only", "chunks.grid", "--csv", str(file)])
+    _, row = csv.reader(file.open())
+    assert row == ["n\N{REPLACEMENT CHARACTER}", "1.00", *["0.00"] * 5, "1.00"]
+
+
+NOSY = """
+right = grid
+def grid(place, size):
+    for file in FILES:
+        try:
+            open(file)
+        except OSError:
+            continue
+        raise RuntimeError(file)
+    return right(place, size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's audit hook stands alone")
+def test_an_editable_install_of_any_copy_opens_and_hides_nothing(monkeypatch, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "course", other / "course")
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "editable.pth").write_text(f"{sysconfig.get_path('purelib')}\n{other}\n{ROOT}\n")
+    files = [str(root / "course" / "chunks" / "hidden.py") for root in (ROOT, other)]
+    folder, file = submission(tmp_path / "nosy", f"{NOSY}FILES = {files}\n"), tmp_path / "points.csv"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    command.main(["grade", str(folder), "--only", "chunks.grid", "--csv", str(file)])
+    assert [*csv.reader(file.open())][1][-1] == "1.00"
+
+
+def test_no_room_for_a_copy_costs_no_points():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (23_000, limits[1]))  # evaluate.py is larger, results are not
+    try:
+        with pytest.raises(OSError, match="cannot be written to /.*set TMPDIR"):
+            command.main(["grade", str(ROOT), "--only", "chunks.ranking"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_a_copy_has_what_its_handout_uses_and_nothing_that_tells(name, tmp_path):
+    each, handout = ASSIGNMENTS[name], (ROOT / "course" / name / "handout.py").read_text()
+    make(tmp_path / "copy", {name: each})
+    there = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*")}
+    used = {file for file in imported(handout) if (ROOT / file).exists()}
+    assert used | {"methods/snap_kv.py", *each.beside, f"course/{name}/public.py"} <= there
+    assert not {path for path in there if re.search(r"hidden|answers|^kernels|^tests|^results|wrong", path)}
+    assert [int(x) for x in re.findall(r"^# ## \d+\. `.*\((\d+) points?\b", handout, re.M)] == [
+        problem.points for problem in each.problems]
+    (total,) = re.findall(r"; (\d+) points by tests", handout)
+    assert int(total) == sum(problem.points for problem in each.problems)
+    readme = (tmp_path / "copy" / "README.md").read_text()
+    (row,) = re.findall(r"^\| (\d_\w+\.ipynb) .*? \| (\d+) \|", readme, re.M)
+    assert row == (f"{[*ASSIGNMENTS].index(name) + 1}_{name}.ipynb", total) and row[0] in there
+
+
+@pytest.mark.parametrize("above", ["", '    """Two\n    lines."""\n'])
+def test_of_a_function_nothing_stays_below_its_docstring(above):
+    head, rest = f"def f(\n        x):\n{above}", "\n# of g\ndef g():\n    return 0\n"
+    answer = "    # the answer,\n    # in words\n    y = x\n\n    return y\n"
+    assert emptied(head + answer + rest, ["f"]) == head + "    raise NotImplementedError\n" + rest
+
+
+def test_a_submission_runs_beside_no_test(tmp_path):
+    copy(tmp_path, "chunks")
+    assert [*(tmp_path / "course").rglob("*.py")] == [tmp_path / "course" / "chunks" / "adapter.py"]
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    file, secret = "methods/theory/sketch_error.py", tmp_path / "secret.py"
+    at = tmp_path / file
+    at.parent.mkdir(parents=True)
+    secret.write_text("x = 1")
+    for says, spoil in {"was not handed in": lambda: None, "is a link": lambda: at.symlink_to(secret),
+                        "UTF-8": lambda: at.write_bytes(b"'\xff'"), "not handed in": lambda: os.mkfifo(at),
+                        "megabyte": lambda: at.write_bytes(b"#" * 2 ** 21)}.items():
+        spoil()
+        with pytest.raises(ValueError, match=says):
+            handed_in(tmp_path, file)
+        at.unlink(missing_ok=True)
+    at.write_bytes(b"\xef\xbb\xbfx = 1\r\n")
+    assert handed_in(tmp_path, file) == "x = 1\n"
+
+
+@pytest.mark.parametrize("f", ["def f():\n    return (\n\n", "# \f\u2028\n\ndef f():\n    return 9\n\n"])
+def test_one_function_of_a_file_that_is_broken_or_has_odd_line_ends(f):
+    ours, found = "def f():\n    return 1\n\ndef g():\n    return 0\n", {}
+    exec(spliced(ours, f + "def g():\n    return 2\n", "g", ["f"]), found)
+    assert (found["f"](), found["g"]()) == (1, 2)
+
+
+def test_a_method_of_a_file_that_is_broken():
+    ours, found = "class A:\n    def f(self):\n        return 1\n", {}
+    theirs = ours.replace("A", "B") + ours.replace("self", "self,\n    ").replace("1", "2") + "x = (\n"
+    exec(spliced(ours, theirs, "A.f", []), found)
+    assert found["A"]().f() == 2
+
+
+def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
+    header = ",".join(["submission", *(name for name in PROBLEMS if "chunks" in name), "total,written"])
+    ours = gradescope([dict(problem="chunks.grid", says="a", passed=True, why="", public=True)])
+    foreign = {tmp_path / "tests.json": '{"tests": [{"name": "chunks.grid"}]}', tmp_path / "more.json":
+               json.dumps(ours | dict(rows=1)), tmp_path / "points.csv": f"{header}\n"}
+    assert command.is_results(json.dumps(ours).encode())
+    for file, text in foreign.items():
+        file.write_text(text)
+    for says, args in {"none is no folder": ["grade", tmp_path / "none"],
+                       "'chunk'": ["check", "--only", "chunk"],
+                       "there already": ["make", handed_out], "--seconds": ["grade", ROOT, "--seconds", "0"],
+                       "one submission": ["grade", ROOT, ROOT, "--json", tmp_path / "x"],
+                       "chunks.grid": ["grade", ROOT, "--only", "chunks.none"],
+                       "tests.json holds": ["grade", ROOT, "--json", tmp_path / "tests.json"],
+                       "more.json holds": ["grade", ROOT, "--json", tmp_path / "more.json"],
+                       "points.csv holds": ["grade", ROOT, "--csv", tmp_path / "points.csv", "--only",
+                                            "chunks"],
+                       "cannot both": ["grade", ROOT, "--json", tmp_path / "x", "--csv",
+                                       tmp_path / ".." / tmp_path.name / "x"]}.items():
+        with pytest.raises(ValueError, match=says) as error:
+            command.main([str(x) for x in args])
+        assert "\n" not in str(error.value)
+    assert {file: file.read_text() for file in foreign} == foreign
+    for root, says, args in ((Path(sys.prefix) / "copy", "lies below .*; move it", ["grade", str(ROOT)]),
+                             (tmp_path, "nothing of cache", ["check", "--only", "cache"])):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=says):
+            patch.setattr(command, "ROOT", root)
+            command.main(args)
+    code, out, error = course("grade", tmp_path / "none")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    for says, args in ("no hidden tests", ["grade", "."]), ("a student's copy", ["make", tmp_path / "copy"]):
+        code, out, error = course(*args, cwd=handed_out)
+        assert (code, out, error.count("\n")) == (2, "", 1) and says in error
+
+
+def test_the_readme_counts_the_functions():
+    (told,) = re.findall(r"(\d+) functions of this repository", (ROOT / "README.md").read_text())
+    assert int(told) == len(PROBLEMS) and len(ASSIGNMENTS) == 6

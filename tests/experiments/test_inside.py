@@ -1,0 +1,142 @@
+"""What a decoder is like inside: loops over made-up attention, and weights taken out."""
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+
+from common import decoder, tasks
+from experiments import inside
+from experiments.inside import (DISTANCES, found_without, layer, norm_spread, page, read_at_question, sinks,
+                                votes_kept, without_each, without_pairs)
+from methods.critical_kv import value_norms
+from nanollm import TINY
+from nanollm.cache import make_cache
+from nanollm.hf import checkpoint
+from nanollm.measure.evaluate import exact_match
+from nanollm.measure.replay import Recorder, record
+
+SIZE, L, HEADS = dict(documents=6, T=150), 2, 4
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return checkpoint.from_hf(TINY)
+
+
+@pytest.fixture
+def small():
+    return decoder(vocab_size=2048, n_layers=L, n_heads=HEADS, n_kv_heads=2, max_len=300)
+
+
+def zeroed(model, heads):
+    """A copy whose output projections do not read these heads."""
+    model, D = deepcopy(model), model.config.head_dim
+    for i, head in heads:
+        model.blocks[i].attention.o.weight.data[:, head * D:(head + 1) * D] = 0
+    return model
+
+
+def test_a_head_left_out_is_one_whose_output_nobody_reads(shipped):
+    for heads in ([], [(0, 0)], [(1, h) for h in range(4)], layer(shipped, 2, 3)):
+        expected = exact_match(zeroed(shipped, heads), tasks("test"), "needle", **SIZE)
+        assert found_without(shipped, tasks("test"), heads, **SIZE) == expected
+    assert found_without(shipped, tasks("test"), [(1, 0)], **SIZE) > 0.9  # nothing is left behind
+    assert found_without(shipped, tasks("test"), layer(shipped, 1), **SIZE) == 0
+
+
+def test_what_is_left_out_is_every_head_every_layer_and_every_two(small, monkeypatch):
+    number = lambda model, tasks, heads: sum(10 * i + h for i, h in heads)
+    monkeypatch.setattr(inside, "found_without", number)
+    assert layer(small, 1) == [(1, h) for h in range(HEADS)]
+    assert without_each(small, None).tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert without_pairs(small, None).tolist() == [[12, 52], [52, 92]]  # one layer: itself twice
+
+
+def maps(monkeypatch, T, texts, seed=0):
+    """Made-up attention (texts, L, heads, T, T) in place of a model's."""
+    g = torch.Generator().manual_seed(seed)
+    p = torch.rand(texts, L, HEADS, T, T, generator=g).square().tril()
+    p /= p.sum(-1, keepdim=True)
+    left = iter(p)
+    monkeypatch.setattr(inside, "attention_maps", lambda model, text: next(left)[:, None])
+    return p.numpy()
+
+
+def test_sinks_are_mean_weights_of_the_second_half(monkeypatch):
+    T, texts = 20, 3
+    p = maps(monkeypatch, T, texts)
+    first, strongest = sinks(None, torch.zeros(texts, T))
+    for i in range(L):
+        for h in range(HEADS):
+            read = [[np.mean([p[b, i, h, q, s] for q in range(10, T)]) for s in range(10)]
+                    for b in range(texts)]
+            assert first[i, h] == pytest.approx(np.mean([of[0] for of in read]), rel=1e-5)
+            assert strongest[i, h] == pytest.approx(np.mean([max(of) for of in read]), rel=1e-5)
+
+
+def test_votes_are_compared_with_those_of_later_windows(monkeypatch):
+    T, w, texts = 2 * max(DISTANCES), 8, 2
+    half = T // 2
+    p = maps(monkeypatch, T, texts)
+    kept = votes_kept(None, torch.zeros(texts, T), window=w, share=0.1)
+
+    def top(of_head, end):
+        votes = of_head[end - w:end, :half].mean(0)
+        return set(np.argsort(-votes)[:round(0.1 * half)].tolist())
+
+    for i in range(L):
+        for j, d in enumerate(DISTANCES):
+            both = [len(top(p[b, i, h], half) & top(p[b, i, h], half + d)) / round(0.1 * half)
+                    for b in range(texts) for h in range(HEADS)]
+            assert kept[i, j] == pytest.approx(np.mean(both))
+    with pytest.raises(ValueError, match="texts of 200 tokens must have at least 256"):
+        votes_kept(None, torch.zeros(1, 200))
+
+
+def test_norms_and_the_question_s_reading_are_those_of_the_caches(small):
+    batch = tasks("test").batch("needle", 0, 3, 150)
+    tokens, asking = torch.from_numpy(batch.tokens), batch.answers[0].start - 1
+    read, spread = read_at_question(small, batch), norm_spread(small, tokens)
+    expected_read, expected = torch.zeros(L, HEADS), torch.zeros(L, HEADS)
+    with torch.no_grad():
+        for row, at in zip(tokens, batch.stated):
+            caches = make_cache(small)
+            small(row[None], caches)
+            for i, cache in enumerate(caches):
+                norms = value_norms(cache.v, cache.w_o).flatten(1, 2)[0].numpy()
+                low, high = np.quantile(norms, 0.05, axis=1), np.quantile(norms, 0.95, axis=1)
+                expected[i] += torch.tensor(high / low) / 3
+            for i, (q, k) in enumerate(query_and_keys(small, row, asking)):
+                score = (q[:, None] * k).sum(-1) / small.config.head_dim ** 0.5
+                expected_read[i] += score.softmax(-1)[:, at] / 3
+    assert torch.allclose(spread, expected, rtol=1e-4)
+    assert torch.allclose(read, expected_read, atol=1e-5)
+
+
+def query_and_keys(model, row, asking):
+    """The last query (heads, D) of a prompt and the keys (heads, T, D) it meets, a layer each."""
+    caches = make_cache(model, Recorder)
+    for part, cache in zip(record(model, caches, row[None, :asking + 1]), caches):
+        yield part.q[0, :, -1], cache.k[0].repeat_interleave(2, 0)
+
+
+def test_the_page_shows_each_measurement_under_its_name(shipped, monkeypatch):
+    """Made-up ones of six layers; where the question is read, the decoder's own."""
+    one = torch.arange(24.0).view(6, 4)  # the heads of layer 1 have 4 to 7
+    made = dict(without_pairs=torch.arange(36.0).view(6, 6), without_each=one, sinks=(one + 100, one + 200),
+                norm_spread=one + 300, votes_kept=one + 400,
+                observed=torch.stack([one + x for x in (500, 600, 700, 800)]).mT)  # (4, texts, L)
+    for name, x in made.items():
+        monkeypatch.setattr(inside, name, lambda *_, x=x: x)
+    rows = page(shipped, tasks("test"), documents=2)
+    read = rows.pop("question → value, strongest head")
+    assert read[1] > 0.8 and max(read[:1] + read[2:]) < 0.1  # three heads of layer 1 were built
+    assert {name: row[1] for name, row in rows.items()} == {
+        "needles without its attention": 7, "needles without its weightiest head": 4,
+        "weight on the first token, strongest head": 107, "weight on the most read, strongest head": 207,
+        "value norms, 95 % over 5 %, mean": 305.5, "exponent of the weights' tail": 705.5,
+        "pivotal tokens that were so before": 505.5, "the same by chance": 805.5,
+        "cosine of x and F(x)": 605.5, "votes still true 16 tokens later": 404,
+        "votes still true 32 tokens later": 405, "votes still true 64 tokens later": 406,
+        "votes still true 128 tokens later": 407}

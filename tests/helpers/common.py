@@ -1,0 +1,158 @@
+"""What several test files share."""
+from functools import cache as once
+from itertools import product
+import math
+import os
+import shutil
+
+import pytest
+import torch
+
+from nanollm import TINY, tokenizer
+from nanollm.hf.checkpoint import to_hf
+from nanollm.measure import tasks as task_file
+from nanollm.model import Config, Decoder
+
+# ---- where kernels run: a GPU, or a CPU in Triton's interpreter, which TRITON_INTERPRET=1 asks for ---
+
+DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET", "0") == "0" else "cpu"
+interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: TRITON_INTERPRET=1")
+TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=2e-6), torch.float16: dict(rtol=2e-3, atol=2e-3)}
+if DEVICE == "cuda":  # the interpreter gets it wrong
+    TOLERANCE[torch.bfloat16] = dict(rtol=16e-3, atol=16e-3)  # 3 bits less
+
+
+def amid_nan(x):
+    """The same numbers, with NaN before and after them in memory, which nobody may read."""
+    storage = torch.full((x.numel() + 2 ** 15,), math.nan, dtype=x.dtype, device=DEVICE)
+    storage[2 ** 14:-2 ** 14] = x.flatten()
+    return storage[2 ** 14:-2 ** 14].view(x.shape)
+
+
+def segment(counts, D, dtype, seed, bias=False, gap=1):
+    """Heads one after the other, not in their order, `gap` rows of NaN around each, which nobody may read."""
+    from kernels.decode_attention import Segment  # Triton: Linux only
+
+    g = torch.Generator().manual_seed(seed)
+    start, at = torch.zeros(len(counts), dtype=torch.int64), gap
+    for i in torch.randperm(len(counts), generator=g).tolist():
+        start[i], at = at, at + counts[i] + gap
+
+    k, v = torch.full((2, at, D), math.nan, dtype=dtype)
+    b = torch.full((at,), math.nan) if bias else None
+    for i, n in enumerate(counts):
+        rows = slice(start[i], start[i] + n)
+        k[rows], v[rows] = torch.randn(2, n, D, generator=g).to(dtype)
+        if bias:
+            b[rows] = torch.randn(n, generator=g)
+
+    k, v, start, count = (x.to(DEVICE) for x in (k, v, start, torch.tensor(counts, dtype=torch.int32)))
+    return Segment(k, v, start, count, max(counts), b if b is None else b.to(DEVICE))
+
+
+def attended(q, segments):
+    """One head at a time, in float64: y (B, H, G, D), and the weight of every slot, 0 if it is nobody's."""
+    B, H, _, D = q.shape
+    segments = [s._replace(k=s.k.double(), v=s.v.double()) for s in segments]
+    y, weights = torch.zeros_like(q, dtype=torch.float64), [torch.zeros_like(s.k[:, 0]) for s in segments]
+    for i, (b, h) in enumerate(product(range(B), range(H))):
+        rows = [slice(int(s.start[i]), int(s.start[i] + s.count[i])) for s in segments]
+        k, v = (torch.cat([x[at] for x, at in zip(of, rows)]) for of in zip(*(s[:2] for s in segments)))
+        bias = [s.k[at, 0] * 0 if s.bias is None else s.bias[at] for s, at in zip(segments, rows)]
+        p = (q[b, h].double() @ k.T / math.sqrt(D) + torch.cat(bias)).softmax(-1)
+        y[b, h] = p @ v
+        for weight, at, part in zip(weights, rows, p.sum(0).split([len(x) for x in bias])):
+            weight[at] = part
+    return y, weights
+
+
+# ---- one layer: two rows, two key/value heads, three query heads each ---
+
+B, H, G, D = 2, 2, 3, 8
+FREQ = 10.0 ** -(torch.arange(D // 2) / 4)
+SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
+
+
+def turn(x, pos):
+    """RoPE as complex numbers: x (..., D) at positions pos (...)."""
+    z = torch.complex(x[..., :D // 2], x[..., D // 2:])
+    z = z * torch.polar(torch.ones(()), pos.float()[..., None] * FREQ)
+    return torch.cat((z.real, z.imag), -1)
+
+
+def dense(q, k, v, visible):
+    """Attention from the definition: q (B, H·G, T, D), k and v (B, H, S, D), visible (B, H, T, S)."""
+    k, v, visible = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, visible))
+    score = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~visible, -math.inf)
+    return score.softmax(-1) @ v
+
+
+def feed(cache, q, k, v, chunk=None, first=0):
+    """The output (B, H·G, n, D) of a text that comes in chunks, at positions from `first` on."""
+    chunk, pos = chunk or q.shape[2], torch.arange(first, first + q.shape[2])[None]
+    parts = zip(*(x.split(chunk, 2) for x in (q, k, v)), pos.split(chunk, 1))
+    return torch.cat([cache.attend(*part) for part in parts], 2)
+
+
+def chunks_of(n, longest, tokens=(), ends=()):
+    """Tokens 0 … n − 1 in chunks of `longest`; one also ends at each token that is in `ends`."""
+    chunks = [[]]
+    for i in range(n):
+        if len(chunks[-1]) == longest or i and len(ends) and ends[tokens[i - 1]]:
+            chunks.append([])
+        chunks[-1].append(i)
+    return chunks
+
+
+# ---- a decoder ---
+
+TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def decoder(**changed) -> Decoder:
+    """Three layers, six heads over two key/value heads, every parameter random."""
+    torch.manual_seed(0)
+    size = dict(vocab_size=50, max_len=64, n_layers=3, n_heads=6, n_kv_heads=2, d_model=48, d_ff=64)
+    model = Decoder(Config(**size | changed))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model.eval()
+
+
+def checkpoint_of_two_layers(folder):
+    """A decoder of random weights with the tokenizer that ships, as a folder that commands take."""
+    size = dict(vocab_size=2048, max_len=800, n_layers=2, n_heads=4, d_model=32, d_ff=32)
+    to_hf(decoder(**size), folder)
+    shutil.copy(TINY / "tokenizer.tiktoken", folder)
+    return folder
+
+
+# ---- the tokenizer that ships, and the tasks in it ---
+
+ENCODING = tokenizer.load(TINY / "tokenizer.tiktoken")
+
+
+def decode(tokens) -> str:
+    return ENCODING.decode([int(t) for t in tokens])
+
+
+@once
+def tasks(split: str) -> task_file.Tasks:
+    """Those of the library, but for training on every tenth document: to encode all takes 8 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        if split == "train":
+            pool = task_file.documents()[::10]
+            patch.setattr(task_file, "documents", lambda: pool)
+            patch.setattr(task_file, "text", task_file.text.__wrapped__)
+            patch.setattr(task_file, "words", task_file.words.__wrapped__)
+        return task_file.Tasks(ENCODING, split)
+
+
+def clusters_of(keys, radius):
+    """Of keys, a list of rows: each one's cluster, the oldest that it may join, and the first keys of all."""
+    of, centres = [], []
+    for key in keys:
+        may = [c for c, centre in enumerate(centres) if math.dist(key, centre) <= radius]
+        of.append(may[0] if may else len(centres))
+        centres += [] if may else [key]
+    return of, centres

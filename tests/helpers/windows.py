@@ -1,0 +1,322 @@
+"""A prompt through a window method, held against loops written from the papers.
+
+`Case` pairs a method with the loops that say what it keeps; `check_walk(case, prompt)` compares slots,
+positions and bytes; of outputs test_methods.py tells. Loops work on lists: scores [i] or [h][i],
+weights A and norms [g][i] of a head.
+"""
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import pairwise, product
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanollm import window
+from nanollm.cache import NEVER
+from nanollm.window import Selection, WindowCache
+
+B, D, LAYER, LAYERS = 2, 4, 1, 4
+
+
+# ---- loops: how many entries a head keeps, and which ---
+
+
+def highest(score, n, but=()):
+    """The n highest scores; of equals the newest."""
+    return sorted(set(range(len(score))) - set(but), key=lambda i: (-score[i], -i))[:n]
+
+
+def pool(score, kernel_size):
+    half = kernel_size // 2
+    return [max(score[max(0, i - half):i + half + 1]) for i in range(len(score))]
+
+
+def mean(heads):
+    return [sum(column) / len(heads) for column in zip(*heads)]
+
+
+def fair(exact):
+    """Whole numbers with the same sum: the largest remainders are rounded up, of equals the first."""
+    counts = [math.floor(x) for x in exact]
+    while sum(counts) < sum(exact):
+        counts[max(range(len(exact)), key=lambda i: exact[i] - counts[i])] += 1
+    return counts
+
+
+def same_for_all(scores, b, **_):
+    return [b] * len(scores)
+
+
+def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
+    """PyramidKV: the layers' mean is b, so the last lies as far below b as the first above."""
+    top = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
+    step = Fraction(2 * (top - b), layers - 1)
+    budgets = fair([top - i * step for i in range(layers)])
+    return [budgets[layer]] * len(scores)
+
+
+def by_head(scores, b, floor=0.2, **_):
+    """AdaKV: what a head has among the layer's highest, over a floor."""
+    H, floor = len(scores), Fraction(str(floor))
+    everywhere = sorted((-score, -i, -h) for h in range(H) for i, score in enumerate(scores[h]))[:H * b]
+    return fair([floor * b + (1 - floor) * sum(h == -minus for *_, minus in everywhere) for h in range(H)])
+
+
+def by_weight(A, norms, out, b, kernel_size, **_):
+    """Algorithm 2 of CriticalKV, line 6."""
+    return highest(pool(mean(A)[:out], kernel_size), b)
+
+
+def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
+    """Slots that stand for the tokens `gone` of one head: q (G, w, D), k and v (T, D), rows (G, w, T)."""
+    groups = [[] for _ in range(entries)]
+    for j, i in enumerate(gone):
+        groups[j * entries // len(gone)].append(i)
+
+    votes, (G, w, T) = rows.mean((0, 1)), rows.shape
+    for _ in range(rounds):
+        centres = [(votes[group, None] * k[group]).sum(0) / votes[group].sum() for group in groups]
+        groups = [[] for _ in range(entries)]
+        for i in gone:
+            groups[min(range(entries), key=lambda e: (k[i] - centres[e]).norm())].append(i)
+
+    for group in sorted(groups, key=max):
+        key, value = [(votes[group, None] * x[group]).sum(0) / votes[group].sum() for x in (k, v)]
+        reach = 0
+        for g, t in product(range(G), range(w)):
+            Z = (k[:T - w + t + 1] @ q[g, t] / math.sqrt(D)).exp().sum()
+            reach += (q[g, t] @ key / math.sqrt(D)).exp() / Z
+        yield group[-1], key, value, math.log(share * rows[..., group].sum() / reach)
+
+
+# ---- cases and prompts ---
+
+
+class Case(NamedTuple):
+    Method: type = WindowCache
+    knobs: dict = {}               # of the cache
+    select: Selection | Callable | None = None  # or from a prompt and its ends (B, T); None: the Method's own
+    deal: Callable = same_for_all  # entries per head, from [h][i] pooled votes
+    choose: Callable = by_weight   # entries of a head
+
+
+class Prompt(NamedTuple):
+    T: int
+    chunk_size: int  # tokens that come at a time
+    H: int
+    G: int
+    window_size: int
+    budget: int
+    kernel_size: int = 7
+    tied: bool = False  # the window's probabilities are a few exact numbers, and so are the norms
+
+
+GROUPED, TIED = Prompt(53, 53, 2, 2, 8, 20), Prompt(37, 36, 2, 4, 4, 17, 3, True)
+PROMPTS = [
+    GROUPED, TIED, Prompt(53, 1, 2, 2, 8, 20), Prompt(53, 5, 2, 2, 8, 20), Prompt(37, 37, 3, 1, 4, 13, 1),
+    Prompt(37, 34, 2, 4, 4, 9, 3), Prompt(37, 9, 2, 4, 5, 6), Prompt(38, 38, 4, 1, 7, 37),
+    Prompt(9, 2, 3, 2, 1, 4), Prompt(53, 53, 2, 2, 8, 20, 7, True), Prompt(37, 37, 4, 1, 4, 13, 1, True),
+    Prompt(13, 13, 2, 2, 4, 14), Prompt(13, 4, 2, 1, 8, 13), Prompt(5, 3, 2, 2, 8, 9)]  # room for all
+
+
+def name_of(prompt: Prompt) -> str:
+    return "-".join(str(int(x)) for x in prompt)
+
+
+def knobs_of(select) -> dict:
+    """Those of a selection and of the one that it wraps."""
+    own = dict(vars(select))
+    return knobs_of(own.pop("inner")) | own if "inner" in own else own
+
+
+# ---- the walk ---
+
+
+class Slots(NamedTuple):
+    pos: Tensor   # (n,)
+    k: Tensor     # (n, D)
+    v: Tensor
+    bias: Tensor  # (n,)
+
+
+class Walk(NamedTuple):
+    cache: WindowCache
+    raw: tuple[Tensor, Tensor, Tensor]  # q, k, v
+    rows: Tensor                        # (B, H, G, w, T): the window's probabilities
+    w_o: Tensor
+    slots: list[list[Slots]]            # [b][h], when the prompt ends
+    steps: list[tuple]                  # positions and bytes when the prompt ends, and after each later part
+
+
+def live(cache, b, h) -> Slots:
+    """What one head holds."""
+    bias = cache.slot("bias") if "bias" in cache.slots else torch.zeros(cache.pos.shape)
+    there = cache.pos[b, h] != NEVER
+    return Slots(*(x[b, h, there] for x in (cache.pos, cache.k, cache.v, bias)))
+
+
+def every_slot(cache) -> list[list[Slots]]:
+    return [[live(cache, b, h) for h in range(cache.pos.shape[1])] for b in range(cache.pos.shape[0])]
+
+
+def walk(case: Case, prompt: Prompt) -> Walk:
+    """The prompt in parts, its end, and six more tokens."""
+    T, chunk_size, H, G, w, budget, kernel_size, tied = prompt
+    g = torch.Generator().manual_seed(T)
+    q, k, v = [torch.randn(B, heads, T + 6, D, generator=g) for heads in (H * G, H, H)]
+    w_o, q, ends = torch.randn(6, H * G, D, generator=g), 2 * q, torch.rand(B, T, generator=g) < 1 / 6
+
+    rows = torch.zeros(B, H, G, min(w, T), T)
+    for b, h, j, t in product(*map(range, rows.shape[:4])):
+        n = T - rows.shape[3] + t + 1
+        rows[b, h, j, t, :n] = (k[b, h, :n] @ q[b, h * G + j, n - 1] / math.sqrt(D)).softmax(0)
+    if tied:
+        v, w_o, rows = v.round(), w_o.round(), torch.randint(0, 4, rows.shape, generator=g) / 16
+
+    select = case.Method.select if case.select is None else case.select
+    if not isinstance(select, Selection):
+        select = select(prompt, ends)
+    cache = case.Method(budget=budget, window_size=w, kernel_size=kernel_size, select=select, **case.knobs)
+    cache.link(LAYER, LAYERS, None, w_o, None)
+
+    slots, steps = [], []
+    for a, z in pairwise([*range(0, T, chunk_size), T, T + 1, T + 2, T + 5, T + 6]):
+        cache.attend(q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], torch.arange(a, z)[None])
+        if z == T:
+            assert tied or torch.allclose(window.window_rows(cache.queries, cache.k), rows, atol=1e-6)
+            with pytest.MonkeyPatch.context() as patch:  # ties are not to be broken by rounding
+                for module in ("nanollm.window", "methods.ours.theta"):
+                    patch.setattr(f"{module}.window_rows", lambda q, k, empty=None: rows)
+                cache.end_prefill()
+            slots = every_slot(cache)
+        if z >= T:
+            steps.append((cache.pos.clone(), cache.bytes()))
+    return Walk(cache, (q, k, v), rows, w_o, slots, steps)
+
+
+def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
+    """[b][h]: what Algorithm 2 of CriticalKV leaves of the prompt."""
+    (T, _, H, G, w, budget, kernel_size, _), (q, k, v) = prompt, got.raw
+    if T <= budget:
+        at, bias = torch.arange(T), torch.zeros(T)
+        return [[Slots(at, k[b, h, :T], v[b, h, :T], bias) for h in range(H)] for b in range(B)]
+
+    out, knobs, heads = T - w, case.knobs | knobs_of(got.cache.select), []
+    for b in range(B):
+        A = got.rows[b].mean(2).tolist()
+        budgets = case.deal([pool(mean(a)[:out], kernel_size) for a in A], budget - w, **knobs)
+        for h, n in enumerate(budgets):
+            norms = [(v[b, h, :T] @ got.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
+            entries = knobs.get("entries", 0) if knobs.get("entries", 0) <= n < out else 0
+            kept = case.choose(A[h], norms, out, n - entries, kernel_size, heads=A, row=b, **knobs)
+            slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, T)]]
+            if entries:
+                gone, group = sorted(set(range(out)) - set(kept)), slice(h * G, h * G + G)
+                how = {name: knobs[name] for name in ("entries", "rounds", "share")}
+                slots += residual(gone, q[b, group, out:T], k[b, h, :T], v[b, h, :T], got.rows[b, h], **how)
+            pos, *vectors, bias = zip(*sorted(slots, key=lambda slot: slot[0]))
+            heads.append(Slots(torch.tensor(pos), *map(torch.stack, vectors), torch.tensor(bias).float()))
+    return [heads[b * H:(b + 1) * H] for b in range(B)]
+
+
+def check_walk(case: Case, prompt: Prompt):
+    """Slots are the loops', decoding only adds, at absolute positions, and bytes say so."""
+    T, H, got = prompt.T, prompt.H, walk(case, prompt)
+    slots = slots_by_loop(case, prompt, got)
+    for b, h in product(range(B), range(H)):
+        assert got.slots[b][h].pos.tolist() == slots[b][h].pos.tolist()
+        for x, expected in zip(got.slots[b][h][1:], slots[b][h][1:]):
+            assert torch.allclose(x, expected, atol=1e-5)
+
+    counts = [len(head.pos) for row in slots for head in row]
+    slot, table = 2 * 4 * D + 4 + 4 * ("bias" in got.cache.slots), 8 * B * H * (len({*counts}) > 1)
+    for new, (pos, (held, allocated)) in zip((0, 1, 2, 5, 6), got.steps, strict=True):
+        n = sum(counts) + B * H * new
+        assert (pos != NEVER).sum() == n and pos.shape[2] == max(counts) + new
+        assert (pos[:, :, max(counts):] == torch.arange(T, T + new)).all() and held == slot * n + table
+        assert held <= allocated <= 1.1 * held + table
+    assert got.cache.seen == T + 6
+
+
+# ---- compressed again every n new tokens ---
+
+
+def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, budget=12, kernel_size=3):
+    """A prompt of T tokens and what follows, so many at a time: slots, outputs and room are the loop's."""
+    new, w = sum(parts), window_size
+    g = torch.Generator().manual_seed(T)
+    q, k, v = [torch.randn(B, heads, T + new, D, generator=g) for heads in (H * G, H, H)]
+    q, w_o, select = 2 * q, torch.randn(6, H * G, D, generator=g), case.select or case.Method.select
+    cache = case.Method(budget, w, kernel_size, select, every=every, **case.knobs)
+    cache.link(LAYER, LAYERS, None, w_o, None)
+    cache.attend(q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.arange(T)[None])
+    cache.end_prefill()
+
+    def attention(b, h, j, t, at):
+        seen = [i for i in at if i <= t]
+        return dict(zip(seen, (k[b, h, seen] @ q[b, h * G + j, t] / math.sqrt(D)).softmax(0).tolist()))
+
+    def compressed(held, n):  # [b][h]: the tokens that stay of n
+        for b, heads in enumerate(held):
+            rows = [[[attention(b, h, j, t, at) for t in range(n - w, n)] for j in range(G)]
+                    for h, at in enumerate(heads)]
+            A = [[[sum(row.get(i, 0) for row in of) / w for i in at] for of in of_head]
+                 for at, of_head in zip(heads, rows)]
+            pooled = [pool(mean(a)[:-w], kernel_size) for a in A]
+            knobs = case.knobs | knobs_of(select)
+            for h, room in enumerate(case.deal(pooled, budget - w, seen=n - w, **knobs)):
+                at, out = heads[h], len(heads[h]) - w
+                norms = [(v[b, h, at] @ w_o[:, h * G + j].T).abs().sum(-1).tolist() for j in range(G)]
+                kept = case.choose(A[h], norms, out, min(room, out), kernel_size, at=at, **knobs)
+                heads[h] = [at[i] for i in sorted(kept)] + at[out:]
+
+    def largest():
+        return max(len(at) for heads in held for at in heads)
+
+    held = [[[*range(T)] for _ in range(H)] for _ in range(B)]
+    if T > budget:
+        compressed(held, T)
+    limit, n, times = (largest() if T > budget else budget) + every, T, 0
+    for part in parts:
+        expected = torch.zeros(B, H * G, part, D)
+        for t in range(n, n + part):
+            for b, h in product(range(B), range(H)):
+                held[b][h].append(t)
+                for j in range(G):
+                    at, p = zip(*attention(b, h, j, t, held[b][h]).items())
+                    expected[b, h * G + j, t - n] = torch.tensor(p) @ v[b, h, list(at)]
+            if largest() == limit:
+                compressed(held, t + 1)
+                limit, times = largest() + every, times + 1
+        new = [x[:, :, n:n + part] for x in (q, k, v)]
+        y = cache.attend(*new, torch.arange(n, n + part)[None])
+        n += part
+        assert torch.allclose(y, expected, atol=1e-5)
+        assert [[head.pos.tolist() for head in row] for row in every_slot(cache)] == held
+        for b, h in product(range(B), range(H)):
+            mine = live(cache, b, h)
+            assert torch.equal(mine.k, k[b, h, held[b][h]]) and torch.equal(mine.v, v[b, h, held[b][h]])
+        slots, table = sum(len(at) for heads in held for at in heads), 8 * B * H * bool(cache.packed)
+        assert cache.bytes()[0] == slots * (2 * 4 * D + 4) + table + cache.queries.nbytes
+    assert cache.seen == n and cache.queries.shape == (B, H, G, w, D) and times > 1
+
+
+# ---- caches that are given a prompt ---
+
+
+def compress(cache, q, k, v, w_o=None, layer=0, layers=1):
+    """The whole prompt at once."""
+    cache.link(layer, layers, None, w_o, None)
+    cache.attend(q, k, v, torch.arange(q.shape[2])[None])
+    cache.end_prefill()
+    return cache
+
+
+def uneven(cache, T, H=4, G=2, d=2):
+    """Head 0 attends to every token alike, the others give all their weight to token 5, none to the rest."""
+    q, k, v = torch.zeros(B, H * G, T, d), torch.zeros(B, H, T, d), torch.randn(B, H, T, d)
+    q[..., 0], k[:, 1:, 5, 0] = 1, 1000
+    return compress(cache, q, k, v, torch.randn(3, H * G, d))

@@ -1,0 +1,73 @@
+"""The window's votes and ‖v W_O‖₁: kernels and twins against the plain code in float64."""
+import pytest
+import torch
+
+from common import DEVICE, TOLERANCE, amid_nan
+
+pytest.importorskip("triton")  # Linux only
+
+from kernels import value_norms as norms, window_votes as votes
+from methods import critical_kv
+from nanollm import window
+
+
+def rows_mean(q, k):
+    """The plain code's votes in float64, which tests/helpers/windows.py holds against a loop."""
+    return window.window_rows(q.double(), k.double())[..., :-q.shape[3]].mean(3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("B, H, G, w, n, D, block", [
+    (1, 1, 1, 1, 2, 16, 16), (2, 2, 2, 5, 37, 40, 16), (1, 2, 3, 7, 7, 16, 16), (1, 1, 1, 20, 130, 16, 16),
+    # heads of a group in two tiles, and a tile for each
+    (1, 1, 3, 50, 113, 16, 64), (1, 1, 2, 100, 150, 16, 64)])
+def test_votes_of_the_kernels_and_the_twin_are_the_plain_codes(poisoned, B, H, G, w, n, D, block, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    g = torch.Generator().manual_seed(n)
+    q = 2 * torch.randn(B, H, G, w, D, generator=g).to(DEVICE, dtype)
+    k = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
+    expected = rows_mean(q, k)
+    kernels = votes.window_votes(amid_nan(q), amid_nan(k), block)
+    for found in votes.plain(q, k), kernels, window.window_votes(q, k):
+        assert found.shape == (B, H, G, n - w) and found.dtype == torch.float32
+        assert torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_large_scores_do_not_overflow():
+    g = torch.Generator().manual_seed(0)
+    q = 100 * torch.randn(1, 1, 2, 4, 16, generator=g).to(DEVICE)
+    k = torch.randn(1, 1, 100, 16, generator=g).to(DEVICE)
+    assert torch.allclose(votes.window_votes(q, k, 16).double(), rows_mean(q, k), rtol=1e-3, atol=1e-5)
+
+
+def test_what_does_not_fit_a_tile_or_the_queries_is_refused():
+    with pytest.raises(ValueError, match="129 queries is more than the 128"):
+        votes.window_votes(torch.zeros(1, 1, 1, 129, 16, device=DEVICE), torch.zeros(1, 1, 200, 16))
+    q = torch.zeros(1, 2, 1, 4, 16, device=DEVICE)
+    wrong = [torch.zeros(1, *shape) for shape in ((2, 3, 16), (1, 8, 16), (2, 8, 32))]
+    for k in *wrong, torch.zeros(1, 2, 8, 16).half():
+        with pytest.raises(ValueError, match="heads of at least 4 keys of 16 numbers"):
+            votes.window_votes(q, k)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("B, H, G, n, D, d_model, block", [
+    (1, 1, 1, 1, 16, 64, 16), (2, 2, 2, 17, 40, 129, 16), (1, 1, 3, 0, 16, 8, 16)])
+def test_norms_of_the_kernel_and_the_twin_are_the_plain_codes(poisoned, B, H, G, n, D, d_model, block, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    g = torch.Generator().manual_seed(n + D)
+    v = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
+    w_o = torch.randn(d_model, H * G, D, generator=g).to(DEVICE, dtype)
+    expected = v.new_zeros(B, H, G, 0).double()
+    if n:  # tests/helpers/windows.py holds it against a loop
+        expected = critical_kv.value_norms(v.double(), w_o.double())
+    for found in norms.plain(v, w_o), norms.value_norms(amid_nan(v), amid_nan(w_o), block):
+        assert found.shape == (B, H, G, n) and found.dtype == torch.float32
+        assert torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_projection_of_other_heads_or_numbers_is_refused():
+    v = torch.zeros(1, 2, 3, 16, device=DEVICE)
+    for w_o in torch.zeros(8, 3, 16), torch.zeros(8, 4, 32), torch.zeros(8, 4, 16, dtype=torch.float16):
+        with pytest.raises(ValueError, match="must have a multiple of 2 heads of 16 numbers"):
+            norms.value_norms(v, w_o)

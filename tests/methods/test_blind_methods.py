@@ -1,0 +1,189 @@
+"""Methods that do not go by the prompt's last queries: what they keep, by loops from their papers."""
+import math
+
+import pytest
+import torch
+
+from common import B, D, FREQ, G, H, TOKENS, decoder, turn
+from methods.expected_attention import ExpectedAttention
+from methods.kvzip import KVzip
+from methods.ours.one_reading import OneReading
+from nanollm.cache import NEVER, end_prefill, make_cache
+from nanollm.generate import end_prompt, generate, prefill
+
+n = 30
+g = torch.Generator().manual_seed(5)
+Q, K, V = (torch.randn(B, heads, n, D, generator=g) for heads in (H * G, H, H))
+W_O = torch.randn(20, H * G, D, generator=g)
+
+
+def kept(cache):
+    """Positions by row and head."""
+    return [[sorted(i for i in head if i != NEVER) for head in row] for row in cache.pos.tolist()]
+
+
+# ---- Expected Attention ---
+
+
+def expected(sinks, future, epsilon, rotated=True):
+    """Section 3: (â + ε) ‖W_O v‖ of every entry, averaged over the group, one number at a time."""
+    ahead = torch.arange(n, n + future)
+    score = torch.zeros(B, H, n, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for query in range(h * G, h * G + G):
+                x = Q[b, query, sinks:].double()
+                if rotated:
+                    x = turn(x, -torch.arange(sinks, n)).double()
+                mean = x.mean(0)
+                spread = sum(torch.outer(y - mean, y - mean) for y in x) / len(x)
+                R = torch.eye(D, dtype=torch.float64)
+                if rotated:  # the mean of the rotations' matrices
+                    R = sum(turn(torch.eye(D), at.expand(D)).double().T for at in ahead) / future
+                mean, spread = R @ mean, R @ spread @ R.T
+                keys = K[b, h].double()
+                log_z = [(mean @ k / math.sqrt(D) + k @ spread @ k / (2 * D)).item() for k in keys]
+                total = sum(math.exp(z) for z in log_z)
+                for i, z in enumerate(log_z):
+                    norm = (W_O[:, query].double() @ V[b, h, i].double()).norm()
+                    score[b, h, i] += (math.exp(z) / total + epsilon) * norm / G
+    return score
+
+
+@pytest.mark.parametrize("knobs, freq", [
+    (dict(sinks=4, future=50, epsilon=0.02), FREQ), (dict(sinks=0, future=1, epsilon=0.0), FREQ),
+    (dict(sinks=2, future=7, epsilon=0.5), None)])
+@pytest.mark.parametrize("cut", [[n], [11, 1, 18]])
+def test_expected_attention_is_the_loop(knobs, freq, cut):
+    cache = ExpectedAttention(budget=12, **knobs)
+    cache.link(0, 1, None, W_O, freq)
+    for part in torch.arange(n).split(cut):
+        cache.attend(Q[:, :, part], K[:, :, part], V[:, :, part], part[None])
+    score = expected(**knobs, rotated=freq is not None)
+    torch.testing.assert_close(cache.scores().double(), score, rtol=1e-4, atol=1e-6)
+    score[:, :, :knobs["sinks"]] = math.inf
+    cache.end_prefill()
+    assert kept(cache) == [[sorted(head.topk(12).indices.tolist()) for head in row] for row in score]
+    assert not cache.beside()  # what was counted is gone
+    cache.attend(Q[:, :, :1], K[:, :, :1], V[:, :, :1], torch.tensor([[n]]))
+    with pytest.raises(ValueError, match="its queries are gone; call end_prefill once"):
+        cache.end_prefill()
+
+
+# ---- KVzip ---
+
+
+def looks(caches):
+    """Of the last queries that each layer was told: {(b, layer, h): [(t, weights of all slots), …]}."""
+    found = {}
+    for layer, (q, k) in enumerate(caches):
+        total = k.shape[2]
+        for b in range(B):
+            for h in range(H):
+                rows = []
+                for query in range(h * G, h * G + G):
+                    for t in range(total - q.shape[2], total):
+                        at = q[b, query, t - total + q.shape[2]]
+                        p = (k[b, h, :t + 1] @ at / math.sqrt(D)).softmax(0).tolist()
+                        rows.append((t, p + [0.0] * (total - t - 1)))
+                found[b, layer, h] = rows
+    return found
+
+
+def ranked(score, budget, layers, across):
+    """Kept positions by row, layer and head, from {(b, l, h): scores}; of equals the later entry."""
+    stays = {key: [] for key in score}
+    for b in range(B):
+        groups = [[(b, la, h) for la in range(layers) for h in range(H)]] if across else \
+            [[(b, la, h)] for la in range(layers) for h in range(H)]
+        for group in groups:
+            every = [(score[key][i], key, i) for key in group for i in range(len(score[key]))]
+            every.sort(key=lambda x: -x[0])
+            for _, key, i in every[:budget * len(group)]:
+                stays[key].append(i)
+    return stays
+
+
+@pytest.mark.parametrize("how", ["max", "sum"])
+@pytest.mark.parametrize("across", [True, False])
+@pytest.mark.parametrize("Method, recent, sinks", [(KVzip, 0, 0), (KVzip, 3, 4), (OneReading, 0, 0),
+                                                   (OneReading, 0, 1)])
+@torch.no_grad()
+def test_kvzip_is_the_loop(Method, recent, sinks, how, across):
+    """By the decoder itself: the prompt is read, read again behind itself, and compressed."""
+    model, prompt, budget = decoder(), TOKENS[:, :24], 10
+    watched = []
+
+    class Told(Method):
+        def attend(self, q, k, v, pos):
+            y = super().attend(q, k, v, pos)
+            watched[self.layer].append((q.clone(), self.k.clone()))
+            return y
+
+    watched[:] = [[] for _ in range(3)]
+    caches = make_cache(model, Told, budget=budget, score=how, across=across, recent=recent, sinks=sinks)
+    prefill(model, prompt, caches)
+    end_prompt(model, prompt, caches)
+
+    score = {}
+    for key, rows in looks([told[-1] for told in watched]).items():
+        column = [[p[i] for t, p in rows if Method is KVzip or t - i >= 8] for i in range(24)]
+        of = max if how == "max" else sum
+        score[key] = [of(x) if x and (Method is KVzip or i < 16) else math.inf for i, x in enumerate(column)]
+        score[key][24 - recent:], score[key][:sinks] = [math.inf] * recent, [math.inf] * sinks
+    stays = ranked(score, budget, 3, across)
+    for layer, cache in enumerate(caches):
+        assert cache.seen == 24
+        assert kept(cache) == [[sorted(stays[b, layer, h]) for h in range(H)] for b in range(B)], layer
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_read_again_in_parts():
+    """Each part with the 8 tokens before it, behind the whole prompt; afterwards the cache is as before."""
+    class Short(KVzip):
+        rereads = 10
+
+        def attend(self, q, k, v, pos):
+            if self.rereading and self.layer == 0:
+                seen.append(pos[0].tolist())
+            return super().attend(q, k, v, pos)
+
+    model, prompt, seen = decoder(), TOKENS[:, :25], []
+    caches = make_cache(model, Short, budget=25)
+    prefill(model, prompt, caches)
+    before = [cache.k.clone() for cache in caches]
+    end_prompt(model, prompt, caches)
+    assert seen == [[*range(25, 35)], [*range(25, 43)], [*range(25, 38)]]
+    assert all(torch.equal(cache.k, k) and cache.seen == 25 for cache, k in zip(caches, before))
+
+
+def test_a_prompt_that_was_not_read_again_is_refused():
+    model = decoder()
+    caches = make_cache(model, KVzip, budget=5)
+    prefill(model, TOKENS, caches)
+    with pytest.raises(ValueError, match="reads a prompt twice; .* end_prompt"):
+        end_prefill(caches)
+
+
+def test_a_second_reading_must_fit_into_the_models_length():
+    model = decoder(max_len=70)
+    with pytest.raises(ValueError, match="78 tokens exceed the model's length of 70"):
+        generate(model, TOKENS, 5, make_cache(model, KVzip, budget=5))
+
+
+@pytest.mark.parametrize("Method, knobs, message", [
+    (KVzip, dict(budget=0), "budget 0 must be at least 1"),
+    (KVzip, dict(budget=9, score="mean"), "score 'mean'"),
+    (KVzip, dict(budget=9, recent=-1), "recent -1"),
+    (KVzip, dict(budget=9, sinks=-1), "sinks -1"),
+    (KVzip, dict(budget=12, recent=8, sinks=4), "budget 12 must be at least 13: 4 sinks and the newest 8"),
+    (OneReading, dict(budget=9, later=0), "later 0 must be a whole number of at least 1"),
+    (OneReading, dict(budget=9, sinks=1), "budget 9 must be at least 10"),
+    (ExpectedAttention, dict(budget=4), "budget 4 must be at least 5"),
+    (ExpectedAttention, dict(budget=9, future=0), "future 0"),
+    (ExpectedAttention, dict(budget=9, future=2 ** 40), "future 1099511627776 must be .* to 65536"),
+    (ExpectedAttention, dict(budget=9, sinks=-1), "sinks -1"),
+    (ExpectedAttention, dict(budget=9, epsilon=-0.1), "epsilon -0.1")])
+def test_bad_knobs_are_refused(Method, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        Method(**knobs)

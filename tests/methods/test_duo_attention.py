@@ -1,0 +1,97 @@
+"""DuoAttention against loops: who holds what, and the split of the budget."""
+from functools import cache as once
+from itertools import pairwise
+
+import pytest
+import torch
+
+from common import decoder as random_decoder
+from methods.duo_attention import DuoAttention
+from nanollm.cache import end_prefill, make_cache
+from nanollm.generate import generate, prefill
+from nanollm.measure.evaluate import held
+
+B, L, H, G, D, T = 2, 3, 3, 2, 8, 34
+SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
+SINKS, LEAST = 2, 6
+ORDER = (2, 2), (0, 1), (0, 0), (2, 0), (0, 2), (1, 1)  # of five: all of layer 0, none of 1, some of 2
+ALL_HEADS = tuple((layer, head) for head in (1, 2, 0) for layer in range(L))
+TOKENS = torch.randint(50, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+@once
+def decoder():
+    size = dict(n_heads=H * G, n_kv_heads=H, head_dim=D, tie_embeddings=False)
+    return random_decoder(**size).requires_grad_(False)
+
+
+def by_hand(n: int, budget: int, order, every=L * H, least=LEAST):
+    """Who keeps everything, and what the others keep: one more head, or entry, as the total allows."""
+    total, m, w = budget * every, 0, least
+    while m < len(order) and (m + 1) * n + (every - m - 1) * least <= total:
+        m += 1
+    while m < every and m * n + (every - m) * (w + 1) <= total and w < budget:
+        w += 1
+    return order[:m], w
+
+
+def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
+    """Parts of the text, and what a head holds before the first and after each, [part][layer][head]."""
+    parts = [range(a, b) for a, b in pairwise([*range(0, prompt, chunk_size), *range(prompt, T, block), T])]
+    (whole, w), held = by_hand(prompt, budget, order), [[[[]] * H] * L]
+    for part in parts:
+        n = part.stop
+        streams = [*range(SINKS), *range(n - (w - SINKS), n)] if n >= prompt and n > w else [*range(n)]
+        held.append([[[*range(n)] if n < prompt or (layer, head) in whole else streams for head in range(H)]
+                     for layer in range(L)])
+    return parts, held
+
+
+# prompt tokens, how many come at a time before its end, and after it; budget; heads that retrieve
+@pytest.mark.parametrize("prompt, chunk, block, budget, order", [
+    (20, 7, 1, 14, ORDER), (20, 8, 5, 14, ORDER),           # m = 5 keep everything, the others w = 6
+    (20, 6, 4, 8, ORDER), (20, 6, 1, 6, ORDER),             # 1, 6 and 0, 6
+    (20, 20, 4, 19, ORDER), (20, 9, 1, 19, ALL_HEADS),      # 6, 17 and 8, 11
+    (20, 9, 1, 20, ALL_HEADS), (20, 20, 2, 9, ()),          # 9 and 0, 9
+    (20, 7, 4, T, ORDER),                                   # a budget of all tokens is full attention
+    (10, 4, 5, 14, ORDER), (0, 1, 1, 7, ORDER), (0, 1, 6, 7, ALL_HEADS[:8])])  # prompts within the budget
+def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order):
+    model, (parts, held_by_hand) = decoder(), walk(prompt, chunk, block, budget, order)
+    caches = make_cache(model, DuoAttention, budget=budget, heads=order, sinks=SINKS, least=LEAST)
+    if not prompt:
+        end_prefill(caches)
+    for part, (before, after) in zip(parts, pairwise(held_by_hand)):
+        model(TOKENS[:, part.start:part.stop], caches)
+        if part.stop == prompt:
+            end_prefill(caches)
+            assert sum(map(len, sum(after, []))) <= L * H * budget
+
+        expected = torch.zeros(L, H, part.stop, dtype=torch.bool)
+        for layer, cache in enumerate(caches):
+            for h, there in enumerate(after[layer]):
+                expected[layer, h, there] = True
+            n, room = (sum(map(len, of[layer])) for of in (after, before))
+            live, allocated = cache.bytes()
+            assert live == B * SLOT * n <= allocated <= B * SLOT * 1.1 * max(n, room + H * len(part))
+            assert part.stop != prompt or live == allocated
+        assert torch.equal(held(caches, part.stop), expected.expand(B, -1, -1, -1)), part
+        assert [cache.length for cache in caches] == [max(map(len, of_layer)) for of_layer in after]
+
+
+@pytest.mark.parametrize("head", [(L, 0), (0, H), (-1, 0), (0, -1)])
+def test_heads_that_the_decoder_does_not_have_are_refused(head):
+    caches = make_cache(decoder(), DuoAttention, budget=16, heads=((1, 1), head))
+    prefill(decoder(), TOKENS[:, :9], caches)
+    with pytest.raises(ValueError, match="must be among 3 layers of 3 key/value heads"):
+        end_prefill(caches)
+
+
+def test_the_least_knobs_work_and_the_defaults_are_four_sinks_of_sixteen():
+    caches = make_cache(decoder(), DuoAttention, budget=2, heads=((0, 1),), sinks=0, least=1)
+    generate(decoder(), TOKENS[:, :9], 3, caches)  # 9 heads, 18 entries: one keeps 9, 9 are left for eight
+    expected = (torch.arange(11) == 10).repeat(B, L, H, 1)
+    expected[:, 0, 1] = True
+    assert torch.equal(held(caches, 11), expected)
+    caches = make_cache(decoder(), DuoAttention, budget=16)
+    generate(decoder(), TOKENS[:, :30], 3, caches)
+    assert held(caches, 32).nonzero()[:, 3].unique().tolist() == [*range(4), *range(20, 32)]

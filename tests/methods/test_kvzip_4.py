@@ -1,0 +1,94 @@
+"""Eviction with few bits: what is kept is what the method keeps, rounded as KIVI rounds, in as many bytes."""
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+
+from common import B, D, G, H, dense
+from methods.ada_kv import AdaKV
+from methods.ours.kvzip_4 import GROUP, Rounded, RoundedKVzip, RoundedWindow, variants
+from nanollm.cache import NEVER, LayerCache
+from nanollm.commands.registry import has_window
+from nanollm.window import WindowCache
+
+n, NEW = 90, 3
+g = torch.Generator().manual_seed(4)
+Q, K, V = (torch.randn(B, heads, n + NEW, D, generator=g) * 3 for heads in (H * G, H, H))
+
+
+@dataclass(eq=False)
+class RoundedAda(Rounded, AdaKV):
+    pass
+
+
+def fed(Method, **knobs):
+    cache = Method(budget=50, window_size=8, **knobs)
+    cache.link(0, 1, None, torch.zeros(4, H * G, D), None)
+    cache.attend(Q[:, :, :n], K[:, :, :n], V[:, :, :n], torch.arange(n)[None])
+    cache.end_prefill()
+    y = [cache.attend(Q[:, :, t:t + 1], K[:, :, t:t + 1], V[:, :, t:t + 1], torch.tensor([[t]]))
+         for t in range(n, n + NEW)]
+    return cache, torch.cat(y, 2)
+
+
+def grid(x, bits):
+    """One list of numbers, on 2^bits even levels between its least and its largest."""
+    low, high = torch.tensor(min(x)).half().item(), max(x)
+    step = torch.tensor((high - low) / (2 ** bits - 1)).half().item()
+    return [low + step * min(max(round((y - low) / step), 0), 2 ** bits - 1) if step else low for y in x]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("Method, exact", [(RoundedWindow, WindowCache), (RoundedAda, AdaKV)])
+def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
+    (cache, y), (other, _) = fed(Method, bits=bits), fed(exact)
+    assert torch.equal(cache.pos, other.pos)
+    k, v, codes = torch.zeros(B, H, n + NEW, D), torch.zeros(B, H, n + NEW, D), 0
+    there = torch.zeros(B, H, n + NEW, dtype=torch.bool)
+    for b, h in product(range(B), range(H)):
+        kept = [i for i in other.pos[b, h].tolist() if i < n]
+        codes += len(kept)
+        for i in range(0, len(kept), GROUP):
+            of = kept[i:i + GROUP]
+            for d in range(D):
+                k[b, h, of, d] = torch.tensor(grid(K[b, h, of, d].tolist(), bits))
+        for i in kept:
+            v[b, h, i] = torch.tensor(grid(V[b, h, i].tolist(), bits))
+        there[b, h, kept] = True
+    k[:, :, n:], v[:, :, n:], there[:, :, n:] = K[:, :, n:], V[:, :, n:], True
+    visible = torch.ones(n + NEW, n + NEW).tril().bool()[n:] & there[:, :, None]
+    # a number that lies between two levels may fall to either
+    torch.testing.assert_close(y, dense(Q[:, :, n:], k, v, visible), atol=2e-2 if bits == 2 else 5e-3, rtol=0)
+
+    groups = sum(-(-int((row != NEVER).sum() - NEW) // GROUP) for row in cache.pos.flatten(0, 1))
+    held = codes * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H  # a value's range, a position
+    live, allocated = cache.bytes()
+    assert live == held + B * H * NEW * (2 * D * 4 + 4) and live <= allocated and live < other.bytes()[0]
+
+
+def test_16_bits_are_the_method_itself():
+    (cache, y), (other, expected) = fed(RoundedWindow, bits=16), fed(WindowCache)
+    assert torch.equal(y, expected) and cache.bytes() == other.bytes()
+
+
+def test_what_is_rounded_can_be_compressed_again():
+    cache, _ = fed(RoundedWindow, bits=8, every=2)
+    assert cache.length <= 52 and cache.seen == n + NEW and "k_code" in cache.packed
+    full = LayerCache()
+    full.attend(Q, K, V, torch.arange(n + NEW)[None])
+    at = cache.pos.long()[..., None].expand(*cache.pos.shape, D)
+    assert (cache.k - full.k.gather(2, at)).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("bits", [0, 9, 17])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(ValueError, match=f"bits {bits} must be"):
+        RoundedKVzip(budget=20, bits=bits)
+
+
+def test_the_variants_are_in_4_bits_and_are_composed_with_nothing():
+    made = {name: Method(budget=50) for name, Method in variants.items()}
+    assert {name: (type(x), x.bits) for name, x in made.items()} == {
+        "kvzip_4": (RoundedKVzip, 4), "snap_kv_4": (RoundedWindow, 4)}
+    assert not any(has_window(Method) for Method in variants.values())

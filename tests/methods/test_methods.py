@@ -1,0 +1,412 @@
+"""The contract of all methods, on random text; and the kept tokens of the simplest, by loops.
+
+A method in methods/ is held to the contract by its name on the command line, alone and with every addition.
+The loop that says which tokens it keeps, written from its paper, stands in its own test file or in LOOPS.
+"""
+from itertools import accumulate
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from common import B, D, FREQ, G, H, SLOT, TOKENS, decoder, dense, once, turn
+from methods.cam import CaM
+from methods.duo_attention import DuoAttention
+from methods.h2o import H2O
+from methods.kv_reviver import KVReviver
+from methods.ours.low_bit_vague import LowBitVague
+from methods.ours.scissorhands_weight import MeanWeight
+from methods.random_eviction import RandomEviction
+from methods.scissorhands import Scissorhands
+from methods.streaming_llm import StreamingLLM
+from methods.sub_gen_pairs import SubGen4Cache
+from methods.tensor_attention import FactoredFourCache
+from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
+from nanollm.commands.registry import given, has_budget, pick
+from nanollm.generate import generate, read_again
+from nanollm.measure.evaluate import for_text
+from nanollm.window import WindowCache
+
+LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
+METHODS = pick(["all"])
+BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]  # of what is read
+ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tokens that end a chunk
+GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
+KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)), gates=GATES)
+CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
+
+ROUNDED = "kvzip_4", "snap_kv_4"  # what stays is in 4 bits
+# Attention does not see tokens as they are: values merged, read back from a sketch or from few bits, or one
+# entry for all that is gone; the keys of sinks move along. Or not all that are held.
+ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
+AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
+APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"  # and their variants
+EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
+DRAWN = "random", "cam"  # for each row of a batch apart
+# what stays is not only what is looked at and the newest
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast"
+
+
+def each(names, cuts=CUTS):
+    """Of what is composed of two methods that are here alone, the uncut prompt will do."""
+    how = dict(zip(CUTS, ("whole", "pieces")))
+    cases = [(name, cut) for name in names for cut in (cuts if "+" not in name else cuts[:1])]
+    return pytest.mark.parametrize("name, cut", cases, ids=[f"{name}-{how[cut]}" for name, cut in cases])
+
+
+@once
+def text():
+    """q, k, v of every layer."""
+    g = torch.Generator().manual_seed(0)
+    return [[torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)] for _ in range(LAYERS)]
+
+
+class Step(NamedTuple):
+    """A part of the text, and for each layer what was held before it, the output, and what is held then."""
+    part: range
+    before: list[torch.Tensor]  # positions (B, H, S)
+    y: list[torch.Tensor]
+    after: list[torch.Tensor]
+    bytes: list[tuple[int, int]]
+
+
+def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **knobs):
+    """Caches of a decoder, fed its layers' q, k and v."""
+    Method = METHODS[name]
+    caches = make_cache(decoder().to(dtype), for_text(Method, ENDS[rows]), **given(Method, **KNOBS | knobs))
+    steps = []
+    for stop, n in zip(accumulate(cut), cut):
+        part, pos = slice(stop - n, stop), torch.arange(stop - n, stop)[None]
+        before = [held(cache) for cache in caches]
+        parts = [[x[rows, :, part] for x in qkv] for qkv in layers or text()]
+        y = [cache.attend(*qkv, pos) for cache, qkv in zip(caches, parts)]
+        if stop == PROMPT:
+            again = PROMPT + torch.arange(PROMPT)[None]
+            read_again(caches, lambda part: [cache.attend(*(x[rows, :, part] for x in qkv), again[:, part])
+                                             for cache, qkv in zip(caches, layers or text())])
+            end_prefill(caches)
+        after, size = [held(cache) for cache in caches], [cache.bytes() for cache in caches]
+        steps.append(Step(range(stop - n, stop), before, y, after, size))
+    return caches, steps
+
+
+def held(cache) -> torch.Tensor:
+    return cache.pos.sort(-1).values if cache.seen else torch.zeros(B, H, 0)
+
+
+walk = once(run)
+
+
+@once
+def full(layer):
+    return dense(*text()[layer], torch.ones(T, T).tril().bool().expand(B, H, T, T))
+
+
+@each(METHODS, CUTS[1:])
+def test_room_for_everything_is_full_attention(name, cut):
+    caches, steps = run(name, cut, budget=3 * T, residual_length=T)
+    if not has_budget(METHODS[name]) and caches[0].length < T:
+        pytest.skip("it evicts, and has no budget that could be large")
+    for layer in range(LAYERS):
+        assert torch.allclose(torch.cat([step.y[layer] for step in steps], 2), full(layer), atol=1e-5)
+    assert [(cache.length, cache.seen) for cache in caches] == [(T, T)] * LAYERS
+
+
+@each(METHODS, CUTS[1:])
+def test_how_the_prompt_is_cut_does_not_matter(name, cut):
+    (*_, last), (*_, other) = walk(name, CUTS[0])[1], walk(name, cut)[1]
+    for layer in range(LAYERS):
+        assert torch.equal(last.after[layer], other.after[layer])
+        assert torch.allclose(last.y[layer], other.y[layer], atol=1e-5)
+
+
+@each(AS_THEY_ARE)
+def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
+    """Whatever is held before a token comes, and itself; nothing else, and that as it came."""
+    _, steps = walk(name, cut)
+    for step in steps:
+        if name.startswith(EVICTS_WHILE_READING) and len(step.part) > 1:
+            continue  # what it held in between is gone
+        for layer, (q, k, v) in enumerate(text()):
+            kept = step.after[layer] if name.startswith(EVICTS_WHILE_READING) else step.before[layer]
+            there = (kept[..., None] == torch.arange(T)).any(2)  # (B, H, T)
+            there[..., step.part] = True
+            visible = torch.ones(T, T).tril().bool()[step.part] & there[:, :, None]
+            expected = dense(q[:, :, step.part], k, v, visible)
+            assert torch.allclose(step.y[layer], expected, atol=1e-5), (layer, step.part)
+
+
+@each(BUDGETED)
+def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
+    """All layers' and heads' together; window methods and retrieval heads add what comes after the prompt."""
+    caches, steps = walk(name, cut)
+    appends = isinstance(caches[0], WindowCache) or name.startswith(APPENDS)
+    for step in steps:
+        slots = [(kept != NEVER).sum().item() for kept in step.after]
+        later = max(step.part.stop - PROMPT, 0) if appends else 0
+        if step.part.stop >= PROMPT or name.startswith(EVICTS_WHILE_READING):
+            assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
+        for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
+            assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
+            slot = 4 + D if name in ROUNDED else SLOT  # 4 bits: k and v are D bytes
+            assert n * slot <= live <= allocated
+    for cache in caches:
+        assert cache.bytes()[1] == sum(memory(cache).values())
+
+
+# what stays depends on the last digits, or on the bytes of a number
+UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not any(x in name for x in UNLIKE_IN_16_BITS)])
+def test_bytes_in_16_bits_are_those_of_a_cache_in_16_bits(name):
+    caches, _ = walk(name, CUTS[0])
+    layers, dtype = [[x.bfloat16() for x in qkv] for qkv in text()], torch.bfloat16
+    half, _ = run(name, CUTS[0], layers, dtype=dtype, gates=GATES.to(dtype))
+    assert bytes_in_16_bits(caches) == bytes_in_16_bits(half) == cache_bytes(half)[0] < cache_bytes(caches)[0]
+
+
+def memory(x, of=None) -> dict[int, int]:
+    """Bytes by address of all tensors that a cache holds, but for what belongs to the decoder."""
+    of = {} if of is None else of
+    if isinstance(x, torch.Tensor):
+        of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    elif isinstance(x, dict):
+        for name, y in x.items():
+            if name not in ("below", "w_o", "freq", "select", "gates", "flip", "bucket_by", "sign_by"):
+                memory(y, of)
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            memory(y, of)
+    elif hasattr(x, "__dict__") and not isinstance(x, type):
+        memory(vars(x), of)
+    return of
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith(DRAWN)])
+def test_a_row_of_a_batch_is_what_it_is_alone(name):
+    _, steps = walk(name, CUTS[0])
+    for b in range(B):
+        _, alone = run(name, CUTS[0], rows=slice(b, b + 1))
+        for step, one in zip(steps, alone):
+            for y, other, kept, few in zip(step.y, one.y, step.after, one.after):
+                assert torch.allclose(y[b], other[0], atol=1e-5)
+                assert kept[b][kept[b] != NEVER].tolist() == few[0][few[0] != NEVER].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in BUDGETED if not any(x in name for x in GAPS)])
+def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
+    """Every query gives all its weight to token 0: what goes is one stretch in the middle."""
+    q, k, v = torch.zeros(B, H * G, T, D), torch.zeros(B, H, T, D), torch.zeros(B, H, T, D)
+    q[..., 0], k[:, :, 0, 0] = 1, 1000
+    _, steps = run(name, CUTS[0], layers=[[q, k, v]] * LAYERS, kernel_size=1)
+    for kept in (head for step in steps for layer in step.after for head in layer.flatten(0, 1)):
+        gaps = kept[kept != NEVER].diff()
+        assert (gaps > 1).sum() == (kept[0] == 0 and len(gaps) + 1 <= kept[-1])
+        assert kept[0] > 0 or not (gaps > 1).any() or kept[(gaps > 1).nonzero()[0]] < 4  # sinks
+
+
+NEW = BUDGET + 2
+alone = once(lambda: generate(decoder(), TOKENS[:, :1], NEW))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
+def test_a_prompt_of_one_token(name):
+    """Nothing is cached yet when the prompt ends."""
+    Method, model = METHODS[name], decoder()
+    for budget in (2 * NEW, BUDGET):
+        knobs = given(Method, **KNOBS | dict(budget=budget, residual_length=NEW))
+        caches = make_cache(model, for_text(Method, ENDS[:, :1]), **knobs)
+        tokens = generate(model, TOKENS[:, :1], NEW, caches)
+        assert tokens.shape == (2, NEW) and (budget == BUDGET or torch.equal(tokens, alone()))
+
+
+# ---- which tokens stay: loops. From the part on that ends the prompt, each part evicts ---
+
+
+def streaming(q, k, parts, prompt, budget, sinks=4):
+    """Section 3.2: the first tokens and the most recent ones."""
+    for part in parts:
+        n = part.stop
+        everything = n < prompt or n <= budget
+        yield [[[*range(n)] if everything else [*range(sinks), *range(n - budget + sinks, n)]] * H] * B
+
+
+def heavy_hitters(q, k, parts, prompt, budget, recent=0.5):
+    """Algorithm 1: F accumulates attention; of too many, the one with the least F outside the recent goes."""
+    F = [[{} for _ in range(H)] for _ in range(B)]
+    for part in parts:
+        for b in range(B):
+            for h in range(H):
+                score = F[b][h]
+                score |= dict.fromkeys(part, 0.0)
+                for t in part:
+                    seen = [i for i in score if i <= t]
+                    for g in range(G):
+                        p = (k[b, h, seen] @ q[b, h * G + g, t] / math.sqrt(D)).softmax(0)
+                        for i, weight in zip(seen, p.tolist()):
+                            score[i] += weight
+                while part.stop >= prompt and len(score) > budget:
+                    old = [i for i in score if i < part.stop - max(1, round(recent * budget))]
+                    del score[min(old, key=lambda i: (score[i], i))]
+        yield [[sorted(score) for score in row] for row in F]
+
+
+def reservoir(q, k, parts, prompt, budget, seed=0):
+    """Vitter's reservoir by priorities: the highest of all drawn so far."""
+    generator = torch.Generator().manual_seed(1000 * seed)
+    drawn = torch.empty(B, H, 0)
+    for part in parts:
+        drawn = torch.cat((drawn, *(torch.rand(B, H, 1, generator=generator) for _ in part)), 2)
+        size = part.stop if part.stop < prompt else budget
+        yield [[sorted(head.topk(min(size, part.stop)).indices.tolist()) for head in row] for row in drawn]
+
+
+def looked_at_least(q, k, parts, prompt, budget):
+    """TOVA, section 3: what the newest query looks at least, on average over all heads of the layer, goes."""
+    kept = [[*range(0)] for _ in range(B)]
+    for part in parts:
+        for b in range(B):
+            kept[b] += part
+            weight = dict.fromkeys(kept[b], 0.0)
+            for h in range(H * G):
+                p = (k[b, h // G, kept[b]] @ q[b, h, part.stop - 1] / math.sqrt(D)).softmax(0)
+                for i, x in zip(kept[b], p.tolist()):
+                    weight[i] += x
+            if part.stop >= prompt:
+                kept[b] = sorted(sorted(kept[b], key=lambda i: (weight[i], i))[-budget:])
+        yield [[row] * H for row in kept]
+
+
+def like_the_others(q, k, parts, prompt, budget):
+    """KeyDiff, section 3: the cosine with the mean of all directions; the most alike go, at once."""
+    kept = [[[] for _ in range(H)] for _ in range(B)]
+    for part in parts:
+        for b in range(B):
+            for h in range(H):
+                kept[b][h] += part
+                unit = {i: (k[b, h, i] / k[b, h, i].norm()).double() for i in kept[b][h]}
+                mean = sum(unit.values()) / len(unit)
+                alike = {i: (x @ mean / mean.norm()).item() for i, x in unit.items()}
+                if part.stop >= prompt:
+                    kept[b][h] = sorted(sorted(alike, key=lambda i: (-alike[i], i))[-budget:])
+        yield [[*row] for row in kept]
+
+
+LOOPS = {
+    "tova": ("tova", dict(budget=8), looked_at_least, None),
+    "tova of one": ("tova", dict(budget=1), looked_at_least, None),
+    "key_diff": ("key_diff", dict(budget=7), like_the_others, 0),
+    "sinks": ("streaming_llm", dict(budget=9), streaming, 4),  # their keys are held twice
+    "no sink": ("streaming_llm", dict(budget=6, sinks=0), streaming, 0),
+    "absolute": ("streaming_llm_absolute", dict(budget=9), streaming, 0),
+    "h2o": ("h2o", dict(budget=8), heavy_hitters, None),
+    "h2o no recent": ("h2o", dict(budget=6, recent=0.0), heavy_hitters, None),
+    "h2o all recent": ("h2o", dict(budget=6, recent=1.0), heavy_hitters, None),
+    "random": ("random", dict(budget=8), reservoir, None),
+    "random seeded": ("random", dict(budget=1, seed=3), reservoir, None)}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+@pytest.mark.parametrize("cut", CUTS, ids=["whole", "pieces"])
+def test_kept_tokens_equal_the_loop(case, cut):
+    """The first layer's; and its bytes, 4 more a slot for a score."""
+    name, knobs, loop, sinks = LOOPS[case]
+    (q, k, _), (_, steps) = text()[0], run(name, cut, **knobs)
+    for step, kept in zip(steps, loop(q, k, [step.part for step in steps], PROMPT, **knobs)):
+        assert step.after[0].tolist() == kept, step.part
+        n, moved = len(kept[0][0]), step.before[0].shape[2] < step.part.start
+        slot, beside = (SLOT + 4, 0) if sinks is None else (SLOT, sinks * D * 4 * moved)
+        live, allocated = step.bytes[0]
+        assert live == B * H * (n * slot + beside)
+        assert allocated <= B * H * (1.1 * (n + len(step.part)) * slot + beside)
+
+
+@pytest.mark.parametrize("knobs", [dict(budget=9), dict(budget=6, sinks=0)])
+def test_streaming_counts_positions_in_the_cache(knobs):
+    (q, k, v), cache, cut = text()[0], StreamingLLM(**knobs), CUTS[1]
+    cache.link(0, 1, None, None, FREQ)
+    token = torch.arange(T)
+    stored_q, stored_k = turn(q, token), turn(k, token)
+    for stop, n in zip(accumulate(cut), cut):
+        part = slice(stop - n, stop)
+        there = torch.cat((held(cache)[0, 0], token[part])).long()
+        y = cache.attend(stored_q[:, :, part], stored_k[:, :, part], v[:, :, part], token[None, part])
+        at = torch.arange(len(there))
+        visible = (at <= at[-n:, None]).expand(B, H, n, len(there))
+        expected = dense(turn(q[:, :, part], at[-n:]), turn(k[:, :, there], at), v[:, :, there], visible)
+        assert torch.allclose(y, expected, atol=1e-5), part
+        if stop == PROMPT:
+            cache.end_prefill()
+
+
+# ---- each method's own ---
+
+
+@pytest.mark.parametrize("chunk", [300, 1])
+@pytest.mark.parametrize("Method, knobs", [
+    (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300)), (LowBitVague, {})])
+def test_attention_is_added_up_in_32_bits(Method, knobs, chunk):
+    """In 16 bits the sum of a token that all look at would hardly grow."""
+    class Notes(Method):
+        def observe(self, q, p):
+            expected[..., :p.shape[-1]] += p.double().sum((2, 3))
+            super().observe(q, p)
+
+    cache, g = Notes(**knobs), torch.Generator().manual_seed(0)
+    expected = torch.zeros(B, H, 300, dtype=torch.float64)
+    q, k, v = (torch.randn(B, heads, 300, D, generator=g).bfloat16() for heads in (H * G, H, H))
+    k[:, :, 0] = 4 * q[:, ::G].mean(2)
+    for part in torch.arange(300).split(chunk):
+        cache.attend(*(x[:, :, part] for x in (q, k, v)), part[None])
+    total = cache.score if Method is KVReviver else cache.slot("accumulated")
+    torch.testing.assert_close(total[..., :300].double(), expected, rtol=1e-5, atol=0)
+    assert cache.k.dtype == torch.bfloat16
+
+
+def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
+    def kept(seed):
+        model = decoder()
+        caches = make_cache(model, RandomEviction, budget=8, seed=seed)
+        generate(model, TOKENS, 4, caches)
+        return torch.stack([cache.pos.sort(-1).values for cache in caches])  # (L, B, H, 8)
+
+    one, other = kept(0), kept(1)
+    assert torch.equal(one, kept(0))
+    assert len(torch.cat((one, other)).flatten(0, 2).unique(dim=0)) == 2 * 3 * 2 * 2
+
+
+@torch.inference_mode()
+def test_streaming_on_learned_positions_needs_them_absolute():
+    model = decoder(family="gpt2", n_kv_heads=6)
+    with pytest.raises(ValueError, match="which this model has not; take streaming_llm_absolute"):
+        make_cache(model, StreamingLLM, budget=8)
+    caches = make_cache(model, StreamingLLM, budget=40, relative=False)
+    assert torch.allclose(model(TOKENS, caches), model(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize("Method, knobs, message", [
+    (H2O, dict(budget=1), "budget 1 must be at least 2"),
+    (H2O, dict(budget=8, recent=1.5), "recent 1.5"),
+    (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
+    (StreamingLLM, dict(budget=8, sinks=-1), "sinks -1"),
+    (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
+    (Scissorhands, dict(budget=20, recent=-1), "recent -1 must be at least 0"),
+    (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 at least 1"),
+    (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
+    (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
+    (CaM, dict(budget=1), "budget 1 must be at least 2"),
+    (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 23: the newest 22 stay"),
+    (CaM, dict(budget=16, targets=0), "targets 0 must be a whole number of at least 1"),
+    (DuoAttention, dict(budget=40, sinks=16), "sinks 16 .* less than the 16"),
+    (DuoAttention, dict(budget=15), "budget 15 must be at least 16"),
+    (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
+    (LowBitVague, dict(bits=0), "bits 0"), (LowBitVague, dict(bits=9), "bits 9"),
+    (LowBitVague, dict(group_size=0), "group_size 0"), (LowBitVague, dict(residual_length=-1), "length -1"),
+    (LowBitVague, dict(heavy=-1), "heavy -1"), (FactoredFourCache, dict(tile=0), "tile 0 must be at least 1"),
+    *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
+      for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
+def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        Method(**knobs)

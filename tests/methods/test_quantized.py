@@ -1,0 +1,277 @@
+"""KIVI's rounded cache and LowBitVague against loops: codes, what is rounded when, attention, bytes."""
+from functools import cache as once
+from itertools import pairwise, product
+import math
+import struct
+
+import pytest
+import torch
+
+from common import TOKENS, decoder, dense
+from exact import F64, random
+from methods.ours.low_bit_vague import LowBitVague
+from methods.quantized import Quantized, quantise, variants
+from nanollm.cache import make_cache
+from nanollm.generate import generate
+
+B, H, G, D, T = 2, 2, 3, 16, 36
+every_bits = pytest.mark.parametrize("bits", range(1, 9))
+
+
+@once
+def drawn(dtype=F64):
+    """q, k, v; as in decoders, some channels of the keys are always large."""
+    k = random(B, H, T, D, seed=1)
+    k[..., 3] += 20
+    k[..., 8] -= 9
+    return tuple(x.to(dtype) for x in (random(B, H * G, T, D), k, random(B, H, T, D, seed=2)))
+
+
+# ---- packing and rounding ---
+
+
+def half(x):
+    """By way of 32 bits, as in torch."""
+    for form in "fe":
+        x, = struct.unpack(form, struct.pack(form, x))
+    return x
+
+
+def by_loop(group, bits):
+    """A list of numbers that share a range: their codes, zero and scale."""
+    zero = half(min(group))
+    scale = half((max(group) - zero) / (2 ** bits - 1))
+    if scale <= 0:  # one number, of which a half says too little, or too much
+        return [0] * len(group), zero, scale
+    return [min(max(round((x - zero) / scale), 0), 2 ** bits - 1) for x in group], zero, scale
+
+
+def restored(group, bits):
+    code, zero, scale = by_loop(group, bits)
+    return torch.tensor([zero + scale * c for c in code], dtype=F64)
+
+
+@every_bits
+def test_codes_zero_and_scale_are_the_loops(bits):
+    """Whole steps, down to the smallest of a half, and groups of one number are kept exactly."""
+    for dim, far in product((2, 4), (0, 30, -30)):
+        x = far + random(2, 1, 7, 3, 5, seed=bits) * 10.0 ** torch.arange(-1, 2).view(-1, 1)
+        groups = [part.movedim(dim, -1).flatten(0, -2) for part in quantise(x, bits, dim)]
+        assert [part.shape[-1] for part in groups] == [x.shape[dim], 1, 1]
+        for group, code, zero, scale in zip(x.movedim(dim, -1).flatten(0, -2).tolist(), *groups):
+            assert (code.tolist(), zero.item(), scale.item()) == by_loop(group, bits)
+
+    steps = [zero + scale * torch.arange(2 ** bits, dtype=F64) for zero, scale in (
+        (-5, 0.25), (-3e4, 64), (0, 2 ** -24), (-2 ** -18, 2 ** -24))]
+    equal = [torch.full((5,), c, dtype=F64) for c in (0, -7.5, 2 ** -24, 65504, -65504)]
+    for x, dtype in product(steps + equal, (F64, torch.float32)):
+        code, zero, scale = quantise(x.to(dtype), bits, 0)
+        assert torch.equal(zero.to(F64) + scale.to(F64) * code, x), x
+
+
+@pytest.mark.parametrize("numbers, bits", [
+    ([1e5, 1e5], 2), ([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
+def test_what_no_half_holds_is_refused(numbers, bits):
+    """Zero or scale would be infinite and attention NaN."""
+    for dtype in torch.float32, torch.bfloat16:
+        with pytest.raises(ValueError, match="large"):
+            quantise(torch.tensor(numbers, dtype=dtype), bits, 0)
+
+
+# ---- KIVI ---
+
+
+def rounded(x, bits, group, dim):
+    """Keys (dim 0) or values (dim 1) of one head, (n, D), each group of them along dim rounded."""
+    rows = (x.T if dim == 0 else x).tolist()
+    done = torch.stack([torch.cat([restored(row[i:i + group], bits) for i in range(0, len(row), group)])
+                        for row in rows])
+    return done.T if dim == 0 else done
+
+
+def old(n, group, exact):
+    """How many of n tokens are rounded: a group at a time, as long as so many exact ones remain."""
+    return max(n - exact, 0) // group * group
+
+
+CASES = {  # knobs, tokens of the prompt
+    "2 bits": (dict(bits=2, group_size=8, residual_length=5), 25),
+    "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1), 27),
+    "each alone": (dict(bits=4, group_size=1, residual_length=3), 10),
+    "one too few": (dict(bits=8, group_size=8, residual_length=8), 15),
+    "nothing exact, prompt of none": (dict(bits=1, group_size=4, residual_length=0), 0),
+}
+FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)  # position at which each row of the batch starts
+
+
+def feed(cache, prompt, chunk, block):
+    """A text in parts, `chunk` tokens at a time, then `block`: yields each part and its output."""
+    if not prompt:
+        cache.end_prefill()
+    for a, b in pairwise([*range(0, prompt, chunk), *range(prompt, T, block), T]):
+        y = cache.attend(*(x[:, :, a:b] for x in drawn()), FIRST + torch.arange(a, b, dtype=torch.int32))
+        if b == prompt:
+            cache.end_prefill()
+        yield range(a, b), y
+
+
+def check_bytes(cache, seen, before, after, more, bits, group_size, **_):
+    """By hand, when `before` tokens were rounded and now `after` are. A buffer grows by a tenth at most."""
+    channels = D / min(group_size, D)  # groups of a value's channels, 2 · 2 bytes each
+    token = 2 * bits * D / 8 + channels * 4 + D * 4 / group_size + more
+    size = lambda exact: B * H * (exact * (2 * D * 8 + 4 + more) + after * token)
+    live, allocated = cache.bytes()
+    assert live == size(seen - after) <= allocated <= size(1.1 * (seen - before))
+    assert before == after or allocated == live
+
+
+@pytest.mark.parametrize("chunk, block", [(100, 1), (7, 1), (4, 5)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chunk, block):
+    """What a part pushes out is rounded after its attention."""
+    knobs, prompt = CASES[case]
+    cache, (q, *kv) = Quantized(**knobs), drawn()
+    n, bits, group = old(T, knobs["group_size"], 0), knobs["bits"], knobs["group_size"]
+    coarse = [torch.stack([rounded(head[:n], bits, group, dim) for head in x.flatten(0, 1)]).view(B, H, n, D)
+              for dim, x in enumerate(kv)]
+    before = 0
+    for part, y in feed(cache, prompt, chunk, block):
+        seen = part.stop
+        after = old(seen, group, knobs["residual_length"]) if seen >= prompt else 0
+        visible = (torch.arange(seen) <= torch.tensor(part)[:, None]).expand(B, H, -1, -1)
+        k, v = (torch.cat((x[:, :, :before], exact[:, :, before:seen]), 2) for x, exact in zip(coarse, kv))
+        assert torch.allclose(y, dense(q[:, :, part.start:part.stop], k, v, visible), atol=1e-9), part
+
+        *found, at, bias = cache.read()
+        assert bias is None and torch.equal(at, (FIRST + torch.arange(seen))[:, None].expand(B, H, seen))
+        assert at.dtype == torch.int32 and cache.length == seen - after
+        for x, rough, exact in zip(found, coarse, kv):
+            assert torch.allclose(x[:, :, :after], rough[:, :, :after], rtol=1e-12, atol=1e-12), part
+            assert torch.equal(x[:, :, after:], exact[:, :, after:seen])
+        check_bytes(cache, seen, before, after, 0, **knobs)
+        before = after
+
+
+# ---- LowBitVague ---
+
+
+class Head:
+    """LowBitVague for one head: exact tokens, the attention they have had, rounded ones in order."""
+
+    def __init__(self, bits, group_size, residual_length, heavy):
+        self.bits, self.group, self.newest, self.heavy = bits, group_size, residual_length, heavy
+        self.score, self.exact, self.rounded = {}, {}, {}
+
+    def attend(self, q, k, v, part):
+        """q (G, T, D), k and v (T, D) of a part's tokens → (G, T, D)."""
+        self.exact |= dict(zip(part, zip(k, v)))
+        self.score |= dict.fromkeys(part, 0.0)
+        held = self.rounded | self.exact
+        keys, values = (torch.stack(x) for x in zip(*held.values()))
+        later = torch.tensor([*held]) > torch.tensor(part)[:, None]
+        p = (q @ keys.T / math.sqrt(D)).masked_fill(later, -math.inf).softmax(-1)
+        for J, weight in zip(held, p.sum((0, 1)).tolist()):
+            if J in self.exact:
+                self.score[J] += weight
+        return p @ values
+
+    def evict(self):
+        order = sorted(self.exact)
+        n = old(len(order), self.group, self.newest + self.heavy)
+        others = order[:len(order) - self.newest]
+        leave = sorted(sorted(others, key=lambda J: (self.score[J], J))[:n])
+        for first in range(0, n, self.group):
+            together = leave[first:first + self.group]
+            kv = (torch.stack(x) for x in zip(*(self.exact.pop(J) for J in together)))
+            k, v = (rounded(x, self.bits, self.group, dim) for dim, x in enumerate(kv))
+            self.rounded |= {J: (k[i], v[i]) for i, J in enumerate(together)}
+
+
+HEAVY = {  # knobs, tokens of the prompt
+    "some": (dict(bits=2, group_size=4, residual_length=3, heavy=5), 22),
+    "no newest": (dict(bits=2, group_size=4, residual_length=0, heavy=6), 20),
+    "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1, heavy=2), 22),
+    "each alone, prompt of none": (dict(bits=6, group_size=1, residual_length=2, heavy=3), 0),
+}
+
+
+@pytest.mark.parametrize("chunk, block", [(100, 1), (4, 5)])
+@pytest.mark.parametrize("case", HEAVY)
+def test_by_attention_what_leaves_and_what_is_seen_are_those_of_the_loop(case, chunk, block):
+    knobs, prompt = HEAVY[case]
+    cache, heads = LowBitVague(**knobs), [[Head(**knobs) for _ in range(H)] for _ in range(B)]
+    q, k, v = drawn()
+    for part, y in feed(cache, prompt, chunk, block):
+        i, before = slice(part.start, part.stop), len(heads[0][0].rounded)
+        for b, h in product(range(B), range(H)):
+            head, group = heads[b][h], slice(h * G, (h + 1) * G)
+            told = head.attend(q[b, group, i], k[b, h, i], v[b, h, i], part)
+            assert torch.allclose(y[b, group], told, atol=1e-6), part  # weights have 32 bits
+            if part.stop >= prompt:
+                head.evict()
+
+            keys, values, at, bias = (x if x is None else x[b, h] for x in cache.read())
+            there = head.rounded | {J: head.exact[J] for J in sorted(head.exact)}
+            assert bias is None and at.dtype == torch.int32 and (at - FIRST[b]).tolist() == [*there], part
+            for found, expected in zip((keys, values), zip(*there.values())):
+                assert torch.allclose(found, torch.stack(expected), rtol=1e-12, atol=1e-12), part
+            score = cache.slot("accumulated")[b, h].tolist()
+            assert score == pytest.approx([head.score[J] for J in sorted(head.exact)], rel=1e-5)
+        # a position of what is rounded, a score of what is not
+        check_bytes(cache, part.stop, before, len(head.rounded), 4, **knobs)
+
+
+# ---- both ---
+
+
+@pytest.mark.parametrize("Method, knobs", [(Quantized, {}), (LowBitVague, dict(heavy=3))])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_other_types_of_numbers(Method, knobs, dtype):
+    cache, (q, k, v) = Method(bits=3, group_size=8, residual_length=4, **knobs), drawn(dtype)
+    y = cache.attend(q, k, v, torch.arange(T)[None])
+    cache.end_prefill()
+    *found, at, _ = cache.read()
+    assert {x.dtype for x in (*found, y)} == {dtype} and found[0].shape == found[1].shape == (B, H, T, D)
+    for x, dim, y in zip((k, v), (2, 3), found if Method is Quantized else ()):
+        x, y = (z[:, :, :32].to(F64).unflatten(dim, (-1, 8)) for z in (x, y))
+        low, high = x.aminmax(dim=dim + 1, keepdim=True)
+        lost = torch.finfo(dtype).eps * torch.maximum(low.abs(), high.abs()) + 2 ** -11 * low.abs()
+        assert ((x - y).abs() <= (high - low) / 7 * 0.52 + lost).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, bits):
+    """In 16 bits, too: the two parts of a score are large and cancel where a channel is always large."""
+    cache, (q, k, v) = Quantized(bits=bits, group_size=8, residual_length=4), drawn(dtype)
+    cache.attend(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], torch.arange(T - 1)[None])
+    cache.end_prefill()
+    cache.write(k[:, :, -1:], v[:, :, -1:], torch.tensor([[T - 1]]))
+    y, p = cache.decode(q[:, :, -1:], torch.tensor([[T - 1]]))
+    assert p is None and y.dtype == dtype
+    held = {x.data_ptr(): x.nbytes for part in (vars(cache), cache.slots, cache.rounded)
+            for x in part.values() if torch.is_tensor(x) and x is not cache.start}
+    assert sum(held.values()) == cache.bytes()[1]
+
+    cache.slots |= {name: cache.slots[name].to(F64) for name in "kv"}  # so that `read` does not round
+    keys, values, at, _ = cache.read()
+    expected = dense(q[:, :, -1:].to(F64), keys, values, at[:, :, None] < T)
+    assert torch.allclose(y.to(F64), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_variants_knobs():
+    made = {name: Method() for name, Method in variants.items()}
+    assert {name: (x.bits, x.group_size, x.residual_length) for name, x in made.items()} == {
+        f"quantized_{bits}": (bits, 32, 16) for bits in (2, 3, 4)}
+
+
+@pytest.mark.parametrize("head_dim, group, fits", [
+    (12, 4, False), (16, 12, False), (8, 1, True), (8, 9, True), (24, 12, True)])
+def test_head_dims_are_multiples_of_8_and_of_the_group(head_dim, group, fits):
+    model = decoder(head_dim=head_dim)
+    if not fits:
+        with pytest.raises(ValueError, match=f"{head_dim} must be a multiple of 8 and of group_size {group}"):
+            make_cache(model, Quantized, group_size=group)
+        return
+    caches = make_cache(model, Quantized, group_size=group, residual_length=0)
+    assert generate(model, TOKENS[:, :20], 20, caches).shape == (2, 20) and caches[0].length == 39 % group

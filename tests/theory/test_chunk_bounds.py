@@ -1,0 +1,266 @@
+"""ChunkKV's claims: the appendix by brute force, in float64; what the shipped model keeps and finds."""
+from collections import defaultdict
+from itertools import product
+from math import log
+from types import SimpleNamespace
+
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import torch
+
+from common import ENCODING, once, tasks
+from exact import F64, at_most, check, close, seeds, vector
+from experiments.change_and_text import compressed
+from experiments.claims import C1, C2
+from experiments.subject import HOLDS, NOT, Subject
+from methods.chunk_kv import ChunkKV, Chunks
+from methods.ours.chunk_kv_semantic import SemanticChunkKV
+from methods.snap_kv import SnapKV
+from methods.theory import chunk_bounds
+from methods.theory.chunk_bounds import (LaterGroups, PlacedChunks, answer_bound, aware, bounds, chunk_noise,
+                                         copies, distance_bound, divergence, fisher, independent, jaccard,
+                                         lessons, markov, mirrored, read, remainder, together,
+                                         token_divergences, token_noise)
+from nanollm import TINY, tokenizer
+from nanollm.hf import checkpoint
+from nanollm.measure.evaluate import held, maker, standard_error
+from nanollm.measure.tasks import Unmarked
+
+WINDOW, (BREAK,) = dict(window_size=8), ENCODING.encode("\n")
+sizes, noises = st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.3])
+thetas = st.tuples(*[st.floats(0.05, 0.95)] * 2)
+
+
+def tables(seed, k):
+    """Two tables of k tokens, of 2 to 4 values each; the first has zeros."""
+    g = torch.Generator().manual_seed(seed)
+    shape = torch.randint(2, 5, (k,), generator=g).tolist()
+    p, q = torch.rand(2, *shape, generator=g, dtype=F64)**3 + 1e-3
+    p = p * (torch.rand(shape, generator=g) > 0.2)
+    p[(0,) * k] += 0.1
+    return p / p.sum(), q / q.sum()
+
+
+def marginal(p, kept):
+    """{values of the kept tokens: probability}, by enumeration."""
+    out = defaultdict(float)
+    for values in product(*map(range, p.shape)):
+        out[tuple(values[j] for j in kept)] += float(p[values])
+    return out
+
+
+def kl(p, q, kept, given=()):
+    """E_p log p(kept | given) / q(kept | given), over tokens `kept` that begin with `given`."""
+    (p, q), (known, wrong) = ([marginal(x, of) for x in (p, q)] for of in (kept, given))
+    return sum(chance * log(chance / known[at[:len(given)]] / (q[at] / wrong[at[:len(given)]]))
+               for at, chance in p.items() if chance)
+
+
+def subsets(k):
+    return [[j for j in range(k) if number >> j & 1] for number in range(2**k)]
+
+
+def step(table, theta, delta):
+    """KL_j and I_j of the tokens 2 … k, their remainder, and ‖δ‖²."""
+    each, information = token_divergences(table(theta), table(theta + delta))[1:], fisher(table, theta)[1:]
+    return each, information, float(remainder(each, information, delta)), delta @ delta
+
+
+@check("C3", seeds, sizes, st.integers(1, 9))
+def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
+    """Noise: what the lost tokens say beyond the kept, and all that the lost examples say."""
+    p, q = tables(seed, k)
+    whole, each = kl(p, q, range(k)), token_divergences(p, q)
+    assert close(divergence(p, q), whole) and close(each.sum(), whole)
+    assert close(each, [kl(p, q, range(j + 1), range(j)) for j in range(k)])
+    for kept in subsets(k):
+        rest = [j for j in range(k) if j not in kept]
+        assert close(divergence(p, q, kept), kl(p, q, kept))
+        assert close(token_noise(p, q, kept, n), n * kl(p, q, kept + rest, kept))
+        if kept:  # at equal budgets whole examples win just where the kept tokens say less per token
+            margin = whole / k - kl(p, q, kept) / len(kept)
+            tokens, chunks = token_noise(p, q, kept, n * k), chunk_noise(p, q, n * len(kept), n * k)
+            assert close(tokens - chunks, n * k * len(kept) * margin)
+    assert close(chunk_noise(p, q, n // 2, n), (n - n // 2) * whole)
+
+
+# ---- Eq. 10 to 16 ---
+
+
+@check("C3", thetas, thetas, st.integers(2, 4), noises, st.floats(0.02, 1), examples=20)
+def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, share):
+    theta, delta = vector(*theta), share * (vector(*other) - vector(*theta))
+    if delta.norm() < 1e-3:  # KL is a difference of numbers near 1
+        return
+    each, information, R, distance = step(lambda theta: markov(theta, k, noise), theta, delta)
+    assert at_most(distance, distance_bound(each.sum(), information, R))
+    assert at_most(each[-1], answer_bound(each.sum(), information, R))
+    low = torch.linalg.eigvalsh(information)[:, 0].amin() / 2
+    assert (distance_bound(each.sum(), information, R) < torch.inf) == (low > R)
+
+
+@pytest.mark.claim("C3")
+def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden(note):
+    """Both states are as frequent, so I_j = 1/2 / (0.2 · 0.8) in both directions, KL_j = log 2 − H(0.2)."""
+    each, information, R, distance = step(lambda x: markov(x, 5), vector(0.2, 0.8), vector(0.3, -0.3))
+    says = 0.2 * log(0.4) + 0.8 * log(1.6)
+    assert close(information, torch.eye(2, dtype=F64) * 3.125) and close(distance, 0.18) and close(each, says)
+    paper, repaired = (distance_bound(each.sum(), information, x) for x in (0.0, R))
+    assert close(paper, says * 2 / 3.125) and paper < 0.7 * distance  # 0.123 against 0.18
+    assert close(repaired, distance)                                  # no slack: it could not be smaller
+    assert close(answer_bound(each.sum(), information), says)         # Eq. 15 holds: tokens are alike
+    note("C3", eq12_bound=float(paper), eq12_square=float(distance))
+
+    found = bounds(lambda x: markov(x, 5, 0.1), vector(0.3, 0.8), vector(0.2, -0.2))
+    expected = dict(distance_paper=0.07808 / 0.08, distance_repaired=0.09486 / 0.08)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.claim("C3")
+def test_equation_15_needs_its_o_1_above_and_below(note):
+    each, information, R, _ = step(mirrored, vector(0.3), vector(0.2))
+    noise, half = each.sum(), 0.5 / 0.21
+    bound, distance = answer_bound(noise, information), distance_bound(noise, information)
+    found = [bound, (half + R) * distance, half * distance_bound(noise, information, R),
+             answer_bound(noise, information, R), each[-1]]
+    assert close(information, 2 * half) and close(found, [0.0902, 0.1456, 0.2334, 0.3767, 0.1537], 1e-4)
+    note("C3", eq15_bound=float(bound), eq15_kl=float(each[-1]))
+
+
+def test_lessons_are_counted_by_document(monkeypatch):
+    """Two examples of two tokens, the label last: a head keeps one whole and both labels, another nothing."""
+    kept = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]).bool()[None, None]  # (B, L, H, tokens)
+    p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
+    told = iter([(p.log(), None), (q.log(), kept)])
+    tokens = np.array([[BREAK, 1, BREAK, 1, BREAK, 0]])  # the last line is the question
+    batch = SimpleNamespace(tokens=tokens, facts=np.arange(6)[None] < 4, question=4, answers=[slice(5, 6)])
+    monkeypatch.setattr(chunk_bounds, "at_the_answer", lambda *_: next(told))
+    (found,) = lessons(None, batch, None, {"method": None}, BREAK).values()
+    assert (found["whole"].tolist(), found["labels"].tolist()) == ([1 / 4], [1 / 2])
+    assert found["kl"].item() == pytest.approx(0.5 * log(2) + 0.5 * log(2 / 3))
+
+
+# ---- noise: tokens of every example, or whole examples ---
+
+
+@pytest.mark.claim("C3")
+def test_noise_where_tokens_say_all_together_or_each_or_a_part():
+    """Values that none has add nothing to I_j."""
+    says = 0.9 * log(1.5) + 0.1 * log(0.25)
+    pair, copy, coins = ([table(vector(x)) for x in (0.9, 0.6)] for table in (
+        together, copies, lambda theta: independent([theta[0]] * 3)))
+    assert close(token_noise(*pair, [0], 6), 6 * says) and close(token_noise(*copy, [1], 6), 0)
+    assert close(token_noise(*coins, [2], 3), chunk_noise(*coins, 1, 3))
+    assert close(fisher(copies, vector(0.3)), [[[1 / 0.21]], [[0]]])
+
+
+@once
+def shipped():
+    return checkpoint.from_hf(TINY)
+
+
+# ---- the claims about a trained model, on the shipped one: 32 documents of 256 tokens, a quarter is kept ---
+
+
+unmarked = once(lambda: Unmarked(ENCODING, "test"))  # no mark where a fact ends
+
+
+@once
+def asked(task):
+    batch = unmarked().batch(task, 1, 32, 256)
+    return batch, read(shipped(), batch)
+
+
+@once
+def found(Method, task="needle", place=None, **knobs):
+    """Per document, whether its question is answered, aware."""
+    batch, recordings = asked(task)
+    if Method is SemanticChunkKV:
+        knobs |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
+    if place is not None:
+        knobs |= dict(select=PlacedChunks(at=torch.from_numpy(batch.stated), place=place))
+    return aware(shipped(), batch, recordings, maker(shipped(), Method, 1 / 4, **WINDOW, **knobs))
+
+
+RULES = ("tokens", SnapKV, dict(kernel_size=1)), ("snap", SnapKV, {}), ("chunks", ChunkKV, {})
+
+
+def fewer(one, other):
+    return (other - one).mean() > 2 * standard_error(other - one)
+
+
+@once
+def on():
+    """The documents of all these tests, and 4 texts of 512 tokens."""
+    on = Subject(shipped(), tasks("test"), seed=1)
+    on.text = Subject(shipped(), tasks("test"), documents=4, T=512).text
+    return on
+
+
+@pytest.mark.claim("C1")
+def test_chunks_keep_long_facts_and_the_more_the_longer_they_are(note):
+    judged = C1(on())  # values of 8 tokens
+    snap, grid, twenty, semantic = judged.numbers.values()
+    note("C1", **{f"long_{name}": 100 * x[0] for name, x in dict(
+        snap=snap, grid=grid, twenty=twenty, semantic=semantic).items()})
+    assert judged.verdict == HOLDS and snap[0] < 0.05
+    for (less, error), (more, other) in ((grid, twenty), (twenty, semantic)):
+        assert more - less > 2 * (error ** 2 + other ** 2) ** 0.5
+
+
+@pytest.mark.claim("C1")
+@pytest.mark.parametrize("task", ["needle", "recall"])
+def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them(task, note):
+    cut, inside = (torch.cat([found(ChunkKV, task, place=x) for x in places]) for places in ((0, 9), (4, 8)))
+    snap, grid, semantic = (found(Method, task) for Method in (SnapKV, ChunkKV, SemanticChunkKV))
+    pooled = found(ChunkKV, task, kernel_size=7, select=Chunks(score="max"))  # votes count beside a cut, too
+    right = dict(cut=cut, inside=inside, grid=grid, pooled=pooled, semantic=semantic)
+    note("C1", **{f"{task}_{name}": 100 * x.mean() for name, x in right.items()})
+    assert cut.mean() < 0.3 and min(inside.mean(), pooled.mean(), snap.mean()) > 0.95 and fewer(grid, pooled)
+    if task == "needle":
+        assert semantic.mean() > 0.95
+    else:  # a list without marks falls into chunks of the longest length
+        assert semantic.mean() < 0.7 and fewer(semantic, snap)
+
+
+@pytest.mark.claim("C2")
+@torch.inference_mode()
+def test_neighbouring_layers_choose_chunks_more_alike_than_tokens(note):
+    (tokens, _), (snap, _), (chunks, _), *_ = C2(on()).numbers.values()
+    assert chunks > snap + 0.05 > tokens + 0.05
+    note("C2", tokens=tokens, snap=snap, chunks=chunks)
+    kept = held(compressed(shipped(), ChunkKV, on().text.tokens, 0.1), 504)
+    by_layer = jaccard(kept[:, 1:], kept[:, :-1]).mean((0, 2))  # layers 0 and 1, 1 and 2, …
+    assert (by_layer[2:] > 0.4).all() and by_layer[0] < 0.15
+    assert jaccard(vector(1, 1, 1, 0, 0) > 0, vector(0, 1, 1, 1, 0) > 0) == 2 / 4  # {0, 1, 2} and {1, 2, 3}
+
+
+@pytest.mark.claim("C2")
+def test_reuse_of_layer_0s_indices_loses_the_answers_and_of_layer_1s_none(note):
+    judged = C2(on())
+    alone, reuse = (x for name, (x, _) in judged.numbers.items() if "pairs" in name)
+    later = found(LaterGroups, "recall", reuse=5, first=1).mean()
+    note("C2", alone=100 * alone, reuse=100 * reuse, later=100 * later)
+    assert judged.verdict == NOT and reuse < alone - 0.5 and later > alone - 0.05
+
+
+@pytest.mark.claim("C3")
+@torch.inference_mode()
+def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
+    batch, gain = tasks("test").batch("few_shot", 2, 32, 256, shots=16), {}
+    makes = {name: maker(shipped(), Method, 1 / 4, **WINDOW, **knobs) for name, Method, knobs in RULES}
+    recordings = read(shipped(), batch)
+    for setting in ("aware", "blind"):
+        of = lessons(shipped(), batch, recordings, makes, BREAK, setting == "blind")
+        for name, measured in of.items():
+            note("C3", **{f"{setting}_{name}_whole": 100 * measured["whole"].mean(),
+                          f"{setting}_{name}_kl": measured["kl"].mean()})
+            gain[setting, name] = measured["kl"] - of["chunks"]["kl"]
+        tokens, snap, chunks = (of[name]["whole"].mean() for name in makes)
+        assert chunks > 1.3 * snap > 1.3 * 1.3 * tokens
+        labels = dict(aware=0.280, blind=0.366)[setting]
+        assert of["snap"]["labels"].mean() == pytest.approx(labels, abs=0.002)
+    mean = {which: x.mean() / standard_error(x) for which, x in gain.items() if "chunks" not in which}
+    assert mean["aware", "tokens"] > 3 and mean["aware", "snap"].abs() < 2  # no difference is seen
+    assert mean["blind", "tokens"] < 2  # nor one for the better

@@ -1,0 +1,197 @@
+"""CriticalKV's theorems on random heads in float64 and where they stop; the least θ; the model's heads."""
+from itertools import combinations
+
+from hypothesis import strategies as st
+import pytest
+import torch
+
+from common import tasks
+from exact import F64, at_most, check, close, seeded, seeds
+from experiments.claims import P6
+from experiments.subject import NOT, Subject
+from methods.critical_kv import two_stage
+from methods.ours.theta import least_theta, theta
+from methods.theory.perturbation import (algorithm_1, assumption_1, drawn_heads, heads_that_win,
+                                         masked_attention, perturbation, read_much_saying_little,
+                                         seen_by_window, theta_hat, theta_relaxed)
+from nanollm import TINY
+from nanollm.hf import checkpoint
+from nanollm.ranking import top
+
+sizes, sharpness = st.integers(2, 9), st.sampled_from([0.3, 1.0, 3.0])
+
+
+def draw(seed, n, sharp=1.0):
+    """Logits (n,), values (n, 3) and W_O (3, 5) of a head. Some values are zero, some are equal."""
+    g = seeded(seed)
+    q, k, v, w_o = (torch.randn(*shape, generator=g, dtype=F64) for shape in ((3,), (n, 3), (n, 3), (3, 5)))
+    return sharp * k @ q, v.round(), w_o
+
+
+def head(seed, n, sharp=1.0):
+    """Weights A (n,), projected values 𝒱 (n, 5), their norms (n,)."""
+    logits, v, w_o = draw(seed, n, sharp)
+    return logits.softmax(-1), v @ w_o, (v @ w_o).abs().sum(-1)
+
+
+def mask(n, *kept):
+    return torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(kept, dtype=torch.long), True)
+
+
+def sets(n, size):
+    """Every set of this size, (sets, n)."""
+    return torch.stack([mask(n, *kept) for kept in combinations(range(n), size)])
+
+
+# ---- definitions and bounds ---
+
+
+@pytest.mark.claim("P1")
+@pytest.mark.parametrize("name, weights, by_weight, by_product", [
+    # it takes the place of an entry that adds something
+    ("zero_value", [0.3, 0.25, 0.25, 0.2], 0.5 / 4 + 0.3, 0.8 * 3 / 7),
+    # but without it the others are blown up to twice their size
+    ("sink", [0.5, 0.2, 0.2, 0.1], 0.4 / 9 + 0.15, 0.55)])
+def test_the_largest_weight_misleads_if_its_value_is_0_but_not_a_sink(
+        name, weights, by_weight, by_product, note):
+    A, norms = torch.tensor([weights, [0, 1, 1, 1.5]], dtype=F64)
+    product = two_stage(mask(4), A * norms, 3)  # α = 0
+    assert (top(A, 3) == mask(4, 0, 1, 2)).all() and (product == mask(4, 1, 2, 3)).all()
+    kept, dropped = perturbation(A, norms.diag(), torch.stack((top(A, 3), product)))
+    assert close(kept, by_weight) and close(dropped, by_product)
+    note("P1", **{f"{name}_kept": kept, f"{name}_dropped": dropped})
+
+
+@check("P1 P2", seeds, sizes, sharpness)
+def test_l_is_the_change_under_a_softmax_over_the_kept_keys_alone(seed, n, sharp):
+    logits, v, w_o = draw(seed, n, sharp)
+    weights, kept = logits.softmax(-1), sets(n, 1 + seed % n)
+    for some, L, after in zip(kept, perturbation(weights, v @ w_o, kept), masked_attention(weights, kept)):
+        assert close(after, logits.masked_fill(~some, -torch.inf).softmax(-1))  # Theorem 1
+        assert close(L, (weights @ v @ w_o - logits[some].softmax(-1) @ v[some] @ w_o).abs().sum())
+
+
+@check("P3", seeds, sizes, sharpness)
+def test_theta_is_eq_10_a_bound_and_tight_where_nothing_cancels(seed, n, sharp):
+    """What goes pulls one way, what stays the other: tight if their values never point the same way."""
+    weights, values, norms = head(seed, n, sharp)
+    for size in range(1, n + 1):
+        bound = theta(weights, norms, kept := sets(n, size))
+        assert at_most(perturbation(weights, values, kept), bound)
+        assert close(bound, ((weights - masked_attention(weights, kept)).abs() * norms).sum(-1))
+
+    kept = sets(n, 1 + seed % n)
+    opposed = torch.where(kept[..., None], -values.abs(), values.abs())
+    for tight in (norms.diag(), opposed):
+        assert close(perturbation(weights, tight, kept), theta(weights, norms, kept))
+
+
+@check("P4", seeds, sizes, sharpness)
+def test_stage_2_has_the_least_theta_hat_above_half_else_the_most(seed, n, sharp):
+    """θ̂ bounds θ either way: S ≥ σ suffices, as 2 − 1/x grows for every x > 0, not only beyond 1/2."""
+    weights, _, norms = head(seed, n, sharp)
+    first, seconds = top(weights, taken := 1 + seed % (n // 2)), sets(n, 1 + seed // n % (n - taken))
+    seconds = seconds[~(seconds & first).any(-1)]  # every stage 2 that may follow
+    factor, budget = 2 - 1 / weights[first].sum(), int((first | seconds[0]).sum())
+    hat, relaxed = (bound(weights, norms, first, seconds) for bound in (theta_hat, theta_relaxed))
+    assert close(hat, weights @ norms - factor * ((first | seconds) * weights * norms).sum(-1))
+    assert at_most(theta(weights, norms, first | seconds), hat)
+    assert close(relaxed, hat + factor * (weights * (norms - norms.min()) * seconds).sum(-1))
+    for bound, every, score in ((theta_hat, hat, weights * norms), (theta_relaxed, relaxed, weights)):
+        kept = two_stage(first, score, budget)
+        extreme = every.amin() if factor > 0 else every.amax()
+        assert close(bound(weights, norms, first, kept & ~first), extreme)
+    assert (kept == top(weights, budget)).all()  # stage 2 by weight alone is top-A
+
+
+@pytest.mark.claim("P4", "P6")
+def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
+    A, norms = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1], [5, 2, 2, 5, 5]], dtype=F64)
+    first, kept = top(A, 1), sets(5, 3)[:6]  # all that hold entry 0, from 0 1 2 to 0 3 4
+    assert (top(A, 3) == kept[0]).all() and (two_stage(first, A * norms, 3) == kept[-1]).all()
+    hat = theta_hat(A, norms, first, kept & ~first)
+    assert close(hat, [5.2, *[5.25] * 4, 5.3])
+    assert close(theta(A, norms, kept), [1.7, *[15 / 7] * 4, 2.8])  # weights alone have the least
+    assert close(perturbation(A, norms.diag(), kept), [1.7, *[15 / 7] * 4, 2.8])  # nothing cancels: L is θ
+    note("P4", chosen=hat[-1], least=hat.min(), greatest=hat.max())
+
+    A, norms = torch.tensor([[0.3, 0.2, 0.2, 0.2, 0.1], [0, 0, 0, 0, 3]], dtype=F64)
+    first, second = mask(5, 0), mask(5, 4)
+    relaxed, L = theta_relaxed(A, norms, first, second), perturbation(A, norms.diag(), first | second)
+    assert close(theta_hat(A, norms, first, second), 0.7) and close(relaxed, 0.3) and close(L, 0.45)
+    note("P4", relaxed=relaxed, change=L)
+
+
+@pytest.mark.claim("P9")
+def test_with_values_independent_of_weights_two_stages_are_mostly_worse(note):
+    """The 300 heads of 512 entries of notebook 01, at 64 entries."""
+    A, norms, values = drawn_heads()
+    (two_stages, *_), (_, below_weights, below_two_stages) = heads_that_win(A, norms, values, 64)
+    assert two_stages < 0.1 and below_two_stages > 0.9 and below_weights < 0.5
+    note("P9", drawn_theta_lower=100 * two_stages, drawn_below_two_stages=100 * below_two_stages,
+         drawn_below_weights=100 * below_weights)
+
+    ours = theta(A, norms, least_theta(A[:, None], norms[:, None], 64, window_size=0))
+    shifts = torch.cat((torch.zeros(1), torch.logspace(-3, 3, 99)))[:, None] * norms.mean()
+    sweep = top(A[:, None] * (norms[:, None] + shifts), 64)  # A (‖𝒱‖ + λ)
+    assert (ours <= theta(A[:, None], norms[:, None], sweep).amin(-1) * (1 + 1e-5)).all()
+
+
+# ---- the heads of the shipped model ---
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode()
+def heads():
+    """Weights, norms and projected values of the 16 prompts of notebook 01."""
+    batch = tasks("test").batch("needle", seed=0, B=16, T=256)
+    tokens = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
+    return seen_by_window(checkpoint.from_hf(TINY), tokens, 8)
+
+
+@pytest.mark.claim("P1")
+def test_in_the_model_no_entry_is_read_much_and_says_little(heads, note):
+    A, norms, _ = heads
+    row, layer, h, token = read_much_saying_little(A, norms, 8)
+    part = norms[row, layer, h, token] / norms[row, layer, h, :-8].median()
+    assert A[row, layer, h, token] > 0.05 and 0.6 < part < 0.7
+    note("P1", norm_over_median=100 * part)
+
+
+@pytest.mark.claim("P3")
+def test_on_the_models_weights_theta_is_three_to_four_and_a_half_times_l(heads, note):
+    A, norms, values = heads
+    for budget in (8, 192):
+        kept = torch.logical_or(*algorithm_1(A, norms, budget))
+        bound, L = theta(A, norms, kept), perturbation(A, values, kept)
+        assert (L <= bound * (1 + 1e-4) + 1e-4).all()
+        ratio = bound.mean() / L.mean()
+        assert ratio == pytest.approx({8: 3.0, 192: 4.4}[budget], abs=0.06)
+        note("P3", **{f"ratio_{budget}": ratio})
+
+
+@pytest.mark.claim("P6")
+def test_in_the_model_stage_1_gathers_less_than_half_in_many_heads(heads, note):
+    A, norms, _ = heads
+    found = P6(Subject(checkpoint.from_hf(TINY), tasks("test"), documents=16))
+    _, *sigma = (x for x, _ in found.numbers.values())
+    assert found.verdict == NOT and sigma == pytest.approx([0.73, 0.58, 0.32], abs=0.01)
+    for percent, sigma, S in ((25, sigma[0], 0.95), (12.5, sigma[1], 0.84), (6.25, sigma[2], 0.74)):
+        first, second = algorithm_1(A, norms, round(percent / 100 * A.shape[-1]))
+        holds = (assumption_1(A, first) > 0.5).float()
+        whole = (assumption_1(A, first | second) > 0.5).float().mean()
+        assert whole == pytest.approx(S, abs=0.01)
+        note("P6", **{f"sigma_{int(percent)}": 100 * sigma, f"S_{int(percent)}": 100 * whole})
+    by_layer = holds.mean((0, 2))
+    assert (by_layer < 0.75).all()  # not of the first layer only
+    note("P6", lowest_layer=100 * by_layer.min(), highest_layer=100 * by_layer.max())
+
+
+@pytest.mark.claim("P9")
+def test_in_the_model_a_lower_bound_is_a_lower_change_in_few_heads(heads, note):
+    for budget, two_stages, ours in ((32, 0.30, 0.34), (64, 0.35, 0.42), (128, 0.41, 0.48)):
+        bound, change = heads_that_win(*heads, budget)
+        assert bound[0] < 0.25 and bound[1] > 0.65
+        assert change.tolist() == pytest.approx([two_stages, ours, 0.64], abs=0.015)
+        note("P9", **{f"two_stages_{budget}": 100 * change[0], f"ours_{budget}": 100 * change[1]})
+    note("P9", ours_below_two_stages=100 * change[2])
