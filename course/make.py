@@ -25,7 +25,8 @@ def make(folder: Path, chosen: dict[str, Assignment]):
 
     asked = [problem.file for each in chosen.values() for problem in each.problems]
     beside = ["methods/snap_kv.py", *(file for each in chosen.values() for file in each.beside)]
-    for source in [*(ROOT / "nanollm").glob("*.py"), *(ROOT / file for file in needed(ROOT, asked + beside))]:
+    sources = [*(ROOT / "nanollm").rglob("*.py"), *(ROOT / file for file in needed(ROOT, asked + beside))]
+    for source in sources:
         put(source, folder)
     for name in WHOLE:
         for source in [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).iterdir():

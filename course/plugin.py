@@ -168,7 +168,7 @@ def handed_in(folder: Path, file: str) -> str:
 def copy(folder: Path, assignment: str):
     """What a submission may import: the adapter, what is asked for, what these import, and the decoder."""
     files = [f"course/{assignment}/adapter.py", *(each.file for each in ASSIGNMENTS[assignment].problems)]
-    decoder = [f"nanollm/{file.name}" for file in (ROOT / "nanollm").glob("*.py")]
+    decoder = [str(file.relative_to(ROOT)) for file in (ROOT / "nanollm").rglob("*.py")]
     for file in needed(ROOT, files) | {*decoder}:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, folder / file)

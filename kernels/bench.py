@@ -34,7 +34,7 @@ if __name__ == "__main__":  # again, where all imports find what is meant
 from .launch import interpreted
 from .decode_attention import Segment, decode_attention
 from .revive_attention import insert, plain_insert, revive_attention
-from .tensor_attention import tensor_attention
+from .pair_attention import tensor_attention
 from .value_norms import value_norms
 from .window_votes import window_votes
 from methods import critical_kv

@@ -20,7 +20,7 @@ from nanollm.kernel_switch import kernel_file
 def typical(D: int, dtype: torch.dtype, n: int = 100) -> list[Callable]:
     """Calls of every launcher, with n slots or tokens a head, head dim D and groups of four query heads."""
     decode, votes, norms, pairs, revive = map(kernel_file, (
-        "decode_attention", "window_votes", "value_norms", "tensor_attention", "revive_attention"))
+        "decode_attention", "window_votes", "value_norms", "pair_attention", "revive_attention"))
     q, k, w_o = (torch.zeros(*shape, D, dtype=dtype) for shape in ((1, 2, 4), (1, 2, n), (300, 8)))
     window = q.unsqueeze(3).repeat(1, 1, 1, 32, 1)
 

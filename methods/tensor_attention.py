@@ -83,7 +83,7 @@ class FactoredFourCache(FourCache):
             raise ValueError(f"tile {self.tile} must be at least 1 pair")
 
     def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
-        if fast := kernel_for(q, "tensor_attention"):
+        if fast := kernel_for(q, "pair_attention", "tensor_attention"):
             return fast(q, k1, k2, v1, v2, scale=1.0)
 
         # online softmax over tiles of rows a (Milakov and Gimelshein, arXiv 1805.02867)

@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+# %%
 from experiments.change_and_text import (COMPARED, METHODS, SHARES, VOTING, WINDOW, OtherNorms,
                                          answers, change, command_name, compressed,
                                          correlation_of_change_and_kl, difference, last_layer,

@@ -30,6 +30,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+# %%
 from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
 from methods.h2o import H2O
 from methods.ours.chunk_kv_semantic import SemanticChunkKV, SemanticChunks

@@ -21,6 +21,7 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
+# %%
 from methods.h2o import H2O
 from methods.ours.scissorhands_weight import MeanWeight
 from methods.random_eviction import RandomEviction

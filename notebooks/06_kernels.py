@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
+# %%
 from kernels import bench
 from kernels.decode_attention import Segment, decode_attention
 import triton

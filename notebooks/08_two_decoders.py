@@ -18,6 +18,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+
+# %%
 from experiments import inside
 from experiments.inside import importance
 from experiments.render import accuracies
@@ -282,9 +284,9 @@ for name, model in models.items():
 # `python -m nanollm claims` judges 22 claims on both by one rule each. What it printed is kept in `experiments/stored/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
 
 # %%
-root = next(folder for folder in (Path(".."), Path(".")) if (folder / "results").exists())
+root = next(folder for folder in (Path(".."), Path(".")) if (folder / "experiments").exists())
 verdicts = {}
-for row in json.loads((root / "results" / "claims.json").read_text()):
+for row in json.loads((root / "experiments" / "stored" / "claims.json").read_text()):
     verdicts.setdefault(row["claim"], {})[row["model"]] = row
 for claim, on in verdicts.items():
     if len({row["verdict"] for row in on.values()}) > 1:

@@ -156,7 +156,7 @@ def test_the_headline_says_what_the_rows_say():
         found for name, found in blind.items() if not name.startswith(("kvzip", "duo_attention", "quest")))
     bits, full = rows["quantized_2", "all"], rows["full", "all"]
     share = f"{100 * int(bits[0]) / int(full[0]):.0f}"
-    rounded = (ROOT / "results" / "kvzip.txt").read_text()
+    rounded = (ROOT / "experiments" / "stored" / "kvzip.txt").read_text()
     needle, kib = re.search(r"kvzip +12.5 % +4 +([\d.]+) ± [\d.]+ +(\d+)", rounded).groups()
     assert re.findall(r"\d+\.\d+|\d+(?= %)", sentence) == [
         aware, labels[0], labels[-1], lost, once, share, bits[1], blind["kvzip"], needle,

@@ -23,9 +23,10 @@ from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
 from nanollm import TINY
-from nanollm.__main__ import MARK, main
+from nanollm.__main__ import main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.commands import demo, plot, table
+from nanollm.commands.write import MARK
 from nanollm.generate import generate
 from nanollm.hf.checkpoint import from_hf
 from nanollm.measure import evaluate, slices
@@ -197,7 +198,7 @@ def fresh(monkeypatch):
     for name in ("made", "asked"):
         monkeypatch.setattr(Learned, name, [])
     found = dict(learned=Learned, h2o=H2O)
-    for module in ("compare", "__main__"):
+    for module in ("compare", "write"):
         monkeypatch.setattr(f"nanollm.{module}.pick", lambda names: {name: found[name] for name in names})
 
 
@@ -325,7 +326,7 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, op
     for name, data in kept.items():
         Path(name).write_bytes(data)
     os.mkfifo("fifo")
-    monkeypatch.setattr("shell.LONGEST", 999)
+    monkeypatch.setattr("nanollm.commands.shell.LONGEST", 999)
     arguments = ["--model", str(checkpoint), *SMALL, "--methods", "h2o", *options.split()]
     assert refused(capsys, arguments, message) == ""
     assert {path.name for path in Path().iterdir()} == {"folder", "fifo", *kept}
@@ -335,7 +336,8 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, op
 @pytest.mark.parametrize("end, flush", [("| true", ""), ("> /dev/full", ", flush=True")])
 def test_output_that_cannot_be_written_is_one_line(end, flush):
     # as Python buffers what it prints, unless a variable says otherwise
-    text = f"import nanollm, time; time.sleep(0.3); shell.command(lambda: print('a text'{flush}))"
+    text = ("import time; from nanollm.commands import shell; time.sleep(0.3)\n"
+            f"shell.command(lambda: print('a text'{flush}))")
     shell = f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}'
     done = subprocess.run(["bash", "-c", shell, "-", sys.executable, "-c", text], cwd=ROOT, timeout=300,
                           capture_output=True, text=True)
@@ -349,10 +351,12 @@ def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
     refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
 
 
-@pytest.mark.parametrize("module, file", [("nanollm", "check.py"), ("experiments.large", "gpu.py")])
+@pytest.mark.parametrize("module, file", [("nanollm", "__main__.py"), ("experiments.large", "large.py")])
 def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
-    shutil.copytree(ROOT / "nanollm", "nanollm", ignore=shutil.ignore_patterns("tiny*", "held_out"))
-    Path("nanollm", file).write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    for folder in "nanollm", "experiments":
+        shutil.copytree(ROOT / folder, folder, ignore=shutil.ignore_patterns("tiny*", "held_out", "stored"))
+    waits = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
+    Path(module.partition(".")[0], file).write_text(waits)
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background may not
     with subprocess.Popen([sys.executable, "-m", module], stdout=-1, stderr=-1, text=True,
                           preexec_fn=heard) as process:

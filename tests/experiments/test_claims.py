@@ -141,7 +141,7 @@ def test_a_verdict_names_the_decoders_where_they_disagree(paper, built, learned,
     (findings(), SOURCE.replace("Theorem 1", "Lemma 1"), "was made when T1 had other words")])
 def test_findings_of_other_claims_or_models_are_refused(stored, source, message, tmp_path):
     for name, text in ("experiments/claims.py", source), ("experiments/stored/claims.json", stored):
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if text:
             (tmp_path / name).write_text(text)
     with pytest.raises(ClaimError, match=f"{message}.*; python -m experiments.render claims$"):
@@ -174,7 +174,7 @@ def test_two(note):
 
 def test_pytest_writes_the_claims_and_fails_where_they_are_stale(tmp_path):
     def run(*options):
-        env = dict(os.environ, PYTHONPATH=str(TESTS), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+        env = dict(os.environ, PYTHONPATH=str(TESTS / "helpers"), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist", "-p", "claims.plugin", *options]
         done = subprocess.run(command, cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr
@@ -186,7 +186,7 @@ def test_pytest_writes_the_claims_and_fails_where_they_are_stale(tmp_path):
     written = tmp_path / "CLAIMS.md"
     found = findings(learned="undecided")
     for name, text in ("experiments/claims.py", SOURCE), ("experiments/stored/claims.json", found):
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
     code, out = run()

@@ -188,7 +188,7 @@ def test_what_cannot_be_timed_is_refused(monkeypatch):
 
 def test_a_plain_run_has_no_kernels(monkeypatch):
     seen = []
-    bench.plain(lambda: seen.append(bench.gpu.use_kernels))()
+    bench.plain(lambda: seen.append(bench.kernel_switch.use_kernels))()
     with pytest.raises(ZeroDivisionError):
         bench.plain(lambda: 1 / 0)()
-    assert seen == [False] and bench.gpu.use_kernels
+    assert seen == [False] and bench.kernel_switch.use_kernels

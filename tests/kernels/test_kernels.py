@@ -76,7 +76,7 @@ CASES = {
     "signed": (SignedReviver, SKETCH, {REVIVE, INSERT}),
     "shrunk": (ShrunkReviver, SKETCH | dict(rows=3), {REVIVE, INSERT}),
     "one row": (ShrunkReviver, SKETCH, {INSERT}),  # attends to slots
-    "pairs": (FactoredFourCache, {}, {"tensor_attention"}),
+    "pairs": (FactoredFourCache, {}, {"pair_attention"}),
 }
 HALF = "ada", "critical ada", "uneven", "shrunk", "pairs"  # in 16 bits, too
 

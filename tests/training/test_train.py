@@ -294,8 +294,9 @@ def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch):
     root, recipe = Path(__file__).parents[2], ["--lr", "0.05", "--start", "learned"]
     script = "import sys, test_train\ntest_train.shrink_more(setattr)\ntest_train.run(*sys.argv[1:])"
     command = [sys.executable, "-c", script, tmp_path / "two", "3", *recipe]
-    env = os.environ | dict(PYTHONPATH=f"{root}:{root / 'tests'}", OMP_NUM_THREADS="1", WORLD_SIZE="2",
-                            MASTER_ADDR="localhost", MASTER_PORT=str(port))  # as torchrun sets them
+    path = f"{root}:{root / 'tests/helpers'}:{root / 'tests/training'}"
+    env = os.environ | dict(PYTHONPATH=path, OMP_NUM_THREADS="1", WORLD_SIZE="2", MASTER_ADDR="localhost",
+                            MASTER_PORT=str(port))  # as torchrun sets them
     both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL,
                              env=env | dict(RANK=str(rank))) for rank in range(2)]
     shrink_more(monkeypatch.setattr)
