@@ -199,7 +199,7 @@ def fresh(monkeypatch):
         monkeypatch.setattr(Learned, name, [])
     found = dict(learned=Learned, h2o=H2O)
     for module in ("compare", "write"):
-        monkeypatch.setattr(f"nanollm.{module}.pick", lambda names: {name: found[name] for name in names})
+        monkeypatch.setattr(f"nanollm.commands.{module}.pick", lambda names: {name: found[name] for name in names})
 
 
 def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, fresh, capsys):
