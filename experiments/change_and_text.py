@@ -23,6 +23,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.ada_kv import AdaKV
+from methods.compress_again import again as compress_again
 from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, two_stage, value_norms
 from methods.ours.residual import Residual
 from methods.ours.theta import LeastTheta
@@ -171,10 +172,11 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
     last live KiB, as of 16 bits, "most" and "last".
     """
     T = texts.shape[1]
-    knobs = dict(budget=T // 8, every=(T // 2 - T // 8) * again) | WINDOW | knobs
+    Method, every = (compress_again(SnapKV), dict(every=T // 2 - T // 8)) if again else (SnapKV, {})
+    knobs = dict(budget=T // 8) | every | WINDOW | knobs
 
     def prompted(tokens):
-        caches = make_cache(model, SnapKV, **knobs)
+        caches = make_cache(model, Method, **knobs)
         feed(model, tokens[:, :T // 16], caches)
         return caches
 

@@ -36,7 +36,8 @@ from methods.theory.chunk_bounds import jaccard
 from methods.theory.persistence import attention_maps, observed
 from methods.theory.perturbation import algorithm_1, assumption_1, masked_attention, perturbation
 from methods.theory.sketch_error import amnesia, fisher_shares, printed_bound, relative_error, revived_logits
-from nanollm.cache import LayerCache, make_cache, probabilities
+from nanollm.attention import probabilities
+from nanollm.cache import LayerCache, make_cache
 from nanollm.measure.evaluate import held, maker, text_windows
 from nanollm.ranking import indices
 from nanollm.tokenizer import boundaries

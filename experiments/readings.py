@@ -39,8 +39,8 @@ Row = dict[str, Tensor]  # measurement → a number a text or document
 class EndCaM(CaM):
     """All that leaves does so when the prompt ends."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        return super().attend(q, k, v, pos) if self.prompt_done else LayerCache.attend(self, q, k, v, pos)
+    def pieces(self, *new: Tensor):
+        return super().pieces(*new) if self.prompt_done else LayerCache.pieces(self, *new)
 
     def capacity(self, n: int) -> int:
         return LayerCache.capacity(self, n)

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanollm import TINY
-from nanollm.cache import attention, make_cache
+from nanollm.attention import fused as attention
+from nanollm.cache import make_cache
 from nanollm.check import whole
 from nanollm.commands.registry import calibrated, given, load, pick
 from nanollm.commands.shell import command

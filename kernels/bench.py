@@ -42,7 +42,8 @@ from methods.count_sketch import PRIME, Sketch
 from methods.ours.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
 from nanollm import kernel_switch, window
-from nanollm.cache import NEVER, probabilities
+from nanollm.attention import probabilities
+from nanollm.cache import NEVER
 from nanollm.commands.shell import check_output, read_json, replace
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)

@@ -232,7 +232,8 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False,
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What `LayerCache.decode` wants: q (B, H·G, 1, D) over all slots. It tells the weights' mean over G."""
+    """What `LayerCache.attention` wants: q (B, H·G, 1, D) over all slots. It tells the weights' mean over
+    G."""
     (B, heads, _, D), H = q.shape, cache.slots["k"].shape[1]
     k, v, at, bias = cache.read()
     if cache.ragged or bias is not None:
@@ -247,7 +248,7 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def attend_packed(cache, q: Tensor) -> Tensor:
-    """What `PackedCache.decode` wants: q (B, H·G, 1, D) over packed slots, and newer ones in a buffer."""
+    """What `PackedCache.attention` wants: q (B, H·G, 1, D) over packed slots, and newer ones in a buffer."""
     counts = cache.counts.flatten()
     old = Segment(cache.packed["k"], cache.packed["v"], counts.cumsum(0) - counts, counts.int(),
                   cache.longest, cache.packed.get("bias"))

@@ -17,12 +17,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from methods.snap_kv import SnapKV
 from nanollm.ranking import rank, top
-from nanollm.window import WindowCache
 
 
 @dataclass(eq=False)
-class AdaKV(WindowCache):
+class AdaKV(SnapKV):
     floor: float = 0.2  # share of the budget dealt out evenly (the authors' code: 0.2 or 0.5); 1 is SnapKV
 
     def __post_init__(self):
@@ -30,8 +30,8 @@ class AdaKV(WindowCache):
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor {self.floor} is a share of the budget; it must lie between 0 and 1")
 
-    def budgets(self, votes: Tensor) -> Tensor:
-        return shared(self.pool(votes.mean(2)), self.budget - self.window_size, self.floor)
+    def budgets(self, scores: Tensor) -> Tensor:
+        return shared(self.pool(scores.mean(2)), self.budget - self.window_size, self.floor)
 
 
 def shared(score: Tensor, mean: int, floor: float) -> Tensor:

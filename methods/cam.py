@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from methods.scissorhands import BudgetCache
-from nanollm.cache import ALL
+from nanollm.cache import ALL, PerEntry
 from nanollm.check import check_seed, whole
 from nanollm.ranking import expand_index, indices, top
 
@@ -32,6 +32,7 @@ class CaM(BudgetCache):
     at_a_time: int | None = 1   # entries that leave when the cache is full; by 8 it reads 4 to 6 times faster
     targets: int = 32           # kept tokens that share an evicted value, m; the last ones where fewer follow
     seed: int = 0               # of the coins, which differ by layer, head and text of the batch
+    accumulated = PerEntry()    # the attention that an entry had from all queries so far
     watch = ALL
 
     def __post_init__(self):
@@ -43,15 +44,12 @@ class CaM(BudgetCache):
     def newest(self) -> int:
         return max(1, round(self.recent * self.budget))
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
-
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("accumulated").add_(p.sum((2, 3), dtype=torch.float32))
+        self.accumulated += p.sum((2, 3), dtype=torch.float32)
         super().observe(q, p)
 
     def importance(self) -> Tensor:
-        return self.slot("accumulated")
+        return self.accumulated
 
     def shrink(self, score: Tensor, budget: int):
         kept = top(score, budget)  # slots are in the order of their tokens
@@ -62,7 +60,7 @@ class CaM(BudgetCache):
         """Add values of slots leave (B, H, n), as the coin says, to m each of slots stay (B, H, kept)."""
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(1000 * self.seed + self.layer)
-        attention, kept = self.slot("accumulated"), stay.shape[2]
+        attention, kept = self.accumulated, stay.shape[2]
         m = min(self.targets, kept)
 
         # M: the coin of each value that leaves

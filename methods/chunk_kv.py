@@ -24,7 +24,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanollm.cache import NEVER, LayerCache
+from methods.snap_kv import SnapKV
+from nanollm.cache import NEVER
 from nanollm.check import whole
 from nanollm.window import Selection, WindowCache
 
@@ -113,7 +114,7 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class ChunkKV(WindowCache):
+class ChunkKV(SnapKV):
     """Chunks, and the window. Of `reuse` layers the lowest selects, the others take its indices."""
     kernel_size: int = 1         # votes are not pooled: the chunk keeps neighbours together
     select: Selection = Chunks()
@@ -122,8 +123,6 @@ class ChunkKV(WindowCache):
     def __post_init__(self):
         super().__post_init__()
         whole("reuse", self.reuse, 1)
-        if self.reuse > 1 and self.every:
-            raise ValueError(f"every {self.every} needs a choice by each layer; make reuse {self.reuse} 1")
         if self.reuse > 1 and not isinstance(self.select, Chunks):
             raise ValueError(f"reuse {self.reuse} needs Chunks; use 1 with {type(self.select).__name__}")
 
@@ -131,10 +130,13 @@ class ChunkKV(WindowCache):
     def follows(self) -> bool:
         return self.layer % self.reuse > 0
 
-    def observe(self, q: Tensor, p: Tensor | None):
-        if not self.follows:
-            return super().observe(q, p)
-        LayerCache.observe(self, q, p)  # no queries are needed
+    def link(self, model, layer: int, below):
+        super().link(model, layer, below)
+        self.below = below
+
+    def remember(self, q: Tensor):
+        if not self.follows:  # else no queries are needed
+            super().remember(q)
 
     def chosen(self) -> Tensor:
         if not self.follows:

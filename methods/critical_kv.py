@@ -24,6 +24,7 @@ import math
 import torch
 from torch import Tensor
 
+from methods.snap_kv import SnapKV
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache
@@ -100,5 +101,5 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     return norms.view(H, -1, B, n).permute(2, 0, 1, 3)
 
 
-variants = {"snap_kv+critical": partial(WindowCache, select=Critical())}
+variants = {"snap_kv+critical": partial(SnapKV, select=Critical())}
 additions = {"critical": dict(select=Critical()), "critical_code": dict(select=CriticalCode())}

@@ -23,20 +23,10 @@ import torch
 from torch import Tensor
 
 from methods.duo_gates import gates, heads_by_kvzip, retrieval_heads
+from methods.streaming_llm import StreamingLLM
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.check import check_budget
 from nanollm.measure.tasks import Tasks
-
-
-@dataclass(eq=False)
-class Streaming(LayerCache):
-    """Sinks and the newest tokens, `size` together, at the positions that they have in the text."""
-    size: int
-    sinks: int
-
-    def evict(self):
-        if self.length > self.size:
-            self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.size)
 
 
 @dataclass(eq=False)
@@ -81,9 +71,10 @@ class DuoAttention(LayerCache):
 
     def split(self, H: int):
         """Hand the H heads' slots to two caches: of those that keep everything, and of those that stream."""
-        every = [(layer, head) for layer in range(self.layers) for head in range(H)]
+        every = [(layer, head) for layer in range(len(self.model.blocks)) for head in range(H)]
         if not {*self.heads} <= {*every}:
-            raise ValueError(f"heads {self.heads} must be among {self.layers} layers of {H} key/value heads")
+            raise ValueError(f"heads {self.heads} must be among {len(self.model.blocks)} layers of {H} "
+                             "key/value heads")
 
         # m heads keep all n tokens, the others w: m·n + (LH − m)·w = LH·budget, least ≤ w ≤ budget
         total, n, m = len(every) * self.budget, self.seen, len(self.heads)
@@ -95,8 +86,9 @@ class DuoAttention(LayerCache):
         whole = sorted(head for layer, head in self.heads[:m] if layer == self.layer)
         rest = [head for head in range(H) if head not in whole]
         parts = []
-        for heads, part in ((whole, LayerCache()), (rest, Streaming(w, self.sinks))):
+        for heads, keeps_all in (whole, True), (rest, False):
             if heads:
+                part = LayerCache() if keeps_all else StreamingLLM(w, self.sinks, relative=False)
                 if n:
                     part.write(self.k[:, heads], self.v[:, heads], self.pos[:, 0])
                 part.end_prefill()

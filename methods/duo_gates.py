@@ -21,7 +21,8 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.kvzip_fast import lessons
-from nanollm.cache import LayerCache, attention, make_cache, visible
+from nanollm.attention import fused, visible
+from nanollm.cache import LayerCache, make_cache
 from nanollm.measure.evaluate import prompt_and_question, wide
 from nanollm.measure.replay import Recorder, Recording, record
 from nanollm.measure.tasks import Tasks
@@ -45,8 +46,8 @@ class Gated(LayerCache):
         stays = (slot < self.sinks) | (slot >= context - (self.window - self.sinks))
         k, v, at, _ = self.read()
         seen = visible(at, None, pos)
-        full = attention(q, k, v, seen, causal=False)
-        streaming = attention(q, k[:, :, stays], v[:, :, stays], seen[..., stays], causal=False)
+        full = fused(q, k, v, seen, causal=False)
+        streaming = fused(q, k[:, :, stays], v[:, :, stays], seen[..., stays], causal=False)
         alpha = self.gates[self.layer].to(q).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
         return alpha * full + (1 - alpha) * streaming  # section 2.3
 

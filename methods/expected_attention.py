@@ -19,14 +19,13 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache
+from nanollm.cache import ScoredCache
 from nanollm.check import check_budget, whole
 from nanollm.model import rope, rotate
 
 
 @dataclass(eq=False)
-class ExpectedAttention(LayerCache):
-    budget: int            # slots per key/value head at the prompt's end
+class ExpectedAttention(ScoredCache):
     future: int = 512      # positions over which queries to come are averaged, n
     sinks: int = 4         # first tokens: they stay, and their queries are not counted
     epsilon: float = 0.02  # so that a value's norm counts where no attention is expected
@@ -52,13 +51,15 @@ class ExpectedAttention(LayerCache):
 
     def end_prefill(self):
         if self.prompt_done:
-            raise ValueError("the prompt is over and its queries are gone; call end_prefill once")
-        if self.length > self.budget:
-            self.shrink(self.scores().masked_fill(self.pos < self.sinks, math.inf), self.budget)
+            raise ValueError("end_prefill was already called for this cache; call it once per prompt")
+        super().evict()
         self.total = self.products = 0.0
         super().end_prefill()
 
-    def scores(self) -> Tensor:
+    def evict(self):
+        """What follows the prompt is appended."""
+
+    def score(self) -> Tensor:
         """(B, H, S): the mean over a group's query heads of (â + ε) ‖W_O v‖₂."""
         heads, D, n = self.k.shape[1], self.k.shape[3], self.seen - self.sinks
         mean = self.total / n
@@ -77,7 +78,8 @@ class ExpectedAttention(LayerCache):
         # ‖W_O v‖₂² = vᵀ (W_Oᵀ W_O) v
         gram, v = torch.einsum("ohgd,ohge->hgde", w_o, w_o), self.v.float().unsqueeze(2)
         norms = ((v @ gram) * v).sum(-1).clamp(min=0).sqrt()
-        return ((log_z.softmax(-1) + self.epsilon) * norms).mean(2)
+        score = ((log_z.softmax(-1) + self.epsilon) * norms).mean(2)
+        return score.masked_fill(self.pos < self.sinks, math.inf)
 
     def beside(self) -> list[Tensor]:
         return [x for x in (self.total, self.products) if isinstance(x, Tensor)]

@@ -14,14 +14,14 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.cache import ALL, LayerCache
+from nanollm.cache import ALL, PerEntry, ScoredCache
 from nanollm.check import check_budget
 
 
 @dataclass(eq=False)
-class H2O(LayerCache):
-    budget: int          # slots per key/value head
-    recent: float = 0.5  # share of the budget for the newest tokens; the rest goes to heavy hitters
+class H2O(ScoredCache):
+    recent: float = 0.5       # share of the budget for the newest tokens; the rest goes to heavy hitters
+    accumulated = PerEntry()  # F_t: the attention that an entry had from all queries so far
     watch = ALL
 
     def __post_init__(self):
@@ -30,17 +30,13 @@ class H2O(LayerCache):
             raise ValueError(f"recent {self.recent} is a share of the budget; it must lie between 0 and 1")
         check_budget(self.budget, 2, "one heavy hitter and the newest token")
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
-
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("accumulated").add_(p.sum((2, 3), dtype=torch.float32))
+        self.accumulated += p.sum((2, 3), dtype=torch.float32)
         super().observe(q, p)
 
-    def evict(self):
-        if self.length > self.budget:
-            newest = self.seen - max(1, round(self.recent * self.budget))
-            self.shrink(self.slot("accumulated").masked_fill(self.pos >= newest, math.inf), self.budget)
+    def score(self) -> Tensor:
+        newest = self.seen - max(1, round(self.recent * self.budget))
+        return self.accumulated.masked_fill(self.pos >= newest, math.inf)
 
 
 variants = {"h2o": H2O}

@@ -8,27 +8,17 @@ most like the mean direction leave. No query decides.
 Differs from the paper: the prompt is read with full attention and compressed at its end, not block by block.
 After it the entry most like the mean leaves at each step, as in the paper.
 """
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import LayerCache
-from nanollm.check import check_budget
+from nanollm.cache import ScoredCache
 
 
-@dataclass(eq=False)
-class KeyDiff(LayerCache):
-    budget: int  # slots per key/value head
+class KeyDiff(ScoredCache):
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_budget(self.budget, 1, "one slot")
-
-    def evict(self):
-        if self.length > self.budget:
-            self.shrink(-likeness(self.k), self.budget)
+    def score(self) -> Tensor:
+        return -likeness(self.k)
 
 
 def likeness(k: Tensor) -> Tensor:

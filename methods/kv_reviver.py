@@ -84,13 +84,17 @@ class KVReviver(LayerCache):
             k, v, pos = (torch.cat(x, 2) for x in zip((k, v, pos), revived))
         return k, v, pos, None
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor] | None:
+    def revives(self, q: Tensor) -> bool:
+        """Whether q is one new token's, and some tokens are in the sketch."""
+        return q.shape[2] == 1 and self.sketch is not None and self.length < self.seen
+
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """As `read` and attention, without a copy of the exact tokens beside the revived ones.
 
         On a GPU a kernel revives tile by tile, and there are no revived keys and values in memory.
         """
-        if self.sketch is None or self.length == self.seen:
-            return super().decode(q, pos)
+        if not self.revives(q):
+            return super().attention(q, pos)
         if fast := kernel_for(q, "revive_attention", "attend_one"):
             return fast(self, q, self.sketch.x)
 

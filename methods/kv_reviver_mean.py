@@ -36,11 +36,11 @@ class MeanSketch(Sketch):
 class MeanReviver(KVReviver):
     kind = MeanSketch
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor] | None:
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """On a GPU the kernel reads means where it would read sums."""
         fast = kernel_for(q, "revive_attention", "attend_one")
-        if self.sketch is None or self.length == self.seen or fast is None:
-            return super().decode(q, pos)
+        if not self.revives(q) or fast is None:
+            return super().attention(q, pos)
         return fast(self, q, self.sketch.means(self.vague_tokens()))
 
 

@@ -41,7 +41,7 @@ class KVzip(PackedCache):
     across: bool = True  # the entries of all layers and heads are ranked together; False: of each head
     recent: int = 0      # newest entries of each head that stay, whatever their scores
     sinks: int = 0       # first tokens whose entries stay, in each head
-    rereads = 512
+    rereads = 512        # tokens of a piece of the second reading: `read_again` in nanollm/generate.py
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,6 +53,10 @@ class KVzip(PackedCache):
             raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
         self.rereading = False  # set by `read_again`, which takes these tokens out again
         self.looked = None      # (B, H, tokens): of each entry, the score
+
+    def link(self, model, layer: int, below):
+        super().link(model, layer, below)
+        self.below = below
 
     watch = property(lambda self: ALL if self.rereading else 0)
 
@@ -76,9 +80,9 @@ class KVzip(PackedCache):
 
     def end_prefill(self):
         if self.prompt_done:
-            raise ValueError("the prompt is over; call end_prefill once")
+            raise ValueError("end_prefill was already called for this cache; call it once per prompt")
         super().end_prefill()
-        if self.layer < self.layers - 1 and self.across:
+        if self.across and self.layer < len(self.model.blocks) - 1:
             return  # the last layer ends it for all
         caches = [self]
         while self.across and caches[0].below is not None:

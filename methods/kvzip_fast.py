@@ -58,7 +58,7 @@ class FastKVzip(KVzip):
             x = told(self, q)
             if self.gates is None:
                 score = self.pos[:, :, -q.shape[2]:].float()
-            elif self.gates.shape != (right := (self.layers, x.shape[2] + 1, self.k.shape[1])):
+            elif self.gates.shape != (right := (len(self.model.blocks), x.shape[2] + 1, self.k.shape[1])):
                 raise ValueError(f"gates {tuple(self.gates.shape)} must be {right} for this decoder; "
                                  "take those that FastKVzip.calibrate makes for it")
             else:

@@ -16,11 +16,11 @@ from fractions import Fraction
 
 from torch import Tensor
 
-from nanollm.window import WindowCache
+from methods.snap_kv import SnapKV
 
 
 @dataclass(eq=False)
-class PyramidKV(WindowCache):
+class PyramidKV(SnapKV):
     beta: float = 20  # steepness: the top layer keeps 1/beta of the mean; 1 is SnapKV
 
     def __post_init__(self):
@@ -28,10 +28,10 @@ class PyramidKV(WindowCache):
         if not 1 <= self.beta < float("inf"):
             raise ValueError(f"beta {self.beta} must be finite and at least 1, which treats all layers alike")
 
-    def budgets(self, votes: Tensor) -> int:
+    def budgets(self, scores: Tensor) -> int:
         entries = self.budget - self.window_size
         seen = self.seen - self.window_size  # the same in all layers, however often these have evicted
-        return pyramid(entries, self.layers, seen, self.beta)[self.layer]
+        return pyramid(entries, len(self.model.blocks), seen, self.beta)[self.layer]
 
 
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:

@@ -75,12 +75,12 @@ class Quantized(LayerCache):
                              f"and residual_length {self.residual_length} at least 0")
         self.rounded: dict[str, Tensor] = {}  # (B, H, groups of tokens, ...): codes, zeros and scales
 
-    def link(self, layer: int, layers: int, below: LayerCache | None, w_o: Tensor, freq: Tensor | None):
-        D = w_o.shape[-1]
+    def link(self, model, layer: int, below: LayerCache | None):
+        super().link(model, layer, below)
+        D = self.w_o.shape[-1]
         if D % 8 or D % min(self.group_size, D):
             raise ValueError(f"head dim {D} must be a multiple of 8 and of group_size {self.group_size}; "
                              "choose another group_size")
-        super().link(layer, layers, below, w_o, freq)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         if not self.seen:
@@ -130,14 +130,15 @@ class Quantized(LayerCache):
         v = torch.cat((old_v.flatten(4).flatten(2, 3), v), 2)
         return k, v, torch.cat((self.rounded_pos(), pos), 2), None
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """Attention to the codes: what all of a group share is multiplied once, and not into each number.
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """One new token's attention to the codes: what all of a group share is multiplied once, and not into
+        each number.
 
             keys:    q·(zero + scale·code_i) = (q·scale)·code_i + q·zero,  scale and zero channel by channel
             values:  Σ_i p_i (zero_i + scale_i code_i) = Σ_i (p_i scale_i) code_i + Σ_i p_i zero_i
         """
-        if not self.rounded:
-            return super().decode(q, pos)
+        if not self.rounded or q.shape[2] > 1:
+            return super().attention(q, pos)
         k, v, (B, _, _, D) = self.k, self.v, q.shape
         exact = torch.promote_types(q.dtype, torch.float32)  # in 16 bits the sum of the two would lose much
         r = {name: x.to(exact) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}

@@ -19,13 +19,15 @@ that is a third of all entries, more than the budget, so here `dense` is 0. Prom
 pages, not thousands. A budget of 6.25 % is one page, and no needle is found; with `page` 4 it is seven, and
 0.97 are found, but then two vectors a page are a quarter of a full cache.
 """
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import LayerCache, attention
+from nanollm.attention import fused, split
+from nanollm.cache import LayerCache
 from nanollm.check import check_budget, whole
 from nanollm.ranking import taken
 
@@ -39,22 +41,24 @@ class Quest(LayerCache):
 
     def __post_init__(self):
         super().__post_init__()
-        whole("page", self.page, 1), whole("dense", self.dense, 0)
+        whole("page", self.page, 1)
+        whole("dense", self.dense, 0)
         check_budget(self.budget, self.page, f"a page has {self.page} tokens (page)")
         self.low = self.high = None  # (B, H, pages, D): of each page and channel, the least and largest key
         self.covered = 0             # slots that they are of
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        if not self.prompt_done or self.layer < self.dense:
-            return super().attend(q, k, v, pos)
-        self.check(q, k, v, pos)
-        parts = zip(*(x.split(1, 2) for x in (q, k, v)), pos.split(1, 1))  # each query has its own pages
-        return torch.cat([super(Quest, self).attend(*part) for part in parts], 2)
+    def pieces(self, *new: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """After the prompt one by one: each query has its own pages."""
+        return split(1, *new) if self.by_pages else super().pieces(*new)
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    @property
+    def by_pages(self) -> bool:
+        return self.prompt_done and self.layer >= self.dense
+
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attention over the pages with the highest bounds: the only entries that are read."""
-        if not self.prompt_done or self.layer < self.dense:
-            return super().decode(q, pos)
+        if not self.by_pages:
+            return super().attention(q, pos)
         self.bound()
         u, n = self.bounds(q), min(self.budget // self.page, self.low.shape[2])
         u[..., -1] = torch.inf  # the query's own page
@@ -62,7 +66,7 @@ class Quest(LayerCache):
         i = (u.topk(n).indices[..., None] * self.page + token).flatten(2)  # (B, H, n · page)
         there, i = i < self.length, i.clamp(max=self.length - 1)           # the last page may not be full
         k, v = (taken(self.slots[name], i) for name in "kv")               # of the whole buffer: no copy
-        return attention(q, k, v, there.unsqueeze(2), causal=False), None
+        return fused(q, k, v, there.unsqueeze(2), causal=False), None
 
     def bounds(self, q: Tensor) -> Tensor:
         """What no score in a page exceeds, of one query (B, H·G, 1, D): (B, H, pages)."""

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache
-from nanollm.check import check_budget, check_seed
+from nanollm.cache import PerEntry, ScoredCache
+from nanollm.check import check_seed
 
 
 @dataclass(eq=False)
-class RandomEviction(LayerCache):
-    budget: int    # slots per key/value head
+class RandomEviction(ScoredCache):
     seed: int = 0
+    priority = PerEntry()
 
     def __post_init__(self):
         super().__post_init__()
-        check_budget(self.budget, 1, "one token")
         check_seed(self.seed, 1000)
         self.generator = None
 
@@ -32,9 +31,8 @@ class RandomEviction(LayerCache):
         priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)
         super().write(k, v, pos, priority=priority.to(k.device))
 
-    def evict(self):
-        if self.length > self.budget:
-            self.shrink(self.slot("priority"), self.budget)
+    def score(self) -> Tensor:
+        return self.priority
 
 
 variants = {"random": RandomEviction}

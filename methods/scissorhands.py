@@ -15,13 +15,14 @@ Section 4.2 gives later layers more (`tilted`, there). w is 400 however long the
 The authors' code has no budget: it keeps what exceeded the 90th percentile of its row in one of the last 100
 steps, and the newest 10.
 """
+from collections.abc import Iterator
 from dataclasses import dataclass
 import math
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache
+from nanollm.cache import LayerCache, PerEntry
 from nanollm.check import check_budget, whole
 
 
@@ -50,11 +51,9 @@ class BudgetCache(LayerCache):
         """How many of the newest entries are never dropped."""
         return self.recent
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """In pieces as long as the room there is: chunks of any length give what single tokens would."""
-        self.check(q, k, v, pos)
-        parts, start, T = [], 0, q.shape[2]
-
+    def pieces(self, *new: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """As long as the room there is: chunks of any length give what single tokens would."""
+        start, T = 0, new[0].shape[2]
         while start < T:
             if self.length == self.budget:
                 newest = self.pos >= self.seen - self.newest()
@@ -62,11 +61,9 @@ class BudgetCache(LayerCache):
                 self.shrink(importance, self.budget - self.at_a_time)
 
             end = min(start + self.budget - self.length, T)
-            piece = [x[:, :, start:end] for x in (q, k, v)]
-            parts.append(super().attend(*piece, pos[:, start:end]))
+            q, k, v, pos = new
+            yield from super().pieces(*(x[:, :, start:end] for x in (q, k, v)), pos[:, start:end])
             start = end
-
-        return torch.cat(parts, 2)
 
     def capacity(self, n: int) -> int:
         return min(super().capacity(n), self.budget)
@@ -81,6 +78,7 @@ class Scissorhands(BudgetCache):
     """Algorithm 2. A slot also remembers a bit for each of the last w steps, and their sum: ⌈w/8⌉ + 4 bytes.
     """
     history: int = 400  # steps over which an entry's unimportance is counted, w
+    count = PerEntry(torch.int32)
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,9 +86,8 @@ class Scissorhands(BudgetCache):
         self.watch = self.history  # so that no place of the ring comes up twice in one `observe`
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        heads_and_slots = k.shape[:3]
-        bits = k.new_zeros(*heads_and_slots, math.ceil(self.history / 8), dtype=torch.uint8)
-        super().write(k, v, pos, unimportant=bits, count=k.new_zeros(heads_and_slots, dtype=torch.int32))
+        bits = k.new_zeros(*k.shape[:3], math.ceil(self.history / 8), dtype=torch.uint8)
+        super().write(k, v, pos, unimportant=bits)
 
     def observe(self, q: Tensor, p: Tensor):
         step = torch.arange(self.seen - p.shape[3], self.seen, device=p.device) + 1  # s, (n,)
@@ -106,11 +103,11 @@ class Scissorhands(BudgetCache):
 
         # flip the bits that differ; those of one byte add up to their union
         ring ^= torch.zeros_like(ring).index_add_(-1, byte, (before ^ now) << bit)
-        self.slot("count").add_(now.sum(-1, dtype=torch.int32) - before.sum(-1, dtype=torch.int32))
+        self.count += now.sum(-1, dtype=torch.int32) - before.sum(-1, dtype=torch.int32)
         super().observe(q, p)
 
     def importance(self) -> Tensor:
-        return -self.slot("count").float()
+        return -self.count.float()
 
 
 variants = {"scissorhands": Scissorhands}

@@ -14,14 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanollm.cache import NEVER, LayerCache
+from nanollm.cache import NEVER, ScoredCache
 from nanollm.check import check_budget
 from nanollm.model import rope, rotate
 
 
 @dataclass(eq=False)
-class StreamingLLM(LayerCache):
-    budget: int            # slots per key/value head
+class StreamingLLM(ScoredCache):
     sinks: int = 4         # first tokens that are never dropped
     relative: bool = True  # positions as counted in the cache (paper); False: as in the text (NVIDIA/kvpress)
 
@@ -32,8 +31,8 @@ class StreamingLLM(LayerCache):
         check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and the newest token")
         self.sink_keys = None  # as they were stored, rotated by their position in the text
 
-    def link(self, *place):
-        super().link(*place)
+    def link(self, model, layer: int, below):
+        super().link(model, layer, below)
         if self.relative and self.freq is None:
             raise ValueError("relative positions need RoPE over whole heads, which this model has not; "
                              "take streaming_llm_absolute (relative=False)")
@@ -48,9 +47,8 @@ class StreamingLLM(LayerCache):
             self.k[:, :, :self.sinks] = rotate(self.sink_keys, *angles)
         return super().read()
 
-    def evict(self):
-        if self.length > self.budget:
-            self.shrink(self.pos.masked_fill(self.pos < self.sinks, NEVER), self.budget)
+    def score(self) -> Tensor:
+        return self.pos.masked_fill(self.pos < self.sinks, NEVER)
 
     def beside(self) -> list[Tensor]:
         return [] if self.sink_keys is None else [self.sink_keys]

@@ -9,34 +9,22 @@ looked at.
 The heads of a layer choose together. Differs from the paper: eviction starts at the end of the prompt, where
 the last query decides about all of it at once, as in the authors' code; by the rule one leaves at each step.
 """
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache
-from nanollm.check import check_budget
+from nanollm.cache import PerEntry, ScoredCache
 
 
-@dataclass(eq=False)
-class TOVA(LayerCache):
-    budget: int  # slots per key/value head
+class TOVA(ScoredCache):
+    weight = PerEntry()  # the newest query's attention
     watch = 1
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_budget(self.budget, 1, "one slot")
-
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, weight=k.new_zeros(k.shape[:3], dtype=torch.float32))
-
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("weight").copy_(p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1))
+        self.weight = p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1)  # over the layer's heads
         super().observe(q, p)
 
-    def evict(self):
-        if self.length > self.budget:
-            self.shrink(self.slot("weight"), self.budget)
+    def score(self) -> Tensor:
+        return self.weight
 
 
 variants = {"tova": TOVA}

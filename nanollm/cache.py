@@ -1,13 +1,15 @@
-"""The KV cache, and the seam through which every method compresses it.
+"""The KV cache, and the interface through which every method compresses it.
 
-The decoder says one thing to memory: `y = cache.attend(q, k, v, pos)`, which is write → read → attention →
-observe. A method overrides what it needs: `write` (what is remembered), `read` (what attention sees),
-`observe` (what was attended to), `evict` (what goes).
+The decoder says one thing to memory: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens that
+is write → attention → observe. A method overrides what it needs: `write` (what is remembered), `read` (what
+attention sees), `observe` (what was attended to), `evict` (what goes). A method that gives each entry a score
+overrides `score` of ScoredCache and nothing else.
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
 window. Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one
 rule serves causality, chunked prefill, heads of different length and slots that stand for several tokens.
 """
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 import math
@@ -15,24 +17,44 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
-from nanollm.check import (check_attend, check_kept, check_knobs, check_numbers, check_score, check_watch,
-                           constructed)
+from nanollm.attention import attention, split
+from nanollm.check import (
+    check_attend, check_budget, check_kept, check_knobs, check_numbers, check_score, check_watch, constructed)
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
-ALL = NEVER                           # watch every query
-TILE = 128                            # of a prompt that is watched throughout, so many queries at a time
+ALL = NEVER                           # observe every query
+TILE = 128                            # if every query is observed, a prompt comes this many tokens at a time
+
+
+class PerEntry:
+    """A number that a method remembers of each entry, (B, H, S); 0 for a new one. `keep` and `drop` move it.
+
+    `weight = PerEntry()` in the class: `cache.weight` is a view of the slots in use, and assigning fills it.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+
+    def __set_name__(self, owner, name: str):
+        self.name, owner.per_entry = name, owner.per_entry | {name: self.dtype}
+
+    def __get__(self, cache, owner=None) -> Tensor:
+        return self if cache is None else cache.slot(self.name)
+
+    def __set__(self, cache, x: Tensor):
+        cache.slot(self.name).copy_(x)
 
 
 @dataclass(eq=False)
 class LayerCache:
-    """Full attention: remembers every token of one layer. Subclasses add their knobs as dataclass fields."""
-    watch = 0    # for how many of the last queries `observe` wants probabilities: 0, a window, or ALL
+    """Full attention: remembers every token of one layer. Subclasses add their options as dataclass fields.
+    """
+    watch = 0          # how many of the latest queries' probabilities `observe` receives: 0, a number, or ALL
     keeps_all = False  # whether every token stays in some form; a budget then is what a query reads
-    rereads = 0  # tokens of the prompt that are read a second time, so many at a time, before it ends (KVzip)
+    per_entry = {}     # names and types of what a method declares as PerEntry
 
     def __post_init__(self):
         check_knobs(self)
@@ -41,16 +63,23 @@ class LayerCache:
         self.seen = 0                       # tokens that have passed, evicted ones too: RoPE counts these
         self.ragged = False                 # some slots are empty or hidden: even one new token needs a mask
         self.prompt_done = False
-        self.layer, self.layers, self.below, self.w_o, self.freq = 0, 1, None, None, None  # as `link` says
+        self.model, self.layer = None, 0    # the decoder, and which of its layers this is
 
-    def link(self, layer: int, layers: int, below: "LayerCache | None", w_o: Tensor, freq: Tensor | None):
-        """Called by `make_cache`: where this cache sits in the decoder.
-
-        `below` is the cache one layer down (ChunkKV may take its choice); w_o (d_model, H·G, D) multiplies
-        the heads' outputs (CriticalKV); freq are RoPE's angles, or None (StreamingLLM moves its sinks).
-        """
+    def link(self, model, layer: int, below: "LayerCache | None"):
+        """Called by `make_cache`: which layer of which decoder this is; below: the previous layer's cache."""
         check_watch(self)
-        self.layer, self.layers, self.below, self.w_o, self.freq = layer, layers, below, w_o, freq
+        self.model, self.layer = model, layer
+
+    @property
+    def w_o(self) -> Tensor:
+        """(d_model, H·G, D), which multiplies the heads' outputs."""
+        return self.model.blocks[self.layer].attention.w_o
+
+    @property
+    def freq(self) -> Tensor | None:
+        """RoPE's angles, (D/2,), on this layer's device; None for a decoder without RoPE over whole heads."""
+        freq = getattr(self.model, "freq", None)
+        return None if freq is None else freq.to(self.w_o.device)
 
     def slot(self, name: str) -> Tensor:
         """The slots in use of one per-slot tensor, (B, H, S, ...): a view, to be changed in place."""
@@ -60,64 +89,50 @@ class LayerCache:
     v = property(lambda self: self.slot("v"))      # (B, H, S, D)
     pos = property(lambda self: self.slot("pos"))  # (B, H, S), int32
 
-    # ---- write → read → attention → observe ---------------------------------------------------------------
+    # ---- write → attention → observe ----------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
         self.check(q, k, v, pos)
-        T, empty = q.shape[2], self.seen == 0
-        if self.watch == ALL and T > TILE and not self.prompt_done:  # or T · S weights stand at once
-            pieces = zip(*(x.split(TILE, 2) for x in (q, k, v)), pos.split(TILE, 1))
-            return torch.cat([self.attend(*piece) for piece in pieces], 2)
-        self.write(k, v, pos)
-        if T == 1 and (done := self.decode(q, pos)):
-            y, p = done
+        outputs = []
+        for q, k, v, pos in self.pieces(q, k, v, pos):
+            self.write(k, v, pos)
+            y, p = self.attention(q, pos)
             self.observe(q, p)
-            return y
-
-        k, v, at, bias = self.read()
-        w = min(self.watch, T)
-        rest, p, parts = T - w, None, []
-        if rest:
-            causal = empty and bias is None and k.shape[2] == T  # slot i holds token i
-            alone = T == 1 and bias is None and not self.ragged  # the newest token sees every slot
-            n = rest if causal else k.shape[2]
-            mask = None if causal or alone else visible(at, bias, pos[:, :rest])
-            parts.append(attention(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
-
-        if w:  # only the watched rows are made explicit
-            p = probabilities(q[:, :, rest:], k, at, bias, pos[:, rest:])
-            y = p.flatten(2, 3) @ v  # (B, H, G·w, D): a group's queries are rows of one product
-            parts.append(y.view(*q.shape[:2], w, -1))
-        self.observe(q, p)
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+            outputs.append(y)
+        return torch.cat(outputs, 2) if len(outputs) > 1 else y
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
         """ValueError, before anything is written, unless these are new tokens of the texts held."""
         check_attend(self, q, k, v, pos)
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """A shorter way than attend's for one new token, if there is one: its output, and p for `observe`.
+    def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """The new tokens, one piece after the other: whole, or TILE at a time if every query is observed."""
+        return split(TILE if self.watch == ALL and not self.prompt_done else q.shape[2], q, k, v, pos)
 
-        Here: a kernel that reads the slots as they lie. Of the probabilities (B, H, G, 1, S) it tells the
-        mean over G. Without `watch`, scaled_dot_product_attention reads every slot once, too.
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Output (B, H·G, T, D) over what `read` shows, and p (B, H, G, w, S) of the last `watch` queries.
+
+        One new token may be a kernel's, which reads the slots as they lie. Its p is the mean over the G.
         """
-        fast = kernel_for(q, "decode_attention", "attend_one") if self.watch else None
-        return fast(self, q, pos) if fast else None
+        if self.watch and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
+            return fast(self, q, pos)
+        return attention(q, *self.read(), pos, self.watch, self.seen == q.shape[2], self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...), 0 if not given, that move too."""
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
-        new = dict.fromkeys(self.slots) | dict(k=k, v=v, pos=pos[:, None], **state)
         if self.slots and end > self.slots["k"].shape[2]:
             self.reserve(self.capacity(end))
+        room = self.slots["k"].shape[2] if self.slots else self.capacity(end)
 
-        for name, x in new.items():
+        new = dict(k=k, v=v, pos=pos[:, None].int(), **state)
+        for name in dict.fromkeys((*new, *self.slots, *self.per_entry)):
+            x = new.get(name)
             if name not in self.slots:
-                room = self.slots["k"].shape[2] if self.slots else self.capacity(end)
-                dtype = torch.int32 if name == "pos" else x.dtype
-                self.slots[name] = x.new_zeros(B, H, room, *x.shape[3:], dtype=dtype)
+                shape, dtype = ((), self.per_entry[name]) if x is None else (x.shape[3:], x.dtype)
+                self.slots[name] = k.new_zeros(B, H, room, *shape, dtype=dtype)
             self.slots[name][:, :, start:end] = 0 if x is None else x
 
         self.length, self.seen = end, self.seen + T
@@ -141,11 +156,11 @@ class LayerCache:
         return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
 
     def observe(self, q: Tensor, p: Tensor | None):
-        """Called after each `attend`: q (B, H·G, T, D), and p (B, H, G, w, S) of the last w queries.
+        """Called after each piece: q (B, H·G, T, D), and p (B, H, G, w, S) of its last w queries.
 
-        A long prompt may come in pieces, and then this is called once for each piece, w at most its length.
-        An override ends with `super().observe(q, p)`, which calls `evict` once the prompt is over. For w = 1
-        a kernel tells each of the G their mean (`decode`): go by sums or means over G, and do not write to p.
+        w is `watch`, or the piece's length if that is less. An override ends with `super().observe(q, p)`,
+        which calls `evict` once the prompt is over. Go by sums or means over G (see `attention`), and do not
+        write to p.
         """
         if self.prompt_done:
             self.evict()
@@ -159,7 +174,7 @@ class LayerCache:
     # ---- eviction -----------------------------------------------------------------------------------------
 
     def evict(self):
-        """Called at the prompt's end, if the cache holds any of it, and after each later `attend`."""
+        """Called at the prompt's end, if the cache holds any of it, and after each later piece."""
 
     def keep(self, i: Tensor):
         """Keep the slots i (B, H, n), −1 for an empty one; all per-slot tensors move together."""
@@ -218,45 +233,32 @@ class Stored(NamedTuple):
     follows: bool
 
 
-# ---- attention -------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class ScoredCache(LayerCache):
+    """A method that is a score: from the prompt's end on, each head keeps the entries with the highest."""
+    budget: int  # slots per key/value head
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Output (B, H·G, T, D), without a matrix of probabilities. mask (B, H, T, S), `causal`, or all is seen.
-    """
-    B, heads, T, D = q.shape
-    if T == 1:  # the G queries of a group are rows of one small product, so that each key is read once
-        return F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask).view(B, heads, 1, D)
-    if mask is not None:
-        mask = mask.repeat_interleave(heads // k.shape[1], 1)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+    def __post_init__(self):
+        super().__post_init__()
+        check_budget(self.budget, 1, "one slot")
 
+    def score(self) -> Tensor:
+        """(B, H, S), of the slots in use: the lowest leave, of equal ones the oldest."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method score(self) -> (B, H, S)")
 
-def visible(at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """Mask (B, H, T, S): slots at `at` (B, H, S) seen from queries at pos (B or 1, T); floats if biased."""
-    seen = at.unsqueeze(2) <= pos[:, None, :, None]
-    return seen if bias is None else torch.where(seen, bias.unsqueeze(2), -math.inf)
-
-
-def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """softmax(q kᵀ/√D + bias) over the visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
-    B, heads, w, D = q.shape
-    H = k.shape[1]
-    score = (q.reshape(B, H, -1, D) @ k.mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
-    mask = visible(at, q.new_zeros(1, 1, 1) if bias is None else bias, pos)  # floats: to add is fastest
-    score.add_(mask.unsqueeze(2))
-    return score.softmax(-1, dtype=torch.float32).to(q.dtype)
+    def evict(self):
+        if self.length > self.budget:
+            self.shrink(self.score(), self.budget)
 
 
 # ---- a list of caches, one a layer -----------------------------------------------------------------------
 
-def make_cache(model, Method=LayerCache, **knobs) -> list[LayerCache]:
-    """One cache per layer of the decoder, linked to it. Knobs go to the method; a bad one is a ValueError."""
+def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
+    """One cache per layer of the decoder. Options go to the method; a bad one is a ValueError."""
     caches = []
-    for layer, block in enumerate(model.blocks):
-        cache = constructed(Method, knobs)
-        w_o, freq = block.attention.w_o, getattr(model, "freq", None)
-        freq = freq if freq is None else freq.to(w_o.device)  # a model may be spread over GPUs
-        cache.link(layer, len(model.blocks), caches[-1] if caches else None, w_o, freq)
+    for layer in range(len(model.blocks)):
+        cache = constructed(Method, options)
+        cache.link(model, layer, caches[-1] if caches else None)
         caches.append(cache)
     return caches
 
@@ -268,8 +270,8 @@ def end_prefill(caches: list[LayerCache]):
 
 
 def copied(caches: list[LayerCache]) -> list[LayerCache]:
-    """A copy that goes its own way. What belongs to the decoder (w_o, freq) is shared."""
-    return deepcopy(caches, {id(x): x for cache in caches for x in (cache.w_o, cache.freq)})
+    """A copy that goes its own way. The decoder is shared."""
+    return deepcopy(caches, {id(cache.model): cache.model for cache in caches})
 
 
 def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:

@@ -65,6 +65,11 @@ def end_prompt(model, tokens: Tensor, caches) -> int:
     return peak
 
 
+def rereads(caches) -> int:
+    """Tokens that come at a time when the prompt is read a second time, as KVzip asks; 0: it is not."""
+    return getattr(caches[0], "rereads", 0)
+
+
 def second_reading(T: int, n: int) -> list[slice]:
     """The parts of a prompt of T tokens that come a second time: `n` tokens, and the 8 before them."""
     return [slice(max(start - 8, 0), min(start + n, T)) for start in range(0, T, n)] if n else []
@@ -72,7 +77,7 @@ def second_reading(T: int, n: int) -> list[slice]:
 
 def check_rereads(model, caches, T: int):
     """ValueError if a prompt of T tokens is too long for the second reading, which comes behind it."""
-    again, longest = second_reading(T, caches[0].rereads), model.config.max_len
+    again, longest = second_reading(T, rereads(caches)), model.config.max_len
     need = T + max((part.stop - part.start for part in again), default=0)
     if again and need > longest:
         raise ValueError(f"{need} tokens exceed the model's length of {longest}, as this method reads "
@@ -85,9 +90,9 @@ def read_again(caches, read: Callable[[slice], object]) -> int:
     bytes that the caches allocated.
     """
     peak = 0
-    T, n = caches[0].seen, caches[0].rereads
+    T, n = caches[0].seen, rereads(caches)
     if n and caches[0].prompt_done:
-        raise ValueError("the prompt is over; say so once")
+        raise ValueError("the prompt was already ended; call end_prompt once per prompt")
     for cache in caches if n else ():
         cache.reserve(T + min(n + 8, T))
     for part in second_reading(T, n):
@@ -137,7 +142,9 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     of range.
     """
     check_prompt(model, prompt, whole("new", new, 1))
-    check_sampling(temperature, top_k, top_p), check_seed(seed), check_chunk(chunk_size)
+    check_sampling(temperature, top_k, top_p)
+    check_seed(seed)
+    check_chunk(chunk_size)
     if not isinstance(stop, (tuple, list)):
         raise ValueError(f"stop {stop!r:.60} must be a tuple of token ids, (3,) for one")
     for token in stop:

@@ -53,13 +53,12 @@ class PackedCache(LayerCache):
         super().keep(i)
         self.packed, self.counts, self.longest = {}, None, 0
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """With packed slots: a kernel that reads them as they lie."""
-        if not self.packed:
-            return super().decode(q, pos)
-        plain = not self.watch and type(self).read is LayerCache.read
-        fast = kernel_for(q, "decode_attention", "attend_packed") if plain else None
-        return (fast(self, q), None) if fast else None
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """With packed slots and one new token: a kernel that reads them as they lie, where there is one."""
+        plain = self.packed and not self.watch and q.shape[2] == 1 and type(self).read is LayerCache.read
+        if plain and (fast := kernel_for(q, "decode_attention", "attend_packed")):
+            return fast(self, q), None
+        return super().attention(q, pos)
 
     def stored(self) -> list[Stored]:
         """The live slots of both are counted with the buffers."""

@@ -40,7 +40,8 @@ from methods.theory.sketch_error import (amnesia, at_depths, collision_variance,
                                          revived_logits, rounded, score_share, share_out, shifted,
                                          speed, take_out)
 from nanollm import SHIPPED, TINY, tokenizer
-from nanollm.cache import end_prefill, make_cache, probabilities
+from nanollm.attention import probabilities
+from nanollm.cache import end_prefill, make_cache
 from nanollm.commands import plot
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate

@@ -11,6 +11,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.chunk_kv import Chunks
+from methods.snap_kv import SnapKV
 from nanollm.window import Selection, WindowCache
 
 
@@ -51,7 +52,7 @@ def cut_at(ends: Tensor, longest: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class SemanticChunkKV(WindowCache):
+class SemanticChunkKV(SnapKV):
     """SnapKV's window and semantic chunks: `select=SemanticChunks(ends=boundaries(encoding, V)[prompt])`."""
     select: Selection = SemanticChunks()
 

@@ -101,10 +101,10 @@ class ShrunkSketch(SignedSketch):
 class SignedReviver(KVReviver):
     kind = SignedSketch
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor] | None:
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """By slots, if the sketch has one row, else by a kernel."""
-        if self.sketch is None or self.length == self.seen:
-            return super().decode(q, pos)
+        if not self.revives(q):
+            return super().attention(q, pos)
 
         tokens = self.vague_tokens()
         if self.rows == 1:
@@ -113,7 +113,7 @@ class SignedReviver(KVReviver):
             return y.view_as(q), p.unsqueeze(3)
         if fast := kernel_for(q, "revive_attention", "attend_one"):
             return fast(self, q, *self.sketch.centred(self.sketch.bucket(tokens), self.sketch.signs(tokens)))
-        return super().decode(q, pos)
+        return super().attention(q, pos)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,8 @@ exact.
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
 
-Heads may keep unlike numbers of entries. With `every`, what was rounded is rounded again.
+Heads may keep unlike numbers of entries. Where a method compresses again (methods/compress_again.py), what
+was rounded is rounded again.
 """
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from methods.kvzip import KVzip
 from methods.quantized import pack, quantise, unpack
-from nanollm.cache import Stored
+from methods.snap_kv import SnapKV
+from nanollm.cache import LayerCache, Stored
 from nanollm.check import whole
 from nanollm.packed import PackedCache
-from nanollm.window import WindowCache
 
 GROUP = 32  # entries that share a key channel's range, and channels that share a value's
 
@@ -35,11 +36,11 @@ class Rounded(PackedCache):
         if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
             raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for numbers as they are")
 
-    def link(self, layer: int, layers: int, below, w_o: Tensor, freq: Tensor | None):
-        D = w_o.shape[-1]
+    def link(self, model, layer: int, below):
+        super().link(model, layer, below)
+        D = self.w_o.shape[-1]
         if D % 8 or D % min(GROUP, D):
             raise ValueError(f"head dim {D} must be a multiple of 8, and of {GROUP} where it is larger")
-        super().link(layer, layers, below, w_o, freq)
 
     @property
     def packs(self) -> bool:
@@ -78,8 +79,9 @@ class Rounded(PackedCache):
             return code * scale[group] + zero[group]
         return (code.unflatten(1, (zero.shape[1], -1)) * scale + zero).flatten(1)
 
-    def decode(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        return None if "k_code" in self.packed else super().decode(q, pos)
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        codes = "k_code" in self.packed  # which no kernel reads
+        return LayerCache.attention(self, q, pos) if codes else super().attention(q, pos)
 
     def stored(self) -> list[Stored]:
         if "k_code" not in self.packed:
@@ -91,7 +93,7 @@ class Rounded(PackedCache):
 
 
 @dataclass(eq=False)
-class RoundedWindow(Rounded, WindowCache):
+class RoundedWindow(Rounded, SnapKV):
     """SnapKV, or any other selection, in few bits."""
 
 

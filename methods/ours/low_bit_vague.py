@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from methods.quantized import Quantized
-from nanollm.cache import ALL
+from nanollm.cache import ALL, PerEntry
 from nanollm.ranking import rank
 
 
 @dataclass(eq=False)
 class LowBitVague(Quantized):
     heavy: int = 16  # tokens with the most attention that stay exact, h
+    accumulated = PerEntry()
     watch = ALL
 
     def __post_init__(self):
@@ -28,19 +29,16 @@ class LowBitVague(Quantized):
         if self.heavy < 0:
             raise ValueError(f"heavy {self.heavy} must be at least 0")
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, accumulated=k.new_zeros(k.shape[:3], dtype=torch.float32))
-
     def observe(self, q: Tensor, p: Tensor):
         exact = p[..., -self.length:]  # rounded tokens come first
-        self.slot("accumulated").add_(exact.sum((2, 3), dtype=torch.float32))
+        self.accumulated += exact.sum((2, 3), dtype=torch.float32)
         super().observe(q, p)
 
     def evict(self):
         n = (self.length - self.residual_length - self.heavy) // self.group_size * self.group_size
         if n > 0:
             newest = self.pos - self.start >= self.seen - self.residual_length
-            score = self.slot("accumulated").masked_fill(newest, math.inf)
+            score = self.accumulated.masked_fill(newest, math.inf)
             self.round(rank(score, self.pos) >= self.length - n, at=self.pos)
 
     def rounded_pos(self) -> Tensor:

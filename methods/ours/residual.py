@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.cache import visible
+from methods.snap_kv import HighestScores, SnapKV
+from nanollm.attention import visible
 from nanollm.check import whole
 from nanollm.window import Selection, WindowCache
 
@@ -31,7 +32,7 @@ from nanollm.window import Selection, WindowCache
 @dataclass(frozen=True)
 class Residual(Selection):
     """A head whose budget is below `entries`, or that evicts nothing, has no residual entry."""
-    inner: Selection = Selection()  # chooses the entries beside the residual ones
+    inner: Selection = HighestScores()  # chooses the entries beside the residual ones
     entries: int = 1    # residual entries per head, in its budget; each stands for a run of evicted tokens
     rounds: int = 0     # of k-means on the keys: from runs of tokens to clusters
     again = False       # what a residual entry stands for has no votes
@@ -95,5 +96,5 @@ def mean_weights(member: Tensor, votes: Tensor) -> Tensor:
     return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
 
 
-variants = {"snap_kv+residual": partial(WindowCache, select=Residual())}
+variants = {"snap_kv+residual": partial(SnapKV, select=Residual())}
 additions = {"residual": dict(select=Residual())}

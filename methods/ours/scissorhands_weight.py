@@ -14,24 +14,22 @@ import torch
 from torch import Tensor
 
 from methods.scissorhands import BudgetCache
-from nanollm.cache import ALL
+from nanollm.cache import ALL, PerEntry
 
 
 @dataclass(eq=False)
 class MeanWeight(BudgetCache):
     """A slot also remembers the sum of its weights: 4 bytes."""
     at_a_time: int | None = 8  # entries dropped when the cache is full, m
+    weight = PerEntry()        # the sum of its weights
     watch = ALL
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(k, v, pos, weight=k.new_zeros(k.shape[:3], dtype=torch.float32))
-
     def observe(self, q: Tensor, p: Tensor):
-        self.slot("weight").add_(p.mean(2, dtype=torch.float32).sum(2))
+        self.weight += p.mean(2, dtype=torch.float32).sum(2)
         super().observe(q, p)
 
     def importance(self) -> Tensor:
-        return self.slot("weight") / (self.seen - self.pos)
+        return self.weight / (self.seen - self.pos)
 
 
 variants = {"scissorhands_weight": MeanWeight}

@@ -17,6 +17,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.critical_kv import part_of, two_stage, value_norms
+from methods.snap_kv import SnapKV
 from nanollm.check import whole
 from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache, window_rows
@@ -91,5 +92,5 @@ def theta(weights: Tensor, norms: Tensor, kept: Tensor) -> Tensor:
     return (weights * norms).sum(-1) - (2 - 1 / S) * W
 
 
-variants = {"snap_kv+theta": partial(WindowCache, select=LeastTheta())}
+variants = {"snap_kv+theta": partial(SnapKV, select=LeastTheta())}
 additions = {"theta": dict(select=LeastTheta())}

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from methods.quantized import quantise
 from methods.scissorhands import Scissorhands
-from nanollm.cache import LayerCache, end_prefill, make_cache, probabilities
+from nanollm.attention import probabilities
+from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.measure.evaluate import Reference, continuation, held, reading_within
 from nanollm.measure.replay import Recorder, feed, record
 from nanollm.model import Decoder

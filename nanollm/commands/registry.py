@@ -87,8 +87,8 @@ def has_window(Method) -> bool:
 
 def chooses(Method) -> bool:
     """Whether this window method has a selection of its own, which another would undo."""
-    from nanollm.window import Selection
-    return Method.select != Selection()
+    from methods.snap_kv import HighestScores
+    return Method.select != HighestScores()
 
 
 def wraps(knobs: dict) -> bool:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache, cache_bytes, probabilities
+from nanollm.attention import probabilities
+from nanollm.cache import LayerCache, cache_bytes
 from nanollm.check import whole
 from nanollm.generate import prefill
-from nanollm.window import WindowCache
 
 
 class Recording(NamedTuple):
@@ -82,7 +82,8 @@ def replay(recordings: list[list[Recording]], caches: list[LayerCache]) -> int:
     """
     peak = 0
     for cache, *parts in zip(caches, *recordings):
-        if type(cache).attend not in (LayerCache.attend, WindowCache.attend):  # which differ after a prompt
+        Method = type(cache)
+        if Method.attend is not LayerCache.attend or Method.pieces is not LayerCache.pieces:
             raise CannotReplay
 
         chunk_size = 64 if cache.watch > 64 else parts[-1].q.shape[2]  # bounds the probabilities
