@@ -24,7 +24,7 @@ from nanollm import SHIPPED
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, loaded, model_options, pick
 from nanollm.commands.shell import command
-from nanollm.generate import end_prompt, prefill, read_again
+from nanollm.generate import end_prompt, prefill, read_again, rereads
 from nanollm.measure.evaluate import (TASKS, Benchmark, ask, check_size, maker, prompt_and_question,
                                       standard_error)
 from nanollm.measure.replay import CannotReplay, replay
@@ -73,7 +73,7 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
             except CannotReplay:
                 caches = make(batch.question, context)
                 prefill(model, context, caches)
-            if caches[0].rereads:
+            if rereads(caches):
                 key = len(held), caches[0].score
                 if key not in scores:
                     read_again(caches, lambda part: prefill(model, context[:, part], caches))

@@ -49,7 +49,7 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
     try:
         end_prompt(model, TOKENS, caches)
     except ValueError as error:
-        assert done and "the prompt is over" in str(error)
+        assert done and "already" in str(error)
     for token in TOKENS[:, :3].split(1, 1):
         assert torch.equal(model(token, caches), model(token, untouched))
 

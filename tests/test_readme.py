@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import B, D, FREQ, G, H, checkpoint_of_two_layers
+from common import B, D, FREQ, G, H, checkpoint_of_two_layers, link
 from experiments import render as results
 from forks import PATH, Forks
 from methods.random_eviction import RandomEviction
@@ -177,7 +177,7 @@ def snippet(name: str):
 
 def test_the_readme_s_method_does_what_it_says():
     cache, T = snippet("UnlikeKeys")(budget=40), 50
-    cache.link(0, 1, None, None, FREQ)
+    link(cache, freq=FREQ)
     q, k, v = (torch.randn(B, heads, T, D, generator=torch.Generator().manual_seed(heads))
                for heads in (H * G, H, H))
     for part in torch.arange(T).split(8):

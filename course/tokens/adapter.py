@@ -1,12 +1,14 @@
 """What a test may ask of a submission to `tokens`. Runs in the submission's process, and knows no answers."""
+from types import SimpleNamespace
+
 import torch
 
 from methods import ada_kv, critical_kv
 from methods.ours.theta import theta as sum_of_theta
+from methods.snap_kv import HighestScores, SnapKV
 from nanollm import ranking, window
-from nanollm.window import Selection, WindowCache
 
-SELECTIONS = dict(votes=Selection, critical=critical_kv.Critical, pooled=critical_kv.PooledCritical,
+SELECTIONS = dict(votes=HighestScores, critical=critical_kv.Critical, pooled=critical_kv.PooledCritical,
                   code=critical_kv.CriticalCode)
 
 
@@ -40,17 +42,17 @@ def theta(weights, norms, kept):
 
 def selected(votes, v, w_o, budget, alpha, kernel_size=1, how="critical"):
     """The mask that a selection returns, of a cache that holds the values v (B, H, n + w, D)."""
-    cache = WindowCache(budget=64, kernel_size=kernel_size)
+    cache = SnapKV(budget=64, kernel_size=kernel_size)
     cache.write(v, v, torch.arange(v.shape[2])[None])
-    cache.w_o = w_o
+    cache.link(SimpleNamespace(blocks=[SimpleNamespace(attention=SimpleNamespace(w_o=w_o))]), 0, None)
     return SELECTIONS[how](alpha=alpha)(cache, votes, budget)
 
 
 def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="votes"):
     """The positions (B, H, n) that a cache holds when the prompt is over: SnapKV, or with a floor AdaKV."""
     knobs = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
-    cache = WindowCache(**knobs) if floor is None else ada_kv.AdaKV(**knobs, floor=floor)
-    cache.w_o = w_o
+    cache = SnapKV(**knobs) if floor is None else ada_kv.AdaKV(**knobs, floor=floor)
+    cache.link(SimpleNamespace(blocks=[SimpleNamespace(attention=SimpleNamespace(w_o=w_o))]), 0, None)
     cache.attend(q, k, v, torch.arange(k.shape[2])[None])
     cache.end_prefill()
     return cache.pos

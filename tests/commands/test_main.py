@@ -22,6 +22,7 @@ import torch
 from common import ENCODING, checkpoint_of_two_layers, tasks
 from methods.h2o import H2O
 from methods.quantized import Quantized
+from methods.snap_kv import SnapKV
 from nanollm import TINY
 from nanollm.__main__ import main
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
@@ -31,7 +32,6 @@ from nanollm.generate import generate
 from nanollm.hf.checkpoint import from_hf
 from nanollm.measure import evaluate, slices
 from nanollm.measure.tasks import Tasks
-from nanollm.window import WindowCache
 
 ROOT = Path(__file__).parents[2]
 TASKS = "needle", "recall", "few_shot"
@@ -199,7 +199,8 @@ def fresh(monkeypatch):
         monkeypatch.setattr(Learned, name, [])
     found = dict(learned=Learned, h2o=H2O)
     for module in ("compare", "write"):
-        monkeypatch.setattr(f"nanollm.commands.{module}.pick", lambda names: {name: found[name] for name in names})
+        pick = f"nanollm.commands.{module}.pick"
+        monkeypatch.setattr(pick, lambda names: {name: found[name] for name in names})
 
 
 def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, fresh, capsys):
@@ -493,7 +494,7 @@ def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
     tokens = torch.tensor([ENCODING.encode(whole)])
     cuts = tokens.shape[1] - 1, len(ENCODING.encode(demo.PAGE))
     for text, (evicted, of), cut, weights in zip(texts, counts, cuts, panels.values(), strict=True):
-        caches = make_cache(model, WindowCache, budget=32, window_size=8)
+        caches = make_cache(model, SnapKV, budget=32, window_size=8)
         evaluate.feed(model, tokens[:, :cut], caches)
         end_prefill(caches)
         there = {int(i) for cache in caches for i in cache.pos.unique()}

@@ -4,6 +4,7 @@ from itertools import product
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,3 +157,10 @@ def clusters_of(keys, radius):
         of.append(may[0] if may else len(centres))
         centres += [] if may else [key]
     return of, centres
+
+
+def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None, below=None):
+    """Link a cache to a decoder that has nothing but output projections and RoPE's angles."""
+    w_o = torch.zeros(1, G * H, D) if w_o is None else w_o
+    block = SimpleNamespace(attention=SimpleNamespace(w_o=w_o))
+    cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer, below)

@@ -4,6 +4,7 @@
 positions and bytes; of outputs test_methods.py tells. Loops work on lists: scores [i] or [h][i],
 weights A and norms [g][i] of a head.
 """
+from common import link
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise, product
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from methods.compress_again import again
+from methods.snap_kv import SnapKV
 from nanollm import window
 from nanollm.cache import NEVER
 from nanollm.window import Selection, WindowCache
@@ -96,7 +99,7 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
 
 
 class Case(NamedTuple):
-    Method: type = WindowCache
+    Method: type = SnapKV
     knobs: dict = {}               # of the cache
     select: Selection | Callable | None = None  # or from a prompt and its ends (B, T); None: the Method's own
     deal: Callable = same_for_all  # entries per head, from [h][i] pooled votes
@@ -180,7 +183,7 @@ def walk(case: Case, prompt: Prompt) -> Walk:
     if not isinstance(select, Selection):
         select = select(prompt, ends)
     cache = case.Method(budget=budget, window_size=w, kernel_size=kernel_size, select=select, **case.knobs)
-    cache.link(LAYER, LAYERS, None, w_o, None)
+    link(cache, LAYER, LAYERS, w_o=w_o)
 
     slots, steps = [], []
     for a, z in pairwise([*range(0, T, chunk_size), T, T + 1, T + 2, T + 5, T + 6]):
@@ -250,8 +253,8 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
     g = torch.Generator().manual_seed(T)
     q, k, v = [torch.randn(B, heads, T + new, D, generator=g) for heads in (H * G, H, H)]
     q, w_o, select = 2 * q, torch.randn(6, H * G, D, generator=g), case.select or case.Method.select
-    cache = case.Method(budget, w, kernel_size, select, every=every, **case.knobs)
-    cache.link(LAYER, LAYERS, None, w_o, None)
+    cache = again(case.Method)(budget, w, kernel_size, select, every=every, **case.knobs)
+    link(cache, LAYER, LAYERS, w_o=w_o)
     cache.attend(q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.arange(T)[None])
     cache.end_prefill()
 
@@ -309,7 +312,7 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
 
 def compress(cache, q, k, v, w_o=None, layer=0, layers=1):
     """The whole prompt at once."""
-    cache.link(layer, layers, None, w_o, None)
+    link(cache, layer, layers, w_o=w_o)
     cache.attend(q, k, v, torch.arange(q.shape[2])[None])
     cache.end_prefill()
     return cache

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import DEVICE, interpreter
+from common import DEVICE, interpreter, link
 
 pytest.importorskip("triton")  # Linux only
 
@@ -34,7 +34,7 @@ from methods.snap_kv import SnapKV
 from methods.tensor_attention import FactoredFourCache
 from nanollm import kernel_switch
 from nanollm.cache import ALL, LayerCache
-from nanollm.window import WindowCache, window_rows, window_votes
+from nanollm.window import window_rows, window_votes
 
 B, H, G, D, T, LATER = 2, 2, 2, 16, 33, 2
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def walk(case: str, dtype: torch.dtype):
     q, k, v = q.to(DEVICE, dtype), k.to(DEVICE, dtype), v.to(DEVICE, dtype)
 
     cache, y = Method(**knobs), []
-    cache.link(0, 1, None, torch.randn(24, H * G, D, generator=g).to(DEVICE, dtype), None)
+    link(cache, w_o=torch.randn(24, H * G, D, generator=g).to(DEVICE, dtype))
     for part in torch.arange(n + LATER, device=DEVICE).split([n] + LATER * [1]):
         y.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], part[None]))
         if len(part) == n:
@@ -160,10 +160,10 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
     assert torch.equal(window_votes(q, k), window_rows(q, k)[..., :11].mean(3))
 
     # packed heads of a cache that watches, or reads otherwise
-    class Watches(WindowCache):
+    class Watches(SnapKV):
         watch = ALL
 
-    class Reads(WindowCache):
+    class Reads(SnapKV):
         def read(self):
             return super().read()
 

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from common import B, D, FREQ, G, H, TOKENS, decoder, turn
+from common import B, D, FREQ, G, H, TOKENS, decoder, link, turn
 from methods.expected_attention import ExpectedAttention
 from methods.kvzip import KVzip
 from methods.ours.one_reading import OneReading
@@ -56,12 +56,12 @@ def expected(sinks, future, epsilon, rotated=True):
 @pytest.mark.parametrize("cut", [[n], [11, 1, 18]])
 def test_expected_attention_is_the_loop(knobs, freq, cut):
     cache = ExpectedAttention(budget=12, **knobs)
-    cache.link(0, 1, None, W_O, freq)
+    link(cache, w_o=W_O, freq=freq)
     for part in torch.arange(n).split(cut):
         cache.attend(Q[:, :, part], K[:, :, part], V[:, :, part], part[None])
     score = expected(**knobs, rotated=freq is not None)
-    torch.testing.assert_close(cache.scores().double(), score, rtol=1e-4, atol=1e-6)
     score[:, :, :knobs["sinks"]] = math.inf
+    torch.testing.assert_close(cache.score().double(), score, rtol=1e-4, atol=1e-6)
     cache.end_prefill()
     assert kept(cache) == [[sorted(head.topk(12).indices.tolist()) for head in row] for row in score]
     assert not cache.beside()  # what was counted is gone

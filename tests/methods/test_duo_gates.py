@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from common import ENCODING, decoder, dense, tasks
 from experiments.inside import importance
 from methods import duo_attention
-from methods.duo_attention import DuoAttention, Streaming
+from methods.duo_attention import DuoAttention
 from methods.duo_gates import ask, gates, heads_by_kvzip, predictions, retrieval_heads
 from methods.kvzip import KVzip
+from methods.streaming_llm import StreamingLLM
 from nanollm import TINY
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.commands.registry import calibrated, pick
@@ -79,7 +80,7 @@ def test_the_gated_forward_is_a_mixture_of_full_and_streaming_attention(sinks, w
 
     # the caches of a run
     context = torch.from_numpy(batch.tokens[:, :batch.question])
-    for alpha, Method in ((ones, LayerCache), (0 * ones, partial(Streaming, window, sinks))):
+    for alpha, Method in ((ones, LayerCache), (0 * ones, partial(StreamingLLM, window, sinks, relative=False))):
         caches = make_cache(model, Method)
         prefill(model, context, caches)
         end_prefill(caches)

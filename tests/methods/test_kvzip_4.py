@@ -5,12 +5,13 @@ from itertools import product
 import pytest
 import torch
 
-from common import B, D, G, H, dense
+from common import B, D, G, H, dense, link
 from methods.ada_kv import AdaKV
+from methods.compress_again import again
 from methods.ours.kvzip_4 import GROUP, Rounded, RoundedKVzip, RoundedWindow, variants
+from methods.snap_kv import SnapKV
 from nanollm.cache import NEVER, LayerCache
 from nanollm.commands.registry import has_window
-from nanollm.window import WindowCache
 
 n, NEW = 90, 3
 g = torch.Generator().manual_seed(4)
@@ -24,7 +25,7 @@ class RoundedAda(Rounded, AdaKV):
 
 def fed(Method, **knobs):
     cache = Method(budget=50, window_size=8, **knobs)
-    cache.link(0, 1, None, torch.zeros(4, H * G, D), None)
+    link(cache, w_o=torch.zeros(4, H * G, D))
     cache.attend(Q[:, :, :n], K[:, :, :n], V[:, :, :n], torch.arange(n)[None])
     cache.end_prefill()
     y = [cache.attend(Q[:, :, t:t + 1], K[:, :, t:t + 1], V[:, :, t:t + 1], torch.tensor([[t]]))
@@ -40,7 +41,7 @@ def grid(x, bits):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("Method, exact", [(RoundedWindow, WindowCache), (RoundedAda, AdaKV)])
+@pytest.mark.parametrize("Method, exact", [(RoundedWindow, SnapKV), (RoundedAda, AdaKV)])
 def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
     (cache, y), (other, _) = fed(Method, bits=bits), fed(exact)
     assert torch.equal(cache.pos, other.pos)
@@ -68,12 +69,12 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
 
 
 def test_16_bits_are_the_method_itself():
-    (cache, y), (other, expected) = fed(RoundedWindow, bits=16), fed(WindowCache)
+    (cache, y), (other, expected) = fed(RoundedWindow, bits=16), fed(SnapKV)
     assert torch.equal(y, expected) and cache.bytes() == other.bytes()
 
 
 def test_what_is_rounded_can_be_compressed_again():
-    cache, _ = fed(RoundedWindow, bits=8, every=2)
+    cache, _ = fed(again(RoundedWindow), bits=8, every=2)
     assert cache.length <= 52 and cache.seen == n + NEW and "k_code" in cache.packed
     full = LayerCache()
     full.attend(Q, K, V, torch.arange(n + NEW)[None])

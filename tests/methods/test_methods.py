@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from common import B, D, FREQ, G, H, SLOT, TOKENS, decoder, dense, once, turn
+from common import B, D, FREQ, G, H, SLOT, TOKENS, decoder, dense, link, once, turn
 from methods.cam import CaM
 from methods.duo_attention import DuoAttention
 from methods.h2o import H2O
@@ -174,7 +174,7 @@ def memory(x, of=None) -> dict[int, int]:
         of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     elif isinstance(x, dict):
         for name, y in x.items():
-            if name not in ("below", "w_o", "freq", "select", "gates", "flip", "bucket_by", "sign_by"):
+            if name not in ("below", "model", "select", "gates", "flip", "bucket_by", "sign_by"):
                 memory(y, of)
     elif isinstance(x, (list, tuple)):
         for y in x:
@@ -326,7 +326,7 @@ def test_kept_tokens_equal_the_loop(case, cut):
 @pytest.mark.parametrize("knobs", [dict(budget=9), dict(budget=6, sinks=0)])
 def test_streaming_counts_positions_in_the_cache(knobs):
     (q, k, v), cache, cut = text()[0], StreamingLLM(**knobs), CUTS[1]
-    cache.link(0, 1, None, None, FREQ)
+    link(cache, freq=FREQ)
     token = torch.arange(T)
     stored_q, stored_k = turn(q, token), turn(k, token)
     for stop, n in zip(accumulate(cut), cut):

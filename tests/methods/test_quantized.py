@@ -247,7 +247,7 @@ def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, 
     cache.attend(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], torch.arange(T - 1)[None])
     cache.end_prefill()
     cache.write(k[:, :, -1:], v[:, :, -1:], torch.tensor([[T - 1]]))
-    y, p = cache.decode(q[:, :, -1:], torch.tensor([[T - 1]]))
+    y, p = cache.attention(q[:, :, -1:], torch.tensor([[T - 1]]))
     assert p is None and y.dtype == dtype
     held = {x.data_ptr(): x.nbytes for part in (vars(cache), cache.slots, cache.rounded)
             for x in part.values() if torch.is_tensor(x) and x is not cache.start}

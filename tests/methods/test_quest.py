@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from common import B, D, G, H, SLOT, dense, feed
+from common import B, D, G, H, SLOT, dense, feed, link
 from methods.quest import Quest
 
 N, T, PAGE = 30, 47, 4
@@ -15,7 +15,7 @@ Q, K, V = (torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H))
 
 def after_the_prompt(chunk=None, **knobs):
     cache = Quest(**dict(budget=14, page=PAGE) | knobs)
-    cache.link(0, 1, None, torch.zeros(4, H * G, D), None)
+    link(cache, w_o=torch.zeros(4, H * G, D))
     feed(cache, Q[:, :, :N], K[:, :, :N], V[:, :, :N])
     cache.end_prefill()
     return cache, feed(cache, *(x[:, :, N:] for x in (Q, K, V)), chunk, N)

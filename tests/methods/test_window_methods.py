@@ -10,6 +10,7 @@ import torch
 from common import TOKENS, decoder
 from methods.ada_kv import AdaKV, shared
 from methods.chunk_kv import ChunkKV, Chunks
+from methods.compress_again import again
 from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, value_norms
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.ours.residual import Residual
@@ -139,7 +140,7 @@ def test_compressed_again_with_other_heads_and_budgets(case, H, G, budget):
 def test_compressed_again_no_step_of_a_decoder_holds_more_than_budget_and_every(Method, budget=14, every=6):
     """Per head, on average over heads and layers; all layers compress at the same tokens."""
     model, highest, times = decoder(n_layers=4), 0, set()
-    caches = make_cache(model, Method, budget=budget, window_size=5, every=every)
+    caches = make_cache(model, again(Method), budget=budget, window_size=5, every=every)
     model(TOKENS[:, :3], caches)
     end_prefill(caches)
     for t in range(3, TOKENS.shape[1]):
@@ -192,12 +193,11 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
     (partial(AdaKV, 20, 8, floor=1.5), "floor 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
     (partial(Critical, alpha=math.nan), "alpha nan"), (partial(CriticalCode, alpha=-0.5), "alpha -0.5"),
     (partial(LeastTheta, steps=-1), "steps -1"), (partial(LeastTheta, steps=10**9), "steps 1000000000 must"),
-    (partial(SnapKV, 20, 8, every=-1), "every -1 must be a whole number of at least 0"),
-    (partial(SnapKV, 20, 8, every=2.5), "every 2.5"), (partial(AdaKV, 20, 8, every=True), "every True"),
-    (partial(SnapKV, 20, 8, every=4, select=LeastTheta()), "every 4 needs .*; make it 0 with LeastTheta"),
-    (partial(AdaKV, 20, 8, every=4, select=Residual()), "every 4 needs .*; make it 0 with Residual"),
-    (partial(SemanticChunkKV, 20, 8, every=4), "every 4 needs .*; make it 0 with SemanticChunks"),
-    (partial(ChunkKV, 20, 8, every=4, reuse=2), "every 4 needs a choice by each layer; make reuse 2 1"),
+    (partial(again(SnapKV), 20, 8, every=0), "every 0 must be a whole number of at least 1"),
+    (partial(again(AdaKV), 20, 8, every=2.5), "every 2.5"),
+    (partial(again(SnapKV), 20, 8, select=LeastTheta()), "LeastTheta cannot choose again"),
+    (partial(again(SemanticChunkKV), 20, 8), "SemanticChunks cannot choose again"),
+    (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "every 4 needs a choice by each layer"),
     (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=10**9), "rounds 1000000000 must"),
     (partial(Residual, share=0), "share 0"), (partial(Residual, inner=SnapKV), "inner")])
 def test_bad_knobs_are_refused_at_construction(make, message):
