@@ -115,7 +115,7 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
     row["tokens_per_s"], token = decode(model, caches, tokens[:, -1:], new, cuda)
 
     if cuda:
-        q, pos = model.embed.weight.new_zeros(B, c.n_heads, 1, c.head_dim), torch.full_like(token[:1], T)
+        q = model.embed.weight.new_zeros(B, c.n_heads, 1, c.head_dim)
         fast, row["plain_per_s"] = kernel_switch.on_gpu(q), None
         allowed, kernel_switch.use_kernels = kernel_switch.use_kernels, False
         try:

@@ -80,7 +80,8 @@ def test_the_gated_forward_is_a_mixture_of_full_and_streaming_attention(sinks, w
 
     # the caches of a run
     context = torch.from_numpy(batch.tokens[:, :batch.question])
-    for alpha, Method in ((ones, LayerCache), (0 * ones, partial(StreamingLLM, window, sinks, relative=False))):
+    streaming = partial(StreamingLLM, window, sinks, relative=False)
+    for alpha, Method in ((ones, LayerCache), (0 * ones, streaming)):
         caches = make_cache(model, Method)
         prefill(model, context, caches)
         end_prefill(caches)
