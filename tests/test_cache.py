@@ -1,4 +1,4 @@
-"""The seam: what is written is read back, what is evicted is gone, and attention stays exact on the rest."""
+"""The interface: what is written is read, what is evicted is gone, attention stays exact on the rest."""
 from copy import deepcopy
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from common import decoder, dense
 from methods.snap_kv import SnapKV
-from nanollm.cache import ALL, NEVER, LayerCache, cache_bytes, make_cache
+from nanollm.cache import ALL, NEVER, LayerCache, PerEntry, ScoredCache, cache_bytes, make_cache
 from nanollm.measure.evaluate import full_cache_bytes
 from nanollm.model import Config
 from nanollm.ranking import top
@@ -208,6 +208,58 @@ def test_top_keeps_the_highest_and_of_equals_the_newest(scores, budgets):
         expected.append([i in best for i in range(len(row))])
     assert top(both, torch.tensor(budgets)).tolist() == expected
     assert top(both[0].log(), budgets[0]).tolist() == expected[0]  # −inf is a score like any other
+
+
+class Oldest(ScoredCache):
+    """The whole of a method: a score."""
+
+    def score(self):
+        return -self.pos
+
+
+class Marked(ScoredCache):
+    """Each entry remembers how many queries came since it did, and its position in other numbers."""
+    age, mark = PerEntry(torch.int32), PerEntry(torch.float64)
+    watch = 1
+
+    def observe(self, q, p):
+        self.age += q.shape[2]
+        self.mark = self.pos + 0.5
+        super().observe(q, p)
+
+    def score(self):
+        return (self.pos * 7 % 11).float()  # leaves holes anywhere
+
+
+def test_a_method_is_a_score_and_a_budget():
+    cache = Oldest(budget=5)
+    fill(cache, 12)
+    assert cache.length == 12  # all of the prompt, until it ends
+    cache.end_prefill()
+    for _ in range(3):
+        fill(cache, 1)
+        assert (cache.pos.sort(-1).values == torch.arange(5)).all() and cache.seen > 12
+    with pytest.raises(ValueError, match="budget 0 must be at least 1"):
+        Oldest(budget=0)
+    with pytest.raises(NotImplementedError, match="needs a method score"):
+        fill(ended := ScoredCache(budget=2), 3)
+        ended.end_prefill()
+
+
+def test_what_a_method_declares_per_entry_moves_with_it():
+    cache = Marked(budget=6)
+    fill(cache, 9)
+    assert cache.age.dtype == torch.int32 and (cache.age == 9).all()
+    cache.end_prefill()
+    arrived = {t: 8 if t < 9 else t for t in range(20)}  # the last token of the piece that brought it
+    for t in range(9, 20):
+        fill(cache, 1)
+        expected = cache.pos.clone().apply_(lambda i: 9 * (i < 9) + t - arrived[i] + (i >= 9))
+        assert torch.equal(cache.age, expected) and torch.equal(cache.mark, cache.pos.double() + 0.5)
+    assert cache.bytes()[0] == 2 * 2 * 6 * (2 * 8 * 4 + 4 + 4 + 8)
+    other = Marked(budget=6)  # a declaration belongs to the class, its numbers to the cache
+    fill(other, 2)
+    assert (other.age == 2).all() and Oldest.per_entry == {}
 
 
 def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
