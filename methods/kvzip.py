@@ -51,7 +51,7 @@ class KVzip(PackedCache):
                      f"{self.sinks} sinks and the newest {self.recent} stay, and one more")
         if self.score not in ("max", "sum"):
             raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
-        self.rereading = False  # set by `read_again`, which takes these tokens out again
+        self.rereading = 0      # tokens of the first reading, while `read_again` feeds the second
         self.looked = None      # (B, H, tokens): of each entry, the score
 
     def link(self, model, layer: int, below):
@@ -67,8 +67,7 @@ class KVzip(PackedCache):
 
     def look(self, p: Tensor):
         """Of the probabilities (B, H, G, T, S), what falls on the first reading."""
-        n = self.length - p.shape[3] if self.looked is None else self.looked.shape[2]  # of the first reading
-        self.add(p[..., :n])
+        self.add(p[..., :self.rereading])
 
     def add(self, p: Tensor):
         p = p.flatten(2, 3)

@@ -97,11 +97,11 @@ def read_again(caches, read: Callable[[slice], object]) -> int:
         cache.reserve(T + min(n + 8, T))
     for part in second_reading(T, n):
         for cache in caches:
-            cache.rereading = True
+            cache.rereading = T
         read(part)
         peak = max(peak, cache_bytes(caches)[1])
         for cache in caches:
-            cache.rereading, cache.length, cache.seen = False, T, T
+            cache.rereading, cache.length, cache.seen = 0, T, T
     return peak
 
 
