@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import SubGen2Cache, SubGen4Cache
 
 # ---- what is estimated -------------------------------------------------------------------------------------
 

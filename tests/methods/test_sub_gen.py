@@ -8,8 +8,7 @@ import torch
 
 from common import clusters_of, feed
 from exact import F64, random, seeded
-from methods.sub_gen import Stream, SubGen
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import tensor_attention
 from nanollm.cache import LayerCache
 
@@ -31,7 +30,7 @@ class Noting(Stream):
 
 def streamed(k, v=None, *, radius=0.0, samples=1, draws=1, chunk=None, seed=0):
     """k, v (B, H, T, D) in chunks."""
-    stream = Noting(radius, samples, draws, seeded(seed))
+    stream = Noting(k, radius, samples, draws, seeded(seed))
     for x, y in zip(*(x.split(chunk or k.shape[2], 2) for x in (k, k if v is None else v))):
         stream.add(x, y)
     return stream

@@ -8,8 +8,7 @@ import torch
 
 from common import clusters_of
 from exact import F64, check, near, random, seeded, seeds
-from methods.sub_gen import Stream, SubGen
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import pairs
 from methods.theory.clustering import (biases, clusters_of_text, errors, exact, growth, in_ball,
                                        most_clusters, sizes, value_ratios)
@@ -202,7 +201,7 @@ def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
 
 def clusters(k, radius):
     """How many clusters k (n, D) make."""
-    stream = Stream(radius, 1, 1, None)
+    stream = Stream(k[None, None], radius, 1, 1, None)
     stream.add(k[None, None], k[None, None])
     return int((stream.count > 0).sum())
 
