@@ -273,40 +273,37 @@ def real(n):
     return torch.arange(n).expand(k.shape[:3]), k, v
 
 
-REAL = {("paper", Sketch, 3): ((3.06, 0.74), (155, 7.38)),
-        ("means", MeanSketch, 3): ((0.44, 0.47), (0.91, 0.97)),
-        ("signed", SignedSketch, 3): ((1.16, 0.74), (10.5, 7.38)),
-        ("three", ShrunkSketch, 3): ((0.42, 0.41), (0.88, 0.88)),
-        ("one", ShrunkSketch, 1): ((0.39, 0.39), (0.85, 0.84))}
-
-
 @pytest.mark.claim("R7")
-@pytest.mark.parametrize("name, kind, rows", REAL)
-def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(name, kind, rows, note):
+def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(note):
     """1024 tokens on 1536 and 192 slots: squared errors of keys and values over their variance."""
     J, *true = real(1024)
-    for N, expected in zip((1536, 192), REAL[name, kind, rows]):
-        sketch = kind(true[0], rows, N // rows, 0)
-        sketch.insert(J, *true)
-        error = [relative_error(*pair) for pair in zip(sketch.query(J), true)]
-        assert error == pytest.approx(expected, rel=0.02)
-        note("R7", **{f"{name}_{N}": error[0]})
+    for N in 1536, 192:
+        error = {}
+        for name, kind, rows in (("paper", Sketch, 3), ("means", MeanSketch, 3), ("signed", SignedSketch, 3),
+                                 ("three", ShrunkSketch, 3), ("one", ShrunkSketch, 1)):
+            sketch = kind(true[0], rows, N // rows, 0)
+            sketch.insert(J, *true)
+            error[name] = [relative_error(*pair) for pair in zip(sketch.query(J), true)]
+            note("R7", **{f"{name}_{N}": error[name][0]})
+        for one, three, means in zip(error["one"], error["three"], error["means"]):
+            assert one < three < means < 1  # 1 is the error of the mean of all tokens
+        assert 1 < error["signed"][0] < error["paper"][0]
     assert relative_error(true[0].mean(2, keepdim=True), true[0]) == pytest.approx(1)
 
 
 @pytest.mark.claim("R2", "R7")
-@pytest.mark.parametrize("kind, rows, N, last", [
-    (SignedSketch, 3, 180, (0.48, 0.04)), (ShrunkSketch, 1, 30, (1.17, 0.32))])
-def test_deleted_estimates_leave_their_errors_to_those_who_stay(kind, rows, N, last, note):
-    J, k, v = real(120)
-    for true, error in zip((False, True), last):
+@pytest.mark.parametrize("claim, kind, rows, N", [("R2", SignedSketch, 3, 180), ("R7", ShrunkSketch, 1, 30)])
+def test_deleted_estimates_leave_their_errors_to_those_who_stay(claim, kind, rows, N, note):
+    (J, k, v), last = real(120), {}
+    for what in "true", "estimate":
         sketch = kind(k, rows, N // rows, 0)
         sketch.insert(J, k, v)
-        before, (curve, deleted) = sketch.x.clone(), take_out(sketch, J, k, v, 100, true)
-        assert curve[-1] == pytest.approx(error, abs=0.01) and len(curve) == 100
+        before, (curve, deleted) = sketch.x.clone(), take_out(sketch, J, k, v, 100, what == "true")
         sketch.insert(J[:, :, :100], *deleted)
-        assert torch.allclose(sketch.x, before, atol=1e-4)
-        note("R2" if N == 180 else "R7", **{"true" if true else "estimate": curve[-1]})
+        assert torch.allclose(sketch.x, before, atol=1e-4) and len(curve) == 100
+        last[what] = curve[-1]
+    assert last["estimate"] > 3 * last["true"]
+    note(claim, **last)
 
 
 @pytest.mark.claim("R5")
