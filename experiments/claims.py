@@ -33,7 +33,7 @@ from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from methods.theory.chunk_bounds import jaccard
-from methods.theory.persistence import attention_maps, observed
+from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import algorithm_1, assumption_1, masked_attention, perturbation
 from methods.theory.sketch_error import amnesia, fisher_shares, printed_bound, relative_error, revived_logits
 from nanollm.attention import probabilities

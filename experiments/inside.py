@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from methods.duo_gates import ask, predictions
-from methods.theory.persistence import attention_maps, observed
+from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import seen_by_window
 from nanollm import LEARNED, TINY
 from nanollm.commands.registry import loaded, model_options

@@ -22,7 +22,7 @@ from methods.kv_reviver import KVReviver
 from methods.kv_reviver_mean import MeanReviver
 from methods.ours.scissorhands_weight import MeanWeight
 from methods.scissorhands import Scissorhands
-from methods.theory.persistence import Padded, Rate, tilted
+from methods.theory.persistence_measured import Padded, Rate, tilted
 from nanollm import LEARNED, TINY
 from nanollm.cache import LayerCache
 from nanollm.commands.registry import loaded, model_options

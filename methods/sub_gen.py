@@ -8,8 +8,15 @@ Zandieh et al., arXiv 2402.06082. D is the paper's d.
 Keys are clustered as they come, and of the n_c in each cluster t uniform samples are kept. Values are drawn,
 with their keys, with probability ‖v‖²/‖V‖_F². τ and z are unbiased, their ratio is not.
 
-Differs from the paper: a key joins the oldest cluster that it may, not the nearest, so that clusters do not
-depend on how a text is cut into chunks. Scores are scaled by 1/√D as in the decoder (`scale=1`: the paper).
+For tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1, 5.2) the keys are pairs of tokens.
+`SubGen2Cache` applies it to the stream of all pairs, `SubGen4Cache` to one stream for each side of a pair:
+
+    τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩,   the same for z and the draws of both sides
+
+Differs from the papers: a key joins the oldest cluster that it may, not the nearest, so that clusters do not
+depend on how a text is cut into chunks. Scores are scaled by 1/√D as in the decoder (`scale=1`: the papers).
+Lemma 5.1 gives no algorithm, so SubGen4Cache is ours. theory/clustering.py has the constants that the lemmas
+leave open.
 """
 from dataclasses import dataclass
 import math
@@ -17,34 +24,30 @@ import math
 import torch
 from torch import Tensor
 
+from methods.tensor_attention import PairCache, remember
 from nanollm.cache import LayerCache, Stored
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index
 
 
-def first_true(x: Tensor) -> Tensor:
-    """Index of the first True of each row (..., n); n where there is none."""
-    return (x.cumsum(-1) == 0).sum(-1)
-
-
 class Stream:
-    """What is remembered of a stream of keys and values (B, H, T, D).
+    """What is remembered of a stream of keys and values.
 
     Clusters: `centre` (B, H, M, D), `count` (B, H, M) and `sample` (B, H, M, t, D), the first so many as a
     head has. Draws: `k` and `v` (B, H, s, D), and `total` (B, H) = ‖V‖_F².
     """
 
-    def __init__(self, radius: float, samples: int, draws: int, generator: torch.Generator):
+    def __init__(self, like: Tensor, radius: float, samples: int, draws: int, generator: torch.Generator):
+        """like (B, H, _, D): what keys and values look like."""
         self.radius, self.samples, self.draws, self.generator = radius, samples, draws, generator
-        self.k = None
+        B, H, _, D = like.shape
+        self.centre, self.sample = like.new_zeros(B, H, 0, D), like.new_zeros(B, H, 0, samples, D)
+        self.count = like.new_zeros(B, H, 0, dtype=torch.int64)
+        self.k, self.v = like.new_zeros(B, H, draws, D), like.new_zeros(B, H, draws, D)
+        self.total = like.new_zeros(B, H, dtype=torch.float64)
 
     def add(self, k: Tensor, v: Tensor):
-        if self.k is None:
-            B, H, _, D = k.shape
-            self.centre, self.sample = k.new_zeros(B, H, 0, D), k.new_zeros(B, H, 0, self.samples, D)
-            self.count = torch.zeros(B, H, 0, dtype=torch.int64, device=k.device)
-            self.k, self.v = k.new_zeros(B, H, self.draws, D), v.new_zeros(B, H, self.draws, D)
-            self.total = v.new_zeros(B, H)
+        """k and v (B, H, T, D)."""
         self.renew(k, self.join(k))
         self.draw(k, v)
 
@@ -52,8 +55,6 @@ class Stream:
         """n numbers in [0, below) for each of `below`, (..., n)."""
         u = torch.rand(*below.shape, n, generator=self.generator, dtype=torch.float64)
         return u.to(below.device) * below.unsqueeze(-1)
-
-    # ---- clusters and their samples ------------------------------------------------------------------------
 
     def near(self, k: Tensor, centre: Tensor) -> Tensor:
         """(B, H, T, M): which keys lie in which clusters. NaN is near to all, so `join` ends."""
@@ -63,15 +64,18 @@ class Stream:
     def join(self, k: Tensor) -> Tensor:
         """Each key's cluster, (B, H, T): the oldest whose centre, its first key, is near, else a new one."""
         used = (self.count > 0).sum(-1)
-        near = self.near(k, self.centre)
-        cluster = first_true(near & (self.count > 0).unsqueeze(2))
+        near = self.near(k, self.centre) & (self.count > 0).unsqueeze(2)
+        cluster = (near.cumsum(-1) == 0).sum(-1)  # the first that is near; M if none is
         homeless = cluster == near.shape[-1]
 
         # the first homeless key of each head opens a cluster, and takes in those near it
         while (opens := homeless.any(-1)).any():
             if used.max() == self.count.shape[2]:
-                self.grow(int(used.max()) // 10 + 1)
-            first = first_true(homeless).clamp(max=k.shape[2] - 1).unsqueeze(-1)
+                more = int(used.max()) // 10 + 1  # room for so many more clusters
+                for name in ("centre", "count", "sample"):
+                    x = getattr(self, name)
+                    setattr(self, name, torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2))
+            first = homeless.int().argmax(-1, keepdim=True)
             centre = k.gather(2, expand_index(first, k))
             self.centre[opens, used[opens]] = centre[opens].squeeze(1)
 
@@ -79,12 +83,6 @@ class Stream:
             cluster = torch.where(joins, used.unsqueeze(-1), cluster)
             homeless, used = homeless & ~joins, used + opens
         return cluster
-
-    def grow(self, more: int):
-        """Room for so many more clusters."""
-        for name in ("centre", "count", "sample"):
-            x = getattr(self, name)
-            setattr(self, name, torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2))
 
     def renew(self, k: Tensor, cluster: Tensor):
         """If m of a cluster's n keys are new, a sample turns into one of them with chance m/n (reservoir)."""
@@ -97,8 +95,6 @@ class Stream:
         i = cluster.argsort(2).gather(2, place)
         fresh = k.gather(2, expand_index(i, k)).view_as(self.sample)
         self.sample = torch.where((u < new.unsqueeze(-1)).unsqueeze(-1), fresh, self.sample)
-
-    # ---- draws ---------------------------------------------------------------------------------------------
 
     def draw(self, k: Tensor, v: Tensor):
         """The same for the draws, by ‖v‖² in place of counts."""
@@ -159,7 +155,8 @@ class SubGen(LayerCache):
         if not self.streams:
             generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
             for _ in range(self.sides):
-                self.streams.append(Stream(self.radius, self.samples, self.draws, generator))
+                like = k[..., :k.shape[-1] // self.sides]
+                self.streams.append(Stream(like, self.radius, self.samples, self.draws, generator))
         for stream, key, value in zip(self.streams, k.chunk(self.sides, -1), v.chunk(self.sides, -1)):
             stream.add(key, value)
         self.seen += k.shape[2]
@@ -183,4 +180,47 @@ class SubGen(LayerCache):
         return [x for stream in self.streams for x in stream.stored()]
 
 
-variants = {}  # it has no budget of entries
+@dataclass(eq=False)
+class SubGen2Cache(SubGen):
+    """Lemma 5.2: the stream of all pairs. To form them it needs every earlier token, so its memory grows."""
+    check = PairCache.check
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.tokens = LayerCache()
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        for new_k, new_v in remember(self.tokens, k, v, pos):
+            super().write(new_k, new_v, pos)
+        self.seen = self.tokens.seen
+
+    def stored(self) -> list[Stored]:
+        return super().stored() + self.tokens.stored()
+
+
+@dataclass(eq=False)
+class SubGen4Cache(SubGen):
+    """Lemma 5.1: K₁ and K₂ are clustered apart, V₁ and V₂ drawn apart.
+
+    Every left sample meets every right one, and every left draw every right one, in the factored form: no
+    pair is formed, neither of the text nor of what was kept.
+    """
+    sides = 2
+    check = PairCache.check
+
+    def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """As in SubGen, (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
+        found = []
+        for (x1, log1), (x2, log2) in zip(*(stream.kept() for stream in self.streams)):  # samples, then draws
+            score = (q.unsqueeze(3) * x1.unsqueeze(2)) @ x2.unsqueeze(2).mT  # (K₁ ∘ q) K₂ᵀ
+            found.append((score + log1[:, :, None, :, None] + log2[:, :, None, None]).flatten(3))
+        return tuple(found)
+
+    def weigh(self, p: Tensor) -> Tensor:
+        """Σ_a V₁[a] ∘ (P V₂)[a]."""
+        one, two = self.streams
+        p_v2 = p.unflatten(-1, (self.draws, -1)) @ two.v.unsqueeze(2)
+        return (one.v.unsqueeze(2) * p_v2).sum(3)
+
+
+variants = {}  # nothing here has a budget of entries

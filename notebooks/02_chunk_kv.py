@@ -134,7 +134,7 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 # %%
 names = ["SnapKV", "ChunkKV", "semantic chunks", "H2O", "StreamingLLM"]
 shares = [.5, .25, .125, .0625]
-rows = {(name, share): theory.measure(model, bench, make(name, share))
+rows = {(name, share): bench.run(model, make(name, share))
         for name in names for share in shares}
 
 
@@ -303,7 +303,7 @@ base = rows["SnapKV", 1 / 8]
 measured = {"SnapKV": base, "ChunkKV (paper)": rows["ChunkKV", 1 / 8],
             "at boundaries, mean, pool 7": rows["semantic chunks", 1 / 8]}
 for name, (Method, knobs) in variants.items():
-    measured[name] = theory.measure(model, bench, maker(model, Method, 1 / 8, **WINDOW | knobs))
+    measured[name] = bench.run(model, maker(model, Method, 1 / 8, **WINDOW | knobs))
 
 # %%
 def change(row, base, *keys):
@@ -404,7 +404,7 @@ groups = {"reuse 1": (ChunkKV, 1), "reuse 2": (ChunkKV, 2), "reuse 4": (ChunkKV,
 base = rows["ChunkKV", 1 / 4]
 for name, (Method, reuse) in groups.items():
     of = maker(model, Method, 1 / 4, reuse=reuse, **WINDOW)
-    row = theory.measure(model, bench, of) if reuse > 1 else base
+    row = bench.run(model, of) if reuse > 1 else base
     selecting = [cache.layer for cache in of(512) if not cache.follows]
     by_task = (f"{task} {answers(row, 'aware', [task]).mean():.2f}" for task in TASKS)
     print(f"{name:21} layers {str(selecting):19} ", *by_task,

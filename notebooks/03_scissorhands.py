@@ -12,7 +12,7 @@
 # - The cache drops $m$ entries at a time (half of the budget, in the paper), counts over $w = 400$ queries and never drops the newest $r = 10$.
 # - S1 to S9 are the paper's claims, as `CLAIMS.md` numbers them; S8 and S9 stand only there.
 #
-# The code to read beside it: `methods/scissorhands.py` is the cache, `methods/ours/scissorhands_weight.py` our variant of it, and `methods/theory/persistence.py` has the theorems' model, the bounds and the measurements.
+# The code to read beside it: `methods/scissorhands.py` is the cache, `methods/ours/scissorhands_weight.py` our variant of it, `methods/theory/persistence.py` has the theorems' model and the bounds, and `methods/theory/persistence_measured.py` the measurements.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -28,7 +28,9 @@ from methods.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
 from methods.theory import persistence as theory
-from methods.theory.persistence import Padded, Rate
+from methods.theory.persistence_measured import (
+    Padded, Rate, attention_maps, block_similarity, cost_of_reading, even_shares, mass_lost,
+    newest_share, persistence_ratio, tail_exponent, tilted)
 from nanollm import TINY, tokenizer
 from nanollm.cache import cache_bytes, make_cache
 from nanollm.commands import plot
@@ -47,7 +49,7 @@ tasks, c = Tasks(encoding, "test"), model.config
 
 # %%
 text = evaluate.text_windows(tasks, windows=8, T=512)
-attention = theory.attention_maps(model, text)
+attention = attention_maps(model, text)
 L, N, HEADS, T, _ = attention.shape  # layers, texts, query heads, queries, keys
 
 figure, axes = plt.subplots(3, 2, figsize=(12, 5), sharex=True, layout="constrained")
@@ -69,7 +71,7 @@ figure.colorbar(axes[0, 0].images[0], ax=axes, label="weight, in even shares 1/t
 layers = (f"layer {layer}" for layer in range(L))
 print("persistence ratio (chance), mean over heads and texts", *layers, sep="     ")
 for times, distance in ((1, 1), (1, 16), (4, 16), (16, 16), (16, 64)):
-    both = theory.persistence_ratio(attention, distance, times)
+    both = persistence_ratio(attention, distance, times)
     ratio, chance = (x.nanmean((1, 2)).tolist() for x in both)
     print(f"weight above {times:2}/t, query at least {distance:2} behind:",
           "  ".join(f"{r:.3f} ({n:.3f})" for r, n in zip(ratio, chance)))
@@ -84,7 +86,7 @@ for times, distance in ((1, 1), (1, 16), (4, 16), (16, 16), (16, 64)):
 # Theorem 3.1 needs the MLP block to leave the direction of its input nearly unchanged (appendix A.2): $F(x) = x + \mathrm{MLP}(\mathrm{norm}(x))$ in this decoder.
 
 # %%
-measured = (m.tolist() for m in theory.block_similarity(model, text))
+measured = (m.tolist() for m in block_similarity(model, text))
 for layer, (cosine, x, change) in enumerate(zip(*measured)):
     print(f"layer {layer}: cosine of x and F(x) {cosine:.3f}   "
           f"‖x‖ {x:5.1f}   ‖MLP(x)‖ {change:5.1f}")
@@ -96,9 +98,9 @@ for layer, (cosine, x, change) in enumerate(zip(*measured)):
 
 # %%
 betas = (.5, .25, .125)
-drawn = [[theory.even_shares(x) for x in layer] for layer in attention]  # of the last 64 queries
-fits = [[theory.tail_exponent(x) for x in layer] for layer in drawn]
-lost = theory.mass_lost(attention, betas)
+drawn = [[even_shares(x) for x in layer] for layer in attention]  # of the last 64 queries
+fits = [[tail_exponent(x) for x in layer] for layer in drawn]
+lost = mass_lost(attention, betas)
 
 for layer, fit in enumerate(fits):
     k = torch.tensor([x.k for x in fit])
@@ -408,7 +410,7 @@ documents = tasks.batch("few_shot", 1, 32, 512, **TASKS["few_shot"])
 
 def cost_at_a_quarter(Method, tilt=0., **knobs):
     """KL of every text, and whether each few-shot document is answered."""
-    of = lambda tokens, *_: theory.tilted(model, round(tokens / 4), tilt, Method, **knobs)
+    of = lambda tokens, *_: tilted(model, round(tokens / 4), tilt, Method, **knobs)
     right = retrieve(model, documents, of)["blind"]
     return evaluate.continuation(model, texts, of)["kl"], right
 
@@ -449,13 +451,13 @@ tried = {"Scissorhands, m = 64": (Scissorhands, {}),
          "MeanWeight, m = 8": (MeanWeight, {}), "H2O": (H2O, {})}
 for name, (Method, knobs) in tried.items():
     # right after a drop: 448 is a multiple of 64 and of 8
-    shares, n = theory.newest_share(model, text[:, :449], Method, budget=B, **knobs)
+    shares, n = newest_share(model, text[:, :449], Method, budget=B, **knobs)
     print(f"{name:21} of {n:3} kept, among the newest {n:3}, per layer:",
           "  ".join(f"{x:.2f}" for x in shares))
 
 # %%
 drops, spans, counts = (1, 8, 32, 64), (16, 100, 400), "Scissorhands"
-cost = lambda Method, **knobs: theory.cost_of_reading(model, full, Method, budget=B, **knobs)
+cost = lambda Method, **knobs: cost_of_reading(model, full, Method, budget=B, **knobs)
 by_drop = {name: [cost(Method, at_a_time=m) for m in drops]
            for name, Method in ((counts, Scissorhands), ("MeanWeight", MeanWeight))}
 by_span = {m: [cost(Scissorhands, history=w, at_a_time=m) for w in spans[:-1]] for m in (8, 64)}

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Tensor attention: two caches, four, and a third form that beats both
 #
-# **Read before:** `00_kv_cache.ipynb`, for what a KV cache is. **Beside it:** `methods/tensor_attention.py` and `methods/sub_gen_pairs.py`, the caches, and `methods/theory/index_game.py` and `methods/theory/clustering.py`, which measure them. **Time:** two minutes to run on one core, most of it training three small decoders; 45 minutes to read.
+# **Read before:** `00_kv_cache.ipynb`, for what a KV cache is. **Beside it:** `methods/tensor_attention.py` and `methods/sub_gen.py`, the caches, and `methods/theory/index_game.py` and `methods/theory/clustering.py`, which measure them. **Time:** two minutes to run on one core, most of it training three small decoders; 45 minutes to read.
 #
 # **What you will know:** what attention to pairs of tokens is, and how it is computed without forming a pair. Why the trade-off of time against memory that the paper finds is not there. How a lower bound on memory is played as a game. When a random estimate (SubGen) is worth its memory. And what a decoder of pairs can learn that an ordinary one of its size does not.
 #
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 import torch
 
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, pair_decoder, pairs
 from methods.theory import clustering as subgen, index_game as theory
 from nanollm.cache import make_cache

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from common import TOKENS, decoder
-from methods.sub_gen import SubGen
-from methods.sub_gen_pairs import SubGen4Cache
+from methods.sub_gen import SubGen, SubGen4Cache
 from nanollm.cache import LayerCache, copied, make_cache
 from nanollm.commands.registry import given, has_budget, methods
 from nanollm.generate import end_prompt

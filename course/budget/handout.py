@@ -189,6 +189,7 @@ for k, u, beta in (3, 50, 0.25), (3, 50, 0.5), (3, 50, 0.8), (2.1, 5, 0.5), (3, 
 # %%
 from methods.h2o import H2O
 from methods.scissorhands import Scissorhands
+from methods.theory.persistence_measured import newest_share
 from nanollm import TINY, tokenizer
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate
@@ -200,7 +201,7 @@ for name, Method, knobs in (("Scissorhands, m = 64", Scissorhands, {}),
                             ("Scissorhands, m = 1", Scissorhands, dict(at_a_time=1)),
                             ("Scissorhands, m = 1, w = 16", Scissorhands, dict(at_a_time=1, history=16)),
                             ("H2O", H2O, {})):
-    shares, n = theory.newest_share(model, text, Method, budget=128, **knobs)
+    shares, n = newest_share(model, text, Method, budget=128, **knobs)
     print(f"{name:28} {n:3} kept, of them the newest {n:3}, by layer:", *(f"{x:.2f}" for x in shares))
 
 # %% [markdown]

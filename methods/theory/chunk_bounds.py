@@ -15,8 +15,7 @@ from methods.chunk_kv import ChunkKV, Chunks
 from methods.ours.chunk_kv_semantic import cut_at
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.check import whole
-from nanollm.measure.evaluate import (Benchmark, Make, answer, continuation, held, maker, prompt_and_question,
-                                      replayed_or_read, retrieve)
+from nanollm.measure.evaluate import Make, answer, held, maker, prompt_and_question
 from nanollm.measure.replay import Recorder, Recording, feed, record, replay
 from nanollm.measure.tasks import Batch
 from nanollm.window import WindowCache
@@ -63,11 +62,6 @@ def jaccard(kept: Tensor, other: Tensor) -> Tensor:
     return (kept & other).sum(-1) / (kept | other).sum(-1)
 
 
-def kept_whole(kept: Tensor, examples: list[slice]) -> Tensor:
-    """Share of the examples of a prompt of which no token is missing, (...), from kept (..., n) of bool."""
-    return torch.stack([kept[..., example].all(-1) for example in examples]).float().mean(0)
-
-
 def examples(batch: Batch, line_break: int) -> list[list[slice]]:
     """Of every document, the labelled lines: each begins with the token `line_break`."""
     starts = [row.nonzero()[0].tolist() for row in batch.facts & (batch.tokens == line_break)]
@@ -96,16 +90,6 @@ def aware(model, batch: Batch, recordings: list[list[Recording]], make: Make) ->
     return answer(model, torch.from_numpy(batch.tokens), spans, spans[0].start - 1, caches)
 
 
-def measure(model, bench: Benchmark, make: Make) -> dict:
-    """`bench.run` without the attention outputs' change: answers and KL by document, bytes in 16 bits."""
-    each = {}
-    for task, batch in bench.batches.items():
-        right = replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
-        each |= {f"{task}_{setting}": right[setting].tolist() for setting in right}
-    row = replayed_or_read(continuation, model, bench.full, make, bench.full.recording)
-    return dict(each=each | dict(kl=row["kl"].tolist()), kl=row["kl"].mean().item(), live_16=row["live_16"])
-
-
 @torch.no_grad()
 def at_the_answer(model, batch: Batch, recordings: list[list[Recording]], make: Make,
                   blind: bool = False) -> tuple[Tensor, Tensor]:
@@ -130,7 +114,8 @@ def lessons(model, batch: Batch, recordings: list[list[Recording]], makes: dict[
         log_p, kept = at_the_answer(model, batch, recordings, make, blind)
         labels = [[line.stop - 1 for line in row] for row in lines]
         measured[name] = dict(
-            whole=torch.stack([kept_whole(x, row).mean() for x, row in zip(kept, lines)]),
+            whole=torch.stack([torch.stack([x[..., line].all(-1) for line in row]).float().mean()
+                               for x, row in zip(kept, lines)]),
             labels=torch.stack([x[..., at].float().mean() for x, at in zip(kept, labels)]),
             kl=F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1))
     return measured

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import SubGen2Cache, SubGen4Cache
 
 # ---- what is estimated -------------------------------------------------------------------------------------
 
@@ -167,32 +167,24 @@ def error_over_bytes(n: int, delta: float = 0.9, texts: int = 6, runs: int = 8, 
     Beside the two caches the simplest thing: keep as many random tokens as fit into what SubGen4Cache holds,
     and attend to their pairs.
     """
-    found, slot = {}, 4 * (4 * 3 + 1)  # bytes of a token: two keys, two values, a position
-
-    def note(name: str, s: int, held: int, y: Tensor):
-        rms = ((y - z / tau).norm(dim=-1) / unit).square().mean().sqrt().item()
-        found.setdefault(name, {}).setdefault(s, []).append((held / 1e3, rms))
-
+    found, token = {}, 4 * (4 * 3 + 1)  # bytes of a token: two keys, two values, a position
+    Caches = (SubGen2Cache, SubGen4Cache) if n <= 256 else (SubGen4Cache,)
     for seed in range(texts):
         k, v, q = text(n, 3, seed=seed, **kind)
         z, tau, unit = exact(q, k, v)
-        for Cache in (SubGen2Cache, SubGen4Cache) if n <= 256 else (SubGen4Cache,):
+        for Cache in Caches:
             for s, t in ((10, 1), (30, 2), (100, 4), (300, 8), (1000, 16)):
                 zs, taus, held = estimates(Cache, q, k, v, runs, radius=delta, samples=t, draws=s)
-                note(Cache.__name__, s, held, zs / taus)
-                if Cache is SubGen4Cache and held // slot < n:
-                    note("random tokens", s, held, random_tokens(q, k, v, held // slot, runs))
-    return {name: np.array([*points.values()]) for name, points in found.items()}, n * slot / 1e3
-
-
-def random_tokens(q: Tensor, k: Tensor, v: Tensor, kept: int, runs: int) -> Tensor:
-    """The output over the pairs of so many random tokens, (runs, D)."""
-    outputs = []
-    for run in range(runs):
-        i = torch.randperm(len(k), generator=torch.Generator().manual_seed(run))[:kept]
-        z, tau, _ = exact(q, k[i], v[i])
-        outputs.append(z / tau)
-    return torch.stack(outputs)
+                outputs = {Cache.__name__: zs / taus}
+                if Cache is SubGen4Cache and held // token < n:
+                    kept = (torch.randperm(n, generator=torch.Generator().manual_seed(run))[:held // token]
+                            for run in range(runs))
+                    parts = [exact(q, k[i], v[i]) for i in kept]
+                    outputs["random tokens"] = torch.stack([some / total for some, total, _ in parts])
+                for name, y in outputs.items():
+                    rms = ((y - z / tau).norm(dim=-1) / unit).square().mean().sqrt().item()
+                    found.setdefault(name, {}).setdefault(s, []).append((held / 1e3, rms))
+    return {name: np.array([*points.values()]) for name, points in found.items()}, n * token / 1e3
 
 
 def growth(d: int, lengths, radius: float = math.e / 3, samples: int = 8, draws: int = 100):

@@ -127,35 +127,25 @@ def index_game_four(bits: Tensor, keys: Tensor, C: float | None = None, Cache=Fa
     return play(Cache(scale=1.0), k, v, keys, C, **how)
 
 
-def index_game_two(bits: Tensor, keys: Tensor, C: float | None = None, **how) -> Game:
-    """Theorem 4.2/B.2: n² rows of bits (n², d) under as many keys are K̃ and Ṽ. Its C of 4 ln n is 2 ln n².
-
-    These rows are arbitrary, and no K₁ ⊘ K₂: so the n²·d bits are a bound for the *format*, not for tensor
-    attention, which four matrices of n·d numbers compute exactly. The game itself is that of ordinary
-    attention.
-    """
-    return play(LayerCache(), keys, bits.to(keys), keys, C, **how)
-
-
 def deal(n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Alice's bits (n, d), each by the toss of a coin, and her keys (n, d)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(n, d, generator=generator) < 0.5, projected_basis(n, d, generator)
 
 
-def keep_rows(kept: slice | Tensor, n: int, levels: int | None = None):
+def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
     """For `compress`: of n tokens only these are kept, and rounded to so many bits a number."""
     def compress(cache: LayerCache):
         cache.keep(torch.arange(n)[kept][None, None])
-        if levels is not None:
-            quantise(cache, levels)
+        if bits is not None:
+            quantise(cache, bits)
     return compress
 
 
-def quantise(cache: LayerCache, bits: int, vectors: int = 2):
-    """Round keys and values, `vectors` of each in a slot, to 2^bits even levels of each vector's range."""
+def quantise(cache: LayerCache, bits: int):
+    """Round both keys and both values of each slot to 2^bits even levels of each vector's range."""
     for x in (cache.k, cache.v):
-        x = x.unflatten(-1, (vectors, -1))
+        x = x.unflatten(-1, (2, -1))
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         step = ((high - low) / (2 ** bits - 1)).clamp(min=1e-30)
         x.copy_(low + ((x - low) / step).round() * step)

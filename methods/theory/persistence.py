@@ -1,14 +1,13 @@
-"""What Scissorhands proves and observes (Liu et al., NeurIPS 2023, arXiv 2305.17118), to be tried out.
+"""Scissorhands' theorems (Liu et al., NeurIPS 2023, arXiv 2305.17118), each as it holds.
 
-1. The one-layer model of the theorems, Eq. 5 and 6.
+1. The one-layer model, Eq. 5 and 6.
 2. Theorem 3.1/B.1: what is attended to now is attended to next.
-3. Lemmas B.3 to B.5 and Theorem 4.1/B.2: how far a budget makes the tokens drift.
+3. Theorem 4.1/B.2: how far a budget makes the tokens drift.
 4. Theorem B.3: the mass that eviction loses where weights follow a power law.
-5. Section 3 and Appendix A: what is observed in a trained decoder.
 
-Each bound stands here as it holds. Where the paper prints it otherwise, it is said there what slips.
+Where the paper prints a bound otherwise, its docstring says what slips. The test of a lemma or a printed
+number that nothing else needs holds its formula. persistence_measured.py measures a trained decoder.
 """
-from collections.abc import Sequence
 from dataclasses import dataclass
 import math
 from typing import NamedTuple
@@ -16,14 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 import torch.nn.functional as F
-
-from methods.quantized import quantise
-from methods.scissorhands import Scissorhands
-from nanollm.attention import probabilities
-from nanollm.cache import LayerCache, end_prefill, make_cache
-from nanollm.measure.evaluate import Reference, continuation, held, reading_within
-from nanollm.measure.replay import Recorder, feed, record
-from nanollm.model import Decoder
 
 
 # ---- 1. the theorems' model --------------------------------------------------------------------------------
@@ -194,38 +185,7 @@ def random_step(d: int, generator: torch.Generator, n: int = 24) -> Persistence:
     return next_step(layer, F.normalize(gauss(n + 1, d, generator), dim=-1))
 
 
-# ---- 3. Lemmas B.3 to B.5 and Theorem B.2, for tokens of norm at most 1 ------------------------------------
-
-
-def weights_bound(layer: OneLayer, t: int, drift: float) -> float:
-    """Lemma B.3: ‖α_t − β_t‖₂ ≤ 2 √(t−1)/t λ_Q λ_K Δ, where all tokens up to t differ by at most Δ.
-
-    The paper prints the difference of x_t alone. Half of the bound holds as well, since softmax is
-    ½-Lipschitz; the proof takes 1.
-    """
-    lq, lk, *_ = layer.norms()
-    return 2 * math.sqrt(t - 1) / t * lq * lk * drift
-
-
-def eviction_bound(layer: OneLayer, lost):
-    """Lemma B.4: ‖ã_t − b_t‖₂ ≤ 2 λ_V λ_O Σ_{j∉Ŝ_t} β_{t,j}.
-
-    The paper prints it without the 2 that its proof ends with.
-    """
-    _, _, lv, lo, *_ = layer.norms()
-    return 2 * lv * lo * lost
-
-
-def mlp_bound(layer: OneLayer, drift):
-    """Lemma B.5: ‖F(x) − F(y)‖₂ ≤ (1 + λ_1 λ_2) ‖x − y‖₂."""
-    *_, l1, l2 = layer.norms()
-    return (1 + l1 * l2) * drift
-
-
-def condition(layer: OneLayer) -> float:
-    """λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K), which Theorem B.2 wants to be at most 1/2."""
-    lq, lk, lv, lo, l1, l2 = layer.norms()
-    return lv * lo * (1 + l1 * l2) * (1 + lq * lk)
+# ---- 3. Theorem B.2, for tokens of norm at most 1 ----------------------------------------------------------
 
 
 def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
@@ -349,16 +309,6 @@ def proof_steps(beta: float, k: float, u: float, eps: float = 0) -> ProofSteps:
     return ProofSteps(delta, line, factored, factored * delta / 0.98)
 
 
-def paper_failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
-    """The probability of failure that the paper prints with Eq. 11, of one step with n = t − 1 draws.
-
-    The second term has lost the ε² of its proof, and the first needs Δ ≥ b/√2.
-    """
-    check_law(beta, k, eps=eps)
-    return (math.exp(-eps ** 2 * n / ((k - 2) * (u - 1)) ** 2)
-            + math.exp(-2 * n * (1 - beta) ** 2 / (1 - eps) ** 2))
-
-
 def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
     """Bound of the probability that Σv ≤ (1−ε) E[Σv], or that at most (1−β)n draws lie below the
     (1−β)/(1−ε) quantile.
@@ -386,205 +336,3 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
 def best_bound(beta: float, k: float, u: float, n: int) -> float:
     """`repaired_bound` with the best of 39 values of ε."""
     return min(repaired_bound(beta, k, u, beta * i / 40, n) for i in range(1, 40))
-
-
-# ---- 5. what is observed in a trained decoder --------------------------------------------------------------
-
-
-@torch.no_grad()
-def attention_maps(model, tokens: Tensor) -> Tensor:
-    """The decoder's own attention weights for tokens (B, T): (L, B, H·G, T, T)."""
-    caches = make_cache(model, Recorder)
-    recordings = record(model, caches, tokens)
-    return torch.stack([probabilities(part.q, cache.k, cache.pos, None, part.pos).flatten(1, 2)
-                        for cache, part in zip(caches, recordings)])
-
-
-def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
-    """Section 3.2 from probabilities p (..., T, T); (...) each.
-
-    A token is pivotal if some query, at least `distance` tokens behind it, gives it more than times/t. The
-    paper has times = 1. Returns, of the tokens pivotal to the second half's queries, the share that already
-    was to the first half's (nan if there are none); and, to compare with, the share of all tokens that was.
-    Tokens are those that the first half has a query for, the first T/2 − distance.
-    """
-    T = p.shape[-1]
-    half, at = T // 2, torch.arange(T, device=p.device)
-    if not 0 <= distance < half:
-        raise ValueError(f"distance {distance} must be at least 0 and below half of the {T} queries")
-
-    pivotal = (p > times / (at + 1)[:, None]) & (at[:, None] - at >= distance)
-    pivotal = pivotal[..., :half - distance]
-    first, second = pivotal[..., :half, :].any(-2), pivotal[..., half:, :].any(-2)
-    return (first & second).sum(-1) / second.sum(-1), first.float().mean(-1)
-
-
-@torch.no_grad()
-def block_similarity(model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Appendix A.2, per layer, means over tokens (B, T): cosine of x and F(x) = x + MLP(x), ‖x‖ and ‖MLP(x)‖.
-
-    Returns (L,) each.
-    """
-    before, added = [], []
-    norms, mlps = zip(*feed_forwards(model))
-    hooks = [norm.register_forward_hook(lambda module, args, out: before.append(args[0])) for norm in norms]
-    hooks += [mlp.register_forward_hook(lambda module, args, out: added.append(out)) for mlp in mlps]
-    try:
-        model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    x, change = torch.stack(before), torch.stack(added)  # (L, B, T, d_model)
-    measured = F.cosine_similarity(x, x + change, dim=-1), x.norm(dim=-1), change.norm(dim=-1)
-    return tuple(m.mean((1, 2)) for m in measured)
-
-
-def feed_forwards(model) -> list[tuple]:
-    """Each layer's norm before its MLP, and the MLP. Of transformers' those whose layers add just these."""
-    if isinstance(model, Decoder):
-        return [(block.norm2, block.mlp) for block in model.blocks]
-    found = [(x.post_attention_layernorm, x.mlp) for x in model.model.modules()
-             if hasattr(x, "mlp") and hasattr(x, "post_attention_layernorm")
-             and not hasattr(x, "pre_feedforward_layernorm")]  # Gemma's norms stand elsewhere
-    if len(found) != len(model.blocks):
-        raise ValueError(f"{len(found)} of {len(model.blocks)} layers have a post_attention_layernorm and an "
-                         "mlp, and nothing between; take another model")
-    return found
-
-
-def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
-    """Weights that the last queries of p (..., T, T) give, in units of the even share 1/t.
-
-    Those above 0, (n,), or every second, third … of them, so that n ≤ most.
-    """
-    t = torch.arange(p.shape[-1] - last, p.shape[-1], device=p.device)[:, None] + 1
-    x = p[..., -last:, :] * t
-    x = x[x > 0]
-    return x[::math.ceil(len(x) / most)]
-
-
-def mass_lost(p: Tensor, betas: Sequence[float], last: int = 64) -> list[Tensor]:
-    """Mean mass beside the largest βt weights of the last queries of p (L, ..., T, T): (L,) for each β."""
-    T = p.shape[-1]
-    t = torch.arange(T - last, T, device=p.device)[:, None] + 1
-    largest = p[..., -last:, :].sort(-1, descending=True).values.cumsum(-1)  # of the largest 1, 2, … weights
-
-    lost = []
-    for beta in betas:
-        n = (beta * t).round().long().expand(*largest.shape[:-1], 1)
-        lost.append(1 - largest.gather(-1, n - 1).flatten(1).mean(1))
-    return lost
-
-
-class Tail(NamedTuple):
-    """A power law x^{−k} fitted to the largest values."""
-    k: float
-    error: float     # standard error of k for independent values; that `least` was chosen is not in it
-    least: float     # fitted to the n values from here on
-    most: float      # the largest of them
-    n: int
-    distance: float  # Kolmogorov-Smirnov, between the fit and those values
-
-
-def tail_exponent(x: Tensor, candidates: int = 100) -> Tail:
-    """Maximum likelihood k = 1 + n/Σ ln(x_i/least), with the `least` that brings fit and data closest.
-
-    Clauset, Shalizi and Newman 2009 (arXiv 0706.1062), Eq. 3.1 and Section 3.3. x (N,) are positive, at least
-    100 of them.
-    """
-    x = x.double().sort().values
-    if len(x) < 100 or not (x > 0).all():
-        raise ValueError(f"{len(x)} values, of which {int((x > 0).sum())} are positive; "
-                         "a fit needs at least 100, all positive")
-    log, fits = x.log(), []
-
-    for start in torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique().tolist():
-        above = log[start:] - log[start]  # ln(x_i/least)
-        n = len(above)
-        k = 1 + n / above.sum().item()
-
-        rank = torch.arange(n + 1, dtype=x.dtype, device=x.device) / n
-        fit = 1 - (above * (1 - k)).exp()
-        distance = torch.maximum((fit - rank[:-1]).abs(), (fit - rank[1:]).abs()).max().item()
-        fits.append(Tail(k, (k - 1) / n ** 0.5, x[start].item(), x[-1].item(), n, distance))
-    return min(fits, key=lambda fit: fit.distance)
-
-
-@torch.no_grad()
-def observed(model, tokens: Tensor) -> Tensor:
-    """Of texts (B, T), in every layer: persistence ratio, cosine of x and F(x), tail exponent, and the
-    persistence ratio's chance: (4, B, L). One text at a time, for its attention is T × T."""
-    found = []
-    for text in tokens.split(1):
-        p = attention_maps(model, text)
-        ratio, chance = (x.nanmean((1, 2)) for x in persistence_ratio(p))
-        k = torch.tensor([tail_exponent(even_shares(x)).k for x in p])
-        found.append(torch.stack([x.cpu() for x in (ratio, block_similarity(model, text)[0], k, chance)]))
-    return torch.stack(found, 1)
-
-
-# ---- other readings of the budget cache --------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Padded(Scissorhands):
-    """A step before an entry came counts as unimportant."""
-
-    def importance(self) -> Tensor:
-        steps = min(self.history, self.seen)
-        return super().importance() - (steps - (self.seen - self.pos).clamp(max=steps))
-
-
-@dataclass(eq=False)
-class Rate(Scissorhands):
-    """The share of the steps at which an entry was unimportant, of those since it came."""
-
-    def importance(self) -> Tensor:
-        return super().importance() / (self.seen - self.pos).clamp(max=self.history)
-
-
-@dataclass(eq=False)
-class FourBits(Scissorhands):
-    """Keys and values are rounded to 4 bits, each head of a token by itself."""
-
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        super().write(*(self.rounded(x) for x in (k, v)), pos)
-
-    @staticmethod
-    def rounded(x: Tensor) -> Tensor:
-        code, zero, scale = quantise(x, 4, -1)
-        return zero.to(x) + code * scale.to(x)
-
-
-def tilted(model, budget: int, tilt: float, Method=Scissorhands, **knobs) -> list[LayerCache]:
-    """Caches with budgets that rise evenly over the layers, from 1 − tilt to 1 + tilt times their mean.
-
-    Section 4.2: later layers have the lower persistence, and so get more.
-    """
-    budgets = (budget * (1 + torch.linspace(-tilt, tilt, len(model.blocks)))).round().int().tolist()
-    return [make_cache(model, Method, budget=n, **knobs)[layer] for layer, n in enumerate(budgets)]
-
-
-# ---- what the budget cache keeps and costs -----------------------------------------------------------------
-
-
-@torch.no_grad()
-def newest_share(model, tokens: Tensor, Method: type[LayerCache], **knobs) -> tuple[list[float], int]:
-    """Share of the kept entries that are among the newest as many, per layer; and how many a head keeps.
-
-    Tokens (B, T) are all read under the budget.
-    """
-    caches = make_cache(model, Method, **knobs)
-    end_prefill(caches)
-    feed(model, tokens, caches)
-    n = caches[0].length
-    newest = held(caches, tokens.shape[1])[..., -n:].sum(-1) / n
-    return newest.mean((0, 2)).tolist(), n
-
-
-def cost_of_reading(model, full: Reference, Method: type[LayerCache], **knobs) -> tuple[Tensor, float]:
-    """KL of each text (B,) with a method that evicts while it reads, and the peak of a text's KiB."""
-    make = reading_within(lambda tokens, prompt: make_cache(model, Method, **knobs))
-    row = continuation(model, full, make, chunk_size=16)
-    return row["kl"], row["peak"] / len(full.tokens) / 1024

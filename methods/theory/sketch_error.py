@@ -67,25 +67,18 @@ def share_out(caches: list, shares: tuple[float, ...]) -> list:
 
 # ---- Figure 2: contextual amnesia ---
 
-def activations(p: Tensor, kept: Tensor, least: float = 0.005) -> Tensor:
-    """How often each token that is not kept is activated, (B, H, S).
-
-    That is: gets more than `least` of the attention p (B, H, G, w, S) of a later query. kept (B, H, S). As in
-    the paper, p is attention as it would be if nothing were dropped.
-    """
-    return (p > least).sum((2, 3)) * ~kept
-
-
 def amnesia(later: Tensor, score: Tensor, ratio: float, least: tuple = (0.005, 0.02)) -> dict:
     """What is activated of the tokens that are not among the `ratio` with the highest score, over layers.
 
-    later (L, B, H, G, w, S): attention of later queries; score (L, B, H, S). Returns, for each threshold, the
-    share of those tokens that is ever activated ("ever") and how many a query activates ("each"); their part
-    of all "attention"; and "counts" (L, B, H, S), how often each is activated at the first threshold.
+    A later query activates a token by giving it more than `least` of its attention. As in the paper, this is
+    the attention as it would be if nothing were dropped. later (L, B, H, G, w, S): attention of later
+    queries; score (L, B, H, S). Returns, for each threshold, the share of those tokens that is ever activated
+    ("ever") and how many a query activates ("each"); their part of all "attention"; and "counts" (L, B, H,
+    S), how often each is activated at the first threshold.
     """
     heavy = score > score.quantile(1 - ratio, -1, keepdim=True)
-    counts = [torch.stack([activations(p, kept, x) for p, kept in zip(later, heavy)]) for x in least]
     dropped = ~heavy
+    counts = [(later > x).sum((3, 4)) * dropped for x in least]
     return dict(ever=[((n > 0).sum() / dropped.sum()).item() for n in counts],
                 each=[n.sum(-1).float().mean().item() / later.shape[4] for n in counts],
                 attention=(later.mean(3) * dropped[:, :, :, None]).sum(-1).mean().item(), counts=counts[0])
@@ -119,17 +112,6 @@ def take_out(sketch: Sketch, J: Tensor, k: Tensor, v: Tensor, n: int, true: bool
 
 # ---- the appendix ---
 
-def median_moments(factor: float, points: int = 200_001) -> tuple[float, float]:
-    """∫ w and ∫ x² w of w = factor · Φ(1 − Φ)φ, the density of the median of three normals (Lemmas 1, 2).
-
-    The paper prints the factor 3; the density is that of 6, which integrates to 1.
-    """
-    x = torch.linspace(-10, 10, points, dtype=torch.float64)
-    below = torch.special.ndtr(x)
-    density = factor * below * (1 - below) * (-x ** 2 / 2).exp() / math.sqrt(2 * math.pi)
-    return torch.trapezoid(density, x).item(), torch.trapezoid(x ** 2 * density, x).item()
-
-
 def collision_variance(a: float, width: int, rows: int) -> float:
     """Expected squared error of a revived number in a signed sketch of r rows of b slots that hold many.
 
@@ -141,15 +123,6 @@ def collision_variance(a: float, width: int, rows: int) -> float:
 def printed_bound(a: float, slots: int) -> tuple[float, float]:
     """πa/N, which a revived number's variance (in one number's) exceeds with probability below e^(−a/N)."""
     return math.pi * a / slots, math.exp(-a / slots)
-
-
-def score_variance(p: Tensor, variance: float) -> Tensor:
-    """Var Δp_i ≈ σ_A² [p_i²(1 − p_i)² + Σ_{j ≠ i} p_j² p_i²] of attention weights p (..., S).
-
-    Their logits have independent errors of that variance; this is first order in them.
-    """
-    square = p.square()
-    return variance * (square * (1 - p).square() + square * (square.sum(-1, keepdim=True) - square))
 
 
 # ---- what no reading of the sketch can help ---

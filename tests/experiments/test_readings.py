@@ -10,7 +10,7 @@ from experiments.readings import LONG, READINGS, EndCaM, show
 from methods.h2o import H2O
 from methods.kv_reviver_mean import MeanReviver
 from methods.ours.scissorhands_weight import MeanWeight
-from methods.theory.persistence import Padded, Rate
+from methods.theory.persistence_measured import Padded, Rate
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 
 

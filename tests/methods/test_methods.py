@@ -20,7 +20,7 @@ from methods.ours.scissorhands_weight import MeanWeight
 from methods.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
-from methods.sub_gen_pairs import SubGen4Cache
+from methods.sub_gen import SubGen4Cache
 from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
 from nanollm.commands.registry import given, has_budget, pick

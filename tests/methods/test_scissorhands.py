@@ -9,7 +9,7 @@ import torch
 from common import B, D, G, H, SLOT, TOKENS, decoder, turn
 from methods.ours.scissorhands_weight import MeanWeight
 from methods.scissorhands import BudgetCache, Scissorhands
-from methods.theory.persistence import FourBits, Padded, Rate, tilted
+from methods.theory.persistence_measured import Padded, Rate, tilted
 from nanollm.cache import make_cache
 
 T = 64
@@ -155,17 +155,11 @@ def test_counts_keep_the_largest_if_just_these_exceed_1_over_t(seed, history):
 
 
 @torch.inference_mode()
-def test_budgets_may_rise_over_layers_and_entries_may_be_rounded():
+def test_budgets_may_rise_over_layers():
     model = decoder()
     model(TOKENS, caches := tilted(model, 10, 0.3, recent=2))
     assert [(cache.layer, cache.budget) for cache in caches] == [(0, 7), (1, 10), (2, 13)]
     assert all(cache.length <= cache.budget for cache in caches)
-    model(TOKENS, few := make_cache(model, FourBits, budget=40))
-    model(TOKENS, exact := make_cache(model, Scissorhands, budget=40))
-    for x, y in ((few[0].k, exact[0].k), (few[0].v, exact[0].v)):
-        step = (y.amax(-1) - y.amin(-1)) / 15
-        assert ((x - y).abs().amax(-1) <= 0.52 * step).all()  # 0.02 for ranges of 16 bits
-        assert all(len(row.unique()) <= 16 for row in x.flatten(0, 2)) and not torch.equal(x, y)
 
 
 @torch.inference_mode()

@@ -8,8 +8,7 @@ import torch
 
 from common import clusters_of, feed
 from exact import F64, random, seeded
-from methods.sub_gen import Stream, SubGen
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import tensor_attention
 from nanollm.cache import LayerCache
 
@@ -19,22 +18,14 @@ each_cache = pytest.mark.parametrize("name", CACHES)
 each_chunk = pytest.mark.parametrize("chunk", [1, 3, None])
 
 
-class Noting(Stream):
-    """A stream that notes the cluster of each key."""
-    of = torch.empty(0)
-
-    def join(self, k):
-        new = super().join(k)
-        self.of = torch.cat((self.of, new), -1) if len(self.of) else new
-        return new
-
-
 def streamed(k, v=None, *, radius=0.0, samples=1, draws=1, chunk=None, seed=0):
-    """k, v (B, H, T, D) in chunks."""
-    stream = Noting(radius, samples, draws, seeded(seed))
+    """k, v (B, H, T, D) in chunks: the stream, and the cluster of each key."""
+    stream, clusters = Stream(k, radius, samples, draws, seeded(seed)), []
     for x, y in zip(*(x.split(chunk or k.shape[2], 2) for x in (k, k if v is None else v))):
-        stream.add(x, y)
-    return stream
+        clusters.append(stream.join(x))
+        stream.renew(x, clusters[-1])
+        stream.draw(x, y)
+    return stream, torch.cat(clusters, -1)
 
 
 @pytest.mark.claim("T9")
@@ -45,11 +36,11 @@ def test_a_key_joins_the_oldest_cluster_it_may_however_the_text_is_cut(seed, n, 
     """Whole numbers, so that many distances are the radius exactly. Heads open clusters of their own."""
     k = torch.randint(-3, 4, (2, 2, n, D), generator=seeded(seed)).double()
     k[1, 1] *= 4
-    stream = streamed(k, radius=radius, chunk=chunk)
+    stream, cluster = streamed(k, radius=radius, chunk=chunk)
     for at in product(range(2), range(2)):
         of, centres = clusters_of(k[at].tolist(), radius)
         m = len(centres)
-        assert stream.of[at].tolist() == of
+        assert cluster[at].tolist() == of
         assert stream.centre[at][:m].tolist() == centres and not stream.count[at][m:].any()
         assert stream.count[at][:m].tolist() == [of.count(c) for c in range(m)]
 
@@ -60,22 +51,22 @@ def test_a_key_at_the_very_edge_joins_or_not_however_the_text_is_cut(dtype):
     for seed in range(20):
         k = random(1, 1, 30, 64, seed=seed).to(dtype)  # from 26 on cdist would multiply matrices
         edge = torch.cdist(k[:, :, :1], k[:, :, 1:2], compute_mode="donot_use_mm_for_euclid_dist").item()
-        assert torch.equal(streamed(k, radius=edge, chunk=1).of, streamed(k, radius=edge).of)
+        assert torch.equal(streamed(k, radius=edge, chunk=1)[1], streamed(k, radius=edge)[1])
     k[0, 0, 2, 1] = torch.nan
-    assert streamed(k, radius=edge, chunk=1).count.sum() == 30
+    assert streamed(k, radius=edge, chunk=1)[0].count.sum() == 30
 
 
 @pytest.mark.claim("T9")
 def test_texts_and_heads_are_drawn_apart():
-    """theory/test_sub_gen.py tells of means and variances of what is drawn."""
-    held = streamed(random(1, 1, 50, 1).expand(2, 2, -1, -1), radius=math.inf, samples=20, draws=20)
+    """theory/test_clustering.py tests means and variances of what is drawn."""
+    held, _ = streamed(random(1, 1, 50, 1).expand(2, 2, -1, -1), radius=math.inf, samples=20, draws=20)
     for drawn in held.sample[:, :, 0], held.k:
         assert len(drawn.flatten(0, 1).unique(dim=0)) == 4
 
 
 def test_a_long_stream_loses_no_bits():
     """10⁸ + 1 is no float32, nor is a random number below it that tells its parts apart."""
-    stream = streamed(torch.ones(1, 1, 2, 1), torch.tensor([1e4, 1]).view(1, 1, 2, 1))
+    stream, _ = streamed(torch.ones(1, 1, 2, 1), torch.tensor([1e4, 1]).view(1, 1, 2, 1))
     assert stream.total.item() == 10 ** 8 + 1
     u = stream.uniform(torch.tensor([2 ** 40, 3]), 1000)
     assert u.shape == (2, 1000) and u.dtype == F64 and (u[0].long() % 2 ** 16 != 0).sum() > 900

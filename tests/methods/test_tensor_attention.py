@@ -8,8 +8,7 @@ import torch
 
 from common import feed
 from exact import F64, random, seeded
-from methods.sub_gen import SubGen
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import (FactoredFourCache, FourCache, PairAttention, TwoCache, pair_decoder,
                                       pairs, tensor_attention)
 from methods.theory.index_game import rotated_scores

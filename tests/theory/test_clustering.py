@@ -8,8 +8,7 @@ import torch
 
 from common import clusters_of
 from exact import F64, check, near, random, seeded, seeds
-from methods.sub_gen import Stream, SubGen
-from methods.sub_gen_pairs import SubGen2Cache, SubGen4Cache
+from methods.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import pairs
 from methods.theory.clustering import (biases, clusters_of_text, errors, exact, growth, in_ball,
                                        most_clusters, sizes, value_ratios)
@@ -17,21 +16,12 @@ from methods.theory.clustering import (biases, clusters_of_text, errors, exact, 
 CACHES = {"tokens": SubGen, "two": SubGen2Cache, "four": SubGen4Cache}
 
 
-def ball(n, D, seed=0):
-    return in_ball(n, D, seeded(seed)).double()
-
-
-def cluster(keys, radius):
-    """Indices of the keys (n, D) of each cluster."""
-    of, centres = clusters_of(keys.tolist(), radius)
-    return [[i for i, c in enumerate(of) if c == own] for own in range(len(centres))]
-
-
 def sampled(ks, radius, q, t=1):
     """τ of t samples a cluster, for every choice, all as likely: (choices, G). ks: each side's keys."""
     sides = []
     for k in (*ks, torch.ones(1, q.shape[1], dtype=F64))[:2]:  # one side alone meets ones
-        slots = [own for own in cluster(k, radius) for _ in range(t)]
+        of, centres = clusters_of(k.tolist(), radius)
+        slots = [[i for i, c in enumerate(of) if c == own] for own in range(len(centres)) for _ in range(t)]
         share = torch.tensor([len(own) / t for own in slots], dtype=F64)
         sides.append((k[torch.tensor([*product(*slots)])], share))
     (k1, share1), (k2, share2) = sides
@@ -173,7 +163,7 @@ def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, no
 @check("T9 T10", seeds, st.integers(1, 4), st.integers(1, 3), st.floats(0.1, 2), st.floats(0.1, 4),
        st.sampled_from([1, 2]), st.sampled_from([1, 2]))
 def test_variances_are_at_most_those_of_sizes_and_value_ratios(seed, n, D, radius, r, sides, m):
-    ks = [ball(n, D, seed + side) for side in range(sides)]
+    ks = [in_ball(n, D, seeded(seed + side)).double() for side in range(sides)]
     vs = [random(n, D, seed=seed + side) for side in range(sides)]
     q = random(1, D, seed=seed + 2)
     q, half = r * q / q.norm(), radius * r
@@ -202,7 +192,7 @@ def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
 
 def clusters(k, radius):
     """How many clusters k (n, D) make."""
-    stream = Stream(radius, 1, 1, None)
+    stream = Stream(k[None, None], radius, 1, 1, None)
     stream.add(k[None, None], k[None, None])
     return int((stream.count > 0).sum())
 

@@ -9,8 +9,9 @@ from exact import F64, random, seeded
 from experiments.speed import Count
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, pair_decoder, pairs
 from methods.theory import index_game as theory
-from methods.theory.index_game import (deal, distortion, index_game_four, index_game_two, keep_rows, learn,
-                                       match3, separation, simple_rules, spread_out)
+from methods.theory.index_game import (deal, distortion, index_game_four, keep_rows, learn, match3, play,
+                                       separation, simple_rules, spread_out)
+from nanollm.cache import LayerCache
 
 G = 3
 CACHES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
@@ -142,18 +143,21 @@ def test_bob_learns_as_many_bits_as_are_kept(note):
 def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
     """A bound of the format, and Corollary 4.5 falls with it: what is exact is right up to any 1 ± η.
 
-    In K₁ ⊘ K₂ the rows (a, b) ∘ (c, d) equal (a, d) ∘ (c, b); four matrices of n·d numbers answer for all.
+    Theorem 4.2's game is that of ordinary attention: n² rows of bits under as many keys are K̃ and Ṽ, and its
+    C of 4 ln n is 2 ln n². But in K₁ ⊘ K₂ the rows (a, b) ∘ (c, d) equal (a, d) ∘ (c, b); four matrices of
+    n·d numbers answer for all.
     """
     n = 8
     for seed in range(3):
         bits, keys = deal(n ** 2, 2048, seed)
-        game = index_game_two(bits, keys)
+        game = play(LayerCache(), keys, bits.to(keys), keys)
         assert game.right(bits) == 1 and game.zero < game.one
         assert game.read[~bits].max() <= game.zero and game.read[bits].min() >= game.one
     eps, C = distortion(keys), 2 * math.log(n ** 2)
     own, others = math.exp(C * (1 - eps)), (n ** 2 - 1) * math.exp(C * eps)
     assert game.one == pytest.approx(own / (own + others + 1), rel=1e-12)  # Bob's zero key once, not in pairs
-    rows = rows_right(index_game_two(bits, keys, compress=keep_rows(slice(40), n ** 2)), bits)
+    part = play(LayerCache(), keys, bits.to(keys), keys, compress=keep_rows(slice(40), n ** 2))
+    rows = rows_right(part, bits)
     assert (rows[:40] == 1).all() and rows[40:].mean() == pytest.approx(0.5, abs=0.02)
 
     def cross(rows):
