@@ -14,12 +14,12 @@ import kernels
 # where the Hub's package of this name is installed, tests still find ours
 kernels.__path__.append(os.path.join(os.path.dirname(__file__), "kernels"))
 
-pytest_plugins = ["claims.plugin"]  # tests/helpers/claims/: CLAIMS.md from what the tests record
+pytest_plugins = ["claims_plugin"]  # CLAIMS.md from what the tests record
 
 
 def pytest_xdist_auto_num_workers(config):
     """As many processes as there are cores for a run of all tests, none beside this one for less."""
-    from claims.plugin import is_whole
+    from claims_plugin import is_whole
     return min(os.cpu_count(), 4) if is_whole(config) else 0
 
 

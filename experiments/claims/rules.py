@@ -1,16 +1,12 @@
-"""The papers' claims about trained models, each judged on any model by a rule on what is measured.
+"""The rules: whether a claim holds on a model, by what is measured on it. Each function is named as its claim.
 
     judge("P6", Subject(model, Tasks(encoding, "test")))    # or: python -m nanollm claims --model FOLDER
 
-A function's docstring says the claim, as CLAIMS.md does, and below it the rule. Claims about equations or
-random draws are not here: no model decides them. A number within two standard errors of a rule's limit leaves
-it undecided.
+The files of the papers beside this one have what the claims say. Claims about equations or random draws have
+no function: no model decides them. A number within two standard errors of a rule's limit leaves it undecided.
 
-One rule holds for what the papers measured on models of billions of parameters. A level is claimed of those
-models alone: how much of the full cache's quality is left on their benchmarks, which share of their tokens
-does something, how fast they are. It is not testable on a smaller model (`of_large`), and the number stays in
-the row. A comparison of two methods on one model, a condition of a theorem, and needles, which our decoders
-find as theirs do, are judged on any model.
+A level that a paper measured on models of billions of parameters is not testable on a smaller one
+(`of_large`): how much quality is left, which share of the tokens does something, how fast they are.
 """
 import torch
 import torch.nn.functional as F
@@ -18,7 +14,7 @@ import torch.nn.functional as F
 from experiments.change_and_text import (COMPARED, RULES, VOTING, WINDOW, compressed, long_answer,
                                          rank_correlation)
 from experiments.inside import sinks
-from experiments.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, of_large,
+from experiments.claims.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, of_large,
                                  over_texts, within)
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
@@ -46,9 +42,8 @@ from nanollm.tokenizer import boundaries
 # ---- CriticalKV ---
 
 def P2(on: Subject) -> Finding:
-    """Theorem 1: to evict is to mask and renormalise, A′ = N∘A / Σ N·A.
-
-    Rule: attention after a random half is evicted differs by less than 100 roundings of its largest number.
+    """Rule: attention after a random half is evicted differs by less than 100 roundings of its largest
+    number.
     """
     g, off = torch.Generator().manual_seed(on.seed), []
     for layer, told, later in zip(make_cache(on.model), on.text.recording, on.text.continuation):
@@ -66,10 +61,7 @@ def P2(on: Subject) -> Finding:
 
 
 def P3(on: Subject) -> Finding:
-    """Theorem 2: L ≤ θ.
-
-    Rule: L over θ is at most 1 in every head, at a quarter of the entries.
-    """
+    """Rule: L over θ is at most 1 in every head, at a quarter of the entries."""
     found = []
     for A, norms, values in on.heads():
         kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
@@ -81,9 +73,7 @@ def P3(on: Subject) -> Finding:
 
 
 def P5(on: Subject) -> Finding:
-    """Algorithm 2 improves SnapKV, PyramidKV and AdaKV.
-
-    Rule: with the scores pooled in both stages, more needles and pairs are found with it on each of the
+    """Rule: with the scores pooled in both stages, more needles and pairs are found with it on each of the
     three, aware, at a sixteenth of the entries. (At an eighth SnapKV finds all.) The paper's rule and the
     authors' code stand beside it.
     """
@@ -96,10 +86,7 @@ def P5(on: Subject) -> Finding:
 
 
 def P6(on: Subject) -> Finding:
-    """Assumption 1: a quarter of the budget gathers σ > 1/2, but for a few heads of the first layer.
-
-    Rule: at 25 % of the entries it does in more than 95 % of the heads of all other layers.
-    """
+    """Rule: at 25 % of the entries it does in more than 95 % of the heads of all other layers."""
     sigma = {25: [], 12.5: [], 6.25: []}
     for A, norms, _ in on.heads():
         for percent, found in sigma.items():
@@ -113,10 +100,8 @@ def P6(on: Subject) -> Finding:
 
 
 def P7(on: Subject) -> Finding:
-    """L is lower in 74.3 % of the attention heads.
-
-    Rule: with the paper's rule on SnapKV at 25 % it is lower in most heads. Beside it: with the scores pooled
-    in both stages, and without norms and pool.
+    """Rule: with the paper's rule on SnapKV at 25 % it is lower in most heads. Beside it: with the scores
+    pooled in both stages, and without norms and pool.
     """
     lower = lambda x, y: (x.mean(0) < y.mean(0)).double().mean()
     plain = on.of_text("SnapKV")["alone"]
@@ -127,9 +112,7 @@ def P7(on: Subject) -> Finding:
 
 
 def P8(on: Subject) -> Finding:
-    """Without stage 1 (α = 0) a little quality is lost; needles are found better; StreamingLLM is far behind.
-
-    Rule: in P5's setting, pooled, α = 0 loses less than 0.1 of α = 0.25's answers, these are more than
+    """Rule: in P5's setting, pooled, α = 0 loses less than 0.1 of α = 0.25's answers, these are more than
     SnapKV's, and StreamingLLM has 0.25 less than α = 0.25. The paper's rule stands beside it.
     """
     rows = {"SnapKV": on.facts("SnapKV"), "α = 0.25, pooled": on.facts("SnapKV", select=PooledCritical()),
@@ -143,10 +126,8 @@ def P8(on: Subject) -> Finding:
 
 
 def P10(on: Subject) -> Finding:
-    """Appendix I: a smaller change of the attention output means better text.
-
-    Rule: over the methods, at 25 %, L and KL have a positive rank correlation; over those that keep entries
-    by votes alone as well.
+    """Rule: over the methods, at 25 %, L and KL have a positive rank correlation; over those that keep
+    entries by votes alone as well.
     """
     numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0).numpy(), kl.mean(0).numpy())
     for what, names in {"rank correlation, all methods": COMPARED, "voting methods": VOTING}.items():
@@ -157,11 +138,8 @@ def P10(on: Subject) -> Finding:
 
 
 def P12(on: Subject) -> Finding:
-    """Table 7: with short prompts and long answers, compressed while they are written, the norms make answers
-    better.
-
-    Rule: the KL of all that follows the first sixteenth of a text is lower with them, if an eighth of the
-    entries stays whenever the cache holds half of the text. Twice as many texts.
+    """Rule: the KL of all that follows the first sixteenth of a text is lower with them, if an eighth of
+    the entries stays whenever the cache holds half of the text. Twice as many texts.
     """
     texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(on.text.tokens.device)
     plain, norms, code = (long_answer(on.model, texts, {}, select=select)
@@ -174,10 +152,8 @@ def P12(on: Subject) -> Finding:
 
 
 def P13(on: Subject) -> Finding:
-    """The advantage of P7 accumulates over the layers.
-
-    Rule: of SnapKV at 25 %, the paper's rule lowers L of the last layer by a larger share if the layers below
-    are compressed too.
+    """Rule: of SnapKV at 25 %, the paper's rule lowers L of the last layer by a larger share if the layers
+    below are compressed too.
     """
     critical, plain = (on.of_text(f"SnapKV{more}") for more in ("+critical", ""))
     gain = lambda x, y: 1 - x[:, -1].mean() / y[:, -1].mean()
@@ -191,11 +167,7 @@ def P13(on: Subject) -> Finding:
 # ---- ChunkKV ---
 
 def C1(on: Subject) -> Finding:
-    """Chunks of consecutive tokens, scored by the window's attention and kept whole, keep what single tokens
-    lose.
-
-    Rule: ChunkKV finds more needles of long values than SnapKV, aware, at a quarter of the entries.
-    """
+    """Rule: ChunkKV finds more needles of long values than SnapKV, aware, at a quarter of the entries."""
     ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
     found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | knobs)
              for name, Method, knobs in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
@@ -205,10 +177,8 @@ def C1(on: Subject) -> Finding:
 
 
 def C2(on: Subject) -> Finding:
-    """Neighbouring layers choose chunks more alike than tokens, so groups of layers can share indices.
-
-    Rule: the Jaccard similarity of neighbours is higher with ChunkKV than with SnapKV, at a tenth of the
-    entries, and groups of two find at most 0.1 fewer pairs than single layers, at a quarter.
+    """Rule: the Jaccard similarity of neighbours is higher with ChunkKV than with SnapKV, at a tenth of
+    the entries, and groups of two find at most 0.1 fewer pairs than single layers, at a quarter.
     """
     alike, prompt = {}, on.text.tokens.shape[1] - WINDOW["window_size"]
     for name, Method, knobs in ("tokens", SnapKV, dict(kernel_size=1)), ("SnapKV", SnapKV, {}), (
@@ -224,10 +194,8 @@ def C2(on: Subject) -> Finding:
 # ---- KVReviver ---
 
 def R4(on: Subject) -> Finding:
-    """Table 2: of the shares from 0.1 to 0.4, 0.1 of the budget is best for Vague.
-
-    Rule: at a quarter of the bytes the KL is higher if Vague gets 0.2 or 0.4. Beside it: no sketch at all,
-    which the paper does not try.
+    """Rule: at a quarter of the bytes the KL is higher if Vague gets 0.2 or 0.4. Beside it: no sketch at
+    all, which the paper does not try.
     """
     paper, shrunk, none = on.kl(KVReviver), on.kl(ShrunkReviver), on.kl(KVReviver, vague=0.0)
     more, most = (on.kl(KVReviver, vague=x, recent=(1 - x) / 2) - paper for x in (0.2, 0.4))
@@ -238,10 +206,8 @@ def R4(on: Subject) -> Finding:
 
 
 def R5(on: Subject) -> Finding:
-    """Layer budgets by the Fisher information of W_K and W_V.
-
-    Rule: with them the KL of the paper's sketch is lower; not if they leave a layer no room. Our fix: half
-    is shared out evenly, with the shrunk sketch.
+    """Rule: with them the KL of the paper's sketch is lower; not if they leave a layer no room. Our fix:
+    half is shared out evenly, with the shrunk sketch.
     """
     # between those that are measured
     text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
@@ -256,10 +222,9 @@ def R5(on: Subject) -> Finding:
 
 
 def R6(on: Subject) -> Finding:
-    """Lemmas 1 to 3 and the bounds of the appendix.
-
-    Rule: read off the paper's sketch of five tokens a slot of memory, squared errors of a decoder's keys and
-    values are below πa/N of their variance. Also: what attention vague tokens get at a quarter of the bytes.
+    """Rule: read off the paper's sketch of five tokens a slot of memory, squared errors of a decoder's
+    keys and values are below πa/N of their variance. Also: what attention vague tokens get at a quarter of
+    the bytes.
     """
     (B, a), errors = on.text.prompt.shape, []
     for _, k, v, _ in on.text.recording:
@@ -280,10 +245,8 @@ def R6(on: Subject) -> Finding:
 
 
 def R9(on: Subject) -> Finding:
-    """Figure 2: tokens that are no heavy hitters are activated later, so eviction forgets what is needed.
-
-    Rule: of the tokens outside H2O's 40 % more than a tenth get over 0.5 % of a later query's attention, and
-    SnapKV at 25 % finds fewer needles if the question comes later.
+    """Rule: of the tokens outside H2O's 40 % more than a tenth get over 0.5 % of a later query's
+    attention, and SnapKV at 25 % finds fewer needles if the question comes later.
     """
     c, tokens, found = on.model.config, on.text.tokens, []
     cut, g = tokens.shape[1] * 7 // 8, torch.Generator().manual_seed(on.seed)
@@ -301,10 +264,8 @@ def R9(on: Subject) -> Finding:
 
 
 def R10(on: Subject) -> Finding:
-    """Figure 5, Table 1: at 25 % KVReviver finds needles as the full cache does, where H2O, StreamingLLM and
-    CaM fail; large batches make up for its speed.
-
-    Rule: blind, it finds at most 0.1 fewer than the full cache and more than each of the three. No speed.
+    """Rule: blind, it finds at most 0.1 fewer than the full cache and more than each of the three. No
+    speed.
     """
     found = {Method.__name__: on.blind(Method) for Method in (KVReviver, H2O, StreamingLLM, CaM)}
     paper, *others = found.values()
@@ -315,10 +276,8 @@ def R10(on: Subject) -> Finding:
 
 
 def R11(on: Subject) -> Finding:
-    """Figure 4: at 10 % of 2048 tokens KVReviver's summaries have the Rouge of the full cache's.
-
-    Rule, on a model of a billion parameters: at a tenth of the bytes −log p of the texts' last eighth rises
-    by less than 0.02 nats a token. On a smaller one it is not testable.
+    """Rule, on a model of a billion parameters: at a tenth of the bytes −log p of the texts' last eighth
+    rises by less than 0.02 nats a token. On a smaller one it is not testable.
     """
     new = on.text.new
     true = -on.text.log_p.gather(-1, on.text.tokens[:, -new:, None])[..., 0].mean(-1)
@@ -330,10 +289,8 @@ def R11(on: Subject) -> Finding:
 
 
 def R12(on: Subject) -> Finding:
-    """Figure 6: task by task KVReviver loses about 2 % at 25 %, less than the others.
-
-    Rule: with the question in the prompt, of needles, pairs and labels it answers more than H2O; and, on a
-    model of a billion parameters, at most 0.1 fewer than the full cache.
+    """Rule: with the question in the prompt, of needles, pairs and labels it answers more than H2O; and,
+    on a model of a billion parameters, at most 0.1 fewer than the full cache.
     """
     tasks = "needle", "recall", "few_shot"
     found = {name: on.answered(Method, share, *tasks) for name, Method, share in (
@@ -345,10 +302,7 @@ def R12(on: Subject) -> Finding:
 
 
 def R13(on: Subject) -> Finding:
-    """Figure 5, read with the question in the prompt: at 25 % KVReviver finds needles at most depths.
-
-    Rule: with the question in the prompt it finds at most 0.1 fewer than the full cache.
-    """
+    """Rule: with the question in the prompt it finds at most 0.1 fewer than the full cache."""
     found = {name: on.answered(Method, share, "needle") for name, Method, share in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None),
         ("means of slots", MeanReviver, 0.25), ("the shrunk sketch", ShrunkReviver, 0.25))}
@@ -357,9 +311,8 @@ def R13(on: Subject) -> Finding:
 
 
 def R14(on: Subject) -> Finding:
-    """ReplaceRate hardly matters from 1.0 to 1.5.
-
-    Rule: at a quarter of the bytes the KL changes by less than a tenth if it is 1.0 or 1.5 in place of 1.1.
+    """Rule: at a quarter of the bytes the KL changes by less than a tenth if it is 1.0 or 1.5 in place of
+    1.1.
     """
     paper = on.kl(KVReviver)
     often, seldom = (mean(on.kl(KVReviver, replace_rate=rate) - paper) for rate in (1.0, 1.5))
@@ -369,10 +322,7 @@ def R14(on: Subject) -> Finding:
 
 
 def R15(on: Subject) -> Finding:
-    """Table 3: Recent and Candidate are best as large as each other, 0.45 of the budget.
-
-    Rule: at a quarter of the bytes the KL is not lower by a tenth if Recent gets 0.2 or 0.6.
-    """
+    """Rule: at a quarter of the bytes the KL is not lower by a tenth if Recent gets 0.2 or 0.6."""
     paper = on.kl(KVReviver)
     few, many = (mean(on.kl(KVReviver, recent=share) - paper) for share in (0.2, 0.6))
     limit = 0.1 * paper.mean().item()
@@ -383,11 +333,8 @@ def R15(on: Subject) -> Finding:
 # ---- Scissorhands ---
 
 def S7(on: Subject) -> Finding:
-    """Appendix A and Section 3, on OPT models of billions of parameters: importance persists for more than
-    95 % of the pivotal tokens, x and F(x) are alike, weights follow a power law.
-
-    Rule, on a model of a billion parameters: in every layer it does, their cosine is above 0.9 and the law's
-    exponent above 2, as Theorem B.3 asks. On a smaller one it is not testable.
+    """Rule, on a model of a billion parameters: in every layer it does, their cosine is above 0.9 and the
+    law's exponent above 2, as Theorem B.3 asks. On a smaller one it is not testable.
     """
     found = observed(on.model, on.text.tokens)
     low = found.mean(1).argmin(1)  # a layer for each
@@ -402,9 +349,14 @@ CLAIMS = {f.__name__: f for f in (P2, P3, P5, P6, P7, P8, P10, P12, P13, C1, C2,
                                    R12, R13, R14, R15, S7)}
 
 
+def rule(claim: str) -> str:
+    """Return a claim's rule in a line."""
+    return " ".join(CLAIMS[claim].__doc__.split())
+
+
 @torch.no_grad()
 def judge(claim: str, on: Subject) -> Finding:
-    """The claim's finding; where a model lacks what it asks for, or fails at the task, why it has none."""
+    """Return what is found of a claim; where a model fails at its task or lacks what it asks for, why."""
     try:
         return CLAIMS[claim](on)
     except ValueError as error:
