@@ -25,7 +25,7 @@ def pytest_xdist_auto_num_workers(config):
 
 # of files, which begin in this order: who begins a long one last lets the others wait
 LONGEST = ("test_readme", "test_course", "test_kv_reviver", "test_foreign", "test_change_and_text",
-           "test_claims_command", "test_course_wrong", "test_kernels", "test_scissorhands",
+           "test_claims", "test_course_wrong", "test_kernels", "test_scissorhands",
            "test_duo_gates")
 
 

@@ -41,8 +41,8 @@ def main(argv: list[str]):
     whole("length", args.length, 128)
     before = shell.check_output(args.json, "findings", is_ours) if args.json else b""
 
-    from experiments.claims.claims_renderer import sentences, show
-    from experiments.claims.rules import CLAIMS, judge, rule
+    from experiments.claims.claims_renderer import listed, show
+    from experiments.claims.rules import CLAIMS, judge
     from experiments.claims.subject import Subject
     names = [*dict.fromkeys(args.claims or CLAIMS)]
     if unknown := [name for name in names if name not in CLAIMS]:
@@ -56,10 +56,11 @@ def main(argv: list[str]):
         subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length)
     print(f"seed {args.seed}; ± a standard error\n")
 
-    rows, says = [], sentences()
+    rows, claims = [], listed()
     for name in tqdm(names, unit="claim", leave=False, disable=None):
-        found = [dict(claim=name, says=says[name], rule=rule(name), model=label, documents=on.documents,
-                      tokens=on.T, seed=on.seed) | judge(name, on)._asdict() for label, on in subjects.items()]
+        words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
+        found = [words | dict(model=label, documents=on.documents, tokens=on.T, seed=on.seed)
+                 | judge(name, on)._asdict() for label, on in subjects.items()]
         tqdm.write(show(found) + "\n")
         rows += found
         if args.json:

@@ -4,6 +4,7 @@ Each paper has a file beside this one: `# Paper`, which version was read, then f
 
     ## S3 · holds after a fix · notebook 03
     Theorem 3.1: attended to now, attended to next.
+    Rule: the rule in words, if a trained model decides the claim; rules.py has it as code.
     > One line with the number: the smallest ε of {S3.draws} draws is {S3.smallest_eps:.2f}.
 
     Details.
@@ -17,7 +18,7 @@ import re
 from textwrap import fill, indent
 from typing import NamedTuple
 
-from experiments.claims.rules import CLAIMS, rule
+from experiments.claims.rules import CLAIMS
 from experiments.claims.subject import HOLDS, NOT, OPEN, UNTESTED
 from nanollm import SHIPPED
 from nanollm.commands.text_table import text_table
@@ -25,15 +26,17 @@ from nanollm.commands.text_table import text_table
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
-CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n> (.+)\n((?s:.*))")
+CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
+                   r"((?s:.*))")
 PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.\w+)(?::([^{}]*))?\}")
 
 
 class Claim(NamedTuple):
     id: str
     verdict: str          # on "built", if a model decides it
-    notebook: str | None  # "03"
+    notebook: str         # "03"
     says: str
+    rule: str             # "" if no model decides it
     number: str
     details: str
 
@@ -52,14 +55,14 @@ def parse(text: str) -> dict[str, list[Claim]]:
         for part in parts:
             if not (found := CLAIM.fullmatch(part)):
                 raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', then "
-                                 "a line with the claim, then '> ' and the number")
-            claims.append(Claim(*found.groups()))
+                                 "a line with the claim, perhaps one with its rule, then '> ' and the number")
+            claims.append(Claim(*((x or "").strip() for x in found.groups())))
     return papers
 
 
-def sentences() -> dict[str, str]:
-    """Return what each claim says."""
-    return {claim.id: claim.says for claims in parse(texts()).values() for claim in claims}
+def listed() -> dict[str, Claim]:
+    """Return every claim by its ID."""
+    return {claim.id: claim for claims in parse(texts()).values() for claim in claims}
 
 
 # ---- what was found on models ---
@@ -89,8 +92,6 @@ def filled(text: str, values: dict[str, object]) -> str:
     def formatted(found: re.Match) -> str:
         value = values[found[1]]
         return value if isinstance(value, str) else format(value, found[2] or "").replace("-", "−")
-    if unknown := {name for name, _ in PLACEHOLDER.findall(text)} - values.keys():
-        raise ValueError(f"values that no test recorded: {', '.join(sorted(unknown))}")
     return PLACEHOLDER.sub(formatted, text)
 
 
@@ -99,16 +100,18 @@ def notebook(claim: Claim) -> str:
     return "".join(str(x.relative_to(ROOT)) for x in ROOT.glob(f"notebooks/{claim.notebook}_*.ipynb"))
 
 
-def check(claims: list[Claim], tests: dict[str, list[str]], stored: list[dict]):
-    """ValueError unless claims, tests, rules, notebooks and the stored rows fit together."""
+def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stored: list[dict]):
+    """ValueError unless the papers' files, tests, rules, notebooks and stored rows fit together."""
+    claims = sum(parse(text).values(), [])
     ids = [claim.id for claim in claims]
-    decided = {(name, model, rule(name)) for name in CLAIMS for model in SHIPPED}
+    decided = {(x.id, model, x.rule) for x in claims if x.rule for model in SHIPPED}
     wrong = {
         "claims that are there twice": {name for name in ids if ids.count(name) > 1},
         "claims without a test": {x.id for x in claims if x.verdict != UNTESTED} - tests.keys(),
         "markers of no claim": tests.keys() - ids,
-        "rules of no claim": CLAIMS.keys() - ids,
+        "claims with a rule in words or in code alone": {x.id for x in claims if x.rule} ^ CLAIMS.keys(),
         "claims whose notebook is not there": {x.id for x in claims if x.notebook and not notebook(x)},
+        "values that no test recorded": {name for name, _ in PLACEHOLDER.findall(text)} - values.keys(),
         "claims of which experiments/stored/claims.json has no row, or one of another rule or model":
             {name for name, *_ in decided ^ {(x["claim"], x["model"], x["rule"]) for x in stored}},
     }
@@ -117,30 +120,26 @@ def check(claims: list[Claim], tests: dict[str, list[str]], stored: list[dict]):
         raise ValueError("; ".join(wrong))
 
 
-def section(claim: Claim, nodes: list[str], found: list[dict]) -> tuple[str, str]:
-    """Return a claim's row in the first table, and its section. nodes: of its tests; found: its rows."""
-    files: dict[str, set] = {}
-    for node in nodes:
-        file, _, test = node.partition("[")[0].partition("::")
-        files.setdefault(file, set()).add(f"`{test}`")
-    links = ", ".join(f"[{Path(file).stem}]({file})" for file in sorted(files))
-    sources = [f"- [{file}]({file}): {', '.join(sorted(tests))}" for file, tests in sorted(files.items())]
+def section(claim: Claim, tests: set[str], found: list[dict]) -> tuple[str, str]:
+    """Return a claim's row in the first table, and its section, from its tests and its stored rows."""
+    files = groupby(sorted(tests), key=lambda test: test.partition("::")[0])
+    files = {file: ", ".join(f"`{test.partition('::')[2]}`" for test in those) for file, those in files}
+    links = ", ".join(f"[{Path(file).stem}]({file})" for file in files)
+    sources = [f"- [{file}]({file}): {names}" for file, names in files.items()]
     if book := notebook(claim):
         sources.append(f"- [{book}]({book})")
 
     verdict, verdicts, judged = claim.verdict, [row["verdict"] for row in found], []
     if found:
-        judged = [found[0]["rule"], f"```\n{table(found)}\n```"]
+        judged = [claim.rule, f"```\n{table(found)}\n```"]
     if len({*verdicts}) > 1:
-        built, learned = verdicts
-        verdict = f"{verdict} (built); {learned} (learned)"
-        judged.append(f"The two decoders disagree: {built} (built), {learned} (learned).")
+        verdict = f"{verdict} (built); {verdicts[1]} (learned)"
     cells = [f"[{claim.id}](#{claim.id.lower()}) {claim.says}", verdict, *(verdicts or "––"), claim.number,
              links, f"[{claim.notebook}]({book})" if book else ""]
-    row = " | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip()
     parts = [f"### {claim.id}", claim.says, f"**{verdict.capitalize()}.** {claim.number}",
-             claim.details.strip(), *judged, "\n".join(sources)]
-    return row, "\n\n".join(filter(None, parts))
+             claim.details, *judged, "\n".join(sources)]
+    row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+    return f"| {row} |", "\n\n".join(filter(None, parts))
 
 
 def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
@@ -152,28 +151,28 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
     tests, values = {}, {}
     for node, name, value in recorded:
         if name == "claim":
-            tests.setdefault(value, []).append(node)
+            tests.setdefault(value, set()).add(node.partition("[")[0])
         elif values.setdefault(name, value) != value:
             raise ValueError(f"{name} is {values[name]} in one test and {value} in {node}")
-    papers = parse(filled(texts(), values))
-    check(sum(papers.values(), []), tests, stored)
-    rows, sections = [f"| claim | verdict | {' | '.join(SHIPPED)} | number | tests | notebook |"], []
-    rows.append("|---" * (5 + len(SHIPPED)) + "|")
-    for paper, claims in papers.items():
+    check(texts(), tests, values, stored)
+
+    rows = [f"| claim | verdict | {' | '.join(SHIPPED)} | number | tests | notebook |",
+            "|---" * (5 + len(SHIPPED)) + "|"]
+    sections = []
+    for paper, claims in parse(filled(texts(), values)).items():
         sections.append(f"## {paper}")
         for claim in claims:
             found = [row for row in stored if row["claim"] == claim.id]
-            row, text = section(claim, tests.get(claim.id, []), found)
+            row, text = section(claim, tests.get(claim.id, set()), found)
             rows.append(row)
             sections.append(text)
     head = f"# Claims of the papers\n\n{(FOLDER / 'head.md').read_text()}"
     return "\n\n".join([head + "\n" + "\n".join(rows), *sections]) + "\n"
 
 
-def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file: Path = ROOT / "CLAIMS.md") -> str:
-    """Write CLAIMS.md, or raise a ValueError if it is not what would be written. Returns what was done."""
-    stored = json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text())
-    text = page(recorded, stored)
+def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md") -> str:
+    """Write CLAIMS.md, or raise a ValueError if it is not what would be written. Return what was done."""
+    text = page(recorded, json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text()))
     if write:
         file.write_text(text)
     elif not file.exists() or file.read_text() != text:

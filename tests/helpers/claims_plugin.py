@@ -3,8 +3,6 @@
 `@pytest.mark.claim("S3")` marks a test of claim S3, and note("S3", draws=80) records what the files in
 experiments/claims/ call {S3.draws}.
 """
-import json
-
 import pytest
 
 
