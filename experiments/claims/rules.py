@@ -188,7 +188,7 @@ def R4(on: Subject) -> Finding:
 
 def R5(on: Subject) -> Finding:
     """Measure the change of the KL by layer budgets, as in the paper and with half shared out evenly."""
-    # between those that are measured
+    # between the texts that are measured
     text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
     alone, mixed = (fisher_shares(on.model, text.to(on.text.tokens.device), even) for even in (0.0, 0.5))
     fixed = mean(on.kl(ShrunkReviver, mixed) - on.kl(ShrunkReviver))

@@ -28,7 +28,7 @@ Number = tuple[float, float]  # a mean and its standard error
 class Finding(NamedTuple):
     verdict: str
     numbers: dict[str, Number]  # by which it is decided, and others beside them
-    why: str = ""               # there is no verdict or no number
+    why: str = ""               # there is no verdict, or why a claim cannot hold
 
 
 # ---- verdicts ---
@@ -91,8 +91,7 @@ class Subject:
     def text(self) -> Reference:
         """Texts of T tokens, of which the last eighth, at most 64, is what comes after the prompt."""
         tokens = text_windows(self.tasks, self.documents, self.T, self.model)
-        tokens = tokens.to(self.model.embed.weight.device)
-        return reference(self.model, tokens, min(64, self.T // 8))
+        return reference(self.model, tokens.to(self.model.embed.weight.device), min(64, self.T // 8))
 
     def bench(self, task: str) -> list[Benchmark]:
         """Return the documents of a task of ASKED, in batches of those whose answers align."""
