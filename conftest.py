@@ -14,18 +14,18 @@ import kernels
 # where the Hub's package of this name is installed, tests still find ours
 kernels.__path__.append(os.path.join(os.path.dirname(__file__), "kernels"))
 
-pytest_plugins = ["claims.plugin"]  # tests/helpers/claims/: CLAIMS.md from what the tests record
+pytest_plugins = ["claims_plugin"]  # CLAIMS.md from what the tests record
 
 
 def pytest_xdist_auto_num_workers(config):
     """As many processes as there are cores for a run of all tests, none beside this one for less."""
-    from claims.plugin import is_whole
+    from claims_plugin import is_whole
     return min(os.cpu_count(), 4) if is_whole(config) else 0
 
 
 # of files, which begin in this order: who begins a long one last lets the others wait
 LONGEST = ("test_readme", "test_course", "test_kv_reviver", "test_foreign", "test_change_and_text",
-           "test_claims_command", "test_course_wrong", "test_kernels", "test_scissorhands",
+           "test_claims", "test_course_wrong", "test_kernels", "test_scissorhands",
            "test_duo_gates")
 
 

@@ -5,7 +5,7 @@ import sys
 from nanollm.commands import shell
 
 COMMANDS = dict(
-    claims="experiments.claims_command",
+    claims="experiments.claims.claims_command",
     compare="nanollm.commands.compare",
     course="course.command",
     generate="nanollm.commands.write",

@@ -12,8 +12,8 @@ from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, O
                                          VOTING, WINDOW, Knobs, OtherNorms, change,
                                          correlation_of_change_and_kl, difference, l2_norms, last_layer,
                                          long_answer, lower, needles_found, saved, stored, value_kept)
-from experiments.claims import P5, P8
-from experiments.subject import HOLDS, OPEN, Subject, above, below, mean
+from experiments.claims.rules import P5, P8
+from experiments.claims.subject import HOLDS, OPEN, Subject, above, below, mean
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
 from methods.snap_kv import SnapKV
 from nanollm import TINY

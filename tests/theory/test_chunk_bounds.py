@@ -12,8 +12,8 @@ import torch
 from common import ENCODING, once, tasks
 from exact import F64, at_most, check, close, seeds, vector
 from experiments.change_and_text import compressed
-from experiments.claims import C1, C2
-from experiments.subject import HOLDS, NOT, Subject
+from experiments.claims.rules import C1, C2
+from experiments.claims.subject import HOLDS, NOT, Subject
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.snap_kv import SnapKV

@@ -7,8 +7,8 @@ import torch
 
 from common import tasks
 from exact import F64, at_most, check, close, seeded, seeds
-from experiments.claims import P6
-from experiments.subject import NOT, Subject
+from experiments.claims.rules import P6
+from experiments.claims.subject import NOT, Subject
 from methods.critical_kv import two_stage
 from methods.ours.theta import least_theta, theta
 from methods.theory.perturbation import (algorithm_1, assumption_1, drawn_heads, heads_that_win,

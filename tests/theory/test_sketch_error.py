@@ -13,8 +13,8 @@ import torch
 from common import TOKENS, decoder, tasks
 from exact import F64, check, near, random
 from experiments.change_and_text import answers
-from experiments.claims import R10, R14, R15, R4, R9
-from experiments.subject import HOLDS, NOT, Subject, above
+from experiments.claims.rules import R10, R14, R15, R4, R9
+from experiments.claims.subject import HOLDS, NOT, Subject, above
 from methods.count_sketch import Sketch
 from methods.duo_attention import DuoAttention
 from methods.h2o import H2O

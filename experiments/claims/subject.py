@@ -1,4 +1,4 @@
-"""A model whose claims are judged: what several of them measure of it, and the rules on numbers."""
+"""A model on which claims are judged: what several rules measure of it, and verdicts from numbers."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,8 +12,8 @@ from methods.theory.perturbation import seen_by_window
 from methods.theory.sketch_error import share_out
 from nanollm.cache import LayerCache
 from nanollm.commands.table import judges
-from nanollm.measure.evaluate import (Benchmark, Reference, check_size, continuation, maker, reference,
-                                      replayed_or_read, standard_error, text_windows)
+from nanollm.measure.evaluate import (Benchmark, Reference, continuation, maker, reference, replayed_or_read,
+                                      standard_error, text_windows)
 from nanollm.measure.tasks import Tasks, Unmarked
 
 ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
@@ -26,16 +26,15 @@ Number = tuple[float, float]  # a mean and its standard error
 
 
 class Finding(NamedTuple):
-    """A verdict, what it goes by, and why there is none, or what else there is to say."""
     verdict: str
-    numbers: dict[str, Number]
-    why: str = ""
+    numbers: dict[str, Number]  # by which it is decided, and others beside them
+    why: str = ""               # there is no verdict, or why a claim cannot hold
 
 
-# ---- rules ---
+# ---- verdicts ---
 
 def mean(x: Tensor) -> Number:
-    """Of a number a document, (documents,)."""
+    """Return the mean of a number a document, (documents,), and its standard error."""
     return x.double().mean().item(), standard_error(x.double())
 
 
@@ -44,13 +43,13 @@ def means(x: dict[str, Tensor]) -> dict[str, Number]:
 
 
 def over_texts(of: Callable, *x: Tensor, draws: int = 200) -> Number:
-    """of(*x), x (texts, …) each; its standard error is how it varies if the texts are drawn anew."""
+    """Return of(*x), x (texts, …) each. Its standard error is how it varies if the texts are drawn anew."""
     again = torch.randint(len(x[0]), (draws, len(x[0])), generator=torch.Generator().manual_seed(0))
     return float(of(*x)), torch.tensor([float(of(*(y[i] for y in x))) for i in again]).std().item()
 
 
 def above(x: Number, limit: float = 0.0) -> str:
-    """Whether a number lies above the limit; undecided within two standard errors of it."""
+    """Return whether a number lies above the limit; it is undecided within two standard errors."""
     off, error = x[0] - limit, 2 * x[1]
     return HOLDS if off > error else NOT if off < -error else OPEN
 
@@ -64,12 +63,12 @@ def within(x: Number, limit: float) -> str:
 
 
 def both(*verdicts: str) -> str:
-    """Of several conditions: one that fails is enough to refute. One that is not testable decides nothing."""
+    """Join several conditions: one that fails refutes, one that is not testable decides nothing."""
     return next((verdict for verdict in (NOT, OPEN, HOLDS) if verdict in verdicts), UNTESTED)
 
 
 def of_large(model, verdict: str) -> str:
-    """A verdict on what a paper claims of models of billions of parameters alone: any other is too small."""
+    """Return the verdict on what a paper claims of models of billions of parameters alone, if this is one."""
     return verdict if sum(x.numel() for x in model.parameters()) >= LARGE else UNTESTED
 
 
@@ -77,7 +76,7 @@ def of_large(model, verdict: str) -> str:
 
 @dataclass(eq=False)
 class Subject:
-    """A decoder, ours or `Bridged`, and its tasks: `documents` of T tokens each, and as many texts."""
+    """A decoder, ours or `Bridged`, with `documents` of each task, of T tokens, and as many texts."""
     model: object
     tasks: Tasks
     seed: int = 0
@@ -91,26 +90,23 @@ class Subject:
     @cached_property
     def text(self) -> Reference:
         """Texts of T tokens, of which the last eighth, at most 64, is what comes after the prompt."""
-        check_size(self.model, self.documents, 2, self.T)
         tokens = text_windows(self.tasks, self.documents, self.T, self.model)
-        tokens = tokens.to(self.model.embed.weight.device)
-        return reference(self.model, tokens, min(64, self.T // 8))
+        return reference(self.model, tokens.to(self.model.embed.weight.device), min(64, self.T // 8))
 
     def bench(self, task: str) -> list[Benchmark]:
-        """The documents of a task of ASKED, in as many as align."""
-        check_size(self.model, self.documents, 2, self.T)
+        """Return the documents of a task of ASKED, in batches of those whose answers align."""
         Kind, name, knobs = ASKED[task]
         tasks = self.tasks if Kind is Tasks else Kind(self.tasks.encoding, self.tasks.split)
         batches = tasks.batches(name, self.seed, self.documents, self.T, **knobs)
         return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
 
     def row(self, task: str, Method, share: float | None, **knobs) -> dict[str, Tensor]:
-        """The share of right answers of every document, (documents,), "aware" and "blind"."""
+        """Return the share of right answers of every document, (documents,), "aware" and "blind"."""
         rows = [answers(self.model, bench, Method, share, **knobs) for bench in self.bench(task)]
         return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
     def answered(self, Method, share: float | None, *tasks: str, setting="aware", **knobs) -> Tensor:
-        """(documents,): mean over the tasks that the full cache does; ValueError if it does none of them."""
+        """Return the mean over the tasks that the full cache does, (documents,). ValueError if none."""
         full = {f"{task}_aware": self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
         fit = [task for task in tasks if judges(full, task)]
         if not fit:
@@ -119,30 +115,30 @@ class Subject:
         return torch.stack([self.row(task, Method, share, **knobs)[setting] for task in fit]).mean(0)
 
     def facts(self, name: str, share: float = 1 / 16, **more) -> Tensor:
-        """Needles and pairs found, aware, by a method of METHODS with this share of the entries."""
+        """Return the needles and pairs found, aware, by a method of METHODS with a share of the entries."""
         Method, knobs = METHODS[name]
         return self.answered(Method, share, "needle", "recall", **knobs | more)
 
     def blind(self, Method, share: float | None = 0.25, **knobs) -> Tensor:
-        """Needles found, if the question comes after the compression."""
+        """Return the needles found if the question comes after the compression."""
         return self.answered(Method, share, "needle", setting="blind", **knobs)
 
     def of_text(self, name: str) -> dict[str, Tensor]:
-        """`by_text` of a method of METHODS with a quarter of the entries."""
+        """Return `by_text` of a method of METHODS with a quarter of the entries."""
         return by_text(self.model, self.text, name, 0.25)
 
     def kl(self, Method, shares: tuple | None = None, **knobs) -> Tensor:
-        """(texts,), at a quarter of the entries' bytes, every one of them used; `shares` of it by layer."""
+        """Return the KL of each text, (texts,), at a quarter of the bytes; `shares` divide it by layer."""
         return self.continued(Method, 0.25, shares, **knobs)["kl"].cpu()
 
     def continued(self, Method, share: float, shares: tuple | None = None, **knobs) -> dict:
-        """`continuation` of the texts at a share of the bytes, every one of them used."""
+        """Return `continuation` of the texts at a share of the bytes, every one of them used."""
         make = maker(self.model, Method, share, **dict(slack=0) | knobs)
         shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
         return replayed_or_read(continuation, self.model, self.text, shared, self.text.recording)
 
     def heads(self) -> Iterator[tuple[Tensor, ...]]:
-        """`seen_by_window` of every needle prompt, one at a time."""
+        """Yield `seen_by_window` of every needle prompt."""
         for (batch,) in (bench.batches.values() for bench in self.bench("needle")):
             prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
             for prompt in prompts.to(self.model.embed.weight.device).split(1):

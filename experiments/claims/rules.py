@@ -1,25 +1,21 @@
-"""The papers' claims about trained models, each judged on any model by a rule on what is measured.
+"""The rules as code: a function for each claim that a trained model decides, named as the claim.
 
     judge("P6", Subject(model, Tasks(encoding, "test")))    # or: python -m nanollm claims --model FOLDER
 
-A function's docstring says the claim, as CLAIMS.md does, and below it the rule. Claims about equations or
-random draws are not here: no model decides them. A number within two standard errors of a rule's limit leaves
-it undecided.
+The papers' files beside this one have the claims and the rules in words. Of claims about equations or random
+draws there is no function. A number within two standard errors of a rule's limit leaves a claim undecided.
 
-One rule holds for what the papers measured on models of billions of parameters. A level is claimed of those
-models alone: how much of the full cache's quality is left on their benchmarks, which share of their tokens
-does something, how fast they are. It is not testable on a smaller model (`of_large`), and the number stays in
-the row. A comparison of two methods on one model, a condition of a theorem, and needles, which our decoders
-find as theirs do, are judged on any model.
+A level that a paper measured on models of billions of parameters is not testable on a smaller one
+(`of_large`): how much quality is left, which share of the tokens does something, how fast they are.
 """
 import torch
 import torch.nn.functional as F
 
 from experiments.change_and_text import (COMPARED, RULES, VOTING, WINDOW, compressed, long_answer,
                                          rank_correlation)
+from experiments.claims.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means,
+                                        of_large, over_texts, within)
 from experiments.inside import sinks
-from experiments.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, of_large,
-                                 over_texts, within)
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
@@ -38,7 +34,7 @@ from methods.theory.perturbation import algorithm_1, assumption_1, masked_attent
 from methods.theory.sketch_error import amnesia, fisher_shares, printed_bound, relative_error, revived_logits
 from nanollm.attention import probabilities
 from nanollm.cache import LayerCache, make_cache
-from nanollm.measure.evaluate import held, maker, text_windows
+from nanollm.measure.evaluate import check_size, held, maker, text_windows
 from nanollm.ranking import indices
 from nanollm.tokenizer import boundaries
 
@@ -46,10 +42,7 @@ from nanollm.tokenizer import boundaries
 # ---- CriticalKV ---
 
 def P2(on: Subject) -> Finding:
-    """Theorem 1: to evict is to mask and renormalise, A′ = N∘A / Σ N·A.
-
-    Rule: attention after a random half is evicted differs by less than 100 roundings of its largest number.
-    """
+    """Compare attention after a random half is evicted with attention that is masked and renormalised."""
     g, off = torch.Generator().manual_seed(on.seed), []
     for layer, told, later in zip(make_cache(on.model), on.text.recording, on.text.continuation):
         q, k, v, pos = next(later.split(1))
@@ -66,10 +59,7 @@ def P2(on: Subject) -> Finding:
 
 
 def P3(on: Subject) -> Finding:
-    """Theorem 2: L ≤ θ.
-
-    Rule: L over θ is at most 1 in every head, at a quarter of the entries.
-    """
+    """Measure L and θ of every head at a quarter of the entries."""
     found = []
     for A, norms, values in on.heads():
         kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
@@ -81,12 +71,7 @@ def P3(on: Subject) -> Finding:
 
 
 def P5(on: Subject) -> Finding:
-    """Algorithm 2 improves SnapKV, PyramidKV and AdaKV.
-
-    Rule: with the scores pooled in both stages, more needles and pairs are found with it on each of the
-    three, aware, at a sixteenth of the entries. (At an eighth SnapKV finds all.) The paper's rule and the
-    authors' code stand beside it.
-    """
+    """Count the needles and pairs that each budget rule finds, plain and with three selections."""
     plain = {Rule.__name__: on.facts(Rule.__name__) for Rule in RULES}
     pooled, paper, code = (
         {f"{name}, {label}": mean(on.facts(name, select=select) - x) for name, x in plain.items()}
@@ -96,10 +81,7 @@ def P5(on: Subject) -> Finding:
 
 
 def P6(on: Subject) -> Finding:
-    """Assumption 1: a quarter of the budget gathers σ > 1/2, but for a few heads of the first layer.
-
-    Rule: at 25 % of the entries it does in more than 95 % of the heads of all other layers.
-    """
+    """Measure σ of every head at 25, 12.5 and 6.25 % of the entries."""
     sigma = {25: [], 12.5: [], 6.25: []}
     for A, norms, _ in on.heads():
         for percent, found in sigma.items():
@@ -113,11 +95,7 @@ def P6(on: Subject) -> Finding:
 
 
 def P7(on: Subject) -> Finding:
-    """L is lower in 74.3 % of the attention heads.
-
-    Rule: with the paper's rule on SnapKV at 25 % it is lower in most heads. Beside it: with the scores pooled
-    in both stages, and without norms and pool.
-    """
+    """Count the heads whose L is lower than SnapKV's."""
     lower = lambda x, y: (x.mean(0) < y.mean(0)).double().mean()
     plain = on.of_text("SnapKV")["alone"]
     paper, pooled, neither = (over_texts(lower, on.of_text(f"SnapKV{more}")["alone"], plain)
@@ -127,11 +105,7 @@ def P7(on: Subject) -> Finding:
 
 
 def P8(on: Subject) -> Finding:
-    """Without stage 1 (α = 0) a little quality is lost; needles are found better; StreamingLLM is far behind.
-
-    Rule: in P5's setting, pooled, α = 0 loses less than 0.1 of α = 0.25's answers, these are more than
-    SnapKV's, and StreamingLLM has 0.25 less than α = 0.25. The paper's rule stands beside it.
-    """
+    """Count the needles and pairs that SnapKV finds with and without stage 1."""
     rows = {"SnapKV": on.facts("SnapKV"), "α = 0.25, pooled": on.facts("SnapKV", select=PooledCritical()),
             "α = 0, pooled": on.facts("SnapKV", select=PooledCritical(0.0)),
             "StreamingLLM": on.facts("StreamingLLM"),
@@ -143,11 +117,7 @@ def P8(on: Subject) -> Finding:
 
 
 def P10(on: Subject) -> Finding:
-    """Appendix I: a smaller change of the attention output means better text.
-
-    Rule: over the methods, at 25 %, L and KL have a positive rank correlation; over those that keep entries
-    by votes alone as well.
-    """
+    """Correlate L and KL over methods."""
     numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0).numpy(), kl.mean(0).numpy())
     for what, names in {"rank correlation, all methods": COMPARED, "voting methods": VOTING}.items():
         rows = [on.of_text(name) for name in names]
@@ -157,12 +127,7 @@ def P10(on: Subject) -> Finding:
 
 
 def P12(on: Subject) -> Finding:
-    """Table 7: with short prompts and long answers, compressed while they are written, the norms make answers
-    better.
-
-    Rule: the KL of all that follows the first sixteenth of a text is lower with them, if an eighth of the
-    entries stays whenever the cache holds half of the text. Twice as many texts.
-    """
+    """Measure the KL of twice as many texts, compressed again whenever the cache holds half of one."""
     texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(on.text.tokens.device)
     plain, norms, code = (long_answer(on.model, texts, {}, select=select)
                           for select in (SnapKV.select, Critical(), CriticalCode()))
@@ -174,11 +139,7 @@ def P12(on: Subject) -> Finding:
 
 
 def P13(on: Subject) -> Finding:
-    """The advantage of P7 accumulates over the layers.
-
-    Rule: of SnapKV at 25 %, the paper's rule lowers L of the last layer by a larger share if the layers below
-    are compressed too.
-    """
+    """Compare what the paper's rule gains in the last layer, alone and above compressed layers."""
     critical, plain = (on.of_text(f"SnapKV{more}") for more in ("+critical", ""))
     gain = lambda x, y: 1 - x[:, -1].mean() / y[:, -1].mean()
     more = lambda x, y, alone, base: gain(x, y) - gain(alone, base)
@@ -191,11 +152,7 @@ def P13(on: Subject) -> Finding:
 # ---- ChunkKV ---
 
 def C1(on: Subject) -> Finding:
-    """Chunks of consecutive tokens, scored by the window's attention and kept whole, keep what single tokens
-    lose.
-
-    Rule: ChunkKV finds more needles of long values than SnapKV, aware, at a quarter of the entries.
-    """
+    """Count the needles of long values that tokens and chunks find."""
     ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
     found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | knobs)
              for name, Method, knobs in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
@@ -205,11 +162,7 @@ def C1(on: Subject) -> Finding:
 
 
 def C2(on: Subject) -> Finding:
-    """Neighbouring layers choose chunks more alike than tokens, so groups of layers can share indices.
-
-    Rule: the Jaccard similarity of neighbours is higher with ChunkKV than with SnapKV, at a tenth of the
-    entries, and groups of two find at most 0.1 fewer pairs than single layers, at a quarter.
-    """
+    """Compare which entries neighbouring layers keep, and the pairs found if they must keep the same."""
     alike, prompt = {}, on.text.tokens.shape[1] - WINDOW["window_size"]
     for name, Method, knobs in ("tokens", SnapKV, dict(kernel_size=1)), ("SnapKV", SnapKV, {}), (
             "chunks", ChunkKV, {}):
@@ -224,11 +177,7 @@ def C2(on: Subject) -> Finding:
 # ---- KVReviver ---
 
 def R4(on: Subject) -> Finding:
-    """Table 2: of the shares from 0.1 to 0.4, 0.1 of the budget is best for Vague.
-
-    Rule: at a quarter of the bytes the KL is higher if Vague gets 0.2 or 0.4. Beside it: no sketch at all,
-    which the paper does not try.
-    """
+    """Measure the KL with 0.1, 0.2, 0.4 and none of the budget for Vague."""
     paper, shrunk, none = on.kl(KVReviver), on.kl(ShrunkReviver), on.kl(KVReviver, vague=0.0)
     more, most = (on.kl(KVReviver, vague=x, recent=(1 - x) / 2) - paper for x in (0.2, 0.4))
     return Finding(both(above(mean(more)), above(mean(most))), means({
@@ -238,12 +187,8 @@ def R4(on: Subject) -> Finding:
 
 
 def R5(on: Subject) -> Finding:
-    """Layer budgets by the Fisher information of W_K and W_V.
-
-    Rule: with them the KL of the paper's sketch is lower; not if they leave a layer no room. Our fix: half
-    is shared out evenly, with the shrunk sketch.
-    """
-    # between those that are measured
+    """Measure the change of the KL by layer budgets, as in the paper and with half shared out evenly."""
+    # between the texts that are measured
     text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
     alone, mixed = (fisher_shares(on.model, text.to(on.text.tokens.device), even) for even in (0.0, 0.5))
     fixed = mean(on.kl(ShrunkReviver, mixed) - on.kl(ShrunkReviver))
@@ -256,11 +201,7 @@ def R5(on: Subject) -> Finding:
 
 
 def R6(on: Subject) -> Finding:
-    """Lemmas 1 to 3 and the bounds of the appendix.
-
-    Rule: read off the paper's sketch of five tokens a slot of memory, squared errors of a decoder's keys and
-    values are below πa/N of their variance. Also: what attention vague tokens get at a quarter of the bytes.
-    """
+    """Measure the squared errors of keys and values that a sketch of five tokens a slot gives back."""
     (B, a), errors = on.text.prompt.shape, []
     for _, k, v, _ in on.text.recording:
         sketch, J = Sketch(k, 3, a // 15, on.seed), torch.arange(a).expand(*k.shape[:2], -1)
@@ -280,11 +221,7 @@ def R6(on: Subject) -> Finding:
 
 
 def R9(on: Subject) -> Finding:
-    """Figure 2: tokens that are no heavy hitters are activated later, so eviction forgets what is needed.
-
-    Rule: of the tokens outside H2O's 40 % more than a tenth get over 0.5 % of a later query's attention, and
-    SnapKV at 25 % finds fewer needles if the question comes later.
-    """
+    """Measure the later attention to tokens outside H2O's 40 % and outside a random 40 %."""
     c, tokens, found = on.model.config, on.text.tokens, []
     cut, g = tokens.shape[1] * 7 // 8, torch.Generator().manual_seed(on.seed)
     chance = torch.rand(c.n_layers, len(tokens), c.n_kv_heads, cut, generator=g).to(tokens.device)
@@ -301,11 +238,7 @@ def R9(on: Subject) -> Finding:
 
 
 def R10(on: Subject) -> Finding:
-    """Figure 5, Table 1: at 25 % KVReviver finds needles as the full cache does, where H2O, StreamingLLM and
-    CaM fail; large batches make up for its speed.
-
-    Rule: blind, it finds at most 0.1 fewer than the full cache and more than each of the three. No speed.
-    """
+    """Count the needles that each method finds if the question comes later."""
     found = {Method.__name__: on.blind(Method) for Method in (KVReviver, H2O, StreamingLLM, CaM)}
     paper, *others = found.values()
     found |= {"the shrunk sketch": on.blind(ShrunkReviver), "full cache": on.blind(LayerCache, None),
@@ -315,11 +248,7 @@ def R10(on: Subject) -> Finding:
 
 
 def R11(on: Subject) -> Finding:
-    """Figure 4: at 10 % of 2048 tokens KVReviver's summaries have the Rouge of the full cache's.
-
-    Rule, on a model of a billion parameters: at a tenth of the bytes −log p of the texts' last eighth rises
-    by less than 0.02 nats a token. On a smaller one it is not testable.
-    """
+    """Measure −log p of the texts' last eighth at a tenth of the bytes."""
     new = on.text.new
     true = -on.text.log_p.gather(-1, on.text.tokens[:, -new:, None])[..., 0].mean(-1)
     more = {name: on.continued(Method, 0.1, **knobs)["nll"].cpu() - true.cpu() for name, Method, knobs in (
@@ -330,11 +259,7 @@ def R11(on: Subject) -> Finding:
 
 
 def R12(on: Subject) -> Finding:
-    """Figure 6: task by task KVReviver loses about 2 % at 25 %, less than the others.
-
-    Rule: with the question in the prompt, of needles, pairs and labels it answers more than H2O; and, on a
-    model of a billion parameters, at most 0.1 fewer than the full cache.
-    """
+    """Count the needles, pairs and labels that each method finds, with the question in the prompt."""
     tasks = "needle", "recall", "few_shot"
     found = {name: on.answered(Method, share, *tasks) for name, Method, share in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None), ("H2O", H2O, 0.25),
@@ -345,10 +270,7 @@ def R12(on: Subject) -> Finding:
 
 
 def R13(on: Subject) -> Finding:
-    """Figure 5, read with the question in the prompt: at 25 % KVReviver finds needles at most depths.
-
-    Rule: with the question in the prompt it finds at most 0.1 fewer than the full cache.
-    """
+    """Count the needles that each method finds, with the question in the prompt."""
     found = {name: on.answered(Method, share, "needle") for name, Method, share in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None),
         ("means of slots", MeanReviver, 0.25), ("the shrunk sketch", ShrunkReviver, 0.25))}
@@ -357,10 +279,7 @@ def R13(on: Subject) -> Finding:
 
 
 def R14(on: Subject) -> Finding:
-    """ReplaceRate hardly matters from 1.0 to 1.5.
-
-    Rule: at a quarter of the bytes the KL changes by less than a tenth if it is 1.0 or 1.5 in place of 1.1.
-    """
+    """Measure the change of the KL by ReplaceRates of 1.0 and 1.5."""
     paper = on.kl(KVReviver)
     often, seldom = (mean(on.kl(KVReviver, replace_rate=rate) - paper) for rate in (1.0, 1.5))
     limit = 0.1 * paper.mean().item()
@@ -369,10 +288,7 @@ def R14(on: Subject) -> Finding:
 
 
 def R15(on: Subject) -> Finding:
-    """Table 3: Recent and Candidate are best as large as each other, 0.45 of the budget.
-
-    Rule: at a quarter of the bytes the KL is not lower by a tenth if Recent gets 0.2 or 0.6.
-    """
+    """Measure the change of the KL by 0.2 and 0.6 of the budget for Recent."""
     paper = on.kl(KVReviver)
     few, many = (mean(on.kl(KVReviver, recent=share) - paper) for share in (0.2, 0.6))
     limit = 0.1 * paper.mean().item()
@@ -383,12 +299,7 @@ def R15(on: Subject) -> Finding:
 # ---- Scissorhands ---
 
 def S7(on: Subject) -> Finding:
-    """Appendix A and Section 3, on OPT models of billions of parameters: importance persists for more than
-    95 % of the pivotal tokens, x and F(x) are alike, weights follow a power law.
-
-    Rule, on a model of a billion parameters: in every layer it does, their cosine is above 0.9 and the law's
-    exponent above 2, as Theorem B.3 asks. On a smaller one it is not testable.
-    """
+    """Measure how far importance persists, the cosine of x and F(x), and the weights' power law."""
     found = observed(on.model, on.text.tokens)
     low = found.mean(1).argmin(1)  # a layer for each
     ratio, cosine, k = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
@@ -404,8 +315,9 @@ CLAIMS = {f.__name__: f for f in (P2, P3, P5, P6, P7, P8, P10, P12, P13, C1, C2,
 
 @torch.no_grad()
 def judge(claim: str, on: Subject) -> Finding:
-    """The claim's finding; where a model lacks what it asks for, or fails at the task, why it has none."""
+    """Return what is found of a claim; where a model fails at its task or lacks what it asks for, why."""
     try:
+        check_size(on.model, on.documents, 2, on.T)
         return CLAIMS[claim](on)
     except ValueError as error:
         return Finding(UNFIT, {}, str(error))

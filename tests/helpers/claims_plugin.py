@@ -1,0 +1,58 @@
+"""Hold CLAIMS.md to the tests: a run of all of them fails if it is stale; `pytest --write-claims` writes it.
+
+`@pytest.mark.claim("S3")` marks a test of claim S3, and note("S3", draws=80) records what the files in
+experiments/claims/ call {S3.draws}.
+"""
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-claims", action="store_true", help="write CLAIMS.md; needs a run of all tests")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "claim(*ids): the numbered claims of papers that this test checks")
+    if not hasattr(config, "workerinput"):  # not in xdist's workers, but where their reports arrive
+        if config.option.write_claims and not is_whole(config):
+            raise pytest.UsageError("--write-claims needs a run of all tests, without names, -k or -m")
+        config.pluginmanager.register(Claims(config))
+
+
+def is_whole(config) -> bool:
+    """Whether nothing on the command line leaves tests out."""
+    fewer = "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "collectonly", "lf"
+    return (config.args == config.getini("testpaths")
+            and not any(getattr(config.option, name, False) for name in fewer))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:  # these travel to where the reports arrive
+        item.user_properties += [("claim", x) for mark in item.iter_markers("claim") for x in mark.args]
+
+
+@pytest.fixture
+def note(record_property):
+    def noted(claim, **values):
+        for name, x in values.items():  # numpy's and torch's numbers cannot travel
+            record_property(f"{claim}.{name}", x.item() if hasattr(x, "item") else x)
+    return noted
+
+
+class Claims:
+    """What the tests of this run recorded."""
+
+    def __init__(self, config):
+        self.config, self.recorded = config, []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self.recorded += [(report.nodeid, name, value) for name, value in report.user_properties]
+
+    def pytest_sessionfinish(self, session, exitstatus):
+        if exitstatus == pytest.ExitCode.OK and is_whole(self.config):
+            from experiments.claims.claims_renderer import write_or_compare
+            try:
+                message = write_or_compare(self.recorded, self.config.option.write_claims)
+            except ValueError as error:
+                message, session.exitstatus = f"error: {error}", pytest.ExitCode.TESTS_FAILED
+            self.config.get_terminal_writer().line(f"\n{message}")
