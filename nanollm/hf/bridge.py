@@ -367,7 +367,6 @@ def detach(model):
 
 # ---- where a model keeps what methods ask for: output projections, RoPE's angles, masks --------------------
 
-
 def output_projections(model) -> list[nn.Module]:
     """What multiplies the heads' outputs, a layer each: found by name, beside the number of the layer."""
     found, layers = {}, model.config.get_text_config().num_hidden_layers
@@ -404,7 +403,7 @@ def frequencies(model, head_dim: int) -> Tensor | None:
 
 
 def windows(config) -> list[int | None]:
-    """How many of the last tokens each layer attends to, None for all; [] if the config does not say."""
+    """Return how many of the last tokens each layer attends to, None for all."""
     sizes = dict(sliding_attention=getattr(config, "sliding_window", None),
                  chunked_attention=getattr(config, "attention_chunk_size", None))
     kinds = getattr(config, "layer_types", None) or config.num_hidden_layers * ["sliding_attention"]
