@@ -347,7 +347,7 @@ def reading(problem: str):
     try:
         yield
     except Exception as error:  # of whichever library reads
-        raise ValueError(f"{problem} ({brief(error)}); download it again") from error
+        raise ValueError(f"{problem} ({brief(error)}); download it again, or update transformers") from error
     finally:
         logging.set_verbosity(level)
         if shows:
