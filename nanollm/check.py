@@ -167,4 +167,4 @@ def check_tokens(x: Tensor, name: str = "tokens"):
     """ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
     if not isinstance(x, Tensor) or x.dtype != int64 or x.dim() != 2 or not x.numel():
         given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} are empty or no int64 tensor (B, T) but {given}; torch.tensor([[3]]) is one")
+        raise ValueError(f"{name} are empty or no int64 tensor (B, T) but {given}; give torch.tensor([[3]])")
