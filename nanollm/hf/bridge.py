@@ -14,7 +14,7 @@ A memory answers as the model's own cache would, or raises a ValueError. It look
 first layer runs, so a call that it refuses leaves it as it was. Beam search, assisted decoding, `reset`,
 `crop` and `copy.deepcopy` work as with the model's own cache, as far as the method's state allows.
 
-Needs transformers 4.56 or newer; tested with 4.56.2, 4.57.6, 5.0.0, 5.2.0, 5.6.2, 5.12.1 and 5.23.0.
+Needs transformers 4.56 or newer; the tests run with the version in requirements.txt.
 """
 from collections.abc import Callable
 from copy import copy
@@ -56,6 +56,7 @@ class Layer(CacheLayerMixin):
     def __init__(self, cache: LayerCache):
         super().__init__()
         self.cache = cache
+        self.is_croppable = type(cache) is LayerCache  # slot i holds token i, and nothing else remembers it
 
     def update(self, k: Tensor, v: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
         if k.shape != v.shape:
@@ -79,13 +80,6 @@ class Layer(CacheLayerMixin):
 
     def lazy_initialization(self, *_):
         pass
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether slot i holds token i still, and nothing but the slots remembers the tokens."""
-        method, own = type(self.cache), ("attend", "write", "read", "observe")
-        return (self.cache.length == self.cache.seen and not self.cache.ragged
-                and all(getattr(method, name) is getattr(LayerCache, name) for name in own))
 
 
 class Memory(Cache):
@@ -216,7 +210,7 @@ def texts_of(x, i: Tensor, texts: int):
     """
     if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` has one row for all texts
         options, new = {field.name for field in fields(x)}, copy(x)
-        for name in vars(x).keys() - options - {"w_o", "freq", "below"}:
+        for name in vars(x).keys() - options - {"model", "below"}:
             setattr(new, name, texts_of(getattr(x, name), i, texts))
         return new
     if isinstance(x, Tensor) and len(x) == texts:

@@ -165,7 +165,6 @@ NAMES = {
         q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
         gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj")}
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
-PREFIX = {"gpt2": "transformer.", "llama": "model."}  # base models are saved without it
 TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D holds (in, out)
 DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old ones hold mask and angles
 
@@ -251,7 +250,8 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
     folder, device = Path(folder), check_device(device)
     check_dtype(dtype)
     config = read_config(folder)
-    prefix, found = PREFIX[config.family], {}  # full name → its shard, and the name there
+    prefix = LAYERS[config.family].split(".")[0] + "."  # base models are saved without it
+    found = {}  # full name → its shard, and the name there
     for file, shard in open_shards(folder).items():
         for name in shard.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
