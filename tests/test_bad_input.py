@@ -118,7 +118,7 @@ def test_a_knob_of_another_type_is_refused_by_name(model, name):
         make = of
     for knob in fields(of):
         kind = get_type_hints(of)[knob.name]
-        for x in [float("nan"), "12", [4], {}] + [True] * (kind is not bool) + [2.5] * (kind is int):
+        for x in [float("nan"), "12", [4], {}, ((0,),)] + [True] * (kind is not bool) + [2.5] * (kind is int):
             if kind is str and x == "12":
                 continue  # which the method itself looks at
             with pytest.raises(ValueError, match=f"{knob.name} .*must be") as error:
