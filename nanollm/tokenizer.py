@@ -69,37 +69,28 @@ def save(ranks: dict[bytes, int], path: str | Path):
     Path(path).write_text("".join(lines))
 
 
-def load(name: str | Path) -> tiktoken.Encoding:
-    """The encoding in a .tiktoken file that `save` wrote, or one of tiktoken's own by name, such as "gpt2".
+def load(file: str | Path) -> tiktoken.Encoding:
+    """Return the encoding in a .tiktoken file that `save` wrote.
 
     Raises ValueError naming a broken file and its line. Only `check_vocabulary` sees one cut at a line's end.
     """
-    if Path(name).suffix == ".tiktoken":
-        if not isfile(name):
-            raise ValueError(f"no tokenizer at {name}")
-        ranks = {}
-        for line in Path(name).read_bytes().splitlines():
-            try:
-                token, rank = line.split()
-                token, right = base64.b64decode(token, validate=True), int(rank) == len(ranks)
-            except ValueError:
-                right = False
-            if not right or ranks.setdefault(token, len(ranks)) != int(rank):
-                n = len(ranks)
-                raise ValueError(f"line {n + 1} of {name}, {line!r:.60}, must be a new token in base64 and "
-                                 f"its rank {n}; copy the file again")
-        if missing := {bytes([b]) for b in range(256)} - ranks.keys():
-            raise ValueError(f"{name} has no token for the byte {ord(min(missing))}; copy the file again")
-        return tiktoken.Encoding(Path(name).stem, pat_str=PATTERN, mergeable_ranks=ranks,
-                                 special_tokens={BOS: len(ranks)})
-    if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"unknown tokenizer {name!r}; give a .tiktoken file or one of "
-                         f"{tiktoken.list_encoding_names()}")
-    try:
-        return tiktoken.get_encoding(name)
-    except OSError as error:  # requests' errors are OSErrors
-        raise ValueError(f"tiktoken downloads {name!r} once, and that failed; go online, "
-                         "or set TIKTOKEN_CACHE_DIR to a folder that holds it") from error
+    if not isfile(file):
+        raise ValueError(f"no tokenizer at {file}")
+    ranks = {}
+    for line in Path(file).read_bytes().splitlines():
+        try:
+            token, rank = line.split()
+            token, right = base64.b64decode(token, validate=True), int(rank) == len(ranks)
+        except ValueError:
+            right = False
+        if not right or ranks.setdefault(token, len(ranks)) != int(rank):
+            n = len(ranks)
+            raise ValueError(f"line {n + 1} of {file}, {line!r:.60}, must be a new token in base64 and "
+                             f"its rank {n}; copy the file again")
+    if missing := {bytes([b]) for b in range(256)} - ranks.keys():
+        raise ValueError(f"{file} has no token for the byte {ord(min(missing))}; copy the file again")
+    return tiktoken.Encoding(Path(file).stem, pat_str=PATTERN, mergeable_ranks=ranks,
+                             special_tokens={BOS: len(ranks)})
 
 
 class Foreign:

@@ -68,10 +68,9 @@ def test_the_prompt_that_ends_is_the_one_that_was_read(model, name):
 @pytest.mark.parametrize("spoil, message", [
     (lambda caches: [caches[0]] * 2, "2 layers need a cache each, not 2 of which 1 differ; use make_cache"),
     (lambda caches: caches[:1], "2 layers need a cache each, not 1"),
-    (lambda caches: [*caches, LayerCache()], "2 layers need a cache each, not 3"),
     (lambda caches: [caches[0], LayerCache()], "seen 0 to 5 tokens and must agree"),
     *((lambda caches, x=x: x, "is no list of caches; use make_cache")
-      for x in (3, "ab", LayerCache(), [None, None], [LayerCache, LayerCache]))])
+      for x in (LayerCache(), [LayerCache, LayerCache]))])
 def test_each_layer_has_a_cache_of_its_own_in_step_with_the_others(model, spoil, message):
     caches = make_cache(model)
     model(TOKENS[:, :5], caches)
@@ -82,26 +81,25 @@ def test_each_layer_has_a_cache_of_its_own_in_step_with_the_others(model, spoil,
 
 # 2 texts, 2 key/value heads, 4 query heads, 3 tokens, head dim 8
 Q, K, POS = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 3, 8), torch.arange(3)[None]
-SHAPES, DTYPES = "q, k and v of shapes", "must be of one floating dtype on one device"
+SHAPES = "q, k and v of shapes"
 NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("call, tensors, message", [
     ("attend", (Q, K, torch.zeros(2, 2, 4, 8), POS), SHAPES),
-    *(("attend", (q, K, K, POS), SHAPES) for q in (Q[:, :, :2], Q[:, :3], Q[:, :0], Q[:1], Q[..., :6])),
+    *(("attend", (q, K, K, POS), SHAPES) for q in (Q[:, :, :2], Q[:, :3], Q[..., :6])),
     ("attend", (Q[:, :, :0], K[:, :, :0], K[:, :, :0], POS[:, :0]), "with T at least 1"),
     ("attend", (Q, K, K, POS[:, :2]), r"pos of shape \(1, 2\) must be \(2 or 1, 3\)"),
     ("attend", (Q, K, K, POS.float()), "and not torch.float32"),
     ("attend", (Q[:, :2], K[:, :1], K[:, :1], POS), "2 texts of 1 heads come to a cache that holds 2 of 2"),
-    ("attend", (Q.half(), K, K, POS), DTYPES), ("attend", (None, K, K, POS), "q, k, v and pos must be"),
-    ("attend", (Q.to("meta"), K, K, POS), "torch.float32 on meta, torch.float32 on cpu"),
-    ("keep", ([[0]],), "slots to keep are a list; give an int64 tensor"),
-    ("keep", (NO_INDEX[:1, :, None],), r"of shape \(1, 2, 1\), torch.int64, must be \(2, 2, n\)"),
-    ("keep", (NO_INDEX,), "must be"), ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
+    ("attend", (Q.half(), K, K, POS), "must be of one floating dtype on one device"),
+    ("attend", (None, K, K, POS), "q, k, v and pos must be"),
+    ("keep", ([[0]],), r"slots to keep \[\[0\]\] must be an int64 tensor"),
+    ("keep", (NO_INDEX[:1, :, None],), r"\(1, 2, 1\), torch.int64, must be an int64 tensor \(2, 2, n\)"),
+    ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
     ("keep", (NO_INDEX[..., None] + 3,), "slot 3 is to be kept, but there are 3"),
     ("shrink", (torch.zeros(2, 4, 3), 2), r"scores \(2, 4, 3\) must be a tensor \(2, 2, 3\)"),
-    ("shrink", (torch.zeros(2, 2, 3) / torch.tensor([1, 0, 1]), 1), "4 of 12 scores are NaN; score"),
-    ("shrink", ([1.0], 2), "scores list must be")])
+    ("shrink", (torch.zeros(2, 2, 3) / torch.tensor([1, 0, 1]), 1), "4 of 12 scores are NaN; score")])
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, tensors, message):
     cache = LayerCache()
     cache.attend(Q, K, K, POS)
@@ -120,7 +118,7 @@ def test_a_knob_of_another_type_is_refused_by_name(model, name):
         make = of
     for knob in fields(of):
         kind = get_type_hints(of)[knob.name]
-        for x in [float("nan"), "12", [4], {}] + [True] * (kind is not bool) + [2.5] * (kind is int):
+        for x in [float("nan"), "12", [4], {}, ((0,),)] + [True] * (kind is not bool) + [2.5] * (kind is int):
             if kind is str and x == "12":
                 continue  # which the method itself looks at
             with pytest.raises(ValueError, match=f"{knob.name} .*must be") as error:
@@ -132,7 +130,7 @@ def test_a_knob_of_another_type_is_refused_by_name(model, name):
     *((METHODS[name], dict(budget=BUDGET)) for name in ("random", "cam", "kv_reviver")),
     (SubGen, dict(radius=1.0, samples=1, draws=1)), (SubGen4Cache, dict(radius=1.0, samples=1, draws=1))])
 def test_a_seed_is_one_for_every_layer_or_refused_before_it_is_used(Method, knobs):
-    for seed in (-1, 2 ** 62, 10 ** 30):
+    for seed in (-1, 2 ** 62):
         with pytest.raises(ValueError, match="seed .*must be") as error:
             Method(seed=seed, **knobs)
         one_line(error)

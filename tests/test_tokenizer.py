@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from hypothesis import given, settings, strategies as st
 import pytest
 import regex
-import requests
-import tiktoken
 import torch
 
 from common import ENCODING
@@ -68,17 +66,6 @@ def test_saved_and_loaded_encoding_is_the_same(tmp_path):
     assert BASE + 100 not in encoding.encode_ordinary(BOS)
 
 
-def test_tiktokens_own_encodings_by_name_and_a_failed_download(monkeypatch):
-    def offline(name):
-        raise requests.exceptions.ConnectionError("no route to host")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.get)
-    assert load("gpt2") is ENCODING
-    monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(ValueError, match="downloads 'gpt2' once.*TIKTOKEN_CACHE_DIR"):
-        load("gpt2")
-
-
 LINES = (TINY / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
 
 
@@ -111,7 +98,6 @@ def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: load("gpt5000"), "unknown tokenizer 'gpt5000'.*'gpt2'.*'cl100k_base'"),
     (lambda: load("nowhere/x.tiktoken"), "no tokenizer at nowhere/x.tiktoken"),
     (lambda: train(["text"], 355), "vocab_size 355 must be at least 356"),
     (lambda: train("text", 356), "texts are one string")])

@@ -2,7 +2,7 @@
 
 Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5. A
 checkpoint that Decoder would compute differently from its authors is a ValueError, never an
-approximation.
+approximation. Any other family, and every tokenizer, is read by transformers (`hf_model`, `hf_tokenizer`).
 """
 from contextlib import contextmanager
 import json
@@ -16,8 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch import Tensor
 
-from nanollm.check import SCALING, check_field, whole
-from nanollm.model import Attention, Config, Decoder
+from nanollm.check import whole
+from nanollm.model import SCALING, Attention, Config, Decoder, check_field
 from nanollm.tokenizer import Foreign
 
 # ---- config.json ---------------------------------------------------------------------------------------
@@ -31,18 +31,6 @@ KEYS = {
                   n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim",
                   d_model="hidden_size", d_ff="intermediate_size", norm_eps="rms_norm_eps",
                   tie_embeddings="tie_word_embeddings")}
-# what a key must hold, and those that may hold null; Config checks what has one name here and there
-TYPES = {theirs: Config.__annotations__[ours] for names in KEYS.values() for ours, theirs in names.items()}
-TYPES |= dict(rope_scaling=dict, rope_parameters=dict, sliding_window=int, use_sliding_window=bool,
-              attention_bias=bool, mlp_bias=bool, scale_attn_weights=bool, add_cross_attention=bool,
-              scale_attn_by_inverse_layer_idx=bool)
-OPTIONAL = {"n_inner", "num_key_value_heads", "head_dim", "sliding_window", "rope_scaling", "rope_parameters"}
-
-
-def check_types(hf: dict):
-    for key, x in hf.items():
-        if key in TYPES and not (x is None and key in OPTIONAL):
-            check_field(key, x, TYPES[key])
 
 
 def require(hf: dict, key: str, *allowed):
@@ -53,9 +41,13 @@ def require(hf: dict, key: str, *allowed):
 
 
 def fields(hf: dict, family: str, **default) -> dict:
-    given = {key: x for key, x in hf.items() if x is not None}  # null stands for the default
-    return {"bos": hf.get("bos_token_id")} | {ours: (default | given)[theirs]
-                                               for ours, theirs in KEYS[family].items()}
+    """Return the fields of Config under KEYS, checked under their names; null stands for the default."""
+    found = dict(bos=hf.get("bos_token_id"))
+    for ours, theirs in KEYS[family].items():
+        if (x := hf.get(theirs)) is not None:
+            check_field(theirs, x, Config.__annotations__[ours])
+        found[ours] = default[theirs] if x is None else x
+    return found
 
 
 def gpt2_config(hf: dict) -> Config:
@@ -63,21 +55,25 @@ def gpt2_config(hf: dict) -> Config:
     require(hf, "scale_attn_weights", True)
     require(hf, "scale_attn_by_inverse_layer_idx", False)
     require(hf, "add_cross_attention", False)
+    width = whole("n_embd", hf["n_embd"], 1)
     return Config(family="gpt2", n_kv_heads=hf["n_head"], qkv_bias=True, o_bias=True, mlp_bias=True,
-                  **fields(hf, "gpt2", n_inner=4 * hf["n_embd"], tie_word_embeddings=True))
+                  **fields(hf, "gpt2", n_inner=4 * width, tie_word_embeddings=True))
 
 
 def llama_config(hf: dict) -> Config:
-    kind, max_len = hf["model_type"], hf["max_position_embeddings"]
+    kind, max_len = hf["model_type"], whole("max_position_embeddings", hf["max_position_embeddings"], 1)
     require(hf, "hidden_act", "silu")
     if kind == "qwen2":
         require(hf, "use_sliding_window", False)
     if kind == "mistral":
         window = hf.get("sliding_window", 4096)  # absent means 4096, null means none
-        if window is not None and window < max_len:
+        if window is not None and whole("sliding_window", window, 1) < max_len:
             raise ValueError(f"sliding_window {window} is below max_position_embeddings {max_len}, "
                              "and windowed attention is not implemented; use a Mistral from v0.2 on")
     # transformers 5 writes rope_parameters, with rope_theta inside, in place of rope_scaling
+    for key in ("rope_scaling", "rope_parameters"):
+        if hf.get(key) is not None:
+            check_field(key, hf[key], dict)
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {"rope_type": "default"}
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
     require(rope, "rope_type", "default", "llama3")
@@ -108,31 +104,25 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def config_file(folder: str | Path) -> tuple[Path, dict]:
-    """config.json and what it holds. ValueError if its model_type is no name or its layers are too many."""
+def config_file(folder: str | Path) -> dict:
+    """Return what config.json holds. ValueError if its layers are too many."""
     path = Path(folder) / "config.json"
     if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
     hf = read_json(path)
-    if not isinstance(kind := hf.get("model_type", ""), str):
-        raise ValueError(f"{path}: model_type {kind!r:.60} is no name; known are {', '.join(READERS)}, and "
-                         "those of transformers")
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if hf.get(key) is not None:
             whole(f"{path}: {key}", hf[key], 1, 1000)  # of more, modules would be made for minutes
-    return path, hf
+    return hf
 
 
 def read_config(folder: Path) -> Config:
-    path, hf = config_file(folder)
-    kind = hf.get("model_type")
+    hf, path = config_file(folder), Path(folder) / "config.json"
+    kind = str(hf.get("model_type"))
+    if kind not in READERS:
+        raise ValueError(f"{path}: model_type {kind!r:.60} is unknown; known are {', '.join(READERS)}")
     try:
-        if kind not in READERS:
-            raise ValueError(f"model_type {kind!r:.60} is unknown; known are {', '.join(READERS)}")
-        if hf.get("quantization_config") is not None:
-            raise ValueError("quantization_config means quantized weights, which are not implemented; "
-                             "use plain ones")
-        check_types(hf)
+        require(hf, "quantization_config", None)
         return READERS[kind](hf)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}; download it again") from None
@@ -164,63 +154,51 @@ def hf_config(c: Config) -> dict:
 
 # ---- model.safetensors ---------------------------------------------------------------------------------
 
-# Hugging Face's modules and ours; # is the layer.
+# our modules and Hugging Face's; those of a layer stand below LAYERS
 NAMES = {
-    "gpt2": {
-        "transformer.wte": "embed", "transformer.wpe": "positions", "transformer.ln_f": "norm",
-        "lm_head": "head",
-        "transformer.h.#.ln_1": "blocks.#.norm1", "transformer.h.#.ln_2": "blocks.#.norm2",
-        "transformer.h.#.attn.c_attn": "blocks.#.attention.qkv",
-        "transformer.h.#.attn.c_proj": "blocks.#.attention.o",
-        "transformer.h.#.mlp.c_fc": "blocks.#.mlp.up", "transformer.h.#.mlp.c_proj": "blocks.#.mlp.down"},
-    "llama": {
-        "model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head",
-        "model.layers.#.input_layernorm": "blocks.#.norm1",
-        "model.layers.#.post_attention_layernorm": "blocks.#.norm2",
-        **{f"model.layers.#.self_attn.{x}_proj": f"blocks.#.attention.{x}" for x in "qkvo"},
-        **{f"model.layers.#.mlp.{x}_proj": f"blocks.#.mlp.{x}" for x in ("gate", "up", "down")}}}
-PREFIX = {"gpt2": "transformer.", "llama": "model."}  # base models are saved without it
+    "gpt2": dict(
+        embed="transformer.wte", positions="transformer.wpe", norm="transformer.ln_f", head="lm_head",
+        norm1="ln_1", norm2="ln_2", qkv="attn.c_attn", o="attn.c_proj", up="mlp.c_fc", down="mlp.c_proj"),
+    "llama": dict(
+        embed="model.embed_tokens", norm="model.norm", head="lm_head",
+        norm1="input_layernorm", norm2="post_attention_layernorm",
+        q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
+        gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj")}
+LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
 TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D holds (in, out)
 DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old ones hold mask and angles
 
 
 def layout(model: Decoder) -> dict[str, Tensor]:
-    """Hugging Face's name of every tensor → our parameter, or the part of one, that it is."""
-    names = {}
-    for theirs, ours in NAMES[model.config.family].items():
-        if theirs == "lm_head" and model.config.tie_embeddings:
-            continue
-        for i in range(model.config.n_layers if "#" in theirs else 1):
-            parent, _, name = ours.replace("#", str(i)).rpartition(".")
-            part = "qkv".find(name) if len(name) == 1 else -1  # q, k and v are rows of qkv
-            module = model.get_submodule(f"{parent}.{'qkv' if part >= 0 else name}".lstrip("."))
-            for kind in ("weight", "bias"):
-                x = getattr(module, kind, None)
-                if x is not None:
-                    names[f"{theirs}.{kind}".replace("#", str(i))] = \
-                        x if part < 0 else model.get_submodule(parent).split(x)[part]
+    """Return Hugging Face's name of every tensor → our parameter, or the part of one, that it is."""
+    family, names = model.config.family, {}
+    for ours, x in model.named_parameters():  # blocks.3.attention.qkv.weight; a tied head is none
+        *path, module, kind = ours.split(".")
+        parts = {module: x}
+        if module not in NAMES[family]:  # q, k and v are rows of qkv
+            parts = dict(zip("qkv", model.get_submodule(".".join(path)).split(x)))
+        for part, rows in parts.items():
+            above = f"{LAYERS[family]}.{path[1]}." if path else ""
+            names[f"{above}{NAMES[family][part]}.{kind}"] = rows
     return names
 
 
 def open_shards(folder: Path) -> dict[Path, safe_open]:
-    """The checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
-    files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
-    if not isfile(files[0]) and isfile(index):
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict) or not names:
+    """Return the checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if not isfile(folder / names[0]) and isfile(index):
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map, an object {{tensor: file}}; download it again")
-        there = [file for file in sorted(folder.glob("*.safetensors")) if isfile(file)]
-        for name in names.values():  # a file of this folder: not one above it, no number, no list
-            if name not in [file.name for file in there]:
-                raise ValueError(f"{index} lists {name!r:.100}, which is missing there; download it again")
-        files = [file for file in there if file.name in names.values()]
-    elif not isfile(files[0]):
-        if pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
-            raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it "
-                             "to safetensors (transformers: load it, then save_pretrained)")
-        raise ValueError(f"{files[0]} is missing; give the folder of a Hugging Face checkpoint")
+        names = sorted({str(name) for name in weight_map.values()})
+    elif not isfile(folder / names[0]) and (pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]):
+        raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it "
+                         "to safetensors (transformers: load it, then save_pretrained)")
     shards = {}
-    for file in files:
+    for name in names:
+        file = folder / name
+        if Path(name).name != name or not isfile(file):  # only a file of this folder, not one above it
+            raise ValueError(f"{str(file)!r:.200} is missing; give the folder of a whole checkpoint")
         try:
             shards[file] = safe_open(file, "pt")
         except SafetensorError as error:
@@ -272,15 +250,15 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
     folder, device = Path(folder), check_device(device)
     check_dtype(dtype)
     config = read_config(folder)
-    prefix, found = PREFIX[config.family], {}  # full name → the file, its shard, and the name there
+    prefix = LAYERS[config.family].split(".")[0] + "."  # base models are saved without it
+    found = {}  # full name → its shard, and the name there
     for file, shard in open_shards(folder).items():
         for name in shard.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
             if full in found:
-                other, _, there = found[full]
-                raise ValueError(f"{name!r} in {file} and {there!r} in {other} are one tensor; remove one")
+                raise ValueError(f"{name!r} in {file} is the second tensor {full}; remove one of them")
             if not DERIVED.search(full):
-                found[full] = file, shard, name
+                found[full] = shard, name
 
     is_it = "is config.json that of these weights?"
     try:
@@ -297,7 +275,7 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
         want = list(p.T.shape if TRANSPOSED.search(name) else p.shape)
         if name not in found:
             raise ValueError(f"tensor {name} {want} is missing from {folder}; {is_it}")
-        _, shard, there = found[name]
+        shard, there = found[name]
         if (shape := shard.get_slice(there).get_shape()) != want:
             raise ValueError(f"tensor {there} is {shape} and should be {want}; {is_it}")
 
@@ -305,14 +283,14 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
     if config.tie_embeddings:  # to_empty has untied them
         model.head.weight = model.embed.weight
     for name, p in layout(model).items():
-        _, shard, there = found[name]
+        shard, there = found[name]
         x = shard.get_tensor(there)
         if not x.is_floating_point():
             raise ValueError(f"tensor {there} holds {x.dtype}, as if quantized; use weights that are not")
         if not p.copy_(x.T if TRANSPOSED.search(name) else x).isfinite().all():
             raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype "
                              "or download it again")
-    if tied and not torch.equal(tied[1].get_tensor(tied[2]).to(model.head.weight), model.head.weight):
+    if tied and not torch.equal(tied[0].get_tensor(tied[1]).to(model.head.weight), model.head.weight):
         raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says "
                          "tie_word_embeddings; set it to false there")
     return model.eval()
@@ -355,19 +333,21 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
 
 
 def is_known(folder: str | Path) -> bool:
-    """Whether `from_hf` reads the family of this folder's checkpoint, or is to say what is wrong with it."""
-    return not isfile(Path(folder) / "config.json") or config_file(folder)[1].get("model_type") in READERS
+    """Return whether `from_hf` reads this folder's family, or is to say what is wrong with the folder."""
+    return not isfile(Path(folder) / "config.json") or str(config_file(folder).get("model_type")) in READERS
 
 
 @contextmanager
-def quiet():
-    """Within, transformers shows no progress and logs nothing: what is wrong is raised, in one line."""
+def reading(problem: str):
+    """Within, transformers shows no progress and logs nothing; what it raises is a ValueError of one line."""
     from transformers.utils import logging
     shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
+    except Exception as error:  # of whichever library reads
+        raise ValueError(f"{problem} ({brief(error)}); download it again, or update transformers") from error
     finally:
         logging.set_verbosity(level)
         if shows:
@@ -378,13 +358,10 @@ def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str
     """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
     config_file(folder)
     from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
-    try:
-        with quiet():
-            model, told = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
-                output_loading_info=True, ignore_mismatched_sizes=True)  # which is refused below, by name
-    except Exception as error:  # of whichever library reads it
-        raise ValueError(f"{folder} cannot be read ({brief(error)}); download it again") from error
+    with reading(f"{folder} cannot be read"):
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
+            output_loading_info=True, ignore_mismatched_sizes=True)  # which is refused below, by name
     if others := sorted(told["mismatched_keys"]):
         name, shape, want = others[0]
         raise ValueError(f"tensor {name} of {folder} is {list(shape)} and should be {list(want)}; "
@@ -398,12 +375,9 @@ def hf_skeleton(folder: str | Path):
     """transformers' model of a folder's config.json, without memory for its weights."""
     config_file(folder)
     from transformers import AutoConfig, AutoModelForCausalLM
-    try:
-        with quiet(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise ValueError(f"{folder}/config.json is not understood ({brief(error)})") from error
+    with reading(f"{folder}/config.json is not understood"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config)
 
 
 def hf_tokenizer(folder: str | Path):
@@ -416,10 +390,8 @@ def hf_tokenizer(folder: str | Path):
     for file in (*folder.glob("*token*.json"), *folder.glob("vocab.json")):
         read_json(file)  # transformers' message would not say which of them is broken
     from transformers import AutoTokenizer  # here, as importing it takes seconds
-    try:
+    with reading(f"{folder} has a broken tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not tokenizer.encode("The"):  # some that are broken load, and lose every text or fail on the first
             raise ValueError("it makes no tokens of a text")
         return Foreign(tokenizer)
-    except Exception as error:  # of whichever library reads it
-        raise ValueError(f"{folder} has a broken tokenizer ({brief(error)}); download it again") from error

@@ -56,7 +56,7 @@ def test_prompts_fit_beside_the_weights_by_the_larger_of_two_sizes(monkeypatch, 
 
 @pytest.mark.parametrize("change, message", [
     *((dict(num_hidden_layers=n), f"num_hidden_layers {n} must be a whole number from 1 to 1000")
-      for n in (0, -2, 10 ** 8)), (dict(model_type=["qwen3"]), "model_type ['qwen3'] is no name"),
+      for n in (0, -2, 10 ** 8)), (dict(model_type=["qwen3"]), "config.json is not understood"),
     (dict(rope_theta="x"), "is not understood")])
 def test_a_config_that_cannot_be_is_one_line(change, message, tmp_path, capfd):
     (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3", **QWEN) | change))

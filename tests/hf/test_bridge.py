@@ -3,6 +3,7 @@ from copy import deepcopy
 import functools
 import logging
 import runpy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import transformers as hf
 from methods.duo_gates import gates, retrieval_heads
 from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer
-from nanollm.cache import cache_bytes, make_cache
+from nanollm.cache import make_cache
 from nanollm.commands.registry import given, pick
 from nanollm.generate import end_prompt
 from nanollm.hf import checkpoint
@@ -38,7 +39,9 @@ FAMILIES = {
     "Nemotron": SHAPE, "Llama4Text": WIDE | dict(num_local_experts=2, intermediate_size_mlp=48),
     "OPT": dict(vocab_size=V, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
                 max_position_embeddings=128, word_embed_proj_dim=32)}
-LATE = "StableLm", "Olmoe", "Nemotron"  # replaceable in newer versions only
+# families that rotate keys as our decoder does: others pair other dimensions, rotate a part, or none
+ROPE = ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo", "Olmo2", "SmolLM3", "Granite", "Mixtral",
+        "Olmoe", "Starcoder2", "Gemma", "Qwen3Moe")
 TOKENS = torch.randint(3, V, (3, T), generator=torch.Generator().manual_seed(1))
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -46,10 +49,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 def tiny(family: str, **changed):
     torch.manual_seed(0)
     config = getattr(hf, f"{family}Config")(**FAMILIES.get(family, WIDE) | changed)
-    model = hf.AutoModelForCausalLM.from_config(config).eval()
-    if hf.__version__ != "5.23.0" and family in LATE and not model._can_set_attn_implementation():
-        pytest.skip(f"{family} has its own attention in transformers {hf.__version__}")
-    return model
+    return hf.AutoModelForCausalLM.from_config(config).eval()
 
 
 def own(model, **memory):
@@ -71,6 +71,7 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
     o, heads = memory.model.blocks[0].attention.o, torch.randn(5, *memory.caches[0].w_o.shape[1:])
     products = o(heads.flatten(1)) - o(0 * heads.flatten(1))  # without a bias
     torch.testing.assert_close(torch.einsum("thd,ohd->to", heads, memory.caches[0].w_o), products)
+    assert (memory.model.freq is not None) == (family in ROPE)  # StreamingLLM moves its keys by it
     model(TOKENS[:, :-1], past_key_values=memory)
     memory.end_prompt()
     assert torch.equal(own(model, past_key_values=memory), written)
@@ -98,7 +99,7 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
         Method = pick([name])[name]
         knobs = given(Method, budget=40, window_size=8)
         if name == "duo_attention":  # as it calibrates itself, on less
-            knobs["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=60), 0.6)
+            knobs["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=20), 0.6)
         caches = make_cache(model, for_text(Method, ends), **knobs)
         feed(model, tokens[:, :-1], caches)
         end_prompt(model, tokens[:, :-1], caches)
@@ -125,7 +126,7 @@ DEEPSEEK = SHAPE | EXPERTS | dict(
     ("GptOss", WIDE | EXPERTS | dict(num_local_experts=4), "layer 0 has sink logits"),
     ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of [46]; take"),
     ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
-    ("Bloom", dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4), "BloomForCausalLM does not go")])
+    ("Mamba", dict(vocab_size=V, hidden_size=32, num_hidden_layers=2), "no attention heads; take")])
 def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape, message):
     monkeypatch.setitem(FAMILIES, family, shape)
     model = tiny(family)
@@ -137,19 +138,12 @@ def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape,
     assert torch.equal(own(model), written)
 
 
-def test_an_encoder_is_refused():
-    config = hf.T5Config(vocab_size=V, d_model=32, num_layers=1)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder; take"):
-        attach(hf.T5ForConditionalGeneration(config))
-
-
-@pytest.mark.parametrize("model, message", [
-    (None, "NoneType is no model of transformers; load"), ("gpt2", "str is no"),
-    (torch.nn.ReLU(), "ReLU is no"),
-    (hf.MambaForCausalLM(hf.MambaConfig(vocab_size=V, hidden_size=32, num_hidden_layers=2)), "no attention")])
-def test_what_is_no_model_with_attention_is_refused(model, message):
-    with pytest.raises(ValueError, match=message):
-        attach(model)
+def test_what_is_no_decoder_of_transformers_is_refused():
+    encoder = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=V, d_model=32, num_layers=1))
+    for model, message in ((None, "NoneType is no model of transformers; load"), (torch.nn.ReLU(), "ReLU is"),
+                           (encoder, "T5ForConditionalGeneration has an encoder; take")):
+        with pytest.raises(ValueError, match=message):
+            attach(model)
 
 
 def test_an_older_transformers_is_refused(monkeypatch):
@@ -163,10 +157,6 @@ def test_an_attach_that_is_refused_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="budget"):
         attach(model, StreamingLLM, budget=0)
     assert model.config._attn_implementation == "sdpa" and not model.get_decoder()._forward_pre_hooks
-    attach(model)
-    with pytest.raises(ValueError, match="budget"):
-        attach(model, StreamingLLM, budget=0)
-    assert model.config._attn_implementation == "nanollm"  # as another memory may need it
 
 
 READ, NEW, HIDDEN = TOKENS[:, :30], TOKENS[:, 30:], torch.ones(3, T).index_fill(1, torch.tensor(0), 0)
@@ -175,28 +165,24 @@ SLIDES = dict(use_sliding_window=True, sliding_window=35,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("message, family, changed, before, call", [
-    ("must show all 40 tokens, with", "Llama", {}, "eval", dict(attention_mask=HIDDEN)),
-    ("must show all 40 tokens, with", "GPT2", {}, "eval", dict(attention_mask=HIDDEN[:, -10:])),
+@pytest.mark.parametrize("message, family, changed, mode, call", [
+    ("must show all 40 tokens, those", "Llama", {}, "eval", dict(attention_mask=HIDDEN)),
+    ("must show all 40 tokens, those", "GPT2", {}, "eval", dict(attention_mask=HIDDEN[:, -10:])),
     ("not causal", "Llama", {}, "eval", dict(attention_mask=torch.zeros(3, 1, 10, T))),
     ("position_ids must be 30 … 39", "Llama", {}, "eval", dict(position_ids=torch.arange(5).repeat(2)[None])),
-    ("use_cache is False", "Llama", {}, "eval", dict(use_cache=False)),
-    ("ids 97 … 97 must lie in the voc", "Llama", {}, "eval", dict(input_ids=NEW * 0 + V)),
-    ("132 tokens exceed the model's length", "GPT2", {}, "eval", dict(input_ids=READ[:, :17].repeat(1, 6))),
+    ("no tokens beyond the 30", "Llama", {}, "eval", dict(input_ids=NEW[:, :0])),
     ("1 texts of 2 heads come", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
     ("layer 1 attends to the last 35 tokens alone", "Qwen2", SLIDES, "eval", {}),
-    ("drops 0.5 of the attention", "Llama", dict(attention_dropout=0.5), "train", {}),
-    ("gradient checkpointing", "Llama", {}, "gradient_checkpointing_enable", {}),
-    ("written in torch.float32 on cpu, and new keys are torch.float64", "Llama", {}, "double", {})])
-def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, before, call):
+    ("call model.eval", "Llama", dict(attention_dropout=0.5), "train", {})])
+def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, mode, call):
     model = tiny(family, **changed)
     memory, expected = attach(model), model(TOKENS[:, :35]).logits[:, 30:]
     model(READ, past_key_values=memory)
-    getattr(model.train("grad" in message), before)()
+    getattr(model, mode)()
     with pytest.raises(ValueError, match=message) as error:
         model(**dict(input_ids=NEW, past_key_values=memory) | call)
     assert "\n" not in str(error.value)
-    model.float().eval()
+    model.eval()
     torch.testing.assert_close(model(NEW[:, :5], past_key_values=memory).logits, expected, atol=1e-5, rtol=0)
 
 
@@ -244,10 +230,9 @@ def test_a_memory_is_read_by_its_own_model_while_that_is_attached():
     with pytest.raises(ValueError, match="belongs to another model; make one"):
         other(NEW, past_key_values=memory)
     detach(model)
-    for call in (lambda: model(NEW, past_key_values=memory), lambda: bridged(TOKENS, make_cache(bridged))):
-        with pytest.raises(ValueError, match="was detached, or never attached"):
-            call()
-    attach(torch.compile(model))  # the model itself
+    with pytest.raises(ValueError, match="was detached, or never attached"):
+        model(NEW, past_key_values=memory)
+    attach(SimpleNamespace(_orig_mod=model))  # as torch.compile wraps it: the model itself
     twin = type(model)(model.config).eval()  # whose config is the same object, and so names our attention
     twin.load_state_dict(model.state_dict())
     of_twin = attach(twin)
@@ -270,7 +255,7 @@ def test_gradients_go_through_the_first_call_and_are_refused_after_it():
 
 # ---- what transformers' own caches can do ----------------------------------------------------------------
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "GPTNeoX", "GPT2", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
 def test_beams_and_drafts_are_those_of_the_models_own_cache(family):
     model, changed = tiny(family), {"n_layer" if family == "GPT2" else "num_hidden_layers": 1}
     for weight in model.parameters():
@@ -333,10 +318,7 @@ def test_what_cannot_be_taken_out_or_chosen_is_refused():
     for call, message in ((lambda: memory.crop(-1), "StreamingLLM cannot take tokens out"),
                           (lambda: model.generate(TOKENS[:1], **draft), "StreamingLLM cannot take tokens"),
                           (lambda: memory.crop(-41), "crop -41 must be a whole number of at least -40"),
-                          (lambda: memory.crop(2.5), "crop 2.5 must be a whole number"),
-                          (lambda: model(TOKENS[:, :0], past_key_values=memory), "no tokens beyond the 40"),
-                          (lambda: model(past_key_values=memory), "no tokens beyond the 40"),
-                          (lambda: memory.reorder_cache(torch.tensor([3])), "3 texts, 0 … 2, and not all")):
+                          (lambda: memory.reorder_cache(torch.tensor([3])), "not all among 0 … 2")):
         with pytest.raises(ValueError, match=message):
             call()
 
@@ -355,26 +337,3 @@ def test_a_copy_of_a_memory_goes_its_own_way_and_reset_begins_anew():
     assert torch.equal(model(NEW, past_key_values=memory).logits, model(NEW).logits)
     memory.end_prompt()
     assert memory.caches[0].length == 8 and twin.get_seq_length() == T
-
-
-@torch.no_grad()
-def test_two_models_have_memories_of_their_own():
-    models = tiny("Llama"), tiny("Qwen2")
-    alone = [model(TOKENS).logits for model in models]
-    memories = [attach(model) for model in models]
-    for part in TOKENS.split(20, 1):
-        last = [model(part, past_key_values=memory).logits for model, memory in zip(models, memories)]
-    for expected, logits in zip(alone, last):
-        torch.testing.assert_close(logits, expected[:, -20:], atol=1e-5, rtol=0)
-    live, _ = cache_bytes(memories[0].caches)
-    assert live == 3 * 3 * 2 * T * (2 * 8 * 4 + 4)  # layers, texts, heads, tokens, k and v and a position
-
-
-@torch.no_grad()
-def test_streaming_llm_moves_keys_only_where_rope_is_known():
-    """Where a family pairs other dimensions, or rotates a part of them, its angles are not taken."""
-    known = {family for family in FAMILIES if family not in LATE and Bridged(tiny(family)).freq is not None}
-    assert known == {"Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo", "Olmo2", "SmolLM3", "Granite",
-                     "Mixtral", "Starcoder2", "Gemma", "Qwen3Moe"}
-    with pytest.raises(ValueError, match="positions"):
-        attach(tiny("GPT2"), StreamingLLM, budget=8)

@@ -1,6 +1,5 @@
 """Checkpoints in and out. The oracle is transformers: what it saves we read, what we write it opens."""
 import json
-import math
 from pathlib import Path
 import shutil
 
@@ -86,20 +85,15 @@ def test_what_we_write_transformers_opens(saved, tmp_path, case):
     assert theirs.config.eos_token_id is None  # generate would stop at the token of another tokenizer
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama3.1"])
-def test_half_precision_round_trip_is_exact(saved, tmp_path, case):
-    ours = from_hf(saved(case), torch.float16)
-    if case == "llama3.1":  # angles stay exact
-        assert torch.equal(ours.freq, Decoder(ours.config).freq) and ours.freq.dtype == torch.float32
+def test_half_precision_round_trip_is_exact(saved, tmp_path):
+    ours = from_hf(saved("llama3.1"), torch.float16)
+    assert torch.equal(ours.freq, Decoder(ours.config).freq) and ours.freq.dtype == torch.float32  # exact
     assert {p.dtype for p in ours.parameters()} == {torch.float16}
     to_hf(ours, tmp_path)
     equal(from_hf(tmp_path, torch.float16), ours)
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float16
-    assert read_config(tmp_path / "config.json")["torch_dtype"] == "float16"
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers 4 insists on both
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, saved(case)))
-    assert ours.keys() == theirs.keys()
+        assert file.metadata() == {"format": "pt"}  # transformers 4 insists on it
 
 
 def test_loading_ties_the_head_draws_no_random_numbers(saved):
@@ -112,12 +106,7 @@ def test_loading_ties_the_head_draws_no_random_numbers(saved):
     assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
 
 
-BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
-
-
 @pytest.mark.parametrize("changed, message", [
-    (dict(family="gpt2", **BIASES), "n_kv_heads=2.*n_heads = n_kv_heads"),
-    (dict(family="gpt2", n_kv_heads=4, head_dim=16, **BIASES), "head_dim=16.*d_model / head_dim"),
     (dict(family="gpt2", n_kv_heads=4), "qkv_bias=False.*GPT-2 has every bias"),
     (dict(o_bias=True), "o_bias=True.*Llama has qkv_bias = o_bias"),
     (dict(qkv_bias=True, mlp_bias=True), "mlp_bias=True.*Qwen2 has qkv_bias alone"),
@@ -128,23 +117,12 @@ def test_a_model_that_no_layout_fits_is_not_written(tmp_path, changed, message):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float16", None])
-def test_a_dtype_that_is_not_for_weights_is_refused(saved, tmp_path, dtype):
-    with pytest.raises(ValueError, match="is not for weights; use one of torch.float16, torch.bfloat16"):
-        to_hf(Decoder(tiny()), tmp_path / "new", dtype)
-    assert not (tmp_path / "new").exists()
-    refused(saved("qwen2"), "is not for weights", dtype=dtype)
-
-
-def test_a_weight_too_large_for_the_dtype_is_neither_written_nor_read(copy, tmp_path):
+def test_a_weight_too_large_for_the_dtype_is_not_written(tmp_path):
     model = Decoder(tiny())
     model.blocks[1].mlp.up.weight.data[0, 0] = 1e5
     with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight holds inf or nan as torch.float16"):
         to_hf(model, tmp_path / "new")
     to_hf(model, tmp_path / "new", torch.bfloat16)
-    folder = copy("qwen2", tensors={NAME: torch.full((16,), 1e5)})
-    from_hf(folder)
-    refused(folder, NAME, "torch.float16", dtype=torch.float16)
 
 
 # ---- the forms a checkpoint comes in ---
@@ -159,8 +137,6 @@ def test_shards(saved, tmp_path, case):
     first = min(tmp_path.glob("*.safetensors"))
     first.unlink()
     refused(tmp_path, first.name, "is missing")
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    refused(tmp_path, "model.safetensors.index.json is not JSON")
 
 
 @pytest.mark.parametrize("case, prefix", [("gpt2", "transformer."), ("llama grouped tied", "model.")])
@@ -219,95 +195,33 @@ def interrupt():
 # ---- errors ---
 
 
-@pytest.mark.parametrize("key, values, right", [
-    ("hidden_size", ["32", True, 0, None, 2 ** 40], "a whole number from 1 to 2147483647"),
-    ("rope_theta", [0, math.nan, None, "1e4", 10 ** 400], "a finite number"),
-    ("tie_word_embeddings", ["false", 0, None], "True or False"),
-    ("rope_scaling", ["llama3", [8.0], False], "an object")])
-def test_an_entry_of_another_type_or_range_is_refused_by_name(copy, key, values, right):
-    for x in values:
-        folder = copy("llama multi-head", {"rope_parameters": None, key: x})
-        refused(folder, folder / "config.json", f"{key} {repr(x)[:40]}", f"must be {right}")
-
-
-@pytest.mark.parametrize("index, words", [
-    *((map_, "no weight_map") for map_ in ({}, {"weight_map": []}, {"weight_map": {}})),
-    *(({"weight_map": {"lm_head.weight": file}}, "which is missing there")
-      for file in (3, "../above.safetensors", "a\0b"))])
-def test_an_index_that_does_not_list_files_of_its_folder_is_refused(copy, index, words):
-    folder = copy("qwen2")
-    (folder / "model.safetensors").rename(folder.parent / "above.safetensors")
-    write_config(index, folder / "model.safetensors.index.json")
-    refused(folder, folder / "model.safetensors.index.json", words)
-
-
-def test_two_names_for_one_tensor_are_refused(saved, copy):
-    name = "model.embed_tokens.weight"
-    folder = copy("qwen2", tensors={"embed_tokens.weight": torch.zeros(61, 32)})
-    refused(folder, f"{name!r} in", "'embed_tokens.weight' in")
-    folder = copy("gpt2")
-    (folder / "model.safetensors").rename(folder / "a.safetensors")
-    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
-    names = {"x": "a.safetensors", "y": "b.safetensors"}
-    write_config({"weight_map": names}, folder / "model.safetensors.index.json")
-    refused(folder, "transformer.h.0", folder / "a.safetensors", folder / "b.safetensors", "are one tensor")
-
-
-@pytest.mark.parametrize("name", ["meta", "hpu", "x", "", 1.5])
-def test_a_device_on_which_nothing_can_be_computed_is_refused(saved, name):
-    refused(saved("qwen2"), f"device {str(name)!r} is not there", "use cpu", device=name)
-
-
 @pytest.mark.parametrize("case, config, words", [
-    *(("llama3.1", dict(model_type=x), [repr(x), "known are gpt2, llama, "]) for x in ("bert", ["llama"])),
-    ("llama3.1", dict(quantization_config={}), ["quantization_config", "use plain ones"]),
-    ("llama3.1", dict(hidden_size=DROP), ["config.json lacks 'hidden_size'"]),
-    ("llama3.1", dict(hidden_act="gelu"), ["hidden_act 'gelu'", "'silu'"]),
-    ("llama3.1", dict(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), ["'yarn'", "'default' or 'llama3'"]),
-    ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), ["'linear'"]),
-    ("llama3.1", dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), ["lacks 'factor'"]),
-    ("llama3.1", dict(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),
-    ("llama3.1", dict(rope_parameters=LLAMA3 | dict(low_freq_factor=5.0)), ["config.json", "5.0 must be"]),
-    ("llama3.1", dict(rope_parameters=LLAMA3 | dict(rope_theta=None)), ["config.json", "theta None must"]),
-    ("llama3.1", dict(original_max_position_embeddings=16),
-     ["original_max_position_embeddings is 16 at the top level and 32 in rope_scaling", "keep it in"]),
-    ("llama3.1", dict(rope_parameters=NO_LENGTH, original_max_position_embeddings=16),
-     ["16 at the top level and None in"]),
-    ("mistral", dict(sliding_window=63), ["sliding_window 63", "max_position_embeddings 64"]),
-    ("mistral", dict(sliding_window=DROP, max_position_embeddings=8192), ["sliding_window 4096"]),
-    ("qwen2", dict(use_sliding_window=True), ["use_sliding_window True"]),
-    ("gpt2", dict(activation_function="gelu"), ["activation_function 'gelu'", "'gelu_new'"]),
-    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), ["scale_attn_by_inverse_layer_idx"]),
-    ("gpt2", dict(scale_attn_weights=False), ["scale_attn_weights"]),
-    ("gpt2", dict(add_cross_attention=True), ["add_cross_attention"]),
-    ("gpt2", dict(n_head=5), ["d_model 32 is not a multiple of n_heads 5"]),
+    *(("llama3.1", dict(model_type=x), "is unknown; known are gpt2, llama, ") for x in ("bert", ["llama"])),
+    ("llama3.1", dict(quantization_config={}), "quantization_config {} is not"),
+    ("llama3.1", dict(hidden_size=DROP), "config.json lacks 'hidden_size'"),
+    ("llama3.1", dict(hidden_act="gelu"), "hidden_act 'gelu' is not implemented; only 'silu' is"),
+    ("llama3.1", dict(rope_parameters=LLAMA3 | {"rope_type": "yarn"}), "'yarn' is not"),
+    ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), "'linear' is not"),
+    ("llama3.1", dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks 'factor'"),
+    ("llama3.1", dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    ("llama3.1", dict(original_max_position_embeddings=16), "is 16 at the top level and 32 in rope_scaling"),
+    ("mistral", dict(sliding_window=63), "sliding_window 63 is below max_position_embeddings 64"),
+    ("mistral", dict(sliding_window=DROP, max_position_embeddings=8192), "sliding_window 4096"),
+    ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
+    ("gpt2", dict(activation_function="gelu"), "activation_function 'gelu' is not"),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", dict(n_head=5), "d_model 32 is not a multiple of n_heads 5"),
+    # of another type
+    ("qwen2", dict(hidden_size="32"), "hidden_size '32' must be a whole number from 1 to 2147483647"),
+    ("qwen2", dict(rope_parameters=None, rope_theta="1e4"), "rope_theta '1e4' must be a finite number"),
+    ("qwen2", dict(tie_word_embeddings="false"), "tie_word_embeddings 'false' must be True or False"),
+    ("qwen2", dict(rope_scaling=[8.0]), "rope_scaling [8.0] must be an object"),
     # sizes of another checkpoint, before memory is taken
-    ("qwen2", dict(num_hidden_layers=10 ** 9), ["num_hidden_layers 1000000000 must be", "from 1 to 1000"]),
-    ("qwen2", dict(hidden_size=2 ** 30, intermediate_size=2 ** 30), ["more than 2**63 bytes"]),
-    ("qwen2", dict(vocab_size=2 ** 30), [f"is [61, 32] and should be [{2 ** 30}, 32]"])])
+    ("qwen2", dict(num_hidden_layers=10 ** 9), "num_hidden_layers 1000000000 must be a whole number"),
+    ("qwen2", dict(hidden_size=2 ** 30, intermediate_size=2 ** 30), "more than 2**63 bytes"),
+    ("qwen2", dict(vocab_size=2 ** 30), f"is [61, 32] and should be [{2 ** 30}, 32]")])
 def test_a_config_that_is_not_understood_is_refused(copy, case, config, words):
-    refused(copy(case, config), *words)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(saved, tmp_path):
-    refused(tmp_path / "nowhere", tmp_path / "nowhere" / "config.json", "is missing")
-    refused(tmp_path, "config.json", "is missing")
-    shutil.copy(saved("qwen2") / "config.json", tmp_path)
-    refused(tmp_path, "model.safetensors", "is missing")
-    (tmp_path / "pytorch_model.bin").touch()
-    refused(tmp_path, "pytorch_model.bin", "pickle", "convert it to safetensors")
-    for text, words in ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a list"):
-        (tmp_path / "config.json").write_text(text)
-        refused(tmp_path, f"config.json {words}")
-
-
-@pytest.mark.parametrize("size", [0, 100, -4])
-def test_a_truncated_file_or_something_else_is_refused(copy, size):
-    file = copy("qwen2") / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    refused(file.parent, file, "truncated")
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614\n")
-    refused(file.parent, file, "no safetensors file")
+    refused(copy(case, config), words)
 
 
 NAME = "model.layers.1.self_attn.k_proj.bias"
@@ -317,12 +231,42 @@ NAME = "model.layers.1.self_attn.k_proj.bias"
     ("qwen2", {NAME: DROP}, f"tensor {NAME} [16] is missing"),
     ("gpt2 3 heads", {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)},
      "c_fc.weight is [40, 24] and should be [24, 40]"),
-    ("qwen2", {"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, "layers.2.mlp.up_proj.weight' has"),
     ("llama3.1", {NAME: torch.ones(32)}, f"{NAME!r} has"),  # a bias that config.json does not announce
+    ("qwen2", {"embed_tokens.weight": torch.zeros(61, 32)}, "is the second tensor model.embed_tokens.weight"),
     ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, f"tensor {NAME} holds inf or nan"),
     ("qwen2", {NAME: torch.ones(16, dtype=torch.int8)}, f"tensor {NAME} holds torch.int8")])
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
     refused(copy(case, tensors=tensors), words)
+
+
+def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
+    refused(tmp_path / "nowhere", tmp_path / "nowhere" / "config.json", "is missing")
+    shutil.copy(saved("qwen2") / "config.json", tmp_path)
+    refused(tmp_path, "model.safetensors", "is missing")
+    (tmp_path / "pytorch_model.bin").touch()
+    refused(tmp_path, "pytorch_model.bin", "pickle", "convert it to safetensors")
+    (tmp_path.parent / "above.safetensors").touch()
+    for content, words in (([], "has no weight_map"), (dict(a=3), "/3' is missing"),
+                           (dict(a="../above.safetensors"), "above.safetensors' is missing")):
+        write_config(dict(weight_map=content), tmp_path / "model.safetensors.index.json")
+        refused(tmp_path, tmp_path, words)
+    file, whole = tmp_path / "model.safetensors", (saved("qwen2") / "model.safetensors").read_bytes()
+    for content in whole[:-4], b"version https://git-lfs.github.com/spec/v1":
+        file.write_bytes(content)
+        refused(tmp_path, file, "truncated or no safetensors file")
+    for text, words in ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a list"):
+        (tmp_path / "config.json").write_text(text)
+        refused(tmp_path, f"config.json {words}")
+
+
+def test_what_is_no_device_and_no_dtype_for_weights_is_refused(saved, tmp_path):
+    for name in "meta", "hpu", "x":
+        refused(saved("qwen2"), f"device {name!r} is not there", "use cpu", device=name)
+    for dtype in torch.int8, "float16":
+        refused(saved("qwen2"), "is not for weights; use one of torch.float16, torch.bfloat16", dtype=dtype)
+        with pytest.raises(ValueError, match="is not for weights"):
+            to_hf(Decoder(tiny()), tmp_path / "new", dtype)
+    assert not (tmp_path / "new").exists()
 
 
 def test_tokenizer(tmp_path):

@@ -17,13 +17,14 @@ from nanollm.measure.tasks import ANSWER, FACT, QUESTION, Tasks
 FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --budgets 25".split()
 
 
-@pytest.fixture(scope="module", params=["bytes", "unigram"])
-def folder(request, tmp_path_factory):
-    return foreign_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-
-
 @pytest.fixture(scope="module")
-def tasks(folder):
+def folder(tmp_path_factory):
+    return foreign_checkpoint(tmp_path_factory.mktemp("bytes"), "bytes")
+
+
+@pytest.fixture(scope="module", params=["bytes", "unigram"])
+def tasks(request, tmp_path_factory):
+    folder = foreign_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     return Tasks(hf_tokenizer(folder), "test")
 
 
@@ -47,7 +48,6 @@ def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
 
 def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
     """No document is left out because another has more tokens in its question or its answer."""
-    numbers = tasks.encoding.encode_ordinary_batch([f" {n}" for n in tasks.values])
     for task in ("needle", "few_shot"):
         parts = tasks.batches(task, 0, 24, 500)
         assert sum(len(part.tokens) for part in parts) == 24
@@ -56,11 +56,8 @@ def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
         rng = np.random.default_rng(0)
         drawn = {getattr(tasks, task)(rng, 500)[0].tobytes() for _ in range(24)}
         assert {row.tobytes() for part in parts for row in part.tokens} == drawn
-    lengths = {part.answers[0].stop - part.answers[0].start for part in tasks.batches("needle", 0, 24, 500)}
-    assert lengths <= {*map(len, numbers)}
 
 
-@pytest.mark.parametrize("folder", ["bytes"], indirect=True)
 def test_in_a_chat_the_answer_begins_with_the_question_again(folder, tmp_path, monkeypatch, capsys):
     encoding = hf_tokenizer(folder)
     with pytest.raises(ValueError, match="no chat template that can be used .*; leave --chat out"):
@@ -86,8 +83,8 @@ def test_in_a_chat_the_answer_begins_with_the_question_again(folder, tmp_path, m
         Tasks(encoding, "test", chat=True)
 
 
-def test_pieces_are_encoded_as_the_middle_of_a_text(folder):
-    encoding = hf_tokenizer(folder)
+def test_pieces_are_encoded_as_the_middle_of_a_text(tasks):
+    encoding = tasks.encoding
     text = "\nThe code of star is 6098.\nQ: The code of star is 6098"
     pieces = ["\nThe code of", " star", " is", " 6098", ".", "\nQ:", " The code of", " star", " is", " 6098"]
     ids = [t for piece in pieces for t in encoding.encode_ordinary(piece)]
@@ -103,21 +100,16 @@ def test_compare_and_generate_run_a_foreign_checkpoint(folder, tmp_path, monkeyp
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-7
     assert "needle: this task cannot judge this model" in out and rows[1]["live"] < rows[0]["live"] / 2
 
-    main(["generate", "--model", str(folder), *"--method h2o --budget 16 --tokens 4 text".split()])
-    assert "[nothing was evicted" in capsys.readouterr().out
     main(["generate", "--model", str(folder)])
     assert "tokens evicted" in capsys.readouterr().out
-
-    Path("mine.txt").write_text("A text of my own. " * 300)
-    main(["--model", str(folder), *FEW[:4], *"--methods full --text mine.txt --json rows.json".split()])
-    assert json.loads(Path("rows.json").read_text())[0]["perplexity"] != rows[0]["perplexity"]
 
 
 def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = []
+    few = "--documents 2 --lengths 256 --methods full snap_kv --budgets 25 --json rows.json".split()
     for engine in ("ours", "transformers"):
-        main(["--engine", engine, "--model", str(LEARNED), *FEW, *"--lengths 256 --json rows.json".split()])
+        main(["--engine", engine, "--model", str(LEARNED), *few])
         made.append(json.loads(Path("rows.json").read_text()))
         Path("rows.json").unlink()
     for ours, theirs in zip(*made, strict=True):
@@ -142,31 +134,28 @@ def test_what_a_model_lacks_is_left_out_unless_it_was_asked_for(folder, tmp_path
     assert "take streaming_llm_absolute" in capsys.readouterr().err
 
 
+def configured(**changed):
+    def spoil(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changed))
+    return spoil
+
+
 def cut_weights(folder):
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:3000])
 
 
-def shorter_vocabulary(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=700)))
+SHORT = dict(use_sliding_window=True, sliding_window=64, layer_types=2 * ["sliding_attention"])
 
 
-def short_window(folder):
-    config = json.loads((folder / "config.json").read_text())
-    layers = dict(use_sliding_window=True, sliding_window=64, layer_types=2 * ["sliding_attention"])
-    (folder / "config.json").write_text(json.dumps(config | layers))
-
-
-@pytest.mark.parametrize("folder", ["bytes"], indirect=True)
 @pytest.mark.parametrize("spoil, options, message", [
-    (short_window, "", "^error: layer 0 attends to the last 64 tokens alone, and the text has 128; shorten"),
+    (configured(**SHORT), "", "^error: layer 0 attends to the last 64 tokens alone, .*; shorten"),
+    (configured(vocab_size=700), "", "tensor .* should be"), (cut_weights, "", "cannot be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "", "has no tokenizer"),
-    (cut_weights, "", "cannot be read"), (shorter_vocabulary, "", "tensor .* should be"),
-    (lambda folder: (folder / "config.json").unlink(), "", "config.json"),
     (None, "--lengths 2048", "length 2048 must be a whole number from 16 to 1024"),
     (None, "--engine ours", "model_type 'qwen3' is unknown"),
     (None, "--text bytes.txt", "bytes.txt is not text in UTF-8 .* name another file"),
-    (None, "--text short.txt", "the test text has .* ask for fewer"), (None, "--text none.txt", "none.txt")])
+    (None, "--text short.txt", "the test text has .* ask for fewer")])
 def test_what_is_wrong_is_one_line(folder, tmp_path, monkeypatch, capsys, spoil, options, message):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "copy")

@@ -90,7 +90,7 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
     (lambda: Chunks(score="median"), "score 'median' must be 'sum', 'mean' or 'max'"),
     (lambda: ChunkKV(20, 8, reuse=0), "reuse 0 must be"), (lambda: LaterGroups(20, 8, first=-1), "first -1"),
     (lambda: AdaKV(20, 8, select=Chunks(13, fill=False)), "no room for a chunk of 13 .* at least 21, or set"),
-    (lambda: Chunks(fill=1), "fill 1 of Chunks must be bool"),
+    (lambda: Chunks(fill=1), "fill 1 of Chunks must be True or False"),
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
     (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
