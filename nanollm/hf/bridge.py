@@ -40,7 +40,8 @@ from transformers.pytorch_utils import Conv1D
 
 from nanollm.cache import ALL, TILE, LayerCache, copied, end_prefill, make_cache
 from nanollm.check import whole
-from nanollm.model import check_forward, rope, rotate
+from nanollm.check_model import check_forward
+from nanollm.model import rope, rotate
 
 NAME = "nanollm"  # of the attention function, to transformers
 PAST = "does not go through transformers' attention interface; take another model"

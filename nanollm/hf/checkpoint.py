@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch import Tensor
 
 from nanollm.check import whole
-from nanollm.model import SCALING, Attention, Config, Decoder, check_field
+from nanollm.check_model import SCALING, check_field
+from nanollm.model import Attention, Config, Decoder
 from nanollm.tokenizer import Foreign
 
 # ---- config.json ---------------------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""Checks of a decoder's shape and of a call; each raises a ValueError of one line."""
+import torch
+from torch import Tensor
+
+from nanollm.check import check_caches, check_tokens, check_type, whole
+
+SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
+               original_max_position_embeddings=int)  # Llama-3.1's scaling of RoPE
+
+
+def check_field(name: str, x, kind: type):
+    """ValueError unless x may stand under a name of this type; numbers are above 0, also in 32 bits."""
+    if kind is int:
+        whole(name, x, 1, 2 ** 31 - 1)
+    else:
+        check_type(name, x, kind)
+    if kind is float and x < torch.finfo(torch.float32).tiny:
+        raise ValueError(f"{name} {x!r:.60} must be a finite number above 0")
+
+
+def check_config(c):
+    """ValueError unless a decoder can have this shape. NumPy's numbers become Python's, which json writes."""
+    if c.family not in ("llama", "gpt2"):
+        raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
+    for name, kind in type(c).__annotations__.items():
+        x = getattr(c, name)
+        if kind in (int, float, bool):
+            if (name, x) != ("head_dim", 0):  # 0: yet to be computed
+                check_field(name, x, kind)
+            setattr(c, name, kind(x))
+
+    if not c.head_dim and c.d_model % c.n_heads:
+        raise ValueError(f"d_model {c.d_model} is not a multiple of n_heads {c.n_heads}; set head_dim")
+    if c.n_heads % c.n_kv_heads:
+        raise ValueError(f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}")
+    head_dim = c.head_dim or c.d_model // c.n_heads
+    if c.family == "llama" and head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd; RoPE rotates pairs, so make it even")
+
+    if c.rope_scaling is not None:
+        check_field("rope_scaling", c.rope_scaling, dict)
+        if c.rope_scaling.keys() != SCALING.keys():
+            raise ValueError(f"rope_scaling {c.rope_scaling!r:.60} must hold {', '.join(SCALING)} "
+                             "and nothing else")
+        for name, kind in SCALING.items():
+            check_field(name, c.rope_scaling[name], kind)
+        c.rope_scaling = {name: kind(c.rope_scaling[name]) for name, kind in SCALING.items()}
+        low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
+        if low >= high:
+            raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+
+
+def check_forward(model, tokens: Tensor, caches, pos: Tensor | None, last: int | None):
+    """ValueError unless these are arguments for the decoder, and the text stays within its length."""
+    check_tokens(tokens)
+    V, longest, T = model.config.vocab_size, model.config.max_len, tokens.shape[1]
+    if tokens.device.type == "cpu" and (int(tokens.min()) < 0 or int(tokens.max()) >= V):  # a GPU would wait
+        raise ValueError(f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary "
+                         f"0 … {V - 1}; use the model's own tokenizer")
+    if caches is not None:
+        check_caches(caches, len(model.blocks), len(tokens))
+    if last is not None:
+        whole("last", last, 1, T)
+    if (end := T + (caches[0].seen if caches else 0)) > longest:
+        raise ValueError(f"{end} tokens exceed the model's length of {longest}; shorten the text")
+    if pos is not None:
+        check_tokens(pos, "positions")
+        low, high = int(pos.min()), int(pos.max())
+        if pos.shape not in ((1, T), tokens.shape) or low < 0 or high >= longest:
+            raise ValueError(f"positions {low} … {high} of shape {tuple(pos.shape)} must lie in "
+                             f"0 … {longest - 1} and have the shape {tuple(tokens.shape)} or (1, {T})")
