@@ -1,7 +1,7 @@
 """SnapKV: the end of a prompt tells what its answer will attend to (Li et al., arXiv 2404.14469).
 
 The prompt's last w queries, the observation window, score all earlier entries. Each head keeps the entries
-with the highest scores, read together with their neighbours, and the window itself.
+with the highest scores, and the window itself. A score counts for its neighbours, too.
 
     c = maxpool( 1/w Σ_{t ≥ S−w} α_t ),   keep Top_{b−w}(c) ∪ {S−w … S−1}
 

@@ -1,4 +1,8 @@
-"""Softmax attention over a cache's slots: fused where nobody observes, explicit where someone does."""
+"""Softmax attention over a cache's slots.
+
+Queries that no method observes use PyTorch's fused attention. For observed queries the probabilities are
+computed.
+"""
 from collections.abc import Iterator
 import math
 
@@ -17,8 +21,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, bias: Tensor | None, 
     """Output (B, H·G, T, D), and the probabilities p (B, H, G, w, S) of the last `watch` queries, or None.
 
     Queries q (B, H·G, T, D) at positions pos (B or 1, T); slots k and v (B, H, S, D) at positions `at`
-    (B, H, S), with a logit bias (B, H, S) or None. first: slot i holds token i, and the queries are all of
-    them. ragged: some slots may be hidden from the newest query.
+    (B, H, S), with a logit bias (B, H, S) or None. first: nothing came before these tokens, so slot i holds
+    token i, unless the method shows other slots. ragged: some slots may be hidden from the newest query.
     """
     T = q.shape[2]
     w = min(watch, T)
@@ -37,7 +41,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, bias: Tensor | None, 
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Output (B, H·G, T, D) without a matrix of probabilities; mask (B, H, T, S), or causal, or all is seen.
+    """Output (B, H·G, T, D), without a matrix of probabilities.
+
+    With a mask (B, H, T, S), it applies. With `causal`, a query sees earlier slots. With neither, it sees
+    all.
     """
     B, heads, T, D = q.shape
     if T == 1:  # the G queries of a group are rows of one small product, so that each key is read once
@@ -48,7 +55,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) ->
 
 
 def visible(at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """Mask (B, H, T, S): slots at `at` (B, H, S) seen from queries at pos (B or 1, T); floats if biased."""
+    """Mask (B, H, T, S): slots at `at` (B, H, S) seen from queries at pos (B or 1, T).
+
+    Without a bias it is boolean. With a bias it is the bias, and −∞ where a slot is hidden.
+    """
     seen = at.unsqueeze(2) <= pos[:, None, :, None]
     return seen if bias is None else torch.where(seen, bias.unsqueeze(2), -math.inf)
 
@@ -58,6 +68,7 @@ def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Te
     B, heads, w, D = q.shape
     H = k.shape[1]
     score = (q.reshape(B, H, -1, D) @ k.mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
-    mask = visible(at, q.new_zeros(1, 1, 1) if bias is None else bias, pos)  # floats: to add is fastest
+    # a float mask is added, which is faster than masked_fill
+    mask = visible(at, q.new_zeros(1, 1, 1) if bias is None else bias, pos)
     score.add_(mask.unsqueeze(2))
     return score.softmax(-1, dtype=torch.float32).to(q.dtype)

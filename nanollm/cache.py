@@ -1,13 +1,14 @@
 """The KV cache, and the interface through which every method compresses it.
 
-The decoder says one thing to memory: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens that
-is write → attention → observe. A method overrides what it needs: `write` (what is remembered), `read` (what
-attention sees), `observe` (what was attended to), `evict` (what goes). A method that gives each entry a score
-overrides `score` of ScoredCache and nothing else.
+The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens
+that is write → attention → observe. A method overrides what it needs: `write` (what is remembered), `read`
+(what attention sees), `observe` (what was attended to), `evict` (what goes). A method that gives each entry a
+score overrides `score` of ScoredCache and nothing else.
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
 window. Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one
-rule serves causality, chunked prefill, heads of different length and slots that stand for several tokens.
+rule serves causality, chunked prefill, heads of different length and merged slots. After an eviction the
+slots are in no order; `pos` tells which token a slot holds.
 """
 from collections.abc import Iterable
 from copy import deepcopy
@@ -26,26 +27,31 @@ from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # observe every query
-TILE = 128                            # if every query is observed, a prompt comes this many tokens at a time
+TILE = 128                            # if every query is observed, a prompt comes in pieces of this many
 
 
 class PerEntry:
-    """A number that a method remembers of each entry, (B, H, S); 0 for a new one. `keep` and `drop` move it.
+    """A number that a method remembers of each entry, 0 for a new one. It moves with its entry.
 
-    `weight = PerEntry()` in the class: `cache.weight` is a view of the slots in use, and assigning fills it.
+    With `weight = PerEntry()` in the class (no annotation: it is not an option), `cache.weight` is a view
+    (B, H, S) of the slots in use. Assigning to it writes into these slots.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
 
     def __set_name__(self, owner, name: str):
-        self.name, owner.per_entry = name, owner.per_entry | {name: self.dtype}
+        self.name = name
+        owner.per_entry = owner.per_entry | {name: self.dtype}  # a new one: the parent's stays as it is
 
     def __get__(self, cache, owner=None) -> Tensor:
         return self if cache is None else cache.slot(self.name)
 
     def __set__(self, cache, x: Tensor):
-        cache.slot(self.name).copy_(x)
+        slots = cache.slot(self.name)
+        if x.dim() != 3 or x.shape[2] != slots.shape[2]:
+            raise ValueError(f"{self.name} {tuple(x.shape)} must be {tuple(slots.shape)}, one for each slot")
+        slots.copy_(x)
 
 
 @dataclass(eq=False)
@@ -53,20 +59,23 @@ class LayerCache:
     """Full attention: remembers every token of one layer. Subclasses add their options as dataclass fields.
     """
     watch = 0          # how many of the latest queries' probabilities `observe` receives: 0, a number, or ALL
-    keeps_all = False  # whether every token stays in some form; a budget then is what a query reads
+    keeps_all = False  # True if every token stays in some form, as in fewer bits; tables and pictures ask
     per_entry = {}     # names and types of what a method declares as PerEntry
 
     def __post_init__(self):
         check_knobs(self)
         self.slots: dict[str, Tensor] = {}  # (B, H, capacity, ...): k, v, pos, and what methods add
         self.length = 0                     # slots in use
-        self.seen = 0                       # tokens that have passed, evicted ones too: RoPE counts these
+        self.seen = 0                       # tokens so far, evicted ones too: the next token's position
         self.ragged = False                 # some slots are empty or hidden: even one new token needs a mask
         self.prompt_done = False
         self.model, self.layer = None, 0    # the decoder, and which of its layers this is
 
     def link(self, model, layer: int, below: "LayerCache | None"):
-        """Called by `make_cache`: which layer of which decoder this is; below: the previous layer's cache."""
+        """Called by `make_cache`: which layer of which decoder this is.
+
+        below: the previous layer's cache, for methods whose layers decide together; None in the first layer.
+        """
         check_watch(self)
         self.model, self.layer = model, layer
 
@@ -77,7 +86,8 @@ class LayerCache:
 
     @property
     def freq(self) -> Tensor | None:
-        """RoPE's angles, (D/2,), on this layer's device; None for a decoder without RoPE over whole heads."""
+        """RoPE's angles, (D/2,), on this layer's device; None if the decoder has none or rotates half a head.
+        """
         freq = getattr(self.model, "freq", None)
         return None if freq is None else freq.to(self.w_o.device)
 
@@ -103,7 +113,8 @@ class LayerCache:
         return torch.cat(outputs, 2) if len(outputs) > 1 else y
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
-        """ValueError, before anything is written, unless these are new tokens of the texts held."""
+        """Raise ValueError if shapes and types do not continue what the cache holds. Nothing is written yet.
+        """
         check_attend(self, q, k, v, pos)
 
     def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -113,14 +124,14 @@ class LayerCache:
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """Output (B, H·G, T, D) over what `read` shows, and p (B, H, G, w, S) of the last `watch` queries.
 
-        One new token may be a kernel's, which reads the slots as they lie. Its p is the mean over the G.
+        For one new token a GPU kernel may read the slots directly. Each of the G in its p is their mean.
         """
         if self.watch and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
             return fast(self, q, pos)
         return attention(q, *self.read(), pos, self.watch, self.seen == q.shape[2], self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        """Remember T tokens. `state` adds per-slot tensors (B, H, T, ...), 0 if not given, that move too."""
+        """Remember T tokens. `state` has further tensors (B, H, T, ...) of the new slots; 0 if not given."""
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
         if self.slots and end > self.slots["k"].shape[2]:
@@ -138,13 +149,13 @@ class LayerCache:
         self.length, self.seen = end, self.seen + T
 
     def reserve(self, n: int):
-        """Room for n slots: until they are in use nothing is copied again."""
+        """Allocate n slots. Nothing is copied again until they are full."""
         for name, x in self.slots.items():
             more = x.new_zeros(*x.shape[:2], max(n - x.shape[2], 0), *x.shape[3:])
             self.slots[name] = torch.cat((x, more), 2)
 
     def capacity(self, n: int) -> int:
-        """Slots to allocate when n are needed. Growing by a tenth copies a slot eleven times on average."""
+        """Slots to allocate when n are needed: a tenth more, so that few steps of decoding copy the cache."""
         return n + n // 10 if self.length else n
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -159,8 +170,8 @@ class LayerCache:
         """Called after each piece: q (B, H·G, T, D), and p (B, H, G, w, S) of its last w queries.
 
         w is `watch`, or the piece's length if that is less. An override ends with `super().observe(q, p)`,
-        which calls `evict` once the prompt is over. Go by sums or means over G (see `attention`), and do not
-        write to p.
+        which calls `evict` once the prompt is over. Use p.sum(2) or p.mean(2): of each G a kernel knows the
+        mean alone. Do not write to p.
         """
         if self.prompt_done:
             self.evict()
@@ -168,7 +179,7 @@ class LayerCache:
     def end_prefill(self):
         """Called once, when the prompt is over. Never guessed from T > 1: a prompt may come in pieces."""
         self.prompt_done = True
-        if self.length:  # else the prompt was one token, which comes after its end
+        if self.length:  # a prompt of one token has nothing to compress: it is fed after this call
             self.evict()
 
     # ---- eviction -----------------------------------------------------------------------------------------
@@ -197,11 +208,11 @@ class LayerCache:
         check_score(score, self.pos.shape)
         if self.ragged:
             score = score.masked_fill(self.pos == NEVER, -math.inf)
-        if self.length == budget + 1 and not self.ragged:  # as in decoding: the oldest of the lowest goes
+        if self.length == budget + 1 and not self.ragged:  # one too many, as in decoding: no sort is needed
             lowest = score == score.amin(-1, keepdim=True)
             self.drop(self.pos.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
-            check_numbers(score)  # only here: one entry at a time, a GPU would be waited for at every token
+            check_numbers(score)  # not in decoding, where it would wait for the GPU at each token
             self.keep(indices(rank(score, self.pos) < budget))
 
     def bytes(self) -> tuple[int, int]:
@@ -243,7 +254,7 @@ class ScoredCache(LayerCache):
         check_budget(self.budget, 1, "one slot")
 
     def score(self) -> Tensor:
-        """(B, H, S), of the slots in use: the lowest leave, of equal ones the oldest."""
+        """(B, H, S): slots with the lowest score are evicted, of equal ones the oldest. ±inf is allowed."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(self) -> (B, H, S)")
 
     def evict(self):
@@ -281,6 +292,6 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
 
 
 def bytes_in_16_bits(caches: list[LayerCache]) -> int:
-    """Live bytes of all layers if the model's numbers had 16 bits. Shares of a cache are taken of these."""
+    """Live bytes of all layers if the model's numbers had 16 bits. Tables take their shares of these."""
     each = lambda x: 2 if x.follows and x.tensor.is_floating_point() else x.tensor.element_size()
     return sum(x.live * each(x) for cache in caches for x in cache.stored())

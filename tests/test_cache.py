@@ -260,6 +260,8 @@ def test_what_a_method_declares_per_entry_moves_with_it():
     other = Marked(budget=6)  # a declaration belongs to the class, its numbers to the cache
     fill(other, 2)
     assert (other.age == 2).all() and Oldest.per_entry == {}
+    with pytest.raises(ValueError, match=r"mark \(2, 2, 3\) must be \(2, 2, 2\), one for each slot"):
+        other.mark = torch.zeros(2, 2, 3)
 
 
 def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
