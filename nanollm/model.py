@@ -34,7 +34,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = True       # the output head is the embedding matrix
-    bos: int | None = None            # the token that each text begins with; the decoder itself does not use it
+    bos: int | None = None            # the token that texts begin with; the decoder itself does not use it
 
     def __post_init__(self):
         check_config(self)
