@@ -8,7 +8,6 @@ KVzip ranks highest. The context is compressed before the question comes (blind)
 tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its
 answers, if the model's numbers have 16 bits.
 """
-import argparse
 from itertools import product
 import time
 
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments.script import budget, decoders, finish, options, parser, with_error
+from experiments.subject import mean
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
 from methods.ours.one_reading import OneReading
 from methods.quantized import Quantized
-from nanollm import SHIPPED
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
-from nanollm.commands.registry import loaded, model_options
 from nanollm.commands.shell import command
+from nanollm.commands.text_table import text_table
 from nanollm.generate import prefill, read_again
-from nanollm.measure.evaluate import (TASKS, answer, check_size, maker, prompt_and_question, retrieve, share,
-                                      standard_error)
+from nanollm.measure.evaluate import (TASKS, answer, check_size, maker, prompt_and_question, retrieve, share)
 from nanollm.measure.tasks import Tasks
 
 SHARES = 0.25, 0.125, 0.0625
@@ -93,53 +92,69 @@ def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES,
             for name, part in steps([*product(heads, shares)])}
 
 
+def measured(model, encoding, documents: int, length: int) -> list[dict]:
+    """A row for each task and cell of the three tables: readings, bits and heads. `right`: mean and error."""
+    check_size(model, documents, 2, length)
+    heads, seconds, rows = {}, {}, []
+    for name, Method in HEADS.items():
+        began = time.perf_counter()
+        heads[name] = Method.calibrate(model, encoding)["heads"]
+        seconds[name] = time.perf_counter() - began
+
+    for task in ("needle", "recall"):
+        batch = Tasks(encoding, "test").batch(task, 0, documents, length, **TASKS[task])
+        progress = lambda x: tqdm(x, leave=False, desc=task, disable=None)
+        found, ratio = apart(model, batch, steps=progress)
+        rows += [dict(table="readings", task=task, reading=reading, score=score, ranked=ranked, share=part,
+                      right=mean(right), times=ratio)
+                 for (reading, score, ranked, part), right in found.items()]
+        rows += [dict(table="bits", task=task, method=name, share=part, bits=bits, right=mean(right),
+                      kib=held / 1024)
+                 for (name, bits, part), (right, held) in fewer_bits(model, batch, steps=progress).items()]
+        rows += [dict(table="heads", task=task, heads=name, seconds=seconds[name], share=part,
+                      right=mean(right))
+                 for (name, part), right in by_heads(model, batch, heads, steps=progress).items()]
+    return rows
+
+
+def show(rows: list[dict]) -> str:
+    """Three tables a decoder."""
+    parts = []
+    for decoder in dict.fromkeys(row["decoder"] for row in rows):
+        readings, bits, heads = ([row for row in rows if (row["decoder"], row["table"]) == (decoder, table)]
+                                 for table in ("readings", "bits", "heads"))
+        parts += [f"{decoder}\n" + side_by_side(readings, "reading", "score", "ranked") + "\nThe second "
+                  f"reading takes {readings[-1]['times']:.1f} times as long as the first.",
+                  side_by_side(bits, "method", "budget", "bits"), side_by_side(heads, "heads", "found in")]
+    return "\n\n".join(parts)
+
+
+def side_by_side(rows: list[dict], *names: str) -> str:
+    """A line for all rows that agree in these columns; in it the answers of each task, and budget or KiB."""
+    of, titles = {}, {}
+    for row in rows:
+        right = with_error(*row["right"])
+        if row["table"] == "bits":
+            text = dict(budget="all" if row["share"] == 1 else budget(row["share"]),
+                        bits="–" if row["bits"] == 16 else str(row["bits"]))
+            cells = {row["task"]: right, f"{row['task']}, KiB": f"{row['kib']:.0f}"}
+        else:
+            text = {"found in": f"{row.get('seconds', 0):.0f} s"}
+            cells = {f"{row['task']} {budget(row['share'])}": right}
+        line = tuple(text.get(name) or row[name] for name in names)
+        of.setdefault(line, {}).update(cells)
+        titles.update(cells)
+    return text_table([[*names, *titles], *([*line, *cells.values()] for line, cells in of.items())])
+
+
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m experiments.kvzip_parts", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(parser)
-    parser.add_argument("--documents", type=int, default=32, help="a task; default 32")
-    parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
-    args = parser.parse_args(argv)
-    names = {folder: name for name, folder in SHIPPED.items()}
-    for folder in dict.fromkeys([*names, args.model]):
-        model, encoding = loaded(args, folder)
-        check_size(model, args.documents, 2, args.length)
-        tasks, found, rounded, duo, ratio = Tasks(encoding, "test"), {}, {}, {}, 0.0
-        retrieve_by, taken = {}, {}
-        for name, Method in HEADS.items():
-            began = time.perf_counter()
-            retrieve_by[name] = Method.calibrate(model, encoding)["heads"]
-            taken[name] = time.perf_counter() - began
-        for task in ("needle", "recall"):
-            batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
-            progress = lambda x: tqdm(x, leave=False, desc=task, disable=None)
-            found[task], ratio = apart(model, batch, steps=progress)
-            rounded[task] = fewer_bits(model, batch, steps=progress)
-            duo[task] = by_heads(model, batch, retrieve_by, steps=progress)
-        heads = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in found for part in SHARES)
-        print(f"{names.get(folder, folder)!s:<12}{'':<24}{heads}\n{'reading':<12}{'score':<8}ranked")
-        for reading, score, ranked in product(READINGS, ("max", "sum"), RANKED):
-            cells = (found[task][reading, score, ranked, part] for task in found for part in SHARES)
-            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}" for x in cells)
-            print(f"{reading:<12}{score:<8}{ranked:<16}{row}")
-        print(f"The second reading takes {ratio:.1f} times as long as the first.\n")
-
-        tasks_of = "".join(f"{task:>18}{'KiB':>8}" for task in rounded)
-        print(f"{'method':<16}{'budget':>8}{'bits':>6}{tasks_of}")
-        for name, bits, part in rounded["needle"]:
-            cells = (each[name, bits, part] for each in rounded.values())
-            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}{held / 1024:>8.0f}"
-                          for x, held in cells)
-            budget = "all" if part == 1 else f"{100 * part:g} %"
-            print(f"{name:<16}{budget:>8}{bits if bits < 16 else '–':>6}{row}")
-
-        columns = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in duo for part in HEAD_SHARES)
-        print(f"\n{'DuoAttention by':<16}{'found in':>10}{columns}")
-        for name in retrieve_by:
-            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}"
-                          for x in (duo[task][name, part] for task in duo for part in HEAD_SHARES))
-            print(f"{name:<16}{f'{taken[name]:.0f} s':>10}{row}")
-        print()
+    made = parser("experiments.kvzip_parts", __doc__)
+    made.add_argument("--documents", type=int, default=32, help="a task; default 32")
+    made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
+    args = options(made, argv)
+    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
+            for row in measured(model, encoding, args.documents, args.length)]
+    finish(args, rows, show)
 
 
 if __name__ == "__main__":
