@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import budget, decoders, finish, options, parser, with_error
-from experiments.subject import mean
+from experiments.script import (budget, decoders, finish, mean_and_error, options, parser,
+                                with_error)
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
@@ -106,13 +106,13 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
         progress = lambda x: tqdm(x, leave=False, desc=task, disable=None)
         found, ratio = apart(model, batch, steps=progress)
         rows += [dict(table="readings", task=task, reading=reading, score=score, ranked=ranked, share=part,
-                      right=mean(right), times=ratio)
+                      right=mean_and_error(right), times=ratio)
                  for (reading, score, ranked, part), right in found.items()]
-        rows += [dict(table="bits", task=task, method=name, share=part, bits=bits, right=mean(right),
+        rows += [dict(table="bits", task=task, method=name, share=part, bits=bits, right=mean_and_error(right),
                       kib=held / 1024)
                  for (name, bits, part), (right, held) in fewer_bits(model, batch, steps=progress).items()]
         rows += [dict(table="heads", task=task, heads=name, seconds=seconds[name], share=part,
-                      right=mean(right))
+                      right=mean_and_error(right))
                  for (name, part), right in by_heads(model, batch, heads, steps=progress).items()]
     return rows
 

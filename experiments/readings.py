@@ -14,8 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.change_and_text import WINDOW, long_answer, one_knob_at_a_time, right_answers
-from experiments.script import decoders, finish, options, parser, with_error
-from experiments.subject import mean
+from experiments.script import decoders, finish, mean_and_error, options, parser, with_error
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode
@@ -105,8 +104,8 @@ def summary(decoder: str, group: str, found: dict[str, dict]) -> list[dict]:
     """A row a reading: mean and standard error of each measurement, and of its change against the first."""
     first, rows = next(iter(found.values())), []
     for reading, each in found.items():
-        means = {key: mean(x) for key, x in each.items() if isinstance(x, Tensor)}
-        changes = {} if each is first else {key: mean(each[key] - first[key]) for key in means}
+        means = {key: mean_and_error(x) for key, x in each.items() if isinstance(x, Tensor)}
+        changes = {} if each is first else {key: mean_and_error(each[key] - first[key]) for key in means}
         rows.append(dict(decoder=decoder, group=group, reading=reading, means=means, changes=changes,
                          kib=[each[key] for key in ("most", "last") if key in each]))
     return rows

@@ -1,21 +1,26 @@
-"""RESULTS.md and what it shows: each long table is what its command printed.
+"""RESULTS.md: each table is made from the rows that its command measured.
 
-    python -m experiments.render             # write RESULTS.md from the stored outputs
-    python -m experiments.render all speed   # run these sections' commands first, and store what they print
-    python -m experiments.render --check     # fail if RESULTS.md is not what the stored outputs make
+    python -m experiments.render             # write RESULTS.md from the stored rows
+    python -m experiments.render all speed   # run these sections' commands first, and store their rows
+    python -m experiments.render --check     # fail if RESULTS.md is not what the stored rows make
 """
 from datetime import date
+from importlib import import_module
+from importlib.metadata import version
 import json
+from math import log
 import os
 from pathlib import Path
 import platform
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+import time
+
+from nanollm.commands import table
+from nanollm.commands.text_table import text_table
+from nanollm.measure.evaluate import paired
 
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "stored"
@@ -25,11 +30,11 @@ SHIPPED = {"built": ROOT / "nanollm" / "tiny", "learned": ROOT / "nanollm" / "ti
 # name: (title, command, what to see)
 SECTIONS = {
     "short": (
-        "One row a family", "python -m nanollm --figure {scratch}/short.png",
+        "One row a family", "python -m nanollm",
         "The table that the README shows. Terms stand above it, and the sentences under it are made "
         "from its rows."),
     "all": (
-        "Every method", "python -m nanollm --all --figure notebooks/compare.png",
+        "Every method", "python -m nanollm --all",
         "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every "
         "file in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. "
         "The window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, "
@@ -41,11 +46,11 @@ SECTIONS = {
         "under it, document by document."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
-        "python -m nanollm --all --model nanollm/tiny_learned --figure {scratch}/learned.png",
+        "python -m nanollm --all --model nanollm/tiny_learned",
         "The table above is of the decoder whose start had the heads that retrieve. This one is of a decoder "
         "of the same shape that learned to retrieve."),
     "claims": (
-        "The papers' claims, on both decoders", "python -m nanollm claims --json {scratch}/claims.json",
+        "The papers' claims, on both decoders", "python -m nanollm claims",
         "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
         "[CLAIMS.md](CLAIMS.md) has the rules, beside all that the tests say."),
     "inside": (
@@ -62,7 +67,7 @@ SECTIONS = {
         "tokens stay whenever it exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
     "additions": (
         "What each selection changes",
-        "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
+        "python -m nanollm --methods all --documents 128",
         "The end of what the command prints: each selection on each budget rule, paired document by "
         "document, ± one standard error. Aware and blind are means over the three tasks; nll is the "
         "mean −log p of the true next token; L1 is the change of a head's output, each layer alone. "
@@ -98,7 +103,7 @@ SECTIONS = {
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
     "growth": (
-        "How cost grows with the text", "python -m experiments.growth --figure notebooks/growth.png",
+        "How cost grows with the text", "python -m experiments.growth",
         "![three costs over the tokens](notebooks/growth.png)  Reading, compressing and one step, for texts "
         "of 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, both axes "
         "logarithmic."),
@@ -112,66 +117,106 @@ SECTIONS = {
         "Kernels, compiled", "python -m kernels.resources",
         "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),
 }
+FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png"}  # what --figure writes
+COMPARED = "short", "all", "learned", "additions"  # sections of python -m nanollm, whose rows are made short
 
 
-class Row(NamedTuple):
-    """A row that `python -m nanollm` printed, but for its method and budget."""
-    kib: float             # live, of one text
-    right: list[float]     # shares of right answers: needle, recall and few-shot, aware and blind of each
-    perplexity: float
-    kl: float              # nats a token
-    l1: float
-    tokens_per_s: float    # of the batch
+# ---- what is stored ---
+
+def rows(name: str) -> list[dict]:
+    """Return the stored rows of a section."""
+    return json.loads((HERE / f"{name}.json").read_text())["rows"]
 
 
-def rows(name: str) -> dict[tuple[str, str], Row]:
-    """Of a section that `python -m nanollm` printed, by method and budget as it stands there."""
-    row = re.compile(r"(\S+) +(all|[\d.]+ %) +(\d+) +((?:[\d.]+ +){6})([\d.]+) +(\d+\.\d{3}) *([\d.]+) "
-                     r"+(\d+)$")  # a large L1 leaves no space after KL
-    found = map(row.match, (HERE / f"{name}.txt").read_text().splitlines())
-    return {(x[1], x[2]): Row(float(x[3]), [*map(float, x[4].split())], *map(float, x.groups()[4:]))
-            for x in found if x}
+def by_method(name: str) -> dict[tuple[str, float | None], dict]:
+    """Return the rows of a section of `python -m nanollm`, by method and share of the entries."""
+    return {(row["method"], row["fraction"]): row for row in rows(name)}
 
 
-def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
-    """Of each of its rows, the shares of right answers."""
-    return {key: row.right for key, row in rows(name).items()}
+def shortened(rows: list[dict]) -> list[dict]:
+    """Return rows of `python -m nanollm` without the numbers of each document, which fill megabytes.
 
-
-def lines(name: str, *starts: str) -> list[str]:
-    """The lines of a stored table whose first words are those of one of `starts`, in their order."""
-    words = [start.split() for start in starts]
-    return [line for line in (HERE / f"{name}.txt").read_text().splitlines()
-            if any(line.split()[:len(start)] == start for start in words)]
-
-
-def hardware() -> str:
-    """Date and machine, in a line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
-    import torch
-    return (f"{date.today()}, {os.cpu_count()} cores of an {cpu}, {platform.system()}, "
-            f"Python {platform.python_version()}, torch {torch.__version__}")
+    An addition's row has in their place `changes` against the method under it: [mean, standard error].
+    """
+    for row in rows:
+        for base in rows:
+            if table.adds_to(row, base):
+                row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
+    return [{key: x for key, x in row.items() if key not in ("each", "l1")} for row in rows]
 
 
 def run(name: str, scratch: Path):
-    """Store what a section's command prints, under the command, the date and the machine; nothing if the
+    """Store the rows of a section's command, with the command, the date and the machine; nothing if the
     command fails.
     """
     _, command, _ = SECTIONS[name]
-    words = shlex.split(command.format(scratch=scratch))
-    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          check=True)
-    head = f"{shown(command)}\n{hardware()}\n"
-    (HERE / f"{name}.txt").write_text(head + done.stdout.replace(str(scratch) + "/", ""))
-    for rows in scratch.glob("*.json"):
-        shutil.move(rows, HERE / rows.name)
+    file, words = scratch / "rows.json", shlex.split(command)[1:]
+    if name in (*FIGURES, *COMPARED):
+        words += ["--figure", FIGURES.get(name, str(scratch / "figure.png"))]
+    began = time.time()
+    subprocess.run([sys.executable, *words, "--json", str(file)], cwd=ROOT, check=True)
+    machine = f"{hardware()}, {(time.time() - began) / 60:.1f} minutes"
+    measured = json.loads(file.read_text())
+    write(name, command, machine, str(date.today()), shortened(measured) if name in COMPARED else measured)
 
 
-def shown(command: str) -> str:
-    """The command as a reader types it: where its figure or its rows go is not part of a result."""
-    return re.sub(" --(figure|json) .*", "", command)
+def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
+    """Store rows, a line each."""
+    head = json.dumps(dict(command=command, machine=machine, date=date), indent=1, ensure_ascii=False)
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (HERE / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n')
+
+
+def hardware() -> str:
+    """Return this machine, in a line."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(": ")[1] for line in info.splitlines() if line.startswith("model name")]
+    return (f"{os.cpu_count()} cores of an {names[0] if names else platform.processor()}, "
+            f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}")
+
+
+# ---- RESULTS.md ---
+
+def compared(rows: list[dict], short: bool = False) -> str:
+    """Return what `python -m nanollm` prints of such rows."""
+    first = rows[0]
+    lines = [table.TERMS, table.header(first["tokens"], first["documents"], first["seed"], short),
+             *(table.show(row, short) for row in rows)]
+    return "\n".join([*lines, "", table.findings(rows) if short else additions(rows)])
+
+
+def additions(rows: list[dict]) -> str:
+    """Return a table of what each addition changes, under the means of the method without it."""
+    cells = [["changes by additions", "budget", *table.MEASURES]]
+    for base in rows:
+        more = [row for row in rows if table.adds_to(row, base)]
+        if more:
+            means = base["aware"], base["blind"], log(base["perplexity"]), base["kl"], table.mean_l1(base)
+            cells.append([""] * len(cells[0]))
+            cells.append([base["method"], table.budget(base), *(f"{x:.3f}" for x in means)])
+        for row in more:
+            cells.append([row["method"], table.budget(row),
+                          *(f"{mean:+.3f} ±{error:.3f}" for mean, error in row["changes"].values())])
+    return text_table(cells)
+
+
+def text(name: str) -> str:
+    """Return the text of a section's rows, as the `show` of the module that its command runs makes it."""
+    if name in COMPARED:
+        return additions(rows(name)) if name == "additions" else compared(rows(name), name == "short")
+    return import_module(SECTIONS[name][1].split()[2]).show(rows(name))
+
+
+def section(name: str) -> str:
+    title, command, words = SECTIONS[name]
+    if not (HERE / f"{name}.json").exists() or name == "claims":  # not converted yet
+        stored, machine, output = (HERE / f"{name}.txt").read_text().split("\n", 2)
+    else:
+        of = json.loads((HERE / f"{name}.json").read_text())
+        stored, machine, output = of["command"], f"{of['date']}, {of['machine']}", text(name)
+    if stored != command:
+        raise SystemExit(f"error: stored/{name} is of `{stored}`; run python -m experiments.render {name}")
+    return f"## {title}\n\n{words}\n\n`{command}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
 
 
 def checkpoint() -> str:
@@ -199,30 +244,17 @@ def checkpoint() -> str:
         "tokens: greedy decoding with the full cache, ± one standard error.", "\n".join(rows), *notes))
 
 
-def section(name: str) -> str:
-    title, command, words = SECTIONS[name]
-    stored, machine, output = (HERE / f"{name}.txt").read_text().split("\n", 2)
-    if stored != shown(command):
-        raise SystemExit(f"error: {name}.txt is of `{stored}`; run python -m experiments.render {name}")
-    return f"## {title}\n\n{words}\n\n`{stored}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
-
-
 def rendered() -> str:
-    """RESULTS.md."""
-    there = [name for name in SECTIONS if (HERE / f"{name}.txt").exists()]
-    head = ("# Results\n\nEach table is what the command above it printed, on the day and the machine that "
-            "stand beside it. `python -m experiments.render NAME` runs one again. Accuracies, KL, L1 and "
-            "bytes are "
-            "fixed by seed 0, but for last digits, which a machine may round otherwise. Times are not, and "
-            "only those of one table compare. What the papers claim, and whether it holds here, stands in "
-            "[CLAIMS.md](CLAIMS.md).")
-    contents = "\n".join(f"- [{SECTIONS[name][0]}](#{anchor(SECTIONS[name][0])}): `{name}`"
-                         for name in there)
-    return "\n\n".join((head, contents, *map(section, there), checkpoint())) + "\n"
-
-
-def anchor(title: str) -> str:
-    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+    """Return the text of RESULTS.md."""
+    anchor = lambda title: "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+    head = ("# Results\n\nThe command above a table measured its rows, on the day and the machine that stand "
+            "beside it. `python -m experiments.render NAME` runs the command again. Accuracies, KL, L1 and "
+            "bytes are fixed by seed 0, but for last digits, which a machine may round otherwise. Times are "
+            "not; compare only those of one table. What the papers claim, and whether it holds here, stands "
+            "in [CLAIMS.md](CLAIMS.md).")
+    contents = "\n".join(f"- [{title}](#{anchor(title)}): `{name}`"
+                         for name, (title, _, _) in SECTIONS.items())
+    return "\n\n".join((head, contents, *map(section, SECTIONS), checkpoint())) + "\n"
 
 
 def main(argv: list[str]):

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterator
 import json
 from pathlib import Path
 
+from torch import Tensor
+
 from nanollm import SHIPPED
 from nanollm.commands.registry import loaded, model_options
 from nanollm.commands.shell import check_output, read_json, replace
+from nanollm.measure.evaluate import standard_error
 
 
 def parser(module: str, about: str) -> argparse.ArgumentParser:
@@ -39,6 +42,11 @@ def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):
     print(show(rows))
     if args.json:
         replace(args.json, json.dumps(rows, indent=1).encode())
+
+
+def mean_and_error(x: Tensor) -> tuple[float, float]:
+    """Return the mean of x (n,) and its standard error."""
+    return x.double().mean().item(), standard_error(x.double())
 
 
 def with_error(mean: float, error: float, digits: int = 2, sign: str = "") -> str:
