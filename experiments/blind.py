@@ -156,29 +156,41 @@ def enough(rows: list[dict]) -> dict[str, dict]:
     return best
 
 
-def show(rows: list[dict]) -> str:
-    """The table of all rows, decoders side by side; who keeps ENOUGH on all of them; who is undecided."""
-    of = {}  # by decoder
+def by_decoder(rows: list[dict]) -> dict[str, list[dict]]:
+    of = {}
     for row in rows:
         of.setdefault(row["decoder"], []).append(row)
+    return of
+
+
+def show(rows: list[dict]) -> str:
+    """The table of all rows, decoders side by side, and below it who keeps ENOUGH."""
+    of = by_decoder(rows)
     names = ["bytes", "needle", "recall", "kept, %", "asked", "reading"]
     table = [["", "", *(cell for name in of for cell in [name, *[""] * (len(names) - 1)])],
              ["method", "budget", *names * len(of)]]
     for beside in zip(*of.values()):
         table.append([beside[0]["method"], budget(beside[0]["share"]),
                       *(cell for row in beside for cell in cells(row))])
+    return f"{text_table(table)}\n\n{show_enough(rows)}"
 
+
+def show_enough(rows: list[dict]) -> str:
+    """Methods that keep ENOUGH on all decoders, the fewest bytes first; then who is undecided."""
+    of = by_decoder(rows)
     best = {name: enough(each) for name, each in of.items()}
-    both = [[each[method] for each in best.values()] for method in set.intersection(*map(set, best.values()))]
-    both.sort(key=lambda beside: (max(row["bytes"] for row in beside), beside[0]["method"]))
-    fewest = [[beside[0]["method"], *(cell for row in beside for cell in (
-        budget(row["share"]), f"{100 * row['bytes']:.1f} %"))] for beside in both]
-    parts = [text_table(table), f"\n{100 * ENOUGH:g} % of the full cache's answers by one standard error, in "
-             f"the fewest bytes, on {' and '.join(of)}", *([text_table(fewest)] if fewest else [])]
+    table = [["", *(cell for name in of for cell in (name, ""))], ["method", *["budget", "bytes"] * len(of)]]
+    both = set.intersection(*map(set, best.values()))
+    for method in sorted(both, key=lambda method: (max(best[name][method]["bytes"] for name in of), method)):
+        table.append([method])
+        for each in best.values():
+            table[-1] += [budget(each[method]["share"]), f"{100 * each[method]['bytes']:.1f} %"]
+    lines = [f"{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes",
+             text_table(table)]
     for name, each in of.items():
         near = [f"{row['method']} at {budget(row['share'])}" for row in each if verdict(row) == "undecided"]
-        parts.append(f"undecided on {name}: {', '.join(near) or 'none'}")
-    return "\n".join(parts)
+        lines.append(f"undecided on {name}: {', '.join(near) or 'none'}")
+    return "\n".join(lines)
 
 
 def cells(row: dict) -> list[str]:

@@ -38,13 +38,14 @@ BITS = 16, 4, 2  # of a number; 16: as it is
 
 
 @torch.no_grad()
-def apart(model, batch, shares=SHARES, steps=list) -> tuple[dict[tuple, Tensor], float]:
+def apart(model, batch, shares=SHARES) -> tuple[dict[tuple, Tensor], float]:
     """Right answers (B,) of every (reading, score, ranking, share), blind; and the seconds of the second
     reading in units of the first's.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, seconds = {}, []
-    for (reading, Method), score in steps([*product(READINGS.items(), ("max", "sum"))]):
+    for (reading, Method), score in tqdm([*product(READINGS.items(), ("max", "sum"))], leave=False,
+                                           desc="readings", disable=None):
         caches = make_cache(model, Method, budget=context.shape[1], score=score)
         began = time.perf_counter()
         prefill(model, context, caches, 64)
@@ -62,20 +63,20 @@ def apart(model, batch, shares=SHARES, steps=list) -> tuple[dict[tuple, Tensor],
 
 
 @torch.no_grad()
-def fewer_bits(model, batch, shares=SHARES, steps=list) -> dict[tuple, tuple[Tensor, int]]:
+def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
     """Right answers (B,), blind, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
-    methods that keep all tokens the share is 1.
+    methods that keep all tokens the share is None.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, n = {}, context.shape[1]
-    for name, Method, knobs in steps([
+    for name, Method, knobs in tqdm([
             ("full", LayerCache, {}), ("quantized_2", Quantized, dict(bits=2, residual_length=16)),
             ("snap_kv", RoundedWindow, dict(budget=n, window_size=8)),
-            ("kvzip", RoundedKVzip, dict(budget=n))]):
+            ("kvzip", RoundedKVzip, dict(budget=n))], leave=False, desc="bits", disable=None):
         caches = make_cache(model, Method, **knobs)
         prefill(model, context, caches, 64)
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), 1.0)]:
+        for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), None)]:
             compressed = copied(caches)
             for cache in compressed:
                 if "budget" in knobs:
@@ -85,35 +86,37 @@ def fewer_bits(model, batch, shares=SHARES, steps=list) -> dict[tuple, tuple[Ten
     return found
 
 
-def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES,
-             steps=list) -> dict[tuple[str, float], Tensor]:
+def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES) -> dict[tuple[str, float], Tensor]:
     """Right answers (B,) of DuoAttention, blind, of every (whose heads, share)."""
     return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["blind"]
-            for name, part in steps([*product(heads, shares)])}
+            for name, part in product(heads, shares)}
 
 
 def measured(model, encoding, documents: int, length: int) -> list[dict]:
-    """A row for each task and cell of the three tables: readings, bits and heads. `right`: mean and error."""
+    """Rows of three tables: readings, bits and heads. Of each task the right answers: [mean, error]."""
     check_size(model, documents, 2, length)
-    heads, seconds, rows = {}, {}, []
+    heads, seconds = {}, {}
     for name, Method in HEADS.items():
         began = time.perf_counter()
         heads[name] = Method.calibrate(model, encoding)["heads"]
         seconds[name] = time.perf_counter() - began
 
-    for task in ("needle", "recall"):
-        batch = Tasks(encoding, "test").batch(task, 0, documents, length, **TASKS[task])
-        progress = lambda x: tqdm(x, leave=False, desc=task, disable=None)
-        found, ratio = apart(model, batch, steps=progress)
-        rows += [dict(table="readings", task=task, reading=reading, score=score, ranked=ranked, share=part,
-                      right=mean_and_error(right), times=ratio)
-                 for (reading, score, ranked, part), right in found.items()]
-        rows += [dict(table="bits", task=task, method=name, share=part, bits=bits, right=mean_and_error(right),
-                      kib=held / 1024)
-                 for (name, bits, part), (right, held) in fewer_bits(model, batch, steps=progress).items()]
-        rows += [dict(table="heads", task=task, heads=name, seconds=seconds[name], share=part,
-                      right=mean_and_error(right))
-                 for (name, part), right in by_heads(model, batch, heads, steps=progress).items()]
+    batches = {task: Tasks(encoding, "test").batch(task, 0, documents, length, **TASKS[task])
+               for task in ("needle", "recall")}
+    readings = {task: apart(model, batch) for task, batch in batches.items()}
+    bits = {task: fewer_bits(model, batch) for task, batch in batches.items()}
+    duo = {task: by_heads(model, batch, heads) for task, batch in batches.items()}
+    rows = [dict(table="rereading", times=min(times for _, times in readings.values()))]
+    for key in readings["needle"][0]:
+        rows.append(dict(table="readings") | dict(zip(("reading", "score", "ranked", "share"), key)))
+        rows[-1] |= {task: mean_and_error(found[key]) for task, (found, _) in readings.items()}
+    for key in bits["needle"]:
+        rows.append(dict(table="bits") | dict(zip(("method", "bits", "share"), key)))
+        for task, found in bits.items():
+            rows[-1] |= {task: mean_and_error(found[key][0]), f"{task}, KiB": found[key][1] / 1024}
+    for name, part in duo["needle"]:
+        rows.append(dict(table="heads", heads=name, share=part, seconds=seconds[name]))
+        rows[-1] |= {task: mean_and_error(found[name, part]) for task, found in duo.items()}
     return rows
 
 
@@ -121,30 +124,25 @@ def show(rows: list[dict]) -> str:
     """Three tables a decoder."""
     parts = []
     for decoder in dict.fromkeys(row["decoder"] for row in rows):
-        readings, bits, heads = ([row for row in rows if (row["decoder"], row["table"]) == (decoder, table)]
-                                 for table in ("readings", "bits", "heads"))
-        parts += [f"{decoder}\n" + side_by_side(readings, "reading", "score", "ranked") + "\nThe second "
-                  f"reading takes {readings[-1]['times']:.1f} times as long as the first.",
-                  side_by_side(bits, "method", "budget", "bits"), side_by_side(heads, "heads", "found in")]
+        of = lambda table: [row for row in rows if (row["decoder"], row["table"]) == (decoder, table)]
+        parts += [f"{decoder}\n{columns(of('readings'))}\nThe second reading takes "
+                  f"{of('rereading')[0]['times']:.1f} times as long as the first.",
+                  columns(of("bits")), columns(of("heads"))]
     return "\n\n".join(parts)
 
 
-def side_by_side(rows: list[dict], *names: str) -> str:
-    """A line for all rows that agree in these columns; in it the answers of each task, and budget or KiB."""
-    of, titles = {}, {}
-    for row in rows:
-        right = with_error(*row["right"])
-        if row["table"] == "bits":
-            text = dict(budget="all" if row["share"] == 1 else budget(row["share"]),
-                        bits="–" if row["bits"] == 16 else str(row["bits"]))
-            cells = {row["task"]: right, f"{row['task']}, KiB": f"{row['kib']:.0f}"}
-        else:
-            text = {"found in": f"{row.get('seconds', 0):.0f} s"}
-            cells = {f"{row['task']} {budget(row['share'])}": right}
-        line = tuple(text.get(name) or row[name] for name in names)
-        of.setdefault(line, {}).update(cells)
-        titles.update(cells)
-    return text_table([[*names, *titles], *([*line, *cells.values()] for line, cells in of.items())])
+def columns(rows: list[dict]) -> str:
+    """Rows of one table of one decoder, a column a key."""
+    def cell(key: str, x) -> str:
+        if key == "share":
+            return budget(x)
+        if isinstance(x, str):
+            return x
+        return f"{x:.0f}" if isinstance(x, (int, float)) else with_error(*x)
+
+    names = [key for key in rows[0] if key not in ("decoder", "table")]
+    return text_table([["budget" if key == "share" else key for key in names],
+                       *([cell(key, row[key]) for key in names] for row in rows)])
 
 
 def main(argv: list[str] | None = None):
