@@ -52,6 +52,7 @@ from nanollm.measure.evaluate import (Benchmark, continuation, full_cache_bytes,
 from nanollm.measure.replay import Recorder, record, replay
 from nanollm.measure.tasks import Tasks
 
+# %%
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config

@@ -27,10 +27,12 @@ from nanollm.commands.registry import given, load, pick
 from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import for_text, share
 from nanollm.tokenizer import boundaries
+
+# %%
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 model, encoding = load(TINY, "cpu")
-stored = {"built": by_method("all"), "learned": by_method("learned")}  # python -m nanollm --all, on both
+stored = {"built": by_method("all"), "learned": by_method("learned")}  # of nanollm --all
 
 # %% [markdown]
 # ## The thread
