@@ -96,7 +96,7 @@ def until_asked(model, context: Tensor, make):
 
 
 @torch.no_grad()
-def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=list) -> dict[tuple, Found]:
+def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tuple, Found]:
     """Of every method and each share of the prompt; None is the share where there is no budget. The full
     cache comes first.
     """
@@ -115,7 +115,7 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=list
 
     pieces = [Benchmark.read(model, dict(zip(batches, parts)), None)
               for parts in zip(*(cut(batch, FIRST) for batch in batches.values()))]
-    for name, part in steps(jobs):
+    for name, part in tqdm(jobs, leave=False, disable=None):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
         knobs = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
@@ -208,8 +208,7 @@ def main(argv: list[str] | None = None):
     methods = pick(["full", *args.methods] if args.methods else [])
     rows = []
     for name, model, encoding in decoders(args):
-        rows += summary(name, found(model, Tasks(encoding, "test"), methods, args.documents, args.length,
-                                    lambda jobs: tqdm(jobs, leave=False, desc=name, disable=None)))
+        rows += summary(name, found(model, Tasks(encoding, "test"), methods, args.documents, args.length))
     finish(args, rows, show)
 
 
