@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 
+from nanollm import SHIPPED
 from nanollm.commands import table
 from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import paired
@@ -25,7 +26,6 @@ from nanollm.measure.evaluate import paired
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "stored"
 TARGET = ROOT / "RESULTS.md"
-SHIPPED = {"built": ROOT / "nanollm" / "tiny", "learned": ROOT / "nanollm" / "tiny_learned"}
 
 # name: (title, command, what to see)
 SECTIONS = {
@@ -209,13 +209,14 @@ def text(name: str) -> str:
 
 def section(name: str) -> str:
     title, command, words = SECTIONS[name]
-    if not (HERE / f"{name}.json").exists() or name == "claims":  # not converted yet
-        stored, machine, output = (HERE / f"{name}.txt").read_text().split("\n", 2)
+    if (old := HERE / f"{name}.txt").exists():  # of a command that stores no rows yet
+        ran, machine, output = old.read_text().split("\n", 2)
     else:
-        of = json.loads((HERE / f"{name}.json").read_text())
-        stored, machine, output = of["command"], f"{of['date']}, {of['machine']}", text(name)
-    if stored != command:
-        raise SystemExit(f"error: stored/{name} is of `{stored}`; run python -m experiments.render {name}")
+        stored = json.loads((HERE / f"{name}.json").read_text())
+        ran, machine = stored["command"], f"{stored['date']}, {stored['machine']}"
+    if ran != command:
+        raise SystemExit(f"error: stored/{name} is of `{ran}`; run python -m experiments.render {name}")
+    output = output if old.exists() else text(name)
     return f"## {title}\n\n{words}\n\n`{command}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
 
 
