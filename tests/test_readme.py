@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, link
 from experiments import render
-from experiments.render import by_method
 from forks import PATH, Forks
 from methods.random_eviction import RandomEviction
 from nanollm import TINY
@@ -43,35 +42,30 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
 
 
-def run(forks: Forks, command: str, folder: Path, small: Path) -> subprocess.CompletedProcess:
-    """In a new process, from the root, with nothing but PATH and HOME in its environment."""
-    more = next(more for part, more in SMALLER if part in command)
-    more = more.format(folder=folder, small=small)
-    words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
-    if words[0] == "python":
-        return forks.run(words, folder, ROOT)
-    return subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
-                          capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Every command of the README, run, and its folder."""
-    small, *folders = (tmp_path_factory.mktemp("command") for _ in range(len(COMMANDS) + 1))
+    """Every command of the README and its folder: run from the root, with only PATH and HOME."""
+    results, small = {}, tmp_path_factory.mktemp("small")
     checkpoint_of_two_layers(small)
     with Forks() as forks:
-        return {command: (run(forks, command, folder, small), folder)
-                for command, folder in zip(COMMANDS, folders)}
+        for command in COMMANDS:
+            folder = tmp_path_factory.mktemp("command")
+            more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
+            words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
+            results[command] = folder, forks.run(words, folder, ROOT) if words[0] == "python" else (
+                subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
+                               capture_output=True, timeout=300, stdin=subprocess.DEVNULL))
+    return results
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_runs(done, command):
-    run, _ = done[command]
+    _, run = done[command]
     assert run.returncode == 0 and run.stdout and "Traceback" not in run.stderr, run.stderr
 
 
 def test_two_processes_make_the_rows_of_one(done):
-    folders = (next(done[command][1] for command in COMMANDS if part in command)
+    folders = (next(done[command][0] for command in COMMANDS if part in command)
                for part in ("--methods full", "torchrun"))
     for a, b in zip(*(json.loads((x / "rows.json").read_text()) for x in folders), strict=True):
         a, b = (row | {f"each {key}": x for key, x in row["each"].items()} for row in (a, b))
@@ -86,7 +80,7 @@ def test_what_the_readme_names_exists():
 
 
 def test_the_first_table_is_made_of_stored_rows():
-    rows = by_method("all")
+    rows = render.by_method("all")
     lines = next(block for block in BLOCKS if "16-bit" in block).strip().splitlines()[2:]
     for method, budget, *cells in map(str.split, lines):
         row = rows[method, None if budget == "all" else float(budget) / 100]
@@ -95,19 +89,15 @@ def test_the_first_table_is_made_of_stored_rows():
     render.main(["--check"])  # RESULTS.md
 
 
-# ---- its snippets ---
-
-
-def snippet(name: str):
+def snippet():
     """The method that the README defines."""
-    (code,) = (block for block in BLOCKS if f"class {name}" in block)
+    (code,) = (block for block in BLOCKS if "class UnlikeKeys" in block)
     exec(code, found := {})
-    (Method,) = found["variants"].values()
-    return Method
+    return found["UnlikeKeys"]
 
 
 def test_the_readme_s_method_does_what_it_says():
-    cache, T = snippet("UnlikeKeys")(budget=40), 50
+    cache, T = snippet()(budget=40), 50
     link(cache, freq=FREQ)
     q, k, v = (torch.randn(B, heads, T, D, generator=torch.Generator().manual_seed(heads))
                for heads in (H * G, H, H))
@@ -126,8 +116,7 @@ def test_the_readme_s_method_does_what_it_says():
 def test_the_readme_s_method_beats_random_in_every_column():
     model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
     bench = Benchmark.build(model, tasks, 512, 32)
-    own, random = (bench.run(model, maker(model, Method, 0.25))
-                   for Method in (snippet("UnlikeKeys"), RandomEviction))
+    own, random = (bench.run(model, maker(model, Method, 0.25)) for Method in (snippet(), RandomEviction))
     assert all(own[column] > random[column] for column in table.ACCURACIES) and own["kl"] < random["kl"] / 2
     assert own["needle_blind"] >= 0.5 and random["needle_blind"] < 0.1
 
