@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import budget, decoders, finish, options, parser, with_error
+from experiments.script import budget, decoders, finish, grouped, options, parser, with_error
 from experiments.speed import best
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
@@ -156,47 +156,38 @@ def enough(rows: list[dict]) -> dict[str, dict]:
     return best
 
 
-def by_decoder(rows: list[dict]) -> dict[str, list[dict]]:
-    of = {}
-    for row in rows:
-        of.setdefault(row["decoder"], []).append(row)
-    return of
-
-
 def show(rows: list[dict]) -> str:
     """The table of all rows, decoders side by side, and below it who keeps ENOUGH."""
-    of = by_decoder(rows)
+    of = grouped(rows, "decoder")
     names = ["bytes", "needle", "recall", "kept, %", "asked", "reading"]
-    table = [["", "", *(cell for name in of for cell in [name, *[""] * (len(names) - 1)])],
+    table = [["", "", *(cell for name, in of for cell in [name, *[""] * (len(names) - 1)])],
              ["method", "budget", *names * len(of)]]
     for beside in zip(*of.values()):
-        table.append([beside[0]["method"], budget(beside[0]["share"]),
-                      *(cell for row in beside for cell in cells(row))])
+        table.append([beside[0]["method"], budget(beside[0]["share"])])
+        for row in beside:
+            kept = row["kept"] is not None
+            table[-1] += [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['recall']:.2f}",
+                          with_error(100 * row["kept"], 100 * row["error"], 1) if kept else "–",
+                          str(row["asked"]), f"{row['reading']:.2f}"]
     return f"{text_table(table)}\n\n{show_enough(rows)}"
 
 
 def show_enough(rows: list[dict]) -> str:
     """Methods that keep ENOUGH on all decoders, the fewest bytes first; then who is undecided."""
-    of = by_decoder(rows)
-    best = {name: enough(each) for name, each in of.items()}
-    table = [["", *(cell for name in of for cell in (name, ""))], ["method", *["budget", "bytes"] * len(of)]]
-    both = set.intersection(*map(set, best.values()))
-    for method in sorted(both, key=lambda method: (max(best[name][method]["bytes"] for name in of), method)):
-        table.append([method])
-        for each in best.values():
-            table[-1] += [budget(each[method]["share"]), f"{100 * each[method]['bytes']:.1f} %"]
+    of = grouped(rows, "decoder")
+    best = [enough(each) for each in of.values()]
+    table = [["", *(cell for name, in of for cell in (name, ""))], ["method", *["budget", "bytes"] * len(of)]]
+    both = [[each[method] for each in best] for method in sorted(set.intersection(*map(set, best)))]
+    for beside in sorted(both, key=lambda beside: max(row["bytes"] for row in beside)):
+        table.append([beside[0]["method"]])
+        for row in beside:
+            table[-1] += [budget(row["share"]), f"{100 * row['bytes']:.1f} %"]
     lines = [f"{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes",
              text_table(table)]
-    for name, each in of.items():
+    for (name,), each in of.items():
         near = [f"{row['method']} at {budget(row['share'])}" for row in each if verdict(row) == "undecided"]
         lines.append(f"undecided on {name}: {', '.join(near) or 'none'}")
     return "\n".join(lines)
-
-
-def cells(row: dict) -> list[str]:
-    share = "–" if row["kept"] is None else with_error(100 * row["kept"], 100 * row["error"], 1)
-    return [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['recall']:.2f}", share,
-            str(row["asked"]), f"{row['reading']:.2f}"]
 
 
 def main(argv: list[str] | None = None):

@@ -14,7 +14,7 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from experiments.script import decoders, finish, options, parser
+from experiments.script import decoders, finish, grouped, options, parser
 from methods.duo_gates import ask, predictions
 from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import seen_by_window
@@ -160,12 +160,12 @@ def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
 
 def show(rows: list[dict]) -> str:
     """A table a decoder, a column a layer."""
-    tables = {}
-    for row in rows:
-        numbered = ["layer of " + row["decoder"], *map(str, range(len(row["layers"])))]
-        table = tables.setdefault(row["decoder"], [numbered])
-        table.append([row["measurement"], *(f"{x:.3g}" for x in row["layers"])])
-    return "\n\n".join(map(text_table, tables.values()))
+    tables = []
+    for (decoder,), each in grouped(rows, "decoder").items():
+        header = [f"layer of {decoder}", *map(str, range(len(each[0]["layers"])))]
+        tables.append(text_table([header, *([row["measurement"], *(f"{x:.3g}" for x in row["layers"])]
+                                            for row in each)]))
+    return "\n\n".join(tables)
 
 
 def main(argv: list[str] | None = None):

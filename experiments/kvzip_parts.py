@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import (budget, decoders, finish, mean_and_error, options, parser,
+from experiments.script import (budget, decoders, finish, grouped, mean_and_error, options, parser,
                                 with_error)
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
@@ -122,12 +122,11 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
 
 def show(rows: list[dict]) -> str:
     """Three tables a decoder."""
-    parts = []
-    for decoder in dict.fromkeys(row["decoder"] for row in rows):
-        of = lambda table: [row for row in rows if (row["decoder"], row["table"]) == (decoder, table)]
-        parts += [f"{decoder}\n{columns(of('readings'))}\nThe second reading takes "
-                  f"{of('rereading')[0]['times']:.1f} times as long as the first.",
-                  columns(of("bits")), columns(of("heads"))]
+    of, parts = grouped(rows, "decoder", "table"), []
+    for decoder in dict.fromkeys(decoder for decoder, _ in of):
+        parts += [f"{decoder}\n{columns(of[decoder, 'readings'])}\nThe second reading takes "
+                  f"{of[decoder, 'rereading'][0]['times']:.1f} times as long as the first.",
+                  columns(of[decoder, "bits"]), columns(of[decoder, "heads"])]
     return "\n\n".join(parts)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.change_and_text import WINDOW, long_answer, one_knob_at_a_time, right_answers
-from experiments.script import decoders, finish, mean_and_error, options, parser, with_error
+from experiments.script import decoders, finish, grouped, mean_and_error, options, parser, with_error
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode
@@ -113,10 +113,8 @@ def summary(decoder: str, group: str, found: dict[str, dict]) -> list[dict]:
 
 def show(rows: list[dict]) -> str:
     """A table a group: means ± a standard error, and beside them their changes against the first."""
-    of, tables = {}, []
-    for row in rows:
-        of.setdefault((row["decoder"], row["group"]), []).append(row)
-    for (decoder, group), each in of.items():
+    tables = []
+    for (decoder, group), each in grouped(rows, "decoder", "group").items():
         keys = each[0]["means"]
         header = [f"{decoder}: {group}", *(name for key in keys for name in (key, "change"))]
         table = [header + ["KiB at most", "at the end"][:len(each[0]["kib"])]]

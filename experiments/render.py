@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 import platform
 import shlex
+from statistics import fmean
 import subprocess
 import sys
 import tempfile
@@ -31,24 +32,23 @@ TARGET = ROOT / "RESULTS.md"
 SECTIONS = {
     "short": (
         "One row a family", "python -m nanollm",
-        "The table that the README shows. Terms stand above it, and the sentences under it are made "
-        "from its rows."),
+        "The README shows these columns. The sentences under the table are made from its rows."),
     "all": (
         "Every method", "python -m nanollm --all",
-        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every "
-        "file in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. "
-        "The window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, "
-        "Fast KVzip and Expected Attention compress the prompt and then append. So at the smallest budget "
-        "most of their bytes are the 64 tokens that came later. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver "
-        "and random keep their budget at every step from the prompt's end on, Scissorhands and CaM from the "
-        "first token on. DuoAttention's retrieval heads and the low-bit caches append. Quest keeps every "
-        "token; its budget is what a query reads. The last lines compare each addition with the method "
-        "under it, document by document."),
+        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every file "
+        "in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. The "
+        "window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
+        "KVzip and Expected Attention compress the prompt and then append. So at the smallest budget most "
+        "of their bytes are the 64 tokens that came later. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and "
+        "random keep their budget from the prompt's end on, Scissorhands and CaM from the first token on. "
+        "DuoAttention's retrieval heads and the low-bit caches append. Quest keeps every token; its budget "
+        "is what a query reads. The last lines compare each addition with the method under it, document by "
+        "document."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
         "python -m nanollm --all --model nanollm/tiny_learned",
-        "The table above is of the decoder whose start had the heads that retrieve. This one is of a decoder "
-        "of the same shape that learned to retrieve."),
+        "The initial weights of the decoder above contained the retrieval heads. This one has the same "
+        "shape and learned its own."),
     "claims": (
         "The papers' claims, on both decoders", "python -m nanollm claims",
         "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
@@ -56,42 +56,41 @@ SECTIONS = {
     "inside": (
         "What the two decoders are like inside", "python -m experiments.inside",
         "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
-        "documents or texts. Texts begin with BOS in *learned*. "
-        "[Notebook 08](notebooks/08_two_decoders.ipynb) draws it."),
+        "documents or texts. Texts begin with BOS in *learned*. [Notebook "
+        "08](notebooks/08_two_decoders.ipynb) draws it."),
     "readings": (
         "The papers read in other ways", "python -m experiments.readings",
-        "The first line of a group is the reading taken first. In brackets stand the changes against it, "
-        "document by document and text by text, ± one standard error. Budgets are a quarter of the entries, "
-        "but for CriticalKV an eighth. The last group compresses again while it decodes: nearly as in "
-        "CriticalKV's Table 7, an eighth of the text stays whenever the cache holds half of it. (There 64 "
-        "tokens stay whenever it exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
+        "The first line of a group is the reading taken first. `change` is against it, document by document "
+        "and text by text, ± one standard error. Budgets are a quarter of the entries, but for CriticalKV "
+        "an eighth. The last group compresses again while it decodes: nearly as in CriticalKV's Table 7, an "
+        "eighth of the text stays whenever the cache holds half of it. (There 64 tokens stay whenever it "
+        "exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
     "additions": (
-        "What each selection changes",
-        "python -m nanollm --methods all --documents 128",
-        "The end of what the command prints: each selection on each budget rule, paired document by "
-        "document, ± one standard error. Aware and blind are means over the three tasks; nll is the "
-        "mean −log p of the true next token; L1 is the change of a head's output, each layer alone. "
-        "`critical` is the paper's selection, whose second stage does not pool the votes. "
-        "`critical_code` is the authors' code, which pools. `theta`, `residual` and `semantic` are "
-        "ours."),
+        "What each selection changes", "python -m nanollm --methods all --documents 128",
+        "Each selection on each budget rule, paired document by document, ± one standard error. Aware and "
+        "blind are means over the three tasks. nll is the mean −log p of the true next token. L1 is the "
+        "change of a head's output, each layer alone. `critical` is the paper's selection, whose second "
+        "stage does not pool the scores; `critical_code` is the authors' code, which pools. `theta`, "
+        "`residual` and `semantic` are ours."),
     "kvzip": (
         "Methods that do not bet on the question: KVzip taken apart", "python -m experiments.kvzip_parts",
-        "What is asked comes after the compression. A second reading of the text, the largest attention in "
-        "place of the sum, and the ranking of all layers' entries together each do their part. "
-        "`one_reading` above is the row *first alone, max, all*. Below, what KVzip and SnapKV keep is stored "
+        "The question comes after the compression. Three parts each add answers: the second reading of the "
+        "text, the largest attention in place of the sum, and the ranking of all layers' entries together. "
+        "`one_reading` above is the row *first alone, max, all*. Then what KVzip and SnapKV keep is stored "
         "in fewer bits (`methods/ours/kvzip_4.py`). KiB are of a text after its answer, with numbers of 16 "
-        "bits. "
-        "The tables of every method have more KiB for the same budget, since 64 tokens follow there."),
+        "bits. The tables of every method have more KiB, since 64 tokens follow there. Last comes "
+        "DuoAttention, by the heads of two calibrations; `seconds` is what each took."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
         "Two cache matrices, four, and four without ever forming a pair."),
     "blind": (
         "Who still answers a question that comes later", "python -m experiments.blind",
-        "Each method's bytes when the question comes, as a share of a full cache's, both with numbers of 16 "
-        "bits; what it answers; the share of the full cache's answers that it keeps, ± one standard error; "
-        "how many documents of a task were asked; the time until the question may come. A row counts as "
-        "95 % only if it is so by one standard error; within one it is undecided. At the end: what counts "
-        "on both decoders, the fewest bytes first. `quest` holds everything; its budget is what it reads."),
+        "`bytes` are those when the question comes, as a share of a full cache's, both with numbers of 16 "
+        "bits. `kept` is the share of the full cache's answers, ± one standard error. `asked` counts the "
+        "documents of a task. `reading` is the time until the question may come, in units of the full "
+        "cache's. A row counts as 95 % only if it is so by one standard error; within one it is undecided. "
+        "At the end: what counts on both decoders, the fewest bytes first. `quest` holds everything; its "
+        "budget is what it reads."),
     "speed": (
         "Decoding, and what compressing costs", "python -m experiments.speed --compile",
         "The first table sets a decoding step beside its floor, the products with all weight matrices, and "
@@ -133,15 +132,20 @@ def by_method(name: str) -> dict[tuple[str, float | None], dict]:
     return {(row["method"], row["fraction"]): row for row in rows(name)}
 
 
+def on_top(base: dict, rows: list[dict]) -> list[dict]:
+    """Return the rows of base's method with one addition, at the same budget and length."""
+    return [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
+            and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
+
+
 def shortened(rows: list[dict]) -> list[dict]:
     """Return rows of `python -m nanollm` without the numbers of each document, which fill megabytes.
 
     An addition's row has in their place `changes` against the method under it: [mean, standard error].
     """
-    for row in rows:
-        for base in rows:
-            if table.adds_to(row, base):
-                row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
+    for base in rows:
+        for row in on_top(base, rows):
+            row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
     return [{key: x for key, x in row.items() if key not in ("each", "l1")} for row in rows]
 
 
@@ -189,14 +193,13 @@ def additions(rows: list[dict]) -> str:
     """Return a table of what each addition changes, under the means of the method without it."""
     cells = [["changes by additions", "budget", *table.MEASURES]]
     for base in rows:
-        more = [row for row in rows if table.adds_to(row, base)]
-        if more:
-            means = base["aware"], base["blind"], log(base["perplexity"]), base["kl"], table.mean_l1(base)
-            cells.append([""] * len(cells[0]))
-            cells.append([base["method"], table.budget(base), *(f"{x:.3f}" for x in means)])
+        if more := on_top(base, rows):
+            l1 = fmean(x for layer in base["l1_alone"] for x in layer)
+            means = base["aware"], base["blind"], log(base["perplexity"]), base["kl"], l1
+            cells += [[""] * 7, [base["method"], table.budget(base), *(f"{x:.3f}" for x in means)]]
         for row in more:
-            cells.append([row["method"], table.budget(row),
-                          *(f"{mean:+.3f} ±{error:.3f}" for mean, error in row["changes"].values())])
+            changes = (f"{mean:+.3f} ±{error:.3f}" for mean, error in row["changes"].values())
+            cells.append([row["method"], table.budget(row), *changes])
     return text_table(cells)
 
 
@@ -220,29 +223,26 @@ def section(name: str) -> str:
     return f"## {title}\n\n{words}\n\n`{command}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
 
 
-def checkpoint() -> str:
-    """The shipped decoders' figures, which their training runs wrote, side by side."""
-    told = {name: json.loads((folder / "train.json").read_text()) for name, folder in SHIPPED.items()}
-    columns = [{
-        "command": f"`{run['command']}`", "hardware": run["hardware"], "minutes": f"{run['minutes']:.0f}",
-        "training tokens": f"{run['training_tokens'] / 1e6:.1f} M",
-        "parameters": f"{run['parameters'] / 1e6:.2f} M",
-        "documents a task": run["documents_per_figure"],
-    } | {
-        name.replace("_", " "): f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %"
-        for name, x in run["exact_match"].items()
-    } | {
-        f"bits per byte of held-out text, {name}": f"{bits:.2f}"
-        for name, bits in run["bits_per_byte"].items()
-    } for run in told.values()]
-    rows = [f"| {' | '.join(map(str, cells))} |" for cells in (
-        ["", *told], ["---"] * (1 + len(told)),
-        *([name, *(column.get(name, "") for column in columns)] for name in columns[0]))]
-    notes = [f"{name}: {run['note']}" for name, run in told.items() if "note" in run]
+def shipped() -> str:
+    """Return how the shipped decoders were trained and what they answer, as their training runs wrote it."""
+    runs = [json.loads((folder / "train.json").read_text()) for folder in SHIPPED.values()]
+    percent = lambda x: f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %"
+    cells = [["", *SHIPPED], ["---"] * (1 + len(runs)), ["command", *(f"`{run['command']}`" for run in runs)],
+             ["hardware", *(run["hardware"] for run in runs)],
+             ["minutes", *(f"{run['minutes']:.0f}" for run in runs)],
+             ["training tokens", *(f"{run['training_tokens'] / 1e6:.1f} M" for run in runs)],
+             ["parameters", *(f"{run['parameters'] / 1e6:.2f} M" for run in runs)],
+             ["documents a task", *(str(run["documents_per_figure"]) for run in runs)]]
+    cells += [[name.replace("_", " "), *(percent(run["exact_match"][name]) for run in runs)]
+              for name in runs[0]["exact_match"]]
+    cells += [[f"bits per byte of held-out text, {name}",
+               *(f"{run['bits_per_byte'][name]:.2f}" for run in runs)] for name in runs[0]["bits_per_byte"]]
+    notes = [f"{name}: {run['note']}" for name, run in zip(SHIPPED, runs) if "note" in run]
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in cells)
     return "\n\n".join((
         "## The shipped decoders",
         "How each was trained, and the share of held-out documents that it answers right, by task and "
-        "tokens: greedy decoding with the full cache, ± one standard error.", "\n".join(rows), *notes))
+        "tokens: greedy decoding with the full cache, ± one standard error.", lines, *notes))
 
 
 def rendered() -> str:
@@ -255,7 +255,7 @@ def rendered() -> str:
             "in [CLAIMS.md](CLAIMS.md).")
     contents = "\n".join(f"- [{title}](#{anchor(title)}): `{name}`"
                          for name, (title, _, _) in SECTIONS.items())
-    return "\n\n".join((head, contents, *map(section, SECTIONS), checkpoint())) + "\n"
+    return "\n\n".join((head, contents, *map(section, SECTIONS), shipped())) + "\n"
 
 
 def main(argv: list[str]):

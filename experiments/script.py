@@ -44,6 +44,14 @@ def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):
         replace(args.json, json.dumps(rows, indent=1).encode())
 
 
+def grouped(rows: list[dict], *keys: str) -> dict[tuple, list[dict]]:
+    """Return the rows by their values of these keys, in the order in which they first come."""
+    of = {}
+    for row in rows:
+        of.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return of
+
+
 def mean_and_error(x: Tensor) -> tuple[float, float]:
     """Return the mean of x (n,) and its standard error."""
     return x.double().mean().item(), standard_error(x.double())
