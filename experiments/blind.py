@@ -10,8 +10,6 @@ misses 95 % by four standard errors on the first 32 documents of a task is asked
 `bytes`: what is held when the question comes, of a full cache, numbers of 16 bits in both. `reading`: time of
 the processor until then, of two documents, over the full cache's.
 """
-import argparse
-import math
 import time
 from typing import NamedTuple
 
@@ -19,11 +17,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments.script import budget, decoders, finish, grouped, options, parser, with_error
 from experiments.speed import best
-from nanollm import SHIPPED
 from nanollm.cache import bytes_in_16_bits
-from nanollm.commands.registry import calibrated, given, has_budget, loaded, model_options, pick
+from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
+from nanollm.commands.text_table import text_table
 from nanollm.generate import end_prompt, prefill, read_again, rereads
 from nanollm.measure.evaluate import (TASKS, Benchmark, ask, check_size, maker, prompt_and_question,
                                       standard_error)
@@ -97,7 +96,7 @@ def until_asked(model, context: Tensor, make):
 
 
 @torch.no_grad()
-def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=list) -> dict[tuple, Found]:
+def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tuple, Found]:
     """Of every method and each share of the prompt; None is the share where there is no budget. The full
     cache comes first.
     """
@@ -116,7 +115,7 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=list
 
     pieces = [Benchmark.read(model, dict(zip(batches, parts)), None)
               for parts in zip(*(cut(batch, FIRST) for batch in batches.values()))]
-    for name, part in steps(jobs):
+    for name, part in tqdm(jobs, leave=False, disable=None):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
         knobs = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
@@ -125,75 +124,83 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int, steps=list
     return rows
 
 
-def verdict(row: Found, full: Found) -> str:
-    """Whether a row keeps ENOUGH: "yes" or "no" by one standard error, else "undecided"."""
-    share, error = kept(row, full)
-    return "yes" if share - error >= ENOUGH else "no" if share + error < ENOUGH else "undecided"
+def summary(decoder: str, found: dict[tuple, Found]) -> list[dict]:
+    """Return a row for each method and share: bytes and reading over the full cache's, and what is kept."""
+    full, rows = found["full", None], []
+    answered = any(x.any() for x in full.right.values())  # if not, these tasks cannot judge this model
+    for (method, part), row in found.items():
+        share, error = kept(row, full) if answered else (None, None)
+        rows.append(dict(decoder=decoder, method=method, share=part, bytes=row.bytes / full.bytes)
+                    | {task: x.mean().item() for task, x in row.right.items()}
+                    | dict(kept=share, error=error, asked=row.documents, reading=row.seconds / full.seconds))
+    return rows
 
 
-def enough(rows: dict[tuple, Found]) -> dict[str, tuple]:
-    """By method, the share of the prompt with which it keeps ENOUGH in the fewest bytes. Methods that never
-    do are left out.
+def verdict(row: dict) -> str:
+    """Whether a row keeps ENOUGH: "yes" or "no" by one standard error, else "undecided"; "" if unknown."""
+    if row["kept"] is None:
+        return ""
+    if row["kept"] - row["error"] >= ENOUGH:
+        return "yes"
+    return "no" if row["kept"] + row["error"] < ENOUGH else "undecided"
+
+
+def enough(rows: list[dict]) -> dict[str, dict]:
+    """By method, the row of one decoder that keeps ENOUGH in the fewest bytes. Methods that never do are
+    left out.
     """
-    full, best = rows["full", None], {}
-    if not sum(x.sum() for x in full.right.values()):  # these tasks cannot judge this model
-        return {}
-    for (name, part), row in sorted(rows.items(), key=lambda item: item[1].bytes):
-        if verdict(row, full) == "yes":
-            best.setdefault(name, part)
+    best = {}
+    for row in sorted(rows, key=lambda row: row["bytes"]):
+        if verdict(row) == "yes":
+            best.setdefault(row["method"], row)
     return best
 
 
-def budget(part: float | None) -> str:
-    return "all" if part is None else f"{100 * part:g} %"
+def show(rows: list[dict]) -> str:
+    """The table of all rows, decoders side by side, and below it who keeps ENOUGH."""
+    of = grouped(rows, "decoder")
+    names = ["bytes", "needle", "recall", "kept, %", "asked", "reading"]
+    table = [["", "", *(cell for name, in of for cell in [name, *[""] * (len(names) - 1)])],
+             ["method", "budget", *names * len(of)]]
+    for beside in zip(*of.values()):
+        table.append([beside[0]["method"], budget(beside[0]["share"])])
+        for row in beside:
+            kept = row["kept"] is not None
+            table[-1] += [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['recall']:.2f}",
+                          with_error(100 * row["kept"], 100 * row["error"], 1) if kept else "–",
+                          str(row["asked"]), f"{row['reading']:.2f}"]
+    return f"{text_table(table)}\n\n{show_enough(rows)}"
+
+
+def show_enough(rows: list[dict]) -> str:
+    """Methods that keep ENOUGH on all decoders, the fewest bytes first; then who is undecided."""
+    of = grouped(rows, "decoder")
+    best = [enough(each) for each in of.values()]
+    table = [["", *(cell for name, in of for cell in (name, ""))], ["method", *["budget", "bytes"] * len(of)]]
+    both = [[each[method] for each in best] for method in sorted(set.intersection(*map(set, best)))]
+    for beside in sorted(both, key=lambda beside: max(row["bytes"] for row in beside)):
+        table.append([beside[0]["method"]])
+        for row in beside:
+            table[-1] += [budget(row["share"]), f"{100 * row['bytes']:.1f} %"]
+    lines = [f"{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes",
+             text_table(table)]
+    for (name,), each in of.items():
+        near = [f"{row['method']} at {budget(row['share'])}" for row in each if verdict(row) == "undecided"]
+        lines.append(f"undecided on {name}: {', '.join(near) or 'none'}")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m experiments.blind", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(parser)
-    parser.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every variant")
-    parser.add_argument("--documents", type=int, default=256, help="a task; default 256")
-    parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
-    args = parser.parse_args(argv)
+    made = parser("experiments.blind", __doc__)
+    made.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every variant")
+    made.add_argument("--documents", type=int, default=256, help="a task; default 256")
+    made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
+    args = options(made, argv)
     methods = pick(["full", *args.methods] if args.methods else [])
-    own = args.model.resolve()
-    folders = SHIPPED if own in SHIPPED.values() else SHIPPED | {str(args.model): own}
-    of, began = {}, time.time()  # by decoder
-    for name, folder in folders.items():
-        model, encoding = loaded(args, folder)
-        of[name] = found(model, Tasks(encoding, "test"), methods, args.documents, args.length,
-                         lambda jobs: tqdm(jobs, leave=False, desc=name, disable=None))
-
-    print(f"{'':<33}" + "".join(f"{name:^50}" for name in of))
-    names = f"{'bytes':>10}{'needle':>8}{'recall':>8}{'kept, %':>14}{'asked':>6}{'reading':>8}"
-    print(f"{'method':<25}{'budget':>8}" + names * len(of))
-    full = {name: rows["full", None] for name, rows in of.items()}
-    for job in next(iter(of.values())):
-        line = "".join(cells(x[job], full[name]) for name, x in of.items())
-        print(f"{job[0]:<25}{budget(job[1]):>8}{line}")
-
-    print(f"\n{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes, on "
-          f"{' and '.join(of)}")
-    best = {name: enough(rows) for name, rows in of.items()}
-    share = lambda name, method: of[name][method, best[name][method]].bytes / full[name].bytes
-    for method in sorted(set.intersection(*map(set, best.values())),
-                         key=lambda method: max(share(name, method) for name in of)):
-        line = "".join(f"{budget(best[name][method]):>12}{100 * share(name, method):>8.1f} %" for name in of)
-        print(f"{method:<25}{line}")
-    for name, rows in of.items():
-        near = [f"{method} at {budget(part)}" for (method, part), row in rows.items()
-                if name in best and best[name] and verdict(row, full[name]) == "undecided"]
-        print(f"undecided on {name}: {', '.join(near) or 'none'}")
-    print(f"in {(time.time() - began) / 60:.0f} minutes")
-
-
-def cells(row: Found, full: Found) -> str:
-    share, error = kept(row, full) if any(x.any() for x in full.right.values()) else (math.nan, math.nan)
-    answers = "".join(f"{x.mean():>8.2f}" for x in row.right.values())
-    return (f"{100 * row.bytes / full.bytes:>8.1f} %{answers}"
-            + f"{f'{100 * share:.1f} ± {100 * error:.1f}':>14}{row.documents:>6}"
-            + f"{row.seconds / full.seconds:>8.2f}")
+    rows = []
+    for name, model, encoding in decoders(args):
+        rows += summary(name, found(model, Tasks(encoding, "test"), methods, args.documents, args.length))
+    finish(args, rows, show)
 
 
 if __name__ == "__main__":

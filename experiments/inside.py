@@ -7,7 +7,6 @@ Verdicts on methods depend on this. Retrieval in few heads can be given whole ca
 whatever it says; norms can only tell entries apart if they differ; votes can only tell what comes if they
 last.
 """
-import argparse
 from collections.abc import Iterable
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from experiments.script import decoders, finish, grouped, options, parser
 from methods.duo_gates import ask, predictions
 from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import seen_by_window
-from nanollm import LEARNED, TINY
-from nanollm.commands.registry import loaded, model_options
 from nanollm.commands.shell import command
+from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import exact_match, text_windows
 from nanollm.measure.tasks import Tasks
 from nanollm.training.initial_weights import without_heads
@@ -159,19 +158,22 @@ def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
     return {name: x.tolist() for name, x in rows.items()}
 
 
+def show(rows: list[dict]) -> str:
+    """A table a decoder, a column a layer."""
+    tables = []
+    for (decoder,), each in grouped(rows, "decoder").items():
+        header = [f"layer of {decoder}", *map(str, range(len(each[0]["layers"])))]
+        tables.append(text_table([header, *([row["measurement"], *(f"{x:.3g}" for x in row["layers"])]
+                                            for row in each)]))
+    return "\n\n".join(tables)
+
+
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m experiments.inside", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(parser)
-    args = parser.parse_args(argv)
-    folders = dict.fromkeys([TINY, LEARNED, args.model])
-    names = {TINY: "built", LEARNED: "learned"}
-    for folder in tqdm(folders, unit="model", leave=False, disable=None):
-        model, encoding = loaded(args, folder)
-        rows = page(model, Tasks(encoding, "test"))
-        layers = "".join(f"{i:>10}" for i in range(model.config.n_layers))
-        lines = [f"{name:<44}" + "".join(f"{x:>10.3g}" for x in row) for name, row in rows.items()]
-        tqdm.write("\n".join([f"{'layer of ' + names.get(folder, str(folder)):<44}{layers}", *lines, ""]))
+    args = options(parser("experiments.inside", __doc__), argv)
+    rows = [dict(decoder=name, measurement=measurement, layers=x)
+            for name, model, encoding in tqdm(decoders(args), unit="model", leave=False, disable=None)
+            for measurement, x in page(model, Tasks(encoding, "test")).items()]
+    finish(args, rows, show)
 
 
 if __name__ == "__main__":

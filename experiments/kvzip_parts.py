@@ -8,7 +8,6 @@ KVzip ranks highest. The context is compressed before the question comes (blind)
 tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its
 answers, if the model's numbers have 16 bits.
 """
-import argparse
 from itertools import product
 import time
 
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments.script import (budget, decoders, finish, grouped, mean_and_error, options, parser,
+                                with_error)
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
 from methods.ours.one_reading import OneReading
 from methods.quantized import Quantized
-from nanollm import SHIPPED
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
-from nanollm.commands.registry import loaded, model_options
 from nanollm.commands.shell import command
+from nanollm.commands.text_table import text_table
 from nanollm.generate import prefill, read_again
-from nanollm.measure.evaluate import (TASKS, answer, check_size, maker, prompt_and_question, retrieve, share,
-                                      standard_error)
+from nanollm.measure.evaluate import (TASKS, answer, check_size, maker, prompt_and_question, retrieve, share)
 from nanollm.measure.tasks import Tasks
 
 SHARES = 0.25, 0.125, 0.0625
@@ -39,13 +38,14 @@ BITS = 16, 4, 2  # of a number; 16: as it is
 
 
 @torch.no_grad()
-def apart(model, batch, shares=SHARES, steps=list) -> tuple[dict[tuple, Tensor], float]:
+def apart(model, batch, shares=SHARES) -> tuple[dict[tuple, Tensor], float]:
     """Right answers (B,) of every (reading, score, ranking, share), blind; and the seconds of the second
     reading in units of the first's.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, seconds = {}, []
-    for (reading, Method), score in steps([*product(READINGS.items(), ("max", "sum"))]):
+    for (reading, Method), score in tqdm([*product(READINGS.items(), ("max", "sum"))], leave=False,
+                                           desc="readings", disable=None):
         caches = make_cache(model, Method, budget=context.shape[1], score=score)
         began = time.perf_counter()
         prefill(model, context, caches, 64)
@@ -63,20 +63,20 @@ def apart(model, batch, shares=SHARES, steps=list) -> tuple[dict[tuple, Tensor],
 
 
 @torch.no_grad()
-def fewer_bits(model, batch, shares=SHARES, steps=list) -> dict[tuple, tuple[Tensor, int]]:
+def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
     """Right answers (B,), blind, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
-    methods that keep all tokens the share is 1.
+    methods that keep all tokens the share is None.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, n = {}, context.shape[1]
-    for name, Method, knobs in steps([
+    for name, Method, knobs in tqdm([
             ("full", LayerCache, {}), ("quantized_2", Quantized, dict(bits=2, residual_length=16)),
             ("snap_kv", RoundedWindow, dict(budget=n, window_size=8)),
-            ("kvzip", RoundedKVzip, dict(budget=n))]):
+            ("kvzip", RoundedKVzip, dict(budget=n))], leave=False, desc="bits", disable=None):
         caches = make_cache(model, Method, **knobs)
         prefill(model, context, caches, 64)
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), 1.0)]:
+        for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), None)]:
             compressed = copied(caches)
             for cache in compressed:
                 if "budget" in knobs:
@@ -86,60 +86,72 @@ def fewer_bits(model, batch, shares=SHARES, steps=list) -> dict[tuple, tuple[Ten
     return found
 
 
-def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES,
-             steps=list) -> dict[tuple[str, float], Tensor]:
+def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES) -> dict[tuple[str, float], Tensor]:
     """Right answers (B,) of DuoAttention, blind, of every (whose heads, share)."""
     return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["blind"]
-            for name, part in steps([*product(heads, shares)])}
+            for name, part in product(heads, shares)}
+
+
+def measured(model, encoding, documents: int, length: int) -> list[dict]:
+    """Rows of three tables: readings, bits and heads. Of each task the right answers: [mean, error]."""
+    check_size(model, documents, 2, length)
+    heads, seconds = {}, {}
+    for name, Method in HEADS.items():
+        began = time.perf_counter()
+        heads[name] = Method.calibrate(model, encoding)["heads"]
+        seconds[name] = time.perf_counter() - began
+
+    batches = {task: Tasks(encoding, "test").batch(task, 0, documents, length, **TASKS[task])
+               for task in ("needle", "recall")}
+    readings = {task: apart(model, batch) for task, batch in batches.items()}
+    bits = {task: fewer_bits(model, batch) for task, batch in batches.items()}
+    duo = {task: by_heads(model, batch, heads) for task, batch in batches.items()}
+    rows = [dict(table="rereading", times=min(times for _, times in readings.values()))]
+    for key in readings["needle"][0]:
+        rows.append(dict(table="readings") | dict(zip(("reading", "score", "ranked", "share"), key)))
+        rows[-1] |= {task: mean_and_error(found[key]) for task, (found, _) in readings.items()}
+    for key in bits["needle"]:
+        rows.append(dict(table="bits") | dict(zip(("method", "bits", "share"), key)))
+        for task, found in bits.items():
+            rows[-1] |= {task: mean_and_error(found[key][0]), f"{task}, KiB": found[key][1] / 1024}
+    for name, part in duo["needle"]:
+        rows.append(dict(table="heads", heads=name, share=part, seconds=seconds[name]))
+        rows[-1] |= {task: mean_and_error(found[name, part]) for task, found in duo.items()}
+    return rows
+
+
+def show(rows: list[dict]) -> str:
+    """Three tables a decoder."""
+    of, parts = grouped(rows, "decoder", "table"), []
+    for decoder in dict.fromkeys(decoder for decoder, _ in of):
+        parts += [f"{decoder}\n{columns(of[decoder, 'readings'])}\nThe second reading takes "
+                  f"{of[decoder, 'rereading'][0]['times']:.1f} times as long as the first.",
+                  columns(of[decoder, "bits"]), columns(of[decoder, "heads"])]
+    return "\n\n".join(parts)
+
+
+def columns(rows: list[dict]) -> str:
+    """Rows of one table of one decoder, a column a key."""
+    def cell(key: str, x) -> str:
+        if key == "share":
+            return budget(x)
+        if isinstance(x, str):
+            return x
+        return f"{x:.0f}" if isinstance(x, (int, float)) else with_error(*x)
+
+    names = [key for key in rows[0] if key not in ("decoder", "table")]
+    return text_table([["budget" if key == "share" else key for key in names],
+                       *([cell(key, row[key]) for key in names] for row in rows)])
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m experiments.kvzip_parts", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(parser)
-    parser.add_argument("--documents", type=int, default=32, help="a task; default 32")
-    parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
-    args = parser.parse_args(argv)
-    names = {folder: name for name, folder in SHIPPED.items()}
-    for folder in dict.fromkeys([*names, args.model]):
-        model, encoding = loaded(args, folder)
-        check_size(model, args.documents, 2, args.length)
-        tasks, found, rounded, duo, ratio = Tasks(encoding, "test"), {}, {}, {}, 0.0
-        retrieve_by, taken = {}, {}
-        for name, Method in HEADS.items():
-            began = time.perf_counter()
-            retrieve_by[name] = Method.calibrate(model, encoding)["heads"]
-            taken[name] = time.perf_counter() - began
-        for task in ("needle", "recall"):
-            batch = tasks.batch(task, 0, args.documents, args.length, **TASKS[task])
-            progress = lambda x: tqdm(x, leave=False, desc=task, disable=None)
-            found[task], ratio = apart(model, batch, steps=progress)
-            rounded[task] = fewer_bits(model, batch, steps=progress)
-            duo[task] = by_heads(model, batch, retrieve_by, steps=progress)
-        heads = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in found for part in SHARES)
-        print(f"{names.get(folder, folder)!s:<12}{'':<24}{heads}\n{'reading':<12}{'score':<8}ranked")
-        for reading, score, ranked in product(READINGS, ("max", "sum"), RANKED):
-            cells = (found[task][reading, score, ranked, part] for task in found for part in SHARES)
-            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}" for x in cells)
-            print(f"{reading:<12}{score:<8}{ranked:<16}{row}")
-        print(f"The second reading takes {ratio:.1f} times as long as the first.\n")
-
-        tasks_of = "".join(f"{task:>18}{'KiB':>8}" for task in rounded)
-        print(f"{'method':<16}{'budget':>8}{'bits':>6}{tasks_of}")
-        for name, bits, part in rounded["needle"]:
-            cells = (each[name, bits, part] for each in rounded.values())
-            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}{held / 1024:>8.0f}"
-                          for x, held in cells)
-            budget = "all" if part == 1 else f"{100 * part:g} %"
-            print(f"{name:<16}{budget:>8}{bits if bits < 16 else '–':>6}{row}")
-
-        columns = "".join(f"{f'{task} {100 * part:g} %':>18}" for task in duo for part in HEAD_SHARES)
-        print(f"\n{'DuoAttention by':<16}{'found in':>10}{columns}")
-        for name in retrieve_by:
-            row = "".join(f"{f'{x.mean():.2f} ± {standard_error(x):.2f}':>18}"
-                          for x in (duo[task][name, part] for task in duo for part in HEAD_SHARES))
-            print(f"{name:<16}{f'{taken[name]:.0f} s':>10}{row}")
-        print()
+    made = parser("experiments.kvzip_parts", __doc__)
+    made.add_argument("--documents", type=int, default=32, help="a task; default 32")
+    made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
+    args = options(made, argv)
+    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
+            for row in measured(model, encoding, args.documents, args.length)]
+    finish(args, rows, show)
 
 
 if __name__ == "__main__":

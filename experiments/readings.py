@@ -6,7 +6,6 @@
 32 texts, and 32 documents each of needle, recall and few-shot with the question in the prompt, 256 tokens
 each. KL is of the last 32 tokens of a text. Last come short prompts with long answers, 512 tokens each.
 """
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.change_and_text import WINDOW, long_answer, one_knob_at_a_time, right_answers
+from experiments.script import decoders, finish, grouped, mean_and_error, options, parser, with_error
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode
@@ -23,16 +23,14 @@ from methods.kv_reviver_mean import MeanReviver
 from methods.ours.scissorhands_weight import MeanWeight
 from methods.scissorhands import Scissorhands
 from methods.theory.persistence_measured import Padded, Rate, tilted
-from nanollm import LEARNED, TINY
 from nanollm.cache import LayerCache
-from nanollm.commands.registry import loaded, model_options
 from nanollm.commands.shell import command
+from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import (TASKS, Benchmark, Reference, continuation, maker, reference,
-                                      replayed_or_read, standard_error, text_windows)
+                                      replayed_or_read, text_windows)
 from nanollm.measure.tasks import Tasks
 
 FEW = dict(at_a_time=8)
-Row = dict[str, Tensor]  # measurement → a number a text or document
 
 
 @dataclass(eq=False)
@@ -73,7 +71,7 @@ LONG = {"SnapKV, once": dict(again=False), "SnapKV": {}, "+critical": dict(selec
 
 
 def measured(model, bench: Benchmark, full: Reference, Method, share: float, tilt: float = 0.0,
-             **knobs) -> Row:
+             **knobs) -> dict[str, Tensor]:
     """Which documents are answered right, and KL of every text, (n,) each."""
     make = maker(model, Method, share, **knobs)
     if tilt:
@@ -82,54 +80,64 @@ def measured(model, bench: Benchmark, full: Reference, Method, share: float, til
     return dict(answers=right_answers(model, bench, make)["aware"].flatten(), KL=kl)
 
 
-def groups(model, tasks: Tasks) -> Iterator[tuple[str, dict[str, Row]]]:
-    """A title, and each reading's row, first the one that others are compared with."""
-    bench = Benchmark.build(model, tasks, 256, documents=32)
-    full = reference(model, text_windows(tasks, 32, 256, model), 32)
+def groups(model, tasks: Tasks, documents: int = 32) -> Iterator[tuple[str, dict[str, dict]]]:
+    """A title, and what was measured of each reading, first of the one that others are compared with."""
+    bench = Benchmark.build(model, tasks, 256, documents=documents)
+    full = reference(model, text_windows(tasks, documents, 256, model), 32)
     for title, readings in READINGS.items():
         yield title, {name: measured(model, bench, full, Method, 0.25, **knobs)
                       for name, (Method, knobs) in readings.items()}
 
-    knobs = one_knob_at_a_time(model, bench, full)
+    changed = one_knob_at_a_time(model, bench, full)
     for base in "critical", "critical_code":
-        rows = {name.removeprefix(f"{base}, "): dict(answers=row["answers"], KL=row["kl"], L=row["L"])
-                for name, row in knobs.items() if name.partition(",")[0] == base}
-        yield f"SnapKV+{base}, an eighth", rows
+        yield f"SnapKV+{base}, an eighth", {
+            name.removeprefix(f"{base}, "): dict(answers=row["answers"], KL=row["kl"], L=row["L"])
+            for name, row in changed.items() if name.partition(",")[0] == base}
 
-    texts = text_windows(tasks, 32, 512, model)
-    asked = {task: tasks.batch(task, 0, 32, 512) for task in TASKS}
-    rows = {name: long_answer(model, texts, asked, **how) for name, how in LONG.items()}
-    kib = ", ".join(f"{name} {row['most']:.0f}, {row['last']:.0f}" for name, row in rows.items())
-    yield f"prompt of 32 tokens, answer of 480; KiB at most, at the end: {kib}", {
-        name: {key: x for key, x in row.items() if isinstance(x, Tensor)} for name, row in rows.items()}
+    texts = text_windows(tasks, documents, 512, model)
+    asked = {task: tasks.batch(task, 0, documents, 512) for task in TASKS}
+    yield "prompt of 32 tokens, answer of 480", {name: long_answer(model, texts, asked, **how)
+                                                 for name, how in LONG.items()}
 
 
-def show(rows: dict[str, Row]) -> str:
-    """A line a reading: means ± a standard error, and their changes against the first."""
-    first, lines = next(iter(rows.values())), []
-    for name, row in rows.items():
-        cells = []
-        for key, x in row.items():
-            cell = f"{key} {x.mean():.3f} ± {standard_error(x):.3f}"
-            d = x - first[key]
-            change = "" if row is first else f" ({d.mean():+.3f} ± {standard_error(d):.3f})"
-            cells.append(f"{cell + change:<42}")
-        lines.append(f"    {name:<32}{''.join(cells)}".rstrip())
-    return "\n".join(lines)
+def summary(decoder: str, group: str, found: dict[str, dict]) -> list[dict]:
+    """A row a reading: mean and standard error of each measurement, and of its change against the first."""
+    first, rows = next(iter(found.values())), []
+    for reading, each in found.items():
+        means = {key: mean_and_error(x) for key, x in each.items() if isinstance(x, Tensor)}
+        changes = {} if each is first else {key: mean_and_error(each[key] - first[key]) for key in means}
+        rows.append(dict(decoder=decoder, group=group, reading=reading, means=means, changes=changes,
+                         kib=[each[key] for key in ("most", "last") if key in each]))
+    return rows
+
+
+def show(rows: list[dict]) -> str:
+    """A table a group: means ± a standard error, and beside them their changes against the first."""
+    tables = []
+    for (decoder, group), each in grouped(rows, "decoder", "group").items():
+        keys = each[0]["means"]
+        header = [f"{decoder}: {group}", *(name for key in keys for name in (key, "change"))]
+        table = [header + ["KiB at most", "at the end"][:len(each[0]["kib"])]]
+        for row in each:
+            table.append([row["reading"]])
+            for key in keys:
+                table[-1].append(with_error(*row["means"][key], 3))
+                table[-1].append(with_error(*row["changes"][key], 3, "+") if row["changes"] else "")
+            table[-1] += [f"{x:.0f}" for x in row["kib"]]
+        tables.append(text_table(table))
+    return "\n\n".join(tables)
 
 
 @torch.no_grad()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m experiments.readings", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(parser)
-    args = parser.parse_args(argv)
-    names = {TINY: "built", LEARNED: "learned"}
-    for folder in dict.fromkeys([TINY, LEARNED, args.model]):
-        model, encoding = loaded(args, folder)
-        tqdm.write(f"{names.get(folder, folder)}\n")
-        for title, rows in tqdm(groups(model, Tasks(encoding, "test")), leave=False, disable=None):
-            tqdm.write(f"{title}\n{show(rows)}\n")
+    made = parser("experiments.readings", __doc__)
+    made.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
+    args, rows = options(made, argv), []
+    for name, model, encoding in decoders(args):
+        for group, found in tqdm(groups(model, Tasks(encoding, "test"), args.documents), desc=name,
+                                 leave=False, disable=None):
+            rows += summary(name, group, found)
+    finish(args, rows, show)
 
 
 if __name__ == "__main__":

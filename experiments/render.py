@@ -1,92 +1,96 @@
-"""RESULTS.md and what it shows: each long table is what its command printed.
+"""RESULTS.md: each table is made from the rows that its command measured.
 
-    python -m experiments.render             # write RESULTS.md from the stored outputs
-    python -m experiments.render all speed   # run these sections' commands first, and store what they print
-    python -m experiments.render --check     # fail if RESULTS.md is not what the stored outputs make
+    python -m experiments.render             # write RESULTS.md from the stored rows
+    python -m experiments.render all speed   # run these sections' commands first, and store their rows
+    python -m experiments.render --check     # fail if RESULTS.md is not what the stored rows make
 """
 from datetime import date
+from importlib import import_module
+from importlib.metadata import version
 import json
+from math import log
 import os
 from pathlib import Path
 import platform
-import re
 import shlex
-import shutil
+from statistics import fmean
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+import time
+
+from nanollm import SHIPPED
+from nanollm.commands import table
+from nanollm.commands.text_table import text_table
+from nanollm.measure.evaluate import paired
 
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "stored"
 TARGET = ROOT / "RESULTS.md"
-SHIPPED = {"built": ROOT / "nanollm" / "tiny", "learned": ROOT / "nanollm" / "tiny_learned"}
 
 # name: (title, command, what to see)
 SECTIONS = {
     "short": (
-        "One row a family", "python -m nanollm --figure {scratch}/short.png",
-        "The table that the README shows. Terms stand above it, and the sentences under it are made "
-        "from its rows."),
+        "One row a family", "python -m nanollm",
+        "The README shows these columns. The sentences under the table are made from its rows."),
     "all": (
-        "Every method", "python -m nanollm --all --figure notebooks/compare.png",
-        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every "
-        "file in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. "
-        "The window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, "
-        "Fast KVzip and Expected Attention compress the prompt and then append. So at the smallest budget "
-        "most of their bytes are the 64 tokens that came later. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver "
-        "and random keep their budget at every step from the prompt's end on, Scissorhands and CaM from the "
-        "first token on. DuoAttention's retrieval heads and the low-bit caches append. Quest keeps every "
-        "token; its budget is what a query reads. The last lines compare each addition with the method "
-        "under it, document by document."),
+        "Every method", "python -m nanollm --all",
+        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every file "
+        "in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. The "
+        "window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
+        "KVzip and Expected Attention compress the prompt and then append. So at the smallest budget most "
+        "of their bytes are the 64 tokens that came later. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and "
+        "random keep their budget from the prompt's end on, Scissorhands and CaM from the first token on. "
+        "DuoAttention's retrieval heads and the low-bit caches append. Quest keeps every token; its budget "
+        "is what a query reads. The last lines compare each addition with the method under it, document by "
+        "document."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
-        "python -m nanollm --all --model nanollm/tiny_learned --figure {scratch}/learned.png",
-        "The table above is of the decoder whose start had the heads that retrieve. This one is of a decoder "
-        "of the same shape that learned to retrieve."),
+        "python -m nanollm --all --model nanollm/tiny_learned",
+        "The initial weights of the decoder above contained the retrieval heads. This one has the same "
+        "shape and learned its own."),
     "claims": (
-        "The papers' claims, on both decoders", "python -m nanollm claims --json {scratch}/claims.json",
+        "The papers' claims, on both decoders", "python -m nanollm claims",
         "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
         "[CLAIMS.md](CLAIMS.md) has the rules, beside all that the tests say."),
     "inside": (
         "What the two decoders are like inside", "python -m experiments.inside",
         "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
-        "documents or texts. Texts begin with BOS in *learned*. "
-        "[Notebook 08](notebooks/08_two_decoders.ipynb) draws it."),
+        "documents or texts. Texts begin with BOS in *learned*. [Notebook "
+        "08](notebooks/08_two_decoders.ipynb) draws it."),
     "readings": (
         "The papers read in other ways", "python -m experiments.readings",
-        "The first line of a group is the reading taken first. In brackets stand the changes against it, "
-        "document by document and text by text, ± one standard error. Budgets are a quarter of the entries, "
-        "but for CriticalKV an eighth. The last group compresses again while it decodes: nearly as in "
-        "CriticalKV's Table 7, an eighth of the text stays whenever the cache holds half of it. (There 64 "
-        "tokens stay whenever it exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
+        "The first line of a group is the reading taken first. `change` is against it, document by document "
+        "and text by text, ± one standard error. Budgets are a quarter of the entries, but for CriticalKV "
+        "an eighth. The last group compresses again while it decodes: nearly as in CriticalKV's Table 7, an "
+        "eighth of the text stays whenever the cache holds half of it. (There 64 tokens stay whenever it "
+        "exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
     "additions": (
-        "What each selection changes",
-        "python -m nanollm --methods all --documents 128 --figure {scratch}/all.png",
-        "The end of what the command prints: each selection on each budget rule, paired document by "
-        "document, ± one standard error. Aware and blind are means over the three tasks; nll is the "
-        "mean −log p of the true next token; L1 is the change of a head's output, each layer alone. "
-        "`critical` is the paper's selection, whose second stage does not pool the votes. "
-        "`critical_code` is the authors' code, which pools. `theta`, `residual` and `semantic` are "
-        "ours."),
+        "What each selection changes", "python -m nanollm --methods all --documents 128",
+        "Each selection on each budget rule, paired document by document, ± one standard error. Aware and "
+        "blind are means over the three tasks. nll is the mean −log p of the true next token. L1 is the "
+        "change of a head's output, each layer alone. `critical` is the paper's selection, whose second "
+        "stage does not pool the scores; `critical_code` is the authors' code, which pools. `theta`, "
+        "`residual` and `semantic` are ours."),
     "kvzip": (
         "Methods that do not bet on the question: KVzip taken apart", "python -m experiments.kvzip_parts",
-        "What is asked comes after the compression. A second reading of the text, the largest attention in "
-        "place of the sum, and the ranking of all layers' entries together each do their part. "
-        "`one_reading` above is the row *first alone, max, all*. Below, what KVzip and SnapKV keep is stored "
+        "The question comes after the compression. Three parts each add answers: the second reading of the "
+        "text, the largest attention in place of the sum, and the ranking of all layers' entries together. "
+        "`one_reading` above is the row *first alone, max, all*. Then what KVzip and SnapKV keep is stored "
         "in fewer bits (`methods/ours/kvzip_4.py`). KiB are of a text after its answer, with numbers of 16 "
-        "bits. "
-        "The tables of every method have more KiB for the same budget, since 64 tokens follow there."),
+        "bits. The tables of every method have more KiB, since 64 tokens follow there. Last comes "
+        "DuoAttention, by the heads of two calibrations; `seconds` is what each took."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
         "Two cache matrices, four, and four without ever forming a pair."),
     "blind": (
         "Who still answers a question that comes later", "python -m experiments.blind",
-        "Each method's bytes when the question comes, as a share of a full cache's, both with numbers of 16 "
-        "bits; what it answers; the share of the full cache's answers that it keeps, ± one standard error; "
-        "how many documents of a task were asked; the time until the question may come. A row counts as "
-        "95 % only if it is so by one standard error; within one it is undecided. At the end: what counts "
-        "on both decoders, the fewest bytes first. `quest` holds everything; its budget is what it reads."),
+        "`bytes` are those when the question comes, as a share of a full cache's, both with numbers of 16 "
+        "bits. `kept` is the share of the full cache's answers, ± one standard error. `asked` counts the "
+        "documents of a task. `reading` is the time until the question may come, in units of the full "
+        "cache's. A row counts as 95 % only if it is so by one standard error; within one it is undecided. "
+        "At the end: what counts on both decoders, the fewest bytes first. `quest` holds everything; its "
+        "budget is what it reads."),
     "speed": (
         "Decoding, and what compressing costs", "python -m experiments.speed --compile",
         "The first table sets a decoding step beside its floor, the products with all weight matrices, and "
@@ -98,7 +102,7 @@ SECTIONS = {
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
     "growth": (
-        "How cost grows with the text", "python -m experiments.growth --figure notebooks/growth.png",
+        "How cost grows with the text", "python -m experiments.growth",
         "![three costs over the tokens](notebooks/growth.png)  Reading, compressing and one step, for texts "
         "of 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, both axes "
         "logarithmic."),
@@ -112,117 +116,146 @@ SECTIONS = {
         "Kernels, compiled", "python -m kernels.resources",
         "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),
 }
+FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png"}  # what --figure writes
+COMPARED = "short", "all", "learned", "additions"  # sections of python -m nanollm, whose rows are made short
 
 
-class Row(NamedTuple):
-    """A row that `python -m nanollm` printed, but for its method and budget."""
-    kib: float             # live, of one text
-    right: list[float]     # shares of right answers: needle, recall and few-shot, aware and blind of each
-    perplexity: float
-    kl: float              # nats a token
-    l1: float
-    tokens_per_s: float    # of the batch
+# ---- what is stored ---
+
+def rows(name: str) -> list[dict]:
+    """Return the stored rows of a section."""
+    return json.loads((HERE / f"{name}.json").read_text())["rows"]
 
 
-def rows(name: str) -> dict[tuple[str, str], Row]:
-    """Of a section that `python -m nanollm` printed, by method and budget as it stands there."""
-    row = re.compile(r"(\S+) +(all|[\d.]+ %) +(\d+) +((?:[\d.]+ +){6})([\d.]+) +(\d+\.\d{3}) *([\d.]+) "
-                     r"+(\d+)$")  # a large L1 leaves no space after KL
-    found = map(row.match, (HERE / f"{name}.txt").read_text().splitlines())
-    return {(x[1], x[2]): Row(float(x[3]), [*map(float, x[4].split())], *map(float, x.groups()[4:]))
-            for x in found if x}
+def by_method(name: str) -> dict[tuple[str, float | None], dict]:
+    """Return the rows of a section of `python -m nanollm`, by method and share of the entries."""
+    return {(row["method"], row["fraction"]): row for row in rows(name)}
 
 
-def accuracies(name: str) -> dict[tuple[str, str], list[float]]:
-    """Of each of its rows, the shares of right answers."""
-    return {key: row.right for key, row in rows(name).items()}
+def on_top(base: dict, rows: list[dict]) -> list[dict]:
+    """Return the rows of base's method with one addition, at the same budget and length."""
+    return [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
+            and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
 
 
-def lines(name: str, *starts: str) -> list[str]:
-    """The lines of a stored table whose first words are those of one of `starts`, in their order."""
-    words = [start.split() for start in starts]
-    return [line for line in (HERE / f"{name}.txt").read_text().splitlines()
-            if any(line.split()[:len(start)] == start for start in words)]
+def shortened(rows: list[dict]) -> list[dict]:
+    """Return rows of `python -m nanollm` without the numbers of each document, which fill megabytes.
 
-
-def hardware() -> str:
-    """Date and machine, in a line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
-    import torch
-    return (f"{date.today()}, {os.cpu_count()} cores of an {cpu}, {platform.system()}, "
-            f"Python {platform.python_version()}, torch {torch.__version__}")
+    An addition's row has in their place `changes` against the method under it: [mean, standard error].
+    """
+    for base in rows:
+        for row in on_top(base, rows):
+            row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
+    return [{key: x for key, x in row.items() if key not in ("each", "l1")} for row in rows]
 
 
 def run(name: str, scratch: Path):
-    """Store what a section's command prints, under the command, the date and the machine; nothing if the
+    """Store the rows of a section's command, with the command, the date and the machine; nothing if the
     command fails.
     """
     _, command, _ = SECTIONS[name]
-    words = shlex.split(command.format(scratch=scratch))
-    done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          check=True)
-    head = f"{shown(command)}\n{hardware()}\n"
-    (HERE / f"{name}.txt").write_text(head + done.stdout.replace(str(scratch) + "/", ""))
-    for rows in scratch.glob("*.json"):
-        shutil.move(rows, HERE / rows.name)
+    file, words = scratch / "rows.json", shlex.split(command)[1:]
+    if name in (*FIGURES, *COMPARED):
+        words += ["--figure", FIGURES.get(name, str(scratch / "figure.png"))]
+    began = time.time()
+    subprocess.run([sys.executable, *words, "--json", str(file)], cwd=ROOT, check=True)
+    machine = f"{hardware()}, {(time.time() - began) / 60:.1f} minutes"
+    measured = json.loads(file.read_text())
+    write(name, command, machine, str(date.today()), shortened(measured) if name in COMPARED else measured)
 
 
-def shown(command: str) -> str:
-    """The command as a reader types it: where its figure or its rows go is not part of a result."""
-    return re.sub(" --(figure|json) .*", "", command)
+def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
+    """Store rows, a line each."""
+    head = json.dumps(dict(command=command, machine=machine, date=date), indent=1, ensure_ascii=False)
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (HERE / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n')
 
 
-def checkpoint() -> str:
-    """The shipped decoders' figures, which their training runs wrote, side by side."""
-    told = {name: json.loads((folder / "train.json").read_text()) for name, folder in SHIPPED.items()}
-    columns = [{
-        "command": f"`{run['command']}`", "hardware": run["hardware"], "minutes": f"{run['minutes']:.0f}",
-        "training tokens": f"{run['training_tokens'] / 1e6:.1f} M",
-        "parameters": f"{run['parameters'] / 1e6:.2f} M",
-        "documents a task": run["documents_per_figure"],
-    } | {
-        name.replace("_", " "): f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %"
-        for name, x in run["exact_match"].items()
-    } | {
-        f"bits per byte of held-out text, {name}": f"{bits:.2f}"
-        for name, bits in run["bits_per_byte"].items()
-    } for run in told.values()]
-    rows = [f"| {' | '.join(map(str, cells))} |" for cells in (
-        ["", *told], ["---"] * (1 + len(told)),
-        *([name, *(column.get(name, "") for column in columns)] for name in columns[0]))]
-    notes = [f"{name}: {run['note']}" for name, run in told.items() if "note" in run]
-    return "\n\n".join((
-        "## The shipped decoders",
-        "How each was trained, and the share of held-out documents that it answers right, by task and "
-        "tokens: greedy decoding with the full cache, ± one standard error.", "\n".join(rows), *notes))
+def hardware() -> str:
+    """Return this machine, in a line."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(": ")[1] for line in info.splitlines() if line.startswith("model name")]
+    return (f"{os.cpu_count()} cores of an {names[0] if names else platform.processor()}, "
+            f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}")
+
+
+# ---- RESULTS.md ---
+
+def compared(rows: list[dict], short: bool = False) -> str:
+    """Return what `python -m nanollm` prints of such rows."""
+    first = rows[0]
+    lines = [table.TERMS, table.header(first["tokens"], first["documents"], first["seed"], short),
+             *(table.show(row, short) for row in rows)]
+    return "\n".join([*lines, "", table.findings(rows) if short else additions(rows)])
+
+
+def additions(rows: list[dict]) -> str:
+    """Return a table of what each addition changes, under the means of the method without it."""
+    cells = [["changes by additions", "budget", *table.MEASURES]]
+    for base in rows:
+        if more := on_top(base, rows):
+            l1 = fmean(x for layer in base["l1_alone"] for x in layer)
+            means = base["aware"], base["blind"], log(base["perplexity"]), base["kl"], l1
+            cells += [[""] * 7, [base["method"], table.budget(base), *(f"{x:.3f}" for x in means)]]
+        for row in more:
+            changes = (f"{mean:+.3f} ±{error:.3f}" for mean, error in row["changes"].values())
+            cells.append([row["method"], table.budget(row), *changes])
+    return text_table(cells)
+
+
+def text(name: str) -> str:
+    """Return the text of a section's rows, as the `show` of the module that its command runs makes it."""
+    if name in COMPARED:
+        return additions(rows(name)) if name == "additions" else compared(rows(name), name == "short")
+    return import_module(SECTIONS[name][1].split()[2]).show(rows(name))
 
 
 def section(name: str) -> str:
     title, command, words = SECTIONS[name]
-    stored, machine, output = (HERE / f"{name}.txt").read_text().split("\n", 2)
-    if stored != shown(command):
-        raise SystemExit(f"error: {name}.txt is of `{stored}`; run python -m experiments.render {name}")
-    return f"## {title}\n\n{words}\n\n`{stored}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
+    if (old := HERE / f"{name}.txt").exists():  # of a command that stores no rows yet
+        ran, machine, output = old.read_text().split("\n", 2)
+    else:
+        stored = json.loads((HERE / f"{name}.json").read_text())
+        ran, machine = stored["command"], f"{stored['date']}, {stored['machine']}"
+    if ran != command:
+        raise SystemExit(f"error: stored/{name} is of `{ran}`; run python -m experiments.render {name}")
+    output = output if old.exists() else text(name)
+    return f"## {title}\n\n{words}\n\n`{command}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
+
+
+def shipped() -> str:
+    """Return how the shipped decoders were trained and what they answer, as their training runs wrote it."""
+    runs = [json.loads((folder / "train.json").read_text()) for folder in SHIPPED.values()]
+    percent = lambda x: f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %"
+    cells = [["", *SHIPPED], ["---"] * (1 + len(runs)), ["command", *(f"`{run['command']}`" for run in runs)],
+             ["hardware", *(run["hardware"] for run in runs)],
+             ["minutes", *(f"{run['minutes']:.0f}" for run in runs)],
+             ["training tokens", *(f"{run['training_tokens'] / 1e6:.1f} M" for run in runs)],
+             ["parameters", *(f"{run['parameters'] / 1e6:.2f} M" for run in runs)],
+             ["documents a task", *(str(run["documents_per_figure"]) for run in runs)]]
+    cells += [[name.replace("_", " "), *(percent(run["exact_match"][name]) for run in runs)]
+              for name in runs[0]["exact_match"]]
+    cells += [[f"bits per byte of held-out text, {name}",
+               *(f"{run['bits_per_byte'][name]:.2f}" for run in runs)] for name in runs[0]["bits_per_byte"]]
+    notes = [f"{name}: {run['note']}" for name, run in zip(SHIPPED, runs) if "note" in run]
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return "\n\n".join((
+        "## The shipped decoders",
+        "How each was trained, and the share of held-out documents that it answers right, by task and "
+        "tokens: greedy decoding with the full cache, ± one standard error.", lines, *notes))
 
 
 def rendered() -> str:
-    """RESULTS.md."""
-    there = [name for name in SECTIONS if (HERE / f"{name}.txt").exists()]
-    head = ("# Results\n\nEach table is what the command above it printed, on the day and the machine that "
-            "stand beside it. `python -m experiments.render NAME` runs one again. Accuracies, KL, L1 and "
-            "bytes are "
-            "fixed by seed 0, but for last digits, which a machine may round otherwise. Times are not, and "
-            "only those of one table compare. What the papers claim, and whether it holds here, stands in "
-            "[CLAIMS.md](CLAIMS.md).")
-    contents = "\n".join(f"- [{SECTIONS[name][0]}](#{anchor(SECTIONS[name][0])}): `{name}`"
-                         for name in there)
-    return "\n\n".join((head, contents, *map(section, there), checkpoint())) + "\n"
-
-
-def anchor(title: str) -> str:
-    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+    """Return the text of RESULTS.md."""
+    anchor = lambda title: "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+    head = ("# Results\n\nThe command above a table measured its rows, on the day and the machine that stand "
+            "beside it. `python -m experiments.render NAME` runs the command again. Accuracies, KL, L1 and "
+            "bytes are fixed by seed 0, but for last digits, which a machine may round otherwise. Times are "
+            "not; compare only those of one table. What the papers claim, and whether it holds here, stands "
+            "in [CLAIMS.md](CLAIMS.md).")
+    contents = "\n".join(f"- [{title}](#{anchor(title)}): `{name}`"
+                         for name, (title, _, _) in SECTIONS.items())
+    return "\n\n".join((head, contents, *map(section, SECTIONS), shipped())) + "\n"
 
 
 def main(argv: list[str]):

@@ -33,7 +33,7 @@ from methods.streaming_llm import StreamingLLM
 
 # %%
 from experiments.change_and_text import answers
-from experiments.render import accuracies
+from experiments.render import by_method
 from methods.theory.least_squares import solve
 from methods.theory.sketch_error import (amnesia, at_depths, collision_variance, fisher_shares,
                                          found_blind, load, of_a_head, relative_error,
@@ -43,6 +43,7 @@ from nanollm import SHIPPED, TINY, tokenizer
 from nanollm.attention import probabilities
 from nanollm.cache import end_prefill, make_cache
 from nanollm.commands import plot
+from nanollm.commands.text_table import text_table
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate
 from nanollm.measure.evaluate import (Benchmark, continuation, full_cache_bytes, maker,
@@ -51,6 +52,7 @@ from nanollm.measure.evaluate import (Benchmark, continuation, full_cache_bytes,
 from nanollm.measure.replay import Recorder, record, replay
 from nanollm.measure.tasks import Tasks
 
+# %%
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
@@ -564,20 +566,22 @@ for name, (Method, knobs) in asked.items():
 # %%
 names = ("kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "cam", "streaming_llm",
          "snap_kv")
-stored = {"built": accuracies("all"), "learned": accuracies("learned")}
-for name in SHIPPED:
-    for method in ("kv_reviver", "kv_reviver_mean", "h2o", "cam", "snap_kv"):
-        print(f"{name:8} {method:16} at 25 %: needle, recall, few-shot",
-              *(f"{x:.2f}" for x in stored[name][method, "25 %"][::2]))
+stored = {"built": by_method("all"), "learned": by_method("learned")}
+ASKED = "needle_aware", "recall_aware", "few_shot_aware"
+shown = [["at 25 %", *ASKED]]
+for name, method in product(SHIPPED, ("kv_reviver", "kv_reviver_mean", "h2o", "cam", "snap_kv")):
+    row = stored[name][method, 0.25]
+    shown.append([f"{name}, {method}", *(f"{row[task]:.2f}" for task in ASKED)])
+print(text_table(shown))
 
 # %%
 figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained", sharex=True, sharey=True)
-of, percent = enumerate(("needle", "recall", "few-shot")), (6.25, 12.5, 25, 50)
-for (decoder, row), (i, task) in product(zip(SHIPPED, axes), of):
+percent = 6.25, 12.5, 25, 50
+for (decoder, row), (i, task) in product(zip(SHIPPED, axes), enumerate(ASKED)):
     for method in names:
-        aware = [stored[decoder][method, f"{x:g} %"][2 * i] for x in percent]
+        aware = [stored[decoder][method, x / 100][task] for x in percent]
         row[i].plot(percent, aware, label=method, **plot.style(method))
-    row[i].set(title=f"{task}, {decoder}", xscale="log", ylim=(-.03, 1.05))
+    row[i].set(title=f"{task.removesuffix('_aware')}, {decoder}", xscale="log", ylim=(-.03, 1.05))
     row[i].set_xticks(percent, [f"{x:g} %" for x in percent])
     row[i].minorticks_off()
     row[i].grid(alpha=.3)

@@ -22,7 +22,7 @@ import torch
 # %%
 from experiments import inside
 from experiments.inside import importance
-from experiments.render import accuracies
+from experiments.render import by_method
 from methods.duo_attention import DuoAttention
 from methods.duo_gates import gates, retrieval_heads
 from methods.streaming_llm import StreamingLLM
@@ -30,6 +30,7 @@ from methods.theory.sketch_error import found_blind
 from nanollm import SHIPPED, TINY
 from nanollm.commands import plot
 from nanollm.commands.registry import load
+from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import continuation, maker, reference, standard_error, text_windows
 from nanollm.measure.tasks import Tasks
 from nanollm.model import Config, Decoder
@@ -226,15 +227,15 @@ NAMES = ["snap_kv", "pyramid_kv", "ada_kv", "chunk_kv", "chunk_kv_reuse", "snap_
 columns = [f"{task}_{setting}" for task in ("needle", "recall") for setting in ("aware", "blind")]
 found = {}  # (decoder, method) → share of right answers, a column each
 for name, section in {"built": "all", "learned": "learned"}.items():
-    for (method, budget), right in accuracies(section).items():
-        if budget in ("25 %", "all"):
-            found[name, method] = right[:4]
+    for (method, part), row in by_method(section).items():
+        if part in (0.25, None):
+            found[name, method] = [row[column] for column in columns]
 
-print(f"{'':18}{'built':^26}   {'learned':^26}")
-print(f"{'':18}" + 2 * "  needle       recall        ")
+table = [["", *(name for name in models for column in columns)],
+         ["", *["needle", "blind", "recall", "blind"] * 2]]
 for method in NAMES:
-    print(f"{method:18}" + "  ".join("".join(f"{x:6.2f} " for x in found[name, method])
-                                    for name in models))
+    table.append([method, *(f"{x:.2f}" for name in models for x in found[name, method])])
+print(text_table(table))
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.6), layout="constrained", sharey=True)

@@ -5,31 +5,34 @@
 #
 # **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/blind.py` and `nanollm/commands/playground.py`.
 #
-# **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: they are read from `results/`, and RESULTS.md has the command of each.
+# **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: their rows are read from `experiments/stored/`, and RESULTS.md has the command of each.
 #
 # **What you will know:** what any cache must lose and what it need not; on what each paper bets; who answers a question that comes later, and in how few bytes; and which method to try first on your model.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 import math
-import re
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from experiments.render import HERE, lines, rows
-from methods.theory import persistence
+from experiments import blind, kvzip_parts, readings, speed
+from experiments.render import additions, by_method, rows
+from methods.theory import index_game, persistence
 from methods.theory.index_game import deal, index_game_four, keep_rows
 from nanollm import TINY
 from nanollm.cache import make_cache
 from nanollm.commands import plot
 from nanollm.commands.demo import PAGE, answer
 from nanollm.commands.registry import given, load, pick
+from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import for_text, share
 from nanollm.tokenizer import boundaries
+
+# %%
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 model, encoding = load(TINY, "cpu")
-stored = {"built": rows("all"), "learned": rows("learned")}  # python -m nanollm --all, on both
+stored = {"built": by_method("all"), "learned": by_method("learned")}  # of nanollm --all
 
 # %% [markdown]
 # ## The thread
@@ -63,13 +66,11 @@ for how, found in game.items():
 # Here is the game again, and beside it facts in real text, asked for blind: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m experiments.blind`.
 
 # %%
-blind_table = (HERE / "blind.txt").read_text().splitlines()
 held = {}  # method → on built, of each budget: the share of the bytes, of needles and pairs found
-for line in blind_table:
-    row = re.match(r"(\S+) +(?:all|[\d.]+ %) +([\d.]+) % +([\d.]+) +([\d.]+) +[\d.]+ ", line)
-    if row:
-        part, needle, pair = map(float, row.groups()[1:])
-        held.setdefault(row[1], []).append((part / 100, (needle + pair) / 2))
+for row in rows("blind"):
+    if row["decoder"] == "built":
+        found = (row["needle"] + row["recall"]) / 2
+        held.setdefault(row["method"], []).append((row["bytes"], found))
 
 # %%
 def beside_the_game(methods: list[str]):
@@ -120,21 +121,19 @@ FAMILIES = {
     "sums in place of tokens": "kv_reviver kv_reviver_mean kv_reviver_shrunk cam",
     "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4 kvzip snap_kv",
 }
-COLUMNS = {"aware": lambda row: np.mean(row.right[::2]),
-           "blind": lambda row: np.mean(row.right[1::2]),
-           "KL, nats a token": lambda row: row.kl, "tokens/s": lambda row: row.tokens_per_s}
+COLUMNS = {"aware": "aware", "blind": "blind", "KL, nats a token": "kl", "tokens/s": "tokens_per_s"}
 
 # %%
 def page_of(stored: dict):
     figure, axes = plt.subplots(len(FAMILIES), 4, figsize=(13, 15), layout="constrained",
                                 sharex=True, sharey="col")
     for axis_row, (family, names) in zip(axes, FAMILIES.items()):
-        for axis, value in zip(axis_row, COLUMNS.values()):
+        for axis, key in zip(axis_row, COLUMNS.values()):
             for name in names.split():
-                points = sorted((row.kib, value(row)) for key, row in stored.items()
-                                if key[0] == name)
+                points = sorted((row["live_16"] / 1024, row[key])
+                                for (method, _), row in stored.items() if method == name)
                 axis.plot(*zip(*points), label=name, **plot.style(name))
-            axis.axhline(value(stored["full", "all"]), color="black", linewidth=1)
+            axis.axhline(stored["full", None][key], color="black", linewidth=1)
             axis.grid(alpha=0.3)
         axis_row[0].set_ylabel(family)
         axis_row[3].legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize=9)
@@ -144,15 +143,15 @@ def page_of(stored: dict):
     return axes[0]
 
 # %%
-aware, blind, kl, speed = page_of(stored["built"])
+aware, later, kl, steps = page_of(stored["built"])
 aware.set_xscale("log", base=2)
 aware.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-blind.set_ylim(aware.get_ylim())
+later.set_ylim(aware.get_ylim())
 kl.set_yscale("symlog", linthresh=0.01)
 kl.set_ylim(bottom=-0.002)
-speed.set_yscale("log")
-speed.set_yticks([300, 1000, 3000], ["300", "1000", "3000"])
-speed.minorticks_off()
+steps.set_yscale("log")
+steps.set_yticks([300, 1000, 3000], ["300", "1000", "3000"])
+steps.minorticks_off()
 
 # %% [markdown]
 # Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Blind*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers a little less than H2O, and with a sixteenth far fewer labels (0.12 against 0.41). With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL here, on *built*, although nothing in them was made for it; with an eighth DuoAttention loses that. (On *learned* it is a tenth and three quarters.) Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
@@ -163,7 +162,7 @@ speed.minorticks_off()
 # For each method the smallest of its budgets with which 95 % of the full cache's answers stay, mean of needles and pairs, asked blind: 256 documents of each, and it must be so by one standard error. On *built* and on *learned*; a method that fails on one of them is not in the list. Within one standard error of 95 % nothing is decided.
 
 # %%
-print(*blind_table[blind_table.index("") + 1:], sep="\n")
+print(blind.show_enough(rows("blind")))
 
 # %% [markdown]
 # Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, which takes three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
@@ -238,8 +237,7 @@ for event in events[:9]:
 # The products with the weights (`mm`) and attention are what no step can do without. They take about half of the time. The rest is a thousand small operations, many of which only look at a tensor otherwise, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m experiments.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
 
 # %%
-tables = (HERE / "speed.txt").read_text().split("\n\n")
-print(*(table for table in tables if "one decoding step" in table), sep="\n\n")
+print(speed.show([row for row in rows("speed") if row["table"] in ("floor", "step")]))
 
 # %% [markdown]
 # The second of these tables has methods that read less, or otherwise. (Its full cache was timed at another moment than the first table's; compare within a table.) A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, all but Quest save bytes, and only equal heads save time, H2O's only in a batch.
@@ -257,21 +255,23 @@ print(*(table for table in tables if "one decoding step" in table), sep="\n\n")
 # **What is kept.** `chunk_kv_semantic` ends chunks where the text does, `scissorhands_weight` goes by mean weights in place of counts, `one_reading` by the largest attention of later tokens, over all layers; `kv_reviver_shrunk` centres and shrinks what is read from the sketch. Columns: KiB; needles and pairs, aware and blind of each; KL.
 
 # %%
-def beside(*names: str, budget: str = "25 %"):
-    for name in names:
-        found = [of.get((name, budget)) or of[name, "all"] for of in stored.values()]
-        print(f"{name:22}" + "".join(
-            f"{row.kib:9.0f}" + "".join(f"{x:6.2f}" for x in row.right[:4])
-            + f"{row.kl:8.3f}" for row in found))
+def beside(part: float, names: str) -> str:
+    keys = "needle_aware", "needle_blind", "recall_aware", "recall_blind"
+    header = ["KiB", "needle", "blind", "recall", "blind", "KL"]
+    table = [["", *(decoder for decoder in stored for _ in header)],
+             [f"{100 * part:g} % of the entries", *header * 2]]
+    for name in names.split():
+        table.append([name])
+        for of in stored.values():
+            row = of[name, part]
+            table[-1] += [f"{row['live_16'] / 1024:.0f}", *(f"{row[key]:.2f}" for key in keys),
+                          f"{row['kl']:.3f}"]
+    return text_table(table)
 
 
-print(f"{'a quarter of the entries':31}{'built':41}learned")
-for names in ("chunk_kv chunk_kv_semantic", "scissorhands scissorhands_weight",
-              "h2o snap_kv one_reading", "kv_reviver kv_reviver_mean kv_reviver_shrunk"):
-    beside(*names.split())
-    print()
-print("an eighth of the entries")
-beside("kvzip", "kvzip_recent", "kvzip_fast", budget="12.5 %")
+print(beside(0.25, "chunk_kv chunk_kv_semantic scissorhands scissorhands_weight h2o snap_kv "
+                   "one_reading kv_reviver kv_reviver_mean kv_reviver_shrunk"), end="\n\n")
+print(beside(0.125, "kvzip kvzip_recent kvzip_fast"))
 
 # %% [markdown]
 # Chunks that end where the text does find what the grid cuts, in both decoders, if the question is known. Mean weights have a lower KL than counts. On *built* they hold more bytes, too, which may be why; on *learned* counts throw out the sink. Facts they do not find. `one_reading` is what the attention of one reading tells: half to three quarters of the facts, where SnapKV's votes have a tenth on *built* and a fifth to a third on *learned*. Blind, on *learned*, `expected_attention` finds more, all needles and 0.72 of the pairs; aware it finds 0.34 and 0.31 (RESULTS.md). The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Blind, with a sixteenth, it costs some answers.
@@ -279,25 +279,25 @@ beside("kvzip", "kvzip_recent", "kvzip_fast", budget="12.5 %")
 # **What norms are worth.** Changes of answers (aware, blind), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
 
 # %%
-changes = lines("all", "changes by", *(f"snap_kv{more} 12.5 %" for more in (
-    "", "+critical", "+theta", "+residual")))
-print(*changes[changes.index(lines("all", "changes by")[0]):], sep="\n")  # below the rows
+eighth = [row for row in rows("all") if row["fraction"] == 0.125]
+print(additions([row for row in eighth if row["method"].split("+")[0] == "snap_kv"]))
 
 # %% [markdown]
 # The rule taken apart, one change at a time: an eighth of prompts of 256 tokens, which is half as many entries, the question known; answers to needles, pairs and labels together, KL, and L1 of all heads' outputs.
 
 # %%
-print(*lines("readings", "built", "learned", "critical answers", "α = 0.5", "stage 2 pooled",
-             "ε = 1e-4", "product of means"), sep="\n")
+print(readings.show([row for row in rows("readings") if "+critical," in row["group"]]))
 
 # %% [markdown]
 # Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain on *built* (P5 in CLAIMS.md).
 #
-# **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, as they are (–), in 4 and in 2 bits a number, beside 2 bits for all entries.
+# **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, as they are (16 bits), in 4 and in 2 bits a number, beside 2 bits for all entries.
 
 # %%
-for line in lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 12.5 %"):
-    print(line.split()[0] if line.startswith(("built", "learned")) else line)  # no other header
+for decoder in stored:
+    chosen = [row for row in rows("kvzip") if row["decoder"] == decoder and row["table"] == "bits"
+              and (row["method"], row["share"]) in (("quantized_2", None), ("kvzip", 0.125))]
+    print(decoder, kvzip_parts.columns(chosen), sep="\n", end="\n\n")
 
 # %% [markdown]
 # An eighth in four bits finds no less than two bits for every token, in less than a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a fifth.) The two do not disturb each other: within one document of 32, four bits lose nothing that eviction had kept.
@@ -305,7 +305,7 @@ for line in lines("kvzip", "built", "learned", "method", "quantized_2", "kvzip 1
 # **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Remark 3.9 is gone. (Theorem 4.3, on two matrices, holds.)
 
 # %%
-print(*lines("tensor", "tokens", "2048"), sep="\n")
+print(index_game.show([row for row in rows("tensor") if row["tokens"] == 2048]))
 
 # %% [markdown]
 # **A bound that bounds.** The mass that the smallest weights of a power law hold, Theorem B.3 of Scissorhands: as printed, as it holds, and simulated.

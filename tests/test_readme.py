@@ -1,4 +1,4 @@
-"""The README: commands and snippets run as a reader types them, and its numbers are those of results/."""
+"""The README: commands and snippets run as a reader types them; its first table is of stored rows."""
 import json
 import os
 from pathlib import Path
@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, link
-from experiments import render as results
+from experiments import render
 from forks import PATH, Forks
 from methods.random_eviction import RandomEviction
-from nanollm import SHIPPED, TINY
-from nanollm.commands.table import ACCURACIES, SHOWN
+from nanollm import TINY
+from nanollm.commands import table
 from nanollm.hf.checkpoint import from_hf
 from nanollm.measure.evaluate import Benchmark, maker
 from nanollm.measure.tasks import Tasks
@@ -42,141 +42,62 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
 
 
-def run(forks: Forks, command: str, folder: Path, small: Path) -> subprocess.CompletedProcess:
-    """In a new process, from the root, with nothing but PATH and HOME in its environment."""
-    more = next(more for part, more in SMALLER if part in command)
-    more = more.format(folder=folder, small=small)
-    words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
-    if words[0] == "python":
-        return forks.run(words, folder, ROOT)
-    return subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
-                          capture_output=True, timeout=300, stdin=subprocess.DEVNULL)
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Every command of the README, run, and its folder."""
-    small, *folders = (tmp_path_factory.mktemp("command") for _ in range(len(COMMANDS) + 1))
+    """Every command of the README and its folder: run from the root, with only PATH and HOME."""
+    results, small = {}, tmp_path_factory.mktemp("small")
     checkpoint_of_two_layers(small)
     with Forks() as forks:
-        return {command: (run(forks, command, folder, small), folder)
-                for command, folder in zip(COMMANDS, folders)}
+        for command in COMMANDS:
+            folder = tmp_path_factory.mktemp("command")
+            more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
+            words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
+            results[command] = folder, forks.run(words, folder, ROOT) if words[0] == "python" else (
+                subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
+                               capture_output=True, timeout=300, stdin=subprocess.DEVNULL))
+    return results
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_readme_runs(done, command):
-    run, _ = done[command]
+    _, run = done[command]
     assert run.returncode == 0 and run.stdout and "Traceback" not in run.stderr, run.stderr
-    if command == "python -m nanollm":
-        # the short table; this small checkpoint answers nothing
-        assert run.stdout.count("cannot judge this model") == 3
-        assert run.stdout.count(" 25 % ") == len(SHOWN) - 2  # but for full and quantized_2
 
 
 def test_two_processes_make_the_rows_of_one(done):
-    (one, folder), (two, other) = (next(done[command] for command in COMMANDS if part in command)
-                                   for part in ("--methods full", "torchrun"))
-    for a, b in zip(*(json.loads((x / "rows.json").read_text()) for x in (folder, other)), strict=True):
+    folders = (next(done[command][0] for command in COMMANDS if part in command)
+               for part in ("--methods full", "torchrun"))
+    for a, b in zip(*(json.loads((x / "rows.json").read_text()) for x in folders), strict=True):
         a, b = (row | {f"each {key}": x for key, x in row["each"].items()} for row in (a, b))
         for key in a.keys() - {"tokens_per_s", "each"}:
             exact = a[key] is None or isinstance(a[key], str)
             assert a[key] == b[key] if exact else np.allclose(a[key], b[key], 1e-3, 1e-5), key
-    shown = [[line.split()[:2] for line in run.stdout.splitlines() if line.startswith(("full ", "h2o "))]
-             for run in (one, two)]
-    assert shown[0] == shown[1] == [["full", "all"], ["h2o", "20"], ["h2o", "10"]]
 
 
-def test_the_readme_is_short_and_what_it_names_exists():
-    assert README.count("\n") <= 150 and len(README.split()) <= 1800 and len(COMMANDS) >= 8
-    names = re.findall(r"`((?:nanollm|methods|notebooks|tests|results)/[\w./]*)`|\]\(([\w./]+)\)", README)
-    assert len(names) > 10
-    for name in map("".join, names):
-        assert (ROOT / name).exists(), name
-    tree = re.search(r"```\n(nanollm/ .*?)```", README, re.S)[1]
-    for folder in ("nanollm", "methods"):
-        section = re.search(rf"^{folder}/.*?(?=^\w|\Z)", tree, re.S | re.M)[0]
-        for name in re.findall(r"[\w/]+\.py|\w+/(?= )", section.split("\n", 1)[1]):
-            assert (ROOT / folder / name).exists(), name
-    missing = {file.name for file in (ROOT / "nanollm").glob("[!_]*.py")} - {*re.findall(r"\w+\.py", tree)}
-    assert not missing
+def test_what_the_readme_names_exists():
+    names = re.findall(r"`([\w.]+/[\w./]*)`|\]\(([\w./]+)\)", README)
+    assert len(names) > 10 and not [name for name in map("".join, names) if not (ROOT / name).exists()]
 
 
-# ---- its numbers ---
+def test_the_first_table_is_made_of_stored_rows():
+    rows = render.by_method("all")
+    lines = next(block for block in BLOCKS if "16-bit" in block).strip().splitlines()[2:]
+    for method, budget, *cells in map(str.split, lines):
+        row = rows[method, None if budget == "all" else float(budget) / 100]
+        assert [method, budget, *cells] == table.show(row, short=True).split()
+    assert [line.split()[0] for line in lines] == [*table.SHOWN]
+    render.main(["--check"])  # RESULTS.md
 
 
-def stored() -> dict:
-    """The rows of stored/all.txt by method and budget: budget, KiB, six accuracies, perplexity, KL …"""
-    rows = {}
-    for line in (ROOT / "experiments" / "stored" / "all.txt").read_text().splitlines():
-        if found := re.fullmatch(r"(\S+) +([\d.]+ %|all) +(\d+(?: +[\d.]+){10})", line):
-            rows[found[1], found[2]] = found[3].split()
-    return rows
-
-
-def test_the_tables_are_made_of_stored_rows(monkeypatch, tmp_path):
-    table = next(block for block in BLOCKS if block.lstrip().startswith("16-bit"))
-    rows, lines = stored(), table.splitlines()[2:]
-    for line in lines:
-        name, budget, cells = re.fullmatch(r"(\S+) +([\d.]+ %|all) +(.*)", line).groups()
-        row = rows[name, budget]
-        assert cells.split() == [*row[:7], row[8]], name  # KiB, six accuracies, KL
-    assert [line.split()[0] for line in lines] == [*SHOWN] and len(rows) >= 80
-    results.main(["--check"])  # RESULTS.md
-    monkeypatch.setattr(results, "TARGET", tmp_path / "RESULTS.md")
-    monkeypatch.setattr(results, "run", None)
-    for asked, told in (["--check"], "RESULTS.md is not what"), (["short", "nope"], "unknown section 'nope'"):
-        with pytest.raises(SystemExit, match=told):
-            results.main(asked)
-
-
-def test_both_decoders_have_a_column_in_the_results(monkeypatch, tmp_path):
-    assert results.SHIPPED == SHIPPED
-    told = json.loads((TINY / "train.json").read_text()) | {"note": "In two stretches."}
-    other = told | {"minutes": 7.2, "exact_match": {"needle_256": dict(value=0.5, standard_error=0.031)}}
-    for name, run in ("built", told), ("learned", {key: x for key, x in other.items() if key != "note"}):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.json").write_text(json.dumps(run))
-    monkeypatch.setattr(results, "SHIPPED", {name: tmp_path / name for name in SHIPPED})
-    text = results.checkpoint()
-    assert "\n|  | built | learned |\n| --- | --- | --- |\n| command | `python -m nanollm train " in text
-    assert "\n| minutes | 89 | 7 |\n" in text and " % | 50.0 ± 3.1 % |\n" in text and " % |  |\n" in text
-    assert text.endswith("\n\nbuilt: In two stretches.")
-    shown = [results.shown(results.SECTIONS[name][1]) for name in ("all", "learned", "claims")]
-    assert shown == ["python -m nanollm --all", "python -m nanollm --all --model nanollm/tiny_learned",
-                     "python -m nanollm claims"]
-
-
-def test_the_headline_says_what_the_rows_say():
-    rows, (sentence,) = stored(), re.findall("With the question known, .*", README)
-    windows = "snap_kv", "pyramid_kv", "ada_kv"
-    (aware,) = {rows[name, "6.25 %"][1] for name in windows}
-    blind = {name: row[2] for (name, budget), row in rows.items() if budget == "25 %"}
-    labels = sorted(rows[name, "6.25 %"][5] for name in windows)
-    lost, once = max(blind[name] for name in windows), max(
-        found for name, found in blind.items() if not name.startswith(("kvzip", "duo_attention", "quest")))
-    bits, full = rows["quantized_2", "all"], rows["full", "all"]
-    share = f"{100 * int(bits[0]) / int(full[0]):.0f}"
-    rounded = (ROOT / "experiments" / "stored" / "kvzip.txt").read_text()
-    needle, kib = re.search(r"kvzip +12.5 % +4 +([\d.]+) ± [\d.]+ +(\d+)", rounded).groups()
-    assert re.findall(r"\d+\.\d+|\d+(?= %)", sentence) == [
-        aware, labels[0], labels[-1], lost, once, share, bits[1], blind["kvzip"], needle,
-        f"{100 * int(kib) / int(full[0]):.0f}", blind["kvzip_fast"], blind["duo_attention"], blind["quest"]]
-    assert bits[1] == bits[2]
-
-
-# ---- its snippets ---
-
-
-def snippet(name: str):
+def snippet():
     """The method that the README defines."""
-    (code,) = (block for block in BLOCKS if f"class {name}" in block)
+    (code,) = (block for block in BLOCKS if "class UnlikeKeys" in block)
     exec(code, found := {})
-    (Method,) = found["variants"].values()
-    return Method
+    return found["UnlikeKeys"]
 
 
 def test_the_readme_s_method_does_what_it_says():
-    cache, T = snippet("UnlikeKeys")(budget=40), 50
+    cache, T = snippet()(budget=40), 50
     link(cache, freq=FREQ)
     q, k, v = (torch.randn(B, heads, T, D, generator=torch.Generator().manual_seed(heads))
                for heads in (H * G, H, H))
@@ -195,9 +116,8 @@ def test_the_readme_s_method_does_what_it_says():
 def test_the_readme_s_method_beats_random_in_every_column():
     model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
     bench = Benchmark.build(model, tasks, 512, 32)
-    own, random = (bench.run(model, maker(model, Method, 0.25))
-                   for Method in (snippet("UnlikeKeys"), RandomEviction))
-    assert all(own[column] > random[column] for column in ACCURACIES) and own["kl"] < random["kl"] / 2
+    own, random = (bench.run(model, maker(model, Method, 0.25)) for Method in (snippet(), RandomEviction))
+    assert all(own[column] > random[column] for column in table.ACCURACIES) and own["kl"] < random["kl"] / 2
     assert own["needle_blind"] >= 0.5 and random["needle_blind"] < 0.1
 
 

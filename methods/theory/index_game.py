@@ -4,8 +4,11 @@ The lower bounds are games: who must answer any later query has to hold all bits
 
     python -m methods.theory.index_game     # a step of each cache: time, bytes, multiplications
 """
+import argparse
 import copy
+import json
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,7 @@ from tqdm import tqdm
 from experiments.speed import Count, best
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache
 from nanollm.cache import LayerCache
+from nanollm.commands.text_table import text_table
 from nanollm.model import Config, Decoder, rope, rope_frequencies, rotate
 
 # ---- keys that stand apart ---------------------------------------------------------------------------------
@@ -261,16 +265,34 @@ def race(n: int, D: int, Caches, repeat: int = 3):
         yield Cache, seconds, held, count
 
 
+def show(rows: list[dict]) -> str:
+    """The table of one decoding step of each cache."""
+    table = [["cache", "tokens", "time", "cached", "multiplied", "moved"]]
+    for row in rows:
+        table.append([row["cache"], str(row["tokens"]), f"{row['seconds'] * 1e3:.1f} ms",
+                      f"{row['bytes'] / 1e6:.2f} MB", f"{row['multiplications'] / 1e6:.1f} M",
+                      f"{row['moved'] / 1e6:.1f} MB"])
+    return ("one decoding step, one head, D = 64, float32, one thread, best of 3; M: 10⁶\n"
+            + text_table(table))
+
+
 @torch.no_grad()
-def main():
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(prog="python -m methods.theory.index_game")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048, 16384],
+                        metavar="TOKENS", help="in the cache; above 2048 only for FactoredFourCache")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print("one decoding step, one head, D = 64, float32, one thread, best of 3; M: 10⁶")
-    print(f"{'tokens':>7} {'cache':<18}{'time':>10}{'cached':>12}{'multiplied':>13}{'moved':>12}")
-    for n in (256, 512, 1024, 2048, 16384):
+    rows = []
+    for n in args.lengths:
         Caches = (TwoCache, FourCache, FactoredFourCache) if n <= 2048 else (FactoredFourCache,)
-        for Cache, seconds, held, count in race(n, 64, Caches):
-            print(f"{n:>7} {Cache.__name__:<18}{seconds * 1e3:>7.1f} ms{held / 1e6:>9.2f} MB"
-                  f"{count.multiplications / 1e6:>11.1f} M{count.bytes / 1e6:>9.1f} MB", flush=True)
+        rows += [dict(tokens=n, cache=Cache.__name__, seconds=seconds, bytes=held,
+                      multiplications=count.multiplications, moved=count.bytes)
+                 for Cache, seconds, held, count in race(n, 64, Caches)]
+    print(show(rows))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The tables: every number stands below its name, and sentences say what the rows say."""
 import pytest
 
-from experiments import render as results
 from nanollm.commands import table
 
 TASKS = "needle", "recall", "few_shot"
@@ -124,26 +123,3 @@ def test_an_addition_is_compared_with_the_row_without_it():
         "", "ada_kv+critical 50 % 0.400 0.250 4.000 4.000 5.500",
         "ada_kv+critical+residual 50 % +0.000 ±0.000 +0.000 ±0.000 -1.000 ±1.000 -2.000 ±1.000 "
         "-0.500 ±0.500")]
-
-
-def test_the_accuracies_of_a_stored_table_are_its_rows():
-    for name in ("all", "learned"):
-        found = results.accuracies(name)
-        budgets = {method: [b for m, b in found if m == method] for method, _ in found}
-        assert budgets.pop("full") == budgets.pop("quantized_2") == ["all"] and len(found) > 80
-        assert budgets["h2o"] == ["50 %", "25 %", "12.5 %", "6.25 %"]
-        assert all(len(x) == 6 and 0 <= min(x) <= max(x) <= 1 for x in found.values())
-
-
-def test_of_a_stored_table_only_rows_are_read(tmp_path, monkeypatch):
-    (tmp_path / "all.txt").write_text("""python -m nanollm --all
-full              all   2335  1.00  0.99    0.97  0.96    0.95  0.94   12.00  0.000  0.00      345
-a+b            12.5 %     80  0.50  0.40    0.30  0.20    0.10  0.00 4860.04  6.097102.64       13
-a+b            12.5 %   +0.031 ±0.018   +0.052 ±0.023   +0.003 ±0.007   +0.003 ±0.001
-""")
-    monkeypatch.setattr(results, "HERE", tmp_path)
-    assert results.accuracies("all") == {("full", "all"): [1.0, 0.99, 0.97, 0.96, 0.95, 0.94],
-                                         ("a+b", "12.5 %"): [0.5, 0.4, 0.3, 0.2, 0.1, 0.0]}
-    assert results.rows("all")["a+b", "12.5 %"] == results.Row(
-        kib=80, right=[0.5, 0.4, 0.3, 0.2, 0.1, 0], perplexity=4860.04, kl=6.097, l1=102.64, tokens_per_s=13)
-    assert [line[:14] for line in results.lines("all", "a+b 12.5", "a+", "f")] == ["a+b           "] * 2

@@ -1,10 +1,12 @@
 """Who still answers blind: each row is what the method finds; what counts is decided by standard errors."""
+import json
+
 import pytest
 import torch
 
 from common import tasks
 from experiments import blind
-from experiments.blind import Found, enough, kept, verdict
+from experiments.blind import Found, enough, kept, summary, verdict
 from nanollm import TINY
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import pick
@@ -20,7 +22,7 @@ def test_each_row_is_what_the_method_finds(monkeypatch):
     monkeypatch.setattr(blind, "FAR", torch.inf)  # every piece is asked
     model = from_hf(TINY)
     methods = pick(["full", "kvzip", "snap_kv", "quantized_2"])
-    rows = blind.found(model, tasks("test"), methods, 4, 160, steps=list)
+    rows = blind.found(model, tasks("test"), methods, 4, 160)
     assert [*rows] == [("full", None), ("kvzip", 0.5), ("kvzip", 0.25), ("snap_kv", 0.5), ("snap_kv", 0.25),
                        ("quantized_2", None)]
     for (name, part), row in rows.items():
@@ -56,21 +58,23 @@ def test_what_is_kept_is_a_share_of_the_full_cache_s_answers():
 
 
 def test_a_row_counts_if_it_passes_by_one_standard_error():
-    full = found(80, 80, held=100.0)
-    rows = {("full", None): full, ("a", 0.5): found(80, 80, held=50.0), ("a", 0.25): found(77, 77, held=25.0),
-            ("a", 0.125): found(60, 60, held=12.0), ("b", 0.5): found(70, 70, held=50.0),
-            ("c", None): found(80, 79, held=15.0)}
-    assert [verdict(row, full) for row in rows.values()] == ["yes", "yes", "undecided", "no", "no", "yes"]
-    assert enough(rows) == {"c": None, "a": 0.5, "full": None}
-    assert enough({("full", None): found(0, 0), ("a", 0.5): found(0, 0)}) == {}  # which model could do less?
+    made = {("full", None): found(80, 80, held=100.0), ("a", 0.5): found(80, 80, held=50.0),
+            ("a", 0.25): found(77, 77, held=25.0), ("a", 0.125): found(60, 60, held=12.0),
+            ("b", 0.5): found(70, 70, held=50.0), ("c", None): found(80, 79, held=15.0)}
+    rows = json.loads(json.dumps(summary("built", made)))
+    assert [verdict(row) for row in rows] == ["yes", "yes", "undecided", "no", "no", "yes"]
+    assert [row["bytes"] for row in rows] == [1, 0.5, 0.25, 0.12, 0.5, 0.15]
+    assert {name: row["share"] for name, row in enough(rows).items()} == {"c": None, "a": 0.5, "full": None}
+    nothing = summary("built", {("full", None): found(0, 0), ("a", 0.5): found(0, 0)})
+    assert enough(nothing) == {}  # no method can do less
+    assert "undecided on built: none" in blind.show(nothing)
 
 
-@pytest.mark.parametrize("errors, asked", [(3.9, 12), (4.1, 6)])
-def test_a_row_that_misses_by_four_errors_is_asked_no_more(monkeypatch, errors, asked):
-    monkeypatch.setattr(blind, "SHARES", (0.25,))
-    monkeypatch.setattr(blind, "FIRST", 6)
-    monkeypatch.setattr(blind, "kept", lambda row, full: (0.95 - errors * 0.01, 0.01))
-    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160, steps=list)
+@pytest.mark.parametrize("far, asked", [(4, 6), (torch.inf, 12)])
+def test_a_row_that_misses_by_far_is_asked_no_more(monkeypatch, far, asked):
+    for name, x in dict(SHARES=(0.0625,), FIRST=6, FAR=far).items():
+        monkeypatch.setattr(blind, name, x)
+    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160)
     assert [row.documents for row in rows.values()] == [12, asked]
 
 
@@ -78,22 +82,3 @@ def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
     monkeypatch.delattr(blind, "measure")
     with pytest.raises(ValueError, match="quest at 6.25 % of 1.. tokens: budget .* a page has 16 tokens"):
         blind.found(from_hf(TINY), tasks("test"), pick(["full", "quest"]), 2, 160)
-
-
-def test_the_table_names_who_keeps_enough_on_both_decoders(monkeypatch, capsys):
-    """And in which share of the full cache's bytes and seconds."""
-    asked, made = [], {
-        ("full", None): found(80, 80, held=200.0), ("random", 0.25): found(77, 77, held=25.0),
-        ("random", 0.5): found(79, 79, held=50.0)._replace(seconds=3.0),
-        ("random", 0.125): found(40, 20, held=12.0)}
-    monkeypatch.setattr(blind, "found", lambda model, tasks, methods, *size: asked.append(
-        ([*methods], size[:2])) or made)
-    blind.main(["--methods", "random", "--documents", "2", "--length", "160"])
-    assert asked == [(["full", "random"], (2, 160))] * 2
-    out = capsys.readouterr().out.splitlines()
-    assert out[4].split() == ["random", "50", "%"] + 2 * (
-        "25.0 % 0.79 0.79 98.8 ± 0.9 100 3.00".split())
-    assert out[5].split()[3:8] == "6.0 % 0.40 0.20 37.5".split()
-    assert [line.split() for line in out[out.index("") + 2:-1]] == [line.split() for line in (
-        "random 50 % 25.0 % 50 % 25.0 %", "full all 100.0 % all 100.0 %",
-        "undecided on built: random at 25 %", "undecided on learned: random at 25 %")]

@@ -1,6 +1,5 @@
 """CriticalKV's claims about a trained model, on the shipped one: answers, and the stored rows of 64 texts."""
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from common import tasks
 from experiments import change_and_text
 from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_KNOB, RULES, SHARES,
-                                         VOTING, WINDOW, Knobs, OtherNorms, change,
+                                         VOTING, WINDOW, Knobs, OtherNorms, change, compressed,
                                          correlation_of_change_and_kl, difference, l2_norms, last_layer,
                                          long_answer, lower, needles_found, saved, stored, value_kept)
 from experiments.claims.rules import P5, P8
@@ -87,13 +86,18 @@ def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
         note("P11", **{f"{base}_{addition}": 100 * part, f"{base}_{addition}_error": 100 * error})
 
 
-def test_tokens_of_a_value_and_depths_of_a_needle_stand_in_their_places(on, monkeypatch):
+@torch.inference_mode()
+def test_tokens_of_a_value_and_depths_of_a_needle_stand_in_their_places(on):
     needles = needles_found(on.model, on.tasks, ["SnapKV", "StreamingLLM"], depths=(0, 1), lengths=(128,))
     assert needles.tolist() == [[[1], [1]], [[0], [1]]]  # recent tokens alone have what stands at the end
-    batch = SimpleNamespace(tokens=np.array([[5, 6, 7, 0, 6, 7]]), answers=[slice(4, 6)])
-    monkeypatch.setattr(change_and_text, "compressed", lambda *_: None)
-    monkeypatch.setattr(change_and_text, "held", lambda *_: torch.tensor([[[[0, 0, 1]], [[0, 1, 0]]]]))
-    assert [value_kept(None, batch, SnapKV, 0.5, layer) for layer in (0, 1)] == [[0, 1], [1, 0]]
+    batch = on.tasks.batch("needle", 0, 4, 256)
+    prompts, unpooled = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1]), dict(kernel_size=1)
+    caches = compressed(on.model, SnapKV, prompts, 0.3, **unpooled)
+    for layer in (1, 3, 5):  # in which the two tokens fare unlike
+        kept = [np.mean([at + more in head for row, at in zip(caches[layer].pos.tolist(), batch.stated)
+                         for head in row]) for more in (0, 1)]
+        assert kept[0] != kept[1]
+        assert value_kept(on.model, batch, SnapKV, 0.3, layer, **unpooled) == pytest.approx(kept)
 
 
 @pytest.mark.claim("P12")
