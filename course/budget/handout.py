@@ -34,13 +34,9 @@
 # Problems 1 and 2 are about the cache, 3 to 7 about the theorem. Each is graded by itself with the others right, so you may begin with either half. Problem 3 is the easiest.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"budget.{problem}"])
-
+check = checker("budget")
 
 # %% [markdown]
 # ## 1. `BudgetCache.attend` (4 points)

@@ -47,13 +47,9 @@
 # The cell after each problem runs its public tests. The hidden tests try the same specification at other sizes, with ties, at its edges, and inside the whole cache. Write the functions in this order: in your copy later tests call earlier functions. When it is graded, each function stands among right ones.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"cache.{problem}"])
-
+check = checker("cache")
 
 # %% [markdown]
 # ## 1. `visible` (1 point)
@@ -184,6 +180,9 @@ check("evict")
 #
 
 # %%
+import subprocess
+import sys
+
 command = "-m nanollm --methods full random streaming_llm h2o --budgets 25 --documents 16"
 subprocess.run([sys.executable, *command.split()]);
 

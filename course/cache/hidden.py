@@ -54,6 +54,18 @@ def holds(got, before, at, what):
         same(here, expected, f"{what}: {name}, by position")
 
 
+def full_attention(q, k, v):
+    """By a loop: q (B, 2H, T, D), k and v (B, H, T, D)."""
+    B, heads, T, _ = q.shape
+    expected = torch.zeros(q.shape)
+    for b in range(B):
+        for h in range(heads):
+            for t in range(T):
+                expected[b, h, t] = tensor(attention(q[b, h, t].tolist(), k[b, h // 2].tolist(),
+                                                     v[b, h // 2].tolist(), [s <= t for s in range(T)])[0])
+    return expected
+
+
 # ---- what a query sees ----------------------------------------------------------------------------------
 
 @problem("visible")
@@ -78,13 +90,7 @@ def test_every_pair(run, rows, biased):
 def test_a_prompt_in_pieces(run):
     """Full attention of a prompt told in pieces of 3, 4 and 2 tokens is that of the whole prompt."""
     q, k, v = drawn(4, 2, 4, 9, 4), drawn(5, 2, 2, 9, 4), drawn(6, 2, 2, 9, 4)
-    expected = torch.zeros(2, 4, 9, 4)
-    for b in range(2):
-        for h in range(4):
-            for t in range(9):
-                expected[b, h, t] = tensor(attention(q[b, h, t].tolist(), k[b, h // 2].tolist(),
-                                                     v[b, h // 2].tolist(), [s <= t for s in range(9)])[0])
-    same(run("attended", q=q, k=k, v=v, pieces=[3, 4, 2]), expected, "the outputs", atol=1e-5)
+    same(run("attended", q=q, k=k, v=v, pieces=[3, 4, 2]), full_attention(q, k, v), "the outputs", atol=1e-5)
 
 
 @problem("probabilities")
@@ -132,13 +138,8 @@ def test_the_dtype_of_q(run, dtype, biased):
 def test_watched(run):
     """An attention layer that watches its last two queries has the outputs of full attention."""
     q, k, v = drawn(8, 2, 4, 6, 4), drawn(9, 2, 2, 6, 4), drawn(10, 2, 2, 6, 4)
-    expected = torch.zeros(2, 4, 6, 4)
-    for b in range(2):
-        for h in range(4):
-            for t in range(6):
-                expected[b, h, t] = tensor(attention(q[b, h, t].tolist(), k[b, h // 2].tolist(),
-                                                     v[b, h // 2].tolist(), [s <= t for s in range(6)])[0])
-    same(run("attended", q=q, k=k, v=v, pieces=[4, 2], watch=2), expected, "the outputs", atol=1e-5)
+    same(run("attended", q=q, k=k, v=v, pieces=[4, 2], watch=2), full_attention(q, k, v),
+         "the outputs", atol=1e-5)
 
 
 # ---- slots ----------------------------------------------------------------------------------------------

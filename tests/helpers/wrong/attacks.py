@@ -3,7 +3,7 @@
 ROOT, SENTINEL and SUBMISSION are paths: the grader's repository, a file in its course/, what was handed in.
 """
 HELPERS = '''
-import ctypes, json, os, pathlib, signal, socket, struct, sys, threading, time
+import ctypes, json, os, pathlib, safetensors.torch, signal, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 
 def c(name, *args):
@@ -42,7 +42,7 @@ ATTACKS = {
         reference_in_c=lambda: c("open", f"{ROOT}/methods/chunk_kv.py", 0),
         root=lambda: open(f"/proc/self/root{ROOT}/README.md"), listing=lambda: os.listdir(ROOT),
         grader=lambda: open(f"/proc/{os.getppid()}/mem", "rb"), expect=lambda: __import__("course.expect"),
-        plugin=lambda: __import__("course.plugin"),
+        plugin=lambda: __import__("course.grader"),
         remove=lambda: os.remove(SENTINEL), remove_path=lambda: pathlib.Path(SENTINEL).unlink(),
         remove_in_c=lambda: c("unlink", SENTINEL), write=lambda: open(SENTINEL, "w"),
         write_in_c=lambda: c("open", SENTINEL, 1), truncate=lambda: c("truncate", SENTINEL, 0),
@@ -80,8 +80,9 @@ ATTACKS = {
     "sketch.insert": "raise ValueError('\\ud800 \\x1b[2J' + 10 ** 6 * 'x')",
     "sketch.median": """
         torch.equal = torch.allclose = torch.Tensor.__eq__ = lambda *a, **k: True
-        for data in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
-            say(struct.pack('!i', 16 + len(data)) + struct.pack('<Q', len(data)) + data + bytes(8))
+        for text in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
+            data = safetensors.torch.save({'json': torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+            say(struct.pack('!i', len(data)) + data)
         os._exit(0)""",
     "sketch.variance": "return object()",
     "sketch.means": """

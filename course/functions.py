@@ -5,8 +5,14 @@ from functools import cache
 from pathlib import Path
 import re
 
-# a grader asks for every function of a file, one by one
-parsed = cache(ast.parse)
+
+@cache  # a grader asks for every function of a file, one by one
+def parsed(source: str) -> ast.Module | None:
+    """None if it is no Python."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
@@ -22,47 +28,47 @@ def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
 def place(source: str, name: str) -> tuple[int, int] | None:
     """The lines of a function, decorators included, as a slice of source.split("\n"); None if there is none.
 
-    A file that cannot be parsed is read line by line: the function is then what is indented below its `def`.
+    A file that is no Python is read line by line: the function is then what is indented below its `def`.
     """
-    try:
-        node = find(parsed(source), name)
+    if tree := parsed(source):
+        node = find(tree, name)
         return node and (min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1, node.end_lineno)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        lines, (*within, last), start, indent = source.split("\n"), name.split("."), 0, 0
-        for kind, word in [*(("class", each) for each in within), ("def", last)]:
-            pattern = re.compile(rf" {{{indent}}}{kind} {word}\b")
-            start = next((i for i in range(start, len(lines)) if pattern.match(lines[i])), None)
-            if start is None:
-                return None
-            indent += 4
-        inner = re.compile(rf" {{{indent}}}|\s*$| {{{indent - 4}}}\)")  # or a signature's end
-        end = next((i for i in range(start + 1, len(lines)) if not inner.match(lines[i])), len(lines))
-        while not lines[end - 1].strip():
-            end -= 1
-        return start, end
+    lines, (*within, last), start, indent = source.split("\n"), name.split("."), 0, 0
+    for kind, word in [*(("class", each) for each in within), ("def", last)]:
+        pattern = re.compile(rf" {{{indent}}}{kind} {word}\b")
+        start = next((i for i in range(start, len(lines)) if pattern.match(lines[i])), None)
+        if start is None:
+            return None
+        indent += 4
+    inner = re.compile(rf" {{{indent}}}|\s*$| {{{indent - 4}}}\)")  # or a signature's end
+    end = next((i for i in range(start + 1, len(lines)) if not inner.match(lines[i])), len(lines))
+    while not lines[end - 1].strip():
+        end -= 1
+    return start, end
 
 
 def needed(root: Path, files: Iterable[str]) -> set[str]:
-    """These files below `root`, with all of methods/ that they import, and what that imports."""
+    """These files below `root`, with all below it that they import, and what that imports."""
     found, left = set(), [*files]
     while left:
         file = left.pop()
-        if file in found or not (root / file).is_file():
-            continue
-        found.add(file)
-        left += imported((root / file).read_text())
+        if file not in found and (root / file).is_file():
+            found.add(file)
+            left += imported((root / file).read_text())
     return found
 
 
 @cache
 def imported(source: str) -> list[str]:
-    """What may be files of methods/ among its imports."""
-    files = []
+    """The files that its imports may mean: `from a.b import c` is a/__init__.py, a/b.py, or a/b/c.py."""
+    modules = []
     for node in ast.walk(parsed(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "methods":
-            modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
-            files += [f"{module.replace('.', '/')}.py" for module in modules]
-    return files
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules += [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+        if isinstance(node, ast.Import):
+            modules += [name.name for name in node.names]
+    return [file for module in modules for file in (f"{module.partition('.')[0]}/__init__.py",
+                                                    f"{module.replace('.', '/')}.py")]
 
 
 def emptied(source: str, names: list[str]) -> str:
@@ -83,18 +89,14 @@ def emptied(source: str, names: list[str]) -> str:
 def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
     """A submitted file in which one function is theirs to answer for, with whatever helpers it has there.
 
-    All other functions that are asked for are ours, so that no mistake costs twice. Where their file cannot
-    be parsed, or has lost one of these, it is our file with their function. ValueError if that is not there.
+    All other functions that are asked for are ours, so that no mistake costs twice. Where their file is no
+    Python, or has lost one of these, it is our file with their function. ValueError if that is not there.
     """
     if place(theirs, mine) is None:
         raise ValueError(f"there is no function {mine}")
-    try:
-        parsed(theirs)
+    into, put, taken = ours, theirs, [mine]
+    if parsed(theirs) and all(place(theirs, name) for name in others):
         into, put, taken = theirs, ours, others
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        into, put, taken = ours, theirs, [mine]
-    if any(place(into, name) is None for name in taken):
-        into, put, taken = ours, theirs, [mine]
     lines, source = into.split("\n"), put.split("\n")
     for name in sorted(taken, key=lambda name: -place(into, name)[0]):
         lines[slice(*place(into, name))] = source[slice(*place(put, name))]
