@@ -8,7 +8,6 @@ runs in this process, where the expected values are.
 """
 from collections.abc import Callable
 from importlib import import_module
-from itertools import product
 import json
 from multiprocessing.connection import Connection
 import os
@@ -35,16 +34,17 @@ LARGEST = 2 ** 26  # bytes of an answer
 
 def results(folder: str, problems: list[str], files: list[str], seconds: float) -> list[dict]:
     """What came of each test of these problems. files: public, hidden; seconds: that one call may take."""
-    forks, found = Forks(), []
-    for problem in problems:
-        function = Submitted(forks, Path(folder), problem, seconds)
-        for file in files:
-            for case in cases(problem, file):
-                why = failure(case, runner(function, trace=file == "public"))
-                found.append(dict(problem=problem, says=case.says, passed=not why, why=plain(why),
-                                  public=file == "public"))
-        function.stop()
-    forks.close()
+    found = []
+    with Forks() as forks:
+        for problem in problems:
+            function = Submitted(forks, Path(folder), problem, seconds)
+            for file in files:
+                public = file == "public"
+                for case in cases(problem, file):
+                    why = failure(case, runner(function, trace=public))
+                    found.append(dict(problem=problem, says=case.says, passed=not why, why=plain(why),
+                                      public=public))
+            function.stop()
     return found
 
 
@@ -60,15 +60,15 @@ def cases(problem: str, file: str) -> list[Case]:
     found = []
     for test in vars(import_module(f"course.{assignment}.{file}")).values():
         if getattr(test, "problem", None) == name:
-            says = " ".join((test.__doc__ or test.__name__).split())
-            marks = [(mark.args[0].replace(" ", "").split(","), mark.args[1])
-                     for mark in getattr(test, "pytestmark", [])]
-            for values in product(*(values for _, values in marks)):
-                given = {}
-                for (names, _), value in zip(marks, values):
-                    given |= zip(names, value) if len(names) > 1 else {names[0]: value}
-                shown = ", ".join(f"{name}={' '.join(str(x).split())}" for name, x in given.items())
-                found.append(Case(says + f" [{shown}]" * bool(given), test, given))
+            each = [{}]
+            for mark in getattr(test, "pytestmark", []):
+                names = mark.args[0].split(", ")
+                rows = [x if len(names) > 1 else [x] for x in mark.args[1]]
+                each = [given | dict(zip(names, row)) for given in each for row in rows]
+            for given in each:
+                shown = ", ".join(f"{name}={x}" for name, x in given.items())
+                says = f"{test.__doc__} [{shown}]" if given else test.__doc__
+                found.append(Case(" ".join(says.split()), test, given))
     return found
 
 
@@ -90,8 +90,6 @@ def runner(function: "Submitted", trace: bool) -> Callable:
     """
     def run(call: str, may_change: tuple[str, ...] = (), **args):
         answer = function.call(call, args)
-        if "failed" in answer:
-            wrong(answer["failed"])
         if raised := answer.get("raised"):
             says = f": {raised['message']}" if raised["message"] else ""
             where = f" ({raised['where']})" if raised["where"] else ""
@@ -119,6 +117,14 @@ class Forks:
         self.process = subprocess.Popen(script, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self.control.close()
+        self.process.wait()
+
     def fork(self, folder: Path, package: str) -> Connection:
         """The way to a new process that answers calls of a package's adapter."""
         ours, theirs = socket.socketpair()
@@ -137,10 +143,6 @@ class Forks:
                 except psutil.NoSuchProcess:
                     pass
             psutil.wait_procs(family, timeout=1)
-
-    def close(self):
-        self.control.close()
-        self.process.wait()
 
 
 class Submitted:
@@ -161,17 +163,12 @@ class Submitted:
         (self.folder / problem.file).write_text(source)
 
     def call(self, name: str, args: dict) -> dict:
-        """The answer of the submission's process, or why there is none."""
+        """The answer of the submission's process. Wrong, with the reason, if there is none."""
         if self.why:
-            return dict(failed=self.why)
-        late = threading.Event()
-
-        def stop():  # also in the middle of an answer
-            late.set()
-            self.forks.kill()
-
-        clock = threading.Timer(self.seconds, stop)
+            wrong(self.why)
+        clock = threading.Timer(self.seconds, self.late)
         clock.start()
+        failed = None
         try:
             if self.connection is None:
                 self.connection = self.forks.fork(self.folder, self.assignment)
@@ -179,18 +176,24 @@ class Submitted:
             answer = unpacked(self.connection.recv_bytes(LARGEST))
             if not is_answer(answer):
                 raise ValueError("no answer")
-            return answer
-        except Exception as error:  # whatever a stranger may send
-            self.stop()
-            if late.is_set():
-                self.why = f"not run: an earlier call took more than {self.seconds:g} s"
-                return dict(failed=f"it ran for more than {self.seconds:g} s, and was stopped")
-            ended = isinstance(error, (EOFError, ConnectionError))
-            return dict(failed="its process ended before it gave an answer" if ended else
-                        "its process sent something that is no answer")
+        except (EOFError, ConnectionError):
+            failed = "its process ended before it gave an answer"
+        except Exception:  # whatever a stranger may send
+            failed = "its process sent something that is no answer"
         finally:
             clock.cancel()
             clock.join()
+        if self.why:
+            failed = f"it ran for more than {self.seconds:g} s, and was stopped"
+        if failed:
+            self.stop()
+            wrong(failed)
+        return answer
+
+    def late(self):
+        """Stop the call that runs, also in the middle of an answer."""
+        self.why = f"not run: an earlier call took more than {self.seconds:g} s"
+        self.forks.kill()
 
     def stop(self):
         """End its process and all that came of it."""

@@ -73,8 +73,7 @@ def main():
         order, fds, *_ = socket.recv_fds(control, 65536, 1)
         if not order:
             return
-        child = os.fork()
-        if not child:
+        if not os.fork():
             control.close()
             for stream, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
                 os.dup2(os.open(os.devnull, flags), stream)
@@ -83,7 +82,7 @@ def main():
             finally:
                 os._exit(0)
         os.close(fds[0])
-        control.send(str(child).encode())
+        control.send(b"forked")
 
 
 if __name__ == "__main__":
