@@ -26,11 +26,12 @@ def of(file: str, **problems: tuple[int, str]) -> list[Problem]:
 
 ASSIGNMENTS = {
     "cache": Assignment("The cache itself", "3 to 5 hours", [
-        *of("nanollm/cache.py", visible=(1, "visible"), probabilities=(2, "probabilities"),
-            write=(3, "LayerCache.write"), keep=(2, "LayerCache.keep"), drop=(2, "LayerCache.drop")),
+        *of("nanollm/attention.py", visible=(1, "visible"), probabilities=(2, "probabilities")),
+        *of("nanollm/cache.py", write=(3, "LayerCache.write"), keep=(2, "LayerCache.keep"),
+            drop=(2, "LayerCache.drop")),
         *of("nanollm/ranking.py", indices=(1, "indices")),
         *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
-        *of("methods/h2o.py", evict=(2, "H2O.evict")),
+        *of("methods/h2o.py", score=(2, "H2O.score")),
     ], beside=["methods/random_eviction.py", "methods/streaming_llm.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
         *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "max_pool")),
@@ -45,7 +46,7 @@ ASSIGNMENTS = {
         cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.chosen"),
     )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [
-        *of("methods/scissorhands.py", attend=(4, "BudgetCache.attend"), observe=(4, "Scissorhands.observe")),
+        *of("methods/scissorhands.py", pieces=(4, "BudgetCache.pieces"), observe=(4, "Scissorhands.observe")),
         *of("methods/theory/persistence.py", share=(2, "smallest_share"), draw=(2, "draw_power_law"),
             mass=(2, "tail_mass"), slips=(2, "proof_steps"), repaired=(2, "repaired_bound")),
     ]),

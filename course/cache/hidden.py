@@ -193,6 +193,19 @@ def test_state_that_comes_and_goes(run):
     same((got[3]["length"], got[3]["seen"]), (4, 7), "slots in use and tokens seen")
 
 
+@problem("write")
+def test_state_that_is_declared(run):
+    """A tensor that the method declares is 0 from the first write on, unless it is given."""
+    k = torch.ones(1, 2, 2, 3)
+    got = run("written", declares=True, steps=[
+        dict(k=k, v=k.clone(), pos=tensor([[0, 1]])),
+        dict(k=k, v=k.clone(), pos=tensor([[2, 3]]), flags=torch.ones(1, 2, 2, dtype=torch.uint8)),
+        dict(k=k, v=k.clone(), pos=tensor([[4, 5]]))])
+    for each, expected in zip(got, ([0, 0], [0, 0, 1, 1], [0, 0, 1, 1, 0, 0])):
+        right = tensor(expected, dtype=torch.uint8).expand(1, 2, len(expected))
+        same(each["slots"].get("flags"), right, f"the flags of {len(expected)} tokens")
+
+
 @problem("keep")
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("empty", [False, True])
@@ -338,7 +351,7 @@ def test_bad_scores(run):
     raises(run, "shrunk", slots=slots(6, shuffled(6, 1, 2, 5)), score=torch.zeros(1, 1, 5), budget=2)
 
 
-@problem("evict")
+@problem("score")
 @pytest.mark.parametrize("budget", [2, 5, 7, 10, 12])
 @pytest.mark.parametrize("recent", [0.0, 0.3, 0.5, 1.0])
 def test_one_eviction(run, budget, recent):
@@ -353,7 +366,7 @@ def test_one_eviction(run, budget, recent):
           f"a budget of {budget}, {recent} recent")
 
 
-@problem("evict")
+@problem("score")
 @pytest.mark.parametrize("budget, recent, pieces",
                          [(4, 0.5, [9]), (5, 0.3, [4, 6]), (6, 0.0, [3]), (3, 1.0, [5, 1])])
 def test_every_step(run, budget, recent, pieces):

@@ -119,9 +119,9 @@ def test_attacks_cost_their_own_problem_only(graded, tmp_path):
 
 def test_points_by_hand(monkeypatch, capsys, tmp_path):
     def tested(folder, problems, files, seconds):
-        return [dict(problem=f"chunks.{name}", says="a", passed=passed, why="x\ny", public=public, worth=worth)
-                for name, passed, public, worth in (("grid", True, True, 0.5), ("grid", False, False, 0.5),
-                                                    ("cut_to", folder == ROOT, True, 4))]
+        return [dict(problem=f"chunks.{name}", says="a", passed=right, why="x\ny", public=public, worth=worth)
+                for name, right, public, worth in (("grid", True, True, 0.5), ("grid", False, False, 0.5),
+                                                   ("cut_to", folder == ROOT, True, 4))]
 
     monkeypatch.setattr(command, "tested", tested)
     command.main(f"grade {ROOT} {tmp_path} --only chunks --csv {tmp_path}/points.csv".split())

@@ -1,11 +1,10 @@
 """Wrong solutions of `budget`: problem, what is wrong, a part of our function, what stands in its place."""
 WRONG = [
-    ("attend", "drops to the budget, and one slot more is in use",
+    ("pieces", "drops to the budget, and one slot more is in use",
      "self.budget - self.at_a_time)", "self.budget - 1)"),
-    ("attend", "the newest are one fewer", "self.pos >= self.seen", "self.pos > self.seen"),
-    ("attend", "only the last part comes back", "torch.cat(parts, 2)", "parts[-1]"),
-    ("attend", "not checked as a whole", "self.check(q, k, v, pos)", "pass"),
-    ("attend", "one head's importance for all",
+    ("pieces", "the newest are one fewer", "self.pos >= self.seen", "self.pos > self.seen"),
+    ("pieces", "the first piece alone", "while start < T:", "if start < T:"),
+    ("pieces", "one head's importance for all",
      "self.shrink(importance,", "self.shrink(importance[:, :1].expand(importance.shape).contiguous(),"),
     ("observe", "at most 1/s", "weight < 1 / step", "weight <= 1 / step"),
     ("observe", "the mean in half precision", "p.mean(2, dtype=torch.float32)", "p.mean(2)"),
