@@ -166,12 +166,11 @@ class Submitted:
         """The answer of the submission's process. Wrong, with the reason, if there is none."""
         if self.why:
             wrong(self.why)
-        clock = threading.Timer(self.seconds, self.late)
+        if self.connection is None:
+            self.connection = self.forks.fork(self.folder, self.assignment)
+        failed, clock = None, threading.Timer(self.seconds, self.late)
         clock.start()
-        failed = None
         try:
-            if self.connection is None:
-                self.connection = self.forks.fork(self.folder, self.assignment)
             self.connection.send_bytes(packed(dict(call=name, args=args)))
             answer = unpacked(self.connection.recv_bytes(LARGEST))
             if not is_answer(answer):
