@@ -18,10 +18,7 @@ def parsed(source: str) -> ast.Module | None:
 def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
     node = tree
     for part in name.split("."):
-        inside = (x for x in node.body if isinstance(x, (ast.ClassDef, ast.FunctionDef)) and x.name == part)
-        node = next(inside, None)
-        if node is None:
-            return None
+        node = next((x for x in getattr(node, "body", []) if getattr(x, "name", None) == part), None)
     return node if isinstance(node, ast.FunctionDef) else None
 
 

@@ -7,6 +7,7 @@ returns in a process of the submission (submission.py), one for each problem. No
 runs in this process, where the expected values are.
 """
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 import json
 from multiprocessing.connection import Connection
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import NamedTuple
 
 import psutil
 
@@ -39,25 +39,19 @@ def results(folder: str, problems: list[str], files: list[str], seconds: float) 
         for problem in problems:
             function = Submitted(forks, Path(folder), problem, seconds)
             for file in files:
-                public = file == "public"
-                for case in cases(problem, file):
-                    why = failure(case, runner(function, trace=public))
-                    found.append(dict(problem=problem, says=case.says, passed=not why, why=plain(why),
-                                      public=public))
+                run = runner(function, trace=file == "public")
+                for says, test in cases(problem, file).items():
+                    why = failure(test, run)
+                    found.append(dict(problem=problem, says=says, passed=why is None, why=plain(why or ""),
+                                      public=file == "public"))
             function.stop()
     return found
 
 
-class Case(NamedTuple):
-    says: str
-    test: Callable
-    arguments: dict
-
-
-def cases(problem: str, file: str) -> list[Case]:
-    """The tests of a problem in course/ASSIGNMENT/FILE.py; one with parameters is a case for each of them."""
+def cases(problem: str, file: str) -> dict[str, Callable]:
+    """The tests of a problem in course/ASSIGNMENT/FILE.py, by what they say, parameters included."""
     assignment, _, name = problem.partition(".")
-    found = []
+    found = {}
     for test in vars(import_module(f"course.{assignment}.{file}")).values():
         if getattr(test, "problem", None) == name:
             each = [{}]
@@ -68,19 +62,19 @@ def cases(problem: str, file: str) -> list[Case]:
             for given in each:
                 shown = ", ".join(f"{name}={x}" for name, x in given.items())
                 says = f"{test.__doc__} [{shown}]" if given else test.__doc__
-                found.append(Case(" ".join(says.split()), test, given))
+                found[" ".join(says.split())] = partial(test, **given)
     return found
 
 
-def failure(case: Case, run: Callable) -> str:
-    """Why a test fails, in words; "" if it passes."""
+def failure(test: Callable, run: Callable) -> str | None:
+    """Why a test fails, in words; None if it passes."""
     try:
-        case.test(run, **case.arguments)
+        test(run)
     except Wrong as error:
         return str(error)
     except Exception as error:  # an answer that cannot even be compared
         return f"{type(error).__name__}: {error}"
-    return ""
+    return None
 
 
 def runner(function: "Submitted", trace: bool) -> Callable:

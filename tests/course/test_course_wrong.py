@@ -15,14 +15,14 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name):
     problems = {problem.name: problem for problem in ASSIGNMENTS[name].problems}
     assert {problem for problem, *_ in wrong} == problems.keys()
     for problem, each in problems.items():
-        public, hidden = (cases(f"{name}.{problem}", file) for file in ("public", "hidden"))
+        public, hidden = ([*cases(f"{name}.{problem}", file).values()] for file in ("public", "hidden"))
         assert public and hidden
-        assert not any(failure(case, run) for case in public + hidden), problem
+        assert not any(failure(test, run) for test in public + hidden), problem
         by_public = []
         for _, what, old, new in (x for x in wrong if x[0] == problem):
             with planted(each, old, new):
-                by_public.append(any(failure(case, run) for case in public))
-                assert any(failure(case, run) for case in hidden), (problem, what)
+                by_public.append(any(failure(test, run) for test in public))
+                assert any(failure(test, run) for test in hidden), (problem, what)
         assert any(by_public) and len(by_public) >= 3, problem
         only_hidden += [found for found in by_public if not found]
     assert only_hidden

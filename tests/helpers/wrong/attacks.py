@@ -34,6 +34,10 @@ def say(data):
             os.write(fd, data)
         except OSError:
             pass
+
+def forge(text):
+    data = safetensors.torch.save({'json': torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    say(struct.pack('!i', len(data)) + data)
 '''
 ATTACKS = {
     "chunks.grid": """refused(
@@ -64,7 +68,11 @@ ATTACKS = {
         memory=lambda: c("shmget", 0, 99, 0o1600),
         too_much=lambda: torch.empty(3 * 2 ** 30, dtype=torch.uint8), environment=lambda: os.environ["PATH"],
         hidden_memory=lambda: c("memfd_create", "x", 0), root_rights=lambda: c("chroot", "."))""",
-    "chunks.scores": "print('passed'); os._exit(0)",
+    "chunks.scores": """
+        print('passed')
+        raised = dict.fromkeys(('kind', 'message', 'where', 'trace'), '')
+        forge(json.dumps({'dict': {'raised': {'dict': raised}}}).encode())
+        os._exit(0)""",
     "chunks.ranking": """
         order = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         score.zero_()
@@ -81,8 +89,7 @@ ATTACKS = {
     "sketch.median": """
         torch.equal = torch.allclose = torch.Tensor.__eq__ = lambda *a, **k: True
         for text in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
-            data = safetensors.torch.save({'json': torch.frombuffer(bytearray(text), dtype=torch.uint8)})
-            say(struct.pack('!i', len(data)) + data)
+            forge(text)
         os._exit(0)""",
     "sketch.variance": "return object()",
     "sketch.means": """
