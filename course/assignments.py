@@ -26,11 +26,12 @@ def of(file: str, **problems: tuple[int, str]) -> list[Problem]:
 
 ASSIGNMENTS = {
     "cache": Assignment("The cache itself", "3 to 5 hours", [
-        *of("nanollm/cache.py", visible=(1, "visible"), probabilities=(2, "probabilities"),
-            write=(3, "LayerCache.write"), keep=(2, "LayerCache.keep"), drop=(2, "LayerCache.drop")),
+        *of("nanollm/attention.py", visible=(1, "visible"), probabilities=(2, "probabilities")),
+        *of("nanollm/cache.py", write=(3, "LayerCache.write"), keep=(2, "LayerCache.keep"),
+            drop=(2, "LayerCache.drop")),
         *of("nanollm/ranking.py", indices=(1, "indices")),
         *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
-        *of("methods/h2o.py", evict=(2, "H2O.evict")),
+        *of("methods/h2o.py", score=(2, "H2O.score")),
     ], beside=["methods/random_eviction.py", "methods/streaming_llm.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
         *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "max_pool")),
@@ -41,74 +42,46 @@ ASSIGNMENTS = {
         *of("methods/ours/theta.py", theta=(1, "theta")),
     ]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
-        "methods/chunk_kv.py",
-        grid=(1, "grid"),
-        scores=(3, "scores"),
-        ranking=(2, "ranking"),
-        cut_to=(4, "cut_to"),
-        fit=(3, "fit"),
-        reuse=(2, "ChunkKV.chosen"),
+        "methods/chunk_kv.py", grid=(1, "grid"), scores=(3, "scores"), ranking=(2, "ranking"),
+        cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.chosen"),
     )),
-    "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [*of(
-        "methods/scissorhands.py",
-        attend=(4, "BudgetCache.attend"),
-        observe=(4, "Scissorhands.observe"),
-    ), *of(
-        "methods/theory/persistence.py",
-        share=(2, "smallest_share"),
-        draw=(2, "draw_power_law"),
-        mass=(2, "tail_mass"),
-        slips=(2, "proof_steps"),
-        repaired=(2, "repaired_bound"),
-    )], beside=["methods/h2o.py"]),
-    "pairs": Assignment("Pairs", "3 to 4 hours", [*of(
-        "methods/tensor_attention.py",
-        pairs=(1, "pairs"),
-        dense=(1, "tensor_attention"),
-        attend=(3, "FourCache.attend"),
-        new=(2, "new_pairs"),
-        factored=(5, "FactoredFourCache.one_query"),
-        causal=(2, "pair_attention"),
-    ), *of(
-        "methods/theory/index_game.py",
-        alice=(1, "index_game_four"),
-        play=(3, "play"),
-    )]),
-    "sketch": Assignment("The sketch", "3 to 4 hours", [*of(
-        "methods/count_sketch.py",
-        hash=(2, "Sketch.number"),
-        slots=(1, "Sketch.bucket"),
-        insert=(4, "Sketch.insert"),
-        median=(2, "Sketch.median"),
-    ), *of(
-        "methods/theory/sketch_error.py",
-        variance=(2, "collision_variance"),
-        load=(1, "load"),
-    ), *of(
-        "methods/kv_reviver_mean.py",
-        means=(2, "MeanSketch.means"),
-    ), *of(
-        "methods/ours/kv_reviver_shrunk.py",
-        shrink=(4, "ShrunkSketch.centred"),
-    )], beside=["methods/h2o.py"]),
+    "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [
+        *of("methods/scissorhands.py", pieces=(4, "BudgetCache.pieces"), observe=(4, "Scissorhands.observe")),
+        *of("methods/theory/persistence.py", share=(2, "smallest_share"), draw=(2, "draw_power_law"),
+            mass=(2, "tail_mass"), slips=(2, "proof_steps"), repaired=(2, "repaired_bound")),
+    ]),
+    "pairs": Assignment("Pairs", "3 to 4 hours", [
+        *of("methods/tensor_attention.py", pairs=(1, "pairs"), dense=(1, "tensor_attention"),
+            attend=(3, "FourCache.attend"), new=(2, "new_pairs"), factored=(5, "FactoredFourCache.one_query"),
+            causal=(2, "pair_attention")),
+        *of("methods/theory/index_game.py", alice=(1, "index_game_four"), play=(3, "play")),
+    ]),
+    "sketch": Assignment("The sketch", "3 to 4 hours", [
+        *of("methods/count_sketch.py", hash=(2, "Sketch.number"), slots=(1, "Sketch.bucket"),
+            insert=(4, "Sketch.insert"), median=(2, "Sketch.median")),
+        *of("methods/theory/sketch_error.py", variance=(2, "collision_variance"), load=(1, "load")),
+        *of("methods/kv_reviver_mean.py", means=(2, "MeanSketch.means")),
+        *of("methods/ours/kv_reviver_shrunk.py", shrink=(4, "ShrunkSketch.centred")),
+    ]),
 }
+PROBLEMS = {f"{name}.{problem.name}": problem
+            for name, each in ASSIGNMENTS.items() for problem in each.problems}
+COMPARE = "nanollm/commands/compare.py"  # with what it imports, the decoder and all that measures it
 
 
-def chosen(names: list[str] | None) -> dict[str, Assignment]:
-    """The assignments named, or of which a problem is named ("chunks.grid"); all for none. ValueError for a
-    name that is not there.
-    """
-    known = {name: {name, *(f"{name}.{problem.name}" for problem in each.problems)}
-             for name, each in ASSIGNMENTS.items()}
+def assignment_of(problem: str) -> str:
+    return problem.partition(".")[0]
+
+
+def chosen(names: list[str] | None) -> list[str]:
+    """The problems ("chunks.grid") that are named, or whose assignment is; all for none; or ValueError."""
     for name in names or []:
-        if not any(name in each for each in known.values()):
-            assignment = name.partition(".")[0]
-            raise ValueError(f"{name!r} is not there; known are "
-                             f"{', '.join(sorted(known.get(assignment, [])) or ASSIGNMENTS)}")
-    return {name: ASSIGNMENTS[name] for name, each in known.items() if not names or each & {*names}}
+        if name not in [*ASSIGNMENTS, *PROBLEMS]:
+            known = [each for each in PROBLEMS if assignment_of(each) == assignment_of(name)] or ASSIGNMENTS
+            raise ValueError(f"{name!r} is not there; known are {', '.join(known)}")
+    return [each for each in PROBLEMS if not names or {each, assignment_of(each)} & {*names}]
 
 
 def asked(file: str) -> list[str]:
     """All functions of a file that some problem asks for."""
-    problems = [problem for each in ASSIGNMENTS.values() for problem in each.problems]
-    return [problem.function for problem in problems if problem.file == file]
+    return [problem.function for problem in PROBLEMS.values() if problem.file == file]

@@ -5,6 +5,8 @@
     python -m nanollm course grade FOLDER ...    # public and hidden tests: points, results.json, a CSV
 """
 import argparse
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 import csv
 import io
@@ -17,8 +19,8 @@ import tempfile
 
 from tqdm import tqdm
 
-from course.assignments import ASSIGNMENTS, chosen
-from course.lock import SYSTEM, below, libraries
+from course.assignments import ASSIGNMENTS, PROBLEMS, assignment_of, chosen
+from course.sandbox import SYSTEM, below, libraries
 from nanollm.check import whole
 from nanollm.commands import shell
 
@@ -29,27 +31,28 @@ def make(args):
     if not (ROOT / "course" / "make.py").exists():
         raise ValueError("this is a student's copy; make others from the repository itself")
     from course.make import make
-    assignments = chosen(args.only)
-    make(args.folder, assignments)
+    assignments = {assignment_of(problem): None for problem in chosen(args.only)}
+    make(args.folder, [*assignments])
     print(f"{args.folder}: {', '.join(assignments)}. README.md in it says what to do.")
 
 
 def check(args):
-    names = [name for name in chosen(args.only) if (ROOT / "course" / name / "public.py").exists()]
-    if not names:
+    problems = [problem for problem in chosen(args.only)
+                if (ROOT / "course" / assignment_of(problem) / "public.py").exists()]
+    if not problems:
         raise ValueError(f"this copy has nothing of {', '.join(args.only)}; leave --only out")
-    tests = [test | dict(score=int(test["status"] == "passed"), max_score=1)  # counts, for want of points
-             for test in tested(ROOT, names, ["public.py"], args)]
-    failed = sum(test["status"] == "failed" for test in tests)
-    print(f"{'':<28}   tests\n{table(tests, names)}\n")
+    tests = [test | dict(worth=1) for test in tested(ROOT, problems, ["public"], args.seconds)]
+    failed = sum(not test["passed"] for test in tests)
+    print(f"{'':<28}   tests\n{table(tests)}\n")
     print(f"{len(tests) - failed} of {len(tests)} public tests pass."
           + ("" if failed else " The hidden ones try other sizes, ties, and the edges of what is specified."))
     sys.exit(1 if failed else 0)
 
 
 def grade(args):
-    names, folders = [*chosen(args.only)], args.folders
-    problems = [f"{name}.{problem.name}" for name in names for problem in ASSIGNMENTS[name].problems]
+    folders, asked = args.folders, chosen(args.only)
+    names = {assignment_of(problem) for problem in asked}
+    problems = [problem for problem in PROBLEMS if assignment_of(problem) in names]
     header = ["submission", *problems, "total"]
     if not all((ROOT / "course" / name / "hidden.py").exists() for name in names):
         raise ValueError("this copy has no hidden tests; grade where the copy was made")
@@ -68,71 +71,86 @@ def grade(args):
 
     rows = [header]
     with ThreadPoolExecutor(args.jobs or os.cpu_count()) as pool:
-        graded = pool.map(lambda folder: tested(folder, names, ["public.py", "hidden.py"], args), folders)
+        graded = pool.map(lambda folder: tested(folder, asked, ["public", "hidden"], args.seconds), folders)
         bar = tqdm(graded, total=len(folders), leave=False, unit="submission",
                    disable=len(folders) == 1 or None)  # None: unless a terminal shows it
         for folder, tests in zip(folders, bar):
             own = os.fsencode(folder.resolve().name).decode(errors="replace")  # "." has a name as well
-            (got, most), each = points(tests), [points(tests, problem)[0] for problem in problems]
-            rows.append([own, *(f"{x:.2f}" for x in each), f"{got:.2f}"])
+            each = [points(test for test in tests if test["problem"] == problem)[0] for problem in problems]
+            rows.append([own, *(f"{x:.2f}" for x in (*each, sum(each)))])
             if len(folders) == 1:
-                print(f"{table(tests, names)}\n{'total':<28}{round(got, 2):6g} of {round(most, 2):g}")
+                print(table(tests), line("total", tests), sep="\n")
             else:
-                tqdm.write(f"{own:<40}{got:8.2f} of {most:g}")
+                tqdm.write(line(f"{own:<40}", tests))
             if args.json:
-                shell.replace(args.json, json.dumps(dict(tests=tests), indent=1).encode())
+                shell.replace(args.json, json.dumps(gradescope(tests), indent=1).encode())
     if args.csv:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
         shell.replace(args.csv, text.getvalue().encode())
 
 
-def tested(folder: Path, names: list[str], files: list[str], args) -> list[dict]:
-    """The tests of Gradescope's results.json of one submission, from a pytest of its own."""
+def tested(folder: Path, problems: list[str], files: list[str], seconds: float) -> list[dict]:
+    """What came of each test of one submission, in a process of its own (grader.py), and what it is worth: a
+    problem's points are shared out evenly over its tests.
+    """
+    order = dict(folder=str(folder.resolve()), problems=problems, files=files, seconds=seconds)
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "results.json"
-        options = ["-c", "course/pytest.ini", "-p", "course.plugin", f"--submission={folder.resolve()}",
-                   f"--results={file}", f"--seconds={args.seconds}",
-                   *(f"--only={x}" for x in args.only or [])]
-        tests = [f"course/{name}/{each}" for name in names for each in files]
-        # points depend on no variable and no plugin of whoever grades (-E: PYTHONOPTIMIZE, PYTHONWARNINGS …)
-        environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-        done = subprocess.run([sys.executable, "-E", "-m", "pytest", *options, *tests], cwd=ROOT,
-                              env=environment | dict(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", TMPDIR=scratch),
-                              capture_output=True, text=True, errors="replace")  # it may print anything
-        if done.returncode == os.EX_IOERR:
-            raise OSError(f"a copy of {folder} cannot be written to {tempfile.gettempdir()}; "
-                          "make room there, or set TMPDIR to another folder")
-        if done.returncode not in (0, 1):  # all passed, or some failed
-            raise RuntimeError(f"pytest did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return json.loads(file.read_bytes())["tests"]
+        # points depend on no variable of whoever grades (-E: PYTHONOPTIMIZE, PYTHONPATH, PYTHONWARNINGS …)
+        done = subprocess.run([sys.executable, "-E", "-m", "course.grader", json.dumps(order)], cwd=ROOT,
+                              env=os.environ | dict(TMPDIR=scratch), capture_output=True, text=True)
+    if done.returncode == os.EX_IOERR:
+        raise OSError(f"a copy of {folder} cannot be written to {tempfile.gettempdir()}; "
+                      "make room there, or set TMPDIR to another folder")
+    if done.returncode:
+        raise RuntimeError(f"the tests did not run:\n{done.stderr[-4000:]}")
+    found = json.loads(done.stdout)
+    count = Counter(test["problem"] for test in found)
+    return [test | dict(worth=PROBLEMS[test["problem"]].points / count[test["problem"]]) for test in found]
 
 
-def points(tests: list[dict], problem: str | None = None) -> tuple[float, float]:
-    """Of a problem, or of all: those that were got, and the most."""
-    of = [test for test in tests if problem in (None, test["extra_data"]["problem"])]
-    return sum(test["score"] for test in of), sum(test["max_score"] for test in of)
+def points(tests: Iterable[dict]) -> tuple[float, float]:
+    """Those that were got, and the most."""
+    each = [(test["worth"] * test["passed"], test["worth"]) for test in tests]
+    return sum(got for got, _ in each), sum(most for _, most in each)
 
 
-def table(tests: list[dict], names: list[str]) -> str:
+def line(name: str, tests: list[dict]) -> str:
+    got, most = points(tests)
+    return f"{name:<28}{round(got, 2):6g} of {round(most, 2):g}"
+
+
+def table(tests: list[dict]) -> str:
     """Points, and below a problem each test that failed."""
-    lines = []
-    for name in names:
-        got, most = points([test for test in tests if test["extra_data"]["problem"].startswith(f"{name}.")])
-        lines.append(f"{name:<28}{round(got, 2):6g} of {round(most, 2):g}")
-        for problem in ASSIGNMENTS[name].problems:
-            of = [test for test in tests if test["extra_data"]["problem"] == f"{name}.{problem.name}"]
-            if not of:  # it was not asked for
-                continue
-            got, most = points(of)
-            worth = f"{round(got, 2):6g} of {round(most, 2):g}"
-            lines.append(f"  {problem.name:<26}{worth}    {problem.file}: {problem.function}")
-            for test in of:
-                if test["status"] == "failed":
-                    hidden = "" if test["extra_data"]["public"] else " (hidden)"
-                    lines.append(f"      ✗ {test['name'].partition(': ')[2]}{hidden}")
-                    lines += [f"          {line}" for line in test["output"].splitlines()]
+    lines, named = [], ""
+    for key in dict.fromkeys(test["problem"] for test in tests):
+        if assignment_of(key) != named:
+            named = assignment_of(key)
+            lines.append(line(named, [test for test in tests if assignment_of(test["problem"]) == named]))
+        problem, its_tests = PROBLEMS[key], [test for test in tests if test["problem"] == key]
+        lines.append(line(f"  {problem.name}", its_tests) + f"    {problem.file}: {problem.function}")
+        for test in its_tests:
+            if not test["passed"]:
+                lines.append(f"      ✗ {test['says']}{'' if test['public'] else ' (hidden)'}")
+                lines += [f"          {text}" for text in test["why"].splitlines()]
     return "\n".join(lines)
+
+
+def gradescope(tests: list[dict]) -> dict:
+    """Gradescope's results.json; students see the hidden tests when the grades are published."""
+    return dict(tests=[dict(
+        name=f"{test['problem']}: {test['says']}", score=test["worth"] * test["passed"],
+        max_score=test["worth"], status="passed" if test["passed"] else "failed", output=test["why"],
+        visibility="visible" if test["public"] else "after_published",
+        extra_data=dict(problem=test["problem"], public=test["public"])) for test in tests])
+
+
+def checker(assignment: str) -> Callable:
+    """check("grid"), for a handout: the public tests of that problem, as the command shows them."""
+    def check(problem: str):
+        only = ["--only", f"{assignment}.{problem}"]
+        subprocess.run([sys.executable, "-m", "nanollm", "course", "check", *only])
+    return check
 
 
 def is_results(data: bytes) -> bool:

@@ -5,49 +5,42 @@ import shutil
 import jupytext
 import nbformat
 
-from course.assignments import ASSIGNMENTS, Assignment
-from course.source import emptied, needed
+from course.assignments import ASSIGNMENTS, COMPARE, Assignment
+from course.functions import emptied, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
-COURSE = ("__init__.py", "assignments.py", "command.py", "expect.py", "lock.py", "plugin.py", "pytest.ini",
-          "source.py", "wire.py", "worker.py")
+COMMANDS = ("nanollm/__main__.py", COMPARE, "methods/snap_kv.py",
+            "course/command.py", "course/grader.py", "course/submission.py")
 
 
-def make(folder: Path, chosen: dict[str, Assignment]):
+def make(folder: Path, assignments: list[str]):
     """Write the copy to `folder`, which must not be there or be empty.
 
-    Of methods/ it has what is asked for, what that imports, and what the written questions compare it with.
-    Kernels, other tests, notebooks and results stay behind.
+    It has what is asked for, what the handouts and tests import, and what the written questions compare it
+    with. Kernels, other tests, notebooks and results stay behind.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; name a new folder")
 
-    asked = [problem.file for each in chosen.values() for problem in each.problems]
-    beside = ["methods/snap_kv.py", *(file for each in chosen.values() for file in each.beside)]
-    sources = [*(ROOT / "nanollm").rglob("*.py"), *(ROOT / file for file in needed(ROOT, asked + beside))]
-    for source in sources:
-        put(source, folder)
-    for name in WHOLE:
-        for source in [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).iterdir():
-            put(source, folder)
-    for name in COURSE:
-        put(ROOT / "course" / name, folder)
+    roots = [*COMMANDS]
+    for name in assignments:
+        roots += [*ASSIGNMENTS[name].beside, *(problem.file for problem in ASSIGNMENTS[name].problems),
+                  *(f"course/{name}/{file}.py" for file in ("adapter", "public", "handout"))]
+    files = {ROOT / file for file in needed(ROOT, roots) if Path(file).name not in ("make.py", "handout.py")}
+    for source in files.union(*([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).iterdir()
+                                for name in WHOLE)):
+        to = folder / source.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, to)
 
-    for name, each in chosen.items():
-        for file in ("adapter.py", "public.py"):
-            put(ROOT / "course" / name / file, folder)
-        for file in dict.fromkeys(problem.file for problem in each.problems):
-            functions = [problem.function for problem in each.problems if problem.file == file]
+    for name in assignments:
+        problems = ASSIGNMENTS[name].problems
+        for file in {problem.file for problem in problems}:
+            functions = [problem.function for problem in problems if problem.file == file]
             (folder / file).write_text(emptied((folder / file).read_text(), functions))
         nbformat.write(handout(name), folder / f"{number(name)}_{name}.ipynb")
-    (folder / "README.md").write_text(readme(chosen))
-
-
-def put(source: Path, folder: Path):
-    to = folder / source.relative_to(ROOT)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(source, to)
+    (folder / "README.md").write_text(readme({name: ASSIGNMENTS[name] for name in assignments}))
 
 
 def number(name: str) -> int:

@@ -40,19 +40,6 @@ def attend(q, k, v, pieces, budget, recent, at_a_time, marks=None):
     return dict(y=y, kept=kept, most=cache.most, seen=cache.seen)
 
 
-def attend_wrong(q, k, v, first, budget):
-    """What a cache of `first` tokens holds after a piece with two positions too many; whether that raised."""
-    cache = Marked(budget=budget, recent=1, at_a_time=1)
-    fed(cache, q[:, :, :first], k[:, :, :first], v[:, :, :first], [first], lambda: None)
-    raised = False
-    try:
-        rest = [x[:, :, first:] for x in (q, k, v)]
-        cache.attend(*rest, torch.arange(first, q.shape[2] + 2)[None])
-    except ValueError:
-        raised = True
-    return dict(raised=raised, seen=cache.seen, kept=cache.pos.sort(-1).values)
-
-
 def observe(p, history):
     """Counts (B, H, tokens so far) after each piece of p, a list of (B, H, G, w, S); how often `evict` ran.
 

@@ -3,7 +3,7 @@
 #
 # **4 to 5 hours; 18 points by tests, and 4 for the written question at the end.** You write two methods of `methods/scissorhands.py` and five functions of `methods/theory/persistence.py`.
 #
-# **Read before:** Scissorhands ([arXiv 2305.17118](https://arxiv.org/abs/2305.17118)), sections 3 and 4, and Theorem B.3 with its proof in the appendix. Then the docstring of `methods/scissorhands.py`, and `LayerCache` in `nanollm/cache.py`: `attend`, `write`, `observe` and `shrink`.
+# **Read before:** Scissorhands ([arXiv 2305.17118](https://arxiv.org/abs/2305.17118)), sections 3 and 4, and Theorem B.3 with its proof in the appendix. Then the docstring of `methods/scissorhands.py`, and `LayerCache` in `nanollm/cache.py`: `attend`, `pieces`, `write`, `observe` and `shrink`.
 #
 # ## The idea
 #
@@ -34,36 +34,29 @@
 # Problems 1 and 2 are about the cache, 3 to 7 about the theorem. Each is graded by itself with the others right, so you may begin with either half. Problem 3 is the easiest.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"budget.{problem}"])
-
+check = checker("budget")
 
 # %% [markdown]
-# ## 1. `BudgetCache.attend` (4 points)
+# ## 1. `BudgetCache.pieces` (4 points)
 #
-# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). Return the outputs, (B, H·G, T, D). They must be what you would get if the tokens came one by one, up to rounding. Each comes like this:
+# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). `attend`, which is given, takes them from `pieces`, one piece after the other: it writes the piece, lets it see all that is held and itself, observes it, and then asks for the next. So `pieces` is a generator. It makes room, and yields `(q, k, v, pos)` of the tokens that fit in, until all have come. The outputs must be what you would get if the tokens came one by one, up to rounding. Each comes like this:
 #
 # - **Room.** If `self.length`, the number of slots in use, is `self.budget`, then first drop `self.at_a_time` slots of each head. `self.budget - self.at_a_time` stay. Otherwise drop nothing.
 # - **What leaves.** `self.importance()` is (B, H, S), a float for each slot. The lowest leave. Of equals the oldest leaves, and `shrink` does that by itself.
 # - **The newest stay.** A slot whose position is at least `self.seen - self.newest()` never leaves. `self.seen` is the number of tokens that have come so far, without the one that finds no room. `self.newest()` is r. Slots are not sorted by position: go by `self.pos`, (B, H, S).
-# - **Attention.** Then the token is written, sees all that is held and itself, and is observed. `super().attend` does all this, for one token or for several that fit into the room.
 #
 # At no moment may more than `self.budget` slots be in use. A text that is shorter than the budget loses nothing.
 #
-# T may be larger than the budget. One call of `super().attend` for each token is right, if slow. Better are pieces as long as the room there is.
+# T may be larger than the budget. To yield each token alone is right, if slow. Better are pieces as long as the room there is.
 #
-# Before anything else call `self.check(q, k, v, pos)`. It raises `ValueError` if these do not belong together. The cache must then be as it was.
-#
-# <details><summary>Hint 1</summary>A loop: <code>start</code> is the first token that has not been written. Make room if there is none, then take <code>self.budget - self.length</code> tokens, or what is left of them.</details>
+# <details><summary>Hint 1</summary>A loop: <code>start</code> is the first token that has not come. Make room if there is none, then yield <code>self.budget - self.length</code> tokens, or what is left of them. Tokens lie along dimension 2 of <code>q</code>, <code>k</code> and <code>v</code>, and along dimension 1 of <code>pos</code>.</details>
 #
 # <details><summary>Hint 2</summary><code>masked_fill(newest, math.inf)</code> on the importance keeps the newest, and <code>self.shrink(importance, n)</code> keeps n slots.</details>
 
 # %%
-check("attend")
+check("pieces")
 
 # %% [markdown]
 # ## 2. `Scissorhands.observe` (4 points)
@@ -77,7 +70,7 @@ check("attend")
 # - the mean of its weights over the G queries of the group, taken in float32, is below 1/s, both in float32. `mean < 1 / s` does that, `mean * s < 1` does not;
 # - it was there: its position is below s. The token of step s itself was there.
 #
-# After the call `self.slot("count")`, (B, H, S) of `torch.int32`, must hold for each entry at how many of the newest w steps it was unimportant. Change it in place. At the end call `super().observe(q, p)`, which calls `evict` when the prompt is over.
+# After the call `self.count`, (B, H, S) of `torch.int32`, must hold for each entry at how many of the newest w steps it was unimportant. Change it in place. At the end call `super().observe(q, p)`, which calls `evict` when the prompt is over.
 #
 # To take an old step off a count you must know what it added. For that each slot has `self.slot("unimportant")`, (B, H, S, ⌈w/8⌉) of `torch.uint8`: a bit for each of w steps. Both tensors are 0 for a new token and move with their slot. How you lay out the bits is yours, and is not graded. The counts are.
 #

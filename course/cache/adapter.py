@@ -2,17 +2,16 @@
 import torch
 
 from methods.h2o import H2O
-from nanollm import cache as memory
-from nanollm import ranking
-from nanollm.cache import LayerCache
+from nanollm import attention, ranking
+from nanollm.cache import LayerCache, PerEntry
 
 
 def visible(at, bias, pos):
-    return memory.visible(at, bias, pos)
+    return attention.visible(at, bias, pos)
 
 
 def probabilities(q, k, at, bias, pos):
-    return memory.probabilities(q, k, at, bias, pos)
+    return attention.probabilities(q, k, at, bias, pos)
 
 
 def indices(kept):
@@ -30,9 +29,16 @@ def attended(q, k, v, pieces, watch=0):
     return torch.cat(parts, 2)
 
 
-def written(steps):
-    """The cache after each step: a `write` of what the step holds, or with {"forget": n} n slots less."""
-    cache, after = LayerCache(), []
+class Declaring(LayerCache):
+    flags = PerEntry(torch.uint8)
+
+
+def written(steps, declares=False):
+    """The cache after each step: a `write` of what the step holds, or with {"forget": n} n slots less.
+
+    declares: it is the cache of a method that declares `flags`, of torch.uint8.
+    """
+    cache, after = Declaring() if declares else LayerCache(), []
     for step in steps:
         if "forget" in step:
             cache.length -= step["forget"]
@@ -66,7 +72,7 @@ def shrunk(slots, score, budget, **state):
 
 
 def evicted(slots, budget, recent, **state):
-    """An H2O cache that holds these slots, `accumulated` among them, after one `evict`."""
+    """An H2O cache that holds these slots, `accumulated` among them, after `evict`, which asks `score`."""
     cache = filled(H2O(budget=budget, recent=recent), slots, **state)
     cache.evict()
     return held(cache)

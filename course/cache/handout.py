@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 1. The cache itself
 #
-# **3 to 5 hours; 16 points by tests, and 3 for the written question at the end.** You write eight functions: six in `nanollm/cache.py`, one in `nanollm/ranking.py`, and the eviction of a first method in `methods/h2o.py`.
+# **3 to 5 hours; 16 points by tests, and 3 for the written question at the end.** You write eight functions: two in `nanollm/attention.py`, four in `nanollm/cache.py`, one in `nanollm/ranking.py`, and the score of a first method in `methods/h2o.py`.
 #
-# **Read before:** `nanollm/cache.py` from top to bottom, `LayerCache.attend` twice. Then H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
+# **Read before:** `nanollm/cache.py` from top to bottom, `LayerCache.attend` twice, and `attention` in `nanollm/attention.py`. Then H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
 #
 # ## The idea
 #
@@ -47,16 +47,12 @@
 # The cell after each problem runs its public tests. The hidden tests try the same specification at other sizes, with ties, at its edges, and inside the whole cache. Write the functions in this order: in your copy later tests call earlier functions. When it is graded, each function stands among right ones.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"cache.{problem}"])
-
+check = checker("cache")
 
 # %% [markdown]
-# ## 1. `visible` (1 point)
+# ## 1. `visible` in `nanollm/attention.py` (1 point)
 #
 # `at` is (B, H, S), the positions of slots in any order. `pos` is (B, T) or (1, T), the positions of queries; one row serves the whole batch. Return a mask (B, H, T, S).
 #
@@ -70,7 +66,7 @@ def check(problem):
 check("visible")
 
 # %% [markdown]
-# ## 2. `probabilities` (2 points)
+# ## 2. `probabilities` in `nanollm/attention.py` (2 points)
 #
 # `q` is (B, H·G, w, D), `k` is (B, H, S, D); `at`, `bias` and `pos` are as above. Return softmax(q kᵀ / √D + bias) over the visible slots, (B, H, G, w, S).
 #
@@ -89,7 +85,8 @@ check("probabilities")
 # Remember T new tokens. `k` and `v` are (B, H, T, D), `pos` is (B, T) or (1, T), and holds for every head. `state` are more per-slot tensors by name, (B, H, T, ...), of any dtype.
 #
 # - Afterwards every per-slot tensor has T more slots in use, after those that were in use. `self.length` and `self.seen` grow by T.
-# - `pos` is stored as `torch.int32`; each other tensor has the dtype of its first write.
+# - `pos` is stored as `torch.int32`; each other tensor has the dtype of its first write, or the one that the method declares.
+# - A method may declare tensors (B, H, S): `self.per_entry` has their names and dtypes. They are there from the first write on.
 # - A tensor that the cache has and that is not given this time is 0 in the new slots, even where the buffer still holds numbers of a slot that was freed.
 # - A tensor that the cache has not had so far is 0 in the earlier slots.
 # - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. A tensor that is new gets a buffer that holds at least the slots needed.
@@ -97,7 +94,7 @@ check("probabilities")
 #
 # <details><summary>Hint</summary>Ask <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives each tensor that is there room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code>, and takes a <code>dtype</code>.</details>
 #
-# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> with <code>None</code>, and over these what is given. <code>pos[:, None]</code> has a head dimension of 1, which broadcasts when it is assigned.</details>
+# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> and in <code>self.per_entry</code> with <code>None</code>, and over these what is given. <code>pos[:, None]</code> has a head dimension of 1, which broadcasts when it is assigned.</details>
 
 # %%
 check("write")
@@ -130,7 +127,7 @@ check("keep")
 check("drop")
 
 # %% [markdown]
-# ## 6. `indices` (1 point)
+# ## 6. `indices` in `nanollm/ranking.py` (1 point)
 #
 # `kept` is a mask (B, H, S). Return the slots where it is true, (B, H, n), `torch.int64`, in ascending order, n being the count of the head that keeps most. Heads that keep fewer are filled up with −1 at the end. A mask that is true nowhere gives (B, H, 0).
 #
@@ -158,17 +155,18 @@ check("indices")
 check("shrink")
 
 # %% [markdown]
-# ## 8. `H2O.evict` (2 points)
+# ## 8. `H2O.score` (2 points)
 #
-# `evict` is called at the end of the prompt, and then after each `attend`, which may have brought several tokens. `self.slot("accumulated")` holds the attention that each token has had from all queries, (B, H, S). It is added up by `observe`, which is given.
+# `evict` of `ScoredCache` is given. It is called at the end of the prompt, and then after each `attend`. If more than `self.budget` slots are in use, it calls `self.shrink(self.score(), self.budget)`. Return this score, (B, H, S) of floats. The slots with the highest score stay; of equals the newest.
 #
-# - If more than `self.budget` slots are in use, shrink to `self.budget`. Else nothing changes.
+# `self.accumulated`, (B, H, S), holds the attention that each token has had from all queries. `observe`, which is given, adds it up.
+#
 # - The newest tokens stay: `round(self.recent * self.budget)` of those seen so far, with Python's `round`, but at least one. Positions count from 0. So with r newest tokens, a slot is among them if its position is at least `self.seen` − r. Slots may have any order.
-# - The other places go to those with the most accumulated attention, of equals the newer.
-# - `accumulated` itself does not change: a token that is no longer among the newest must stand by what it had.
+# - The other places go to those with the most accumulated attention.
+# - `self.accumulated` itself does not change: a token that is no longer among the newest must stand by what it had.
 
 # %%
-check("evict")
+check("score")
 
 # %% [markdown]
 # ## 9. Predict, then measure (written, 3 points, not graded by the tests)
@@ -184,6 +182,9 @@ check("evict")
 #
 
 # %%
+import subprocess
+import sys
+
 command = "-m nanollm --methods full random streaming_llm h2o --budgets 25 --documents 16"
 subprocess.run([sys.executable, *command.split()]);
 

@@ -220,7 +220,7 @@ def test_empty_slots_go_first(run):
     same(by_position(got, "pos"), tensor([[[0, 2], [0, 1]]]).int(), "the positions")
 
 
-@problem("evict")
+@problem("score")
 def test_heavy_and_recent(run):
     """Six tokens, budget 4, half of it recent: 4 and 5. Of the others 0 and 2 had most attention."""
     held = slots(tensor([[[0, 1, 2, 3, 4, 5]]]), accumulated=tensor([[[9., 2, 5, 3, 1, 0]]]))
@@ -229,7 +229,7 @@ def test_heavy_and_recent(run):
     same(by_position(got, "accumulated"), tensor([[[9., 5, 1, 0]]]), "the accumulated attention")
 
 
-@problem("evict")
+@problem("score")
 def test_the_newest_stays(run):
     """recent = 0 means at least the newest one: of four tokens, budget 2, token 3 and the heaviest stay."""
     got = run("evicted", slots=slots(tensor([[[0, 1, 2, 3]]]), accumulated=tensor([[[1., 9, 5, 0]]])),
@@ -237,17 +237,9 @@ def test_the_newest_stays(run):
     same(by_position(got, "pos"), tensor([[[1, 3]]]).int(), "the positions")
 
 
-@problem("evict")
+@problem("score")
 def test_after_evictions(run):
     """Ten tokens have been seen, of which 0 3 6 8 9 are held; budget 4: 8 and 9 are recent, 6 is lightest."""
     got = run("evicted", slots=slots(tensor([[[0, 9, 6, 3, 8]]]), accumulated=tensor([[[4., 0, 2, 3, 1]]])),
               budget=4, recent=0.5, seen=10)
     same(by_position(got, "pos"), tensor([[[0, 3, 8, 9]]]).int(), "the positions")
-
-
-@problem("evict")
-def test_within_the_budget(run):
-    """Three tokens and a budget of 4: all stay."""
-    got = run("evicted", slots=slots(tensor([[[0, 1, 2]]]), accumulated=tensor([[[1., 2, 3]]])),
-              budget=4, recent=0.5)
-    same(by_position(got, "pos"), tensor([[[0, 1, 2]]]).int(), "the positions")

@@ -34,13 +34,9 @@
 # The cell after each problem runs its public tests. The hidden tests try the same specification at other sizes, with ties, and at its edges.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"chunks.{problem}"])
-
+check = checker("chunks")
 
 # %% [markdown]
 # ## 1. `grid` (1 point)

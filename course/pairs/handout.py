@@ -29,13 +29,9 @@
 # Shapes: B rows of a batch, H key/value heads, G query heads to each of them, T new tokens, n tokens in all, D numbers a head. Query head i belongs to key/value head ⌊i/G⌋. `(...)` stands for any leading dimensions, none included. A key of (.., 2D) is [k₁ | k₂] side by side, and a value [v₁ | v₂]. Do not change a tensor that you are given. Signatures stay. Outputs have the dtype of `q`. No test needs speed.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"pairs.{problem}"])
-
+check = checker("pairs")
 
 # %% [markdown]
 # ## 1. `pairs` (1 point)

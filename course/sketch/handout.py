@@ -38,13 +38,9 @@
 # Each problem is graded with all others right: `insert` finds our `bucket` and our `sign`.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"sketch.{problem}"])
-
+check = checker("sketch")
 
 # %% [markdown]
 # ## 1. `Sketch.number` (2 points, check `hash`)

@@ -34,13 +34,9 @@
 # The cell after each problem runs its public tests. The hidden tests try the same specification at other sizes, with ties, at its edges, and inside the whole cache. Write the functions in this order: in your copy later tests call earlier functions. When it is graded, each function stands among right ones.
 
 # %%
-import subprocess
-import sys
+from course.command import checker
 
-
-def check(problem):
-    subprocess.run([sys.executable, "-m", "nanollm", "course", "check", "--only", f"tokens.{problem}"])
-
+check = checker("tokens")
 
 # %% [markdown]
 # ## 1. `window_votes` in `nanollm/window.py` (1 point)
@@ -157,6 +153,9 @@ check("theta")
 #
 
 # %%
+import subprocess
+import sys
+
 command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --budgets 25 6 --documents 16"
 subprocess.run([sys.executable, *command.split()]);
 

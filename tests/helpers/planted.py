@@ -4,25 +4,19 @@ from importlib import import_module
 import inspect
 from pathlib import Path
 
-import pytest
-
-from course.assignments import ASSIGNMENTS
-from course.source import place
-from course.wire import packed, unpacked
+from course.expect import wrong
+from course.functions import place
+from course.messages import packed, unpacked
 
 ROOT = Path(__file__).parents[2]
-
-
-def lines_of(problem) -> str:
-    source = (ROOT / problem.file).read_text()
-    return "\n".join(source.splitlines()[slice(*place(source, problem.function))])
 
 
 @contextmanager
 def planted(problem, old: str, new: str):
     """The function's code is another while this lasts, wherever it was imported."""
-    source, body = (ROOT / problem.file).read_text(), lines_of(problem)
-    assert body.count(old) >= 1, f"{problem.name}: {old!r} is not in {problem.function}"
+    source = (ROOT / problem.file).read_text()
+    body = "\n".join(source.split("\n")[slice(*place(source, problem.function))])
+    assert old in body, f"{problem.name}: {old!r} is not in {problem.function}"
     changed = source.replace(body, body.replace(old, new))
     module = import_module(problem.file.removesuffix(".py").replace("/", "."))
     function = module
@@ -40,44 +34,17 @@ def planted(problem, old: str, new: str):
 
 
 def direct(assignment: str):
-    """The fixture `run` without a process of its own, with all that it checks."""
+    """The `run` of tests without a process of its own, with all that it checks."""
     adapter = import_module(f"course.{assignment}.adapter")
 
     def run(call: str, may_change: tuple[str, ...] = (), **args):
-        sent, before = packed(args), unpacked(packed(args))
-        args = unpacked(sent)
+        sent = packed(args)
+        args, before = unpacked(sent), unpacked(sent)
         try:
             value = getattr(adapter, call)(**args)
         except Exception as error:
-            pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
+            wrong(f"{type(error).__name__}: {error}")
         if any(packed(args[name]) != packed(before[name]) for name in args if name not in may_change):
-            pytest.fail("changed in place", pytrace=False)
+            wrong("changed in place")
         return unpacked(packed(value))
     return run
-
-
-def cases(assignment: str, file: str) -> dict[str, list]:
-    """The tests of each problem, a call each, by problem."""
-    found = {problem.name: [] for problem in ASSIGNMENTS[assignment].problems}
-    for test in vars(import_module(f"course.{assignment}.{file}")).values():
-        marks = getattr(test, "pytestmark", [])
-        if not any(mark.name == "problem" for mark in marks):
-            continue
-        each = [{}]
-        for mark in marks:
-            if mark.name == "parametrize":
-                names = mark.args[0].replace(" ", "").split(",")
-                values = [x if len(names) > 1 else (x,) for x in mark.args[1]]
-                each = [one | dict(zip(names, value)) for one in each for value in values]
-        name = next(mark.args[0] for mark in marks if mark.name == "problem")
-        found[name] += [(test, one) for one in each]
-    return found
-
-
-def caught(tests: list, run) -> bool:
-    for test, arguments in tests:
-        try:
-            test(run, **arguments)
-        except (pytest.fail.Exception, AssertionError):
-            return True
-    return False

@@ -3,7 +3,7 @@
 ROOT, SENTINEL and SUBMISSION are paths: the grader's repository, a file in its course/, what was handed in.
 """
 HELPERS = '''
-import ctypes, json, os, pathlib, signal, socket, struct, sys, threading, time
+import ctypes, json, os, pathlib, safetensors.torch, signal, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 
 def c(name, *args):
@@ -34,6 +34,10 @@ def say(data):
             os.write(fd, data)
         except OSError:
             pass
+
+def forge(text):
+    data = safetensors.torch.save({'json': torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+    say(struct.pack('!i', len(data)) + data)
 '''
 ATTACKS = {
     "chunks.grid": """refused(
@@ -42,7 +46,7 @@ ATTACKS = {
         reference_in_c=lambda: c("open", f"{ROOT}/methods/chunk_kv.py", 0),
         root=lambda: open(f"/proc/self/root{ROOT}/README.md"), listing=lambda: os.listdir(ROOT),
         grader=lambda: open(f"/proc/{os.getppid()}/mem", "rb"), expect=lambda: __import__("course.expect"),
-        plugin=lambda: __import__("course.plugin"),
+        plugin=lambda: __import__("course.grader"),
         remove=lambda: os.remove(SENTINEL), remove_path=lambda: pathlib.Path(SENTINEL).unlink(),
         remove_in_c=lambda: c("unlink", SENTINEL), write=lambda: open(SENTINEL, "w"),
         write_in_c=lambda: c("open", SENTINEL, 1), truncate=lambda: c("truncate", SENTINEL, 0),
@@ -64,13 +68,17 @@ ATTACKS = {
         memory=lambda: c("shmget", 0, 99, 0o1600),
         too_much=lambda: torch.empty(3 * 2 ** 30, dtype=torch.uint8), environment=lambda: os.environ["PATH"],
         hidden_memory=lambda: c("memfd_create", "x", 0), root_rights=lambda: c("chroot", "."))""",
-    "chunks.scores": "print('passed'); os._exit(0)",
+    "chunks.scores": """
+        print('passed')
+        raised = dict.fromkeys(('kind', 'message', 'where', 'trace'), '')
+        forge(json.dumps({'dict': {'raised': {'dict': raised}}}).encode())
+        os._exit(0)""",
     "chunks.ranking": """
         order = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         score.zero_()
         return order""",
     "chunks.cut_to": """
-        end = time.monotonic() + 7  # more than --seconds 4, less than its default
+        end = time.monotonic() + 8  # more than --seconds 6, less than its default
         while time.monotonic() < end:
             pass""",
     "chunks.fit": "say(struct.pack('!i', 1000) + b'half'); time.sleep(1000)",
@@ -80,8 +88,8 @@ ATTACKS = {
     "sketch.insert": "raise ValueError('\\ud800 \\x1b[2J' + 10 ** 6 * 'x')",
     "sketch.median": """
         torch.equal = torch.allclose = torch.Tensor.__eq__ = lambda *a, **k: True
-        for data in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
-            say(struct.pack('!i', 16 + len(data)) + struct.pack('<Q', len(data)) + data + bytes(8))
+        for text in (b'{}', b'null', b'{"dict": {"value": 1, "changed": 3}}', 10 ** 6 * b'['):
+            forge(text)
         os._exit(0)""",
     "sketch.variance": "return object()",
     "sketch.means": """

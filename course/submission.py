@@ -1,7 +1,7 @@
 """The process that runs a submission: it is asked by the grader, and never sees a test or an expected value.
 
-`python worker.py FD` imports torch once and then forks for each problem it is told of on that socket. The
-fork locks itself in (lock.py) before it reads a line of the submission.
+`python submission.py FD` imports torch once and then forks for each problem it is told of on that socket. The
+fork locks itself in (sandbox.py) before it reads a line of the submission.
 """
 import ctypes
 from importlib import import_module
@@ -16,8 +16,8 @@ import traceback
 
 import torch
 import torch._dynamo  # a TorchDispatchMode imports it when first used, and that needs a folder to write to
-from lock import below, libraries, lock_in  # scripts beside it: the package `course` is the submission's
-from wire import packed, unpacked
+from messages import packed, unpacked  # scripts beside it: the package `course` is the submission's
+from sandbox import below, libraries, lock_in
 
 
 def serve(folder: str, package: str, connection: Connection):
@@ -50,16 +50,14 @@ def serve(folder: str, package: str, connection: Connection):
 
 def raised(error: BaseException, folder: str) -> dict:
     """What the error is, the line of the submission where it arose, and the traceback as students need it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in frames if f.filename.startswith(folder) and "/course/" not in f.filename]
-    where, tb = "", error.__traceback__
-    while tb:  # lines are counted from the function's own, as the file may be put together
-        code = tb.tb_frame.f_code
-        if code.co_filename.startswith(folder) and "/course/" not in code.co_filename:
-            where = f"line {tb.tb_lineno - code.co_firstlineno + 1} of {code.co_name}"
-        tb = tb.tb_next
-    return dict(kind=type(error).__name__, message=str(error)[:2000], where=where,
-                trace="".join(traceback.format_list(inside)).replace(folder + "/", "")[:4000])
+    theirs = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+              if (file := frame.f_code.co_filename).startswith(folder) and "/course/" not in file]
+    where = ""
+    if theirs:  # lines are counted from the function's own, as the file may be put together
+        frame, line = theirs[-1]
+        where = f"line {line - frame.f_code.co_firstlineno + 1} of {frame.f_code.co_name}"
+    trace = "".join(traceback.StackSummary.extract(theirs).format()).replace(folder + "/", "")
+    return dict(kind=type(error).__name__, message=str(error)[:2000], where=where, trace=trace[:4000])
 
 
 def main():
@@ -75,8 +73,7 @@ def main():
         order, fds, *_ = socket.recv_fds(control, 65536, 1)
         if not order:
             return
-        child = os.fork()
-        if not child:
+        if not os.fork():
             control.close()
             for stream, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
                 os.dup2(os.open(os.devnull, flags), stream)
@@ -85,7 +82,7 @@ def main():
             finally:
                 os._exit(0)
         os.close(fds[0])
-        control.send(str(child).encode())
+        control.send(b"forked")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import struct
 import sys
 
 GiB = 2 ** 30
+LIBC = ctypes.CDLL(None, use_errno=True)
 LIMITS = {  # beside what the process has when it is made
     "memory": 2 * GiB,  # bytes of address space
     "seconds": 120,     # of processor time, for all tests of a problem
@@ -83,8 +84,7 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/proc/s
 
 
 def syscall(number: int, *args) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    done = libc.syscall(ctypes.c_long(number), *args)
+    done = LIBC.syscall(ctypes.c_long(number), *args)
     if done < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return done
@@ -102,17 +102,10 @@ def landlock() -> int:
 
 def restrict(allowed: dict[str, int]):
     """From here on this process and its children have these rights below these paths, and none elsewhere."""
-    class Ruleset(ctypes.Structure):
-        _fields_ = [("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64)]
-
-    class Beneath(ctypes.Structure):
-        _pack_ = 1
-        _fields_ = [("rights", ctypes.c_uint64), ("parent", ctypes.c_int32)]
-
     version = landlock()
-    rules = Ruleset(2 ** {1: 13, 2: 14}.get(version, 15) - 1, TCP, SCOPED)  # all rights that there are
-    size = 8 if version < 4 else 16 if version < 6 else 24
-    ruleset = syscall(444, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
+    files = 2 ** {1: 13, 2: 14}.get(version, 15) - 1  # all rights that there are
+    rules = struct.pack("QQQ", files, TCP, SCOPED)[:8 if version < 4 else 16 if version < 6 else 24]
+    ruleset = syscall(444, rules, ctypes.c_size_t(len(rules)), ctypes.c_uint32(0))
     for path, rights in allowed.items():
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -120,9 +113,9 @@ def restrict(allowed: dict[str, int]):
             continue
         if not os.path.isdir(path):
             rights &= EXECUTE | WRITE_FILE | READ_FILE
-        syscall(445, ruleset, 1, ctypes.byref(Beneath(rights, fd)), ctypes.c_uint32(0))
+        syscall(445, ruleset, 1, struct.pack("=Qi", rights, fd), ctypes.c_uint32(0))
         os.close(fd)
-    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    LIBC.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     syscall(446, ruleset, ctypes.c_uint32(0))
     os.close(ruleset)
 
@@ -145,9 +138,7 @@ ALLOW, DENY, NOT_THERE = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS: li
 
 def filter_calls():
     """From here on no call of these, and threads but no processes. Root loses what root may."""
-    libc = ctypes.CDLL(None)
-    version, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    libc.capset(version, none)
+    LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
     if platform.machine() not in MACHINES:
         return
     machine, clone, refused = MACHINES[platform.machine()]
@@ -161,5 +152,5 @@ def filter_calls():
               (give, 0, 0, DENY), (give, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
-    if libc.prctl(22, 2, program, 0, 0):  # PR_SET_SECCOMP
+    if LIBC.prctl(22, 2, program, 0, 0):  # PR_SET_SECCOMP
         raise OSError("the kernel takes no seccomp filter")
