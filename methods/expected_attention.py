@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.cache import ScoredCache
+from nanollm.cache import LayerCache, ScoredCache
 from nanollm.check import check_budget, whole
 from nanollm.model import rope, rotate
 
@@ -56,8 +56,7 @@ class ExpectedAttention(ScoredCache):
         self.total = self.products = 0.0
         super().end_prefill()
 
-    def evict(self):
-        """What follows the prompt is appended."""
+    evict = LayerCache.evict  # nothing: what follows the prompt is appended
 
     def score(self) -> Tensor:
         """(B, H, S): the mean over a group's query heads of (â + ε) ‖W_O v‖₂."""
