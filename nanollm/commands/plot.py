@@ -27,7 +27,7 @@ OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2")
 DASHES = {"": "-", "critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
           "chunk": (0, (8, 2)), "semantic": (0, (3, 1, 1, 1)), "reuse": "--", "weight": "--", "shrunk": "--",
           "mean": ":", "absolute": "--", "fast": "--", "recent": "-.", "kvzip": (0, (1, 1)),
-          "no pool": (0, (1, 1)), "2": "-", "3": "--", "4": ":"}
+          "no pool": (0, (1, 1)), "residual+entries 4": (0, (3, 1, 1, 1)), "2": "-", "3": "--", "4": ":"}
 
 
 def style(name: str) -> dict:
@@ -116,8 +116,8 @@ def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
     axis.grid(alpha=0.3)
 
     # a tick per power of two around all points; a cache of no bytes has no place on a logarithmic axis
-    live = [x for mine in kib.values() for x in mine]
-    if live and min(live) > 0:
+    live = [x for mine in kib.values() for x in mine] or [full["live_16"] / 1024]
+    if min(live) > 0:
         low, high = np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live)))
         axis.set_xscale("log", base=2)
         axis.set_xticks(2.0 ** np.arange(low, high + 1))
