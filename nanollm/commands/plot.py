@@ -52,7 +52,8 @@ def save(figure, file: Path, title: str = TITLE):
 
 def is_ours(data: bytes, title: str = TITLE) -> bool:
     """Return whether data is a PNG, PDF or SVG file with this title, as `save` writes it."""
-    return data.startswith((b"\x89PNG", b"%PDF", b"<?xml")) and title.encode() in data
+    marks = (b"Title\0%b", b"(%b)", b"<dc:title>%b</dc:title>")
+    return data.startswith((b"\x89PNG", b"%PDF", b"<?xml")) and any(x % title.encode() in data for x in marks)
 
 
 # ---- the comparison ----
