@@ -33,10 +33,10 @@ def documents() -> list[str]:
     from pydoc_data import topics
     docs = [topics.topics[name] for name in sorted(topics.topics)]
     library = Path(sysconfig.get_paths()["stdlib"])
-    docs += [read(file) for file in sorted(sources(library))]
+    docs += [file.read_text("utf8", "ignore") for file in sorted(sources(library))]
     package = Path(importlib.util.find_spec("numpy").origin).parent
     for file in sorted(package.rglob("*.py")):
-        docs.append("\n\n".join(re.findall(r'"""(.+?)"""', read(file), re.S)))
+        docs.append("\n\n".join(re.findall(r'"""(.+?)"""', file.read_text("utf8", "ignore"), re.S)))
     return [doc for doc in docs if doc.strip()]
 
 
@@ -47,10 +47,6 @@ def sources(folder: Path) -> list[Path]:
         folders[:] = {*folders} - LEFT_OUT
         files += [Path(place, name) for name in names if name.endswith(".py")]
     return files
-
-
-def read(file: Path) -> str:
-    return file.read_text(encoding="utf8", errors="ignore")
 
 
 @cache

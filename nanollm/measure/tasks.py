@@ -4,7 +4,9 @@ Every task fills a document of exactly T tokens with text and places facts, ques
 each token tagged with its role. Training weighs tokens by role; evaluation cuts the document where the
 question starts.
 """
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 import numpy as np
 
@@ -39,11 +41,6 @@ class Batch:
         return np.argmax(stated, 0)
 
 
-def check_questions(questions: int, facts: int):
-    if whole("questions", questions, 1) > whole("facts", facts, 1):
-        raise ValueError(f"questions {questions} must be at most the number of facts, {facts}")
-
-
 class Tasks:
     """Makes the documents of one split with one tokenizer; each call is given its random numbers as `rng`.
 
@@ -75,7 +72,7 @@ class Tasks:
         # tiktoken's batch is a thread per piece
         encode = encoding.encode_ordinary_batch if foreign else lambda pieces: [*map(self.ids, pieces)]
         encoded = encode([" " + word for word in corpus.words(split)])
-        # words of one length in tokens: 2 if there are 100 of them, or else the length of the most words
+        # words of one length in tokens, of which there are 100 if possible: 2, or else the shortest
         length = max(range(1, 9), key=lambda n: (min(sum(len(ids) == n for ids in encoded), 100), n == 2, -n))
         self.words = [ids for ids in encoded if len(ids) == length]
         self.values = [n for n in range(10_000) if corpus.held_out(str(n), 5) == (split == "test")]
@@ -100,11 +97,8 @@ class Tasks:
 
     def pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
         """n different keys (2 tokens each) with their values, 2 tokens for each of their `numbers`."""
-        if n > len(self.words):
-            raise ValueError(f"{n} keys asked for, but there are {len(self.words)} words; ask for fewer")
-        if n * whole("numbers", numbers, 1) > len(self.values):
-            raise ValueError(f"{n} values of {numbers} numbers asked for, but there are {len(self.values)}; "
-                             "ask for fewer")
+        whole("the number of keys", n, 1, len(self.words))
+        whole("numbers", numbers, 1, len(self.values) // n)
         keys = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
         return [(self.words[key], [t for n in value for t in self.number(n, 4)])
@@ -150,7 +144,7 @@ class Tasks:
         depth: the place of the first one asked for, from 0 (the start) to 1. numbers: four-digit numbers in
         a value; the model is trained on one.
         """
-        check_questions(questions, facts)
+        whole("questions", questions, 1, whole("facts", facts, 1))
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
 
@@ -167,7 +161,7 @@ class Tasks:
 
     def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
         """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
-        check_questions(questions, pairs)
+        whole("questions", questions, 1, whole("pairs", pairs, 1))
         items = self.pairs(rng, pairs)
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
@@ -204,8 +198,7 @@ class Tasks:
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
         """A passage of other text within the text. The end quotes its beginning, and the rest follows."""
-        if whole("start", start, 1) + whole("answer", answer, 1) > whole("length", length, 1):
-            raise ValueError(f"start {start} and answer {answer} must fit into the passage of {length}")
+        whole("answer", answer, 1, whole("length", length, 2) - whole("start", start, 1, length - 1))
         passage = self.filler(rng, length)
         quoted = self.ask([], passage[:start].tolist())
         return self.assemble(rng, T, [passage], [(quoted, passage[start:start + answer], [])])
@@ -214,19 +207,29 @@ class Tasks:
         """Just text."""
         return self.filler(rng, T), np.full(T, TEXT, dtype=np.uint8)
 
+    def drawn(self, task: str, seed: int, B: int, T: int, knobs: dict) -> Iterator:
+        """Check what is asked for; return documents of a task without end."""
+        if task not in self.KNOWN:
+            raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
+        check_seed(seed)
+        whole("documents", B, 1, 2 ** 31 // whole("tokens", T, 1, 2 ** 31))  # memory holds no more
+        rng, make = np.random.default_rng(seed), getattr(self, task)
+        return (make(rng, T, **knobs) for _ in count())
+
     def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
         """B documents of a task ("needle", "recall", …), drawn until question and answers align."""
-        self.check_batch(task, seed, B, T)
-        rng, rows, missed = np.random.default_rng(seed), [], 0
-        while len(rows) < B:
-            tokens, roles = getattr(self, task)(rng, T, **knobs)
-            if not rows or (shape_of(roles) == shape_of(rows[0][1])).all():
+        rows, missed = [], 0
+        for tokens, roles in self.drawn(task, seed, B, T, knobs):
+            if rows and (shape_of(roles) != shape_of(rows[0][1])).any():
+                missed += 1
+            else:
                 rows.append((tokens, roles))
                 missed = 0
-            elif (missed := missed + 1) == 1000:
+            if len(rows) == B:
+                return aligned(rows)
+            if missed == 1000:
                 raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
                                  "be 1 here")
-        return aligned(rows)
 
     def batches(self, task: str, seed: int, B: int, T: int, **knobs) -> list[Batch]:
         """B documents of a task as they are drawn, in as few batches as align.
@@ -235,22 +238,10 @@ class Tasks:
         """
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **knobs)]
-        self.check_batch(task, seed, B, T)
-        rng, groups = np.random.default_rng(seed), {}
-        for _ in range(B):
-            tokens, roles = getattr(self, task)(rng, T, **knobs)
+        groups = {}
+        for tokens, roles in islice(self.drawn(task, seed, B, T, knobs), B):
             groups.setdefault(shape_of(roles).tobytes(), []).append((tokens, roles))
         return [aligned(rows) for rows in groups.values()]
-
-    def check_batch(self, task: str, seed: int, B: int, T: int):
-        if task not in self.KNOWN:
-            raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
-        check_seed(seed)
-        whole("B", B, 1)
-        whole("T", T, 1)
-        if B * T > 2 ** 31:
-            raise ValueError(f"{B:g} documents of {T:g} tokens are more than memory holds; "
-                             f"ask for at most {2 ** 31 // T}")
 
 
 def shape_of(roles: np.ndarray) -> np.ndarray:
