@@ -1,4 +1,4 @@
-"""Initial weights. `built` has induction heads in layers 0 and 1; `learned` only look-back heads in layer 0."""
+"""Initial weights: `built` has induction heads in layers 0 and 1, `learned` look-back heads in layer 0."""
 from contextlib import contextmanager
 import math
 
@@ -13,7 +13,8 @@ from nanollm.model import Decoder
 def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Tensor, Tensor, float]:
     """Set random weights, but let the heads of layer 0 look back 1 to 4 tokens.
 
-    Outputs into the residual stream have `residual` times the other matrices' standard deviation. Embedding dimension 0 is the same for every token. Queries and keys that read only it see nothing but
+    Outputs into the residual stream have `residual` times the other matrices' standard deviation.
+    Embedding dimension 0 is the same for every token. Queries and keys that read only it see nothing but
     RoPE's angle, and a query turned by −Δ peaks at the token Δ back. Such a head copies a random subspace U
     of that token into a free subspace S. Returns all such U and S, (D, d_model) each, the dimensions of a
     head in which RoPE turns slowly, and the embedding's standard deviation.
@@ -80,7 +81,7 @@ def learned_start(model: Decoder, seed: int):
 # ---- so that retrieval spreads over layers ---
 
 def left_out(rng: np.random.Generator, B: int, layers: int, heads: int, share: float = 0.15) -> Tensor:
-    """Return (layers, B, heads): 0 where a document's head, or its whole layer, is left out; never layer 0."""
+    """Return (layers, B, heads): 0 where a document's head, or its layer, is left out; never layer 0."""
     stays = (rng.random((layers, B, heads)) >= share) & (rng.random((layers, B, 1)) >= share)
     stays[0] = True
     return torch.from_numpy(stays.astype(np.float32))
