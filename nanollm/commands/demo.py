@@ -1,4 +1,4 @@
-"""What a cache keeps of a page, and what it answers: python -m nanollm generate, without a text."""
+"""Show what a cache keeps of a page, and what it answers: python -m nanollm generate, without a text."""
 import os
 import sys
 
@@ -31,10 +31,20 @@ SETTINGS = {"aware": "the question is part of the prompt that is compressed",
             "blind": "the page is compressed, then the question comes"}
 
 
+def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str, int]]:
+    """Return the tokens (1, T) of page and question, and how many of them are compressed in each setting.
+
+    The last token is fed after the compression in both.
+    """
+    context = opening(encoding, model.config) + encoding.encode_ordinary(page)
+    tokens = context + encoding.encode_ordinary(question)
+    cuts = dict(aware=len(tokens) - 1, blind=len(context))
+    return torch.tensor([tokens], device=model.embed.weight.device), cuts
+
+
 @torch.no_grad()
 def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Tensor, list[int]]:
-    """Compress the first `cut` of tokens (1, T), read the rest one by one and write `new`, each the most
-    likely.
+    """Compress the first `cut` of tokens (1, T), read the rest one by one and write the `new` likeliest.
 
     Returns which of the first `cut` tokens each head held right after the compression, (L, H, cut), and the
     new tokens.
@@ -62,16 +72,12 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
     return text
 
 
-def demonstrate(model, encoding, name: str, Method, knobs: dict, device: str, figure=None):
+def demonstrate(model, encoding, name: str, Method, knobs: dict, figure=None):
     """Print the page as a method keeps it, aware and blind, and its answers beside the full cache's.
 
     figure: a file, for the page with each token as dark as the share of heads that keep it.
     """
-    encode = encoding.encode_ordinary
-    first, new = opening(encoding, model.config), len(encode(ANSWER))
-    context, question = first + encode(PAGE), encode(QUESTION)
-    tokens = torch.tensor([context + question], device=device)
-    cuts = dict(aware=tokens.shape[1] - 1, blind=len(context))  # the last token is fed after the compression
+    (tokens, cuts), new = prompt(model, encoding, PAGE, QUESTION), len(encoding.encode_ordinary(ANSWER))
     _, expected = answer(model, tokens, cuts["aware"], make_cache(model), new)
     ends = boundaries(encoding, model.config.vocab_size)[tokens.cpu()]
     dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -90,17 +96,12 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, device: str, fi
               f"layer has a slot for them; a head holds {100 * kept.float().mean():.0f} % of the tokens")
         print(f"the full cache answers {full}, {name} {told}; the page says {ANSWER}\n", flush=True)
 
-    if figure:
-        draw(encoding, tokens[0].tolist(), panels, figure)
-
-
-def draw(encoding, tokens: list[int], panels: dict, file):
-    """The page once a setting, the fact that is asked for underlined."""
-    from nanollm.commands import plot
-    encode = encoding.encode_ordinary
-    page, length = len(tokens) - len(encode(PAGE)) - len(encode(QUESTION)), len(encode(FACT))
-    start = page + len(encode(PAGE.partition(FACT)[0]))
-    fact = [start <= i < start + length for i in range(len(tokens))]
-    picture = plot.text([encoding.decode([token]) for token in tokens], panels, fact, low="kept by no head",
-                        mark="the fact asked for", width=120)
-    plot.save(picture, file)
+    if figure:  # the page once a setting, the fact that is asked for underlined
+        from nanollm.commands import plot
+        after = encoding.encode_ordinary(PAGE.partition(FACT)[2])
+        end = cuts["blind"] - len(after)
+        start = end - len(encoding.encode_ordinary(FACT))
+        fact = [start <= i < end for i in range(tokens.shape[1])]
+        picture = plot.text([encoding.decode([token]) for token in tokens[0].tolist()], panels, fact,
+                            low="kept by no head", mark="the fact asked for", width=120)
+        plot.save(picture, figure)

@@ -1,4 +1,4 @@
-"""A playground for a notebook: text, question, method and budget to choose; what stays and what is answered.
+"""A playground for a notebook: choose text, question, method and budget; see what stays and is answered.
 
     Playground(*load(TINY, "cpu"))    # as the last line of a cell
 """
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from nanollm.cache import bytes_in_16_bits, make_cache
-from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer
+from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer, prompt
 from nanollm.commands.registry import calibrated, given, has_budget, one_line, pick
 from nanollm.measure.evaluate import for_text, share
-from nanollm.tokenizer import boundaries, opening
+from nanollm.tokenizer import boundaries
 
 NEW = 4  # tokens of an answer
 
 
 class Playground(widgets.VBox):
-    """Whatever is changed, the text is read, compressed and asked anew. Errors are said in the box."""
+    """After each change the text is read, compressed and asked anew. Errors are shown in the box."""
 
     def __init__(self, model, encoding):
         self.model, self.encoding, self.methods = model, encoding, pick(["all"])
-        self.learned = {}   # by method: what it found out about the decoder
+        self.learned = {}   # by method: what it learned about the decoder
         self.expected = {}  # by text and question: the full cache's answer and bytes
         wide = widgets.Layout(width="98%")
         self.text = widgets.Textarea(PAGE, layout=widgets.Layout(width="98%", height="9em"),
@@ -57,22 +57,20 @@ class Playground(widgets.VBox):
 
     @torch.no_grad()
     def read(self, Method, knobs: dict) -> tuple[str, str]:
-        """What is answered, and the text, each token as dark as the share of heads that keep it; HTML."""
-        model, encode = self.model, self.encoding.encode_ordinary
-        context = opening(self.encoding, model.config) + encode(self.text.value)
-        question = encode(f"\n{self.question.value}")
-        tokens = torch.tensor([context + question], device=model.embed.weight.device)
-        cut = len(context) if self.setting.value == "blind" else len(context) + len(question) - 1
+        """Return as HTML the answer, and the text, each token as dark as the share of heads that keep it."""
+        model = self.model
+        tokens, cuts = prompt(model, self.encoding, self.text.value, f"\n{self.question.value}")
+        cut = cuts[self.setting.value]
         if not self.text.value.strip() or len(tokens[0]) + NEW > model.config.max_len:
             raise ValueError(f"a text has at least 1 token and, with question and answer, at most "
                              f"{model.config.max_len}, not {len(tokens[0]) + NEW}")
 
-        budget = share(self.budget.value / 100, len(context))
+        budget = share(self.budget.value / 100, cuts["blind"])
         knobs = knobs | given(Method, budget=budget, window_size=self.window.value)
         ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
         caches = make_cache(model, for_text(Method, ends[:, :cut]), **knobs)
         kept, written = answer(model, tokens, cut, caches, NEW)
-        key = tuple(context + question)
+        key = tuple(tokens[0].tolist())
         if key not in self.expected:
             full = make_cache(model)
             self.expected[key] = answer(model, tokens, cut, full, NEW)[1], bytes_in_16_bits(full)
@@ -91,7 +89,7 @@ class Playground(widgets.VBox):
         return said, self.shaded(tokens[0], shares)
 
     def shaded(self, tokens: Tensor, shares: Tensor) -> str:
-        """Tokens (T,), the first on a ground as dark as the root of their share."""
+        """Return tokens (T,) as HTML, the first on a ground as dark as the root of their share."""
         text, decoder = "", getincrementaldecoder("utf-8")("replace")  # a character may be of several tokens
         for i, token in enumerate(tokens.tolist()):
             piece = escape(decoder.decode(self.encoding.decode_bytes([token])))

@@ -1,4 +1,4 @@
-"""Figures. One method, one colour, marker and dash, in every figure, told apart also in grey."""
+"""Figures. A method has one colour, marker and dash in every figure; they also differ in grey."""
 from io import BytesIO
 from pathlib import Path
 import re
@@ -11,53 +11,58 @@ import numpy as np
 from nanollm.commands.shell import replace
 from nanollm.measure.evaluate import held
 
-TITLE = "Figure of python -m nanollm"  # written into the file, so that no other is taken for one of ours
+TITLE = "Figure of python -m nanollm"  # written into the file; only such a file is replaced
 MOST = 8                               # lines that can be told apart
 
-# A family's colour and marker. In grey neighbours differ, too; where two are alike, their markers are not.
+# A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {
     "full": ("#000000", "."), "snap_kv": ("#0072b2", "o"), "chunk_kv": ("#d55e00", "D"),
-    "kvzip": ("#6a3d9a", "d"),
-    "scissorhands": ("#117733", "v"), "kv_reviver": ("#882255", "P"), "h2o": ("#e69f00", "X"),
-    "quantized": ("#00a087", "*"), "duo_attention": ("#c77cba", "p"), "streaming_llm": ("#888888", "h"),
-    "ada_kv": ("#56b4e9", "s"), "pyramid_kv": ("#1a3a6e", "^"), "cam": ("#b0a000", "<"),
-    "random": ("#bbbbbb", ">")}
-OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"),
-          ("#f0027f", "4"))
+    "kvzip": ("#6a3d9a", "d"), "scissorhands": ("#117733", "v"), "kv_reviver": ("#882255", "P"),
+    "h2o": ("#e69f00", "X"), "quantized": ("#00a087", "*"), "duo_attention": ("#c77cba", "p"),
+    "streaming_llm": ("#888888", "h"), "ada_kv": ("#56b4e9", "s"), "pyramid_kv": ("#1a3a6e", "^"),
+    "cam": ("#b0a000", "<"), "random": ("#bbbbbb", ">")}
+OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"), ("#f0027f", "4"))
 
-# A variant keeps its family's colour and marker; its dash is its own, by what its name adds.
-DASHES = {"critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
+# A variant keeps its family's colour and marker; the rest of its name gives the dash, -- if it is not here.
+DASHES = {"": "-", "critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
           "chunk": (0, (8, 2)), "semantic": (0, (3, 1, 1, 1)), "reuse": "--", "weight": "--", "shrunk": "--",
-          "mean": ":", "absolute": "--", "fast": "--", "recent": "-.",
-          "no pool": (0, (1, 1)), "2": "-", "3": "--", "4": ":"}
-
-
-def family_of(name: str) -> str | None:
-    """The family of a method's name: "chunk_kv" of "chunk_kv_reuse", "ada_kv" of "ada_kv+critical"."""
-    base = name.partition("+")[0]
-    return next((family for family in FAMILIES if base == family or base.startswith(f"{family}_")), None)
+          "mean": ":", "absolute": "--", "fast": "--", "recent": "-.", "kvzip": (0, (1, 1)),
+          "no pool": (0, (1, 1)), "residual+entries 4": (0, (3, 1, 1, 1)), "2": "-", "3": "--", "4": ":"}
 
 
 def style(name: str) -> dict:
-    """How a method is drawn, by its command-line name: color, marker, linestyle, as in plot(**style("h2o")).
+    """Return a method's color, marker and linestyle by its command-line name: plot(**style("h2o")).
 
-    "ada_kv+critical" looks like "ada_kv" but for its dash. An unknown name gets the look of its spelling.
+    "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name chooses its look.
     """
     base, _, addition = name.partition("+")
-    family = family_of(name)
+    family = next((one for one in FAMILIES if f"{base}_".startswith(f"{one}_")), None)
     color, marker = FAMILIES[family] if family else OTHERS[crc32(base.encode()) % len(OTHERS)]
-
     variant = addition or base.removeprefix(family or base).strip("_")
-    dashes = [*DASHES.values()]
-    dash = DASHES.get(variant, dashes[crc32(variant.encode()) % len(dashes)]) if variant else "-"
-    return dict(color=color, marker=marker, linestyle=dash)
+    return dict(color=color, marker=marker, linestyle=DASHES.get(variant, "--"))
 
+
+def save(figure, file: Path, title: str = TITLE):
+    """Write a figure with a title in its metadata, by which `is_ours` knows it again."""
+    data = BytesIO()
+    figure.savefig(data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": title})
+    plt.close(figure)
+    replace(file, data.getvalue())
+
+
+def is_ours(data: bytes, title: str = TITLE) -> bool:
+    """Return whether data is a PNG, PDF or SVG file with this title, as `save` writes it."""
+    marks = (b"Title\0%b", b"(%b)", b"<dc:title>%b</dc:title>")
+    return data.startswith((b"\x89PNG", b"%PDF", b"<?xml")) and any(x % title.encode() in data for x in marks)
+
+
+# ---- the comparison ----
 
 def comparison(rows: list[dict], file: Path):
-    """The figure of a comparison, at most eight methods and the full cache, each named where its line ends.
+    """Draw a comparison: at most eight methods and the full cache, each named at the end of its line.
 
-    Of one budget: each method's accuracy, mean over the tasks, aware and blind, and its KL over its bytes. Of
-    several: all three over the bytes.
+    With one budget per method: lines from its aware to its blind mean accuracy, and its KL over its bytes.
+    Otherwise all three over the bytes.
     """
     if not rows:
         raise ValueError("there are no rows to draw")
@@ -73,42 +78,24 @@ def comparison(rows: list[dict], file: Path):
         over_bytes(axes[0], points, full, "aware", "accuracy, question in the prompt")
         over_bytes(axes[1], points, full, "blind", "accuracy, question after compression")
     over_bytes(axes[-1], points, full, "kl", "KL(full ‖ compressed) per token, nats")
-
     save(figure, file)
 
 
-def save(figure, file: Path, title: str = TITLE):
-    """Write a figure under a title that marks it as ours, so that a later run may replace it."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": title})
-    plt.close(figure)
-    replace(file, drawn.getvalue())
-
-
-def is_ours(data: bytes, title: str = TITLE) -> bool:
-    """Whether a file holds what `save` wrote: a figure of which `title` is the whole title."""
-    marks = {b"\x89PNG": b"%ctEXtTitle\0%b" % (6 + len(title), title.encode()),
-             b"%PDF": f"({title})".encode(), b"<?xml": f"<dc:title>{title}</dc:title>".encode()}
-    return any(data.startswith(kind) and mark in data for kind, mark in marks.items())
-
-
 def drawn(names: list[str]) -> list[str]:
-    """Which methods a figure shows: all but the full cache; of more than eight a family's own first."""
+    """Return at most eight methods, without the full cache: first those that head a family of FAMILIES."""
     names = [name for name in dict.fromkeys(names) if name != "full"]
-    if len(names) <= MOST:
-        return names
-    families = [*FAMILIES]
+    rank = {look: i for i, look in enumerate(FAMILIES.values())}
 
-    def order(name):
-        family = family_of(name)
-        return style(name)["linestyle"] != "-", families.index(family) if family else len(families)
+    def order(name: str):
+        color, marker, dash = style(name).values()
+        return dash != "-", rank.get((color, marker), len(rank))
 
     first = sorted(names, key=order)[:MOST]
     return [name for name in names if name in first]
 
 
 def slopes(axis, points: dict, full: dict | None):
-    """A line a method from its accuracy aware to that blind."""
+    """Draw a line per method from its aware accuracy to its blind accuracy."""
     ends = {name: row for name, (row,) in points.items()} | ({"full": full} if full else {})
     for name, row in ends.items():
         axis.plot([0, 1], [row["aware"], row["blind"]], label=name, markersize=7, **style(name))
@@ -119,92 +106,75 @@ def slopes(axis, points: dict, full: dict | None):
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
-    """A line a method over the bytes of its cache; the full cache's value is a level."""
+    """Draw rows[key] of each method over its cache's KiB; the full cache's value is a horizontal line."""
     kib = {name: [row["live_16"] / 1024 for row in mine] for name, mine in points.items()}
     for name, mine in points.items():
         axis.plot(kib[name], [row[key] for row in mine], label=name, markersize=7, **style(name))
     if full:
         axis.axhline(full[key], color="black", linewidth=1)
         axis.text(0.02, full[key], "full cache", transform=axis.get_yaxis_transform(), va="bottom")
-    axis.set_xlabel("cache after the text, KiB per sequence (numbers of 16 bits)")
-    axis.set_ylabel(label)
+    axis.set(xlabel="cache after the text, KiB per sequence (numbers of 16 bits)", ylabel=label)
     axis.grid(alpha=0.3)
 
-    # octaves around all points; a logarithmic axis has no place for a cache of no bytes
+    # a tick per power of two around all points; a cache of no bytes has no place on a logarithmic axis
     live = [x for mine in kib.values() for x in mine] or [full["live_16"] / 1024]
     if min(live) > 0:
-        axis.set_xscale("log", base=2)
         low, high = np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live)))
+        axis.set_xscale("log", base=2)
         axis.set_xticks(2.0 ** np.arange(low, high + 1))
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.xaxis.set_major_formatter("{x:g}")
 
+    axis.set_ylim(-0.02, 1.05)
     if key == "kl":
         axis.set_yscale("symlog", linthresh=0.01)
-        axis.yaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        shown = [row[key] for mine in points.values() for row in mine] + ([full[key]] if full else [])
-        axis.set_ylim(-0.001, 2 * max(shown) + 0.01)
-    else:
-        axis.set_ylim(-0.02, 1.05)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_ylim(-0.001, 2 * max([0, *(row["kl"] for mine in points.values() for row in mine)]) + 0.01)
     name_ends(axis, {name: (kib[name][-1], mine[-1][key]) for name, mine in points.items()})
 
 
 def name_ends(axis, ends: dict[str, tuple[float, float]]):
-    """Each name at the right edge, as high as its line's last point (x, y), or apart where names would
-    overlap.
-    """
+    """Write each name at the right edge, at the height of its line's last point (x, y), without overlap."""
     place = axis.transScale + axis.transLimits
-    heights = apart([place.transform(end)[1] for end in ends.values()], 0.045)
+    heights = np.array([place.transform(end)[1] for end in ends.values()])
+    # from the lowest to the highest: at least `steps` above the one below, and none above 1
+    order, steps = np.argsort(heights, kind="stable"), 0.045 * np.arange(len(heights))
+    apart = np.maximum.accumulate(heights[order] - steps) + steps
+    heights[order] = np.minimum(apart, 1 - steps[::-1])
     for (name, end), height in zip(ends.items(), heights):
         leader = dict(arrowstyle="-", color=style(name)["color"], linewidth=0.6, alpha=0.6)
         axis.annotate(name, end, (1.03, height), textcoords="axes fraction", va="center", fontsize=9,
                       annotation_clip=False, arrowprops=leader)
 
 
-def apart(heights: list[float], gap: float) -> list[float]:
-    """Heights of labels, in the same order, at least `gap` from each other and, if they fit, none above 1."""
-    order, moved = np.argsort(heights, kind="stable"), np.array(heights, dtype=float)
-    for below, above in zip(order, order[1:]):
-        moved[above] = max(moved[above], moved[below] + gap)
-    if len(order):
-        moved[order[-1]] = min(moved[order[-1]], 1)
-    for below, above in zip(order[-2::-1], order[:0:-1]):
-        moved[below] = min(moved[below], moved[above] - gap)
-    return moved.tolist()
-
+# ---- a text, heads, attention ----
 
 def kept(caches: list, tokens: int) -> np.ndarray:
-    """Which of the first `tokens` tokens every head still holds, (L, H, tokens) of bool; of a batch, the
-    first row.
-    """
+    """Return which of the first row's first `tokens` tokens each head holds, (L, H, tokens) of bool."""
     return held(caches, tokens)[0].cpu().numpy()
 
 
 def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", high: str = "kept by every head",
          mark: str = "fact", columns: int = 1, width: int = 110):
-    """The figure of a text, once per panel, each token on a ground as dark as its weight; one of weight 0 is
-    grey.
+    """Draw a text once per panel, each token on a ground as dark as its weight; tokens of weight 0 are grey.
 
-    pieces: the tokens' strings; line breaks are drawn as ↵, a run of spaces as one. panels: title → weights
+    pieces: the tokens' strings; line breaks are drawn as ↵, several spaces as one. panels: title → weights
     (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words for the key. width:
     characters per line.
     """
     pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
     marked = np.zeros(len(pieces)) if marked is None else marked
-    for name, values in (*panels.items(), ("marked", marked)):
-        if np.shape(values) != (len(pieces),):  # or else some would not be drawn
-            raise ValueError(f"{name!r} has values of shape {tuple(np.shape(values))}; "
-                             f"{len(pieces)} pieces need one each")
     places, x, y = [], 0, 0  # of each token, in characters and lines
     for piece in pieces:
         if x + len(piece) > width:
             x, y = 0, y + 1
         places.append((x, y))
         x += len(piece)
-    across, down, rows = width + 4, y + 3, -(-len(panels) // columns)
-    inch = 1100 // (columns * across - 4) / 100  # a character's width, whole pixels at 100 dpi
-    size = 72 * inch / 0.602                     # DejaVu Sans Mono is 0.602 em wide
-    figure = plt.figure(figsize=((columns * across - 4) * inch, 2.1 * inch * (rows * down + 1.2)))
-    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, columns * across - 4), ylim=(rows * down + 1, -0.2))
+    panel_width, panel_height = width + 4, y + 3
+    across, down = columns * panel_width - 4, -(-len(panels) // columns) * panel_height
+    inch = 1100 // across / 100  # a character's width, whole pixels at 100 dpi
+    size = 72 * inch / 0.602     # DejaVu Sans Mono is 0.602 em wide
+    figure = plt.figure(figsize=(across * inch, 2.1 * inch * (down + 1.2)))
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, across), ylim=(down + 1, -0.2))
     axis.axis("off")
 
     def write(x, y, piece, weight, underline=False):
@@ -217,32 +187,27 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
                   color="black" if weight else "0.45", parse_math=False)
 
     for i, (title, weights) in enumerate(panels.items()):
-        left, top = i % columns * across, i // columns * down
+        left, top = i % columns * panel_width, i // columns * panel_height
         axis.text(left, top + 0.5, title, va="center", fontsize=max(1.1 * size, 9))
-        for (x, y), piece, weight, underline in zip(places, pieces, weights, marked):
+        for (x, y), piece, weight, underline in zip(places, pieces, weights, marked, strict=True):
             write(left + x, top + 1.2 + y, piece, float(weight), underline)
     x = 0
     for word, weight in ((low, 0), ("  ", 0.25), ("  ", 0.5), ("  ", 0.75), (high, 1)):
-        write(x, rows * down, word, weight)
+        write(x, down, word, weight)
         x += len(word) + 1
     if any(marked):
-        write(x + 3, rows * down, mark, 1e-9, True)
+        write(x + 3, down, mark, 1e-9, True)
     return figure
 
 
-def check_matrix(title: str, values, meant: str):
-    """ValueError unless values have two dimensions: a third would be taken for colours."""
-    if np.ndim(values) != 2:
-        raise ValueError(f"{title!r} has values of shape {tuple(np.shape(values))}, which must be {meant}")
-
-
 def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = False, most: float | None = None):
-    """A number per layer and head, (L, heads), on a ground as dark as it is large; the darkest is for `most`.
+    """Write a number per layer and head, (L, heads), on a ground as dark as it is large; `most` is darkest.
 
     diverging: purple below 0, orange above.
     """
     values = np.asarray(values)
-    check_matrix(title, values, "(L, heads)")
+    if values.ndim != 2:  # a third dimension would be taken for colours
+        raise ValueError(f"{title!r} has values of shape {values.shape}, which must be (L, heads)")
     most = 1.4 * (most or np.abs(values).max())  # so that black can be read on it
     axis.imshow(values, cmap="PuOr_r" if diverging else "Blues", vmin=-most if diverging else 0, vmax=most)
     for (layer, head), value in np.ndenumerate(values):
@@ -252,7 +217,6 @@ def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = Fals
 
 
 def attention(axis, p, title: str):
-    """One head's probabilities (T, S), a row per query; drawn by their square root: faint ones show."""
-    check_matrix(title, p, "(T, S)")
+    """Draw one head's probabilities (T, S), a row per query, by their square root so that faint ones show."""
     axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
     axis.set(title=title, xlabel="key", ylabel="query")

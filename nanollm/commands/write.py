@@ -66,7 +66,7 @@ def main(argv: list[str]):
     known |= {} if args.budget is None else dict(budget=args.budget)
     knobs = given(Method, **known) | calibrated(Method, model, encoding)
     if shows:
-        demo.demonstrate(model, encoding, name, Method, knobs, args.device, args.figure)
+        demo.demonstrate(model, encoding, name, Method, knobs, args.figure)
     else:
         write(args, text, model, encoding, Method, knobs)
 

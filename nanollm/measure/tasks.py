@@ -1,114 +1,23 @@
-"""Real text, and retrieval tasks made from it. Nothing is downloaded.
-
-The text is Python's language reference (`pydoc_data.topics`), the standard library's source and NumPy's
-docstrings, about 11 MB. A paragraph here ends at a blank line before an unindented one, so that a
-function or class stays whole. It is held out, or not, by a hash of its own text.
-
-Training reads the text of the Python that runs it. The side held out is kept in `held_out/text.json`, so
-that every Python measures the same. `python -m nanollm.measure.tasks` wrote it.
+"""Retrieval tasks made from real text (corpus.py).
 
 Every task fills a document of exactly T tokens with text and places facts, questions and answers in it,
 each token tagged with its role. Training weighs tokens by role; evaluation cuts the document where the
 question starts.
 """
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-import importlib.util
-import json
-import os
-from pathlib import Path
-import platform
-import re
-import sysconfig
-import zlib
+from itertools import count, islice
 
 import numpy as np
 
 from nanollm.check import check_seed, whole
+from nanollm.measure import corpus
 from nanollm.tokenizer import Foreign
 
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
-HELD_OUT = Path(__file__).parents[1] / "held_out/text.json"
 # few-shot: classes of source lines, by how they begin
 LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")
 
-
-# ---- text ----------------------------------------------------------------------------------------------
-
-def held_out(text: str, one_in: int = 20) -> bool:
-    """Whether this piece of text belongs to the evaluation side."""
-    return zlib.crc32(text.encode()) % one_in == 0
-
-
-@cache
-def documents() -> list[str]:
-    """The whole pool, a document per topic, source file or module's docstrings; the same order every time."""
-    from pydoc_data import topics
-    docs = [topics.topics[name] for name in sorted(topics.topics)]
-    leave_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages",
-                 "__pycache__"}
-    library = Path(sysconfig.get_paths()["stdlib"])
-    docs += [read(file) for file in sorted(sources(library, leave_out))]
-    package = Path(importlib.util.find_spec("numpy").origin).parent
-    for file in sorted(package.rglob("*.py")):
-        docs.append("\n\n".join(re.findall(r'"""(.+?)"""', read(file), re.S)))
-    return [doc for doc in docs if doc.strip()]
-
-
-def sources(folder: Path, leave_out: set[str]) -> Iterator[Path]:
-    """Python files below a folder. What is left out is not even walked: site-packages would take seconds."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = {*folders} - leave_out
-        yield from (Path(place, file) for file in files if file.endswith(".py"))
-
-
-def read(file: Path) -> str:
-    return file.read_text(encoding="utf8", errors="ignore")
-
-
-@cache
-def text(split: str) -> list[str]:
-    """The documents of one split, "train" or "test", each reduced to its paragraphs on that side."""
-    if split not in ("train", "test"):
-        raise ValueError(f"split {split!r} is unknown; use 'train' or 'test'")
-    return kept()["documents"] if split == "test" else one_side(documents(), test=False)
-
-
-@cache
-def words(split: str) -> list[str]:
-    """English words of 4 to 9 letters of one split that occur five times in the pool, sorted."""
-    return kept()["words"] if split == "test" else words_of(documents(), test=False)
-
-
-def one_side(docs: list[str], test: bool) -> list[str]:
-    """Each document's paragraphs on the side of the test, or on the other one."""
-    sides = ([paragraph for paragraph in re.split(r"\n\s*\n(?=\S)", doc) if held_out(paragraph) == test]
-             for doc in docs)
-    return ["\n\n".join(side) + "\n" for side in sides if side]
-
-
-def words_of(docs: list[str], test: bool) -> list[str]:
-    counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(docs)))
-    return sorted(word for word, n in counts.items() if n >= 5 and held_out(word, 5) == test)
-
-
-@cache
-def kept() -> dict:
-    """What `keep_held_out` wrote."""
-    return json.loads(HELD_OUT.read_text(encoding="utf8"))
-
-
-def keep_held_out(file: Path = HELD_OUT):
-    """Writes the test side of the installed Python's text and words to `file`, a document a line."""
-    docs = documents()
-    side = {"from": f"Python {platform.python_version()}, NumPy {np.__version__}; see LICENSE.txt",
-            "documents": one_side(docs, test=True), "words": words_of(docs, test=True)}
-    file.write_text(json.dumps(side, ensure_ascii=False, indent=0) + "\n", encoding="utf8")
-
-
-# ---- tasks ---------------------------------------------------------------------------------------------
 
 @dataclass
 class Batch:
@@ -125,28 +34,22 @@ class Batch:
 
     @property
     def stated(self) -> np.ndarray:
-        """(B,): where the facts first say what the first question asks for, its first token's index."""
+        """(B,): the index at which the facts first state the first answer."""
         answer = self.tokens[:, self.answers[0]]
-        n = answer.shape[1]
-        tokens, facts = (np.lib.stride_tricks.sliding_window_view(x, n, 1) for x in (self.tokens, self.facts))
-        return ((tokens == answer[:, None]) & facts).all(-1).argmax(1)
-
-
-def check_questions(questions: int, facts: int):
-    if whole("questions", questions, 1) > whole("facts", facts, 1):
-        raise ValueError(f"questions {questions} must be at most the number of facts, {facts}")
+        spans = [slice(i, i + answer.shape[1]) for i in range(self.question)]
+        stated = [((self.tokens[:, at] == answer) & self.facts[:, at]).all(1) for at in spans]
+        return np.argmax(stated, 0)
 
 
 class Tasks:
-    """Makes documents. One tokenizer, one split; all randomness comes from the `rng` that each call is given.
+    """Makes the documents of one split with one tokenizer; each call is given its random numbers as `rng`.
 
     encoding: a tiktoken.Encoding of nanollm/tokenizer.py, or any tokenizer as `Foreign`. filler: a text of
-    one's own around the facts, in place of the split's. chat: a document is a user's turn, and the answer
+    your own around the facts, in place of the split's. chat: a document is a user's turn, and the answer
     begins with the question's words again.
 
     A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words
-    and values four-digit numbers; words and numbers of the test split never occur as keys or values in
-    training.
+    and values four-digit numbers. Those of the test split never occur as keys or values in training.
     """
     KNOWN = "needle", "recall", "few_shot", "copy", "plain"
 
@@ -163,25 +66,20 @@ class Tasks:
         if chat and not foreign:
             raise ValueError("this tokenizer has no chat template; leave --chat out")
         self.opening, self.reply = encoding.turn() if chat else (self.first, None)
-        encoded = encoding.encode_ordinary_batch(text(split) if filler is None else [filler])
+        encoded = encoding.encode_ordinary_batch(corpus.text(split) if filler is None else [filler])
         self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(np.int64)
 
-        encoded = self._pieces([" " + word for word in words(split)])
+        # tiktoken's batch is a thread per piece
+        encode = encoding.encode_ordinary_batch if foreign else lambda pieces: [*map(self.ids, pieces)]
+        encoded = encode([" " + word for word in corpus.words(split)])
+        # words of one length in tokens, of which there are 100 if possible: 2, or else the shortest
         length = max(range(1, 9), key=lambda n: (min(sum(len(ids) == n for ids in encoded), 100), n == 2, -n))
         self.words = [ids for ids in encoded if len(ids) == length]
-        self.values = [n for n in range(10_000) if held_out(str(n), 5) == (split == "test")]
+        self.values = [n for n in range(10_000) if corpus.held_out(str(n), 5) == (split == "test")]
 
-        lines = sorted({line.strip() for doc in text(split) for line in doc.splitlines()})
-        of_kind = ([line for line in lines if line.startswith(kind)] for kind in LINE_KINDS)
-        self.lines = [self._short(some) for some in of_kind]
-
-    def _pieces(self, pieces: list[str]) -> list[list[int]]:
-        if isinstance(self.encoding, Foreign):
-            return self.encoding.encode_ordinary_batch(pieces)
-        return [self.ids(piece) for piece in pieces]  # tiktoken's batch is a thread a piece
-
-    def _short(self, lines: list[str]) -> list[list[int]]:
-        return [ids for ids in self._pieces(lines) if 4 <= len(ids) <= 12]
+        lines = sorted({line.strip() for doc in corpus.text(split) for line in doc.splitlines()})
+        self.lines = [[ids for ids in encode([line for line in lines if line.startswith(kind)])
+                       if 4 <= len(ids) <= 12] for kind in LINE_KINDS]
 
     def ids(self, string: str) -> list[int]:
         return self.encoding.encode_ordinary(string)
@@ -199,11 +97,8 @@ class Tasks:
 
     def pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
         """n different keys (2 tokens each) with their values, 2 tokens for each of their `numbers`."""
-        if n > len(self.words):
-            raise ValueError(f"{n} keys asked for, but there are {len(self.words)} words; ask for fewer")
-        if n * whole("numbers", numbers, 1) > len(self.values):
-            raise ValueError(f"{n} values of {numbers} numbers asked for, but there are {len(self.values)}; "
-                             "ask for fewer")
+        whole("the number of keys", n, 1, len(self.words))
+        whole("numbers", numbers, 1, len(self.values) // n)
         keys = rng.choice(len(self.words), n, replace=False)
         values = rng.choice(self.values, (n, numbers), replace=False)
         return [(self.words[key], [t for n in value for t in self.number(n, 4)])
@@ -213,7 +108,7 @@ class Tasks:
         return self.ids(f"{self.gap}{n:0{digits}}")
 
     def before(self, string: str) -> list[int]:
-        """What stands before a number: the space between them belongs to one of the two."""
+        """The tokens before a number: the space between them belongs to one of the two."""
         return self.ids(string if self.gap else f"{string} ")
 
     def ask(self, before: list[int], words: list[int]) -> list[int]:
@@ -246,10 +141,10 @@ class Tasks:
                numbers: int = 1):
         """Facts scattered in real text; one or several are asked for.
 
-        `depth` fixes where the first one asked for lies.
-        A value is `numbers` four-digit numbers; the model is trained on one.
+        depth: the place of the first one asked for, from 0 (the start) to 1. numbers: four-digit numbers in
+        a value; the model is trained on one.
         """
-        check_questions(questions, facts)
+        whole("questions", questions, 1, whole("facts", facts, 1))
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
 
@@ -266,7 +161,7 @@ class Tasks:
 
     def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
         """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
-        check_questions(questions, pairs)
+        whole("questions", questions, 1, whole("pairs", pairs, 1))
         items = self.pairs(rng, pairs)
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
@@ -275,36 +170,35 @@ class Tasks:
         return self.assemble(rng, T, [block], questions)
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
-        """Lines of source code, labelled by kind with labels drawn for this prompt.
+        """Lines of source code, labelled by kind with labels drawn for this prompt; a new line is asked for.
 
-        A new line is to be labelled. Its class has been seen. The answer is one token; chance is 1/classes.
-        With `every_label` (training) each label after the first of its class is an answer too.
+        Its class has been seen. The answer is one token; chance is 1/classes. With `every_label` (training)
+        each label after the first of its class is an answer too.
         """
-        whole("shots", shots, 1, T), whole("classes", classes, 2, len(LINE_KINDS))
+        whole("shots", shots, 1, T)
+        whole("classes", classes, 2, len(LINE_KINDS))
         kinds = rng.choice(len(LINE_KINDS), classes, replace=False)
         labels = [self.number(n, 2) for n in rng.choice(100, classes, replace=False)]
         which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
         arrow, newline = self.ids(" =>"), self.ids("\n")
 
-        def line(c: int) -> list[int]:
+        def line_of(c: int) -> list[int]:
             lines = self.lines[kinds[c]]
-            return [*newline, *lines[rng.integers(len(lines))], *arrow]
+            return newline + lines[rng.integers(len(lines))] + arrow
 
         query = rng.choice(which)
-        shown = [(line(c), labels[c]) for c in which]
-        last = (self.ask([], line(query)), labels[query], [])
+        shown = [(line_of(c), labels[c]) for c in which]
+        last = (self.ask([], line_of(query)), labels[query], [])
         if not every_label:
             return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
 
-        seen = [c in which[:i] for i, c in enumerate(which)]
-        asked = [(line, label, []) if known else (line + label, [], [])
-                 for (line, label), known in zip(shown, seen)]
+        asked = [(line, label, []) if c in which[:i] else (line + label, [], [])
+                 for i, (c, (line, label)) in enumerate(zip(which, shown))]
         return self.assemble(rng, T, [], [*asked, last])
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
         """A passage of other text within the text. The end quotes its beginning, and the rest follows."""
-        if whole("start", start, 1) + whole("answer", answer, 1) > whole("length", length, 1):
-            raise ValueError(f"start {start} and answer {answer} must fit into the passage of {length}")
+        whole("answer", answer, 1, whole("length", length, 2) - whole("start", start, 1, length - 1))
         passage = self.filler(rng, length)
         quoted = self.ask([], passage[:start].tolist())
         return self.assemble(rng, T, [passage], [(quoted, passage[start:start + answer], [])])
@@ -313,20 +207,29 @@ class Tasks:
         """Just text."""
         return self.filler(rng, T), np.full(T, TEXT, dtype=np.uint8)
 
+    def drawn(self, task: str, seed: int, B: int, T: int, knobs: dict) -> Iterator:
+        """Check what is asked for; return documents of a task without end."""
+        if task not in self.KNOWN:
+            raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
+        check_seed(seed)
+        whole("documents", B, 1, 2 ** 31 // whole("tokens", T, 1, 2 ** 31))  # memory holds no more
+        rng, make = np.random.default_rng(seed), getattr(self, task)
+        return (make(rng, T, **knobs) for _ in count())
+
     def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
         """B documents of a task ("needle", "recall", …), drawn until question and answers align."""
-        self.check_batch(task, seed, B, T)
-        rng, rows, shape, missed = np.random.default_rng(seed), [], None, 0
-        while len(rows) < B:
-            tokens, roles = getattr(self, task)(rng, T, **knobs)
-            shape = shape_of(roles) if shape is None else shape
-            if (shape_of(roles) == shape).all():
+        rows, missed = [], 0
+        for tokens, roles in self.drawn(task, seed, B, T, knobs):
+            if rows and (shape_of(roles) != shape_of(rows[0][1])).any():
+                missed += 1
+            else:
                 rows.append((tokens, roles))
                 missed = 0
-            elif (missed := missed + 1) == 1000:
+            if len(rows) == B:
+                return aligned(rows)
+            if missed == 1000:
                 raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
                                  "be 1 here")
-        return aligned(rows)
 
     def batches(self, task: str, seed: int, B: int, T: int, **knobs) -> list[Batch]:
         """B documents of a task as they are drawn, in as few batches as align.
@@ -335,29 +238,19 @@ class Tasks:
         """
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **knobs)]
-        self.check_batch(task, seed, B, T)
-        rng, groups = np.random.default_rng(seed), {}
-        for _ in range(B):
-            tokens, roles = getattr(self, task)(rng, T, **knobs)
+        groups = {}
+        for tokens, roles in islice(self.drawn(task, seed, B, T, knobs), B):
             groups.setdefault(shape_of(roles).tobytes(), []).append((tokens, roles))
         return [aligned(rows) for rows in groups.values()]
 
-    def check_batch(self, task: str, seed: int, B: int, T: int):
-        if task not in self.KNOWN:
-            raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
-        check_seed(seed), whole("B", B, 1), whole("T", T, 1)
-        if B * T > 2 ** 31:
-            raise ValueError(f"{B:g} documents of {T:g} tokens are more than memory holds; "
-                             f"ask for at most {2 ** 31 // T}")
-
 
 def shape_of(roles: np.ndarray) -> np.ndarray:
-    """Where question and answers lie: roles (T,) in which a fact is text."""
+    """Return roles (T,) with facts as text: they show where question and answers lie."""
     return np.where(roles == FACT, np.uint8(TEXT), roles)
 
 
 def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Documents of one shape as a batch."""
+    """Return documents of one shape as a batch."""
     tokens, roles = (np.stack(x) for x in zip(*rows))
     shape = shape_of(roles[0])
     edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
@@ -373,7 +266,3 @@ class Unmarked(Tasks):
 
     def ids(self, string: str) -> list[int]:
         return super().ids({".": "", ": ": " is ", "\n": ","}.get(string, string))
-
-
-if __name__ == "__main__":
-    keep_held_out()

@@ -1,4 +1,4 @@
-"""The weights that a run starts from. "built": heads that retrieve, in layer 1. "learned": none that do."""
+"""Initial weights: `built` has induction heads in layers 0 and 1, `learned` look-back heads in layer 0."""
 from contextlib import contextmanager
 import math
 
@@ -11,9 +11,9 @@ from nanollm.model import Decoder
 
 @torch.no_grad()
 def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Random weights, but for layer 0: its heads look back 1 to 4 tokens. Outputs into the residual stream
-    have a standard deviation of `residual` times the other matrices'.
+    """Set random weights, but let the heads of layer 0 look back 1 to 4 tokens.
 
+    Outputs into the residual stream have `residual` times the other matrices' standard deviation.
     Embedding dimension 0 is the same for every token. Queries and keys that read only it see nothing but
     RoPE's angle, and a query turned by −Δ peaks at the token Δ back. Such a head copies a random subspace U
     of that token into a free subspace S. Returns all such U and S, (D, d_model) each, the dimensions of a
@@ -36,7 +36,8 @@ def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Te
     fast, half = 6, D // 2  # the six fastest of RoPE's D/2 angles tell neighbours apart
     first = model.blocks[0].attention
     q, k, v = first.split(first.qkv.weight)
-    q.mul_(0.1), k.mul_(0.1)
+    q.mul_(0.1)
+    k.mul_(0.1)
 
     # score 30 at the peak; dimension 0 is about 3 after the norm
     sharpness = math.sqrt(30 * math.sqrt(D) / fast) / 3
@@ -54,7 +55,7 @@ def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def induction_start(model: Decoder, seed: int):
-    """Starting weights under which layers 0 and 1 form induction heads (arXiv 2209.11895); all are trained.
+    """Set weights under which layers 0 and 1 form induction heads (arXiv 2209.11895); all are trained.
 
     Layer 0 looks back. Layer 1: query U of the current token against key S meets the token *after* an earlier
     occurrence, and the value head copies that token's embedding to where the output head reads it.
@@ -73,17 +74,14 @@ def induction_start(model: Decoder, seed: int):
 
 
 def learned_start(model: Decoder, seed: int):
-    """Layer 0 looks back, and no head matches or copies: where to retrieve has to be learned."""
+    """Set weights under which layer 0 looks back and no head matches or copies: retrieval must be learned."""
     looking_back(model, seed, residual=(2 * model.config.n_layers) ** -0.5)
 
 
 # ---- so that retrieval spreads over layers ---
 
 def left_out(rng: np.random.Generator, B: int, layers: int, heads: int, share: float = 0.15) -> Tensor:
-    """(layers, B, heads): 0 where a head of a document is left out, by itself or with its layer, else 1.
-
-    Layer 0 stays whole.
-    """
+    """Return (layers, B, heads): 0 where a document's head, or its layer, is left out; never layer 0."""
     stays = (rng.random((layers, B, heads)) >= share) & (rng.random((layers, B, 1)) >= share)
     stays[0] = True
     return torch.from_numpy(stays.astype(np.float32))

@@ -3,13 +3,13 @@
     python -m nanollm train --out runs/tiny              # an hour and a half on one CPU core
     torchrun --nproc-per-node 2 -m -- nanollm train ...   # rows of each batch are shared out over the ranks
 
-A run that was cut off goes on from its last checkpoint if it is asked for with the same seed, learning rate
-and steps: stage and rate of a step depend on how many there are. Nothing of another's is written over.
+An interrupted run resumes from its last checkpoint if seed, learning rate, start and number of steps are
+unchanged (the schedule depends on them). Files of other runs are never overwritten.
 
-What makes retrieval work in so little training, in order of weight: a structured start
-(initial_weights.py: only the starting weights are special, the architecture is not), position jumps (PoSE,
-arXiv 2309.10400) so that lengths far beyond the training length are seen as positions, and a curriculum
-from dense copying to needles in real text.
+Three things make retrieval work in so little training, the most important first: structured initial weights
+(initial_weights.py; the architecture is ordinary), position jumps (PoSE, arXiv 2309.10400), so that lengths
+far beyond the training length are seen as positions, and a curriculum from dense copying to needles in real
+text.
 
 --start learned builds no head that retrieves. It copies for longer at first, every document begins with BOS,
 and for most of the run heads and layers are left out at random, so that retrieval spreads.
@@ -27,13 +27,13 @@ import time
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from nanollm import SHIPPED, TINY, tokenizer
+from nanollm import TINY, tokenizer
 from nanollm.check import check_seed, whole
 from nanollm.commands.shell import ranks, set_threads
 from nanollm.hf.checkpoint import check_device, from_hf, to_hf
@@ -64,17 +64,16 @@ LEARNED = [  # the same for --start learned
 LEAVE_OUT = 0.06, 0.85  # from and to which share of the steps
 # loss weight of a token by its role; in plain text every token counts 1
 WEIGHT = np.zeros(4, dtype=np.float32)
-RECIPE = "seed", "lr", "steps", "start"  # a run depends on these alone, so its checkpoint has them
-CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
-MADE = "config.json", "model.safetensors", "tokenizer.tiktoken", "train.json"  # at a run's end
-
 WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
+RECIPE = "seed", "lr", "steps", "start"  # a run depends on these alone; they stand in its checkpoint
+CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
+REPORT = "train.json"  # written last: a run that has it is finished
 
 
 # ---- documents -----------------------------------------------------------------------------------------
 
 def periodic(rng, n: int, tasks: Tasks):
-    """A segment repeated to the end, from its second time on an answer: the densest signal for induction."""
+    """A segment repeated to the end, an answer from its second time on: the densest signal for induction."""
     length = int(rng.integers(4, n // 2 + 1))
     segment = rng.integers(0, tasks.bos, length) if rng.random() < 0.6 else tasks.filler(rng, length)
     roles = np.full(n, ANSWER, dtype=np.uint8)
@@ -99,9 +98,11 @@ def associative(rng, n: int, tasks: Tasks):
 
 
 def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
-    """n tokens of a task with random knobs, and the loss weight of each. bos: it begins with BOS, as those
-    with questions always do.
+    """Return n tokens of a task with random sizes, and the loss weight of each.
+
+    bos: the document begins with BOS, as those with questions always do.
     """
+    draw = lambda least, most: int(rng.integers(least, most + 1))
     if bos and task in ("plain", "periodic", "associative"):
         tokens, weights = document(rng, n - 1, task, tasks)
         return np.append(tasks.bos, tokens), np.append(np.float32(0), weights)
@@ -111,20 +112,17 @@ def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
         tokens, roles = (periodic if task == "periodic" else associative)(rng, n, tasks)
         return tokens, (roles == ANSWER).astype(np.float32)
     if task == "needle":
-        facts = int(rng.integers(1, min(12, max(2, n // 32)) + 1))
-        questions = facts if rng.random() < 0.5 else int(rng.integers(1, facts + 1))
+        facts = draw(1, min(12, max(2, n // 32)))
+        questions = facts if rng.random() < 0.5 else draw(1, facts)
         tokens, roles = tasks.needle(rng, n, facts=facts, questions=questions)
     elif task == "recall":
-        pairs = int(rng.integers(2, min(24, n // 16) + 1))
-        questions = int(rng.integers(1, min(pairs, n // 40) + 1))
-        tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=questions)
+        pairs = draw(2, min(24, n // 16))
+        tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=draw(1, min(pairs, n // 40)))
     elif task == "copy":
-        length = int(rng.integers(12, n // 4))
-        start = int(rng.integers(3, 9))
+        length, start = draw(12, n // 4 - 1), draw(3, 8)
         tokens, roles = tasks.copy(rng, n, length=length, start=start, answer=length - start)
     else:
-        classes = int(rng.integers(2, 7))
-        shots = int(rng.integers(1, min(28, n // 16 - 1) + 1))
+        classes, shots = draw(2, 6), draw(1, min(28, n // 16 - 1))
         tokens, roles = tasks.few_shot(rng, n, shots=shots, classes=classes, every_label=True)
     return tokens, WEIGHT[roles]
 
@@ -153,14 +151,14 @@ def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> flo
     return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
 
 
-def stage(step: int, steps: int, stages: list | None = None):
-    """T, B and mixture at this step."""
-    done, stages = 0.0, stages or STAGES
-    for share, T, B, mixture in stages:
+def stage(step: int, steps: int, stages: list):
+    """Return T, B and mixture at this step."""
+    done = 0.0
+    for share, *rest in stages:
         done += share
         if step < done * steps:
-            return T, B, mixture
-    return stages[-1][1:]
+            return rest
+    return rest
 
 
 def save(args, model: Decoder, optimizer, step: int, minutes: float):
@@ -179,61 +177,45 @@ def save(args, model: Decoder, optimizer, step: int, minutes: float):
 
 
 def find(args) -> tuple[int, float]:
-    """Steps and minutes done by the run in the folder, 0 if it is new or empty.
+    """Return the steps and minutes done by the run in the folder, 0 if it is new or empty.
 
-    Raises ValueError for every other folder: it holds what is not of this run, or a run that is finished.
+    ValueError for every other folder: it holds something else, another run, or one that is finished.
     """
-    folder = Path(os.path.realpath(args.out))  # NEW/.. is a folder that is there
-    file = folder / CHECKPOINT
-    parts = [part for part in (folder, *folder.parents) if part.exists()]
-    ships = [ours for ours in SHIPPED.values() if ours.exists()]
-    if any(part.samefile(ours) for part in parts for ours in ships):  # by whatever name
-        raise ValueError(f"{args.out} is in the folder of a checkpoint that ships; name another folder")
-    args.out = folder
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name a folder")
-    there = {file.name for file in folder.iterdir()} if folder.exists() else set()
+    args.out = Path(os.path.realpath(args.out))  # NEW/.. is a folder that is there
+    file = args.out / CHECKPOINT
+    there = {file.name for file in args.out.iterdir()} if args.out.exists() else set()
     if there <= {PART}:
         return 0, 0.0
     if CHECKPOINT not in there:
-        raise ValueError(f"{folder} holds {min(there)} and no run to go on with; name a new folder")
+        raise ValueError(f"{args.out} holds {min(there)} and no run to go on with; name a new folder")
     try:
         with safe_open(file, "pt") as f:
             known = f.metadata()
-        step, minutes = int(known["step"]), float(known["minutes"])
-        recipe = {name: known[name] for name in RECIPE}
-        if not (0 <= step <= int(recipe["steps"]) and 0 <= minutes < math.inf):
-            raise ValueError
+        step, minutes, recipe = int(known["step"]), float(known["minutes"]), {x: known[x] for x in RECIPE}
     except (OSError, SafetensorError, TypeError, KeyError, ValueError):
         raise ValueError(f"{file} is damaged or another's; name a new folder") from None
     for name, begun in recipe.items():
         if begun != str(getattr(args, name)):
-            raise ValueError(f"the run in {folder} has --{name} {begun}, not {getattr(args, name)}; "
+            raise ValueError(f"the run in {args.out} has --{name} {begun}, not {getattr(args, name)}; "
                              "go on with that or name a new folder")
-    if step == args.steps and "train.json" in there:
-        raise ValueError(f"the run in {folder} is finished; name a new folder")
-    if others := there & {*MADE}:
-        raise ValueError(f"{folder} holds {min(others)}, which its run has not written; name a new folder")
+    if REPORT in there:
+        raise ValueError(f"the run in {args.out} is finished; name a new folder")
     return step, minutes
 
 
 def resume(file: Path, model: Decoder, optimizer, step: int):
     """Load the tensors that `save` wrote after so many steps."""
-    with safe_open(file, "pt", device=str(model.embed.weight.device)) as f:
-        def tensor(name: str, p):
-            if name not in f.keys() or (x := f.get_tensor(name)).shape != p.shape or not x.isfinite().all():
-                raise ValueError(f"{file} has no {name} of shape {tuple(p.shape)}, or not a finite one; "
-                                 "name a new folder")
-            return x.to(p.dtype)
-
-        for name, p in model.named_parameters():
-            p.data.copy_(tensor(name, p))
-            m, v = tensor(f"{name}.m", p), tensor(f"{name}.v", p)
-            done = torch.tensor(float(step), device=p.device)
-            optimizer.state[p] = dict(step=done, exp_avg=m, exp_avg_sq=v)
+    tensors = load_file(file, device=str(model.embed.weight.device))
+    shapes = {name + end: p.shape for name, p in model.named_parameters() for end in ("", ".m", ".v")}
+    if {name: x.shape for name, x in tensors.items()} != shapes:
+        raise ValueError(f"{file} holds the tensors of another model; name a new folder")
+    for name, p in model.named_parameters():
+        p.data.copy_(tensors[name])
+        done = torch.tensor(float(step), device=p.device)
+        optimizer.state[p] = dict(step=done, exp_avg=tensors[f"{name}.m"], exp_avg_sq=tensors[f"{name}.v"])
 
 
-def main(argv=None):
+def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanollm train", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"),
@@ -254,7 +236,11 @@ def main(argv=None):
     if not 0 < args.lr <= 1:
         raise ValueError(f"lr {args.lr} must lie above 0 and be at most 1")
     check_device(args.device)
+    return args
 
+
+def main(argv=None):
+    args = options(argv)
     rank, world = ranks()
     learned = args.start == "learned"
     model = Decoder(Config(**CONFIG, bos=CONFIG["vocab_size"] - 1 if learned else None))
@@ -270,78 +256,90 @@ def main(argv=None):
                                   fused=True)
     if first:
         resume(args.out / CHECKPOINT, model, optimizer, first)
-    forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    if rank == 0 and not first:
+    elif rank == 0:
         save(args, model, optimizer, 0, minutes)  # the folder is taken, and it can be written to
 
-    log = (args.out / "log.jsonl").open("a")
-
-    began, saved, few = time.time() - 60 * minutes, first, max(1, args.documents // 8)
     encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
     training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps,
-               disable=rank > 0 or None, mininterval=2)
-    shown, losses = {}, []
-    for step in bar:
-        T, B, mixture = stage(step, args.steps, LEARNED if learned else STAGES)
-        tokens, weights = batch(args.seed, step, B, T, mixture, training, learned)
-        rng = np.random.default_rng((args.seed, step, 1))
-        jump = T >= 256 and rng.random() < 0.7
-        pos = position_jumps(rng, B, T, model.config.max_len) if jump else torch.arange(T).expand(B, T)
-        total = weights[:, 1:].sum()
-        mine = slice(rank, None, world)
-        tokens, weights, pos = (x[mine].to(args.device) for x in (tokens, weights, pos))
-
-        thinned, (begin, end) = nullcontext(), LEAVE_OUT
-        if learned and begin <= step / args.steps < end:
-            c, rng = model.config, np.random.default_rng((args.seed, step, 2))
-            thinned = without_heads(model, left_out(rng, B, c.n_layers, c.n_heads)[:, mine].to(args.device))
-        with thinned:
-            logits = forward(tokens[:, :-1], pos=pos)
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
-
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        if world > 1:
-            loss = loss.detach() / world
-            dist.all_reduce(loss)
-        losses.append(loss.item())
-
-        if not math.isfinite(losses[-1]) or not math.isfinite(norm):
-            bar.close()
-            raise ValueError(f"step {step + 1} has loss {losses[-1]} and gradient norm {norm}: "
-                             f"the run stops; the checkpoint of step {saved} in {args.out} is untouched; "
-                             f"begin anew with --lr below {args.lr}")
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * schedule(step, args.steps)
-        optimizer.step()
-
-        if (step + 1) % args.every == 0 or step + 1 == args.steps:
-            saved = step + 1
-        if rank == 0 and saved == step + 1:
-            minutes = (time.time() - began) / 60
-            save(args, model, optimizer, saved, minutes)
-            shown = dict(bpb=bits_per_byte(model, held_out, max(1, few // 2)))
-            if T >= 128:
-                shown |= {"needle": exact_match(model, held_out, "needle", 2 * T, few),
-                          "recall": exact_match(model, held_out, "recall", 256, few),
-                          "few_shot": exact_match(model, held_out, "few_shot", 256, few)}
-            mean = float(np.mean(losses))
-            row = dict(step=saved, tokens_per_document=T, loss=mean, **shown, minutes=minutes)
-            log.write(json.dumps({k: round(v, 4) for k, v in row.items()}) + "\n")
-            log.flush()
-            losses = []
-        bar.set_postfix(loss=f"{loss.item():.3f}", T=T, **{k: f"{v:.2f}" for k, v in shown.items()})
+    minutes = learn(args, model, optimizer, first, minutes, training, held_out)
     if world > 1:
         dist.destroy_process_group()
     if rank == 0:
         finish(args, model, training, held_out, minutes)
 
 
+def learn(args, model: Decoder, optimizer, first: int, minutes: float, training: Tasks, held_out: Tasks):
+    """Take all steps from `first` on, with a checkpoint and a measurement every `args.every` steps.
+
+    minutes: those before `first`. Returns the minutes of the whole run.
+    """
+    rank, world = ranks()
+    forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    began, few, losses, shown = time.time() - 60 * minutes, max(1, args.documents // 8), [], {}
+    with (args.out / "log.jsonl").open("a") as log, tqdm(
+            range(first, args.steps), initial=first, total=args.steps, disable=rank > 0 or None,
+            mininterval=2) as bar:
+        for step in bar:
+            loss, T = take_step(args, model, forward, optimizer, step, training)
+            losses.append(loss)
+            if rank == 0 and ((step + 1) % args.every == 0 or step + 1 == args.steps):
+                minutes = (time.time() - began) / 60
+                save(args, model, optimizer, step + 1, minutes)
+                shown = dict(bpb=bits_per_byte(model, held_out, max(1, few // 2)))
+                if T >= 128:
+                    lengths = dict(needle=2 * T, recall=256, few_shot=256)
+                    shown |= {task: exact_match(model, held_out, task, n, few) for task, n in lengths.items()}
+                row = dict(step=step + 1, tokens_per_document=T, loss=float(np.mean(losses)), **shown,
+                           minutes=minutes)
+                log.write(json.dumps({k: round(v, 4) for k, v in row.items()}) + "\n")
+                log.flush()
+                losses = []
+            bar.set_postfix(loss=f"{loss:.3f}", T=T, **{k: f"{v:.2f}" for k, v in shown.items()})
+    return minutes
+
+
+def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tasks) -> tuple[float, int]:
+    """Take one step; return its loss and the tokens per document.
+
+    forward: the model, or what averages its gradients over ranks. ValueError, before the weights change, if
+    loss or gradient is not finite.
+    """
+    rank, world = ranks()
+    learned, mine, c = args.start == "learned", slice(rank, None, world), model.config
+    T, B, mixture = stage(step, args.steps, LEARNED if learned else STAGES)
+    tokens, weights = batch(args.seed, step, B, T, mixture, training, learned)
+    rng = np.random.default_rng((args.seed, step, 1))
+    jump = T >= 256 and rng.random() < 0.7
+    pos = position_jumps(rng, B, T, c.max_len) if jump else torch.arange(T).expand(B, T)
+    total = weights[:, 1:].sum()
+    tokens, weights, pos = (x[mine].to(args.device) for x in (tokens, weights, pos))
+
+    thinned = nullcontext()
+    if learned and LEAVE_OUT[0] <= step / args.steps < LEAVE_OUT[1]:
+        stays = left_out(np.random.default_rng((args.seed, step, 2)), B, c.n_layers, c.n_heads)
+        thinned = without_heads(model, stays[:, mine].to(args.device))
+    with thinned:
+        logits = forward(tokens[:, :-1], pos=pos)
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
+
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    if world > 1:
+        loss = loss.detach() / world
+        dist.all_reduce(loss)
+    if not math.isfinite(loss.item()) or not math.isfinite(norm):
+        raise ValueError(f"step {step + 1} has loss {loss.item()} and gradient norm {norm}; the last "
+                         f"checkpoint in {args.out} is untouched; begin anew with --lr below {args.lr}")
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * schedule(step, args.steps)
+    optimizer.step()
+    return loss.item(), T
+
+
 def hardware(device: str) -> str:
-    """The GPU, or the processor and its threads, by name."""
+    """Return the name of the GPU, or of the processor with the number of threads."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
@@ -350,19 +348,15 @@ def hardware(device: str) -> str:
 
 
 def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: float):
-    """Write the checkpoint in 16 bits with its tokenizer, and train.json: how it was made and what it can do.
-
-    All is written beside, and put into its place when it is complete.
-    """
-    folder, documents = args.out / "finish.part", args.documents
-    to_hf(model, folder)
-    shutil.copy(TINY / "tokenizer.tiktoken", folder)
-    model = from_hf(folder, device=args.device)  # measure what was written
-    figures = {f"needle_{T}": exact_match(model, held_out, "needle", T, documents, facts=4)
-               for T in tqdm((256, 512, 1024, 2048), desc="measuring", disable=None)}
-    figures |= {"recall_16_pairs_512": exact_match(model, held_out, "recall", 512, documents, pairs=16),
-                "few_shot_16_of_4_classes_512": exact_match(model, held_out, "few_shot", 512, documents),
-                "copy_512": exact_match(model, held_out, "copy", 512, documents)}
+    """Write the weights in 16 bits with their tokenizer, and a report of how they were made and do."""
+    to_hf(model, args.out)
+    shutil.copy(TINY / "tokenizer.tiktoken", args.out)
+    model, documents = from_hf(args.out, device=args.device), args.documents  # measure what was written
+    asked = {f"needle_{T}": ("needle", T) for T in (256, 512, 1024, 2048)}
+    asked |= {"recall_16_pairs_512": ("recall", 512), "few_shot_16_of_4_classes_512": ("few_shot", 512),
+              "copy_512": ("copy", 512)}
+    figures = {name: exact_match(model, held_out, task, T, documents)
+               for name, (task, T) in tqdm(asked.items(), desc="measuring", disable=None)}
     windows = max(1, documents // 4)
     bits = {"model": bits_per_byte(model, held_out, windows)} | ngram_bits(training, held_out, windows)
 
@@ -378,8 +372,5 @@ def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: floa
         exact_match={k: dict(value=round(v, 4), standard_error=round(math.sqrt(v * (1 - v) / documents), 4))
                      for k, v in figures.items()},
         bits_per_byte={k: round(v, 3) for k, v in bits.items()})
-    (folder / "train.json").write_text(json.dumps(report, indent=1) + "\n")
-    for name in MADE:
-        os.replace(folder / name, args.out / name)
-    folder.rmdir()
+    (args.out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))

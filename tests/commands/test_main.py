@@ -560,7 +560,7 @@ def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, messa
 
 def test_a_checkpoint_that_cannot_be_read_is_one_line(checkpoint, capsys):
     refused(capsys, ["--model", "nowhere"], "nowhere/config.json is missing")
-    refused(capsys, ["train", "--out", str(TINY)], "is in the folder of a checkpoint that ships")
+    refused(capsys, ["train", "--out", str(TINY)], "holds config.json and no run")
     shutil.copytree(checkpoint, "copy", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(capsys, ["generate", "--model", "copy", "x"], "copy has no tokenizer")
     refused(capsys, ["generate", "", "--file", "x"], "give the text or --file x, not both")

@@ -11,7 +11,8 @@ import torch
 
 from nanollm import TINY, tokenizer
 from nanollm.hf.checkpoint import to_hf
-from nanollm.measure import tasks as task_file
+from nanollm.measure import corpus
+from nanollm.measure.tasks import Tasks
 from nanollm.model import Config, Decoder
 
 # ---- where kernels run: a GPU, or a CPU in Triton's interpreter, which TRITON_INTERPRET=1 asks for ---
@@ -138,15 +139,15 @@ def decode(tokens) -> str:
 
 
 @once
-def tasks(split: str) -> task_file.Tasks:
-    """Those of the library, but for training on every tenth document: to encode all takes 8 s."""
+def tasks(split: str) -> Tasks:
+    """Return the library's tasks, but for training from every tenth document: to encode all takes 8 s."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
-            pool = task_file.documents()[::10]
-            patch.setattr(task_file, "documents", lambda: pool)
-            patch.setattr(task_file, "text", task_file.text.__wrapped__)
-            patch.setattr(task_file, "words", task_file.words.__wrapped__)
-        return task_file.Tasks(ENCODING, split)
+            pool = corpus.documents()[::10]
+            patch.setattr(corpus, "documents", lambda: pool)
+            patch.setattr(corpus, "text", corpus.text.__wrapped__)
+            patch.setattr(corpus, "words", corpus.words.__wrapped__)
+        return Tasks(ENCODING, split)
 
 
 def clusters_of(keys, radius):

@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import torch
 import transformers as hf
 
-from nanollm.measure import tasks
+from nanollm.measure import corpus
 
 KINDS = {"bytes": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
                    trainers.BpeTrainer, dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())),
@@ -17,7 +17,7 @@ def foreign_checkpoint(folder, kind="bytes"):
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
     special = ["<s>", "</s>", "<unk>"]
-    tokenizer.train_from_iterator(tasks.text("test")[::4], Trainer(
+    tokenizer.train_from_iterator(corpus.text("test")[::4], Trainer(
         vocab_size=1500, special_tokens=special, show_progress=False, **more))
     fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
