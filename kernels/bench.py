@@ -50,7 +50,7 @@ from methods.ours.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
 from nanollm import kernel_switch, window
 from nanollm.check import whole
-from nanollm.commands.shell import check_output, read_json, replace
+from nanollm.commands.shell import check_output, replace
 from nanollm.commands.text_table import text_table
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
@@ -410,7 +410,8 @@ def time_all(lengths: list[int], file: Path):
 
     A case that fails costs no other its row; all that failed are named at the end, in a ValueError.
     """
-    kernel_switch.use_kernels, failed = False, {}  # the methods' plain code is what kernels are held against
+    kernel_switch.use_kernels = False  # for the methods' plain code
+    failed = {}
 
     def done(case: Case, run: Callable, *how):
         try:
@@ -457,25 +458,23 @@ def main(argv: list[str]):
     for n in args.lengths:
         whole("length", n, 1, MOST_TOKENS)
     if not find_spec("triton"):
-        raise ValueError("Triton, in which the kernels are written, is not here; pip install triton, on Linux")
+        raise ValueError("Triton is not here, in which the kernels are written; pip install triton, on Linux")
+    file = args.json or (None if args.resources else Path(__file__).with_name("bench.json"))
+    if file:
+        check_output(file, "numbers", lambda data: b'"kernel_name"' in data)
 
     if args.resources:
         if os.environ.get("TRITON_INTERPRET") != "0":  # the interpreter's kernels cannot be compiled
             again = os.environ | {"TRITON_INTERPRET": "0"}
             sys.exit(subprocess.run([sys.executable, __file__, *argv], env=again).returncode)
-        if args.json:
-            check_output(args.json, "rows", lambda data: isinstance(read_json(data), list))
         rows = resources(args.dim, args.arch, args.types)
         print(show(rows))
-        if args.json:
-            replace(args.json, json.dumps(rows, indent=1).encode())
+        if file:
+            replace(file, json.dumps(rows, indent=1).encode())
         return
     if not torch.cuda.is_available():
-        raise ValueError("no GPU here, so there is nothing to time; --resources tells what the compiler says, "
-                         "and pytest runs the kernels in Triton's interpreter")
+        raise ValueError("no GPU here, so there is nothing to time; --resources needs none, and pytest runs "
+                         "the kernels in Triton's interpreter")
     if launch.interpreted:
-        raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; "
-                         "unset it")
-    file = args.json or Path(__file__).with_name("bench.json")
-    check_output(file, "times", lambda data: isinstance(told := read_json(data), dict) and "rows" in told)
+        raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; unset it")
     time_all(args.lengths, file)
