@@ -393,7 +393,7 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
     caches' word; on a GPU also its allocator's, less what it had handed out before. There `plain` is of the
     `new` tokens that come next, without kernels, if any ran.
     """
-    (B, T), c, of_before = tokens[:, 1:].shape, model.config, 0
+    T, of_before = tokens.shape[1] - 1, 0
     if cuda:
         gc.collect()  # of a row that did not fit
         torch.cuda.empty_cache()
@@ -413,8 +413,7 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
            "live": live / 1e6, "allocated": allocated / 1e6, "peak": peak / 1e6}
     if cuda:
         row |= {name: (x - of_before) / 1e6 for name, x in zip(("GPU", "GPU peak"), of_gpu)}
-        q, pos = model.embed.weight.new_zeros(B, c.n_heads, 1, c.head_dim), torch.full_like(token[:1], T)
-        fast = any(cache.decode(q, pos) for cache in caches)
+        fast = kernel_switch.on_gpu(model.embed.weight.new_zeros(model.config.head_dim))
         allowed, kernel_switch.use_kernels = kernel_switch.use_kernels, False
         try:
             if fast:
