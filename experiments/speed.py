@@ -475,8 +475,8 @@ def large(args):
                          "take another --shape or --dtype")
     shell.set_threads(0, parameters)
     settings = (f"{args.model or args.shape}: {parameters:,} parameters, weights {weights / 1e9:.2f} GB, "
-                f"{args.dtype}; budget {args.budget:g} %, {args.new} new tokens, chunk "
-                f"{args.chunk or AT_ONCE}, seed {args.seed}; {hardware(device.type)}, "
+                f"{args.dtype}; budget {args.budget:g} %, {args.new} new tokens, chunks of "
+                f"{args.chunk or f'{AT_ONCE}/batch'}, seed {args.seed}; {hardware(device.type)}, "
                 f"torch {torch.__version__}")
     done = {(row["tokens"], row["batch"], row["method"]): row for row in args.held}
     if other := {row["settings"] for row in args.held} - {settings}:
