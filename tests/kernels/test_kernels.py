@@ -147,12 +147,16 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
         def read(self):
             return super().read()
 
+    monkeypatch.delattr(kernel_switch.kernel_file("decode_attention"), "attend_packed")
     for Method in Watches, Reads:
         cache = Method(budget=4, window_size=1)
-        cache.write(*torch.randn(2, B, H, 6, D), torch.arange(6)[None])
+        k, v = torch.randn(2, B, H, 6, D)
+        cache.write(k, v, torch.arange(6)[None])
         cache.keep(torch.tensor([[0, 3, 5], [4, -1, -1]]).expand(B, -1, -1))
         cache.pack()
-        assert cache.decode(torch.zeros(B, H * G, 1, D), torch.tensor([[6]])) is None
+        y, _ = cache.attention(torch.zeros(B, H * G, 1, D), torch.tensor([[6]]))
+        expected = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)  # all scores are 0
+        assert torch.allclose(y, expected.repeat_interleave(G, 1).unsqueeze(2), rtol=1e-5, atol=1e-6)
 
 
 @interpreter
