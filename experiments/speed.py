@@ -1,160 +1,124 @@
-"""How fast decoding is, beside its floor and transformers, what compressing costs, and what a cache of ours
-costs a model of transformers.
+"""How long a text takes to read, to compress and to continue.
 
-    python -m experiments.speed
-    python -m experiments.speed --compile    # also by torch.compile: a minute more; needs a C++ compiler
+    python -m experiments.speed                  # one step beside its floor, and what compressing costs
+    python -m experiments.speed --compile        # also by torch.compile: a minute more; needs a C++ compiler
     python -m experiments.speed --methods full my_method --lengths 256 --new 8 --repeat 1    # twenty seconds
+    python -m experiments.speed --what growth    # with the text: minutes, most of them for 16,384 tokens
+    python -m experiments.speed --what large     # on a GPU the shape of Llama-3-8B, else a small one
+    python -m experiments.speed --what large --shape llama3-8b --lengths 8192 32768 65536 --json rows.json
+
+growth and large draw random weights, so texts may be longer than a decoder was trained for. This changes only
+what a method lets the numbers decide: how AdaKV shares entries out over heads, how often KVReviver swaps.
 """
 import argparse
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+import gc
+from itertools import groupby, pairwise
+import json
+import os
 from pathlib import Path
+import re
 import shutil
 import sys
 import tempfile
 import time
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
-from nanollm import TINY
-from nanollm.attention import fused as attention
-from nanollm.cache import make_cache
-from nanollm.check import whole
-from nanollm.commands.registry import calibrated, given, load, pick
-from nanollm.commands.shell import command
-from nanollm.generate import end_prompt, generate, prefill
-from nanollm.hf.checkpoint import hf_model, to_hf
-from nanollm.measure.evaluate import for_text
+from nanollm import TINY, kernel_switch
+from nanollm.attention import fused
+from nanollm.cache import LayerCache, cache_bytes, make_cache
+from nanollm.check import check_seed, whole
+from nanollm.commands import shell
+from nanollm.commands.compare import check_files
+from nanollm.commands.registry import DTYPES, calibrated, given, load, pick
+from nanollm.commands.text_table import text_table
+from nanollm.generate import check_rereads, end_prompt, generate, prefill
+from nanollm.hf.checkpoint import NoDraws, brief, check_device, hf_model, read_config, to_hf
+from nanollm.measure.evaluate import for_text, share
+from nanollm.measure.replay import feed
+from nanollm.model import Config, Decoder
 from nanollm.tokenizer import boundaries
-
+from nanollm.training.train import hardware
 
 DECODED = ["full", "snap_kv", "h2o", "kvzip", "kvzip_4", "quest", "quantized_2", "quantized_3", "quantized_4",
            "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk"]  # whose steps are timed by default
+SHAPES = {
+    "small": Config(2048, 4096, n_layers=4, n_heads=8, n_kv_heads=2, d_model=256, d_ff=704),
+    "qwen2.5-0.5b": Config(151_936, 32_768, n_layers=24, n_heads=14, n_kv_heads=2, d_model=896, d_ff=4864,
+                           rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+    "llama3-8b": Config(128_256, 8192, n_layers=32, n_heads=32, n_kv_heads=8, d_model=4096, d_ff=14_336,
+                        rope_theta=5e5, tie_embeddings=False)}
+ON_CPU = dict(shape="small", dtype="float32", lengths=[256, 1024], batch=[1, 4], new=16)
+ON_GPU = dict(shape="llama3-8b", dtype="bfloat16", lengths=[8192, 32768, 65536], batch=[1, 4, 16], new=128)
+METHODS = dict(steps="all", growth="full snap_kv h2o kvzip quantized_2",
+               large="full snap_kv ada_kv chunk_kv h2o quantized_2 kv_reviver")
+LENGTHS = 512, 1024, 2048, 4096, 8192, 16_384  # of growth
+AT_ONCE = 512  # tokens of all texts: attention may make a number for each, slot and query head
+PHASES = "reading the prompt", "the prompt's end", "one step"
+
+
+# ---- the clock, and what is timed ---
+
+
+def seconds(*parts, clock=time.perf_counter) -> list[float]:
+    """Return how long each of these takes, one after the other."""
+    times = [clock()]
+    for part in parts:
+        part()
+        times.append(clock())
+    return [end - began for began, end in pairwise(times)]
 
 
 def best(run, repeat: int, clock=time.perf_counter) -> float:
-    """Seconds, the least of `repeat` timings: whatever else the machine does only ever adds."""
-    times = []
-    for _ in range(repeat):
-        began = clock()
-        run()
-        times.append(clock() - began)
-    return min(times)
+    """Return seconds, the least of `repeat` timings: whatever else the machine does only ever adds."""
+    return min(seconds(*[run] * repeat, clock=clock))
 
 
-class Count(TorchDispatchMode):
-    """Counts multiplications, and the bytes that operations read and write, of all that runs under it.
-
-    A view moves nothing. In a matrix product of (m, k) and (k, n) every product counts, m·k·n; elsewhere each
-    number of what is made by mul, div or exp.
+def in_turn(runs: dict, repeat: int) -> dict[str, list[float]]:
+    """Return by name the least seconds of `repeat` runs. A run returns seconds of its parts; they take turns.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.multiplications = self.bytes = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        with self:  # in inference mode, operations made of others arrive whole
-            out = op.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
-        out, name = op(*args, **kwargs), op.overloadpacket.__name__
-        if op.is_view or name == "_unsafe_view":
-            return out
-        read, made = ([x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-                      for tree in ((args, kwargs), out))
-        if name == "copy_" or name.startswith("new_"):  # their first argument is not read
-            read = read[1:]
-        self.bytes += sum(x.numel() * x.element_size() for x in read + made)
-        if name in ("mm", "bmm"):
-            self.multiplications += made[0].numel() * read[0].shape[-1]
-        elif "scaled_dot_product" in name:
-            q, k, *_ = read
-            self.multiplications += 2 * q.numel() * k.shape[-2]
-        elif name.rstrip("_") in ("mul", "div", "exp", "_softmax"):
-            self.multiplications += made[0].numel()
-        return out
+    times = {name: [] for name in runs}
+    for name in [*runs] * repeat:
+        times[name].append(runs[name]())
+    return {name: [min(part) for part in zip(*taken)] for name, taken in times.items()}
 
 
-def against_transformers(ours, new: int, prompts=(128, 2048), repeat: int = 7):
-    """Greedy decoding of the same tokens with both, in one process, single-threaded and on two threads.
-
-    The time of a run with one new token is taken off, so that reading the prompt does not count.
-    """
-    with tempfile.TemporaryDirectory() as copy:
-        to_hf(ours, copy, torch.float32)
-        theirs = hf_model(copy)
-
-    bridge(theirs, new, prompts, repeat)
-    print(f"\ngreedy decoding, {new} tokens, batch 1, float32, best of {repeat} in turn")
-    print(f"{'threads':>8}{'prompt':>8}{'nanollm':>14}{'transformers':>16}{'ratio':>8}")
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for length in prompts:
-            tokens = random_tokens(ours, length, seed=0)
-
-            def a(n: int):
-                return generate(ours, tokens, n)[0].tolist()
-
-            def b(n: int):
-                out = theirs.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False,
-                                      pad_token_id=0, attention_mask=torch.ones_like(tokens))
-                return out[0, length:].tolist()
-
-            if a(new + 1) != b(new + 1):
-                raise ValueError("the two decode different tokens; their speeds cannot be compared")
-            print(f"{threads:>8}{length:>8}{speeds(a, b, new, repeat)}", flush=True)
+def phases(model, tokens: Tensor, caches: list[LayerCache], steps: int = 0) -> list[float]:
+    """Return seconds to read a prompt, to compress it at its end, and of each of `steps` steps after it."""
+    return seconds(lambda: prefill(model, tokens, caches), lambda: end_prompt(model, tokens, caches),
+                   *[lambda: model(tokens[:, :1], caches)] * steps)
 
 
-@torch.no_grad()
-def bridge(theirs, new: int, prompts, repeat: int):
-    """A model of transformers with its own cache, and with ours as its memory: prefill and decoding."""
-    from transformers import DynamicCache
-    from nanollm.hf.bridge import attach, detach
-    torch.set_num_threads(1)
-    print(f"\ntransformers with its own cache, and with a full one of ours; one thread, best of {repeat}")
-    print(f"{'prompt':>16}{'reading':>13}{'ours':>10}{'ratio':>8}{'a token':>13}{'ours':>10}{'ratio':>8}")
-    for length in prompts:
-        tokens = random_tokens(theirs, length + new, seed=0)
-        times = {"own": [], "ours": []}
-        for _ in range(repeat):
-            for whose, taken in times.items():
-                memory = attach(theirs) if whose == "ours" else DynamicCache()
-                began = time.perf_counter()
-                theirs(tokens[:, :length], past_key_values=memory, logits_to_keep=1)
-                read = time.perf_counter()
-                for token in tokens[:, length:].split(1, 1):
-                    theirs(token, past_key_values=memory)
-                taken.append((read - began, (time.perf_counter() - read) / new))
-                detach(theirs)
-        own, ours = (tuple(1e3 * min(x) for x in zip(*taken)) for taken in times.values())
-        cells = (f"{a:>10.2f} ms{b:>7.2f} ms{b / a:>8.2f}" for a, b in zip(own, ours))
-        print(f"{length:>16}" + "".join(cells), flush=True)
-
-
-def speeds(a, b, new: int, repeat: int) -> str:
-    """Tokens per second of both, and their ratio; what is timed takes turns."""
-    times = {(f, n): [] for f in (a, b) for n in (new + 1, 1)}
-    for _ in range(repeat):
-        for f, n in times:
-            times[f, n].append(best(lambda: f(n), 1))
-
-    seconds_a, seconds_b = (min(times[f, new + 1]) - min(times[f, 1]) for f in (a, b))
-    if seconds_a <= 0 or seconds_b <= 0:  # the machine did something else
-        return f"{'too few tokens or repeats to tell':>38}"
-    return f"{new / seconds_a:>10.0f} t/s{new / seconds_b:>12.0f} t/s{seconds_b / seconds_a:>8.2f}"
-
-
-def random_tokens(model, n: int, seed: int) -> Tensor:
+def random_tokens(model, n: int, seed: int, batch: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (1, n), generator=generator)
+    return torch.randint(0, model.config.vocab_size, (batch, n), generator=generator)
+
+
+def budgets(model, methods: dict, lengths: list[int], percent: float) -> dict[tuple, dict]:
+    """Return each method's options by length and name. ValueError, before any work, if one cannot work so."""
+    options = {}
+    for n in lengths:
+        for name, Method in methods.items():
+            options[n, name] = given(Method, budget=share(percent / 100, n))
+            try:
+                check_rereads(model, make_cache(model, Method, **options[n, name]), n)
+            except ValueError as error:
+                raise ValueError(f"{name} at {percent:g} % of {n} tokens: {error}") from error
+    return options
+
+
+# ---- steps ---
 
 
 def compiled(model):
-    """The decoder, whose blocks go through torch.compile but for what they say to the cache, which grows.
+    """Return the decoder, its blocks through torch.compile but for what they say to the cache, which grows.
 
     All that is compiled has the shape of one new token. Its sums may round otherwise.
     """
@@ -175,41 +139,22 @@ def compiled(model):
 
 
 @torch.no_grad()
-def against_floor(model, slots=(128, 2048), steps: int = 16, repeat: int = 9, compiles: bool = False):
-    """Time of one decoding step with so many slots, beside what no step can do without: products with all
-    weights, and attention over the slots. Ours, compiled, and that of transformers.
+def against_floor(model, theirs, lengths: list[int], repeat: int, compiles: bool, steps: int = 16):
+    """Yield rows: ms of a decoding step of ours, compiled, and of transformers, beside what no step can do
+    without: products with all weights (floor), and attention over the slots.
     """
     from transformers import DynamicCache
-    torch.set_num_threads(1)
-    if compiles and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        print("no C++ compiler is here, so nothing is compiled")
-        compiles = False
-    print(f"one decoding step, batch 1, one thread, ms, best of {repeat} in turn")
-    columns = ["floor", "attention", "ours", *["compiled"] * compiles, "theirs", "ours/(floor+attention)"]
-    print(f"{'numbers':<10}{'slots':>6}" + "".join(f"{name:>{max(11, 2 + len(name))}}" for name in columns))
-    with tempfile.TemporaryDirectory() as copy:
-        to_hf(model, copy, torch.float32)
-        theirs = hf_model(copy)
-
     for dtype in (torch.float32, torch.bfloat16):
-        model, theirs = deepcopy(model).to(dtype), theirs.to(dtype)
+        model, theirs = deepcopy(model).to(dtype), deepcopy(theirs).to(dtype)
         fast = compiled(model) if compiles else None
         weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
         inputs = {w.shape[1]: torch.randn(1, 1, w.shape[1], dtype=dtype) for w in weights}
-        for n in slots:
+        q = torch.randn(1, model.config.n_heads, 1, model.config.head_dim, dtype=dtype)
+        for n in lengths:
             tokens = random_tokens(model, n, seed=n)
             caches, memory = make_cache(model), DynamicCache()
             prefill(model, tokens, caches)
             theirs(tokens, past_key_values=memory, logits_to_keep=1)
-            q = torch.randn(1, model.config.n_heads, 1, model.config.head_dim, dtype=dtype)
-
-            def floor():
-                for w in weights:
-                    F.linear(inputs[w.shape[1]], w)
-
-            def attend():
-                for cache in caches:
-                    attention(q, cache.k, cache.v, None, False)
 
             def step(decoder):
                 decoder(tokens[:, :1], caches)
@@ -220,106 +165,453 @@ def against_floor(model, slots=(128, 2048), steps: int = 16, repeat: int = 9, co
                 theirs(tokens[:, :1], past_key_values=memory)
                 memory.crop(-1)
 
-            runs = [floor, attend, lambda: step(model), *[lambda: step(fast)] * compiles, their_step]
-            times = [[] for _ in runs]
-            for _ in range(repeat + 1):  # the first warms up, and compiles
-                for run, taken in zip(runs, times):
-                    taken.append(best(lambda: [run() for _ in range(steps)], 1) / steps * 1e3)
-            least = [min(taken[1:]) for taken in times]
-            cells = "".join(f"{x:>11.2f}" for x in least)
-            ratio = least[2] / (least[0] + least[1])
-            print(f"{str(dtype).removeprefix('torch.'):<10}{n:>6}{cells}{ratio:>24.2f}", flush=True)
+            runs = dict(floor=lambda: [F.linear(inputs[w.shape[1]], w) for w in weights],
+                        attention=lambda: [fused(q, cache.k, cache.v, None, False) for cache in caches],
+                        ours=lambda: step(model), compiled=lambda: step(fast), theirs=their_step)
+            runs = {name: lambda run=run: seconds(lambda: [run() for _ in range(steps)])
+                    for name, run in runs.items() if name != "compiled" or compiles}
+            in_turn(runs, 1)  # warms up, and compiles
+            ms = {name: 1e3 * least / steps for name, (least,) in in_turn(runs, repeat).items()}
+            yield dict(table="floor", repeat=repeat, numbers=str(dtype).removeprefix("torch."), slots=n, **ms,
+                       ratio=ms["ours"] / (ms["floor"] + ms["attention"]))
 
 
-def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int = 5):
-    """Time of each method's `end_prefill` at a budget of a quarter, as a share of the full cache's prefill.
-
-    Reading: its own prefill in units of the full cache's; a method that counts attention works there already.
+def compression(model, encoding, methods: dict, options: dict, lengths: list[int], repeat: int):
+    """Yield rows: ms of the end of a prompt, of full the prefill; that in percent of full's prefill; and a
+    method's own prefill in units of full's. A method that counts attention works there already.
     """
-    torch.set_num_threads(1)
     ends = boundaries(encoding, model.config.vocab_size)
-    knobs = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}
-    print(f"\nthe end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn")
-    print(f"{'tokens':<27}" + "".join(f"{n:>17}{'':>9}" for n in lengths))
-    print(f"{'':<27}" + f"{'end_prefill':>17}{'reading':>9}" * len(lengths))
-    table = {name: "" for name in methods}
+    learned = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}
+    rows = {name: dict(table="end", repeat=repeat, method=name) for name in methods}
     for n in lengths:
         tokens = random_tokens(model, n, seed=n)
-        times = {name: [] for name in methods}
-        for name in [*methods] * repeat:
-            caches = make_cache(model, for_text(methods[name], ends[tokens]), **knobs[name],
-                                **given(methods[name], budget=n // 4))
-            began = time.perf_counter()
-            prefill(model, tokens, caches)
-            read = time.perf_counter()
-            end_prompt(model, tokens, caches)
-            times[name].append((read - began, time.perf_counter() - read))
 
-        least = {name: tuple(map(min, zip(*runs))) for name, runs in times.items()}
-        full = least["full"][0]
-        for name, (reading, ending) in least.items():
-            if name == "full":
-                table[name] += f"{1e3 * full:>14.0f} ms{1:>9.2f}"
-            else:
-                table[name] += f"{1e3 * ending:>7.1f} ms {100 * ending / full:>4.1f} %{reading / full:>9.2f}"
+        def run(name):
+            Method = for_text(methods[name], ends[tokens])
+            return phases(model, tokens, make_cache(model, Method, **learned[name], **options[n, name]))
 
-    for name, cells in table.items():
-        print(f"{'full: the prefill' if name == 'full' else name:<27}{cells}")
+        times = in_turn({name: partial(run, name) for name in methods}, repeat)
+        full = times["full"][0]
+        for name, (reading, ending) in times.items():
+            taken = full if name == "full" else ending
+            rows[name] |= {f"{n} end": 1e3 * taken, f"{n} %": 100 * taken / full,
+                           f"{n} reading": reading / full}
+    yield from rows.values()
 
 
 @torch.no_grad()
-def decoding(model, methods, batches=(1, 8), n: int = 2048, repeat: int = 9):
-    """Time of one step after a prompt of n tokens, compressed to a quarter, in units of the full cache's."""
-    torch.set_num_threads(1)
-    print(f"\none decoding step after {n} tokens, one thread, budget 25 %, best of {repeat} in turn")
-    print(f"{'batch':<27}" + "".join(f"{B:>14}{'speed':>9}" for B in batches))
-    table = {name: "" for name in methods}
+def decoding(model, methods: dict, n: int, repeat: int, batches=(1, 8)):
+    """Yield rows: ms of a step after n tokens, compressed to a quarter, and its speed in units of full's."""
+    options = budgets(model, methods, [n], 25)
+    rows = {name: dict(table="step", repeat=repeat, prompt=n, method=name) for name in methods}
     for B in batches:
         tokens, ready = random_tokens(model, n, seed=n).expand(B, -1), {}
         for name, Method in methods.items():
-            ready[name] = make_cache(model, Method, **given(Method, budget=n // 4))
-            prefill(model, tokens, ready[name])
-            end_prompt(model, tokens, ready[name])
-        times = {name: [] for name in methods}
-        for name in [*methods] * repeat:
-            times[name].append(best(lambda: model(tokens[:, :1], ready[name]), 2))
-        for name, taken in times.items():
-            table[name] += f"{1e3 * min(taken):>11.2f} ms{min(times['full']) / min(taken):>9.2f}"
-    for name, cells in table.items():
-        print(f"{name:<27}{cells}")
+            ready[name] = make_cache(model, Method, **options[n, name])
+            phases(model, tokens, ready[name])
+        times = in_turn({name: lambda caches=caches: [best(lambda: model(tokens[:, :1], caches), 2)]
+                         for name, caches in ready.items()}, repeat)
+        for name, (least,) in times.items():
+            rows[name] |= {f"batch {B} ms": 1e3 * least, f"batch {B} speed": times["full"][0] / least}
+    yield from rows.values()
+
+
+@torch.no_grad()
+def bridge(theirs, lengths: list[int], new: int, repeat: int):
+    """Yield rows: ms of a model of transformers with its own cache, and with a full one of ours."""
+    from transformers import DynamicCache
+    from nanollm.hf.bridge import attach, detach
+    for n in lengths:
+        tokens = random_tokens(theirs, n + new, seed=0)
+
+        def run(memory):
+            reading, steps = seconds(
+                lambda: theirs(tokens[:, :n], past_key_values=memory, logits_to_keep=1),
+                lambda: [theirs(token, past_key_values=memory) for token in tokens[:, n:].split(1, 1)])
+            detach(theirs)
+            return 1e3 * reading, 1e3 * steps / new
+
+        ms = in_turn(dict(own=lambda: run(DynamicCache()), ours=lambda: run(attach(theirs))), repeat)
+        row = dict(table="bridge", repeat=repeat, prompt=n)
+        for what, own, ours in zip(("reading", "token"), *ms.values()):
+            row |= {what: own, f"{what}, ours": ours, f"{what}, ratio": ours / own}
+        yield row
+
+
+def against_transformers(model, theirs, lengths: list[int], new: int, repeat: int):
+    """Yield rows: tokens/s of greedy decoding with both, after a check that they write the same tokens.
+
+    The time of a run with one new token is taken off, so that reading the prompt does not count.
+    """
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for n in lengths:
+            tokens = random_tokens(model, n, seed=0)
+
+            def ours(count: int):
+                return generate(model, tokens, count)[0].tolist()
+
+            def of_transformers(count: int):
+                out = theirs.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                                      pad_token_id=0, attention_mask=torch.ones_like(tokens))
+                return out[0, n:].tolist()
+
+            if ours(new + 1) != of_transformers(new + 1):
+                raise ValueError("the two decode different tokens; their speeds cannot be compared")
+            times = in_turn({(run, count): lambda run=run, count=count: seconds(lambda: run(count))
+                             for run in (ours, of_transformers) for count in (new + 1, 1)}, repeat)
+            a, b = (times[run, new + 1][0] - times[run, 1][0] for run in (ours, of_transformers))
+            told = a > 0 and b > 0  # else the machine did something else
+            yield dict(table="greedy", repeat=repeat, new=new, threads=threads, prompt=n) | dict.fromkeys(
+                ("nanollm", "transformers", "ratio")) | (
+                dict(nanollm=new / a, transformers=new / b, ratio=b / a) if told else {})
+
+
+def steps(args):
+    """Yield the rows of five tables: one decoder, its floor, transformers, and what compressing costs."""
+    whole("new", args.new, 1, 1024)
+    if args.repeat is not None:
+        whole("repeat", args.repeat, 1)
+    model, encoding = load(args.model, "cpu")
+    methods = pick(["full", *args.methods])
+    for n in args.lengths or []:
+        whole("length", n, 1, max(1, model.config.max_len - max(32, args.new + 1)))
+    ends, short = args.lengths or [512, 1024, 2048], args.lengths or [128, 2048]
+    options = budgets(model, methods, ends, 25)
+    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ValueError("--compile needs a C++ compiler, and none is here; install one or leave it out")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as copy:
+        to_hf(model, copy, torch.float32)
+        theirs = hf_model(copy)
+    yield from against_floor(model, theirs, short, args.repeat or 9, args.compile)
+    yield from compression(model, encoding, methods, options, ends, args.repeat or 5)
+    stepping = pick(DECODED) if args.methods == ["all"] else methods
+    yield from decoding(model, stepping, max(ends), args.repeat or 9)
+    yield from bridge(theirs, short, args.new, args.repeat or 7)
+    yield from against_transformers(model, theirs, short, args.new, args.repeat or 7)
+
+
+# ---- growth ---
+
+
+@torch.no_grad()
+def growth(args):
+    """Yield rows: ms of each phase by tokens. Time grows as tokens^exponent, by least squares on logarithms.
+    """
+    lengths = sorted({whole("length", n, 1, 2 ** 17) for n in args.lengths})
+    if len(lengths) < 2:
+        raise ValueError(f"one length, {lengths[0]}, shows no growth; give two or more by --lengths")
+    if args.figure:
+        check_files(args.figure, args.json)
+    config, methods = read_config(args.model), pick(args.methods)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Decoder(replace(config, max_len=2 * lengths[-1] + 8)).eval()  # a second reading comes behind
+    options, ms = budgets(model, methods, lengths, 25), {}
+    for n in lengths:
+        tokens = random_tokens(model, n, seed=n)
+
+        def run(name):
+            return phases(model, tokens, make_cache(model, methods[name], **options[n, name]), steps=8)
+
+        repeat = max(1, min(5, 4096 // n))  # long texts once
+        for name, (reading, ending, *each) in in_turn({name: partial(run, name) for name in methods},
+                                                      repeat).items():
+            for phase, least in zip(PHASES, (reading, ending, min(each))):
+                ms.setdefault((phase, name), {})[str(n)] = 1e3 * least
+    for phase in PHASES:
+        for name in methods:
+            slope, _ = np.polyfit(np.log(lengths), np.log([*ms[phase, name].values()]), 1)
+            yield dict(table="growth", model=args.model.name, phase=phase, method=name, **ms[phase, name],
+                       exponent=float(slope))
+
+
+def draw(rows: list[dict], file: Path):
+    """A panel a phase, both axes logarithmic; the exponents stand beside the methods' names."""
+    import matplotlib.pyplot as plt
+    from nanollm.commands.plot import save, style
+    figure, axes = plt.subplots(1, len(PHASES), figsize=(16, 7), layout="constrained")
+    lengths = [key for key in rows[0] if key.isdigit()]
+    for axis, phase in zip(axes, PHASES):
+        for row in (row for row in rows if row["phase"] == phase):
+            axis.plot([*map(int, lengths)], [row[n] for n in lengths], markersize=7, **style(row["method"]),
+                      label=f"{row['method']}, exponent {row['exponent']:.2f}")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks([*map(int, lengths)], [f"{int(n):,}" for n in lengths], rotation=30)
+        axis.set(title=phase, xlabel="tokens", ylabel="ms")
+        axis.grid(alpha=0.3)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))  # below: no line is hidden
+    save(figure, file)
+
+
+# ---- large ---
+
+
+def skeleton(config: Config, dtype: torch.dtype) -> Decoder:
+    """Return the decoder without memory for its weights."""
+    with torch.device("meta"), NoDraws():
+        return Decoder(config).to(dtype).requires_grad_(False).eval()
+
+
+def fill(model: Decoder, device: torch.device, seed: int):
+    """Give a skeleton weights, drawn on the device in their dtype: N(0, 0.02²), norms 1, biases 0."""
+    model.to_empty(device=device)
+    if model.config.tie_embeddings:  # to_empty has untied them
+        model.head.weight = model.embed.weight
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            p.normal_(0, 0.02, generator=generator)
+        else:
+            p.fill_("norm" in name and name.endswith("weight"))
+
+
+def now(cuda: bool) -> float:
+    """Return seconds, once the GPU has done all that it was told to."""
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def decode(model: Decoder, caches: list[LayerCache], token: Tensor, new: int, cuda: bool):
+    """Feed token (B, 1), then decode `new` greedily with the clock on: tokens/s of the batch, and the last.
+    """
+    for i in range(new + 1):
+        if i == 1:
+            began = now(cuda)
+        token = model(token, caches)[:, -1].argmax(-1, keepdim=True)
+    return len(token) * new / (now(cuda) - began), token
+
+
+@torch.no_grad()
+def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk: int, cuda: bool) -> dict:
+    """Return a row's numbers. The prompt is all but the last of tokens (B, T + 1), read `chunk` at a time.
+
+    Seconds, and tokens/s of the batch. MB: `live`, `allocated` and `peak` (until the prompt's end) are the
+    caches' word; on a GPU also its allocator's, less what it had handed out before. There `plain` is of the
+    `new` tokens that come next, without kernels, if any ran.
+    """
+    T, of_before = tokens.shape[1] - 1, 0
+    if cuda:
+        gc.collect()  # of a row that did not fit
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        of_before = torch.cuda.memory_allocated()
+    ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # of chunks, for what goes by the text
+    caches, prompt = make_cache(model, for_text(Method, ends), **knobs), tokens[:, :-1]
+    times = [now(cuda)]
+    peak = feed(model, prompt, caches, chunk)
+    times.append(now(cuda))
+    peak = max(peak, end_prompt(model, prompt, caches))
+    times.append(now(cuda))
+    of_gpu = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if cuda else []
+    live, allocated = cache_bytes(caches)
+    speed, token = decode(model, caches, tokens[:, -1:], new, cuda)
+    row = {"reading s": times[1] - times[0], "end s": times[2] - times[1], "tokens/s": speed,
+           "live": live / 1e6, "allocated": allocated / 1e6, "peak": peak / 1e6}
+    if cuda:
+        row |= {name: (x - of_before) / 1e6 for name, x in zip(("GPU", "GPU peak"), of_gpu)}
+        fast = kernel_switch.on_gpu(model.embed.weight.new_zeros(model.config.head_dim))
+        allowed, kernel_switch.use_kernels = kernel_switch.use_kernels, False
+        try:
+            if fast:
+                row["plain"], _ = decode(model, caches, token, new, cuda)
+        except torch.OutOfMemoryError:
+            row["note"] = "without kernels, decoding does not fit"
+        finally:
+            kernel_switch.use_kernels = allowed
+    return row
+
+
+def attempt(*arguments) -> dict:
+    """`measure`, or a note: what does not fit, or why a method cannot work with a prompt so long."""
+    try:
+        return measure(*arguments)
+    except ValueError as error:
+        return dict(note=brief(error))
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("alloc|out of memory", str(error), re.I):
+            raise
+        return dict(note=f"does not fit: {brief(error)}")
+
+
+def large(args):
+    """Yield rows, also those that a file holds already. The first of each length and method is measured
+    twice, and the second time counts: the first compiles kernels.
+    """
+    if args.resume and not args.json:
+        raise ValueError("--resume goes on with the rows of a file; name it by --json FILE")
+    if args.shape and args.model:
+        raise ValueError(f"--shape {args.shape} and --model {args.model} are two shapes; give one")
+    device = check_device(args.device)
+    cuda = device.type == "cuda"
+    if not cuda and device.type != "cpu":
+        raise ValueError(f"device {device} cannot be timed here; use cpu or cuda")
+    for name, default in (ON_GPU if cuda else ON_CPU).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    chunk = [] if args.chunk is None else [args.chunk]
+    for name, numbers in dict(length=args.lengths, batch=args.batch, new=[args.new], chunk=chunk).items():
+        for x in numbers:
+            whole(name, x, 1, 2 ** 20)
+    check_seed(args.seed)
+    if not 0 < args.budget <= 100:
+        raise ValueError(f"budget {args.budget:g} % must lie above 0 and up to 100 percent of the prompt")
+
+    dtype, config = getattr(torch, args.dtype), read_config(args.model) if args.model else SHAPES[args.shape]
+    after = 1 + 2 * args.new  # tokens, with and without kernels
+    if config.family == "llama":  # no weight goes by positions, so a text may be read twice
+        config = replace(config, max_len=2 * max(config.max_len, *args.lengths) + after)
+    for n in args.lengths:
+        whole("length", n, 1, config.max_len - after)
+    model, methods = skeleton(config, dtype), pick(args.methods)
+    options = budgets(model, methods, args.lengths, args.budget)
+    parameters = sum(p.numel() for p in model.parameters())
+    weights, memory = parameters * dtype.itemsize, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not cuda and weights > memory:
+        raise ValueError(f"weights of {weights / 1e9:.1f} GB exceed the memory of {memory / 1e9:.1f} GB; "
+                         "take another --shape or --dtype")
+    shell.set_threads(0, parameters)
+    settings = (f"{args.model or args.shape}: {parameters:,} parameters, weights {weights / 1e9:.2f} GB, "
+                f"{args.dtype}; budget {args.budget:g} %, {args.new} new tokens, chunks of "
+                f"{args.chunk or f'{AT_ONCE}/batch'}, seed {args.seed}; {hardware(device.type)}, "
+                f"torch {torch.__version__}")
+    done = {(row["tokens"], row["batch"], row["method"]): row for row in args.held}
+    if other := {row["settings"] for row in args.held} - {settings}:
+        raise ValueError(f"{args.json} holds rows of another run ({other.pop()}), and this is {settings}; "
+                         "go on as they were measured, or name another file")
+
+    if cuda:
+        torch.cuda.set_device(device)
+    fill(model, device, args.seed)
+    numbers = ["reading s", "end s", "tokens/s", "live", "allocated", "peak"]
+    numbers += ["plain", "GPU", "GPU peak"] if cuda else []
+    warm, jobs = set(), [(n, B, name) for n in args.lengths for B in args.batch for name in methods]
+    for n, B, name in tqdm(jobs, leave=False, unit="row", disable=None):
+        if (n, B, name) not in done:
+            tokens = random_tokens(model, n + 1, args.seed, B).to(device)
+            asked = (model, methods[name], options[n, name], tokens, args.new,
+                     args.chunk or max(1, AT_ONCE // B), cuda)
+            row = attempt(*asked)
+            if "live" in row and (n, name) not in warm:
+                warm.add((n, name))
+                row = attempt(*asked)
+            done[n, B, name] = dict(table="large", settings=settings, method=name, tokens=n, batch=B,
+                                    **dict.fromkeys(numbers)) | row
+        yield done[n, B, name]
+
+
+# ---- as text ---
+
+TITLES = dict(
+    floor="one decoding step, batch 1, one thread, ms, best of {repeat} in turn\n"
+          "floor: products with all weights; ratio: ours/(floor + attention)",
+    end="the end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn\n"
+        "end: ms, of full the prefill; %: of that prefill; reading: own prefill in units of full's",
+    step="one decoding step after {prompt} tokens, one thread, budget 25 %, best of {repeat} in turn",
+    bridge="transformers with its own cache, and with a full one of ours; ms, one thread, best of {repeat}",
+    greedy="greedy decoding, {new} tokens, batch 1, float32, tokens/s, best of {repeat} in turn",
+    growth="{phase}, ms; the shape of {model}, random weights, batch 1, float32, one thread, budget 25 %",
+    large="""{settings}
+
+Seconds to read the prompts and to compress them at their end; tokens/s of decoding, all texts together; MB
+that the caches say they hold after that end, and at most while reading. On a GPU, plain: tokens/s without
+kernels; GPU: MB that its allocator handed out beyond the weights.
+""")
+DIGITS = {"end": 1, "%": 1, "nanollm": 0, "transformers": 0, "end s": 3, "tokens/s": 1, "plain": 1}  # else 2
+
+
+def cell(key: str, x) -> str:
+    """Return a number as its column shows it; None, too few tokens or repeats to tell, is a dash."""
+    digits = DIGITS.get(key, DIGITS.get(key.split()[-1], 2))
+    return "–" if x is None else f"{x:.{digits}f}" if isinstance(x, float) else str(x)
+
+
+def show(rows: list[dict]) -> str:
+    """Return the text of all tables that rows are of: a column for each key that no title names."""
+    tables = []
+    for (table, _), group in groupby(rows, lambda row: (row["table"], row.get("phase"))):
+        part, title = [*group], TITLES[table]
+        named = {"table"} | {key for key in part[0] if f"{{{key}}}" in title}
+        keys = [key for key in dict.fromkeys(key for row in part for key in row) if key not in named]
+        cells = [[cell(key, row.get(key, "")) for key in keys] for row in part]
+        widths = [18] + [9] * len(keys) if table == "large" else []  # its lines are printed as they come
+        tables.append(f"{title.format(**part[0])}\n{text_table([[*keys], *cells], widths)}")
+    return "\n\n".join(tables)
+
+
+# ---- the command line ---
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the table that is asked for; each has its own."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.speed", description=__doc__, add_help=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--what", choices=METHODS, default="steps",
+           help="which tables; default steps. The others have options of their own: see --what large --help")
+    what = parser.parse_known_args(argv)[0].what
+    option("-h", "--help", action="help", help="show this text")
+    option("--model", type=Path, default=None if what == "large" else TINY,
+           help="folder of a checkpoint with its tokenizer; growth and large read only its config.json")
+    option("--methods", nargs="+", default=METHODS[what].split(), metavar="NAME",
+           help=f"default {METHODS[what]}")
+    option("--lengths", nargs="+", type=int, metavar="TOKENS", default=LENGTHS if what == "growth" else None,
+           help="of texts; default: each table's")
+    option("--json", type=Path, help="write the rows here, each as it is done")
+    if what == "steps":
+        option("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
+        option("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
+        option("--compile", action="store_true", help="time a step through torch.compile as well")
+    if what == "growth":
+        option("--figure", type=Path, metavar="FILE", help="draw the table here")
+    if what == "large":
+        default = {name: f"default {ON_GPU[name]} on a GPU, {ON_CPU[name]} on a CPU" for name in ON_CPU}
+        option("--shape", choices=SHAPES, help=default["shape"])
+        option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+        option("--dtype", choices=DTYPES, help=default["dtype"])
+        option("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
+        option("--budget", type=float, default=25, metavar="PERCENT", help="of a prompt; default 25")
+        option("--new", type=int, metavar="TOKENS", help=f"to decode; {default['new']}")
+        option("--chunk", type=int, metavar="TOKENS",
+               help=f"of each prompt read at a time; default {AT_ONCE}, shared out over the batch")
+        option("--seed", type=int, default=0, help="of weights and tokens; default 0")
+        option("--resume", action="store_true", help="measure only what the file of --json lacks")
+    return parser.parse_args(argv)
+
+
+def rows_of(data: bytes) -> list[dict]:
+    """Return the rows of a file that --json wrote; none for anything else."""
+    rows = shell.read_json(data)
+    try:
+        return rows if show(rows) else []
+    except (AttributeError, KeyError, TypeError):
+        return []
 
 
 def main(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m experiments.speed", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=TINY, help="folder of a checkpoint with its tokenizer")
-    parser.add_argument("--methods", nargs="+", default=["all"], metavar="NAME",
-                        help="whose end of the prompt is timed, beside the full cache; default all")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
-                        help="of texts; default: each table's")
-    parser.add_argument("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
-    parser.add_argument("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
-    parser.add_argument("--compile", action="store_true", help="time a step through torch.compile as well")
-    args = parser.parse_args(argv)
-    whole("new", args.new, 1, 1024)
-    repeat = {} if args.repeat is None else dict(repeat=whole("repeat", args.repeat, 1))
-    model, encoding = load(args.model, "cpu")
-    methods = pick(["full", *args.methods])
-    longest = max(1, model.config.max_len - max(32, args.new + 1))
-    for n in args.lengths or [2048]:  # what cannot be measured is found before any work is done
-        whole("length", n, 1, longest)
-        for name, Method in methods.items():
-            try:
-                make_cache(model, Method, **given(Method, budget=n // 4))
-            except ValueError as error:
-                raise ValueError(f"{name} at a quarter of {n} tokens: {error}") from None
-    lengths = [args.lengths] if args.lengths else []
-    against_floor(model, *lengths, **repeat, compiles=args.compile)
-    compression(model, encoding, methods, *lengths, **repeat)
-    stepping = pick(DECODED) if args.methods == ["all"] else methods
-    decoding(model, stepping, n=max(args.lengths or [2048]), **repeat)
-    against_transformers(model, args.new, *lengths, **repeat)
+    args = parsed(argv)
+    before = shell.check_output(args.json, "rows", rows_of) if args.json else b""
+    args.held = rows_of(before) if getattr(args, "resume", False) else []
+    rows, measured = [*args.held], dict(steps=steps, growth=growth, large=large)[args.what](args)
+    for table, part in groupby(measured, lambda row: row["table"]):
+        shown = []
+        for row in part:
+            shown.append(row)
+            if row not in args.held:
+                rows.append(row)
+                if args.json:
+                    before = shell.replace(args.json, json.dumps(rows, indent=1).encode(), before)
+            if table == "large":  # long: each line as it comes
+                text = show([row])
+                tqdm.write(text if len(shown) == 1 else text.splitlines()[-1])
+        if table != "large":
+            print(f"{show(shown)}\n", flush=True)
+    if getattr(args, "figure", None):
+        draw(rows, args.figure)
 
 
 if __name__ == "__main__":
-    command(main, sys.argv[1:])
+    shell.command(main, sys.argv[1:])

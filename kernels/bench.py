@@ -1,23 +1,29 @@
-"""How fast the kernels are on a GPU, beside plain code, PyTorch's attention, and what the GPU can do.
+"""What the kernels cost: time on a GPU, and without one what the compiler says.
 
-    python -m kernels.bench      # checks, then times; writes kernels/bench.json and kernels/roofline.png
+    python -m kernels.bench               # check each against its plain code, then time it
+    python -m kernels.bench --resources   # compile for a GPU that is not there: registers, spills, memory
 
 The shapes are those of one layer of an 8-billion Llama 3: 8 key/value heads, 32 query heads, head dim 128, in
 bf16. A `floor` is the larger of two times: the bytes that must be moved over the rate of a large copy, and
 the operations of the tensor cores over the rate of a large product. Both rates are measured in the same run.
 Kernels and PyTorch's attention are timed as a CUDA graph (`kernel`, `sdpa`: without the gaps between
 launches) and as they are called (`called`, `eager`), in turn over so many sets of inputs that nothing comes
-from the GPU's cache; medians.
+from the GPU's cache; medians, in µs.
 """
 import argparse
 from collections.abc import Callable, Iterator
 import copy
 from datetime import date
+from importlib.util import find_spec
 import json
+import os
 from pathlib import Path
 from statistics import median
+import subprocess
 import sys
+import tempfile
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -31,25 +37,24 @@ if __name__ == "__main__":  # again, where all imports find what is meant
     from nanollm.kernel_switch import kernel_file
     sys.exit(command(kernel_file("bench").main, sys.argv[1:]))
 
-from .launch import interpreted
-from .decode_attention import Segment, decode_attention
-from .revive_attention import insert, plain_insert, revive_attention
-from .pair_attention import tensor_attention
-from .value_norms import value_norms
-from .window_votes import window_votes
+if find_spec("triton"):  # on Linux; elsewhere `show` still works
+    from . import launch
+    from .decode_attention import Segment, decode_attention
+    from .pair_attention import tensor_attention
+    from .revive_attention import insert, plain_insert, revive_attention
+    from .value_norms import value_norms
+    from .window_votes import window_votes
 from methods import critical_kv
 from methods.count_sketch import PRIME, Sketch
 from methods.ours.kv_reviver_shrunk import SignedSketch
 from methods.tensor_attention import FactoredFourCache
 from nanollm import kernel_switch, window
-from nanollm.attention import probabilities
-from nanollm.cache import NEVER
-from nanollm.commands.shell import check_output, read_json, replace
+from nanollm.check import whole
+from nanollm.commands.shell import check_output, replace
+from nanollm.commands.text_table import text_table
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
 MOST_TOKENS = 2 ** 21  # of a batch: 8 GiB of keys and values
-HERE = Path(__file__).parent
-TITLE = "Roofline of python -m kernels.bench"  # written into the file: no other figure is taken for ours
 
 
 # ---- what is timed ---------------------------------------------------------------------------
@@ -77,19 +82,8 @@ class Case(NamedTuple):
     operations: int               # of the tensor cores
     draw: Callable[[], tuple]     # inputs
     kernel: Callable[..., Tensor]
-    eager: Callable[..., Tensor]  # plain code, as the methods run it
+    eager: Callable[..., Tensor]  # plain code, as the methods run it without kernels
     sdpa: Callable[..., Tensor] | None = None  # PyTorch's attention, where it does the same
-
-
-def plain(run: Callable) -> Callable:
-    """What methods run without kernels, on a GPU too."""
-    def without(*inputs):
-        before, kernel_switch.use_kernels = kernel_switch.use_kernels, False
-        try:
-            return run(*inputs)
-        finally:
-            kernel_switch.use_kernels = before
-    return without
 
 
 def decode(s: Shape, spread: float = 0.0, sums: bool = False) -> Case:
@@ -114,12 +108,10 @@ def decode(s: Shape, spread: float = 0.0, sums: bool = False) -> Case:
 
     def eager(q, segment):
         k, v, mask = dense(segment)
-        at = torch.zeros(B, H, k.shape[2], dtype=torch.int32, device=s.device)
-        if mask is not None:
-            at = at.masked_fill(~mask[:, :, 0], NEVER)
-        p = probabilities(q.flatten(1, 2).unsqueeze(2), k, at, None, torch.zeros(1, 1, device=s.device))
-        y = p.flatten(2, 3) @ v
-        return torch.cat((y.flatten(), p.sum((2, 3))[at == 0])) if sums else y  # of slots that are there
+        score = q @ k.mT * D ** -0.5
+        score = score if mask is None else score.masked_fill(~mask, -torch.inf)
+        p = score.softmax(-1, dtype=torch.float32).to(q.dtype)
+        return torch.cat(((p @ v).flatten(), p.sum(2).flatten())) if sums else p @ v
 
     def sdpa(q, segment):
         k, v, mask = dense(segment)
@@ -138,7 +130,7 @@ def votes(s: Shape, w: int = 32) -> Case:
     B, n, H, G, D = s[:5]
     return Case("window_votes", s, B * H * n * (D * s.dtype.itemsize + 4 * G), 4 * B * H * G * w * n * D,
                 lambda: (s.draw(B, H, G, min(w, n), D), s.draw(B, H, n, D)), window_votes,
-                plain(window.window_votes))
+                window.window_votes)
 
 
 def norms(s: Shape) -> Case:
@@ -146,7 +138,7 @@ def norms(s: Shape) -> Case:
     width = H * G * D  # of the model
     return Case("value_norms", s, B * H * n * (D * s.dtype.itemsize + 4 * G), 2 * B * H * G * n * D * width,
                 lambda: (s.draw(B, H, n, D), s.draw(width, H * G, D) * width ** -0.5), value_norms,
-                plain(critical_kv.value_norms))
+                critical_kv.value_norms)
 
 
 def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
@@ -218,7 +210,7 @@ def pairs(s: Shape) -> Case:
 
     return Case("tensor_attention", s, B * H * n * D * 4 * s.dtype.itemsize, 4 * B * H * G * n * n * D,
                 lambda: (s.draw(B, H, G, D), *s.draw(4, B, H, n, D)), tensor_attention,
-                plain(lambda q, *kv: FactoredFourCache().one_query(q * D ** -0.5, *kv)),
+                lambda q, *kv: FactoredFourCache().one_query(q * D ** -0.5, *kv),
                 sdpa if s.device == "cuda" and s.dtype.itemsize == 2 else None)
 
 
@@ -275,38 +267,23 @@ def check(case: Case, most: float):
                              "or half as much again")
 
 
-def microseconds(run: Callable, sets: list[tuple], graph: bool, least: float = 0.05) -> float:
-    """Median time of a run on these inputs, for `least` seconds: replays of a graph, or plain calls."""
+def microseconds(run: Callable, sets: list[tuple], graph: bool) -> float:
+    """Median time of a run on these inputs: replays of a graph, or plain calls."""
     def all_of_them():
         for inputs in sets:
             run(*inputs)
 
-    # compile, and fill the allocator, before a capture
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        all_of_them()
-        all_of_them()
-    torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-
-    again = all_of_them
     if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            all_of_them()
-        again = captured.replay
-        again()
-
-    taken, began = [], time.perf_counter()
-    while len(taken) < 3 or (time.perf_counter() - began < least and len(taken) < 200):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        again()
-        end.record()
+        from triton.testing import do_bench_cudagraph
+        return 1e3 * do_bench_cudagraph(all_of_them, return_mode="median") / len(sets)
+    taken = []
+    for _ in range(10):
+        began = time.perf_counter()
+        all_of_them()
         torch.cuda.synchronize()
-        taken.append(1000 * start.elapsed_time(end) / len(sets))
-    return median(taken)
+        taken.append(time.perf_counter() - began)
+    return 1e6 * median(taken[1:]) / len(sets)  # the first fills the allocator
 
 
 def ceilings() -> dict[str, float]:
@@ -321,9 +298,9 @@ def floored(case: Case, ceiling: dict[str, float]) -> dict:
     """Name, size, what is moved and worked out, and the floor in µs."""
     moved = case.bytes / ceiling["copy"] * 1e6
     worked = case.operations / ceiling["product"] * 1e6
-    binds = "memory" if moved >= worked else "units"
     return dict(kernel_name=case.name, batch=case.shape.B, tokens=case.shape.n, bytes=case.bytes,
-                operations=case.operations, floor=max(moved, worked), binds=binds)
+                operations=case.operations, ops_per_byte=case.operations / case.bytes,
+                binds="memory" if moved >= worked else "units", floor=max(moved, worked))
 
 
 def measured(case: Case, ceiling: dict[str, float], cache: int) -> dict:
@@ -343,86 +320,100 @@ def measured(case: Case, ceiling: dict[str, float], cache: int) -> dict:
                       of_product=case.operations / seconds / ceiling["product"])
 
 
+# ---- compiled, without a GPU ---------------------------------------------------------------
+
+
+def typical(D: int, dtype: torch.dtype, n: int = 100) -> list[Callable]:
+    """Calls of every launcher, with n slots or tokens a head, head dim D and groups of four query heads."""
+    q, k, w_o = (torch.zeros(*shape, D, dtype=dtype) for shape in ((1, 2, 4), (1, 2, n), (300, 8)))
+    window = q.unsqueeze(3).repeat(1, 1, 1, 32, 1)
+
+    one, mean = torch.zeros(1, 2, n), torch.zeros(1, 2, 2 * D)
+    exact, token = Segment.of(k, k, one), one.int()
+    sketch = {rows: torch.zeros(1, 2, 5 * rows, 2 * D, dtype=dtype) for rows in (1, 3)}
+    hashes = {rows: torch.zeros(2, 4, rows, dtype=torch.int64) for rows in (1, 3)}
+    return [
+        lambda: decode_attention(q, [exact], sums=True),
+        lambda: window_votes(window, k),
+        lambda: value_norms(k, w_o),
+        lambda: tensor_attention(q, k, k, k, k),
+        lambda: revive_attention(q, exact, token, sketch[3], *hashes[3], sums=True),
+        lambda: revive_attention(q, exact, token, sketch[1], *hashes[1], mean, signed_keys=True, sums=True),
+        lambda: insert(sketch[3], token, k, k, one, *hashes[3])]
+
+
+def compiled(calls: list[Callable], arch: int) -> list[tuple]:
+    """Kernels that these would launch on a GPU of compute capability `arch` / 10, each with its binary.
+
+    Nothing runs. A kernel that was compiled before is found again, as a launch would find it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    def compile_only(kernel, grid):
+        return lambda **how: made.append((kernel, kernel.run(grid=grid, warmup=True, **how)))
+
+    made: list[tuple] = []
+    target = GPUTarget("cuda", arch, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(
+        get_current_device=lambda: arch, get_current_stream=lambda device: None,
+        get_current_target=lambda: target))
+    triton.JITFunction.__getitem__ = compile_only
+    launch.interpreted = True  # what it refuses else is tensors on a CPU
+    for call in calls:
+        call()
+    return made
+
+
+def used(made) -> tuple[int, int, int]:
+    """Registers a thread, bytes of stack a thread (spills) and of shared memory a program."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+                              capture_output=True, text=True, check=True).stdout
+    told = dict(pair.split(":") for pair in told.split() if ":" in pair)
+    return int(told["REG"]), int(told["STACK"]), made.metadata.shared
+
+
+def resources(D: int, arch: int, types: list[str]) -> list[dict]:
+    """A row for each kernel and type: the most of all that it is compiled to."""
+    most: dict[tuple, list] = {}
+    for name in types:
+        dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[name]
+        for kernel, made in compiled(typical(D, dtype), arch):
+            file = Path(kernel.fn.__code__.co_filename).stem
+            most.setdefault((f"{file}.{kernel.__name__}", name), []).append(used(made))
+    names = "registers", "stack", "shared"
+    return [dict(kernel_name=kernel, type=name) | dict(zip(names, map(max, zip(*found))))
+            for (kernel, name), found in most.items()]
+
+
 # ---- telling ---------------------------------------------------------------------------------
 
-
-def table(rows: list[dict]) -> str:
-    """One line a case; times in µs."""
-    columns = [(name, "11.1f") for name in ("floor", "kernel", "called", "eager", "sdpa")]
-    columns += [("of_floor", "11.2f"), ("over_sdpa", "11.2f")]
-    columns = [(name, form) for name, form in columns if any(name in row for row in rows)]
-
-    lines = [f"{'':33}{'batch':>6}{'tokens':>8}{'ops/byte':>10}  {'binds':8}"
-             + "".join(f"{name:>11}" for name, _ in columns)]
-    for row in rows:
-        size = f"{row['batch']:>6}{row['tokens']:>8}{row['operations'] / row['bytes']:>10.0f}"
-        lines.append(f"{row['kernel_name']:33}{size}  {row['binds']:8}" + "".join(
-            f"{row[name]:>{form}}" if name in row else f"{'':>11}" for name, form in columns))
-    return "\n".join(lines)
+FORMS = dict.fromkeys(("kernel_name", "type", "registers", "stack", "shared", "batch", "tokens"), "") | dict(
+    ops_per_byte=".0f", binds="", floor=".1f", kernel=".1f", called=".1f", eager=".1f", sdpa=".1f",
+    of_floor=".2f", over_sdpa=".2f")
 
 
-def roofline(told: dict):
-    """A figure of what each case reached, over its operations a byte, under the two ceilings.
+def show(rows: list[dict]) -> str:
+    """Rows as text: times in µs; or registers a thread, bytes of stack a thread and of shared memory."""
+    keys = [key for key in FORMS if any(key in row for row in rows)]
+    cells = [[format(row[key], FORMS[key]) if key in row else "" for key in keys] for row in rows]
+    return text_table([keys, *cells])
 
-    Cases that were not measured are circles on the ceiling.
+
+def time_all(lengths: list[int], file: Path):
+    """Check every kernel against its plain code, then time all, and write each row as it is done.
+
+    A case that fails costs no other its row; all that failed are named at the end, in a ValueError.
     """
-    import matplotlib.pyplot as plt
-
-    copy, product = told["ceilings"]["copy"], told["ceilings"]["product"]
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    x = [0.5, product / copy, 1e5]
-    axes.plot(x, [min(copy * i, product) / 1e12 for i in x], "k-", linewidth=1,
-              label=f"ceilings: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s")
-
-    by_name: dict[str, list] = {}
-    for row in told["rows"]:
-        if row["operations"]:
-            by_name.setdefault(row["kernel_name"], []).append(row)
-    for (name, rows), marker in zip(by_name.items(), "osD^v<>pPX*h"):
-        of_row = [row["operations"] / row["bytes"] for row in rows]
-        if "kernel" in rows[0]:
-            reached = [row["operations"] / row["kernel"] * 1e6 / 1e12 for row in rows]
-            axes.scatter(of_row, reached, marker=marker, s=24, alpha=0.8, label=name)
-        else:
-            ceiling = [min(copy * i, product) / 1e12 for i in of_row]
-            axes.scatter(of_row, ceiling, marker=marker, s=40, facecolors="none", edgecolors="k",
-                         label=name)
-
-    unknown = "" if "kernel" in told["rows"][0] else ": the ceiling for each, nothing was measured"
-    axes.set(xscale="log", yscale="log", xlabel="operations of the tensor cores per byte that must be moved",
-             ylabel="TFLOP/s", title=told["device"] + unknown)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    return figure
-
-
-def holds_times(data: bytes) -> bool:
-    """Whether a file holds what --json wrote."""
-    told = read_json(data)
-    return isinstance(told, dict) and told.keys() == {"device", "torch", "ceilings", "rows"}
-
-
-def main(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, default=HERE / "bench.json",
-                        help="where the numbers go, each row as it is done (default: %(default)s)")
-    parser.add_argument("--figure", type=Path, default=HERE / "roofline.png",
-                        help="where the roofline goes (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise ValueError("no GPU here, so there is nothing to time; "
-                         "pytest runs the kernels in Triton's interpreter")
-    if interpreted:
-        raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; "
-                         "unset it")
-    from nanollm.commands import plot  # as in `roofline`: importing it takes a second
-    check_output(args.json, "times", holds_times)
-    check_output(args.figure, "roofline", lambda held: plot.is_ours(held, TITLE))
-
-    began, failed = time.perf_counter(), {}
+    kernel_switch.use_kernels = False  # for the methods' plain code
+    failed = {}
 
     def done(case: Case, run: Callable, *how):
-        """What `run` returns; or None, and why, if the case fails, which costs no other its row."""
         try:
             return run(case, *how)
         except Exception as error:
@@ -434,22 +425,56 @@ def main(argv: list[str]):
         for case in cases(lengths=[1037], batches=[1, 3]):
             done(case, check, 5e-3)
         wrong = {name.split(" at batch")[0] for name in failed}  # is not timed
-        right = [case for case in cases() if case.name not in wrong]
-
         ceiling, device = ceilings(), torch.cuda.get_device_properties(0)
-        told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__, ceilings=ceiling,
-                    rows=[])
-        for case in tqdm(right, desc="timing"):
+        told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__,
+                    triton=launch.triton.__version__, ceilings=ceiling, rows=[])
+        for case in tqdm([case for case in cases(lengths) if case.name not in wrong], desc="timing"):
             if row := done(case, measured, ceiling, device.L2_cache_size):
                 told["rows"].append(row)
-                replace(args.json, (json.dumps(told, indent=1) + "\n").encode())
+                replace(file, (json.dumps(told, indent=1) + "\n").encode())
 
-    if rows := told["rows"]:
-        plot.save(roofline(told), args.figure, TITLE)
-        print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, "
-              f"bf16 product {ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n")
-        print(f"{table(rows)}\n\n{len(rows)} rows in {time.perf_counter() - began:.0f} s; "
-              f"{args.json}, {args.figure}")
+    print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product "
+          f"{ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n\n{show(told['rows'])}")
     if failed:
-        told = "; ".join(f"{name}: {why}" for name, why in failed.items())
-        raise ValueError(f"{len(failed)} failed: {told}")
+        why = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise ValueError(f"{len(failed)} failed: {why}")
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--json", type=Path, help="where the numbers go, each row as it is done; times go to "
+           "kernels/bench.json, if to no other file")
+    option("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS", help="that are timed")
+    option("--resources", action="store_true", help="compile the kernels, and run nothing")
+    option("--dim", type=int, default=128, help="of a head, for --resources (default: %(default)s)")
+    option("--arch", type=int, default=90, choices=(75, 80, 86, 89, 90, 100, 120), help="ten times the GPU's "
+           "compute capability, for --resources (default: %(default)s, H100 and H200)")
+    option("--types", nargs="+", choices=("bf16", "fp16"), default=("bf16", "fp16"),
+           help="of the numbers, for --resources (default: both)")
+    args = parser.parse_args(argv)
+    whole("--dim", args.dim, 1, 256)
+    for n in args.lengths:
+        whole("length", n, 1, MOST_TOKENS)
+    if not find_spec("triton"):
+        raise ValueError("Triton is not here, in which the kernels are written; pip install triton, on Linux")
+    file = args.json or (None if args.resources else Path(__file__).with_name("bench.json"))
+    if file:
+        check_output(file, "numbers", lambda data: b'"kernel_name"' in data)
+
+    if args.resources:
+        if os.environ.get("TRITON_INTERPRET") != "0":  # the interpreter's kernels cannot be compiled
+            again = os.environ | {"TRITON_INTERPRET": "0"}
+            sys.exit(subprocess.run([sys.executable, __file__, *argv], env=again).returncode)
+        rows = resources(args.dim, args.arch, args.types)
+        print(show(rows))
+        if file:
+            replace(file, json.dumps(rows, indent=1).encode())
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("no GPU here, so there is nothing to time; --resources needs none, and pytest runs "
+                         "the kernels in Triton's interpreter")
+    if launch.interpreted:
+        raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; unset it")
+    time_all(args.lengths, file)

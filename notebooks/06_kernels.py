@@ -232,7 +232,7 @@ print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs()
 # A kernel can be compiled for a GPU that is not there. What it then takes of an SM tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. An SM of an H100 has 65,536 registers and 228 KiB of shared memory for all programs on it; a program here has 128 threads, or 256 (pairs, norms). So three programs of `attend` fit, and one of pairs.
 
 # %%
-command = [sys.executable, Path(bench.__file__).with_name("resources.py")]
+command = [sys.executable, bench.__file__, "--resources"]
 print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 # %% [markdown]
@@ -252,8 +252,25 @@ else:  # the data sheet of an H200 in the place of measured ceilings, and no poi
     rows = [bench.floored(case, ceiling) for case in shown]
     told = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=rows)
 print("µs; one layer of an 8-billion Llama on " + told["device"] + "\n")
-print(bench.table([row for row in told["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
-bench.roofline(told);
+print(bench.show([row for row in told["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
+
+# %%
+copy, product = told["ceilings"]["copy"], told["ceilings"]["product"]
+roof = lambda x: min(copy * x, product) / 1e12  # TFLOP/s at so many operations a byte
+figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
+x = [0.5, product / copy, 1e5]
+axis.plot(x, [roof(at) for at in x], "k-", linewidth=1,
+          label=f"ceilings: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s")
+names = dict.fromkeys(row["kernel_name"] for row in told["rows"] if row["operations"])
+for name, marker in zip(names, "osD^v<>pPX*h"):
+    rows = [row for row in told["rows"] if row["kernel_name"] == name]
+    x = [row["ops_per_byte"] for row in rows]
+    y = [row["operations"] / row["kernel"] / 1e6 if "kernel" in row else roof(at)
+         for at, row in zip(x, rows)]
+    axis.scatter(x, y, marker=marker, facecolors="none", edgecolors="k", label=name)
+axis.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved",
+         ylabel="TFLOP/s", title=told["device"])
+axis.legend(fontsize=8);
 
 # %% [markdown]
 # Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: the two rates meet at 206 operations a byte. Decoding has 4, a fiftieth, and reviving 40, a fifth of that, so there it gains nothing to multiply faster, and everything to move fewer bytes. Votes of a window of 32 would have 241, where both bind alike, if keys were read once; the kernel reads them twice (124), so memory binds. Pairs and the norms of projected values have thousands, and the tensor cores bind (`units`). The roof says that reviving could be ten times as fast as attention to the full cache. But with three rows it takes 3 · 2D numbers a token from the GPU's cache, and this roof has no line for that. (`insert` is the sketch's; `ragged` are heads of 0.2 to 1.8 times the mean length; `by slots` is section 6, some fifty operations of PyTorch, each of which takes some µs of its own.)

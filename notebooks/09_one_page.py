@@ -242,7 +242,7 @@ print(speed.show([row for row in rows("speed") if row["table"] in ("floor", "ste
 # %% [markdown]
 # The second of these tables has methods that read less, or otherwise. (Its full cache was timed at another moment than the first table's; compare within a table.) A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, all but Quest save bytes, and only equal heads save time, H2O's only in a batch.
 #
-# And this is how reading, compressing and a step grow with the text (`python -m experiments.growth`, RESULTS.md):
+# And this is how reading, compressing and a step grow with the text (`python -m experiments.speed --what growth`, RESULTS.md):
 #
 # ![time over tokens: reading the prompt, its end, one step](growth.png)
 #

@@ -34,9 +34,9 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
     (" plan", "--methods full snap_kv+critical quantized_2"), (" generate", ""), (" course", "--only chunks"),
     (" claims", "--claims P6 --documents 2"),
+    ("--what growth", "--lengths 16 24 --methods full h2o"),
+    ("--what large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("experiments.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
-    ("experiments.growth", "--lengths 16 24 --methods full h2o"),
-    ("experiments.large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("--methods full", f"--budgets 20 10 {ROWS}"),
     ("--methods all", f"--budgets 25 --methods snap_kv snap_kv+residual {ROWS}"),
     ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]

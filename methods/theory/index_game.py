@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from experiments.speed import Count, best
+from experiments.speed import best
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache
 from nanollm.cache import LayerCache
 from nanollm.commands.text_table import text_table
@@ -240,6 +242,37 @@ def learn(steps: int, T: int = 12, p: int = 31, batch: int = 64, lr: float = 5e-
 
 
 # ---- one decoding step of each cache -----------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    """Counts multiplications, and the bytes that operations read and write, of all that runs under it.
+
+    A view moves nothing. In a matrix product of (m, k) and (k, n) every product counts, m·k·n; elsewhere each
+    number of what is made by mul, div or exp.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.multiplications = self.bytes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out, name = op(*args, **kwargs), op.overloadpacket.__name__
+        if op.is_view or name == "_unsafe_view":
+            return out
+        read, made = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+                      for tree in ((args, kwargs), out))
+        if name == "copy_" or name.startswith("new_"):  # their first argument is not read
+            read = read[1:]
+        self.bytes += sum(x.numel() * x.element_size() for x in read + made)
+        if name in ("mm", "bmm"):
+            self.multiplications += made[0].numel() * read[0].shape[-1]
+        elif "scaled_dot_product" in name:
+            q, k, *_ = read
+            self.multiplications += 2 * q.numel() * k.shape[-2]
+        elif name.rstrip("_") in ("mul", "div", "exp", "_softmax"):
+            self.multiplications += made[0].numel()
+        return out
 
 
 def race(n: int, D: int, Caches, repeat: int = 3):

@@ -352,7 +352,7 @@ def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
     refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
 
 
-@pytest.mark.parametrize("module, file", [("nanollm", "__main__.py"), ("experiments.large", "large.py")])
+@pytest.mark.parametrize("module, file", [("nanollm", "__main__.py"), ("experiments.speed", "speed.py")])
 def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
     for folder in "nanollm", "experiments":
         shutil.copytree(ROOT / folder, folder, ignore=shutil.ignore_patterns("tiny*", "held_out", "stored"))

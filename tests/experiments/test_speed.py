@@ -1,103 +1,72 @@
-"""The speed tables: what cannot be measured is refused before any work, and noise is no speed."""
+"""What takes time: each table small, in a new process; weights, bytes and exponents; what is refused."""
+from dataclasses import replace
+from itertools import product
+import json
 import os
 from pathlib import Path
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common import ENCODING, decoder
+from common import checkpoint_of_two_layers, decoder
 from experiments import speed
-from methods.h2o import H2O
-from nanollm.cache import LayerCache, make_cache
+from nanollm.cache import cache_bytes, end_prefill, make_cache
+from nanollm.commands import plot
+from nanollm.commands.registry import given, pick
+from nanollm.measure.evaluate import for_text
+from nanollm.model import Config
 
 ROOT = Path(__file__).parents[2]
+SHAPE = Config(60, 80, n_layers=2, n_heads=4, n_kv_heads=2, d_model=64, d_ff=32, head_dim=16, qkv_bias=True)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (["--new", "0"], "new 0"), (["--repeat", "-1"], "repeat -1"),
-    (["--lengths", "256", "0"], "length 0 must be a whole number from 1 to 2943"),
-    (["--lengths", "2944"], "length 2944"), (["--lengths", "3041", "--new", "31"], "from 1 to 3040"),
-    (["--lengths", "64"], "ada_kv at a quarter of 64 tokens: budget 16 must exceed the window 32"),
-])
-def test_what_cannot_be_measured_is_refused_before_any_work(wrong, message, monkeypatch):
-    for name in ("against_floor", "compression", "against_transformers"):
-        monkeypatch.delattr(speed, name)
-    with pytest.raises(ValueError, match=message):
-        speed.main(wrong)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return checkpoint_of_two_layers(tmp_path_factory.mktemp("small"))  # for 800 tokens
 
 
-def test_a_refusal_is_one_line_and_exit_code_2_in_a_clean_shell():
-    done = subprocess.run([sys.executable, "-m", "experiments.speed", "--model", "NOWHERE"],
-                          capture_output=True, text=True, timeout=100, cwd=ROOT,
-                          env={name: os.environ[name] for name in ("PATH", "HOME")})
-    assert (done.returncode, done.stdout, done.stderr) == (
-        2, "", "error: NOWHERE/config.json is missing; give the folder of a Hugging Face checkpoint\n")
+def run(*words):
+    """The command in a new process that knows only PATH and HOME."""
+    return subprocess.run([sys.executable, "-m", "experiments.speed", *map(str, words)], capture_output=True,
+                          text=True, cwd=ROOT, env={name: os.environ[name] for name in ("PATH", "HOME")})
 
 
-def test_a_time_that_noise_made_shorter_is_no_speed(monkeypatch):
-    monkeypatch.setattr(speed, "best", lambda run, repeat: 1.0)
-    assert speed.speeds(str, int, 2, 1).strip() == "too few tokens or repeats to tell"
-    monkeypatch.setattr(speed, "best", lambda run, repeat: run())
-    assert speed.speeds(lambda n: n, lambda n: 2 * n, 2, 1).split() == "1 t/s 0 t/s 2.00".split()
+def rows_of(*words, folder):
+    """The rows that the command wrote, which are what it shows; and what it printed."""
+    done = run(*words, "--json", folder / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((folder / "rows.json").read_text())
+    assert done.stdout.split() == speed.show(rows).split() and speed.rows_of(json.dumps(rows)) == rows
+    return rows
 
 
-def test_times_are_shares_of_the_full_cache_s_in_milliseconds(capsys, monkeypatch):
-    model = decoder(vocab_size=2048, max_len=1024)
-    seconds = iter((0, 10, 11, 20, 40, 43))  # reading 10, ending 1; 20, 3
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=seconds.__next__))
-    speed.compression(model, ENCODING, dict(full=LayerCache, other=LayerCache), (16,), 1)
-    assert capsys.readouterr().out.splitlines()[-1].split() == "other 3000.0 ms 30.0 % 2.00".split()
-
-
-def test_a_model_of_transformers_is_timed_by_prompt_and_by_token(monkeypatch, capsys):
-    """The clock goes on by a model that takes 1 ms a token, and 3 ms a token with a memory of ours."""
-    def theirs(tokens, past_key_values, logits_to_keep=0):
-        clock.append(clock[-1] + tokens.shape[1] * (3e-3 if past_key_values == "ours" else 1e-3))
-
-    clock, theirs.config = [0.0], SimpleNamespace(vocab_size=9)
-    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
-    monkeypatch.setattr("nanollm.hf.bridge.attach", lambda model: "ours")
-    monkeypatch.setattr("nanollm.hf.bridge.detach", lambda model: None)
-    speed.bridge(theirs, 4, (10,), 2)
-    assert capsys.readouterr().out.splitlines()[-1].split() == (
-        "10 10.00 ms 30.00 ms 3.00 1.00 ms 3.00 ms 3.00".split())
-
-
-def test_a_step_is_told_in_units_of_the_full_caches_speed(monkeypatch, capsys):
-    seconds = iter([0.004, 0.001, 0.002, 0.003, 0.003, 0.006, 0.005, 0.008])  # full, other, by turns
-    rows, made = [], []
-    monkeypatch.setattr(speed, "best", lambda run, repeat: rows.append(len(run())) or next(seconds))
-    make = lambda *of, **knobs: made.append(knobs) or make_cache(*of, **knobs)
-    monkeypatch.setattr(speed, "make_cache", make)
-    speed.decoding(decoder(vocab_size=2048, max_len=64), dict(full=LayerCache, h2o=H2O), (1, 3), 20, 2)
-    full, other = capsys.readouterr().out.splitlines()[-2:]
-    assert full.split() == "full 2.00 ms 1.00 3.00 ms 1.00".split()
-    assert other.split() == "h2o 1.00 ms 2.00 6.00 ms 0.50".split()
-    assert rows == [1] * 4 + [3] * 4 and made == [{}, dict(budget=5)] * 2
-
-
-def test_a_step_is_set_beside_its_floor_and_leaves_the_caches_as_they_were(capsys, monkeypatch):
-    asked = []
-    monkeypatch.setattr(speed, "compiled", lambda model: asked.append(model) or model)
-    monkeypatch.setattr(speed.shutil, "which", lambda name: name == "g++")
-    seconds = iter(range(1, 1000))
-    monkeypatch.setattr(speed, "best", lambda run, repeat: run() and float(next(seconds)))
-    speed.against_floor(decoder(vocab_size=2048, max_len=64), (60,), 8, 1, compiles=True)  # 60 + 8 > 64
-    _, head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split()[2:] == ["floor", "attention", "ours", "compiled", "theirs", "ours/(floor+attention)"]
-    for row, dtype, first in zip(rows, ("float32", "bfloat16"), (6, 16)):
-        times = [1000 * x / 8 for x in range(first, first + 5)]
-        ratio = (first + 2) / (2 * first + 1)
-        assert row.split() == [dtype, "60", *(f"{x:.2f}" for x in times), f"{ratio:.2f}"]
-    assert len(asked) == len(rows) == 2
-
-    monkeypatch.setattr(speed.shutil, "which", lambda name: None)
-    speed.against_floor(decoder(vocab_size=2048, max_len=64), (60,), 1, 1, compiles=True)
-    out = capsys.readouterr().out
-    assert out.startswith("no C++ compiler is here") and "compiled " not in out and len(asked) == 2
+def test_steps(small, tmp_path):
+    rows = rows_of("--methods", "snap_kv", "h2o", "--lengths", 168, 256, "--new", 9, "--repeat", 2,
+                   "--model", small, folder=tmp_path)
+    tables = {name: [row for row in rows if row["table"] == name] for name in speed.TITLES}
+    assert [(row["numbers"], row["slots"]) for row in tables["floor"]] == [
+        (dtype, n) for dtype in ("float32", "bfloat16") for n in (168, 256)]
+    for row in tables["floor"]:
+        assert min(row[name] for name in ("floor", "attention", "ours", "theirs")) > 0
+        assert row["ratio"] == pytest.approx(row["ours"] / (row["floor"] + row["attention"]))
+    full, *others = tables["end"]
+    assert [row["method"] for row in tables["end"]] == ["full", "snap_kv", "h2o"] == [
+        row["method"] for row in tables["step"]]
+    for n in 168, 256:
+        assert full[f"{n} reading"] == 1 and full[f"{n} %"] == 100
+        for row in others:
+            assert row[f"{n} %"] == pytest.approx(100 * row[f"{n} end"] / full[f"{n} end"])
+            assert row[f"{n} end"] > 0 and row[f"{n} reading"] > 0.1
+    full = tables["step"][0]
+    for row, B in product(tables["step"], (1, 8)):
+        assert row[f"batch {B} speed"] == pytest.approx(full[f"batch {B} ms"] / row[f"batch {B} ms"])
+    for row in tables["bridge"]:
+        assert min(row["reading"], row["token"]) > 0
+        assert row["token, ratio"] == pytest.approx(row["token, ours"] / row["token"])
+    assert [(row["threads"], row["prompt"]) for row in tables["greedy"]] == [
+        (threads, n) for threads in (1, 2) for n in (168, 256)]
 
 
 def test_what_is_compiled_is_the_decoder(monkeypatch):
@@ -107,3 +76,80 @@ def test_what_is_compiled_is_the_decoder(monkeypatch):
     for part in tokens.split((7, 1), 1):
         y, told = model(part, ours), speed.compiled(model)(part, theirs)
     assert torch.equal(y, told)
+
+
+def test_growth_of_a_text_longer_than_the_model_was_made_for(small, tmp_path):
+    rows = rows_of("--what", "growth", "--lengths", 900, 64, "--methods", "full", "kvzip", "--model", small,
+                   "--figure", tmp_path / "growth.png", folder=tmp_path)
+    assert [(row["phase"], row["method"]) for row in rows] == [
+        (phase, name) for phase in speed.PHASES for name in ("full", "kvzip")]
+    for row in rows:  # of two points the line goes through both
+        assert row["900"] / row["64"] == pytest.approx((900 / 64) ** row["exponent"])
+    assert rows[0]["900"] > 2 * rows[0]["64"] > 0 and rows[3]["900"] > rows[3]["64"]  # kvzip reads twice
+    assert plot.is_ours((tmp_path / "growth.png").read_bytes())
+
+
+@pytest.mark.parametrize("name, published", [("llama3-8b", 8_030_261_248), ("qwen2.5-0.5b", 494_032_768)])
+def test_the_real_shapes_have_the_published_numbers_of_parameters(name, published):
+    model = speed.skeleton(speed.SHAPES[name], torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == published
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_are_seeded_and_normal_norms_one_and_biases_nought(family):
+    a, b, c = models = [speed.skeleton(replace(SHAPE, family=family), torch.bfloat16) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1)):
+        speed.fill(model, torch.device("cpu"), seed)
+    assert a.head.weight is a.embed.weight
+    assert family == "gpt2" or torch.equal(a.freq, speed.Decoder(SHAPE).freq)
+    for (name, p), same, other in zip(a.named_parameters(), b.parameters(), c.parameters()):
+        assert torch.equal(p, same) and torch.equal(p, other) == (p.dim() == 1) and p.dtype == torch.bfloat16
+        one = "norm" in name and name.endswith("weight")
+        assert 0.018 < p.float().std() < 0.022 if p.dim() == 2 else (p == one).all()
+
+
+def test_a_large_row_has_the_bytes_of_caches_filled_by_hand():
+    model = speed.skeleton(replace(SHAPE, max_len=200), torch.float32)
+    speed.fill(model, torch.device("cpu"), 7)
+    tokens = speed.random_tokens(model, 101, 7, 3)
+    for name, Method in pick("full ada_kv h2o quantized_2 kv_reviver chunk_kv_semantic".split()).items():
+        options, most = given(Method, budget=50), 0
+        row = speed.measure(model, Method, options, tokens, 5, 40, False)
+        assert min(row["reading s"], row["tokens/s"]) > 0 and row["end s"] >= 0, name
+        caches = make_cache(model, for_text(Method, torch.arange(100)[None] % 16 == 15), **options)
+        for part in tokens[:, :-1].split(40, 1):
+            model(part, caches)
+            most = max(most, cache_bytes(caches)[1])
+        end_prefill(caches)
+        live, allocated = cache_bytes(caches)
+        assert (row["live"], row["allocated"]) == (live / 1e6, allocated / 1e6), name
+        assert row["peak"] == most / 1e6, name
+
+
+def test_large_goes_on_where_it_ended_and_says_what_does_not_fit(tmp_path, monkeypatch):
+    words = f"--what large --device cpu --new 1 --json {tmp_path / 'rows.json'} --resume --lengths".split()
+    speed.main([*words, "99", "--methods", "full", "h2o"])
+    first = speed.rows_of((tmp_path / "rows.json").read_bytes())
+    assert [(row["method"], row["batch"]) for row in first] == [
+        (name, B) for B in (1, 4) for name in ("full", "h2o")]
+    monkeypatch.setattr(speed, "feed", lambda *of: torch.empty(2 ** 60))
+    speed.main([*words, "99", "140", "--methods", "full"])
+    rows = speed.rows_of((tmp_path / "rows.json").read_bytes())
+    assert rows[:4] == first and len(rows) == 6
+    assert all(row["live"] is None and "does not fit" in row["note"] for row in rows[4:])
+    with pytest.raises(ValueError, match="rows of another run .* 1 new tokens.* and this is .* 2 new tokens"):
+        speed.main([*words, "99", "--new", "2", "--methods", "full"])
+    (tmp_path / "rows.json").write_text('[{"table": "none"}]')
+    with pytest.raises(ValueError, match="holds something else than the rows"):
+        speed.main([*words, "99", "--methods", "full"])
+
+
+@pytest.mark.parametrize("wrong, told", [
+    ("--lengths 64", "ada_kv at 25 % of 64 tokens: budget 16 must exceed the window 32"),
+    ("--what growth --lengths 512 512", "one length, 512, shows no growth"),
+    ("--what large --device cpu --lengths 2000000", "length 2000000 must be a whole number from 1 to")])
+def test_what_cannot_be_measured_is_one_line_before_any_work(wrong, told):
+    done = run(*wrong.split())
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {told}"), done.stderr
+    assert done.stderr.count("\n") == 1

@@ -12,7 +12,7 @@ from common import DEVICE, TOLERANCE, attended, segment
 pytest.importorskip("triton")  # Linux only
 
 from kernels.decode_attention import Segment, decode_attention, plain
-from kernels.launch import block_of, split
+from kernels.launch import split
 
 CASES = [  # B, H, G, D, counts of the B·H heads, of a second segment, biased, tile
     (1, 1, 1, 16, [1], None, False, 16),
@@ -50,10 +50,6 @@ def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program(n, heads,
     share, programs = split(n, 16, heads, torch.device("cpu"))
     assert programs == parts and share % 16 == 0 and share <= 4096
     assert (programs - 1) * share < max(n, 1) <= programs * share
-
-
-def test_a_block_is_the_next_power_of_2_and_at_least_16():
-    assert [block_of(n) for n in (1, 15, 16, 17, 80)] == [16, 16, 16, 32, 128]
 
 
 def test_many_parts_are_added_up_as_one(poisoned):

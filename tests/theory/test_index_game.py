@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from exact import F64, random, seeded
-from experiments.speed import Count
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, pair_decoder, pairs
 from methods.theory import index_game as theory
-from methods.theory.index_game import (deal, distortion, index_game_four, keep_rows, learn, match3, play,
-                                       separation, simple_rules, spread_out)
+from methods.theory.index_game import (Count, deal, distortion, index_game_four, keep_rows, learn, match3,
+                                       play, separation, simple_rules, spread_out)
 from nanollm.cache import LayerCache
 
 G = 3
@@ -72,15 +71,6 @@ def test_a_step_takes_the_multiplications_of_the_formulas(n, d, batch, heads):
         rescale = tiles * 2 + 1 + (tiles - 1) * d    # keep, total · keep, out · keep: at first a single 0
         # exp; K₁ ∘ q and V₁ ∘ (P V₂); q by the scale, out by the total
         assert counted(FactoredFourCache(tile=tile)) == products + G * (n * n + 2 * n * d + 2 * d + rescale)
-
-
-@pytest.mark.claim("T4")
-def test_in_inference_mode_the_same_is_counted():
-    """There operations that are made of others arrive whole."""
-    outside = under(Count(), FactoredFourCache(), 32, 8, batch=2)
-    with torch.inference_mode():
-        inside = under(Count(), FactoredFourCache(), 32, 8, batch=2)
-    assert (inside.multiplications, inside.bytes) == (outside.multiplications, outside.bytes)
 
 
 @pytest.mark.claim("T4")
