@@ -102,18 +102,19 @@ SECTIONS = {
         "compares our decoder with theirs on the same weights, after a check that both write the same "
         "tokens."),
     "growth": (
-        "How cost grows with the text", "python -m experiments.growth",
+        "How cost grows with the text", "python -m experiments.speed --what growth",
         "![three costs over the tokens](notebooks/growth.png)  Reading, compressing and one step, for texts "
         "of 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, both axes "
         "logarithmic."),
     "large": (
-        "Speed and memory in any model's shape", "python -m experiments.large",
-        "Random weights, here in a small shape on a CPU. On a GPU `python -m experiments.large --shape "
-        "llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` measures the real sizes, bytes by the GPU's "
+        "Speed and memory in any model's shape", "python -m experiments.speed --what large",
+        "Random weights, here in a small shape on a CPU. On a GPU `python -m experiments.speed "
+        "--what large --shape llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` measures the real "
+        "sizes, bytes by the GPU's "
         "own allocator beside those that the caches name, and decoding with and without kernels. Nobody has "
         "done that here yet."),
     "resources": (
-        "Kernels, compiled", "python -m kernels.resources",
+        "Kernels, compiled", "python -m kernels.bench --resources",
         "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),
 }
 FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png"}  # what --figure writes
@@ -207,20 +208,18 @@ def text(name: str) -> str:
     """Return the text of a section's rows, as the `show` of the module that its command runs makes it."""
     if name in COMPARED:
         return additions(rows(name)) if name == "additions" else compared(rows(name), name == "short")
-    return import_module(SECTIONS[name][1].split()[2]).show(rows(name))
+    module = "experiments.claims.claims_renderer" if name == "claims" else SECTIONS[name][1].split()[2]
+    return import_module(module).show(rows(name))
 
 
 def section(name: str) -> str:
     title, command, words = SECTIONS[name]
-    if (old := HERE / f"{name}.txt").exists():  # of a command that stores no rows yet
-        ran, machine, output = old.read_text().split("\n", 2)
-    else:
-        stored = json.loads((HERE / f"{name}.json").read_text())
-        ran, machine = stored["command"], f"{stored['date']}, {stored['machine']}"
-    if ran != command:
-        raise SystemExit(f"error: stored/{name} is of `{ran}`; run python -m experiments.render {name}")
-    output = output if old.exists() else text(name)
-    return f"## {title}\n\n{words}\n\n`{command}` ({machine}):\n\n```\n{output.strip(chr(10))}\n```"
+    stored = json.loads((HERE / f"{name}.json").read_text())
+    if stored["command"] != command:
+        raise SystemExit(f"error: stored/{name}.json is of `{stored['command']}`; "
+                         f"run python -m experiments.render {name}")
+    made = f"`{command}` ({stored['date']}, {stored['machine']})"
+    return f"## {title}\n\n{words}\n\n{made}:\n\n```\n{text(name).strip(chr(10))}\n```"
 
 
 def shipped() -> str:

@@ -22,7 +22,7 @@ import torch
 # %%
 from experiments import inside
 from experiments.inside import importance
-from experiments.render import by_method
+from experiments.render import by_method, rows
 from methods.duo_attention import DuoAttention
 from methods.duo_gates import gates, retrieval_heads
 from methods.streaming_llm import StreamingLLM
@@ -285,9 +285,8 @@ for name, model in models.items():
 # `python -m nanollm claims` judges 22 claims on both by one rule each. What it printed is kept in `experiments/stored/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
 
 # %%
-root = next(folder for folder in (Path(".."), Path(".")) if (folder / "experiments").exists())
 verdicts = {}
-for row in json.loads((root / "experiments" / "stored" / "claims.json").read_text()):
+for row in rows("claims"):
     verdicts.setdefault(row["claim"], {})[row["model"]] = row
 for claim, on in verdicts.items():
     if len({row["verdict"] for row in on.values()}) > 1:

@@ -172,7 +172,7 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
 
 def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md") -> str:
     """Write CLAIMS.md, or raise a ValueError if it is not what would be written. Return what was done."""
-    text = page(recorded, json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text()))
+    text = page(recorded, json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text())["rows"])
     if write:
         file.write_text(text)
     elif not file.exists() or file.read_text() != text:

@@ -27,7 +27,7 @@ from nanollm.commands import registry
 from nanollm.measure.tasks import Tasks
 
 ROOT = Path(__file__).parents[2]
-STORED = json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text())
+STORED = json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text())["rows"]
 
 
 # ---- rules ---
