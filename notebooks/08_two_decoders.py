@@ -14,7 +14,6 @@
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 import json
-from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -190,9 +189,9 @@ for axis, (name, model) in zip(axes, models.items()):
     spread = inside.norm_spread(model, texts[name])
     plot.heads(axis, spread, f"{name}: norms, 95 % over 5 %", "{:.1f}", most=4)
 seen = {name: inside.observed(model, texts[name]).mean(1) for name, model in models.items()}
-rows = "pivotal before", "cosine of x, F(x)", "tail exponent", "before, by chance"
+labels = "pivotal before", "cosine of x, F(x)", "tail exponent", "before, by chance"
 for name in models:
-    for row, x in zip(rows, seen[name]):
+    for row, x in zip(labels, seen[name]):
         print(f"{name:8} {row:18}", *(f"{value:6.2f}" for value in x))
 
 # %% [markdown]
