@@ -19,8 +19,8 @@ from methods.duo_gates import ask, predictions
 from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import seen_by_window
 from nanollm import LEARNED, TINY
-from nanollm.commands.registry import loaded, model_options
-from nanollm.commands.shell import command
+from nanollm.commands.registry import loaded
+from nanollm.commands.shell import command, model_options
 from nanollm.measure.evaluate import exact_match, text_windows
 from nanollm.measure.tasks import Tasks
 from nanollm.training.initial_weights import without_heads

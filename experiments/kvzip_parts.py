@@ -23,10 +23,11 @@ from methods.ours.one_reading import OneReading
 from methods.quantized import Quantized
 from nanollm import SHIPPED
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
-from nanollm.commands.registry import loaded, model_options
-from nanollm.commands.shell import command
+from nanollm.commands.registry import loaded
+from nanollm.commands.shell import command, model_options
 from nanollm.generate import prefill, read_again
-from nanollm.measure.evaluate import (TASKS, answer, check_size, maker, prompt_and_question, retrieve, share,
+from nanollm.measure.benchmark import TASKS
+from nanollm.measure.evaluate import (answer, check_size, maker, prompt_and_question, retrieve, share,
                                       standard_error)
 from nanollm.measure.tasks import Tasks
 

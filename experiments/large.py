@@ -27,10 +27,10 @@ from nanollm import kernel_switch
 from nanollm.cache import LayerCache, cache_bytes, make_cache
 from nanollm.check import check_row, check_seed, fits, whole
 from nanollm.commands import shell
-from nanollm.commands.registry import DTYPES, given, pick
-from nanollm.generate import check_rereads, end_prompt
+from nanollm.commands.registry import given, pick
+from nanollm.generate import check_rereads, end_prompt, tell_chunk_ends
 from nanollm.hf.checkpoint import NoDraws, brief, check_device, read_config
-from nanollm.measure.evaluate import for_text, share
+from nanollm.measure.evaluate import share
 from nanollm.measure.replay import feed
 from nanollm.model import Config, Decoder
 from nanollm.training.train import hardware
@@ -101,7 +101,8 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
         torch.cuda.reset_peak_memory_stats()
         of_before = torch.cuda.memory_allocated()
     ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # of chunks, for what goes by the text
-    caches = make_cache(model, for_text(Method, ends), **knobs)
+    caches = make_cache(model, Method, **knobs)
+    tell_chunk_ends(caches, ends)
 
     began = now(cuda)
     row = dict(peak=feed(model, tokens[:, :-1], caches, chunk), device=None, device_peak=None)
@@ -182,7 +183,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="a folder whose config.json gives the shape; no weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="default here %(default)s")
-    parser.add_argument("--dtype", choices=DTYPES, help=default["dtype"])
+    parser.add_argument("--dtype", choices=shell.DTYPES, help=default["dtype"])
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help=default["lengths"])
     parser.add_argument("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
     parser.add_argument("--methods", nargs="+", default=METHODS.split(), metavar="NAME",

@@ -25,10 +25,10 @@ from methods.scissorhands import Scissorhands
 from methods.theory.persistence_measured import Padded, Rate, tilted
 from nanollm import LEARNED, TINY
 from nanollm.cache import LayerCache
-from nanollm.commands.registry import loaded, model_options
-from nanollm.commands.shell import command
-from nanollm.measure.evaluate import (TASKS, Benchmark, Reference, continuation, maker, reference,
-                                      replayed_or_read, standard_error, text_windows)
+from nanollm.commands.registry import loaded
+from nanollm.commands.shell import command, model_options
+from nanollm.measure.benchmark import TASKS, Benchmark, replayed_or_read
+from nanollm.measure.evaluate import Reference, continuation, maker, reference, standard_error, text_windows
 from nanollm.measure.tasks import Tasks
 
 FEW = dict(at_a_time=8)

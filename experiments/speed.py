@@ -24,9 +24,8 @@ from nanollm.cache import make_cache
 from nanollm.check import whole
 from nanollm.commands.registry import calibrated, given, load, pick
 from nanollm.commands.shell import command
-from nanollm.generate import end_prompt, generate, prefill
+from nanollm.generate import end_prompt, generate, prefill, tell_chunk_ends
 from nanollm.hf.checkpoint import hf_model, to_hf
-from nanollm.measure.evaluate import for_text
 from nanollm.tokenizer import boundaries
 
 
@@ -247,8 +246,9 @@ def compression(model, encoding, methods, lengths=(512, 1024, 2048), repeat: int
         tokens = random_tokens(model, n, seed=n)
         times = {name: [] for name in methods}
         for name in [*methods] * repeat:
-            caches = make_cache(model, for_text(methods[name], ends[tokens]), **knobs[name],
+            caches = make_cache(model, methods[name], **knobs[name],
                                 **given(methods[name], budget=n // 4))
+            tell_chunk_ends(caches, ends[tokens])
             began = time.perf_counter()
             prefill(model, tokens, caches)
             read = time.perf_counter()

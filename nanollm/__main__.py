@@ -1,5 +1,4 @@
 """python -m nanollm COMMAND: compare, if none is named."""
-from importlib import import_module
 import sys
 
 from nanollm.commands import shell
@@ -18,7 +17,7 @@ def main(argv: list[str]):
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
     if name not in COMMANDS:
         shell.fail(f"unknown command {name!r}; known are {', '.join(COMMANDS)}")
-    shell.command(import_module(COMMANDS[name]).main, rest)
+    shell.command(shell.load_module(COMMANDS[name]).main, rest)
 
 
 if __name__ == "__main__":

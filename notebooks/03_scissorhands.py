@@ -36,7 +36,8 @@ from nanollm.cache import cache_bytes, make_cache
 from nanollm.commands import plot
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate
-from nanollm.measure.evaluate import TASKS, maker, reading_within, retrieve, standard_error
+from nanollm.measure.benchmark import TASKS
+from nanollm.measure.evaluate import maker, reading_within, retrieve, standard_error
 from nanollm.measure.tasks import Tasks
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")

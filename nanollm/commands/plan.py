@@ -16,10 +16,13 @@ import torch
 from nanollm import TINY
 from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
 from nanollm.check import whole
-from nanollm.commands.registry import DTYPES, given, has_budget, pick
+from nanollm.commands.registry import given, has_budget, pick
+from nanollm.commands.shell import DTYPES
 from nanollm.commands.table import SHOWN, label
-from nanollm.generate import read_again
-from nanollm.measure.evaluate import for_text, share
+from nanollm.generate import read_again, tell_chunk_ends
+from nanollm.hf.bridge import Bridged
+from nanollm.hf.checkpoint import hf_skeleton
+from nanollm.measure.evaluate import share
 
 SHORT = 576, 1152  # tokens of the prompts that are compressed; longer than what KVzip reads at a time
 LINE = "{:<27}{:>7}{:>18}{:>10}{:>9}"
@@ -27,8 +30,6 @@ LINE = "{:<27}{:>7}{:>18}{:>10}{:>9}"
 
 def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
     """What `make_cache` asks of a decoder, made of config.json alone, and the bytes of its weights."""
-    from nanollm.hf.bridge import Bridged
-    from nanollm.hf.checkpoint import hf_skeleton
     skeleton = hf_skeleton(folder)
     bridged = Bridged(skeleton)
     c = bridged.config
@@ -43,7 +44,8 @@ def compressed(shape, Method, knobs: dict, T: int, dtype: torch.dtype) -> tuple[
     """Bytes allocated for one random prompt of T tokens: after compression, and at most while it was read."""
     c, g = shape.config, torch.Generator().manual_seed(0)
     pos = torch.arange(T)[None]
-    caches = make_cache(shape, for_text(Method, pos % 16 == 15), **knobs)  # a chunk's end every 16 tokens
+    caches = make_cache(shape, Method, **knobs)
+    tell_chunk_ends(caches, pos % 16 == 15)  # a chunk's end every 16 tokens
 
     def read(part: slice):
         at = pos[:, part] + caches[0].seen

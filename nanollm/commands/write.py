@@ -2,16 +2,20 @@
 import argparse
 from pathlib import Path
 
+import torch
+
+from nanollm.cache import LayerCache, cache_bytes, make_cache
 from nanollm.check import check_seed, whole
-from nanollm.commands import shell
+from nanollm.commands import demo, shell
 from nanollm.commands.compare import check_files
-from nanollm.commands.registry import calibrated, given, has_budget, loaded, model_options, pick
+from nanollm.commands.registry import calibrated, given, has_budget, loaded, pick
+from nanollm.generate import generate, stream, tell_chunk_ends
+from nanollm.tokenizer import boundaries, opening
 
 MARK = "▸"  # between a text and what is written
 
 
 def main(argv: list[str]):
-    from nanollm.commands import demo
     parser = argparse.ArgumentParser(
         prog="python -m nanollm generate",
         description="Continue a text. Without one: read a page that holds facts, show which of its tokens a "
@@ -29,7 +33,7 @@ def main(argv: list[str]):
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest, of this mass")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--figure", type=Path, help="of the page: a file for its picture")
-    model_options(parser)
+    shell.model_options(parser)
     args = parser.parse_args(argv)
 
     check_seed(args.seed)
@@ -75,15 +79,11 @@ def write(args, text: str, model, encoding, Method, knobs: dict):
     """Continue a text, each token as it comes, and say what the cache holds at the end, and what the full
     cache would have written.
     """
-    import torch
-    from nanollm.cache import LayerCache, cache_bytes, make_cache
-    from nanollm.measure.evaluate import for_text
-    from nanollm.generate import generate, stream
-    from nanollm.tokenizer import boundaries, opening
     ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
     prompt = torch.tensor([ids], dtype=torch.long, device=args.device)
     ends = boundaries(encoding, model.config.vocab_size)
-    caches = make_cache(model, for_text(Method, ends[prompt.cpu()]), **knobs)
+    caches = make_cache(model, Method, **knobs)
+    tell_chunk_ends(caches, ends[prompt.cpu()])
     sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     new = stream(model, prompt, args.tokens, caches, **sampling)
 

@@ -14,7 +14,7 @@ from experiments import large
 from nanollm import kernel_switch
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.commands.registry import given, pick
-from nanollm.measure.evaluate import for_text
+from nanollm.generate import tell_chunk_ends
 from nanollm.model import Config
 
 METHODS = "full", "ada_kv", "h2o", "quantized_2", "kv_reviver", "chunk_kv_semantic"
@@ -62,8 +62,9 @@ def test_a_row_has_every_number_and_the_bytes_of_caches_filled_by_hand(run, monk
                            device=None, device_peak=None)
         shown = " ".join(f"{x / 1e6:.2f}" for x in held)
         assert line.split() == f"{T} {B} {name} 2.00 1.000 {5 * B / 4:.1f} {shown} – –".split()
-        Method, most = for_text(pick([name])[name], torch.arange(T)[None] % 16 == 15), 0
+        Method, most = pick([name])[name], 0
         caches = make_cache(model, Method, **given(Method, budget=T // 2))
+        tell_chunk_ends(caches, torch.arange(T)[None] % 16 == 15)
         tokens = torch.randint(60, (B, T + 1), generator=torch.Generator().manual_seed(7))
         for part in tokens[:, :-1].split(40, 1):
             model(part, caches)

@@ -20,11 +20,11 @@ from nanollm.cache import ALL, LayerCache, end_prefill, make_cache
 from nanollm.commands.registry import given, has_budget, pick
 from nanollm.generate import generate
 from nanollm.measure import evaluate
-from nanollm.measure.evaluate import (Benchmark, bits_per_byte, continuation, exact_match, excess, maker,
-                                      ngram_bits, perturbation, prompt_and_question, reading_within,
-                                      reference, replayed_or_read, retrieve, summary, text_windows)
+from nanollm.measure.benchmark import Benchmark, Slices, excess, replayed_or_read, summary
+from nanollm.measure.evaluate import (bits_per_byte, continuation, exact_match, maker, ngram_bits,
+                                      perturbation, prompt_and_question, reading_within, reference, retrieve,
+                                      text_windows)
 from nanollm.measure.replay import CannotReplay, Recorder, feed, record, replay
-from nanollm.measure.slices import Slices
 from nanollm.model import Config, Decoder
 
 V, L, B, H, G, D, T, NEW = 2048, 2, 3, 2, 2, 8, 80, 12
