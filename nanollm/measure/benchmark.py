@@ -20,9 +20,7 @@ TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # options: 4 facts, 16 pai
 
 @dataclass
 class Benchmark:
-    """The same documents and text for every method, read once for all of them: about 10 KB a token with the
-    tiny model.
-    """
+    """The same documents and text for every method, recorded once: about 10 KB a token with the tiny model."""
     batches: dict[str, Batch]
     recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
     full: Reference | None
@@ -33,13 +31,13 @@ class Benchmark:
 
     @staticmethod
     def text(model, tasks: Tasks, T: int, documents: int) -> Tensor:
-        """Half as many texts as documents of a task, of T tokens each."""
+        """Return half as many texts as documents of a task, of T tokens each."""
         return text_windows(tasks, max(2, documents // 2), T, model)
 
     @staticmethod
     @torch.no_grad()
     def read(model, batches: dict[str, Batch], text: Tensor | None) -> "Benchmark":
-        """What the decoder says of documents, and of text (B, T) if there is any."""
+        """Record documents, and text (B, T) if there is any."""
         recordings = {}
         for task, batch in batches.items():
             caches = make_cache(model, Recorder)
@@ -52,28 +50,32 @@ class Benchmark:
 
     @staticmethod
     def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
-        """`documents` of each task and half as many texts, T tokens each."""
+        """Make and record `documents` of each task and half as many texts, T tokens each."""
         check_size(model, documents, 2, T)
-        batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
+        batches = {task: tasks.batch(task, seed, documents, T, **options)
+                   for task, options in TASKS.items()}
         return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
-        """Of each task and setting, right answers (B,); of the text, `continuation` and `perturbation`."""
+        """Return the right answers (B,) of each task and setting, and of the text `continuation` and
+        `perturbation`.
+        """
         right = {}
         for task, batch in self.batches.items():
-            found = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
-            right |= {f"{task}_{setting}": x for setting, x in found.items()}
+            answers = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
+            right |= {f"{task}_{setting}": x for setting, x in answers.items()}
         if self.full is None:
             return right, {}
         text = replayed_or_read(continuation, model, self.full, make, self.full.recording)
         return right, text | dict(l1_alone=perturbation(model, self.full, make))
 
     def run(self, model, make: Make) -> dict:
+        """Return a row of `summary`."""
         return summary([self.measured(model, make)])
 
 
 def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
-    """One row of what `Benchmark.measured` found, whatever the parts in which documents and text were read.
+    """Return a row of what `Benchmark.measured` returned for each part of the documents and texts.
 
     Per task and setting, the mean and its standard error; everything of `continuation`; under "each" the
     single documents (texts, for kl, nll and L1). Bytes are sums.
@@ -87,18 +89,16 @@ def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
     kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
     seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
     each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
-    for key, of_all in dict(live=sum, live_16=sum, allocated=sum, peak=sum, device=sum, slots=max,
-                            slots_end=max).items():
-        found = [text[key] for text in texts]
-        row[key] = None if None in found else of_all(found)
+    for key in ("live", "live_16", "allocated", "peak", "device", "slots", "slots_end"):
+        values, total = [text[key] for text in texts], max if key in ("slots", "slots_end") else sum
+        row[key] = None if None in values else total(values)
     row |= {key: texts[0][key] for key in ("prompt", "evicts", "keeps_all")}
     return row | dict(tokens_per_s=len(kl) / seconds, perplexity=math.exp(nll.mean().item()),
                       kl=kl.mean().item(), l1=l1.mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
 
 
 def replayed_or_read(measure, model, what, make: Make, recorded):
-    """A measurement by the recording, or by reading where a method changes attention before the prompt's end.
-    """
+    """Measure by the recording, or by reading where a method changes attention before the prompt's end."""
     try:
         return measure(model, what, make, recorded)
     except CannotReplay:
@@ -151,7 +151,7 @@ def cut(batch: Batch, n: int) -> list[Batch]:
 
 
 def excess(row: dict) -> str:
-    """What a row of `continuation` holds beyond the `fraction` that is its budget, in words; "" if nothing.
+    """Return what a row of `continuation` holds beyond its budget, `fraction`, in words; "" if nothing.
 
     At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
     each token; window methods, which only compress the prompt, append.
@@ -170,11 +170,11 @@ def excess(row: dict) -> str:
 
 
 def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
-    """Mean difference of two rows of the same Benchmark, document by document over all `keys`, and its
+    """Return the mean difference of two rows of one Benchmark, document by document over all `keys`, and its
     standard error.
     """
-    mine, other = (torch.tensor([of["each"][key] for key in keys]) for of in (row, base))
-    difference = mine - other
+    own, other = (torch.tensor([x["each"][key] for key in keys]) for x in (row, base))
+    difference = own - other
     return difference.mean().item(), standard_error(difference.flatten())
 
 

@@ -1,5 +1,4 @@
-"""What compressing the cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes, speed, for any
-cache.
+"""What a cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes and speed.
 
 Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed.
 `blind`: the context is compressed before the question arrives. In both the prompt's last token is fed after
@@ -32,12 +31,12 @@ Make = Callable[[int, Tensor], list[LayerCache]]
 # ---- caches that are measured ---
 
 def share(fraction: float, tokens: int) -> int:
-    """The budget, in slots per key/value head, that is a fraction of a prompt."""
+    """Return the budget, in slots per key/value head, that is a fraction of a prompt."""
     return round(fraction * tokens)
 
 
 def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **knobs) -> Make:
-    """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention).
+    """Return what makes caches whose budget is a fraction of the prompt; None for a method without a budget.
 
     ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for methods that go
     by them.
@@ -57,7 +56,7 @@ def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **k
 
 
 def reading_within(make: Make) -> Make:
-    """Caches that evict while they read: told that the prompt is over before it begins."""
+    """Return what makes caches that evict while they read: their prompt is over before it begins."""
     def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
         caches = make(tokens, prompt)
         end_prefill(caches)
