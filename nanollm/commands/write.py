@@ -112,8 +112,9 @@ def write(model, encoding, Method, knobs: dict, text: str, new: int, sampling: d
     live, allocated = cache_bytes(caches)
     print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "
           f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
-    if caches[0].seen <= knobs.get("budget", 0):
+    if "budget" in knobs and caches[0].seen <= knobs["budget"]:
         print(f"[nothing was evicted: all tokens fit into the budget of {knobs['budget']}]")
     elif Method is not LayerCache:
         full = encoding.decode(generate(model, prompt, new, **sampling)[0].tolist())
-        print("[the full cache writes the same]" if full == all_of_it else f"[the full cache writes:]\n{full}")
+        same = full == all_of_it
+        print("[the full cache writes the same]" if same else f"[the full cache writes:]\n{full}")

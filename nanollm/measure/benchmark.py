@@ -20,7 +20,7 @@ TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # options: 4 facts, 16 pai
 
 @dataclass
 class Benchmark:
-    """The same documents and text for every method, recorded once: about 10 KB a token with the tiny model."""
+    """Documents and text, the same for every method, and recorded: 10 KB a token with the tiny model."""
     batches: dict[str, Batch]
     recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
     full: Reference | None
