@@ -22,19 +22,11 @@ from tqdm import tqdm
 from experiments.speed import best
 from nanollm import SHIPPED
 from nanollm.cache import bytes_in_16_bits
-<<<<<<< HEAD
-from nanollm.commands.registry import calibrated, given, has_budget, loaded, model_options, pick
-from nanollm.commands.shell import command
-from nanollm.generate import end_prompt, prefill, read_again, rereads
-from nanollm.measure.evaluate import (TASKS, Benchmark, ask, check_size, maker, prompt_and_question,
-                                      standard_error)
-=======
 from nanollm.commands.registry import calibrated, given, has_budget, loaded, pick
 from nanollm.commands.shell import command, model_options
-from nanollm.generate import end_prompt, prefill, read_again
+from nanollm.generate import end_prompt, prefill, read_again, rereads
 from nanollm.measure.benchmark import TASKS, Benchmark, cut
 from nanollm.measure.evaluate import ask, check_size, maker, prompt_and_question, standard_error
->>>>>>> c1988ae (Command line: options in a file that loads nothing, rows beside it; settings in a dataclass; chunk ends are told to the caches; the benchmark and the n-grams in files of their own)
 from nanollm.measure.replay import CannotReplay, replay
 from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import boundaries

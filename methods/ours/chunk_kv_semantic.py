@@ -46,13 +46,8 @@ def cut_at(ends: Tensor, longest: int) -> Tensor:
 
 
 @dataclass(eq=False)
-<<<<<<< HEAD
 class SemanticChunkKV(SnapKV):
-    """SnapKV's window and semantic chunks: `select=SemanticChunks(ends=boundaries(encoding, V)[prompt])`."""
-=======
-class SemanticChunkKV(WindowCache):
     """SnapKV's window and semantic chunks. `tell_chunk_ends(caches, ends)` says where they end."""
->>>>>>> c1988ae (Command line: options in a file that loads nothing, rows beside it; settings in a dataclass; chunk ends are told to the caches; the benchmark and the n-grams in files of their own)
     select: Selection = SemanticChunks()
 
 

@@ -70,8 +70,8 @@ def one_line(error: BaseException) -> str:
 
 
 def has_window(Method) -> bool:
-    """Return whether additions can go on top of a method."""
-    return isinstance(Method, type) and issubclass(Method, WindowCache)
+    """Return whether additions can go on top of a method: it has a window, and a selection to replace."""
+    return isinstance(Method, type) and issubclass(Method, WindowCache) and hasattr(Method, "select")
 
 
 def compose(name: str, found: dict, additions: dict) -> partial:

@@ -12,7 +12,6 @@ from methods.quantized import Quantized
 from methods.snap_kv import SnapKV
 from nanollm.cache import LayerCache
 from nanollm.commands.registry import calibrated, given, has_budget, has_window, methods, pick
-from nanollm.window import WindowCache
 
 
 def test_methods_are_the_variants_of_all_files():
@@ -25,7 +24,7 @@ def test_methods_are_the_variants_of_all_files():
 
 
 @pytest.mark.parametrize("name, base, chosen", [
-    ("ada_kv+critical+residual", AdaKV, Residual(Critical())), ("snap_kv+critical", WindowCache, Critical()),
+    ("ada_kv+critical+residual", AdaKV, Residual(Critical())), ("snap_kv+critical", SnapKV, Critical()),
     ("chunk_kv+residual", ChunkKV, Residual(Chunks())), ("ada_kv+chunk+residual", AdaKV, Residual(Chunks()))])
 def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, base, chosen):
     (Method,) = pick([name]).values()
