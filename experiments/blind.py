@@ -24,10 +24,9 @@ from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.generate import end_prompt, prefill, read_again, rereads
-from nanollm.measure.evaluate import (TASKS, Benchmark, ask, check_size, maker, prompt_and_question,
-                                      standard_error)
+from nanollm.measure.benchmark import TASKS, Benchmark, cut
+from nanollm.measure.evaluate import ask, check_size, maker, prompt_and_question, standard_error
 from nanollm.measure.replay import CannotReplay, replay
-from nanollm.measure.slices import cut
 from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import boundaries
 

@@ -33,9 +33,9 @@ from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer
 from nanollm.cache import LayerCache, bytes_in_16_bits, end_prefill, make_cache
 from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import (Benchmark, Make, Reference, answer, continuation, held, maker,
-                                      perturbation, prompt_and_question, reference, replayed_or_read,
-                                      retrieve, text_windows)
+from nanollm.measure.benchmark import Benchmark, replayed_or_read
+from nanollm.measure.evaluate import (Make, Reference, answer, continuation, held, maker, perturbation,
+                                      prompt_and_question, reference, retrieve, text_windows)
 from nanollm.measure.replay import Recorder, feed, record, replay
 from nanollm.measure.tasks import Batch, Tasks
 from nanollm.ranking import top

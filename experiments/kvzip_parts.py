@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import (budget, decoders, finish, grouped, mean_and_error, options, parser,
-                                with_error)
+from experiments.script import budget, decoders, finish, grouped, mean_and_error, options, parser, with_error
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
@@ -26,7 +25,8 @@ from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.generate import prefill, read_again
-from nanollm.measure.evaluate import (TASKS, answer, check_size, maker, prompt_and_question, retrieve, share)
+from nanollm.measure.benchmark import TASKS
+from nanollm.measure.evaluate import answer, check_size, maker, prompt_and_question, retrieve, share
 from nanollm.measure.tasks import Tasks
 
 SHARES = 0.25, 0.125, 0.0625

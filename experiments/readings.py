@@ -26,8 +26,8 @@ from methods.theory.persistence_measured import Padded, Rate, tilted
 from nanollm.cache import LayerCache
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
-from nanollm.measure.evaluate import (TASKS, Benchmark, Reference, continuation, maker, reference,
-                                      replayed_or_read, text_windows)
+from nanollm.measure.benchmark import TASKS, Benchmark, replayed_or_read
+from nanollm.measure.evaluate import Reference, continuation, maker, reference, text_windows
 from nanollm.measure.tasks import Tasks
 
 FEW = dict(at_a_time=8)

@@ -22,7 +22,7 @@ import time
 from nanollm import SHIPPED
 from nanollm.commands import table
 from nanollm.commands.text_table import text_table
-from nanollm.measure.evaluate import paired
+from nanollm.measure.benchmark import paired
 
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "stored"

@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from nanollm import SHIPPED
-from nanollm.commands.registry import loaded, model_options
-from nanollm.commands.shell import check_output, read_json, replace
+from nanollm.commands.registry import loaded
+from nanollm.commands.shell import check_output, model_options, read_json, replace
 from nanollm.measure.evaluate import standard_error
 
 

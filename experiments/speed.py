@@ -37,11 +37,11 @@ from nanollm.cache import LayerCache, cache_bytes, make_cache
 from nanollm.check import check_seed, whole
 from nanollm.commands import shell
 from nanollm.commands.compare import check_files
-from nanollm.commands.registry import DTYPES, calibrated, given, load, pick
+from nanollm.commands.registry import calibrated, given, load, pick
 from nanollm.commands.text_table import text_table
-from nanollm.generate import check_rereads, end_prompt, generate, prefill
+from nanollm.generate import check_rereads, end_prompt, generate, prefill, tell_chunk_ends
 from nanollm.hf.checkpoint import NoDraws, brief, check_device, hf_model, read_config, to_hf
-from nanollm.measure.evaluate import for_text, share
+from nanollm.measure.evaluate import share
 from nanollm.measure.replay import feed
 from nanollm.model import Config, Decoder
 from nanollm.tokenizer import boundaries
@@ -187,8 +187,9 @@ def compression(model, encoding, methods: dict, options: dict, lengths: list[int
         tokens = random_tokens(model, n, seed=n)
 
         def run(name):
-            Method = for_text(methods[name], ends[tokens])
-            return phases(model, tokens, make_cache(model, Method, **learned[name], **options[n, name]))
+            caches = make_cache(model, methods[name], **learned[name], **options[n, name])
+            tell_chunk_ends(caches, ends[tokens])
+            return phases(model, tokens, caches)
 
         times = in_turn({name: partial(run, name) for name in methods}, repeat)
         full = times["full"][0]
@@ -400,7 +401,8 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
         torch.cuda.reset_peak_memory_stats()
         of_before = torch.cuda.memory_allocated()
     ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # of chunks, for what goes by the text
-    caches, prompt = make_cache(model, for_text(Method, ends), **knobs), tokens[:, :-1]
+    caches, prompt = make_cache(model, Method, **knobs), tokens[:, :-1]
+    tell_chunk_ends(caches, ends)
     times = [now(cuda)]
     peak = feed(model, prompt, caches, chunk)
     times.append(now(cuda))
@@ -571,7 +573,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         default = {name: f"default {ON_GPU[name]} on a GPU, {ON_CPU[name]} on a CPU" for name in ON_CPU}
         option("--shape", choices=SHAPES, help=default["shape"])
         option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
-        option("--dtype", choices=DTYPES, help=default["dtype"])
+        option("--dtype", choices=shell.DTYPES, help=default["dtype"])
         option("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
         option("--budget", type=float, default=25, metavar="PERCENT", help="of a prompt; default 25")
         option("--new", type=int, metavar="TOKENS", help=f"to decode; {default['new']}")

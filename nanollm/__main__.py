@@ -1,5 +1,4 @@
 """python -m nanollm COMMAND: compare, if none is named."""
-from importlib import import_module
 from pathlib import Path
 import sys
 
@@ -21,7 +20,7 @@ def main(argv: list[str]):
     known = [each for each, module in COMMANDS.items() if (root / f"{module.replace('.', '/')}.py").exists()]
     if name not in known:
         shell.fail(f"unknown command {name!r}; known are {', '.join(known)}")
-    shell.command(import_module(COMMANDS[name]).main, rest)
+    shell.command(shell.load_module(COMMANDS[name]).main, rest)
 
 
 if __name__ == "__main__":

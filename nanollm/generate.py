@@ -51,6 +51,19 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     return logits[:, -1]
 
 
+def tell_chunk_ends(caches, ends: Tensor):
+    """Tell every layer which of the prompt's tokens end a chunk of text, ends (B, T) of bool.
+
+    Only methods that cut the prompt into such chunks read it (methods/ours/chunk_kv_semantic.py).
+    `boundaries(encoding, V)[prompt]` of nanollm/tokenizer.py makes it.
+    """
+    if ends.dtype != torch.bool or ends.dim() != 2:
+        raise ValueError(f"ends {tuple(ends.shape)} of {ends.dtype} must be (B, T) of bool, "
+                         "the prompt's tokens that end a chunk; give boundaries(encoding, V)[prompt]")
+    for cache in caches:
+        cache.chunk_ends = ends
+
+
 @torch.no_grad()
 def end_prompt(model, tokens: Tensor, caches) -> int:
     """Tell every layer that the prompt, tokens (B, T), is over; those that read it twice read it again first.

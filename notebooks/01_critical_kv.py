@@ -38,8 +38,8 @@ from nanollm import TINY, tokenizer
 from nanollm.cache import cache_bytes
 from nanollm.commands import plot
 from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import (TASKS, Benchmark, reference, share as entries_of,
-                                      standard_error, text_windows)
+from nanollm.measure.benchmark import TASKS, Benchmark
+from nanollm.measure.evaluate import reference, share as entries_of, standard_error, text_windows
 from nanollm.measure.tasks import Tasks
 
 # %%

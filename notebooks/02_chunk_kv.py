@@ -42,8 +42,8 @@ from nanollm import TINY, tokenizer
 from nanollm.cache import LayerCache, end_prefill
 from nanollm.commands import plot
 from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import (TASKS, Benchmark, held, maker, paired, standard_error,
-                                      text_windows)
+from nanollm.measure.benchmark import TASKS, Benchmark, paired
+from nanollm.measure.evaluate import held, maker, standard_error, text_windows
 from nanollm.measure.replay import feed
 from nanollm.measure.tasks import Tasks, Unmarked
 

@@ -28,15 +28,17 @@ from methods.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
 from methods.theory import persistence as theory
-from methods.theory.persistence_measured import (
-    Padded, Rate, attention_maps, block_similarity, cost_of_reading, even_shares, mass_lost,
-    newest_share, persistence_ratio, tail_exponent, tilted)
+from methods.theory.persistence_measured import (Padded, Rate, attention_maps, block_similarity,
+                                                 cost_of_reading, even_shares, mass_lost,
+                                                 newest_share, persistence_ratio, tail_exponent,
+                                                 tilted)
 from nanollm import TINY, tokenizer
 from nanollm.cache import cache_bytes, make_cache
 from nanollm.commands import plot
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate
-from nanollm.measure.evaluate import TASKS, maker, reading_within, retrieve, standard_error
+from nanollm.measure.benchmark import TASKS
+from nanollm.measure.evaluate import maker, reading_within, retrieve, standard_error
 from nanollm.measure.tasks import Tasks
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")

@@ -46,9 +46,9 @@ from nanollm.commands import plot
 from nanollm.commands.text_table import text_table
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate
-from nanollm.measure.evaluate import (Benchmark, continuation, full_cache_bytes, maker,
-                                      prompt_and_question, reading_within, replayed_or_read,
-                                      retrieve, standard_error)
+from nanollm.measure.benchmark import Benchmark, replayed_or_read
+from nanollm.measure.evaluate import (continuation, full_cache_bytes, maker, prompt_and_question,
+                                      reading_within, retrieve, standard_error)
 from nanollm.measure.replay import Recorder, record, replay
 from nanollm.measure.tasks import Tasks
 

@@ -28,9 +28,9 @@ from nanollm.cache import LayerCache, bytes_in_16_bits, cache_bytes
 from nanollm.commands import plot, table
 from nanollm.commands.registry import given, has_budget, load, pick
 from nanollm.hf.bridge import Bridged, attach, detach
+from nanollm.measure.benchmark import TASKS, Slices, paired
 from nanollm.measure.corpus import words
-from nanollm.measure.evaluate import TASKS, maker, paired, retrieve, standard_error
-from nanollm.measure.slices import Slices
+from nanollm.measure.evaluate import maker, retrieve, standard_error
 from nanollm.measure.tasks import Tasks
 
 torch.set_grad_enabled(False);  # or whatever is read would be kept for a backward pass

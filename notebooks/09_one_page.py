@@ -25,7 +25,8 @@ from nanollm.commands import plot
 from nanollm.commands.demo import PAGE, answer
 from nanollm.commands.registry import given, load, pick
 from nanollm.commands.text_table import text_table
-from nanollm.measure.evaluate import for_text, share
+from nanollm.generate import tell_chunk_ends
+from nanollm.measure.evaluate import share
 from nanollm.tokenizer import boundaries
 
 # %%
@@ -188,9 +189,10 @@ EIGHT = [("snap_kv", "aware"), ("chunk_kv_semantic", "aware"),
 # %%
 for name, setting in EIGHT:
     cut = tokens.shape[1] - 1 if setting == "aware" else len(context)
-    Method = for_text(pick([name])[name], ends[:, :cut])
+    Method = pick([name])[name]
     knobs = given(Method, window_size=8) | dict(budget=share(0.25, len(context)))
     caches = make_cache(model, Method, **knobs)
+    tell_chunk_ends(caches, ends[:, :cut])
     kept, written = answer(model, tokens, cut, caches, 4)
     title = f"{name}, {setting}: {encoding.decode(written)!r}"
     panels[title] = kept.float().mean((0, 1))[:len(context)]

@@ -10,8 +10,7 @@ from common import TOKENS, decoder
 from methods.sub_gen import SubGen, SubGen4Cache
 from nanollm.cache import LayerCache, copied, make_cache
 from nanollm.commands.registry import given, has_budget, methods
-from nanollm.generate import end_prompt
-from nanollm.measure.evaluate import for_text
+from nanollm.generate import end_prompt, tell_chunk_ends
 
 BUDGET, KNOBS = 24, dict(budget=np.int64(24), window_size=4)  # NumPy's whole numbers are some
 METHODS, ADDITIONS = ({name: x for name, x in found.items() if isinstance(x, type | dict)}
@@ -34,7 +33,8 @@ def one_line(error) -> str:
 @pytest.mark.parametrize("name", METHODS)
 def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name, done):
     Method = METHODS[name]
-    caches = make_cache(model, for_text(Method, ENDS[TOKENS]), **given(Method, **KNOBS))
+    caches = make_cache(model, Method, **given(Method, **KNOBS))
+    tell_chunk_ends(caches, ENDS[TOKENS])
     model(TOKENS, caches)
     if done:
         end_prompt(model, TOKENS, caches)

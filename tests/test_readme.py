@@ -18,7 +18,8 @@ from methods.random_eviction import RandomEviction
 from nanollm import TINY
 from nanollm.commands import table
 from nanollm.hf.checkpoint import from_hf
-from nanollm.measure.evaluate import Benchmark, maker
+from nanollm.measure.benchmark import Benchmark
+from nanollm.measure.evaluate import maker
 from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import load
 

@@ -133,7 +133,8 @@ from nanollm import TINY, tokenizer
 from nanollm.hf import checkpoint
 from nanollm.cache import LayerCache
 from nanollm.measure.tasks import Unmarked
-from nanollm.measure.evaluate import Benchmark, maker, retrieve, standard_error
+from nanollm.measure.benchmark import Benchmark
+from nanollm.measure.evaluate import maker, retrieve, standard_error
 
 model, tasks = checkpoint.from_hf(TINY), Unmarked(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
 batches = {name: tasks.batch("needle", 0, 64, 512, facts=1, numbers=numbers)

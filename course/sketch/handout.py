@@ -205,7 +205,8 @@ for N in (768, 384, 192, 96, 48, 24, 15):
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.ours.kv_reviver_shrunk import ShrunkReviver
-from nanollm.measure.evaluate import Benchmark, continuation, maker, replayed_or_read, retrieve, standard_error
+from nanollm.measure.benchmark import Benchmark, replayed_or_read
+from nanollm.measure.evaluate import continuation, maker, retrieve, standard_error
 
 prompts = tasks.batch("few_shot", 0, 48, 512)
 bench = Benchmark.read(model, dict(labels=prompts), evaluate.text_windows(tasks, 32, 512))

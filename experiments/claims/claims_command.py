@@ -16,7 +16,7 @@ from tqdm import tqdm
 from nanollm import SHIPPED
 from nanollm.check import check_seed, whole
 from nanollm.commands import shell
-from nanollm.commands.registry import loaded, model_options
+from nanollm.commands.registry import loaded
 from nanollm.measure.tasks import Tasks
 
 
@@ -29,7 +29,7 @@ def is_ours(data: bytes) -> bool:
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(parser)
+    shell.model_options(parser)
     parser.add_argument("--claims", nargs="+", metavar="ID", help="default: all that a model decides")
     parser.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
     parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="of each; default 256")

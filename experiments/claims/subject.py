@@ -12,8 +12,8 @@ from methods.theory.perturbation import seen_by_window
 from methods.theory.sketch_error import share_out
 from nanollm.cache import LayerCache
 from nanollm.commands.table import judges
-from nanollm.measure.evaluate import (Benchmark, Reference, continuation, maker, reference, replayed_or_read,
-                                      standard_error, text_windows)
+from nanollm.measure.benchmark import Benchmark, replayed_or_read
+from nanollm.measure.evaluate import Reference, continuation, maker, reference, standard_error, text_windows
 from nanollm.measure.tasks import Tasks, Unmarked
 
 ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),

@@ -21,25 +21,19 @@ class SemanticChunks(Chunks):
     chunk_size: int = 32        # of the longest (chosen on our own tasks)
     score: str = "mean"
     fill: bool = False          # none is cut
-    again = False               # `ends` tell of the prompt alone
-    ends: Tensor | None = None  # (B, T) of bool: which of the prompt's tokens end a chunk
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.ends is not None and (self.ends.dtype != torch.bool or self.ends.dim() != 2):
-            raise ValueError(f"ends {tuple(self.ends.shape)} of {self.ends.dtype} must be (B, T) of bool, "
-                             "the prompt's tokens that end a chunk; give boundaries(encoding, V)[prompt]")
+    again = False               # the ends are known of the prompt alone
 
     def check(self, cache: WindowCache):
         pass
 
     def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
-        known = 0 if self.ends is None else self.ends.shape[1]
+        ends = getattr(cache, "chunk_ends", None)  # (B, T) of bool, from `tell_chunk_ends`
+        known = 0 if ends is None else ends.shape[1]
         if known < cache.seen:
-            raise ValueError(f"ends tell of {known} tokens and the prompt has {cache.seen}; "
-                             "give boundaries(encoding, V)[prompt] of nanollm.tokenizer")
+            raise ValueError(f"ends tell of {known} tokens and the prompt has {cache.seen}; call "
+                             "tell_chunk_ends(caches, ends) of nanollm.generate with those of all its tokens")
         longest = min(self.chunk_size, cache.budget - cache.window_size)
-        ends = self.ends[:, :votes.shape[-1]].to(votes.device)
+        ends = ends[:, :votes.shape[-1]].to(votes.device)
         return cut_at(ends, longest).unsqueeze(1).expand(votes.shape)
 
 
@@ -53,7 +47,7 @@ def cut_at(ends: Tensor, longest: int) -> Tensor:
 
 @dataclass(eq=False)
 class SemanticChunkKV(SnapKV):
-    """SnapKV's window and semantic chunks: `select=SemanticChunks(ends=boundaries(encoding, V)[prompt])`."""
+    """SnapKV's window and semantic chunks. `tell_chunk_ends(caches, ends)` says where they end."""
     select: Selection = SemanticChunks()
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from nanollm.cache import make_cache
-from nanollm.generate import end_prompt
-from nanollm.measure.evaluate import feed, for_text, held
+from nanollm.generate import end_prompt, tell_chunk_ends
+from nanollm.measure.evaluate import feed, held
 from nanollm.tokenizer import boundaries, opening
 
 PAGE = """\
@@ -84,7 +84,8 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, figure=None):
 
     panels = {}
     for setting, cut in cuts.items():
-        caches = make_cache(model, for_text(Method, ends[:, :cut]), **knobs)
+        caches = make_cache(model, Method, **knobs)
+        tell_chunk_ends(caches, ends[:, :cut])
         kept, written = answer(model, tokens, cut, caches, new)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]

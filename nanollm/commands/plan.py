@@ -14,24 +14,27 @@ from types import SimpleNamespace
 import torch
 
 from nanollm import TINY
-from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
+from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.check import whole
-from nanollm.commands.registry import DTYPES, given, has_budget, pick
-from nanollm.commands.table import SHOWN, label
-from nanollm.generate import read_again
-from nanollm.measure.evaluate import for_text, share
+from nanollm.commands.registry import given, has_budget, pick
+from nanollm.commands.shell import DTYPES
+from nanollm.commands.table import SHOWN, budget, label
+from nanollm.commands.text_table import text_table
+from nanollm.generate import read_again, tell_chunk_ends
+from nanollm.hf.bridge import Bridged
+from nanollm.hf.checkpoint import hf_skeleton
+from nanollm.measure.evaluate import share, slots
 
 SHORT = 576, 1152  # tokens of the prompts that are compressed; longer than what KVzip reads at a time
-LINE = "{:<27}{:>7}{:>18}{:>10}{:>9}"
+HEADER = [["", "", "cache, GB", "peak, GB", "prompts"],
+          ["method", "budget", "after the prompt", "reading", "that fit"]]
+WIDTHS = 26, 6, 16, 8, 8
 
 
 def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
-    """What `make_cache` asks of a decoder, made of config.json alone, and the bytes of its weights."""
-    from nanollm.hf.bridge import Bridged
-    from nanollm.hf.checkpoint import hf_skeleton
+    """Return what `make_cache` asks of a decoder, made of config.json alone, and the bytes of its weights."""
     skeleton = hf_skeleton(folder)
-    bridged = Bridged(skeleton)
-    c = bridged.config
+    c = Bridged(skeleton).config
     w_o = torch.zeros(1, c.n_kv_heads, c.head_dim, dtype=dtype)  # no method's bytes depend on more
     blocks = [SimpleNamespace(attention=SimpleNamespace(w_o=w_o)) for _ in range(c.n_layers)]
     freq = torch.ones(c.head_dim // 2)
@@ -39,32 +42,39 @@ def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
     return SimpleNamespace(config=c, blocks=blocks, freq=freq), numbers * dtype.itemsize
 
 
-def compressed(shape, Method, knobs: dict, T: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes allocated for one random prompt of T tokens: after compression, and at most while it was read."""
+def compressed(shape, Method, fraction: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
+    """Compress one random prompt of T tokens.
+
+    Returns the bytes allocated `after` it and at most, `peak`, while it was read; and what `table.budget`
+    goes by.
+    """
+    options = {} if fraction is None else dict(budget=share(fraction, T))
+    caches = make_cache(shape, Method, **given(Method, window_size=window) | options)
     c, g = shape.config, torch.Generator().manual_seed(0)
     pos = torch.arange(T)[None]
-    caches = make_cache(shape, for_text(Method, pos % 16 == 15), **knobs)  # a chunk's end every 16 tokens
+    tell_chunk_ends(caches, pos % 16 == 15)  # a chunk ends every 16 tokens
 
     def read(part: slice):
-        at = pos[:, part] + caches[0].seen
+        new = pos[:, part] + caches[0].seen
         for cache in caches:
-            qkv = torch.randn(3, 1, c.n_kv_heads, at.shape[1], c.head_dim, generator=g, dtype=dtype)
-            cache.attend(*qkv, at)  # with one query head each
+            qkv = torch.randn(3, 1, c.n_kv_heads, new.shape[1], c.head_dim, generator=g, dtype=dtype)
+            cache.attend(*qkv, new)  # with one query head each
 
     read(slice(None))
     peak = max(cache_bytes(caches)[1], read_again(caches, read))
     end_prefill(caches)
-    return cache_bytes(caches)[1], peak
+    return dict(after=cache_bytes(caches)[1], peak=peak, fraction=fraction, prompt=T, slots=slots(caches),
+                keeps_all=all(cache.keeps_all for cache in caches))
 
 
-def planned(shape, Method, fraction: float | None, T: int, dtype: torch.dtype, window: int):
-    """`compressed` at T tokens: on the line through two short prompts, or as it is, if T is no longer."""
-    def at(n: int) -> tuple[int, int]:
-        budget = {} if fraction is None else dict(budget=share(fraction, n))
-        return compressed(shape, Method, given(Method, window_size=window) | budget, n, dtype)
+def planned(shape, Method, fraction: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
+    """Return `compressed` at T tokens, or what a line through two short prompts says if T is longer."""
     if T <= SHORT[1]:
-        return at(T)
-    return tuple(b + (b - a) * (T - SHORT[1]) // (SHORT[1] - SHORT[0]) for a, b in zip(*map(at, SHORT)))
+        return compressed(shape, Method, fraction, T, dtype, window)
+    one, two = (compressed(shape, Method, fraction, n, dtype, window) for n in SHORT)
+    for key in ("after", "peak"):
+        two[key] += (two[key] - one[key]) * (T - SHORT[1]) // (SHORT[1] - SHORT[0])
+    return two
 
 
 def main(argv: list[str]):
@@ -89,27 +99,23 @@ def main(argv: list[str]):
     dtype = getattr(torch, args.dtype)
     shape, weights = shape_of(args.model, dtype)
     c, methods = shape.config, pick(args.methods)
-    args.lengths = args.lengths or [min(2048, c.max_len)]
-    for T in args.lengths:
+    lengths = args.lengths or [min(2048, c.max_len)]
+    for T in lengths:
         whole("length", T, 16, c.max_len)
     print(f"{c.n_layers} layers, {c.n_heads} query and {c.n_kv_heads} key/value heads of {c.head_dim}, "
           f"{args.dtype}; weights {weights / 1e9:.3g} GB")
 
-    for T in args.lengths:
+    for T in lengths:
         print(f"\n{args.batch} prompts of {T} tokens\n")
-        print(LINE.format("", "", "cache, GB", "peak, GB", "prompts"))
-        print(LINE.format("method", "budget", "after the prompt", "reading", "that fit"))
+        print(text_table(HEADER, WIDTHS))
         for name, Method in methods.items():
             fraction = args.budget / 100 if has_budget(Method) else None
             try:
-                after, peak = planned(shape, Method, fraction, T, dtype, args.window)
+                row = planned(shape, Method, fraction, T, dtype, args.window)
             except ValueError as error:
                 raise ValueError(f"{label(name, fraction)} of {T} tokens: {error}") from error
-            fit = max(0, int((args.memory * 1e9 - weights) // max(after, peak)))
-            kind = getattr(Method, "func", Method)  # of a partial
-            keeps_all = kind is LayerCache or kind.keeps_all
-            budget = f"{args.budget:g} %" if fraction else "all" if keeps_all else "none"
-            both = (f"{args.batch * x / 1e9:.3g}" for x in (after, peak))
-            print(LINE.format(name, budget, *both, fit), flush=True)
+            fit = max(0, int((args.memory * 1e9 - weights) // max(row["after"], row["peak"])))
+            sizes = [f"{args.batch * row[key] / 1e9:.3g}" for key in ("after", "peak")]
+            print(text_table([[name, budget(row), *sizes, str(fit)]], WIDTHS), flush=True)
     print(f"\nThat fit: into {args.memory:g} GB beside the weights. Activations and matrices of attention\n"
           "come on top, and up to a tenth of the peak where a prompt is read in pieces.")

@@ -12,7 +12,8 @@ from torch import Tensor
 from nanollm.cache import bytes_in_16_bits, make_cache
 from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer, prompt
 from nanollm.commands.registry import calibrated, given, has_budget, one_line, pick
-from nanollm.measure.evaluate import for_text, share
+from nanollm.generate import tell_chunk_ends
+from nanollm.measure.evaluate import share
 from nanollm.tokenizer import boundaries
 
 NEW = 4  # tokens of an answer
@@ -68,7 +69,8 @@ class Playground(widgets.VBox):
         budget = share(self.budget.value / 100, cuts["blind"])
         knobs = knobs | given(Method, budget=budget, window_size=self.window.value)
         ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
-        caches = make_cache(model, for_text(Method, ends[:, :cut]), **knobs)
+        caches = make_cache(model, Method, **knobs)
+        tell_chunk_ends(caches, ends[:, :cut])
         kept, written = answer(model, tokens, cut, caches, NEW)
         key = tuple(tokens[0].tolist())
         if key not in self.expected:

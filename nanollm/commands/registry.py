@@ -1,4 +1,5 @@
-"""Methods by name: what the files of methods/ offer, and what can be composed of it."""
+"""Methods by name: what the files of methods/ offer, and additions on top of window methods."""
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 import importlib
@@ -7,60 +8,59 @@ from pathlib import Path
 import sys
 import traceback
 
-from nanollm import TINY
+import torch
+
+from nanollm import tokenizer
+from nanollm.cache import LayerCache
 from nanollm.commands.shell import set_threads
+from nanollm.hf import checkpoint
+from nanollm.window import Selection, WindowCache
 
 METHODS = Path(__file__).parents[2] / "methods"
-DTYPES = "float32", "bfloat16", "float16"
 
 
 def methods() -> tuple[dict, dict, dict]:
-    """Of all files in methods/: every variant by name, after full attention; selections that go on top of a
-    window method, as knobs by name; and the files that cannot be used, by name, with the reason."""
-    from nanollm.cache import LayerCache
+    """Return every variant by name, every addition by name, and the files left out, each with the reason.
+
+    Full attention is the first variant. An addition is the options that put a selection on a window method.
+    """
     found, additions, broken = {"full": LayerCache}, {}, {}
     for file in sorted(METHODS.glob("*.py")) + sorted(METHODS.glob("ours/*.py")):
         try:
             path = file.relative_to(METHODS.parent).with_suffix("")
             module = importlib.import_module(".".join(path.parts))
-            if not hasattr(module, "variants"):
-                raise ValueError("it names no methods; end it with variants = {'name': Class}")
-            more = getattr(module, "additions", {})
-            check_names(module.variants, more, found | additions)
+            check_names(module, found | additions)
         except (Exception, SystemExit) as error:  # whatever a file may do when it is imported
             broken[str(file.relative_to(METHODS))] = one_line(error)
             continue
         found |= module.variants
-        additions |= more
+        additions |= getattr(module, "additions", {})
     return {"full": LayerCache} | dict(sorted(found.items())), dict(sorted(additions.items())), broken
 
 
-def check_names(variants: dict, additions: dict, taken: dict):
-    """ValueError unless a file's variants are caches and its additions knobs with a selection, under names of
-    their own.
+def check_names(module, taken: dict):
+    """ValueError unless a file's variants are caches and its additions selections, under names of their own.
     """
-    from nanollm.cache import LayerCache
-    from nanollm.window import Selection
-
-    for name, what in (variants | additions).items():
+    if not hasattr(module, "variants"):
+        raise ValueError("it names no methods; end it with variants = {'name': Class}")
+    additions = getattr(module, "additions", {})
+    for name in [*module.variants, *additions]:
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is no name; write variants = {{'name': Class}}")
-        if taken.get(name, what) is not what:
+        if name in taken:
             raise ValueError(f"another file has a method {name!r} already; take another name")
-
-    for name, Method in variants.items():
-        of = Method.func if isinstance(Method, partial) else Method
-        if not isinstance(of, type) or not issubclass(of, LayerCache):
-            raise ValueError(f"{name!r} stands for {of!r}, which is no LayerCache")
-
-    for name, knobs in additions.items():
-        if not isinstance(knobs, dict) or not isinstance(knobs.get("select"), Selection):
+    for name, Method in module.variants.items():
+        kind = getattr(Method, "func", Method)  # of a partial
+        if not isinstance(kind, type) or not issubclass(kind, LayerCache):
+            raise ValueError(f"{name!r} stands for {kind!r}, which is no LayerCache")
+    for name, options in additions.items():
+        if not isinstance(options, dict) or not isinstance(options.get("select"), Selection):
             raise ValueError(f"the addition {name!r} goes on top of window methods; "
                              "write additions = {'name': dict(select=YourSelection())}")
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line. One that no check foresaw also says its kind and where in methods/ it arose."""
+    """Return an error in one line. One that no check foresaw also says its kind and its line in methods/."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -69,86 +69,62 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}{where}: {error}"
 
 
-def composed(found: dict, additions: dict) -> set[str]:
-    """Names of every window method with each addition, but for those that `compose` refuses and those that
-    are found.
-    """
-    names = set()
-    for name, Method in found.items():
-        if has_window(Method) and "+" not in name:
-            names |= {f"{name}+{more}" for more in additions if wraps(additions[more]) or not chooses(Method)}
-    return names - found.keys()
-
-
 def has_window(Method) -> bool:
-    from nanollm.window import WindowCache
-    return isinstance(Method, type) and issubclass(Method, WindowCache)
-
-
-def chooses(Method) -> bool:
-    """Whether this window method has a selection of its own, which another would undo."""
-    from methods.snap_kv import HighestScores
-    return Method.select != HighestScores()
-
-
-def wraps(knobs: dict) -> bool:
-    """Whether an addition's selection leaves the choice to another one, its `inner`."""
-    return hasattr(knobs["select"], "inner")
+    """Return whether additions can go on top of a method: it has a window, and a selection to replace."""
+    return isinstance(Method, type) and issubclass(Method, WindowCache) and hasattr(Method, "select")
 
 
 def compose(name: str, found: dict, additions: dict) -> partial:
-    """The method of a name like "ada_kv+critical+residual": a window method and selections, the innermost
-    first.
+    """Return the method of a name like "ada_kv+critical+residual": each addition goes on what is left of it.
+
+    A selection with an `inner` wraps the one before it. Any other would undo it, and is a ValueError.
     """
     base, *more = name.split("+")
-    Method, knobs = found[base], {}
     if len({*more}) < len(more):
         raise ValueError(f"{name} names an addition twice")
-
-    select = Method.select
-    for i, addition in enumerate(more):
+    select, options = found[base].select, {}
+    plain = getattr(found.get("snap_kv"), "select", None)  # what an addition takes the place of
+    for before, addition in zip([base, *more], more):
         outer = additions[addition]["select"]
-        if wraps(additions[addition]):
+        if hasattr(outer, "inner"):
             outer = replace(outer, inner=select)
-        elif chooses(Method):
-            raise ValueError(f"{name}: {addition} chooses the entries itself and would undo {base}; "
-                             "put it on another method")
-        elif i:
-            raise ValueError(f"{name}: {addition} chooses the entries itself and would undo {more[0]}; "
-                             "put it first")
-        select, knobs = outer, knobs | additions[addition]
-    return partial(Method, **knobs | dict(select=select))
+        elif select != plain:
+            raise ValueError(f"{name}: {addition} chooses the entries itself and would undo {before}; "
+                             f"put it {'first' if before in more else 'on another method'}")
+        select, options = outer, options | additions[addition]
+    return partial(found[base], **options | dict(select=select))
 
 
 def pick(names: list[str]) -> dict:
-    """Methods by name, all variants for no name. "ada_kv+critical" is a window method with an addition on
-    top.
+    """Return methods by name, all variants for no name.
 
-    "all" is every variant, and every window method with each addition.
+    "ada_kv+critical" is a window method with an addition on top. "all" is every variant, and every window
+    method with each addition.
     """
     found, additions, broken = methods()
     for file, why in broken.items():
         print(f"methods/{file} is left out: {why}", file=sys.stderr)
-    both = composed(found, additions)
-    if "all" in names:
-        names = dict.fromkeys(["full", *sorted(found.keys() - {"full"} | both), *names])
-        del names["all"]
+    windows = [name for name, Method in found.items() if has_window(Method)]
+    every = dict(found)
+    for name in [f"{base}+{addition}" for base in windows for addition in additions if "all" in names]:
+        with suppress(ValueError):
+            every.setdefault(name, compose(name, found, additions))
 
-    chosen = {}
-    for name in names or found:
+    chosen = {"full": LayerCache} | dict(sorted(every.items())) if not names or "all" in names else {}
+    for name in names:
         base, *more = name.split("+")
         if name in found:
             chosen[name] = found[name]
-        elif has_window(found.get(base)) and additions.keys() >= {*more}:
+        elif base in windows and additions.keys() >= {*more}:
             chosen[name] = compose(name, found, additions)
-        else:
+        elif name != "all":
             raise ValueError(f"unknown method {name!r}; known are {', '.join(found)}, all; "
                              f"on window methods, as in ada_kv+critical: {', '.join(additions)}")
     return chosen
 
 
 def given(Method, **known) -> dict:
-    """Those of the known values for which the method has a knob."""
+    """Return those of the known values for which the method has an option."""
     return {name: value for name, value in known.items() if name in inspect.signature(Method).parameters}
 
 
@@ -157,21 +133,22 @@ def has_budget(Method) -> bool:
 
 
 def calibrated(Method, model, encoding) -> dict:
-    """What a method finds out about the decoder: knobs, or none."""
+    """Return the options that a method finds out about the decoder, or none."""
     return Method.calibrate(model, encoding) if hasattr(Method, "calibrate") else {}
 
 
+# ---- the model that a command runs ---
+
 def load(folder: Path, device: str, engine: str = "auto", dtype: str = "float32"):
-    """Decoder and tokenizer of a folder. engine: "ours", "transformers", or "auto": ours, if it knows the
-    family. dtype: of the weights, and so of keys and values, by torch's name.
+    """Return the decoder and the tokenizer of a folder.
+
+    engine: "ours", "transformers", or "auto": ours, if it knows the family. dtype: of the weights, and so of
+    keys and values, by torch's name.
     """
-    import torch
-    from nanollm import tokenizer
-    from nanollm.hf import checkpoint
     if engine == "ours" or engine == "auto" and checkpoint.is_known(folder):
         model = checkpoint.from_hf(folder, getattr(torch, dtype), device)
     else:
-        from nanollm.hf.bridge import Bridged
+        from nanollm.hf.bridge import Bridged  # transformers takes seconds to load
         model = Bridged(checkpoint.hf_model(folder, getattr(torch, dtype), device))
     own = folder / "tokenizer.tiktoken"
     encoding = tokenizer.load(own) if own.exists() else checkpoint.hf_tokenizer(folder)
@@ -179,20 +156,8 @@ def load(folder: Path, device: str, engine: str = "auto", dtype: str = "float32"
     return model, encoding
 
 
-def model_options(parser):
-    """The options of every command that runs a model; `loaded` goes by them."""
-    parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint in Hugging Face layout")
-    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
-                        help="whose decoder runs; auto: ours, if it knows the family")
-    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32",
-                        help="of weights, keys and values; default float32")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
-
-
 def loaded(args, folder: Path | None = None):
-    """`load` of what the options say, or of another folder, and the threads that suit it."""
+    """`load` of what `shell.model_options` say, or of another folder, and the threads that suit it."""
     model, encoding = load(folder or args.model, args.device, args.engine, args.dtype)
     set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     return model, encoding

@@ -1,6 +1,10 @@
-"""What every command does alike: errors of one line, files read and written, processes and threads."""
+"""What all commands share: errors of one line, files read and written, options, processes and threads.
+
+Importing this file takes no time: `--help` and mistakes on the command line are answered before torch loads.
+"""
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 import json
 import os
 from pathlib import Path
@@ -8,7 +12,10 @@ from select import select as wait
 import signal
 import sys
 
+from nanollm import TINY
+
 LONGEST = 10 ** 8  # bytes of a text that is read
+DTYPES = "float32", "bfloat16", "float16"
 
 
 def ranks() -> tuple[int, int]:
@@ -18,6 +25,29 @@ def ranks() -> tuple[int, int]:
         raise ValueError(f"RANK {rank!r} must be a whole number below WORLD_SIZE {world!r}, as torchrun sets "
                          "them; unset both for a process alone")
     return int(rank), int(world)
+
+
+def load_module(name: str):
+    """Import a module that takes seconds to load. Ctrl-C meanwhile ends the program silently."""
+    heard = signal.getsignal(signal.SIGINT)
+    if heard is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return import_module(name)
+    finally:
+        signal.signal(signal.SIGINT, heard)
+
+
+def model_options(parser):
+    """Add the options of every command that runs a model; `registry.loaded` goes by them."""
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help="folder of a checkpoint in Hugging Face layout")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="whose decoder runs; auto: ours, if it knows the family")
+    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32",
+                        help="of weights, keys and values; default float32")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
 
 
 def set_threads(asked: int, parameters: int):

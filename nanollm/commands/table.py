@@ -4,7 +4,7 @@ from statistics import fmean
 from textwrap import fill
 
 from nanollm.commands.text_table import text_table
-from nanollm.measure.evaluate import TASKS, paired
+from nanollm.measure.benchmark import TASKS, paired
 
 # The short table: a row a family, all at one budget.
 SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",

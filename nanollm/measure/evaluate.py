@@ -1,17 +1,13 @@
-"""What compressing the cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes, speed, for any
-cache.
+"""What a cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes and speed.
 
 Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed.
 `blind`: the context is compressed before the question arrives. In both the prompt's last token is fed after
 the compression, or else the full cache would answer the first token. After the prompt, tokens come one at a
 time, as in decoding.
 """
-from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-import inspect
+from dataclasses import dataclass
 import math
 import time
 
@@ -22,16 +18,53 @@ import torch.nn.functional as F
 
 from nanollm.cache import NEVER, LayerCache, bytes_in_16_bits, cache_bytes, copied, end_prefill, make_cache
 from nanollm.check import check_budget, fits, whole
-from nanollm.generate import check_prompt, end_prompt
-from nanollm.measure.replay import CannotReplay, Recorder, Recording, feed, record, replay
+from nanollm.generate import check_prompt, end_prompt, tell_chunk_ends
+from nanollm.measure.replay import Recorder, Recording, feed, record, replay
 from nanollm.measure.tasks import Batch, Tasks
 from nanollm.tokenizer import opening
 
 # From the number of tokens that a budget is a share of, and the prompt (B, T), to fresh caches. The prompt
 # may go on after those tokens: with the question, in the aware setting.
 Make = Callable[[int, Tensor], list[LayerCache]]
-TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # knobs: 4 facts, 16 pairs, 16 shots of 4 classes
 
+
+# ---- caches that are measured ---
+
+def share(fraction: float, tokens: int) -> int:
+    """Return the budget, in slots per key/value head, that is a fraction of a prompt."""
+    return round(fraction * tokens)
+
+
+def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **knobs) -> Make:
+    """Return what makes caches whose budget is a fraction of the prompt; None for a method without a budget.
+
+    ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for methods that go
+    by them.
+    """
+    if fraction is not None and (not fits(fraction, float) or not 0 < fraction <= 1):
+        raise ValueError(f"fraction {fraction} of the prompt must lie above 0 and be at most 1")
+
+    def make(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
+        budget = {} if fraction is None else dict(budget=share(fraction, tokens))
+        if budget:
+            check_budget(budget["budget"], 1, "one slot")
+        caches = make_cache(model, Method, **budget, **knobs)
+        if ends is not None and prompt is not None:
+            tell_chunk_ends(caches, ends.to(prompt.device)[prompt])
+        return caches
+    return make
+
+
+def reading_within(make: Make) -> Make:
+    """Return what makes caches that evict while they read: their prompt is over before it begins."""
+    def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
+        caches = make(tokens, prompt)
+        end_prefill(caches)
+        return caches
+    return ready
+
+
+# ---- retrieval ---
 
 def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens (B, T), those before the question, and those of the question that are fed before the
@@ -201,25 +234,6 @@ def slots(caches: list[LayerCache]) -> float | None:
     return sum(layer.sum((1, 2)) for layer in live).max().item() / sum(layer.shape[1] for layer in live)
 
 
-def excess(row: dict) -> str:
-    """What a row of `continuation` holds beyond the `fraction` that is its budget, in words; "" if nothing.
-
-    At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
-    each token; window methods, which only compress the prompt, append.
-    """
-    if row["fraction"] is None or row["slots"] is None or row["keeps_all"]:
-        return ""
-    budget = share(row["fraction"], row["prompt"])
-    if row["slots"] == row["prompt"] > budget:
-        return f"evicts nothing: holds all {row['prompt']} tokens of a prompt, and its budget is {budget}"
-    if row["slots"] > budget:
-        return f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
-    if row["evicts"] and row["slots_end"] > budget:
-        return (f"grows to {row['slots_end']:g} slots a head after the prompt, and its budget is {budget}; "
-                "does its observe call super().observe(q, p)?")
-    return ""
-
-
 def held(caches: list[LayerCache], tokens: int) -> Tensor:
     """(B, L, H, tokens) of bool: which of the first `tokens` tokens every head still has.
 
@@ -312,195 +326,9 @@ def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
     return bits / count_bytes(tasks, rows)
 
 
-def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
-               discount: float = 0.75) -> dict[str, float]:
-    """Bits per byte of 2-, 3- and 4-grams on the same windows, interpolated by absolute discounting (Ney et
-    al. 1994).
-
-    p_n(t | context) = max(count − d, 0)/total + d · kinds/total · p_{n−1}(t | shorter context)
-    """
-    if not 0 < discount <= 1:
-        raise ValueError(f"discount {discount} must be above 0, or what was never seen has no probability, "
-                         "and at most 1")
-    stream, rows, V = training.stream, text_windows(held_out, windows, T), training.encoding.n_vocab
-    counts, totals, kinds = ([Counter() for _ in range(4)] for _ in range(3))
-    for n in range(4):
-        # contexts as numbers of base V: those that the windows do not have need no counting
-        context = lambda x: sum((x[..., i:x.shape[-1] - n + i] * V ** i for i in range(n)), 0 * x[..., n:])
-        asked = np.isin(context(stream), context(rows.numpy()))
-        counts[n].update(zip(*(stream[i:len(stream) - n + i][asked].tolist() for i in range(n + 1))))
-        for gram, times in counts[n].items():
-            totals[n][gram[:-1]] += times
-            kinds[n][gram[:-1]] += 1
-
-    def p(n: int, context: list[int], token: int) -> float:
-        if n < 0:
-            return 1 / V
-        key = tuple(context[len(context) - n:])
-        if key not in totals[n]:
-            return p(n - 1, context, token)
-        shorter = discount * kinds[n][key] * p(n - 1, context, token)
-        return (max(counts[n][*key, token] - discount, 0) + shorter) / totals[n][key]
-
-    bits = [0.0, 0.0, 0.0]
-    for row in rows.tolist():
-        for i in range(1, T):
-            for n in (1, 2, 3):
-                bits[n - 1] -= math.log2(p(min(n, i), row[max(0, i - n):i], row[i]))
-    return {f"{n + 2}-gram": b / count_bytes(held_out, rows) for n, b in enumerate(bits)}
-
-
-# ---- a method, over tasks and text -----------------------------------------------------------------------
-
-@dataclass
-class Benchmark:
-    """The same documents and text for every method, read once for all of them: about 10 KB a token with the
-    tiny model.
-    """
-    batches: dict[str, Batch]
-    recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
-    full: Reference | None
-
-    @staticmethod
-    def continuation_length(T: int) -> int:
-        return min(64, T // 2)
-
-    @staticmethod
-    def text(model, tasks: Tasks, T: int, documents: int) -> Tensor:
-        """Half as many texts as documents of a task, of T tokens each."""
-        return text_windows(tasks, max(2, documents // 2), T, model)
-
-    @staticmethod
-    @torch.no_grad()
-    def read(model, batches: dict[str, Batch], text: Tensor | None) -> "Benchmark":
-        """What the decoder says of documents, and of text (B, T) if there is any."""
-        recordings = {}
-        for task, batch in batches.items():
-            caches = make_cache(model, Recorder)
-            recordings[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
-        full = None
-        if text is not None:
-            text = text.to(model.embed.weight.device)
-            full = reference(model, text, Benchmark.continuation_length(text.shape[1]))
-        return Benchmark(batches, recordings, full)
-
-    @staticmethod
-    def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
-        """`documents` of each task and half as many texts, T tokens each."""
-        check_size(model, documents, 2, T)
-        batches = {task: tasks.batch(task, seed, documents, T, **knobs) for task, knobs in TASKS.items()}
-        return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
-
-    def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
-        """Of each task and setting, right answers (B,); of the text, `continuation` and `perturbation`."""
-        right = {}
-        for task, batch in self.batches.items():
-            found = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
-            right |= {f"{task}_{setting}": x for setting, x in found.items()}
-        if self.full is None:
-            return right, {}
-        text = replayed_or_read(continuation, model, self.full, make, self.full.recording)
-        return right, text | dict(l1_alone=perturbation(model, self.full, make))
-
-    def run(self, model, make: Make) -> dict:
-        return summary([self.measured(model, make)])
-
-
-def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
-    """One row of what `Benchmark.measured` found, whatever the parts in which documents and text were read.
-
-    Per task and setting, the mean and its standard error; everything of `continuation`; under "each" the
-    single documents (texts, for kl, nll and L1). Bytes are sums.
-    """
-    row, each = {}, {}
-    for key in dict.fromkeys(key for right, _ in parts for key in right):
-        right = torch.cat([right[key] for right, _ in parts if key in right])
-        row[key], row[f"{key}_se"], each[key] = right.mean().item(), standard_error(right), right.tolist()
-
-    texts = [text for _, text in parts if text]
-    kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
-    seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
-    each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
-    for key, of_all in dict(live=sum, live_16=sum, allocated=sum, peak=sum, device=sum, slots=max,
-                            slots_end=max).items():
-        found = [text[key] for text in texts]
-        row[key] = None if None in found else of_all(found)
-    row |= {key: texts[0][key] for key in ("prompt", "evicts", "keeps_all")}
-    return row | dict(tokens_per_s=len(kl) / seconds, perplexity=math.exp(nll.mean().item()),
-                      kl=kl.mean().item(), l1=l1.mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
-
-
-def replayed_or_read(measure, model, what, make: Make, recorded):
-    """A measurement by the recording, or by reading where a method changes attention before the prompt's end.
-    """
-    try:
-        return measure(model, what, make, recorded)
-    except CannotReplay:
-        return measure(model, what, make)
-
-
 def standard_error(x: Tensor) -> float:
     """Of the mean of x (n,)."""
     return (x.std() / len(x) ** 0.5).item()
-
-
-def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
-    """Mean difference of two rows of the same Benchmark, document by document over all `keys`, and its
-    standard error.
-    """
-    mine, other = (torch.tensor([of["each"][key] for key in keys]) for of in (row, base))
-    difference = mine - other
-    return difference.mean().item(), standard_error(difference.flatten())
-
-
-def share(fraction: float, tokens: int) -> int:
-    """The budget, in slots per key/value head, that is a fraction of a prompt."""
-    return round(fraction * tokens)
-
-
-def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **knobs) -> Make:
-    """Caches whose budget is a fraction of the prompt; None for a method without a budget (full attention).
-
-    ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for selections that
-    go by them.
-    """
-    if fraction is not None and (not fits(fraction, float) or not 0 < fraction <= 1):
-        raise ValueError(f"fraction {fraction} of the prompt must lie above 0 and be at most 1")
-
-    def make(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
-        budget = {} if fraction is None else dict(budget=share(fraction, tokens))
-        if budget:
-            check_budget(budget["budget"], 1, "one slot")
-        by_text = ends is not None and prompt is not None
-        OfText = for_text(Method, ends.to(prompt.device)[prompt]) if by_text else Method
-        return make_cache(model, OfText, **budget, **knobs)
-    return make
-
-
-def for_text(Method, ends: Tensor):
-    """Method for a prompt in which chunks end at `ends` (B, T), of bool, if its selection goes by them; else
-    as it is.
-    """
-    select = inspect.signature(Method).parameters.get("select")
-    told = select and with_ends(select.default, ends)
-    return Method if told is None else partial(Method, select=told)
-
-
-def with_ends(selection, ends: Tensor):
-    """A selection, or the one that it wraps, told where chunks end; None if neither goes by that."""
-    if hasattr(selection, "ends"):
-        return replace(selection, ends=ends)
-    inner = with_ends(selection.inner, ends) if hasattr(selection, "inner") else None
-    return inner and replace(selection, inner=inner)
-
-
-def reading_within(make: Make) -> Make:
-    """Caches that evict while they read: told that the prompt is over before it begins."""
-    def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
-        caches = make(tokens, prompt)
-        end_prefill(caches)
-        return caches
-    return ready
 
 
 def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:

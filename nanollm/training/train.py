@@ -37,10 +37,11 @@ from nanollm import TINY, tokenizer
 from nanollm.check import check_seed, whole
 from nanollm.commands.shell import ranks, set_threads
 from nanollm.hf.checkpoint import check_device, from_hf, to_hf
-from nanollm.measure.evaluate import bits_per_byte, exact_match, ngram_bits
+from nanollm.measure.evaluate import bits_per_byte, exact_match
 from nanollm.measure.tasks import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.model import Config, Decoder
 from nanollm.training.initial_weights import induction_start, learned_start, left_out, without_heads
+from nanollm.training.ngram import ngram_bits
 
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
               rope_theta=5e5)

@@ -1,8 +1,6 @@
 """The command line: what it prints and writes, and that a mistake costs one line and exit code 2."""
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 import functools
-from io import StringIO
 import json
 import math
 import os
@@ -13,28 +11,24 @@ import signal
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from common import ENCODING, checkpoint_of_two_layers, tasks
-from methods.h2o import H2O
-from methods.quantized import Quantized
-from methods.snap_kv import SnapKV
 from nanollm import TINY
 from nanollm.__main__ import main
-from nanollm.cache import LayerCache, cache_bytes, end_prefill, make_cache
-from nanollm.commands import demo, plot, table
+from nanollm.cache import LayerCache
+from nanollm.commands import demo, table
+from nanollm.commands.compare import options as read_options
 from nanollm.commands.write import MARK
 from nanollm.generate import generate
 from nanollm.hf.checkpoint import from_hf
-from nanollm.measure import evaluate, slices
-from nanollm.measure.tasks import Tasks
+from nanollm.measure.benchmark import Slices
 
 ROOT = Path(__file__).parents[2]
-TASKS = "needle", "recall", "few_shot"
+SHARES = [f"{task}_{setting}" for task in ("needle", "recall", "few_shot") for setting in ("aware", "blind")]
 SMALL = ["--lengths", "288", "--documents", "4"]
 
 
@@ -46,13 +40,12 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch, tmp_path):
     made = tasks("test")
-    monkeypatch.setattr("nanollm.measure.tasks.Tasks", lambda *_: made)
+    monkeypatch.setattr("nanollm.commands.rows.Tasks", lambda *_: made)
     monkeypatch.chdir(tmp_path)  # where compare.png would land
 
 
-def compare(checkpoint, *options) -> list[dict]:
-    budgets = [] if "--budgets" in options else ["--budgets", "50", "12.5"]
-    main(["--model", str(checkpoint), "--json", "rows.json", *SMALL, *budgets, *options])
+def compare(checkpoint, options: str) -> list[dict]:
+    main(["--model", str(checkpoint), "--json", "rows.json", *SMALL, *options.split()])
     return json.loads(Path("rows.json").read_text())
 
 
@@ -67,246 +60,180 @@ def refused(capsys, arguments, message):
 
 # ---- compare: rows, table and figure ---
 
-NAMES = ["full", "random", "streaming_llm"]
-
-
-@pytest.fixture(scope="module")
-def measured(checkpoint, tmp_path_factory):
-    """Rows of two lengths, what was printed, and what was drawn."""
-    made, drawn, printed = tasks("test"), [], StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr("nanollm.measure.tasks.Tasks", lambda *_: made)
-        patch.setattr("nanollm.commands.plot.comparison", lambda *of: drawn.append(of))
-        patch.setattr("nanollm.commands.compare.time", SimpleNamespace(time=iter((10, 100)).__next__))
-        patch.chdir(tmp_path_factory.mktemp("rows"))
-        rows = compare(checkpoint, "--methods", *NAMES, "--figure", "new.png", "--lengths", "288", "300")
-    return rows, printed.getvalue(), drawn
-
-
-@pytest.fixture(scope="module")
-def rows(measured):
-    return measured[0][:5]
-
-
-def test_a_row_for_every_method_and_budget_with_every_number(rows):
-    expected = [("full", None)] + [(name, share) for name in NAMES[1:] for share in (0.5, 0.125)]
-    assert [(row["method"], row["fraction"]) for row in rows] == expected
-    shares = {f"{task}_{setting}" for task in TASKS for setting in ("aware", "blind")}
+def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
+    rows = compare(checkpoint, "--methods full random streaming_llm --budgets 50 12.5 --lengths 288 300 "
+                               "--figure new.png")
+    expected = [("full", None)] + [(name, share) for name in ("random", "streaming_llm")
+                                   for share in (0.5, 0.125)]
+    assert [(row["tokens"], row["method"], row["fraction"]) for row in rows] == [
+        (T, *job) for T in (288, 300) for job in expected]
     for row in rows:
-        assert row.keys() == shares | {f"{key}_se" for key in shares} | {
-            "method", "fraction", "tokens", "documents", "seed", "aware", "blind", "perplexity", "kl", "l1",
-            "l1_alone", "live", "live_16", "allocated", "peak", "device", "tokens_per_s", "each", "prompt",
-            "slots", "slots_end", "keeps_all", "evicts", "model", "engine", "dtype", "window", "text", "chat"}
-        assert (row["tokens"], row["documents"], row["seed"]) == (288, 4, 0)
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
         assert np.shape(row["l1"]) == np.shape(row["l1_alone"]) == (2, 4)
-        counts = dict.fromkeys(shares, 4) | dict(kl=2, nll=2, l1_alone=2)
-        assert {key: len(x) for key, x in row["each"].items()} == counts
+        assert {key: len(x) for key, x in row["each"].items()} == (
+            dict.fromkeys(SHARES, 4) | dict(kl=2, nll=2, l1_alone=2))
         assert row["perplexity"] == pytest.approx(math.exp(np.mean(row["each"]["nll"])))
         for key in row["each"].keys() - {"nll"}:
             assert np.mean(row[key]) == pytest.approx(np.mean(row["each"][key]), abs=1e-6), key
 
     slot, cut = 2 * 2 * (2 * 8 * 4 + 4), 288 - 64 - 1  # layers, heads, k and v of 8 floats, a position
-    assert (rows[0]["live"], rows[0]["live_16"]) == (slot * 287, 2 * 2 * (2 * 8 * 2 + 4) * 287)
-    assert abs(rows[0]["kl"]) < 1e-6
-    for row in rows[-2:]:
+    full, *_, most, least = rows[:5]
+    assert (full["live"], full["live_16"]) == (slot * 287, 2 * 2 * (2 * 8 * 2 + 4) * 287)
+    assert abs(full["kl"]) < 1e-6
+    for row in most, least:
         sinks = 2 * 2 * 4 * 8 * 4  # StreamingLLM's, as stored
         assert row["live"] == round(row["fraction"] * cut) * slot + sinks
         assert row["kl"] > 0.01 and cut * slot <= row["peak"] <= 1.1 * cut * slot
 
-
-def test_rows_of_every_length_are_printed_and_those_of_the_first_drawn(measured):
-    both, out, drawn = measured
-    assert [row["tokens"] for row in both] == [288] * 5 + [300] * 5
-    assert both[5]["live"] * 287 == both[0]["live"] * 299 and drawn == [(both[:5], Path("new.png"))]
-    assert [line for line in out.splitlines() if line.startswith(tuple(NAMES))] == [*map(table.show, both)]
-    assert out.startswith("What compressing") and table.TERMS in out
-    assert out.endswith("\n10 rows in 90 s; figure in new.png, rows in rows.json\n")
+    out, names = capsys.readouterr().out, ("full", "random", "streaming_llm")
+    assert [line for line in out.splitlines() if line.startswith(names)] == [*map(table.show, rows)]
     assert out.count(table.header(288, 4, 0)) == out.count(table.header(300, 4, 0)) == 1
+    assert Path("new.png").stat().st_size > 5000
 
 
 def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypatch):
-    asked, batch = [], Tasks.batch
-    monkeypatch.setattr(Tasks, "batch", lambda self, *of: asked.append(of) or batch(self, *of))
     monkeypatch.setattr(table, "SHOWN", ("full", "snap_kv", "quantized_2"))
-    monkeypatch.setattr(evaluate, "excess", lambda row: row["method"])
     main(["--model", str(checkpoint), "--json", "rows.json", "--lengths", "288"])
     rows, (out, error) = json.loads(Path("rows.json").read_text()), capsys.readouterr()
     assert error == ""  # no progress bar, for this is no terminal
     assert [(row["method"], row["fraction"]) for row in rows] == [
         ("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
-    assert asked == [(task, 0, 8, 288) for task in TASKS] and Path("compare.png").stat().st_size > 5000
-    printed = [table.header(288, 8, 0, short=True),
-               *(f"{table.show(row, short=True)}\n  ! {row['method']}" for row in rows)]
-    assert "\n".join(printed) in out and f"\n{table.unfit(rows)}\n\n{table.findings(rows)}\n" in out
+    assert len(rows[0]["each"]["needle_aware"]) == 8 and Path("compare.png").stat().st_size > 5000
+    printed = [table.header(288, 8, 0, short=True), *(table.show(row, short=True) for row in rows)]
+    assert "\n".join(printed) in out and table.findings(rows) in out
 
 
-@pytest.mark.parametrize("options, methods, budgets, documents", [
-    ("--all", [], [50, 25, 12.5, 6.25], 32), ("--full", [], [50, 25, 12.5, 6.25], 256),
-    ("--budgets 25", [], [25], 32), ("--methods h2o", ["h2o"], [50, 25, 12.5, 6.25], 32),
-    ("", [*table.SHOWN], [25], 8)])
-def test_what_is_measured_by_which_options(options, methods, budgets, documents):
-    from nanollm.commands.compare import options as read
-    args = read(options.split())
-    assert (args.methods, args.budgets, args.documents) == (methods, budgets, documents)
+@pytest.mark.parametrize("options, budgets, documents", [
+    ("--all", [50, 25, 12.5, 6.25], 32), ("--full", [50, 25, 12.5, 6.25], 256), ("--budgets 25", [25], 32),
+    ("--methods h2o", [50, 25, 12.5, 6.25], 32), ("", [25], 8)])
+def test_what_is_measured_by_which_options(options, budgets, documents):
+    args = read_options(options.split())
+    assert (args.budgets, args.documents, args.window) == (budgets, documents, 8)
     assert args.lengths == ([512, 1024] if args.full else [512])
-    assert (args.window, args.seed, args.device, args.threads, args.engine) == (8, 0, "cpu", 0, "auto")
-    twice = read("--budgets 100 25 100 --lengths 9 8 9".split())
+    twice = read_options("--budgets 100 25 100 --lengths 9 8 9".split())
     assert (twice.budgets, twice.lengths) == ([100, 25], [9, 8])
 
 
-def test_seed_documents_and_window_reach_the_benchmark(checkpoint, monkeypatch, capsys):
-    asked, batch, made, maker, sizes, Slices = [], Tasks.batch, [], evaluate.maker, [], slices.Slices
-    monkeypatch.setattr(slices, "Slices", lambda *of: sizes.append(of[-2:]) or Slices(*of))
-    monkeypatch.setattr(Tasks, "batch", lambda self, *of: asked.append(of) or batch(self, *of))
-    monkeypatch.setattr(evaluate, "maker", lambda model, Method, fraction, ends, **knobs:
-                        made.append(knobs) or maker(model, Method, fraction, ends=ends, **knobs))
-    rows = compare(checkpoint, *("--methods h2o ada_kv ada_kv+critical --budgets 50 --seed 7 --documents 2 "
-                                 "--window 5 --lengths 288 300 --batch 9 --keep 1.5").split())
-    assert asked == [(task, 7, 2, T) for T in (288, 300) for task in TASKS]
-    assert (rows[0]["seed"], rows[0]["documents"]) == (7, 2) and sizes == [(9, 1.5e9)] * 2
-    assert made == [{}, dict(window_size=5), dict(window_size=5)] * 4  # once to try them all, once to run
-    below = "".join(f"{table.additions_table(some)}\n" for some in (rows[:3], rows[3:]))
-    assert f"\n{below}" in capsys.readouterr().out
+def test_options_change_the_rows_as_they_say(checkpoint, capsys):
+    methods = "--methods h2o ada_kv ada_kv+critical --budgets 50 --documents 2"
+    rows = compare(checkpoint, methods)
+    assert table.additions_table(rows) in capsys.readouterr().out
+    for row, again in zip(rows, compare(checkpoint, f"{methods} --batch 1 --keep 0"), strict=True):
+        for key in "kl", "live", *SHARES:
+            assert again[key] == pytest.approx(row[key], rel=1e-4), key
+    assert "more than may stay" in capsys.readouterr().err
+    h2o, *others = compare(checkpoint, f"{methods} --window 5")
+    assert h2o["each"] == rows[0]["each"] and {row["window"] for row in others} == {5}
+    assert all(row["each"]["kl"] != before["each"]["kl"] for row, before in zip(others, rows[1:]))
+    (other,) = compare(checkpoint, "--methods h2o --budgets 50 --documents 2 --seed 7")
+    assert other["seed"] == 7 and len(other["each"]["needle_aware"]) == 2
+    compare(checkpoint, "--methods full quantized_2 --budgets 50 --window 5 --documents 2")
+    assert "--budgets changes nothing for quantized_2" in (error := capsys.readouterr().err)
+    assert "--window changes nothing" in error
 
 
 @dataclass(eq=False)
 class Learned(LayerCache):
-    """Keeps everything; it finds out two of its knobs itself."""
+    """Keeps everything; it finds out an option itself."""
     budget: int
     window_size: int = 4
-    heads: tuple = ()
     made, asked = [], []
 
     def __post_init__(self):
         super().__post_init__()
         if self.budget < 5:
             raise ValueError(f"budget {self.budget} must be at least 5")
-        self.made.append((self.window_size, self.heads))
+        self.made.append(self.window_size)
 
     @classmethod
     def calibrate(cls, model, encoding):
         cls.asked.append(len(cls.made))
-        return dict(window_size=model.config.n_layers, heads=(encoding.n_vocab, "from the decoder"))
+        return dict(window_size=encoding.n_vocab)
 
 
-FOUND_OUT = 2, (2048, "from the decoder")
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    for name in ("made", "asked"):
-        monkeypatch.setattr(Learned, name, [])
-    found = dict(learned=Learned, h2o=H2O)
-    for module in ("compare", "write"):
-        pick = f"nanollm.commands.{module}.pick"
-        monkeypatch.setattr(pick, lambda names: {name: found[name] for name in names})
-
-
-def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, fresh, capsys):
-    rows = compare(checkpoint, *"--methods learned h2o --budgets 50 --documents 2 --window 6".split(),
-                   "--lengths", "288", "300")
-    assert len(rows) == 4 and Learned.asked == [4]  # two layers and lengths were tried before
-    assert {*Learned.made[:4]} == {(6, ())} and {*Learned.made[4:]} == {FOUND_OUT}
-
-    Learned.asked.clear(), Learned.made.clear()
+def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, monkeypatch, capsys):
+    for module in "rows", "write":
+        monkeypatch.setattr(f"nanollm.commands.{module}.pick", lambda names: dict(learned=Learned))
+    compare(checkpoint, "--methods learned --budgets 50 --documents 2 --window 6 --lengths 288 300")
+    assert Learned.asked == [4]  # two layers and lengths were tried before
+    assert {*Learned.made[:4]} == {6} and {*Learned.made[4:]} == {2048}
+    Learned.made.clear()
     main(["generate", "--model", str(checkpoint), *"--method learned --budget 7 --tokens 3 x".split()])
-    assert Learned.asked == [0] and Learned.made == [FOUND_OUT] * 2
-
-    Learned.asked.clear()
-    refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "learned", "--budgets", "50", "2"],
+    assert Learned.asked == [4, 0] and Learned.made == [2048] * 2
+    refused(capsys, ["--model", str(checkpoint), *SMALL, *"--methods learned --budgets 50 2".split()],
             "learned at 2 % of 223 tokens: budget 4 must be at least 5")
-    assert Learned.asked == []  # a mistake is found before
+    assert Learned.asked == [4, 0]  # a mistake is found before
 
 
 # ---- a method that is wrong does not look good ---
 
-WRONG = {
-    "hoarder": "@dataclass(eq=False)\nclass C(LayerCache):\n    budget: int\n",
-    "late": """@dataclass(eq=False)
-class C(LayerCache):
+OWN = """from dataclasses import dataclass
+from nanollm.cache import LayerCache
+
+@dataclass(eq=False)
+class Own(LayerCache):
     budget: int
+    {body}
 
-    def evict(self): self.shrink(self.k[:, :1].norm(dim=-1).expand(1, 3, -1), self.budget)
-""",
-    "early": """@dataclass(eq=False)
-class C(LayerCache):
-    budget: int
-
-    def __post_init__(self): 1 / 0
-"""}
+variants = dict({name}=Own)
+"""
 
 
-@pytest.fixture
-def wrong(only_h2o):
-    """A folder of methods that are wrong in one way each, beside one that is right."""
-    for name, code in WRONG.items():
-        (only_h2o / f"{name}.py").write_text("from dataclasses import dataclass\n"
-                                             "from nanollm.cache import LayerCache"
-                                             f"\n\n\n{code}\n\nvariants = {{'{name}': C}}\n")
-    return only_h2o
-
-
-def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkpoint, wrong, capsys):
-    arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, "--budgets", "50", "--documents",
-                 "2", "--methods"]
+def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkpoint, only_h2o, capsys):
+    for name, body in dict(hoarder="", late="def evict(self): self.keep(self.k)",
+                           early="def __post_init__(self): 1 / 0").items():
+        (only_h2o / f"{name}.py").write_text(OWN.format(name=name, body=body))
+    arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, "--budgets", "50", "--methods"]
     out = refused(capsys, [*arguments, "hoarder", "early", "late", "h2o"],
-                  "2 of 4 rows failed: early at 50 %: ZeroDivisionError, line 9 of early.py: .*; "
-                  r"late at 50 %: \w+Error, line 9 of late.py: ")
+                  "2 of 4 rows failed: early at 50 %: ZeroDivisionError, line 7 of early.py: .*; "
+                  "late at 50 %: slots to keep")
     assert [row["method"] for row in json.loads(Path("rows.json").read_text())] == ["hoarder", "h2o"]
     lines = out[out.index("\nhoarder"):].splitlines()[1:]
     assert lines[1] == "  ! evicts nothing: holds all 223 tokens of a prompt, and its budget is 112"
     assert [line.split()[0] for line in lines[2:5]] == ["early", "late", "h2o"]
     assert "!" not in "".join(lines[2:]) and Path("compare.png").exists()
-    (wrong / "syntax.py").write_text("def\n")  # a broken file is named, and what needs it not goes on
-    main(["generate", "--model", str(checkpoint), "--tokens", "2", "x"])
-    assert capsys.readouterr().err.startswith("methods/syntax.py is left out: SyntaxError")
 
 
 # ---- nothing is lost, nothing that is not ours is overwritten ---
 
-
 def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monkeypatch, capsys):
-    seen, run = [], slices.Slices.run
+    run, measured = Slices.run, []
 
-    def then_look(self, *arguments):
-        file = Path("rows.json")
-        seen.append([row["method"] for row in json.loads(file.read_text())] if file.exists() else None)
-        if len(seen) == 3:
+    def interrupted(self, *arguments):
+        if len(measured) == 2:
             raise KeyboardInterrupt
+        measured.append(1)
         return run(self, *arguments)
 
-    monkeypatch.setattr(slices.Slices, "run", then_look)
+    three = "--methods full random h2o --budgets 50 --documents 2"
+    monkeypatch.setattr(Slices, "run", interrupted)
     with pytest.raises(SystemExit):
-        compare(checkpoint, "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2")
-    assert seen == [None, ["full"], ["full", "random"]]
-    assert len(json.loads(Path("rows.json").read_text())) == 2
+        compare(checkpoint, three)
+    before = json.loads(Path("rows.json").read_text())
+    assert [row["method"] for row in before] == ["full", "random"]
 
-    monkeypatch.setattr(slices.Slices, "run", lambda *a: seen.append("once more") or run(*a))
-    options = "--methods", "full", "random", "h2o", "--budgets", "50", "--documents", "2", "--resume"
-    rows = compare(checkpoint, *options)
-    assert [row["method"] for row in rows] == ["full", "random", "h2o"] and seen[3:] == ["once more"]
-    assert compare(checkpoint, *options) == rows and len(seen) == 4
-    fewer = compare(checkpoint, "--methods", "h2o", *options[4:])  # no row is lost
-    assert fewer == rows and len(seen) == 4
-    with pytest.raises(SystemExit):
-        compare(checkpoint, *options, "--dtype", "bfloat16")
-    assert "were made with --dtype float32, not bfloat16" in capsys.readouterr().err
-    for broken, told in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is '1'"), (
+    measured.clear()
+    rows = compare(checkpoint, f"{three} --resume")
+    assert rows[:2] == before and rows[2]["method"] == "h2o" and len(measured) == 1
+    assert compare(checkpoint, "--methods h2o --budgets 50 --documents 2 --resume") == rows  # none is lost
+    assert len(measured) == 1
+    arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *three.split(), "--resume"]
+    refused(capsys, [*arguments, "--dtype", "bfloat16"], "were made with --dtype float32, not bfloat16")
+    for broken, message in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is"), (
             {"needle_blind": -7.0}, "'needle_blind' of a row in .* is -7.0, and the mean"), (
             {"l1_alone": [[]]}, "'l1_alone' of a row"), ({"each": {}}, "has no 'needle_aware'"):
         row = {key: x for key, x in (rows[1] | broken).items() if x is not ...}
         Path("rows.json").write_text(json.dumps([rows[0], row, rows[2]]))
-        refused(capsys, ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *options], told)
+        refused(capsys, arguments, message)
     Path("rows.json").write_text(json.dumps(rows))
-    for _ in range(2):  # the figure is replaced as well
-        (row,) = compare(checkpoint, "--methods", "full", "--documents", "2", "--seed", "1")
+    measured.clear()
+    (row,) = compare(checkpoint, "--methods full --documents 2 --seed 1")  # without --resume: anew
     assert row["seed"] == 1 and {path.name for path in Path().iterdir()} == {"rows.json", "compare.png"}
 
 
 def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, capsys):
-    run = slices.Slices.run
-    monkeypatch.setattr(slices.Slices, "run", lambda *of: Path("rows.json").write_text("[7]") and run(*of))
+    run = Slices.run
+    monkeypatch.setattr(Slices, "run", lambda *of: Path("rows.json").write_text("[7]") and run(*of))
     refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "full", "--json", "rows.json"],
             "rows.json was changed by another program")
     assert Path("rows.json").read_text() == "[7]"
@@ -334,26 +261,43 @@ def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, op
     assert all(Path(name).read_bytes() == data for name, data in kept.items())
 
 
+def test_a_pipe_is_read_once_and_waited_for(checkpoint):
+    Path("text.txt").write_text("A text of a few words.\r\n" * 99)
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=lambda: Path("pipe").write_bytes(Path("text.txt").read_bytes()))
+    (file,) = compare(checkpoint, "--methods full --text text.txt")
+    writer.start()
+    (pipe,) = compare(checkpoint, "--methods full --text pipe")
+    writer.join()
+    assert file["text"].split()[1:] == pipe["text"].split()[1:] and file["each"] == pipe["each"]
+
+
+# ---- a fresh process ---
+
+def in_shell(command: str, *python: str):
+    """Run a line of bash, in which "$@" is Python; as Python buffers what it prints by itself."""
+    line = ["bash", "-c", f"set -o pipefail; unset PYTHONUNBUFFERED; {command}", "-", sys.executable, *python]
+    return subprocess.run(line, cwd=ROOT, timeout=300, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("end, flush", [("| true", ""), ("> /dev/full", ", flush=True")])
 def test_output_that_cannot_be_written_is_one_line(end, flush):
-    # as Python buffers what it prints, unless a variable says otherwise
-    text = ("import time; from nanollm.commands import shell; time.sleep(0.3)\n"
-            f"shell.command(lambda: print('a text'{flush}))")
-    shell = f'set -o pipefail; unset PYTHONUNBUFFERED; "$@" {end}'
-    done = subprocess.run(["bash", "-c", shell, "-", sys.executable, "-c", text], cwd=ROOT, timeout=300,
-                          capture_output=True, text=True)
+    done = in_shell(f'"$@" {end}', "-c", "import time; from nanollm.commands import shell; time.sleep(0.3)\n"
+                    f"shell.command(lambda: print('a text'{flush}))")
     assert done.returncode == 2, done.stderr
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 
 
-def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
-    panic = type("PanicException", (BaseException,), {})("retry-limit")  # as Rust's, it is no Exception
-    monkeypatch.setattr("nanollm.commands.demo.boundaries", lambda *_: (_ for _ in ()).throw(panic))
-    refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
+@pytest.mark.parametrize("argument, code", [("--help", 0), ("nope", 2), ("--budgets=0", 2)])
+def test_help_and_mistakes_are_answered_before_torch_is_loaded(argument, code):
+    done = in_shell('"$@"', "-X", "importtime", "-m", "nanollm", argument)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == code and "nanollm.commands.shell" in loaded and not loaded & {"torch", "numpy"}
 
 
-@pytest.mark.parametrize("module, file", [("nanollm", "__main__.py"), ("experiments.speed", "speed.py")])
-def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
+@pytest.mark.parametrize("module, file", [
+    ("nanollm", "__main__.py"), ("nanollm", "commands/rows.py"), ("experiments.speed", "speed.py")])
+def test_ctrl_c_while_modules_load_is_silent(module, file):
     for folder in "nanollm", "experiments":
         shutil.copytree(ROOT / folder, folder, ignore=shutil.ignore_patterns("tiny*", "held_out", "stored"))
     waits = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
@@ -368,28 +312,6 @@ def test_ctrl_c_while_modules_load_is_silent(module, file, tmp_path):
 
 # ---- generate: a text ---
 
-
-def continued(checkpoint, prompt, new=12, caches=None, **options):
-    tokens = torch.tensor([ENCODING.encode(prompt)])
-    out = generate(from_hf(checkpoint), tokens, new, caches, **options)
-    return f"{prompt}{MARK}" + ENCODING.decode(out[0].tolist())
-
-
-def test_a_pipe_is_read_once_and_waited_for(checkpoint):
-    arguments = f"--model {checkpoint} --methods full {' '.join(SMALL)} --json rows.json".split()
-    Path("text.txt").write_text("A text of a few words.\r\n" * 99)
-    rows = []
-    for text in "text.txt", "pipe":
-        if text == "pipe":
-            os.mkfifo(text)
-            writer = threading.Thread(target=lambda: Path("pipe").write_bytes(Path("text.txt").read_bytes()))
-            writer.start()
-        main([*arguments, "--text", text])
-        rows += json.loads(Path("rows.json").read_text())
-    writer.join()
-    assert rows[0]["text"].split()[1:] == rows[1]["text"].split()[1:] and rows[0]["each"] == rows[1]["each"]
-
-
 def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
     prompt = "The import system é"
     Path("text.txt").write_text(prompt, encoding="utf8")
@@ -397,111 +319,79 @@ def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
     for source, told in (["--file", "text.txt"], {}), (
             ["--temperature", "2", prompt], dict(temperature=2.0)), (
             [*"--temperature 2 --top-k 40 --top-p 0.9 --seed 3".split(), prompt], sampling):
-        expected = continued(checkpoint, prompt, **told)
         main(["generate", "--model", str(checkpoint), "--tokens", "12", *source])
         text, tail = capsys.readouterr().out.split("\n\n[")
-        seen = len(ENCODING.encode(prompt)) + 11
-        assert text == expected
-        assert tail.startswith(f"{seen} tokens seen, at most {seen} slots kept per head in layer 0")
+        new = generate(from_hf(checkpoint), torch.tensor([ENCODING.encode(prompt)]), 12, **told)
+        assert text == f"{prompt}{MARK}" + ENCODING.decode(new[0].tolist())
+        assert tail.startswith(f"{len(ENCODING.encode(prompt)) + 11} tokens seen, ")
 
 
 def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
-    def told(options, prompt):
+    def written(options, prompt="A longer prompt " * 9):
         main(["generate", "--model", str(checkpoint), *f"--method {options} --tokens 9".split(), prompt])
         return capsys.readouterr().out
 
-    prompt, live = "A longer prompt " * 9, 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
-    assert f"6 slots kept per head in layer 0, {live:.0f} KiB live" in told("h2o --budget 6", prompt)
+    live = 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
+    assert f"6 slots kept per head in layer 0, {live:.0f} KiB live" in written("h2o --budget 6")
     # of the window, of the rest of the prompt, and since; layer 1 keeps none of the rest
-    assert f"at most {8 + 8 + 9} slots kept per head in layer 0" in told("pyramid_kv --budget 12", prompt)
-    assert told("h2o --budget 9", "x").endswith(
-        "[nothing was evicted: all tokens fit into the budget of 9]\n")
-
-    caches = make_cache(from_hf(checkpoint), Quantized, bits=2, residual_length=16)
-    text = continued(checkpoint, prompt, 9, caches)
-    live, allocated = (f"{x / 1024:.0f} KiB" for x in cache_bytes(caches))
-    assert live != allocated and caches[0].length < caches[0].seen
-    out, full = told("quantized_2", prompt), continued(checkpoint, prompt, 9).partition(MARK)[2]
-    assert out.startswith(
-        f"{text}\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head "
-        f"in layer 0, {live} live, {allocated} allocated]\n[the full cache writes")
-    same = out.endswith("[the full cache writes the same]\n")
-    assert same if full == text.partition(MARK)[2] else out.endswith(f"[the full cache writes:]\n{full}\n")
+    assert f"at most {8 + 8 + 9} slots kept per head in layer 0" in written("pyramid_kv --budget 12")
+    assert "slots kept per head" in written("chunk_kv_semantic --budget 12")  # it hears of chunks
+    assert "nothing was evicted" in written("h2o --budget 9", "x")
+    full = written("full").partition(MARK)[2].partition("\n\n[")[0]
+    own, _, tail = written("quantized_2").partition(MARK)[2].partition("\n\n[")
+    assert "[the full cache writes the same]" in tail if own == full else full in tail
     arguments = f"generate --model {checkpoint} --method kv_reviver --budget 24 --tokens 390 x".split()
     assert refused(capsys, arguments, "budget 24 has no room").endswith("\n")  # what was written is a line
 
 
-def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys, monkeypatch):
+def test_a_text_begins_with_bos_if_the_checkpoint_s_texts_do(capsys):
     shutil.copytree(TINY, "begun")
     config = json.loads(Path("begun/config.json").read_text()) | dict(bos_token_id=2047)
     Path("begun/config.json").write_text(json.dumps(config))
     main(["generate", "--model", "begun", "--tokens", "5", "The import system"])
     tokens = torch.tensor([[2047, *ENCODING.encode("The import system")]])
     written = ENCODING.decode(generate(from_hf(TINY), tokens, 5)[0].tolist())
-    out = capsys.readouterr().out
-    assert out.startswith(f"The import system{MARK}{written}\n\n[{tokens.shape[1] + 4} tokens seen, ")
+    assert capsys.readouterr().out.startswith(f"The import system{MARK}{written}\n\n")
 
-    drawn, text = [], plot.text
-    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append(of) or text(*of, **how))
-    main(["generate", "--model", "begun", "--figure", "page.png"])
-    (tokens, _, fact), = drawn
-    assert tokens[0] == "<|bos|>" and "".join(tokens[1:]) == demo.PAGE + demo.QUESTION
-    assert "".join(token for token, asked in zip(tokens, fact) if asked) == demo.FACT
 
 
 def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, monkeypatch):
     ids, printed = [*ENCODING.encode(" so né😀"), ENCODING.encode("x")[0]], []
 
     def stream(model, prompt, new, *_, **__):
-        assert new == 100
         for i in ids:
             printed.append(capsys.readouterr().out)
             yield torch.tensor([i])
 
-    monkeypatch.setattr("nanollm.generate.stream", stream)
+    monkeypatch.setattr("nanollm.commands.write.stream", stream)
     main(["generate", "--model", str(checkpoint), "Say:"])
     assert printed[0] == f"Say:{MARK}" and printed[1] == ENCODING.decode(ids[:1])
     assert "".join(printed) == f"Say:{MARK} so né😀" and "\ufffd" not in "".join(printed)
     assert printed.count("") >= 3  # the emoji's four bytes are four tokens
-    del ids[-2:]
-    monkeypatch.setattr("nanollm.generate.generate", lambda *_, temperature, **__: torch.tensor([ids]))
-    main(["generate", "--model", str(checkpoint), "--method", "quantized_2", "Say:"])
-    assert capsys.readouterr().out.endswith("\n[the full cache writes the same]\n")  # to the half character
+
+
+def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
+    panic = type("PanicException", (BaseException,), {})("retry-limit")  # as Rust's, it is no Exception
+    monkeypatch.setattr("nanollm.commands.demo.boundaries", lambda *_: (_ for _ in ()).throw(panic))
+    refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
 
 
 # ---- generate: the page ---
 
-
-def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
-    drawn, text = [], plot.text
-    monkeypatch.setattr(plot, "text", lambda *of, **how: drawn.append((*of, how)) or text(*of, **how))
+def test_the_page_is_answered_aware_and_not_blind(capsys):
     main(["generate", "--figure", "page.png"])
     out = capsys.readouterr().out
-    (tokens, panels, fact, words), = drawn
-    assert words["low"] == "kept by no head"
-    assert "".join(token for token, asked in zip(tokens, fact) if asked) == demo.FACT and len(panels) == 2
     answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
     assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
-    for (full, snap_kv, _), title in zip(answers, panels, strict=True):
-        assert title.endswith(f"; snap_kv answers {snap_kv}, the full cache {full}")
-    counts = re.findall(r"(\d+) of (\d+) tokens evicted", out)
     texts = re.findall(r"(?:aware|blind): .*?\n\n(.*?)\n\n\d+ of", out, re.S)
     left = [re.sub(r"\[.*?\]", "", text, flags=re.S) for text in texts]
     assert "The code of table is 2356" in left[0]
     assert "The code of table is" not in left[1].partition("\nQ:")[0]
 
-    model, whole = from_hf(TINY), demo.PAGE + demo.QUESTION
-    tokens = torch.tensor([ENCODING.encode(whole)])
-    cuts = tokens.shape[1] - 1, len(ENCODING.encode(demo.PAGE))
-    for text, (evicted, of), cut, weights in zip(texts, counts, cuts, panels.values(), strict=True):
-        caches = make_cache(model, SnapKV, budget=32, window_size=8)
-        evaluate.feed(model, tokens[:, :cut], caches)
-        end_prefill(caches)
-        there = {int(i) for cache in caches for i in cache.pos.unique()}
-        gone = [i not in there and i < cut for i in range(tokens.shape[1])]
-        assert text == demo.marked(ENCODING, tokens[0].tolist(), gone, dim=False)
-        assert weights[:cut] == pytest.approx(plot.kept(caches, cut).mean((0, 1)).tolist())
-        assert (int(evicted), int(of)) == (sum(gone), cut) and text.replace("[", "").replace("]", "") == whole
+    for text, evicted in zip(texts, re.findall(r"(\d+) of \d+ tokens evicted", out), strict=True):
+        assert text.replace("[", "").replace("]", "") == demo.PAGE + demo.QUESTION
+        bracketed = "".join(re.findall(r"\[(.*?)\]", text, re.S))
+        assert 0 < int(evicted) <= len(bracketed)
     assert Path("page.png").stat().st_size > 20_000
 
     main(["generate", "--method", "quantized_2"])
@@ -513,20 +403,13 @@ def test_the_page_is_answered_aware_and_not_blind(capsys, monkeypatch):
 def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_color, dimmed):
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    marked, asked = demo.marked, []
-    monkeypatch.setattr(demo, "marked", lambda *of: asked.append(of[-1]) or marked(*of))
-    some = torch.tensor([True, False, False, False]).view(4, 1, 1)  # of the heads: those of layer 0
-    monkeypatch.setattr(demo, "answer", lambda model, tokens, cut, *_: (some.expand(4, 1, cut), [0]))
     main(["generate", "--method", "h2o", "--budget", "16"])
-    out = capsys.readouterr().out
-    assert asked == [dimmed] * 2 and "a head holds 25 % of the tokens" in out
-    assert out.count(f"evicted, {'dimmed' if dimmed else 'in [brackets]'}: no head") == 2
+    assert ("\033[2m" in capsys.readouterr().out) == dimmed
     ids = [ENCODING.encode(letter)[0] for letter in "abcd"]
-    assert marked(ENCODING, ids, [True, False, True, True], True) == "\033[2ma\033[0mb\033[2mcd\033[0m"
+    assert demo.marked(ENCODING, ids, [True, False, True, True], True) == "\033[2ma\033[0mb\033[2mcd\033[0m"
 
 
 # ---- mistakes ---
-
 
 @pytest.mark.parametrize("arguments, message", [
     ("--methods h2o nope", "unknown method 'nope'; known are full, .*h2o.*streaming_llm"),
@@ -534,8 +417,8 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("--budgets 50 0", "budget 0 % must lie above 0"), ("--budgets nan", "budget nan %"),
     ("--budgets 101", "budget 101 % must lie above 0 and up to 100"),
     ("--methods ada_kv+critical --window 28 --budgets 50 12.5", "critical at 12.5 % .* 28 must exceed"),
-    ("--documents 1", "documents 1 must be a whole number of at least 2"),
-    ("--methods full --lengths 30", r"need \d+ tokens more"),
+    ("--documents 1", "documents 1 must be a whole number of at least 2"), ("--batch 0", "batch 0 must"),
+    ("--methods full --lengths 30", r"need \d+ tokens more"), ("--resume", "name it with --json"),
     ("--lengths 288 801", "length 801 must be a whole number from 16 to 800"),
     ("--seed -1", "seed -1 must be a whole number from 0"), ("generate --seed -1 x", "seed -1 must"),
     ("--threads -1", "threads -1 must be a whole number"), ("generate --threads -1 x", "threads -1 must"),
@@ -544,6 +427,7 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("generate --method= x", "unknown method ''"),
     ("generate --method h2o x", "h2o needs --budget, in slots per key/value head"),
     ("generate --method quantized_2 --budget 5 x", "quantized_2 has no budget; leave --budget out"),
+    ("generate --top-k 5 x", "--top-k would change"), ("generate --tokens 7", "--tokens would change"),
     ("generate --file text.txt x", "give the text or --file text.txt, not both"),
     ("generate --file text.txt", "No such file"), ("generate --device cuda x", "device 'cuda' is not there"),
     ("generate --figure x.png x", "--figure is of the built-in page"),
@@ -563,6 +447,4 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line(checkpoint, capsys):
     refused(capsys, ["train", "--out", str(TINY)], "holds config.json and no run")
     shutil.copytree(checkpoint, "copy", ignore=shutil.ignore_patterns("tokenizer*"))
     refused(capsys, ["generate", "--model", "copy", "x"], "copy has no tokenizer")
-    refused(capsys, ["generate", "", "--file", "x"], "give the text or --file x, not both")
-    out = refused(capsys, ["generate", "--model", str(checkpoint), ""], "the prompt's tokens are empty")
-    assert out == ""
+    assert refused(capsys, ["generate", "--model", str(checkpoint), ""], "prompt's tokens are empty") == ""

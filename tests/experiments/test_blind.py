@@ -12,7 +12,8 @@ from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import pick
 from nanollm.generate import end_prompt, prefill
 from nanollm.hf.checkpoint import from_hf
-from nanollm.measure.evaluate import TASKS, maker, prompt_and_question, retrieve
+from nanollm.measure.benchmark import TASKS
+from nanollm.measure.evaluate import maker, prompt_and_question, retrieve
 
 
 @torch.no_grad()

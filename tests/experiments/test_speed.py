@@ -15,7 +15,6 @@ from experiments import speed
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.commands import plot
 from nanollm.commands.registry import given, pick
-from nanollm.measure.evaluate import for_text
 from nanollm.model import Config
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +116,8 @@ def test_a_large_row_has_the_bytes_of_caches_filled_by_hand():
         options, most = given(Method, budget=50), 0
         row = speed.measure(model, Method, options, tokens, 5, 40, False)
         assert min(row["reading s"], row["tokens/s"]) > 0 and row["end s"] >= 0, name
-        caches = make_cache(model, for_text(Method, torch.arange(100)[None] % 16 == 15), **options)
+        caches = make_cache(model, Method, **options)
+        tell_chunk_ends(caches, torch.arange(100)[None] % 16 == 15)
         for part in tokens[:, :-1].split(40, 1):
             model(part, caches)
             most = max(most, cache_bytes(caches)[1])

@@ -19,6 +19,7 @@ from methods.compress_again import again
 from methods.snap_kv import SnapKV
 from nanollm import window
 from nanollm.cache import NEVER
+from nanollm.generate import tell_chunk_ends
 from nanollm.window import Selection, WindowCache
 
 B, D, LAYER, LAYERS = 2, 4, 1, 4
@@ -101,7 +102,7 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
 class Case(NamedTuple):
     Method: type = SnapKV
     knobs: dict = {}               # of the cache
-    select: Selection | Callable | None = None  # or from a prompt and its ends (B, T); None: the Method's own
+    select: Selection | Callable | None = None  # or from a prompt; None: the Method's own
     deal: Callable = same_for_all  # entries per head, from [h][i] pooled votes
     choose: Callable = by_weight   # entries of a head
 
@@ -181,9 +182,10 @@ def walk(case: Case, prompt: Prompt) -> Walk:
 
     select = case.Method.select if case.select is None else case.select
     if not isinstance(select, Selection):
-        select = select(prompt, ends)
+        select = select(prompt)
     cache = case.Method(budget=budget, window_size=w, kernel_size=kernel_size, select=select, **case.knobs)
     link(cache, LAYER, LAYERS, w_o=w_o)
+    tell_chunk_ends([cache], ends)
 
     slots, steps = [], []
     for a, z in pairwise([*range(0, T, chunk_size), T, T + 1, T + 2, T + 5, T + 6]):
@@ -214,7 +216,8 @@ def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
         for h, n in enumerate(budgets):
             norms = [(v[b, h, :T] @ got.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
             entries = knobs.get("entries", 0) if knobs.get("entries", 0) <= n < out else 0
-            kept = case.choose(A[h], norms, out, n - entries, kernel_size, heads=A, row=b, **knobs)
+            kept = case.choose(A[h], norms, out, n - entries, kernel_size, heads=A,
+                               ends=got.cache.chunk_ends[b], **knobs)
             slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, T)]]
             if entries:
                 gone, group = sorted(set(range(out)) - set(kept)), slice(h * G, h * G + G)

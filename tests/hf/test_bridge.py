@@ -14,10 +14,9 @@ from methods.streaming_llm import StreamingLLM
 from nanollm import TINY, tokenizer
 from nanollm.cache import make_cache
 from nanollm.commands.registry import given, pick
-from nanollm.generate import end_prompt
+from nanollm.generate import end_prompt, tell_chunk_ends
 from nanollm.hf import checkpoint
 from nanollm.hf.bridge import Bridged, attach, detach
-from nanollm.measure.evaluate import for_text
 from nanollm.measure.replay import feed
 from nanollm.measure.tasks import Tasks
 
@@ -100,7 +99,8 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
         knobs = given(Method, budget=40, window_size=8)
         if name == "duo_attention":  # as it calibrates itself, on less
             knobs["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=20), 0.6)
-        caches = make_cache(model, for_text(Method, ends), **knobs)
+        caches = make_cache(model, Method, **knobs)
+        tell_chunk_ends(caches, ends)
         feed(model, tokens[:, :-1], caches)
         end_prompt(model, tokens[:, :-1], caches)
         told.append((model(tokens[:, -1:], caches), caches))
@@ -282,7 +282,8 @@ def test_chosen_texts_are_answered_as_if_they_had_been_read(both, name):
     knobs = given(Method, budget=40, window_size=8) | ({"heads": ((0, 0), (2, 1))} if "duo" in name else {})
     memories = []
     for rows in torch.arange(2), chosen:
-        memories.append(attach(bridged.model, for_text(Method, ends[rows]), **knobs))
+        memories.append(attach(bridged.model, Method, **knobs))
+        tell_chunk_ends(memories[-1].caches, ends[rows])
         bridged.model(tokens[rows, :90], past_key_values=memories[-1])
         end_prompt(bridged, tokens[rows, :90], memories[-1].caches)
     try:

@@ -16,16 +16,17 @@ from methods.snap_kv import SnapKV
 from methods.theory.chunk_bounds import LaterGroups
 from nanollm import window
 from nanollm.cache import NEVER, LayerCache, end_prefill, make_cache
+from nanollm.generate import tell_chunk_ends
 from windows import (GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, live, mean, name_of, pool,
                      walk)
 
 
-def by_chunk(A, norms, out, b, kernel_size, heads, row, chunk_size, score, fill, ends=None, together=False,
-             **_):
+def by_chunk(A, norms, out, b, kernel_size, heads, chunk_size, score, fill, ends, semantic=False,
+             together=False, **_):
     """Down the ranking, each chunk that fits whole; to `fill`, all of them, cut to b tokens."""
     votes = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
     of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
-    kept, chunks = [], chunks_of(out, chunk_size, range(out), () if ends is None else ends[row])
+    kept, chunks = [], chunks_of(out, chunk_size, range(out), ends if semantic else ())
     for part in sorted(chunks, key=lambda part: (-of([votes[i] for i in part]), -part[0])):
         if fill or len(kept) + len(part) <= b:
             kept += part
@@ -33,15 +34,15 @@ def by_chunk(A, norms, out, b, kernel_size, heads, row, chunk_size, score, fill,
 
 
 def chunks(select):
-    """For a prompt: chunks no longer than there is room for, and told where they end."""
-    def made(prompt, ends):
+    """For a prompt: chunks no longer than there is room for."""
+    def made(prompt):
         if isinstance(select, Residual):
-            return replace(select, inner=chunks(select.inner)(prompt, ends))
-        knobs = dict(ends=ends) if isinstance(select, SemanticChunks) else {}
-        return replace(select, chunk_size=min(select.chunk_size, prompt.budget - prompt.window_size), **knobs)
+            return replace(select, inner=chunks(select.inner)(prompt))
+        return replace(select, chunk_size=min(select.chunk_size, prompt.budget - prompt.window_size))
     return made
 
 
+at_ends = partial(by_chunk, semantic=True)
 CASES = {
     "chunk": Case(ChunkKV, {}, Chunks(5), choose=by_chunk),
     "longer than the room": Case(ChunkKV, {}, Chunks(30), choose=by_chunk),
@@ -49,11 +50,11 @@ CASES = {
     "mean": Case(ChunkKV, {}, Chunks(4, "mean"), choose=by_chunk),
     "max": Case(ChunkKV, {}, chunks(Chunks(2, "max")), choose=by_chunk),
     "code": Case(ChunkKV, {}, chunks(ChunksCode(4)), choose=partial(by_chunk, together=True)),
-    "semantic": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6)), choose=by_chunk),
+    "semantic": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6)), choose=at_ends),
     "on ada": Case(AdaKV, dict(floor=0.1), Chunks(5), by_head, by_chunk),
     "whole on ada": Case(AdaKV, dict(floor=0.1), chunks(Chunks(3, fill=False)), by_head, by_chunk),
-    "semantic, cut": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6, fill=True)), choose=by_chunk),
-    "semantic on ada": Case(AdaKV, {}, chunks(SemanticChunks(20, "sum")), by_head, by_chunk),
+    "semantic, cut": Case(SemanticChunkKV, {}, chunks(SemanticChunks(6, fill=True)), choose=at_ends),
+    "semantic on ada": Case(AdaKV, {}, chunks(SemanticChunks(20, "sum")), by_head, at_ends),
     "residual": Case(ChunkKV, {}, chunks(Residual(Chunks(2), entries=2)), choose=by_chunk),
 }
 WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "whole", "semantic on ada"], PROMPTS[2:])]
@@ -64,8 +65,10 @@ def test_slots_and_bytes_equal_the_loops(case, prompt):
     check_walk(CASES[case], prompt)
 
 
-def kept(Method=ChunkKV, **knobs):
+def kept(Method=ChunkKV, ends=None, **knobs):
     cache = Method(budget=20, window_size=8, **knobs)
+    if ends is not None:
+        tell_chunk_ends([cache], ends)
     return compress(cache, *walk(Case(SnapKV), GROUPED).raw).pos.tolist()
 
 
@@ -82,7 +85,7 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
     assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
     assert [at % 13 for at in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
     ends = torch.zeros(2, 59, dtype=torch.bool)
-    assert kept(select=SemanticChunks(32, ends=ends)) == kept(select=Chunks(12, "mean", fill=False))
+    assert kept(select=SemanticChunks(32), ends=ends) == kept(select=Chunks(12, "mean", fill=False))
 
 
 @pytest.mark.parametrize("make, message", [
@@ -92,9 +95,9 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
     (lambda: AdaKV(20, 8, select=Chunks(13, fill=False)), "no room for a chunk of 13 .* at least 21, or set"),
     (lambda: Chunks(fill=1), "fill 1 of Chunks must be True or False"),
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
-    (lambda: SemanticChunks(ends=torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
+    (lambda: tell_chunk_ends([], torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
-    (lambda: kept(select=SemanticChunks(ends=torch.zeros(2, 58) > 0)), "ends tell of 58 .*; give boundaries"),
+    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "ends tell of 58 .*; call tell_chunk_ends"),
 ])
 def test_bad_knobs_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -109,6 +112,7 @@ def reads(Method, start=0, **knobs):
     """The caches of five layers once they have read the prompt, 11 tokens at a time."""
     model = decoder(n_layers=5)
     caches, pos = make_cache(model, Method, **knobs), torch.arange(start, start + 35)[None]
+    tell_chunk_ends(caches, ENDS)
     for part, at in zip(TOKENS[:, :35].split(11, 1), pos.split(11, 1)):
         model(part, caches, at)
     return caches
@@ -116,7 +120,7 @@ def reads(Method, start=0, **knobs):
 
 @pytest.mark.parametrize("reuse, first, leaders", [
     (1, 2, [0, 1, 2, 3, 4]), (2, 0, [0, 0, 2, 2, 4]), (2, 1, [0, 1, 1, 3, 3]), (9, 0, [0, 0, 0, 0, 0])])
-@pytest.mark.parametrize("select", [Chunks(4), SemanticChunks(5, ends=ENDS)], ids=["grid", "semantic"])
+@pytest.mark.parametrize("select", [Chunks(4), SemanticChunks(5)], ids=["grid", "semantic"])
 @torch.inference_mode()
 def test_layers_of_a_group_take_the_lowest_ones_indices(reuse, first, leaders, select, monkeypatch):
     selects = [leader == layer for layer, leader in enumerate(leaders)]

@@ -24,8 +24,7 @@ from methods.sub_gen import SubGen4Cache
 from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
 from nanollm.commands.registry import given, has_budget, pick
-from nanollm.generate import generate, read_again
-from nanollm.measure.evaluate import for_text
+from nanollm.generate import generate, read_again, tell_chunk_ends
 from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
@@ -74,7 +73,8 @@ class Step(NamedTuple):
 def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **knobs):
     """Caches of a decoder, fed its layers' q, k and v."""
     Method = METHODS[name]
-    caches = make_cache(decoder().to(dtype), for_text(Method, ENDS[rows]), **given(Method, **KNOBS | knobs))
+    caches = make_cache(decoder().to(dtype), Method, **given(Method, **KNOBS | knobs))
+    tell_chunk_ends(caches, ENDS[rows])
     steps = []
     for stop, n in zip(accumulate(cut), cut):
         part, pos = slice(stop - n, stop), torch.arange(stop - n, stop)[None]
@@ -217,7 +217,8 @@ def test_a_prompt_of_one_token(name):
     Method, model = METHODS[name], decoder()
     for budget in (2 * NEW, BUDGET):
         knobs = given(Method, **KNOBS | dict(budget=budget, residual_length=NEW))
-        caches = make_cache(model, for_text(Method, ENDS[:, :1]), **knobs)
+        caches = make_cache(model, Method, **knobs)
+        tell_chunk_ends(caches, ENDS[:, :1])
         tokens = generate(model, TOKENS[:, :1], NEW, caches)
         assert tokens.shape == (2, NEW) and (budget == BUDGET or torch.equal(tokens, alone()))
 

@@ -30,6 +30,7 @@ from nanollm import TINY
 from nanollm.cache import LayerCache, make_cache
 from nanollm.hf import checkpoint
 from nanollm.measure import evaluate
+from nanollm.measure.benchmark import Benchmark
 from nanollm.measure.replay import Recorder, record
 
 each_rows = pytest.mark.parametrize("rows", MEDIAN)
@@ -396,7 +397,7 @@ def test_a_quarter_of_the_bytes_loses_more_than_two_of_a_hundred_answers(note):
 @pytest.mark.claim("R13")
 def test_with_the_question_in_the_prompt_needles_between_the_ends_are_lost(note):
     model, depths = shipped().model, (0.0, 0.25, 0.5, 0.75, 1.0)
-    bench = evaluate.Benchmark.read(model, dict(needle=at_depths(tasks("test"), depths, 3, 512)), None)
+    bench = Benchmark.read(model, dict(needle=at_depths(tasks("test"), depths, 3, 512)), None)
     for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}), ("h2o", H2O, {}),
                                 ("snap", SnapKV, dict(window_size=8))):
         found = answers(model, bench, Method, 0.25, **knobs)["aware"][0].view(5, 3).mean(1)

@@ -1,0 +1,229 @@
+"""The rows of python -m nanollm: each is measured, printed and stored before the next."""
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+import json
+from math import isclose
+import os
+from pathlib import Path
+from statistics import fmean
+import sys
+import time
+
+import psutil
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from nanollm import TINY
+from nanollm.check import check_row, check_seed, whole
+from nanollm.commands import plot, shell, table
+from nanollm.commands.compare import Settings
+from nanollm.commands.registry import calibrated, given, has_budget, loaded, one_line, pick
+from nanollm.generate import check_rereads
+from nanollm.measure.benchmark import Benchmark, Slices, excess
+from nanollm.measure.evaluate import Make, maker
+from nanollm.measure.tasks import Tasks
+from nanollm.tokenizer import boundaries
+
+Job = tuple[int, str, float | None]  # a length in tokens, a method's name, and its budget, a fraction or None
+
+
+def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
+    """Measure the rows that the options ask for, and print a table of them.
+
+    text: that of --text. stored: what the file of the rows holds.
+    """
+    rank, world = shell.ranks()
+    check_seed(settings.seed)
+    whole("batch", args.batch, 1)
+    rows = {job_of(row): row for row in earlier(stored, args.json, settings)} if args.resume else {}
+    if world > 1 and args.device == "cuda":  # a GPU a process
+        args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
+
+    methods = pick([*table.SHOWN] if args.short else args.methods)
+    model, encoding = loaded(args)
+    for T in args.lengths:
+        whole("length", T, 16, model.config.max_len)
+    candidates = Candidates(model, encoding, methods, settings.window)
+    named = bool(args.methods) and "all" not in args.methods
+    jobs, unfit = candidates.fit(candidates.jobs(args.lengths, args.budgets), named)
+    torch.manual_seed(settings.seed)
+    tasks = Tasks(encoding, "test", text, settings.chat)
+    keep = psutil.virtual_memory().available / 2 if args.keep is None else args.keep * 1e9
+
+    @lru_cache(maxsize=1)
+    def read(T: int) -> Slices:
+        """Return documents of T tokens. What they cost is said where it matters."""
+        slices = Slices(model, tasks, T, settings.documents, settings.seed, args.batch, keep)
+        if rank == 0 and not (args.short and slices.keeps):
+            tqdm.write(str(slices), file=sys.stderr)
+        slices.benchmark(model, 0)  # what the model refuses is an error, not one of each row
+        return slices
+
+    def measure(job: Job) -> dict | str:
+        """Return a row, or why there is none: one method's mistake costs only its own rows."""
+        if job in rows:
+            return rows[job]
+        T, name, fraction = job
+        slices = read(T)
+        try:
+            measured = slices.run(model, candidates.calibrated(name, fraction))
+        except Exception as error:
+            return f"{table.label(name, fraction)}: {one_line(error)}"
+        return table.row_of(name, fraction, T, vars(settings), measured)
+
+    if rank == 0:
+        for name, error in unfit.items():
+            print(f"{name} is left out: {error}", file=sys.stderr)
+        for message in idle(methods, named and "budgets" in args.asked, "window" in args.asked):
+            print(message, file=sys.stderr)
+        whose = "a small trained decoder" if args.model == TINY else args.model
+        print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
+              flush=True)
+    began, shown, failed = time.time(), [], []
+    for row, write in shared_out(jobs, measure, rank, world):
+        if isinstance(row, str):
+            failed.append(row)
+            write(row)
+            continue
+        if not shown or shown[-1]["tokens"] != row["tokens"]:
+            gpu = row["device"] is not None
+            write(table.header(row["tokens"], settings.documents, settings.seed, args.short, gpu))
+        shown.append(row)
+        write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
+        rows[job_of(row)] = row
+        if args.json:
+            stored = shell.replace(args.json, json.dumps([*rows.values()], indent=1).encode(), stored)
+
+    if rank == 0:
+        finish(args, shown, time.time() - began)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(jobs)} rows failed: {'; '.join(failed)}")
+
+
+def job_of(row: dict) -> Job:
+    return row["tokens"], row["method"], row["fraction"]
+
+
+def earlier(stored: bytes, file: Path, settings: Settings) -> list[dict]:
+    """Return the rows that a file holds. ValueError if one is broken or was made with other settings."""
+    rows = json.loads(stored or "[]")
+    for row in rows:
+        check_row(row, table.HOLDS, file)
+        check_row(row["each"], table.EACH, file)
+        for name in table.ACCURACIES:
+            if not isclose(row[name], mean := fmean(row["each"][name]), abs_tol=1e-6):
+                raise ValueError(f"{name!r} of a row in {file} is {row[name]}, and the mean over its "
+                                 f"documents {mean}; name another file")
+        for name, x in vars(settings).items():
+            if row.get(name) != x:
+                raise ValueError(f"the rows in {file} were made with --{name} {row.get(name)}, not {x}; "
+                                 "give what they were made with, or name another file")
+    return rows
+
+
+def idle(methods: dict, budgets: bool, window: bool) -> list[str]:
+    """Return what was asked for, budgets or a window, and changes nothing for these methods."""
+    messages = []
+    without = [name for name, Method in methods.items() if name != "full" and not has_budget(Method)]
+    if budgets and without:
+        messages.append(f"--budgets changes nothing for {', '.join(without)}: no budget there")
+    if window and not any(given(Method, window_size=0) for Method in methods.values()):
+        messages.append("--window changes nothing: none of these methods has a window")
+    return messages
+
+
+class Candidates:
+    """The methods to compare, on one model. window: queries that vote, in methods with a window."""
+
+    def __init__(self, model, encoding, methods: dict, window: int):
+        self.model, self.encoding, self.methods = model, encoding, methods
+        ends = boundaries(encoding, model.config.vocab_size)
+        self.options = {name: dict(ends=ends) | given(Method, window_size=window)
+                        for name, Method in methods.items()}
+        self.found = {}  # by name: options that a method has found out about the decoder
+
+    def jobs(self, lengths: list[int], percents: list[float]) -> list[Job]:
+        fractions = [percent / 100 for percent in percents]
+        return [(T, name, fraction) for T in lengths for name, Method in self.methods.items()
+                for fraction in (fractions if has_budget(Method) else [None])]
+
+    def calibrated(self, name: str, fraction: float | None) -> Make:
+        """Return what makes a method's caches, with the options that it finds out about the decoder."""
+        if name not in self.found:
+            self.found[name] = calibrated(self.methods[name], self.model, self.encoding)
+        options = self.options[name] | self.found[name]
+        return maker(self.model, self.methods[name], fraction, **options)
+
+    def fit(self, jobs: list[Job], named: bool) -> tuple[list[Job], dict[str, ValueError]]:
+        """Return the jobs that can be done, and by name why a method cannot work with this model.
+
+        A budget that a method cannot work with is a ValueError before any work is done. So is a method that
+        cannot work with this model, if it was asked for by name.
+        """
+        unfit = {}
+        for T, name, fraction in jobs:
+            error = self.why_not(T, name, fraction)
+            if error is None:
+                continue
+            everything = None if fraction is None else 1.0
+            if named or self.why_not(T, name, everything) is None:
+                where = "" if fraction is None else f" of {shortest(T)} tokens"
+                raise ValueError(f"{table.label(name, fraction)}{where}: {error}") from error
+            unfit[name] = error
+        return [job for job in jobs if job[1] not in unfit], unfit
+
+    def why_not(self, T: int, name: str, fraction: float | None) -> ValueError | None:
+        """Return why a method cannot work with documents of T tokens and this budget, None if it can."""
+        try:
+            make = maker(self.model, self.methods[name], fraction, **self.options[name])
+            # of T tokens, an answer and the token before it come later
+            check_rereads(self.model, make(shortest(T)), T - 2)
+        except ValueError as error:
+            return error
+        except Exception:  # a bug: its row will name it, and the others go on
+            return None
+
+
+def shortest(T: int) -> int:
+    """Return the tokens of the shortest prompt among documents of T tokens."""
+    return T - Benchmark.continuation_length(T) - 1
+
+
+def shared_out(jobs: list[Job], measure: Callable[[Job], dict | str], rank: int, world: int) -> Iterator:
+    """On rank 0 yield what `measure` returns for each job, in order, and a function that prints beside the
+    progress bar. `world` jobs are done at a time, one on each rank.
+    """
+    if world > 1:
+        dist.init_process_group("gloo")
+    bar = tqdm(range(0, len(jobs), world), disable=rank > 0 or None, leave=False,
+               unit="row" if world == 1 else "rows")
+    for first in bar:
+        T, name, _ = jobs[first]
+        bar.set_description(f"{name}, {T} tokens")
+        mine = measure(jobs[first + rank]) if first + rank < len(jobs) else None
+        results = [mine] * world
+        if world > 1:
+            dist.all_gather_object(results, mine)
+        for row in results:
+            if rank == 0 and row is not None:
+                yield row, bar.write
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def finish(args: Namespace, rows: list[dict], seconds: float):
+    """Print what stands below the rows, and draw those of the first length."""
+    for message in (table.unfit(rows), table.findings(rows) if args.short else ""):
+        if message:
+            print(f"\n{message}")
+    for T in () if args.short else args.lengths:
+        print(table.additions_table([row for row in rows if row["tokens"] == T]))
+    if drawn := [row for row in rows if row["tokens"] == args.lengths[0]]:
+        plot.comparison(drawn, args.figure)
+        print(f"\n{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
+              + (f", rows in {args.json}" if args.json else ""))
+    if args.short and args.model == TINY:
+        print("All methods at four budgets: python -m nanollm --all. Tensor attention needs a decoder of\n"
+              "its own: notebooks/04_tensor_attention.ipynb.")

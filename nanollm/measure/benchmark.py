@@ -1,0 +1,180 @@
+"""The benchmark: three tasks and text, recorded once, and measured for every method.
+
+A recording is what the decoder gives its caches: queries, keys and values of every layer.
+"""
+from dataclasses import dataclass
+import math
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import make_cache
+from nanollm.measure.evaluate import (Make, Reference, check_size, continuation, perturbation,
+                                      prompt_and_question, reference, retrieve, share, standard_error,
+                                      text_windows)
+from nanollm.measure.replay import CannotReplay, Recorder, Recording, record
+from nanollm.measure.tasks import Batch, Tasks
+
+TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # options: 4 facts, 16 pairs, 16 shots of 4 classes
+
+
+@dataclass
+class Benchmark:
+    """Documents and text, the same for every method, and recorded: 10 KB a token with the tiny model."""
+    batches: dict[str, Batch]
+    recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
+    full: Reference | None
+
+    @staticmethod
+    def continuation_length(T: int) -> int:
+        return min(64, T // 2)
+
+    @staticmethod
+    def text(model, tasks: Tasks, T: int, documents: int) -> Tensor:
+        """Return half as many texts as documents of a task, of T tokens each."""
+        return text_windows(tasks, max(2, documents // 2), T, model)
+
+    @staticmethod
+    @torch.no_grad()
+    def read(model, batches: dict[str, Batch], text: Tensor | None) -> "Benchmark":
+        """Record documents, and text (B, T) if there is any."""
+        recordings = {}
+        for task, batch in batches.items():
+            caches = make_cache(model, Recorder)
+            recordings[task] = [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
+        full = None
+        if text is not None:
+            text = text.to(model.embed.weight.device)
+            full = reference(model, text, Benchmark.continuation_length(text.shape[1]))
+        return Benchmark(batches, recordings, full)
+
+    @staticmethod
+    def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
+        """Make and record `documents` of each task and half as many texts, T tokens each."""
+        check_size(model, documents, 2, T)
+        batches = {task: tasks.batch(task, seed, documents, T, **options)
+                   for task, options in TASKS.items()}
+        return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
+
+    def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
+        """Return the right answers (B,) of each task and setting, and of the text `continuation` and
+        `perturbation`.
+        """
+        right = {}
+        for task, batch in self.batches.items():
+            answers = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
+            right |= {f"{task}_{setting}": x for setting, x in answers.items()}
+        if self.full is None:
+            return right, {}
+        text = replayed_or_read(continuation, model, self.full, make, self.full.recording)
+        return right, text | dict(l1_alone=perturbation(model, self.full, make))
+
+    def run(self, model, make: Make) -> dict:
+        """Return a row of `summary`."""
+        return summary([self.measured(model, make)])
+
+
+def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
+    """Return a row of what `Benchmark.measured` returned for each part of the documents and texts.
+
+    Per task and setting, the mean and its standard error; everything of `continuation`; under "each" the
+    single documents (texts, for kl, nll and L1). Bytes are sums.
+    """
+    row, each = {}, {}
+    for key in dict.fromkeys(key for right, _ in parts for key in right):
+        right = torch.cat([right[key] for right, _ in parts if key in right])
+        row[key], row[f"{key}_se"], each[key] = right.mean().item(), standard_error(right), right.tolist()
+
+    texts = [text for _, text in parts if text]
+    kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
+    seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
+    each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
+    for key in ("live", "live_16", "allocated", "peak", "device", "slots", "slots_end"):
+        values, total = [text[key] for text in texts], max if key in ("slots", "slots_end") else sum
+        row[key] = None if None in values else total(values)
+    row |= {key: texts[0][key] for key in ("prompt", "evicts", "keeps_all")}
+    return row | dict(tokens_per_s=len(kl) / seconds, perplexity=math.exp(nll.mean().item()),
+                      kl=kl.mean().item(), l1=l1.mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
+
+
+def replayed_or_read(measure, model, what, make: Make, recorded):
+    """Measure by the recording, or by reading where a method changes attention before the prompt's end."""
+    try:
+        return measure(model, what, make, recorded)
+    except CannotReplay:
+        return measure(model, what, make)
+
+
+class Slices:
+    """A benchmark of any size: at most `batch` documents of one task, or texts, are recorded at a time.
+
+    If all recordings take at most `keep` bytes, each is made once. If not, each is made again for every row.
+    Rows are those of one Benchmark of all documents, but for the last digits.
+    """
+
+    def __init__(self, model, tasks: Tasks, T: int, documents: int, seed: int, batch: int, keep: float):
+        check_size(model, documents, 2, T)
+        self.pieces = [({task: part}, None) for task, options in TASKS.items()
+                       for whole_batch in tasks.batches(task, seed, documents, T, **options)
+                       for part in cut(whole_batch, batch)]
+        text = Benchmark.text(model, tasks, T, documents)
+        self.pieces += [({}, part) for part in text.split(batch)]
+        self.recorded = {}  # by number of the piece, if they stay
+
+        c, tokens = model.config, T * (documents * len(TASKS) + len(text))
+        numbers = c.n_layers * (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+        self.bytes = tokens * numbers * model.embed.weight.element_size()
+        self.keeps = self.bytes <= keep
+
+    def run(self, model, make: Make) -> dict:
+        """Return a row of `summary`."""
+        return summary([self.benchmark(model, i).measured(model, make) for i in range(len(self.pieces))])
+
+    def benchmark(self, model, i: int) -> Benchmark:
+        """Return the Benchmark of piece i, recorded now or before."""
+        if i in self.recorded:
+            return self.recorded[i]
+        benchmark = Benchmark.read(model, *self.pieces[i])
+        if self.keeps:
+            self.recorded[i] = benchmark
+        return benchmark
+
+    def __str__(self):
+        size = f"recordings of all prompts take {self.bytes / 1e9:.2g} GB"
+        return size if self.keeps else f"{size}, more than may stay; so prompts are read again for each row"
+
+
+def cut(batch: Batch, n: int) -> list[Batch]:
+    """Return the same documents, n at a time."""
+    rows = range(0, len(batch.tokens), n)
+    return [Batch(batch.tokens[i:i + n], batch.roles[i:i + n], batch.question, batch.answers) for i in rows]
+
+
+def excess(row: dict) -> str:
+    """Return what a row of `continuation` holds beyond its budget, `fraction`, in words; "" if nothing.
+
+    At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
+    each token; window methods, which only compress the prompt, append.
+    """
+    if row["fraction"] is None or row["slots"] is None or row["keeps_all"]:
+        return ""
+    budget = share(row["fraction"], row["prompt"])
+    if row["slots"] == row["prompt"] > budget:
+        return f"evicts nothing: holds all {row['prompt']} tokens of a prompt, and its budget is {budget}"
+    if row["slots"] > budget:
+        return f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
+    if row["evicts"] and row["slots_end"] > budget:
+        return (f"grows to {row['slots_end']:g} slots a head after the prompt, and its budget is {budget}; "
+                "does its observe call super().observe(q, p)?")
+    return ""
+
+
+def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
+    """Return the mean difference of two rows of one Benchmark, document by document over all `keys`, and its
+    standard error.
+    """
+    own, other = (torch.tensor([x["each"][key] for key in keys]) for x in (row, base))
+    difference = own - other
+    return difference.mean().item(), standard_error(difference.flatten())
+
+
