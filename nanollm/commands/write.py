@@ -37,7 +37,7 @@ def main(argv: list[str]):
     knobs = given(Method, budget=budget, window_size=8 if args.window is None else args.window)
     knobs |= calibrated(Method, model, encoding)
     if shows_page:
-        demo.demonstrate(model, encoding, name, Method, knobs, args.device, args.figure)
+        demo.demonstrate(model, encoding, name, Method, knobs, args.figure)
     else:
         sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
         write(model, encoding, Method, knobs, text, args.tokens, sampling)

@@ -15,6 +15,7 @@ from experiments import speed
 from nanollm.cache import cache_bytes, end_prefill, make_cache
 from nanollm.commands import plot
 from nanollm.commands.registry import given, pick
+from nanollm.generate import tell_chunk_ends
 from nanollm.model import Config
 
 ROOT = Path(__file__).parents[2]
