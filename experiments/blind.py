@@ -18,7 +18,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.script import budget, decoders, finish, grouped, options, parser, with_error
-from experiments.speed import best
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
@@ -28,6 +27,7 @@ from nanollm.measure.benchmark import TASKS, Benchmark, cut
 from nanollm.measure.evaluate import ask, check_size, maker, prompt_and_question, standard_error
 from nanollm.measure.replay import CannotReplay, replay
 from nanollm.measure.tasks import Tasks
+from nanollm.measure.timing import best
 from nanollm.tokenizer import boundaries
 
 SHARES = 0.5, 0.25, 0.125, 0.0625

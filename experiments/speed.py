@@ -14,8 +14,8 @@ import argparse
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 import gc
-from itertools import groupby, pairwise
 import json
 import os
 from pathlib import Path
@@ -43,6 +43,7 @@ from nanollm.generate import check_rereads, end_prompt, generate, prefill, tell_
 from nanollm.hf.checkpoint import NoDraws, brief, check_device, hf_model, read_config, to_hf
 from nanollm.measure.evaluate import share
 from nanollm.measure.replay import feed
+from nanollm.measure.timing import best, in_turn, seconds
 from nanollm.model import Config, Decoder
 from nanollm.tokenizer import boundaries
 from nanollm.training.train import hardware
@@ -65,29 +66,6 @@ PHASES = "reading the prompt", "the prompt's end", "one step"
 
 
 # ---- the clock, and what is timed ---
-
-
-def seconds(*parts, clock=time.perf_counter) -> list[float]:
-    """Return how long each of these takes, one after the other."""
-    times = [clock()]
-    for part in parts:
-        part()
-        times.append(clock())
-    return [end - began for began, end in pairwise(times)]
-
-
-def best(run, repeat: int, clock=time.perf_counter) -> float:
-    """Return seconds, the least of `repeat` timings: whatever else the machine does only ever adds."""
-    return min(seconds(*[run] * repeat, clock=clock))
-
-
-def in_turn(runs: dict, repeat: int) -> dict[str, list[float]]:
-    """Return by name the least seconds of `repeat` runs. A run returns seconds of its parts; they take turns.
-    """
-    times = {name: [] for name in runs}
-    for name in [*runs] * repeat:
-        times[name].append(runs[name]())
-    return {name: [min(part) for part in zip(*taken)] for name, taken in times.items()}
 
 
 def phases(model, tokens: Tensor, caches: list[LayerCache], steps: int = 0) -> list[float]:

@@ -24,7 +24,7 @@ from kernels import bench
 from kernels.decode_attention import Segment, decode_attention
 import triton
 import triton.language as tl
-from experiments.speed import best
+from nanollm.measure.timing import best
 from methods.ada_kv import AdaKV
 from methods.ours.kv_reviver_shrunk import SignedSketch
 from nanollm import TINY, tokenizer

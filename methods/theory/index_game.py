@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from experiments.speed import best
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache
 from nanollm.cache import LayerCache
 from nanollm.commands.text_table import text_table
+from nanollm.measure.timing import best
 from nanollm.model import Config, Decoder, rope, rope_frequencies, rotate
 
 # ---- keys that stand apart ---------------------------------------------------------------------------------

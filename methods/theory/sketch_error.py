@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from experiments.speed import best
 from methods.count_sketch import Sketch
 from methods.ours.kv_reviver_shrunk import MEDIAN
 from methods.quantized import quantise
@@ -15,6 +14,7 @@ from nanollm.cache import cache_bytes, end_prefill
 from nanollm.measure.evaluate import answer, prompt_and_question
 from nanollm.measure.replay import Recording, feed, replay
 from nanollm.measure.tasks import Batch, Tasks
+from nanollm.measure.timing import best
 from nanollm.model import Decoder
 
 # ---- budgets by layer ---

@@ -23,7 +23,7 @@ from methods.kv_reviver import KVReviver
 from nanollm import SHIPPED
 from nanollm.__main__ import main
 from nanollm.cache import LayerCache
-from nanollm.commands import registry
+from nanollm.commands import registry, shell
 from nanollm.measure.tasks import Tasks
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +165,7 @@ def two(tmp_path, monkeypatch):
     """A folder with checkpoints in the place of those that ship."""
     folders = {name: checkpoint_of_two_layers(tmp_path / "two" / name) for name in SHIPPED}
     monkeypatch.setattr(claims_command, "SHIPPED", folders)
-    monkeypatch.setattr(registry, "TINY", folders["built"])  # the default
+    monkeypatch.setattr(shell, "TINY", folders["built"])  # the default
     monkeypatch.chdir(tmp_path / "two")
     Path("link").symlink_to("learned")
     return tmp_path / "two"

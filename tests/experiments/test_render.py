@@ -43,7 +43,7 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="unknown section 'nope'"):
         render.main(["first", "nope"])
     render.write("first", "another command", "a machine", "today", [])
-    with pytest.raises(SystemExit, match="first is of `another command`"):
+    with pytest.raises(SystemExit, match="first.json is of `another command`"):
         render.main([])
 
 

@@ -167,6 +167,9 @@ def test_bytes_in_16_bits_are_those_of_a_cache_in_16_bits(name):
     assert bytes_in_16_bits(caches) == bytes_in_16_bits(half) == cache_bytes(half)[0] < cache_bytes(caches)[0]
 
 
+NOT_OURS = "below", "model", "select", "chunk_ends", "gates", "flip", "bucket_by", "sign_by"
+
+
 def memory(x, of=None) -> dict[int, int]:
     """Bytes by address of all tensors that a cache holds, but for what belongs to the decoder."""
     of = {} if of is None else of
@@ -174,7 +177,7 @@ def memory(x, of=None) -> dict[int, int]:
         of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     elif isinstance(x, dict):
         for name, y in x.items():
-            if name not in ("below", "model", "select", "gates", "flip", "bucket_by", "sign_by"):
+            if name not in NOT_OURS:
                 memory(y, of)
     elif isinstance(x, (list, tuple)):
         for y in x:
