@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from nanollm.cache import LayerCache
-from nanollm.ranking import expand_index, indices
 
 WIDTHS = 8, 4, 2, 1  # whose codes fill a byte; a code of other bits is cut into parts of these, as 3 = 2 + 1
 
@@ -90,27 +89,20 @@ class Quantized(LayerCache):
     def evict(self):
         """Round the oldest exact tokens, whole groups only."""
         n = (self.length - self.residual_length) // self.group_size * self.group_size
-        if n > 0:
-            self.round(torch.arange(self.length, device=self.pos.device).expand_as(self.pos) < n)
-
-    def round(self, leaves: Tensor, **state: Tensor):
-        """Round slots of a mask (B, H, S), as many in each head, together with their `state` (B, H, S)."""
-        i, g = indices(leaves), min(self.group_size, self.k.shape[-1])
-        k, v = (x.gather(2, expand_index(i, x)).unflatten(2, (-1, self.group_size)) for x in (self.k, self.v))
-
+        if n <= 0:
+            return
+        g = min(self.group_size, self.k.shape[-1])
+        k, v = (x[:, :, :n].unflatten(2, (-1, self.group_size)) for x in (self.k, self.v))
         # k (B, H, groups, tokens, D): each channel over the tokens
         k_code, k_zero, k_scale = quantise(k, self.bits, 3)
         # v (B, H, groups, tokens, D/g, g): each token over g channels
         v_code, v_zero, v_scale = quantise(v.unflatten(-1, (-1, g)), self.bits, 5)
-
         new = dict(k=pack(k_code.flatten(3), self.bits), k_zero=k_zero, k_scale=k_scale)
         new |= dict(v=pack(v_code.flatten(3), self.bits), v_zero=v_zero, v_scale=v_scale)
-        new |= {name: x.gather(2, i) for name, x in state.items()}
-
         for name, x in new.items():
             before = [self.rounded[name]] if name in self.rounded else []
             self.rounded[name] = torch.cat((*before, x), 2)
-        self.keep(indices(~leaves))
+        self.keep(torch.arange(n, self.length, device=self.pos.device).expand(*self.pos.shape[:2], -1))
 
     def codes(self, name: str) -> Tensor:
         """Of keys or values, (B, H, groups of tokens, tokens, D)."""

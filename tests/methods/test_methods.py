@@ -15,8 +15,8 @@ from methods.cam import CaM
 from methods.duo_attention import DuoAttention
 from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
-from methods.ours.low_bit_vague import LowBitVague
 from methods.ours.scissorhands_weight import MeanWeight
+from methods.quantized import Quantized
 from methods.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
@@ -350,7 +350,7 @@ def test_streaming_counts_positions_in_the_cache(knobs):
 
 @pytest.mark.parametrize("chunk", [300, 1])
 @pytest.mark.parametrize("Method, knobs", [
-    (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300)), (LowBitVague, {})])
+    (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300))])
 def test_attention_is_added_up_in_32_bits(Method, knobs, chunk):
     """In 16 bits the sum of a token that all look at would hardly grow."""
     class Notes(Method):
@@ -406,9 +406,9 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (DuoAttention, dict(budget=40, sinks=16), "sinks 16 .* less than the 16"),
     (DuoAttention, dict(budget=15), "budget 15 must be at least 16"),
     (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
-    (LowBitVague, dict(bits=0), "bits 0"), (LowBitVague, dict(bits=9), "bits 9"),
-    (LowBitVague, dict(group_size=0), "group_size 0"), (LowBitVague, dict(residual_length=-1), "length -1"),
-    (LowBitVague, dict(heavy=-1), "heavy -1"), (FactoredFourCache, dict(tile=0), "tile 0 must be at least 1"),
+    (Quantized, dict(bits=0), "bits 0"), (Quantized, dict(bits=9), "bits 9"),
+    (Quantized, dict(group_size=0), "group_size 0"), (Quantized, dict(residual_length=-1), "length -1"),
+    (FactoredFourCache, dict(tile=0), "tile 0 must be at least 1"),
     *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
       for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
 def test_bad_knobs_are_refused_at_construction(Method, knobs, message):

@@ -1,7 +1,6 @@
-"""KIVI's rounded cache and LowBitVague against loops: codes, what is rounded when, attention, bytes."""
+"""KIVI's rounded cache against loops: codes, what is rounded when, attention, bytes."""
 from functools import cache as once
 from itertools import pairwise, product
-import math
 import struct
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from common import TOKENS, decoder, dense
 from exact import F64, random
-from methods.ours.low_bit_vague import LowBitVague
 from methods.quantized import Quantized, quantise, variants
 from nanollm.cache import make_cache
 from nanollm.generate import generate
@@ -152,87 +150,17 @@ def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chun
         before = after
 
 
-# ---- LowBitVague ---
+# ---- types of numbers ---
 
 
-class Head:
-    """LowBitVague for one head: exact tokens, the attention they have had, rounded ones in order."""
-
-    def __init__(self, bits, group_size, residual_length, heavy):
-        self.bits, self.group, self.newest, self.heavy = bits, group_size, residual_length, heavy
-        self.score, self.exact, self.rounded = {}, {}, {}
-
-    def attend(self, q, k, v, part):
-        """q (G, T, D), k and v (T, D) of a part's tokens → (G, T, D)."""
-        self.exact |= dict(zip(part, zip(k, v)))
-        self.score |= dict.fromkeys(part, 0.0)
-        held = self.rounded | self.exact
-        keys, values = (torch.stack(x) for x in zip(*held.values()))
-        later = torch.tensor([*held]) > torch.tensor(part)[:, None]
-        p = (q @ keys.T / math.sqrt(D)).masked_fill(later, -math.inf).softmax(-1)
-        for J, weight in zip(held, p.sum((0, 1)).tolist()):
-            if J in self.exact:
-                self.score[J] += weight
-        return p @ values
-
-    def evict(self):
-        order = sorted(self.exact)
-        n = old(len(order), self.group, self.newest + self.heavy)
-        others = order[:len(order) - self.newest]
-        leave = sorted(sorted(others, key=lambda J: (self.score[J], J))[:n])
-        for first in range(0, n, self.group):
-            together = leave[first:first + self.group]
-            kv = (torch.stack(x) for x in zip(*(self.exact.pop(J) for J in together)))
-            k, v = (rounded(x, self.bits, self.group, dim) for dim, x in enumerate(kv))
-            self.rounded |= {J: (k[i], v[i]) for i, J in enumerate(together)}
-
-
-HEAVY = {  # knobs, tokens of the prompt
-    "some": (dict(bits=2, group_size=4, residual_length=3, heavy=5), 22),
-    "no newest": (dict(bits=2, group_size=4, residual_length=0, heavy=6), 20),
-    "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1, heavy=2), 22),
-    "each alone, prompt of none": (dict(bits=6, group_size=1, residual_length=2, heavy=3), 0),
-}
-
-
-@pytest.mark.parametrize("chunk, block", [(100, 1), (4, 5)])
-@pytest.mark.parametrize("case", HEAVY)
-def test_by_attention_what_leaves_and_what_is_seen_are_those_of_the_loop(case, chunk, block):
-    knobs, prompt = HEAVY[case]
-    cache, heads = LowBitVague(**knobs), [[Head(**knobs) for _ in range(H)] for _ in range(B)]
-    q, k, v = drawn()
-    for part, y in feed(cache, prompt, chunk, block):
-        i, before = slice(part.start, part.stop), len(heads[0][0].rounded)
-        for b, h in product(range(B), range(H)):
-            head, group = heads[b][h], slice(h * G, (h + 1) * G)
-            told = head.attend(q[b, group, i], k[b, h, i], v[b, h, i], part)
-            assert torch.allclose(y[b, group], told, atol=1e-6), part  # weights have 32 bits
-            if part.stop >= prompt:
-                head.evict()
-
-            keys, values, at, bias = (x if x is None else x[b, h] for x in cache.read())
-            there = head.rounded | {J: head.exact[J] for J in sorted(head.exact)}
-            assert bias is None and at.dtype == torch.int32 and (at - FIRST[b]).tolist() == [*there], part
-            for found, expected in zip((keys, values), zip(*there.values())):
-                assert torch.allclose(found, torch.stack(expected), rtol=1e-12, atol=1e-12), part
-            score = cache.slot("accumulated")[b, h].tolist()
-            assert score == pytest.approx([head.score[J] for J in sorted(head.exact)], rel=1e-5)
-        # a position of what is rounded, a score of what is not
-        check_bytes(cache, part.stop, before, len(head.rounded), 4, **knobs)
-
-
-# ---- both ---
-
-
-@pytest.mark.parametrize("Method, knobs", [(Quantized, {}), (LowBitVague, dict(heavy=3))])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_other_types_of_numbers(Method, knobs, dtype):
-    cache, (q, k, v) = Method(bits=3, group_size=8, residual_length=4, **knobs), drawn(dtype)
+def test_other_types_of_numbers(dtype):
+    cache, (q, k, v) = Quantized(bits=3, group_size=8, residual_length=4), drawn(dtype)
     y = cache.attend(q, k, v, torch.arange(T)[None])
     cache.end_prefill()
     *found, at, _ = cache.read()
     assert {x.dtype for x in (*found, y)} == {dtype} and found[0].shape == found[1].shape == (B, H, T, D)
-    for x, dim, y in zip((k, v), (2, 3), found if Method is Quantized else ()):
+    for x, dim, y in zip((k, v), (2, 3), found):
         x, y = (z[:, :, :32].to(F64).unflatten(dim, (-1, 8)) for z in (x, y))
         low, high = x.aminmax(dim=dim + 1, keepdim=True)
         lost = torch.finfo(dtype).eps * torch.maximum(low.abs(), high.abs()) + 2 ** -11 * low.abs()
