@@ -147,7 +147,8 @@ def shortened(rows: list[dict]) -> list[dict]:
     for base in rows:
         for row in on_top(base, rows):
             row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
-    return [{key: x for key, x in row.items() if key not in ("each", "l1")} for row in rows]
+    dropped = "each", "l1", "model"  # the last is a path
+    return [{key: x for key, x in row.items() if key not in dropped} for row in rows]
 
 
 def run(name: str, scratch: Path):
