@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+# %%
 from methods.snap_kv import SnapKV
 from nanollm import TINY
 from nanollm.cache import LayerCache, bytes_in_16_bits, cache_bytes
