@@ -10,7 +10,7 @@ import torch
 
 from common import ENCODING
 from nanollm import TINY
-from nanollm.tokenizer import BOS, PATTERN, boundaries, check_vocabulary, load, save, train
+from nanollm.tokenizer import BOS, PATTERN, Foreign, boundaries, check_vocabulary, load, save, train
 
 BASE = 356  # 256 bytes and 100 numbers
 TEXT = topics["import"][:3000] + " aaaa aaaaa baaaa" * 40 + " nanana banana" * 30 + " née 12 123" * 20
@@ -105,6 +105,21 @@ def test_what_is_no_tokenizer_and_no_text_for_one_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
     assert len(train(["text"], 356)) == 356
+
+
+def test_nothing_that_stands_before_a_piece_for_a_foreign_tokenizer_stays_in_it():
+    pieces = ["\n", "\n\n", "\t", "Q", ":"]  # two line breaks are one token
+
+    class Merging:
+        bos_token_id = None
+        get_vocab = lambda self: {piece: i for i, piece in enumerate(pieces)}
+        decode = lambda self, ids: "".join(pieces[i] for i in ids)
+
+        def __call__(self, texts, **_):
+            return dict(input_ids=[[*map(pieces.index, regex.findall("\n\n|.|\n", text))] for text in texts])
+
+    encoding, texts = Foreign(Merging()), ["\nQ:", "Q:", "\n\nQ", "\t"]
+    assert [encoding.decode(ids) for ids in encoding.encode_ordinary_batch(texts)] == texts
 
 
 def test_a_boundary_is_a_token_with_a_line_break_or_a_mark_at_its_end():

@@ -272,6 +272,17 @@ def test_a_pipe_is_read_once_and_waited_for(checkpoint):
     assert file["text"].split()[1:] == pipe["text"].split()[1:] and file["each"] == pipe["each"]
 
 
+def test_rows_of_a_text_that_has_changed_since_are_not_gone_on_with(checkpoint, capsys):
+    Path("text.txt").write_text("A text of a few words.\n" * 99)
+    command = "--methods full --documents 2 --text text.txt"
+    rows = compare(checkpoint, command)
+    assert compare(checkpoint, f"{command} --resume") == rows
+    Path("text.txt").write_text("A text of other words.\n" * 99)
+    refused(capsys, ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *command.split(), "--resume"],
+            "were made with --text")
+    assert json.loads(Path("rows.json").read_text()) == rows
+
+
 # ---- a fresh process ---
 
 def in_shell(command: str, *python: str):

@@ -33,6 +33,19 @@ def test_a_comparison_is_drawn_into_a_file_that_is_ours(tmp_path, kind, measured
         assert not plot.is_ours(other)
 
 
+def test_a_line_goes_from_the_aware_to_the_blind_accuracy_or_over_the_bytes(monkeypatch):
+    monkeypatch.setattr(plot, "save", lambda figure, file: None)
+    for kib in [4], [1, 4]:
+        plot.comparison(rows(["h2o"], kib), None)
+        *accuracies, kl = plt.gcf().axes
+        said = [axis.get_ylabel() for axis in accuracies] if len(kib) > 1 else [
+            tick.get_text() for tick in accuracies[0].get_xticklabels()]
+        aware, blind = (next(i for i, words in enumerate(said) if x in words) for x in ("prompt", "after"))
+        y = [axis.lines[0].get_ydata() for axis in accuracies]
+        y = [x[-1] for x in y] if len(kib) > 1 else y[0]
+        assert (y[aware], y[blind]) == (0.9, 0.5)
+
+
 def test_of_many_methods_eight_are_drawn_a_familys_own_first():
     first = ["chunk_kv", "duo_attention", "h2o", "kv_reviver", "quantized_2", "scissorhands", "snap_kv",
              "streaming_llm"]

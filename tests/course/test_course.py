@@ -6,6 +6,7 @@ from pathlib import Path
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import sysconfig
 import textwrap
@@ -18,6 +19,7 @@ from course.assignments import ASSIGNMENTS, PROBLEMS
 from course.functions import emptied, imported, place, spliced
 from course.grader import copy, handed_in
 from course.make import make
+from course.sandbox import LIMITS
 from forks import Forks
 from wrong.attacks import ATTACKS, HELPERS
 
@@ -244,6 +246,15 @@ def test_files_that_cannot_be_read(tmp_path):
     assert handed_in(tmp_path, file) == "x = 1\n"
 
 
+def test_a_submission_has_the_limits_that_are_named(tmp_path):
+    script = ("import resource, sys; from course import sandbox;"
+              "sandbox.landlock = lambda: 0; sandbox.lock_in(sys.argv[1]);"  # which would refuse the question
+              "print(*resource.getrlimit(resource.RLIMIT_CPU), *resource.getrlimit(resource.RLIMIT_NOFILE))")
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    seconds, files = LIMITS["seconds"], LIMITS["files"]
+    assert done.stdout.split() == [*map(str, (seconds, seconds, files, files))], done.stderr
+
+
 TWO = "def f():\n    return {}\n\nclass A:\n    def g(self):\n        return {}\n"
 
 
@@ -254,6 +265,13 @@ def test_one_function_of_a_file_that_is_broken_or_odd(theirs):
     found = {}
     exec(spliced(TWO.format(1, 0), theirs, "A.g", ["f"]), found)
     assert (found["f"](), found["A"]().g()) == (1, 2)
+
+
+def test_a_function_is_put_back_with_its_decorators_and_no_other_s():
+    theirs = "@nowhere\n" + TWO.format(9, 2).replace("    def g", "    @property\n    def g")
+    found = {}
+    exec(spliced(TWO.format(1, 0), theirs, "A.g", ["f"]), found)
+    assert (found["f"](), found["A"]().g) == (1, 2)
 
 
 def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):

@@ -58,6 +58,13 @@ def test_what_is_kept_is_a_share_of_the_full_cache_s_answers():
     assert kept(first, full)[0] == pytest.approx((40 + 36) / 100)
 
 
+def test_bytes_and_reading_are_in_units_of_the_full_cache_s():
+    made = {("full", None): found(80, 80, held=100.0),
+            ("a", 0.5): found(80, 80, held=25.0)._replace(seconds=3.0)}
+    full, row = summary("built", made)
+    assert (full["bytes"], full["reading"]) == (1, 1) and (row["bytes"], row["reading"]) == (0.25, 3)
+
+
 def test_a_row_counts_if_it_passes_by_one_standard_error():
     made = {("full", None): found(80, 80, held=100.0), ("a", 0.5): found(80, 80, held=50.0),
             ("a", 0.25): found(77, 77, held=25.0), ("a", 0.125): found(60, 60, held=12.0),

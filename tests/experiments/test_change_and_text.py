@@ -74,6 +74,15 @@ def test_of_the_knobs_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(on,
     assert all(x.mean().abs() < 0.03 for x in gain.values())
 
 
+def test_a_difference_is_paired_and_has_its_standard_error(monkeypatch):
+    x, y = np.random.default_rng(0).normal(size=(2, 30)) + [[3], [2]]
+    rows = {("a", 0.5): dict(L=x), ("b", 0.5): dict(L=y)}
+    monkeypatch.setattr(change_and_text, "stored", lambda: rows)
+    expected = (x - y).mean(), standard_error(torch.from_numpy(x - y))
+    assert difference("a", "b", 0.5, "L") == pytest.approx(expected)
+    assert change("a", "b", 0.5) == pytest.approx([n / y.mean() for n in expected])
+
+
 @pytest.mark.claim("P11")
 def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
     with monkeypatch.context() as patch:  # the base scores as well as that between 50 and 25 %

@@ -13,7 +13,7 @@ from methods.critical_kv import value_norms
 from nanollm import TINY
 from nanollm.cache import make_cache
 from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import exact_match
+from nanollm.measure.evaluate import exact_match, text_windows
 from nanollm.measure.replay import Recorder, record
 
 SIZE, L, HEADS = dict(documents=6, T=150), 2, 4
@@ -108,6 +108,16 @@ def test_norms_and_the_question_s_reading_are_those_of_the_caches(small):
                 expected_read[i] += score.softmax(-1)[:, at] / 3
     assert torch.allclose(spread, expected, rtol=1e-4)
     assert torch.allclose(read, expected_read, atol=1e-5)
+
+
+def test_the_page_has_each_measurement_under_its_name():
+    model = decoder(vocab_size=2048, n_layers=L, n_heads=HEADS, n_kv_heads=2, max_len=600)
+    rows = inside.page(model, tasks("test"), documents=2)
+    first, strongest = sinks(model, text_windows(tasks("test"), 2, 512, model))
+    assert {len(x) for x in rows.values()} == {L}
+    first, strongest = first.amax(1).tolist(), strongest.amax(1).tolist()
+    assert rows["weight on the first token, strongest head"] == first != strongest
+    assert rows["weight on the most read, strongest head"] == strongest
 
 
 def query_and_keys(model, row, asking):

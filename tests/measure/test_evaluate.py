@@ -23,7 +23,7 @@ from nanollm.commands.registry import given, has_budget, pick
 from nanollm.generate import generate, tell_chunk_ends
 from nanollm.hf.checkpoint import from_hf
 from nanollm.measure import evaluate
-from nanollm.measure.benchmark import Benchmark, Slices, excess, replayed_or_read, summary
+from nanollm.measure.benchmark import TASKS, Benchmark, Slices, excess, replayed_or_read, summary
 from nanollm.measure.evaluate import (bits_per_byte, continuation, exact_match, maker, perturbation,
                                       prompt_and_question, reading_within, reference, retrieve, text_windows)
 from nanollm.measure.replay import CannotReplay, Recorder, feed, record, replay
@@ -353,6 +353,13 @@ def test_slices_make_the_row_of_all_documents_at_once(model, benchmark, monkeypa
         assert each == pytest.approx(whole["each"][key], rel=1e-4, abs=1e-6), key
     each = 4 * L * (SIZE["n_heads"] + 2 * SIZE["n_kv_heads"]) * model.config.head_dim
     assert parts.bytes == (3 * 4 + 2) * 320 * each and ("again" in str(parts)) == (not keep)
+
+
+def test_slices_have_the_documents_of_their_seed(model):
+    parts = Slices(model, tasks("test"), 320, 2, 7, 1, 0).pieces
+    for task, options in TASKS.items():
+        rows = np.concatenate([batches[task].tokens for batches, _ in parts if task in batches])
+        assert (rows == tasks("test").batch(task, 7, 2, 320, **options).tokens).all()
 
 
 # ---- what cannot be measured ---
