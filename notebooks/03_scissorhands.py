@@ -40,6 +40,8 @@ from nanollm.measure import evaluate
 from nanollm.measure.benchmark import TASKS
 from nanollm.measure.evaluate import maker, reading_within, retrieve, standard_error
 from nanollm.measure.tasks import Tasks
+
+# %%
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
