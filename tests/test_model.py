@@ -84,6 +84,7 @@ SCALED = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
     (dict(rope_scaling=SCALED | dict(factor=0)), "factor 0 must be a finite number above 0"),
     (dict(rope_scaling=SCALED | dict(low_freq_factor=4.0)), "low_freq_factor 4.0 must be below .* 4.0"),
     (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"), (dict(head_dim=7), "head_dim 7 is odd"),
+    (dict(d_model=28), "head_dim 7 is odd"),  # as computed
     (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3")])
 def test_a_bad_config_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):

@@ -145,6 +145,13 @@ def test_layers_of_a_group_take_the_lowest_ones_indices(reuse, first, leaders, s
         assert torch.allclose(model(TOKENS[:, t:t + 1], caches), model(TOKENS[:, t:t + 1], full), atol=1e-4)
 
 
+def test_the_first_chunk_begins_with_the_text_wherever_that_begins():
+    one, other = (reads(ChunkKV, start=start, select=Chunks(4), **ROOM) for start in (0, 9))
+    for caches in one, other:
+        end_prefill(caches)
+    assert all(torch.equal(a.pos + 9, b.pos) for a, b in zip(one, other))
+
+
 def test_a_text_may_begin_anywhere_for_layers_that_follow():
     caches = reads(ChunkKV, start=9, select=Chunks(4), reuse=2, **ROOM)
     with pytest.raises(ValueError, match="layer 1 takes the indices of layer 0, whose prompt is not over"):

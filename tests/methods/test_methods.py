@@ -22,6 +22,7 @@ from methods.scissorhands import Scissorhands
 from methods.streaming_llm import StreamingLLM
 from methods.sub_gen import SubGen4Cache
 from methods.tensor_attention import FactoredFourCache
+from methods.tova import TOVA
 from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
 from nanollm.commands.registry import given, has_budget, pick
 from nanollm.generate import generate, read_again, tell_chunk_ends
@@ -367,6 +368,20 @@ def test_attention_is_added_up_in_32_bits(Method, knobs, chunk):
     total = cache.score if Method is KVReviver else cache.slot("accumulated")
     torch.testing.assert_close(total[..., :300].double(), expected, rtol=1e-5, atol=0)
     assert cache.k.dtype == torch.bfloat16
+
+
+def test_tova_takes_the_mean_of_the_heads_in_32_bits():
+    class Notes(TOVA):
+        def observe(self, q, p):
+            expected.append(p.double().mean((1, 2, 3)))  # of one query
+            super().observe(q, p)
+
+    expected, g = [], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, 30, D, generator=g).bfloat16() for heads in (H * G, H, H))
+    cache = Notes(budget=20)
+    cache.attend(q, k, v, torch.arange(30)[None])
+    mean = expected[0][:, None].expand(B, H, 30)
+    torch.testing.assert_close(cache.weight.double(), mean, rtol=1e-6, atol=0)
 
 
 def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():

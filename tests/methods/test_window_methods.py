@@ -135,6 +135,15 @@ def test_compressed_again_with_other_heads_and_budgets(case, H, G, budget):
     check_again(AGAIN[case], 8, 4, STEPS["a token"], H=H, G=G, budget=budget)
 
 
+def test_compressed_again_empty_slots_take_no_room_from_tokens_that_nobody_looks_at(every=8):
+    """Heads hold 53 and 9; then the whole window looks at its first token, and all others have no votes."""
+    cache = uneven(again(AdaKV)(20, 8, kernel_size=1, floor=0.0, every=every), 60)
+    q, k = torch.zeros(B, 8, every, 2), torch.zeros(B, 4, every, 2)
+    q[..., 1], k[:, :, 0, 1] = 1, 1000
+    cache.attend(q, k, k, torch.arange(60, 60 + every)[None])
+    assert (cache.pos != NEVER).sum((1, 2)).tolist() == [4 * 20] * B
+
+
 @pytest.mark.parametrize("Method", [SnapKV, PyramidKV, AdaKV, ChunkKV])
 @torch.inference_mode()
 def test_compressed_again_no_step_of_a_decoder_holds_more_than_budget_and_every(Method, budget=14, every=6):
@@ -203,6 +212,12 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
 def test_bad_knobs_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_norms_are_added_up_in_32_bits():
+    """Their sum is beyond 16 bits."""
+    v, w_o = torch.full((B, 2, 3, D), 8.0).half(), torch.ones(4000, 4, D).half()
+    assert torch.equal(value_norms(v, w_o), torch.full((B, 2, 2, 3), 8.0 * D * 4000))
 
 
 def test_projected_values_are_never_there_whole(monkeypatch):
