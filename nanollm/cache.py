@@ -119,7 +119,9 @@ class LayerCache:
 
     def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """The new tokens, one piece after the other: whole, or TILE at a time if every query is observed."""
-        return split(TILE if self.watch == ALL and not self.prompt_done else q.shape[2], q, k, v, pos)
+        if self.watch == ALL and not self.prompt_done:
+            return split(TILE, q, k, v, pos)
+        return [(q, k, v, pos)]
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """Output (B, H·G, T, D) over what `read` shows, and p (B, H, G, w, S) of the last `watch` queries.
