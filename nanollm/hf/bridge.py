@@ -14,7 +14,7 @@ A memory answers as the model's own cache would, or raises a ValueError. It look
 first layer runs, so a call that it refuses leaves it as it was. Beam search, assisted decoding, `reset`,
 `crop` and `copy.deepcopy` work as with the model's own cache, as far as the method's state allows.
 
-Needs transformers 4.56 or newer; the tests run with the version in requirements.txt.
+Needs transformers 4.56 or newer; tried with 4.56.2 and the version in requirements.txt.
 """
 from collections.abc import Callable
 from copy import copy
