@@ -133,19 +133,13 @@ def by_method(name: str) -> dict[tuple[str, float | None], dict]:
     return {(row["method"], row["fraction"]): row for row in rows(name)}
 
 
-def on_top(base: dict, rows: list[dict]) -> list[dict]:
-    """Return the rows of base's method with one addition, at the same budget and length."""
-    return [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
-            and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
-
-
 def shortened(rows: list[dict]) -> list[dict]:
     """Return rows of `python -m nanollm` without the numbers of each document, which fill megabytes.
 
     An addition's row has in their place `changes` against the method under it: [mean, standard error].
     """
     for base in rows:
-        for row in on_top(base, rows):
+        for row in table.on_top(base, rows):
             row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
     dropped = "each", "l1", "model"  # the last is a path
     return [{key: x for key, x in row.items() if key not in dropped} for row in rows]
@@ -195,7 +189,7 @@ def additions(rows: list[dict]) -> str:
     """Return a table of what each addition changes, under the means of the method without it."""
     cells = [["changes by additions", "budget", *table.MEASURES]]
     for base in rows:
-        if more := on_top(base, rows):
+        if more := table.on_top(base, rows):
             l1 = fmean(x for layer in base["l1_alone"] for x in layer)
             means = base["aware"], base["blind"], log(base["perplexity"]), base["kl"], l1
             cells += [[""] * 7, [base["method"], table.budget(base), *(f"{x:.3f}" for x in means)]]

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from experiments.change_and_text import METHODS, answers, by_text
+from experiments.script import mean_and_error as mean
 from methods.theory.perturbation import seen_by_window
 from methods.theory.sketch_error import share_out
 from nanollm.cache import LayerCache
 from nanollm.commands.table import judges
 from nanollm.measure.benchmark import Benchmark, replayed_or_read
-from nanollm.measure.evaluate import Reference, continuation, maker, reference, standard_error, text_windows
+from nanollm.measure.evaluate import Reference, continuation, maker, reference, text_windows
 from nanollm.measure.tasks import Tasks, Unmarked
 
 ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
@@ -32,11 +33,6 @@ class Finding(NamedTuple):
 
 
 # ---- verdicts ---
-
-def mean(x: Tensor) -> Number:
-    """Return the mean of a number a document, (documents,), and its standard error."""
-    return x.double().mean().item(), standard_error(x.double())
-
 
 def means(x: dict[str, Tensor]) -> dict[str, Number]:
     return {name: mean(each) for name, each in x.items()}

@@ -141,13 +141,18 @@ MEASURES = {setting: [f"{task}_{setting}" for task in TASKS] for setting in SETT
     "nll": ["nll"], "KL": ["kl"], "L1": ["l1_alone"]}
 
 
+def on_top(base: dict, rows: list[dict]) -> list[dict]:
+    """Return the rows of base's method with one addition, at the same budget and length."""
+    return [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
+            and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
+
+
 def additions_table(rows: list[dict]) -> str:
     """Return what each addition changes, paired by document, under the means without it; "" if none."""
     under_number = " " * len(" ±0.000")  # where a mean and a name have no standard error
     lines = [["changes by additions", "budget", *(name + under_number for name in MEASURES)]]
     for base in rows:
-        same = [row for row in rows if all(row[key] == base[key] for key in ("fraction", "tokens"))]
-        more = [row for row in same if row["method"].rpartition("+")[0] == base["method"]]
+        more = on_top(base, rows)
         means = (fmean(x for key in keys for x in base["each"][key]) for keys in MEASURES.values())
         if more:
             lines += [[""] * len(lines[0]),
