@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import budget, decoders, finish, grouped, options, parser, with_error
+from experiments.script import arguments, budget, decoders, finish, grouped, parser, with_error
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
@@ -117,8 +117,8 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tu
     for name, part in tqdm(jobs, leave=False, disable=None):
         if name not in learned:
             learned[name] = calibrated(methods[name], model, tasks.encoding)
-        knobs = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
-        make = maker(model, methods[name], part, **knobs)
+        options = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
+        make = maker(model, methods[name], part, **options)
         rows[name, part] = measure(model, pieces, make, rows.get(("full", None)), scores)
     return rows
 
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None):
     made.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every variant")
     made.add_argument("--documents", type=int, default=256, help="a task; default 256")
     made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
-    args = options(made, argv)
+    args = arguments(made, argv)
     methods = pick(["full", *args.methods] if args.methods else [])
     rows = []
     for name, model, encoding in decoders(args):

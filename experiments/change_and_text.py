@@ -54,14 +54,14 @@ VARIANTS = {
     "residual, entries 4": dict(select=Residual(entries=4)),
     "residual, entries 4, rounds 3": dict(select=Residual(entries=4, rounds=3)),
 }
-METHODS = {}  # name → method, knobs
+METHODS = {}  # name → method, options
 for Rule in RULES:
     METHODS[Rule.__name__] = Rule, WINDOW
     METHODS |= {f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
                 for name, select in SELECTIONS.items()}
 METHODS |= {f"{Rule.__name__}, no pool": (Rule, WINDOW | dict(kernel_size=1)) for Rule in RULES}
 METHODS["StreamingLLM"] = StreamingLLM, {}
-METHODS |= {f"SnapKV+{name}": (SnapKV, WINDOW | knobs) for name, knobs in VARIANTS.items()}
+METHODS |= {f"SnapKV+{name}": (SnapKV, WINDOW | options) for name, options in VARIANTS.items()}
 COMMAND = dict(SnapKV="snap_kv", PyramidKV="pyramid_kv", AdaKV="ada_kv", StreamingLLM="streaming_llm")
 
 
@@ -78,8 +78,8 @@ class OtherNorms(Critical):
 
 
 @dataclass(frozen=True)
-class Knobs(Critical):
-    """The paper's rule, and what the authors' code and App. G change of it, a knob each."""
+class CodeOptions(Critical):
+    """The paper's rule, and what the authors' code and App. G change of it, a option each."""
     pooled: bool = False    # the votes of stage 2
     epsilon: float = 0.0    # that is added to them
     of_means: bool = False  # the product of a group's means, in place of the mean of its products
@@ -101,14 +101,14 @@ def l2_norms(v: Tensor, w_o: Tensor) -> Tensor:
 
 CODE = {"α = 0.5": dict(alpha=0.5), "stage 2 pooled": dict(pooled=True), "ε = 1e-4": dict(epsilon=1e-4),
         "product of means": dict(of_means=True)}
-ALL_OF_CODE = {knob: x for one in CODE.values() for knob, x in one.items()}
-# the paper's rule with one knob of the code's each, and the code with one knob of the paper's each
-ONE_KNOB = {"critical": Knobs(), **{f"critical, {name}": Knobs(**knob) for name, knob in CODE.items()},
-            "critical, L2 norms": Knobs(order=2),
-            "critical_code": Knobs(**ALL_OF_CODE),
-            **{f"critical_code, no {name}": Knobs(**{k: x for k, x in ALL_OF_CODE.items() if k not in knob})
-               for name, knob in CODE.items()},
-            "critical_code, L2 norms": Knobs(**ALL_OF_CODE, order=2)}
+ALL_OF_CODE = {option: x for one in CODE.values() for option, x in one.items()}
+# the paper's rule with one option of the code's each, and the code with one option of the paper's each
+ONE_OPTION = {"critical": CodeOptions(), **{f"critical, {name}": CodeOptions(**option) for name, option in CODE.items()},
+            "critical, L2 norms": CodeOptions(order=2),
+            "critical_code": CodeOptions(**ALL_OF_CODE),
+            **{f"critical_code, no {name}": CodeOptions(**{k: x for k, x in ALL_OF_CODE.items() if k not in option})
+               for name, option in CODE.items()},
+            "critical_code, L2 norms": CodeOptions(**ALL_OF_CODE, order=2)}
 
 
 # ---- measured now ---------------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def texts(model, tasks: Tasks) -> Reference:
 def by_text(model, full: Reference, name: str, share: float) -> dict[str, Tensor]:
     """A method of METHODS text by text: ‖o − ô‖₁ of each layer `alone`, and `together`, added up over the
     layers below, (texts, L, H·G); kl and nll (texts,)."""
-    Method, knobs = METHODS[name]
-    return text_by_text(model, full, maker(model, Method, share, **knobs))
+    Method, options = METHODS[name]
+    return text_by_text(model, full, maker(model, Method, share, **options))
 
 
 def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
@@ -138,9 +138,9 @@ def measured(model, full: Reference, name: str, share: float) -> dict[str, np.nd
     return {key: x.numpy() for key, x in row.items()}
 
 
-def answers(model, bench: Benchmark, Method, share: float, **knobs) -> dict[str, Tensor]:
+def answers(model, bench: Benchmark, Method, share: float, **options) -> dict[str, Tensor]:
     """The share of right answers of every document, (tasks, documents), "aware" and "blind"."""
-    return right_answers(model, bench, maker(model, Method, share, **knobs))
+    return right_answers(model, bench, maker(model, Method, share, **options))
 
 
 def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
@@ -150,20 +150,20 @@ def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
 
 
-def one_knob_at_a_time(model, bench: Benchmark, full: Reference, share: float = 1 / 8) -> dict:
-    """Of SnapKV with each of ONE_KNOB: the share of right answers, aware, of every document of every task,
+def one_option_at_a_time(model, bench: Benchmark, full: Reference, share: float = 1 / 8) -> dict:
+    """Of SnapKV with each of ONE_OPTION: the share of right answers, aware, of every document of every task,
     (n,); L and kl of every text, (texts,)."""
     rows = {}
-    for name, select in {"SnapKV": SnapKV.select, **ONE_KNOB}.items():
-        knobs = dict(select=select, **WINDOW)
-        right = answers(model, bench, SnapKV, share, **knobs)["aware"].flatten()
-        text = text_by_text(model, full, maker(model, SnapKV, share, **knobs))
+    for name, select in {"SnapKV": SnapKV.select, **ONE_OPTION}.items():
+        options = dict(select=select, **WINDOW)
+        right = answers(model, bench, SnapKV, share, **options)["aware"].flatten()
+        text = text_by_text(model, full, maker(model, SnapKV, share, **options))
         rows[name] = dict(answers=right, L=text["alone"].mean((1, 2)), kl=text["kl"])
     return rows
 
 
 @torch.no_grad()
-def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = True, **knobs) -> dict:
+def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = True, **options) -> dict:
     """Short prompts with long answers (Table 7): a sixteenth of each text, and the rest token by token.
 
     As there, whenever the cache holds half of the text, an eighth stays. Without `again` only the prompt is
@@ -173,10 +173,10 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
     """
     T = texts.shape[1]
     Method, every = (compress_again(SnapKV), dict(every=T // 2 - T // 8)) if again else (SnapKV, {})
-    knobs = dict(budget=T // 8) | every | WINDOW | knobs
+    options = dict(budget=T // 8) | every | WINDOW | options
 
     def prompted(tokens):
-        caches = make_cache(model, Method, **knobs)
+        caches = make_cache(model, Method, **options)
         feed(model, tokens[:, :T // 16], caches)
         return caches
 
@@ -193,19 +193,19 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
     return dict(kl=torch.stack(kl, 1).mean(1), most=max(kib), last=kib[-1]) | right
 
 
-def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **knobs) -> list[LayerCache]:
+def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **options) -> list[LayerCache]:
     """Caches that have read tokens (B, T) and kept a share of them."""
-    caches = make_cache(model, Method, budget=round(share * tokens.shape[1]), **WINDOW | knobs)
+    caches = make_cache(model, Method, budget=round(share * tokens.shape[1]), **WINDOW | options)
     feed(model, tokens, caches)
     end_prefill(caches)
     return caches
 
 
-def value_kept(model, batch: Batch, Method, share: float, layer: int, **knobs) -> list[float]:
+def value_kept(model, batch: Batch, Method, share: float, layer: int, **options) -> list[float]:
     """How often a layer's heads keep the first and the second token of the value that is asked for."""
     end = batch.answers[0].start - 1  # the question's last token is fed after the compression
     prompts = torch.from_numpy(batch.tokens[:, :end])
-    kept = held(compressed(model, Method, prompts, share, **knobs), end)[:, layer]  # (B, H, end)
+    kept = held(compressed(model, Method, prompts, share, **options), end)[:, layer]  # (B, H, end)
 
     value = batch.tokens[:, batch.answers[0]]
     place = [next(i for i in range(end) if (row[i:i + 2] == pair).all())
@@ -223,8 +223,8 @@ def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32)
         recorders = make_cache(model, Recorder)
         recordings = [record(model, recorders, part) for part in parts]
         for m, name in enumerate(names):
-            Method, knobs = METHODS[name]
-            caches = make_cache(model, Method, budget=budget, **knobs)
+            Method, options = METHODS[name]
+            caches = make_cache(model, Method, budget=budget, **options)
             for n in (1, 2):
                 replay(recordings[:n], caches)
             right = answer(model, tokens, batch.answers, batch.answers[0].start - 1, caches)

@@ -14,7 +14,7 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from experiments.script import decoders, finish, grouped, options, parser
+from experiments.script import arguments, decoders, finish, grouped, parser
 from methods.duo_gates import ask, predictions
 from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import seen_by_window
@@ -169,7 +169,7 @@ def show(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None):
-    args = options(parser("experiments.inside", __doc__), argv)
+    args = arguments(parser("experiments.inside", __doc__), argv)
     rows = [dict(decoder=name, measurement=measurement, layers=x)
             for name, model, encoding in tqdm(decoders(args), unit="model", leave=False, disable=None)
             for measurement, x in page(model, Tasks(encoding, "test")).items()]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import budget, decoders, finish, grouped, mean_and_error, options, parser, with_error
+from experiments.script import arguments, budget, decoders, finish, grouped, mean_and_error, parser, with_error
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
@@ -69,17 +69,17 @@ def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, n = {}, context.shape[1]
-    for name, Method, knobs in tqdm([
+    for name, Method, options in tqdm([
             ("full", LayerCache, {}), ("quantized_2", Quantized, dict(bits=2, residual_length=16)),
             ("snap_kv", RoundedWindow, dict(budget=n, window_size=8)),
             ("kvzip", RoundedKVzip, dict(budget=n))], leave=False, desc="bits", disable=None):
-        caches = make_cache(model, Method, **knobs)
+        caches = make_cache(model, Method, **options)
         prefill(model, context, caches, 64)
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        for bits, part in product(BITS, shares) if "budget" in knobs else [(knobs.get("bits", 16), None)]:
+        for bits, part in product(BITS, shares) if "budget" in options else [(options.get("bits", 16), None)]:
             compressed = copied(caches)
             for cache in compressed:
-                if "budget" in knobs:
+                if "budget" in options:
                     cache.budget, cache.bits, cache.rereads = share(part, n), bits, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
             found[name, bits, part] = right, bytes_in_16_bits(compressed) // len(tokens)
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None):
     made = parser("experiments.kvzip_parts", __doc__)
     made.add_argument("--documents", type=int, default=32, help="a task; default 32")
     made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
-    args = options(made, argv)
+    args = arguments(made, argv)
     rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
             for row in measured(model, encoding, args.documents, args.length)]
     finish(args, rows, show)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.change_and_text import WINDOW, long_answer, one_knob_at_a_time, right_answers
-from experiments.script import decoders, finish, grouped, mean_and_error, options, parser, with_error
+from experiments.change_and_text import WINDOW, long_answer, one_option_at_a_time, right_answers
+from experiments.script import arguments, decoders, finish, grouped, mean_and_error, parser, with_error
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode
@@ -50,7 +50,7 @@ class EndCaM(CaM):
         super().end_prefill()
 
 
-# the reading taken first, then the others: method and knobs, all at a quarter of the entries
+# the reading taken first, then the others: method and options, all at a quarter of the entries
 READINGS = {
     "Scissorhands": {
         "counts, m = B/2": (Scissorhands, {}), "an absent step is unimportant": (Padded, {}),
@@ -71,11 +71,11 @@ LONG = {"SnapKV, once": dict(again=False), "SnapKV": {}, "+critical": dict(selec
 
 
 def measured(model, bench: Benchmark, full: Reference, Method, share: float, tilt: float = 0.0,
-             **knobs) -> dict[str, Tensor]:
+             **options) -> dict[str, Tensor]:
     """Which documents are answered right, and KL of every text, (n,) each."""
-    make = maker(model, Method, share, **knobs)
+    make = maker(model, Method, share, **options)
     if tilt:
-        make = lambda n, *_: tilted(model, round(share * n), tilt, Method, **knobs)
+        make = lambda n, *_: tilted(model, round(share * n), tilt, Method, **options)
     kl = replayed_or_read(continuation, model, full, make, full.recording)["kl"]
     return dict(answers=right_answers(model, bench, make)["aware"].flatten(), KL=kl)
 
@@ -85,10 +85,10 @@ def groups(model, tasks: Tasks, documents: int = 32) -> Iterator[tuple[str, dict
     bench = Benchmark.build(model, tasks, 256, documents=documents)
     full = reference(model, text_windows(tasks, documents, 256, model), 32)
     for title, readings in READINGS.items():
-        yield title, {name: measured(model, bench, full, Method, 0.25, **knobs)
-                      for name, (Method, knobs) in readings.items()}
+        yield title, {name: measured(model, bench, full, Method, 0.25, **options)
+                      for name, (Method, options) in readings.items()}
 
-    changed = one_knob_at_a_time(model, bench, full)
+    changed = one_option_at_a_time(model, bench, full)
     for base in "critical", "critical_code":
         yield f"SnapKV+{base}, an eighth", {
             name.removeprefix(f"{base}, "): dict(answers=row["answers"], KL=row["kl"], L=row["L"])
@@ -132,7 +132,7 @@ def show(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None):
     made = parser("experiments.readings", __doc__)
     made.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
-    args, rows = options(made, argv), []
+    args, rows = arguments(made, argv), []
     for name, model, encoding in decoders(args):
         for group, found in tqdm(groups(model, Tasks(encoding, "test"), args.documents), desc=name,
                                  leave=False, disable=None):

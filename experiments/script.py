@@ -21,7 +21,7 @@ def parser(module: str, about: str) -> argparse.ArgumentParser:
     return made
 
 
-def options(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parse a command line. ValueError, before any work, if the file of --json cannot be written."""
     args = made.parse_args(argv)
     if args.json:

@@ -365,7 +365,7 @@ def decode(model: Decoder, caches: list[LayerCache], token: Tensor, new: int, cu
 
 
 @torch.no_grad()
-def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk: int, cuda: bool) -> dict:
+def measure(model: Decoder, Method, options: dict, tokens: Tensor, new: int, chunk: int, cuda: bool) -> dict:
     """Return a row's numbers. The prompt is all but the last of tokens (B, T + 1), read `chunk` at a time.
 
     Seconds, and tokens/s of the batch. MB: `live`, `allocated` and `peak` (until the prompt's end) are the
@@ -379,7 +379,7 @@ def measure(model: Decoder, Method, knobs: dict, tokens: Tensor, new: int, chunk
         torch.cuda.reset_peak_memory_stats()
         of_before = torch.cuda.memory_allocated()
     ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # of chunks, for what goes by the text
-    caches, prompt = make_cache(model, Method, **knobs), tokens[:, :-1]
+    caches, prompt = make_cache(model, Method, **options), tokens[:, :-1]
     tell_chunk_ends(caches, ends)
     times = [now(cuda)]
     peak = feed(model, prompt, caches, chunk)

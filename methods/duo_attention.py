@@ -111,7 +111,7 @@ class DuoAttention(LayerCache):
 
     @staticmethod
     def calibrate(model, encoding) -> dict:
-        """The knobs that depend on the decoder, as arguments for the constructor."""
+        """The options that depend on the decoder, as arguments for the constructor."""
         open_for = gates(model, training(encoding), T=min(512, model.config.max_len))
         return dict(heads=retrieval_heads(open_for, least=0.3))
 

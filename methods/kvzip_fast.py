@@ -69,7 +69,7 @@ class FastKVzip(KVzip):
 
     @staticmethod
     def calibrate(model, encoding) -> dict:
-        """The knobs that depend on the decoder, as arguments for the constructor."""
+        """The options that depend on the decoder, as arguments for the constructor."""
         if not hasattr(encoding, "encode_ordinary_batch"):
             raise ValueError("gates are trained on text, which needs a tiktoken tokenizer; "
                              "give FastKVzip its gates instead")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanollm.attention import attention, split
 from nanollm.check import (
-    check_attend, check_budget, check_kept, check_knobs, check_numbers, check_score, check_watch, constructed)
+    check_attend, check_budget, check_kept, check_options, check_numbers, check_score, check_watch, constructed)
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
@@ -63,7 +63,7 @@ class LayerCache:
     per_entry = {}     # names and types of what a method declares as PerEntry
 
     def __post_init__(self):
-        check_knobs(self)
+        check_options(self)
         self.slots: dict[str, Tensor] = {}  # (B, H, capacity, ...): k, v, pos, and what methods add
         self.length = 0                     # slots in use
         self.seen = 0                       # tokens so far, evicted ones too: the next token's position

@@ -64,7 +64,7 @@ def check_row(row: dict, kinds: dict, file):
                              "name another file")
 
 
-def check_knobs(method):
+def check_options(method):
     """ValueError unless every option of a cache or selection is a dataclass field and fits its type."""
     name, kinds = type(method).__name__, get_type_hints(type(method))
     options = {field.name for field in fields(method)}
@@ -78,12 +78,12 @@ def check_knobs(method):
 
 # ---- caches: what a method's author or a caller gives ------------------------------------------------------
 
-def constructed(Method, knobs: dict):
-    """Return Method(**knobs), a cache, or raise a ValueError that says what is to be changed."""
+def constructed(Method, options: dict):
+    """Return Method(**options), a cache, or raise a ValueError that says what is to be changed."""
     try:
-        cache = Method(**knobs)
+        cache = Method(**options)
     except TypeError as error:
-        raise ValueError(f"{error}; a method's knobs are its dataclass fields") from error
+        raise ValueError(f"{error}; a method's options are its dataclass fields") from error
     if not hasattr(cache, "slots"):
         raise ValueError(f"__post_init__ of {type(cache).__name__} must begin with super().__post_init__()")
     return cache

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nanollm.attention import probabilities
 from nanollm.cache import NEVER
-from nanollm.check import check_knobs
+from nanollm.check import check_options
 from nanollm.kernel_switch import kernel_for
 from nanollm.packed import PackedCache
 
@@ -25,7 +25,7 @@ class Selection:
     again = True  # may be applied again to its own output (methods/compress_again.py)
 
     def __post_init__(self):
-        check_knobs(self)
+        check_options(self)
 
     def check(self, cache: "WindowCache"):
         """ValueError if this selection cannot work with the cache's options, when the cache is made."""

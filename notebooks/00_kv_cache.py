@@ -323,9 +323,9 @@ for name, decoder in {"random weights": plain, "structured start": start, "train
 # Both get a quarter of the prompt as their budget. The prompt is read with full attention, and at its end, `end_prefill`, they evict. Here it ends before the question.
 
 # %%
-def compress(Method, prompt, share=0.25, **knobs):
+def compress(Method, prompt, share=0.25, **options):
     """Caches that have read the prompt (B, T) and evicted at its end."""
-    caches = make_cache(model, Method, budget=round(share * prompt.shape[1]), **knobs)
+    caches = make_cache(model, Method, budget=round(share * prompt.shape[1]), **options)
     model(prompt, caches)
     end_prefill(caches)
     return caches
@@ -400,6 +400,6 @@ axes[0].legend();
 #
 # 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB? *Hint: `shapes`.*
 # 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/measure/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
-# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/measure/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes knobs on.*
+# 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/measure/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes options on.*
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them. *Hint: the newest token is always kept.*
-# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a knob, and call `shrink` in `evict` with a score that is high for facts.*
+# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a option, and call `shrink` in `evict` with a score that is high for facts.*

@@ -26,7 +26,7 @@ import torch
 from experiments.change_and_text import (COMPARED, METHODS, SHARES, VOTING, WINDOW, OtherNorms,
                                          answers, change, command_name, compressed,
                                          correlation_of_change_and_kl, difference, last_layer,
-                                         long_answer, lower, needles_found, one_knob_at_a_time,
+                                         long_answer, lower, needles_found, one_option_at_a_time,
                                          stored, value_kept)
 from methods.ada_kv import AdaKV
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
@@ -263,38 +263,38 @@ for name in [name for name in names if name.startswith("SnapKV") and name != "Sn
 # %%
 choices = {"SnapKV": {}, "critical": dict(select=Critical()),
            "critical_code": dict(select=CriticalCode()), "SnapKV, no pool": dict(kernel_size=1)}
-kept = {words: plot.kept(compressed(model, SnapKV, prompt, 1 / 16, **knobs), end)[1].mean(0)
-        for words, knobs in choices.items()}
+kept = {words: plot.kept(compressed(model, SnapKV, prompt, 1 / 16, **options), end)[1].mean(0)
+        for words, options in choices.items()}
 panels = {f"{words}, layer 1": kept[words] for words in ("SnapKV", "critical")}
 plot.text(pieces, panels, facts, columns=2, width=72)
-for words, knobs in choices.items():
-    one, two = value_kept(model, batch, SnapKV, 1 / 16, layer=1, **knobs)
+for words, options in choices.items():
+    one, two = value_kept(model, batch, SnapKV, 1 / 16, layer=1, **options)
     print(f"{words:16} the first token of the value {one:4.0%}, the second {two:4.0%}")
 
 # %% [markdown]
 # The question's last token is fed after the compression, so no query of the window has looked for the value yet. They look at the words *before* it. The pool, three tokens to each side, is what reaches the value: without it hardly a head keeps it, and with three quarters of the budget unpooled (*critical*) many lose it.
 #
-# ## Which knob of the code is it?
+# ## Which option of the code is it?
 #
-# *critical_code* differs from the paper's rule in four knobs: stage 1 takes half of the budget (α), the votes of stage 2 are pooled, 0.0001 is added to them (ε), and a group of query heads multiplies the mean of its votes by the mean of its norms. Turn one at a time. First each is added to the paper's rule, then each is taken from the code's. Appendix G leaves L2 norms in place of L1 for future work; they are one more knob.
+# *critical_code* differs from the paper's rule in four options: stage 1 takes half of the budget (α), the votes of stage 2 are pooled, 0.0001 is added to them (ε), and a group of query heads multiplies the mean of its votes by the mean of its norms. Turn one at a time. First each is added to the paper's rule, then each is taken from the code's. Appendix G leaves L2 norms in place of L1 for future work; they are one more option.
 #
 # An eighth of the entries, 32 documents of 256 tokens a task, 32 texts. Means of *critical* and *critical_code*, and changes against them.
 
 # %%
 short = Benchmark.build(model, tasks, 256, documents=32)
 texts = reference(model, text_windows(tasks, 32, 256), 32)
-for name, row in (knobs := one_knob_at_a_time(model, short, texts)).items():
+for name, row in (options := one_option_at_a_time(model, short, texts)).items():
     base, *turned = name.split(", ")
     if turned:
-        row = {key: x - knobs[base][key] for key, x in row.items()}
+        row = {key: x - options[base][key] for key, x in row.items()}
     cells = (f"{key} {x.mean():{'+.3f' if turned else ' .3f'}} ± {standard_error(x):.3f}"
              for key, x in row.items())
     print(f"{name:35}", "   ".join(cells))
 
 # %% [markdown]
-# Either of two knobs gives the answers back: a pool in stage 2, or half of the budget for stage 1, whose votes are pooled in the paper, too. Both are ways to rank more of the entries by pooled votes. With both turned, neither is missed by more than 0.04 here. (In *learned* the code without its pool loses 0.21, as `RESULTS.md` has it.) ε, the product of means and L2 norms move an answer or none, and L by 0.02 at most.
+# Either of two options gives the answers back: a pool in stage 2, or half of the budget for stage 1, whose votes are pooled in the paper, too. Both are ways to rank more of the entries by pooled votes. With both turned, neither is missed by more than 0.04 here. (In *learned* the code without its pool loses 0.21, as `RESULTS.md` has it.) ε, the product of means and L2 norms move an answer or none, and L by 0.02 at most.
 #
-# The pool raises L while it saves the answers, as above, and the KL falls. So the gain over the paper's rule is the pool's, whichever knob brings it.
+# The pool raises L while it saves the answers, as above, and the KL falls. So the gain over the paper's rule is the pool's, whichever option brings it.
 #
 # ## Do the norms ever help?
 #
@@ -321,8 +321,8 @@ for words, select in {"critical": Critical(), "critical_code": CriticalCode(),
 # %%
 tokens = text_windows(tasks, 32, 256)
 asked = {task: short.batches[task] for task in ("needle", "few_shot")}
-long = {words: long_answer(model, tokens, asked, again=words != "SnapKV, once", **knobs)
-        for words, knobs in {"SnapKV, once": {}, "SnapKV": {}, "critical": dict(select=Critical()),
+long = {words: long_answer(model, tokens, asked, again=words != "SnapKV, once", **options)
+        for words, options in {"SnapKV, once": {}, "SnapKV": {}, "critical": dict(select=Critical()),
                              "critical_code": dict(select=CriticalCode())}.items()}
 for words, row in long.items():
     cells = [f"{key} {row[key].mean():.3f}" for key in ("kl", *asked)]
@@ -412,10 +412,10 @@ cases = ["", ", no pool", "+critical", "+critical_code", "+residual", "+residual
          "+residual, entries 4", "+residual, entries 4, rounds 3"]
 print(" " * 37 + "".join(f"{f'{share:.2%}':^41}" for share in (0.25, 0.0625)))
 for name in ["SnapKV" + case for case in cases]:
-    Method, knobs = METHODS[name]
+    Method, options = METHODS[name]
     cells = []
     for share in (0.25, 0.0625):
-        row = rows.get((name, share)) or answers(model, bench, Method, share, **knobs)
+        row = rows.get((name, share)) or answers(model, bench, Method, share, **options)
         text = [stored()[name, share][key].mean() for key in ("L", "kl", "nll")]
         cells.append("   L {:4.2f} KL {:.3f} nll {:.3f} aware {:.2f}".format(
             *text, row["aware"].mean()))

@@ -71,8 +71,8 @@ look = {"SnapKV": plot.style("snap_kv"), "ChunkKV": plot.style("chunk_kv"),
 # %%
 def make(name, share):
     """Fresh caches by a method's name here, for a share of the prompt."""
-    Method, knobs = methods[name]
-    return maker(model, Method, None if Method is LayerCache else share, **knobs)
+    Method, options = methods[name]
+    return maker(model, Method, None if Method is LayerCache else share, **options)
 
 
 def points(axis, x, values, label, **more):
@@ -257,9 +257,9 @@ questions = {"needle and recall: values of 2 tokens": [told["needle"], told["rec
              "needle: values of 8 tokens": [long[8]]}
 rules = {"sum of votes (paper)": ("sum", {}), "max of pooled votes": ("max", dict(kernel_size=7))}
 by_length = {}
-for rule, (score, knobs) in rules.items():
+for rule, (score, options) in rules.items():
     for title, asked in questions.items():
-        makes = [maker(model, ChunkKV, 1 / 8, select=Chunks(n, score), **WINDOW, **knobs)
+        makes = [maker(model, ChunkKV, 1 / 8, select=Chunks(n, score), **WINDOW, **options)
                  for n in lengths]
         right = [torch.cat([aware(model, *known, one) for known in asked]) for one in makes]
         by_length[rule, title] = right
@@ -285,13 +285,13 @@ axes[0].legend(fontsize=8);
 #
 # There are some 55 slots beside the window: room for five chunks of ten and half of another, or for one of 40 and 15 tokens of the next.
 #
-# ## The knobs, and real boundaries
+# ## The options, and real boundaries
 #
 # What does each choice do? All at 12.5 %, three tasks.
 
 # %%
 unpooled = dict(kernel_size=1)
-semantic = lambda **knobs: partial(SemanticChunkKV, select=SemanticChunks(**knobs))
+semantic = lambda **options: partial(SemanticChunkKV, select=SemanticChunks(**options))
 variants = {"whole chunks alone": (ChunkKV, dict(select=Chunks(fill=False))),
             "one choice per layer": (ChunkKV, dict(select=ChunksCode(10, "sum", fill=True))),
             "kvpress: c=20, mean, pool 5, per layer":
@@ -302,8 +302,8 @@ variants = {"whole chunks alone": (ChunkKV, dict(select=Chunks(fill=False))),
 base = rows["SnapKV", 1 / 8]
 measured = {"SnapKV": base, "ChunkKV (paper)": rows["ChunkKV", 1 / 8],
             "at boundaries, mean, pool 7": rows["semantic chunks", 1 / 8]}
-for name, (Method, knobs) in variants.items():
-    measured[name] = bench.run(model, maker(model, Method, 1 / 8, **WINDOW | knobs))
+for name, (Method, options) in variants.items():
+    measured[name] = bench.run(model, maker(model, Method, 1 / 8, **WINDOW | options))
 
 # %%
 def change(row, base, *keys):
@@ -336,7 +336,7 @@ for name, row in measured.items():
 #
 # Real boundaries had it easy. Every fact so far ended with a full stop or a line break, and just there a semantic chunk ends.
 # `Unmarked` makes the same tasks without these marks: no full stop after a value, " is " in place of a pair's colon, commas in place of line breaks. The text around the facts keeps its own.
-# Knobs were chosen on documents of seed 0. These have seed 1.
+# CodeOptions were chosen on documents of seed 0. These have seed 1.
 
 # %%
 plain["needle, values of 8 tokens"] = recorded("needle", unmarked, seed=1, B=64, facts=1, numbers=4)

@@ -333,9 +333,9 @@ full = evaluate.reference(model, evaluate.text_windows(tasks, 16, 512), 64)
 
 # %%
 budgets, rows = (.5, .25, .125, .0625), {}
-for name, (Method, knobs) in methods.items():
+for name, (Method, options) in methods.items():
     for share in budgets:
-        make = reading_within(maker(model, Method, share, **knobs))
+        make = reading_within(maker(model, Method, share, **options))
         row = rows[name, share] = evaluate.continuation(model, full, make, chunk_size=16)
         for task, batch in batches.items():
             if task == "few_shot" or share >= .25:  # with fewer entries no needle is found
@@ -385,8 +385,8 @@ batch = tasks.batch("few_shot", 0, 48, 512, **TASKS["few_shot"])
 for share in budgets[2:]:
     right = {}
     for name in (base, ours):
-        Method, knobs = methods[name]
-        make = reading_within(maker(model, Method, share, **knobs))
+        Method, options = methods[name]
+        make = reading_within(maker(model, Method, share, **options))
         right[name] = retrieve(model, batch, make, chunk_size=16)["blind"].double()
     change = right[ours] - right[base]
     print(f"few-shot, 48 documents, {share:.2%}:",
@@ -412,9 +412,9 @@ texts = evaluate.reference(model, evaluate.text_windows(tasks, 32, 512), 64)
 documents = tasks.batch("few_shot", 1, 32, 512, **TASKS["few_shot"])
 
 
-def cost_at_a_quarter(Method, tilt=0., **knobs):
+def cost_at_a_quarter(Method, tilt=0., **options):
     """KL of every text, and whether each few-shot document is answered."""
-    of = lambda tokens, *_: tilted(model, round(tokens / 4), tilt, Method, **knobs)
+    of = lambda tokens, *_: tilted(model, round(tokens / 4), tilt, Method, **options)
     right = retrieve(model, documents, of)["blind"]
     return evaluate.continuation(model, texts, of)["kl"], right
 
@@ -428,8 +428,8 @@ readings = {"counts, m = B/2 (paper)": (Scissorhands, {}), "padded, m = B/2": (P
             "mean weight, m = 8": (MeanWeight, few)}
 
 # %%
-for name, (Method, knobs) in readings.items():
-    found = cost_at_a_quarter(Method, **knobs)
+for name, (Method, options) in readings.items():
+    found = cost_at_a_quarter(Method, **options)
     base = found if name.startswith("counts") else base
     changes = (f"{x.mean():.3f} ({(x - y).mean():+.3f} ±{standard_error(x - y):.3f})"
                for x, y in zip(found, base))
@@ -453,15 +453,15 @@ B = 128
 tried = {"Scissorhands, m = 64": (Scissorhands, {}),
          "Scissorhands, m = 1": (Scissorhands, dict(at_a_time=1)),
          "MeanWeight, m = 8": (MeanWeight, {}), "H2O": (H2O, {})}
-for name, (Method, knobs) in tried.items():
+for name, (Method, options) in tried.items():
     # right after a drop: 448 is a multiple of 64 and of 8
-    shares, n = newest_share(model, text[:, :449], Method, budget=B, **knobs)
+    shares, n = newest_share(model, text[:, :449], Method, budget=B, **options)
     print(f"{name:21} of {n:3} kept, among the newest {n:3}, per layer:",
           "  ".join(f"{x:.2f}" for x in shares))
 
 # %%
 drops, spans, counts = (1, 8, 32, 64), (16, 100, 400), "Scissorhands"
-cost = lambda Method, **knobs: cost_of_reading(model, full, Method, budget=B, **knobs)
+cost = lambda Method, **options: cost_of_reading(model, full, Method, budget=B, **options)
 by_drop = {name: [cost(Method, at_a_time=m) for m in drops]
            for name, Method in ((counts, Scissorhands), ("MeanWeight", MeanWeight))}
 by_span = {m: [cost(Scissorhands, history=w, at_a_time=m) for w in spans[:-1]] for m in (8, 64)}

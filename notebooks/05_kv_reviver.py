@@ -432,15 +432,15 @@ known = {name: evaluate.reference(decoder, evaluate.text_windows(tasks, 32, 480,
 
 
 @once
-def kl_of(name, Method, share, **knobs):
-    make = maker(decoders[name], Method, share, slack=0, **knobs)
+def kl_of(name, Method, share, **options):
+    make = maker(decoders[name], Method, share, slack=0, **options)
     return replayed_or_read(continuation, decoders[name], known[name], make,
                             known[name].recording)["kl"]
 
 
 # %%
 def compare(name, share):
-    kls = [kl_of(name, Method, share, **knobs) for Method, knobs in readings.values()]
+    kls = [kl_of(name, Method, share, **options) for Method, options in readings.values()]
     for what, kl in zip(readings, kls):
         pairs = (f"less {base} {(kl - other).mean():+.3f} ±{standard_error(kl - other):.3f}"
                  for base, other in (("printed", kls[0]), ("no sketch", kls[-1])))
@@ -462,9 +462,9 @@ for share in (.25, .1):
 
 # %%
 offsets, by_offset = (1., 0., -1., -3., -10.), {}
-for what, (Method, knobs) in readings.items():
+for what, (Method, options) in readings.items():
     some = offsets if what == "sum (printed)" else (0., -10.)  # the others do not change
-    by_offset[what] = [kl_of("built", shifted(Method, x) if x else Method, .25, **knobs)
+    by_offset[what] = [kl_of("built", shifted(Method, x) if x else Method, .25, **options)
                        for x in some]
     print(f"{what:14}", *(f"{x:+g}: {kl.mean():.3f} ±{standard_error(kl):.3f}  "
                           for x, kl in zip(some, by_offset[what])))
@@ -545,8 +545,8 @@ bench = Benchmark.read(model, dict(needle=at_depths(tasks, depths, 8, 512)), Non
 asked = {name: (methods[name], {}) for name in ("paper", "slot means", "no sketch", "H2O")}
 asked["SnapKV"] = SnapKV, dict(window_size=8)
 print("needles found at depth ", *(f"{depth:7.0%}" for depth in depths), "     all")
-for name, (Method, knobs) in asked.items():
-    right = answers(model, bench, Method, .25, **knobs)["aware"][0]
+for name, (Method, options) in asked.items():
+    right = answers(model, bench, Method, .25, **options)["aware"][0]
     print(f"{name:23}", *(f"{x:7.2f}" for x in right.view(len(depths), -1).mean(1)),
           f"    {right.mean():.2f} ±{standard_error(right):.2f}")
 
@@ -599,8 +599,8 @@ sweeps = {"share of Vague": (lambda x: (x, (1 - x) / 2), (.1, .2, .4)),
 
 @once
 def swept(name, vague=.1, recent=.45, replace_rate=1.1):
-    knobs = dict(vague=vague, recent=recent, replace_rate=replace_rate)
-    make = maker(model, variants[name], .25, **knobs)
+    options = dict(vague=vague, recent=recent, replace_rate=replace_rate)
+    make = maker(model, variants[name], .25, **options)
     return continuation(model, full, make, full.recording)["kl"]
 
 

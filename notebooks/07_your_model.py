@@ -68,7 +68,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 #
 # ## Five lines
 #
-# `attach` makes a memory: one cache a layer, of the method that you name, with its knobs. The model reads the prompt into it. `end_prompt` says that the prompt is over, and the method compresses. `generate` goes on from what is left. `detach` gives the model its own attention back.
+# `attach` makes a memory: one cache a layer, of the method that you name, with its options. The model reads the prompt into it. `end_prompt` says that the prompt is over, and the method compresses. `generate` goes on from what is left. `detach` gives the model its own attention back.
 # The prompt's last token is read after the compression. Otherwise the full cache would give the first word of the answer.
 #
 # The method is SnapKV: the last queries of the prompt vote, and each head keeps the 48 tokens with the most votes, the 8 voting ones among them.
@@ -88,9 +88,9 @@ print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 # The function below is the five lines again, with the cut as an argument.
 
 # %%
-def ask(Method=LayerCache, cut=answer.start - 1, **knobs):
+def ask(Method=LayerCache, cut=answer.start - 1, **options):
     """The answer, with the first `cut` tokens compressed; what each head then kept; the bytes."""
-    memory = attach(model, Method, **knobs)
+    memory = attach(model, Method, **options)
     model(prompt[:, :cut], past_key_values=memory)
     memory.end_prompt()
     kept = plot.kept(memory.caches, cut)

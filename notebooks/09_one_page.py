@@ -190,8 +190,8 @@ EIGHT = [("snap_kv", "aware"), ("chunk_kv_semantic", "aware"),
 for name, setting in EIGHT:
     cut = tokens.shape[1] - 1 if setting == "aware" else len(context)
     Method = pick([name])[name]
-    knobs = given(Method, window_size=8) | dict(budget=share(0.25, len(context)))
-    caches = make_cache(model, Method, **knobs)
+    options = given(Method, window_size=8) | dict(budget=share(0.25, len(context)))
+    caches = make_cache(model, Method, **options)
     tell_chunk_ends(caches, ends[:, :cut])
     kept, written = answer(model, tokens, cut, caches, 4)
     title = f"{name}, {setting}: {encoding.decode(written)!r}"

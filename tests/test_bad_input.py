@@ -12,7 +12,7 @@ from nanollm.cache import LayerCache, copied, make_cache
 from nanollm.commands.registry import given, has_budget, methods
 from nanollm.generate import end_prompt, tell_chunk_ends
 
-BUDGET, KNOBS = 24, dict(budget=np.int64(24), window_size=4)  # NumPy's whole numbers are some
+BUDGET, OPTIONS = 24, dict(budget=np.int64(24), window_size=4)  # NumPy's whole numbers are some
 METHODS, ADDITIONS = ({name: x for name, x in found.items() if isinstance(x, type | dict)}
                       for found in methods()[:2])
 ENDS = torch.arange(50) % 7 == 0
@@ -33,7 +33,7 @@ def one_line(error) -> str:
 @pytest.mark.parametrize("name", METHODS)
 def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name, done):
     Method = METHODS[name]
-    caches = make_cache(model, Method, **given(Method, **KNOBS))
+    caches = make_cache(model, Method, **given(Method, **OPTIONS))
     tell_chunk_ends(caches, ENDS[TOKENS])
     model(TOKENS, caches)
     if done:
@@ -56,7 +56,7 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["full", "kvzip"])
 def test_the_prompt_that_ends_is_the_one_that_was_read(model, name):
-    caches = make_cache(model, METHODS[name], **given(METHODS[name], **KNOBS))
+    caches = make_cache(model, METHODS[name], **given(METHODS[name], **OPTIONS))
     model(TOKENS, caches)
     with pytest.raises(ValueError, match="have seen .* tokens, and the prompt that ends has 9") as error:
         end_prompt(model, TOKENS[:, :9], caches)
@@ -110,31 +110,31 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, te
 
 
 @pytest.mark.parametrize("name", [name for name in [*METHODS, *ADDITIONS] if name != "full"])
-def test_a_knob_of_another_type_is_refused_by_name(model, name):
+def test_an_option_of_another_type_is_refused_by_name(model, name):
     if name in METHODS:
-        of, make = METHODS[name], lambda **knob: make_cache(model, of, **given(of, **KNOBS) | knob)
+        of, make = METHODS[name], lambda **option: make_cache(model, of, **given(of, **OPTIONS) | option)
     else:
         of = type(ADDITIONS[name]["select"])
         make = of
-    for knob in fields(of):
-        kind = get_type_hints(of)[knob.name]
+    for option in fields(of):
+        kind = get_type_hints(of)[option.name]
         for x in [float("nan"), "12", [4], {}, ((0,),)] + [True] * (kind is not bool) + [2.5] * (kind is int):
             if kind is str and x == "12":
                 continue  # which the method itself looks at
-            with pytest.raises(ValueError, match=f"{knob.name} .*must be") as error:
-                make(**{knob.name: x})
+            with pytest.raises(ValueError, match=f"{option.name} .*must be") as error:
+                make(**{option.name: x})
             one_line(error)
 
 
-@pytest.mark.parametrize("Method, knobs", [
+@pytest.mark.parametrize("Method, options", [
     *((METHODS[name], dict(budget=BUDGET)) for name in ("random", "cam", "kv_reviver")),
     (SubGen, dict(radius=1.0, samples=1, draws=1)), (SubGen4Cache, dict(radius=1.0, samples=1, draws=1))])
-def test_a_seed_is_one_for_every_layer_or_refused_before_it_is_used(Method, knobs):
+def test_a_seed_is_one_for_every_layer_or_refused_before_it_is_used(Method, options):
     for seed in (-1, 2 ** 62):
         with pytest.raises(ValueError, match="seed .*must be") as error:
-            Method(seed=seed, **knobs)
+            Method(seed=seed, **options)
         one_line(error)
-    torch.Generator().manual_seed(1000 * Method(seed=2 ** 63 // 1000 - 1, **knobs).seed + 99)
+    torch.Generator().manual_seed(1000 * Method(seed=2 ** 63 // 1000 - 1, **options).seed + 99)
 
 
 @pytest.mark.parametrize("watch", [True, -1, 2.0])

@@ -190,11 +190,11 @@ from nanollm.measure.tasks import Tasks
 
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 text = evaluate.text_windows(Tasks(encoding, "test"), windows=4, T=449)
-for name, Method, knobs in (("Scissorhands, m = 64", Scissorhands, {}),
+for name, Method, options in (("Scissorhands, m = 64", Scissorhands, {}),
                             ("Scissorhands, m = 1", Scissorhands, dict(at_a_time=1)),
                             ("Scissorhands, m = 1, w = 16", Scissorhands, dict(at_a_time=1, history=16)),
                             ("H2O", H2O, {})):
-    shares, n = newest_share(model, text, Method, budget=128, **knobs)
+    shares, n = newest_share(model, text, Method, budget=128, **options)
     print(f"{name:28} {n:3} kept, of them the newest {n:3}, by layer:", *(f"{x:.2f}" for x in shares))
 
 # %% [markdown]

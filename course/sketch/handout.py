@@ -211,9 +211,9 @@ from nanollm.measure.evaluate import continuation, maker, retrieve, standard_err
 prompts = tasks.batch("few_shot", 0, 48, 512)
 bench = Benchmark.read(model, dict(labels=prompts), evaluate.text_windows(tasks, 32, 512))
 forgets = None
-for name, Method, knobs in (("forgets", KVReviver, dict(vague=0)), ("h2o", H2O, {}),
+for name, Method, options in (("forgets", KVReviver, dict(vague=0)), ("h2o", H2O, {}),
                             ("paper", KVReviver, {}), ("shrunk", ShrunkReviver, {})):
-    make = maker(model, Method, 0.25, **knobs)
+    make = maker(model, Method, 0.25, **options)
     kl = replayed_or_read(continuation, model, bench.full, make, bench.full.recording)["kl"]
     right = replayed_or_read(retrieve, model, prompts, make, bench.recordings["labels"])["aware"]
     forgets = forgets or (kl, right)

@@ -50,8 +50,8 @@ def selected(votes, v, w_o, budget, alpha, kernel_size=1, how="critical"):
 
 def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="votes"):
     """The positions (B, H, n) that a cache holds when the prompt is over: SnapKV, or with a floor AdaKV."""
-    knobs = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
-    cache = SnapKV(**knobs) if floor is None else ada_kv.AdaKV(**knobs, floor=floor)
+    options = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
+    cache = SnapKV(**options) if floor is None else ada_kv.AdaKV(**options, floor=floor)
     cache.link(SimpleNamespace(blocks=[SimpleNamespace(attention=SimpleNamespace(w_o=w_o))]), 0, None)
     cache.attend(q, k, v, torch.arange(k.shape[2])[None])
     cache.end_prefill()

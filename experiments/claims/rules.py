@@ -154,8 +154,8 @@ def P13(on: Subject) -> Finding:
 def C1(on: Subject) -> Finding:
     """Count the needles of long values that tokens and chunks find."""
     ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
-    found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | knobs)
-             for name, Method, knobs in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
+    found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | options)
+             for name, Method, options in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
                                          ("chunks of 20", ChunkKV, dict(select=Chunks(20))),
                                          ("semantic chunks", SemanticChunkKV, dict(ends=ends)))}
     return Finding(above(mean(found["ChunkKV"] - found["SnapKV"])), means(found))
@@ -164,9 +164,9 @@ def C1(on: Subject) -> Finding:
 def C2(on: Subject) -> Finding:
     """Compare which entries neighbouring layers keep, and the pairs found if they must keep the same."""
     alike, prompt = {}, on.text.tokens.shape[1] - WINDOW["window_size"]
-    for name, Method, knobs in ("tokens", SnapKV, dict(kernel_size=1)), ("SnapKV", SnapKV, {}), (
+    for name, Method, options in ("tokens", SnapKV, dict(kernel_size=1)), ("SnapKV", SnapKV, {}), (
             "chunks", ChunkKV, {}):
-        kept = held(compressed(on.model, Method, on.text.tokens, 0.1, **knobs), prompt)
+        kept = held(compressed(on.model, Method, on.text.tokens, 0.1, **options), prompt)
         alike[f"similarity, {name}"] = jaccard(kept[:, 1:], kept[:, :-1]).mean((1, 2)).cpu()
     _, snap, chunks = alike.values()
     alone, reuse = (on.answered(ChunkKV, 0.25, "unmarked recall", **WINDOW, reuse=n) for n in (1, 2))
@@ -251,7 +251,7 @@ def R11(on: Subject) -> Finding:
     """Measure −log p of the texts' last eighth at a tenth of the bytes."""
     new = on.text.new
     true = -on.text.log_p.gather(-1, on.text.tokens[:, -new:, None])[..., 0].mean(-1)
-    more = {name: on.continued(Method, 0.1, **knobs)["nll"].cpu() - true.cpu() for name, Method, knobs in (
+    more = {name: on.continued(Method, 0.1, **options)["nll"].cpu() - true.cpu() for name, Method, options in (
         ("by the paper's sketch", KVReviver, {}), ("by means of slots", MeanReviver, {}),
         ("by no sketch", KVReviver, dict(vague=0.0)))}
     paper, *_ = more.values()

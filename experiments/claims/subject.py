@@ -91,45 +91,45 @@ class Subject:
 
     def bench(self, task: str) -> list[Benchmark]:
         """Return the documents of a task of ASKED, in batches of those whose answers align."""
-        Kind, name, knobs = ASKED[task]
+        Kind, name, options = ASKED[task]
         tasks = self.tasks if Kind is Tasks else Kind(self.tasks.encoding, self.tasks.split)
-        batches = tasks.batches(name, self.seed, self.documents, self.T, **knobs)
+        batches = tasks.batches(name, self.seed, self.documents, self.T, **options)
         return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
 
-    def row(self, task: str, Method, share: float | None, **knobs) -> dict[str, Tensor]:
+    def row(self, task: str, Method, share: float | None, **options) -> dict[str, Tensor]:
         """Return the share of right answers of every document, (documents,), "aware" and "blind"."""
-        rows = [answers(self.model, bench, Method, share, **knobs) for bench in self.bench(task)]
+        rows = [answers(self.model, bench, Method, share, **options) for bench in self.bench(task)]
         return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
-    def answered(self, Method, share: float | None, *tasks: str, setting="aware", **knobs) -> Tensor:
+    def answered(self, Method, share: float | None, *tasks: str, setting="aware", **options) -> Tensor:
         """Return the mean over the tasks that the full cache does, (documents,). ValueError if none."""
         full = {f"{task}_aware": self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
         fit = [task for task in tasks if judges(full, task)]
         if not fit:
             raise ValueError("the full cache answers "
                              + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks))
-        return torch.stack([self.row(task, Method, share, **knobs)[setting] for task in fit]).mean(0)
+        return torch.stack([self.row(task, Method, share, **options)[setting] for task in fit]).mean(0)
 
     def facts(self, name: str, share: float = 1 / 16, **more) -> Tensor:
         """Return the needles and pairs found, aware, by a method of METHODS with a share of the entries."""
-        Method, knobs = METHODS[name]
-        return self.answered(Method, share, "needle", "recall", **knobs | more)
+        Method, options = METHODS[name]
+        return self.answered(Method, share, "needle", "recall", **options | more)
 
-    def blind(self, Method, share: float | None = 0.25, **knobs) -> Tensor:
+    def blind(self, Method, share: float | None = 0.25, **options) -> Tensor:
         """Return the needles found if the question comes after the compression."""
-        return self.answered(Method, share, "needle", setting="blind", **knobs)
+        return self.answered(Method, share, "needle", setting="blind", **options)
 
     def of_text(self, name: str) -> dict[str, Tensor]:
         """Return `by_text` of a method of METHODS with a quarter of the entries."""
         return by_text(self.model, self.text, name, 0.25)
 
-    def kl(self, Method, shares: tuple | None = None, **knobs) -> Tensor:
+    def kl(self, Method, shares: tuple | None = None, **options) -> Tensor:
         """Return the KL of each text, (texts,), at a quarter of the bytes; `shares` divide it by layer."""
-        return self.continued(Method, 0.25, shares, **knobs)["kl"].cpu()
+        return self.continued(Method, 0.25, shares, **options)["kl"].cpu()
 
-    def continued(self, Method, share: float, shares: tuple | None = None, **knobs) -> dict:
+    def continued(self, Method, share: float, shares: tuple | None = None, **options) -> dict:
         """Return `continuation` of the texts at a share of the bytes, every one of them used."""
-        make = maker(self.model, Method, share, **dict(slack=0) | knobs)
+        make = maker(self.model, Method, share, **dict(slack=0) | options)
         shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
         return replayed_or_read(continuation, self.model, self.text, shared, self.text.recording)
 

@@ -26,12 +26,12 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (v1 * (e @ v2)).sum(0), e.sum(), e.norm() / e.sum() * spectral
 
 
-def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **knobs) -> tuple[Tensor, Tensor, int]:
+def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **options) -> tuple[Tensor, Tensor, int]:
     """The same from a Cache: z (runs, D) and τ (runs, 1) of so many runs, and the bytes that each holds.
 
     The runs are the rows of a batch, which draw apart.
     """
-    cache = Cache(**knobs, scale=1.0)
+    cache = Cache(**options, scale=1.0)
     cache.write(k.expand(runs, 1, -1, -1), v.expand(runs, 1, -1, -1), torch.arange(len(k))[None])
     z, tau, top = cache.estimate(q.expand(runs, 1, -1, -1))
     z, tau = z * top.exp(), tau * top.exp()
@@ -39,12 +39,12 @@ def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **knobs) -> tup
 
 
 def errors(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, rows: int = 1000,
-           **knobs) -> tuple[Tensor, int]:
+           **options) -> tuple[Tensor, int]:
     """‖z/τ − o‖ in the lemmas' unit, (runs,), `rows` of them at a time; and the bytes that each run holds."""
     z, tau, unit = exact(q, k, v)
     found = []
     for seed in range(runs // rows):
-        zs, taus, held = estimates(Cache, q, k, v, rows, seed=seed, **knobs)
+        zs, taus, held = estimates(Cache, q, k, v, rows, seed=seed, **options)
         found.append((zs / taus - z / tau).norm(dim=-1) / unit)
     return torch.cat(found), held
 
@@ -147,7 +147,7 @@ def clusters_of_text(n: int, d: int) -> tuple[Tensor, Tensor, Tensor, float]:
     return k, v, 2 * normalize(torch.randn(1, d, generator=generator), dim=-1), 0.02
 
 
-def biases(Cache, q: Tensor, k: Tensor, v: Tensor, samples, runs: int, **knobs) -> Tensor:
+def biases(Cache, q: Tensor, k: Tensor, v: Tensor, samples, runs: int, **options) -> Tensor:
     """Mean of `runs` over the exact value, and its standard error: (len(samples), 3, 2) for z, τ and z/τ.
 
     Of z and z/τ the components are summed.
@@ -155,7 +155,7 @@ def biases(Cache, q: Tensor, k: Tensor, v: Tensor, samples, runs: int, **knobs) 
     z, tau, _ = exact(q, k, v)
     found = []
     for t in samples:
-        zs, taus, _ = estimates(Cache, q, k, v, runs, samples=t, **knobs)
+        zs, taus, _ = estimates(Cache, q, k, v, runs, samples=t, **options)
         ratios = zs.sum(1) / z.sum(), taus[:, 0] / tau, (zs / taus).sum(1) / (z / tau).sum()
         found.append([(x.mean(), x.std() / runs ** 0.5) for x in ratios])
     return torch.tensor(found)

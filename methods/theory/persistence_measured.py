@@ -171,25 +171,25 @@ class Rate(Scissorhands):
         return super().importance() / (self.seen - self.pos).clamp(max=self.history)
 
 
-def tilted(model, budget: int, tilt: float, Method=Scissorhands, **knobs) -> list[LayerCache]:
+def tilted(model, budget: int, tilt: float, Method=Scissorhands, **options) -> list[LayerCache]:
     """Caches with budgets that rise evenly over the layers, from 1 − tilt to 1 + tilt times their mean.
 
     Section 4.2: later layers have the lower persistence, and so get more.
     """
     budgets = (budget * (1 + torch.linspace(-tilt, tilt, len(model.blocks)))).round().int().tolist()
-    return [make_cache(model, Method, budget=n, **knobs)[layer] for layer, n in enumerate(budgets)]
+    return [make_cache(model, Method, budget=n, **options)[layer] for layer, n in enumerate(budgets)]
 
 
 # ---- what the budget cache keeps and costs -----------------------------------------------------------------
 
 
 @torch.no_grad()
-def newest_share(model, tokens: Tensor, Method: type[LayerCache], **knobs) -> tuple[list[float], int]:
+def newest_share(model, tokens: Tensor, Method: type[LayerCache], **options) -> tuple[list[float], int]:
     """Share of the kept entries that are among the newest as many, per layer; and how many a head keeps.
 
     Tokens (B, T) are all read under the budget.
     """
-    caches = make_cache(model, Method, **knobs)
+    caches = make_cache(model, Method, **options)
     end_prefill(caches)
     feed(model, tokens, caches)
     n = caches[0].length
@@ -197,8 +197,8 @@ def newest_share(model, tokens: Tensor, Method: type[LayerCache], **knobs) -> tu
     return newest.mean((0, 2)).tolist(), n
 
 
-def cost_of_reading(model, full: Reference, Method: type[LayerCache], **knobs) -> tuple[Tensor, float]:
+def cost_of_reading(model, full: Reference, Method: type[LayerCache], **options) -> tuple[Tensor, float]:
     """KL of each text (B,) with a method that evicts while it reads, and the peak of a text's KiB."""
-    make = reading_within(lambda tokens, prompt: make_cache(model, Method, **knobs))
+    make = reading_within(lambda tokens, prompt: make_cache(model, Method, **options))
     row = continuation(model, full, make, chunk_size=16)
     return row["kl"], row["peak"] / len(full.tokens) / 1024

@@ -144,9 +144,9 @@ def score_share(budget: float, head_dim: int, bytes_per_number: int) -> float:
     return 4 / (budget * (2 * head_dim * bytes_per_number + 4))
 
 
-def of_a_head(Method, budget: float, tokens: int, head_dim: int, dtype: torch.dtype, **knobs):
+def of_a_head(Method, budget: float, tokens: int, head_dim: int, dtype: torch.dtype, **options):
     """A fresh cache of one head after a prompt of so many tokens. How much it holds depends on no number."""
-    cache, x = Method(round(budget * tokens), **knobs), torch.zeros(1, 1, tokens, head_dim, dtype=dtype)
+    cache, x = Method(round(budget * tokens), **options), torch.zeros(1, 1, tokens, head_dim, dtype=dtype)
     cache.write(x, x, torch.arange(tokens)[None])
     cache.end_prefill()
     return cache

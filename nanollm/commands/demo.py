@@ -72,7 +72,7 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
     return text
 
 
-def demonstrate(model, encoding, name: str, Method, knobs: dict, figure=None):
+def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
     """Print the page as a method keeps it, aware and blind, and its answers beside the full cache's.
 
     figure: a file, for the page with each token as dark as the share of heads that keep it.
@@ -84,7 +84,7 @@ def demonstrate(model, encoding, name: str, Method, knobs: dict, figure=None):
 
     panels = {}
     for setting, cut in cuts.items():
-        caches = make_cache(model, Method, **knobs)
+        caches = make_cache(model, Method, **options)
         tell_chunk_ends(caches, ends[:, :cut])
         kept, written = answer(model, tokens, cut, caches, new)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)

@@ -57,7 +57,7 @@ class Playground(widgets.VBox):
             self.said.value = f"<b>{escape(one_line(error))}</b>"
 
     @torch.no_grad()
-    def read(self, Method, knobs: dict) -> tuple[str, str]:
+    def read(self, Method, options: dict) -> tuple[str, str]:
         """Return as HTML the answer, and the text, each token as dark as the share of heads that keep it."""
         model = self.model
         tokens, cuts = prompt(model, self.encoding, self.text.value, f"\n{self.question.value}")
@@ -67,9 +67,9 @@ class Playground(widgets.VBox):
                              f"{model.config.max_len}, not {len(tokens[0]) + NEW}")
 
         budget = share(self.budget.value / 100, cuts["blind"])
-        knobs = knobs | given(Method, budget=budget, window_size=self.window.value)
+        options = options | given(Method, budget=budget, window_size=self.window.value)
         ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
-        caches = make_cache(model, Method, **knobs)
+        caches = make_cache(model, Method, **options)
         tell_chunk_ends(caches, ends[:, :cut])
         kept, written = answer(model, tokens, cut, caches, NEW)
         key = tuple(tokens[0].tolist())

@@ -34,13 +34,13 @@ def main(argv: list[str]):
 
     text = shell.read_text(args.file) if args.file else args.prompt
     model, encoding = loaded(args)
-    knobs = given(Method, budget=budget, window_size=8 if args.window is None else args.window)
-    knobs |= calibrated(Method, model, encoding)
+    options = given(Method, budget=budget, window_size=8 if args.window is None else args.window)
+    options |= calibrated(Method, model, encoding)
     if shows_page:
-        demo.demonstrate(model, encoding, name, Method, knobs, args.figure)
+        demo.demonstrate(model, encoding, name, Method, options, args.figure)
     else:
         sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-        write(model, encoding, Method, knobs, text, args.tokens, sampling)
+        write(model, encoding, Method, options, text, args.tokens, sampling)
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -84,14 +84,14 @@ def options(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def write(model, encoding, Method, knobs: dict, text: str, new: int, sampling: dict):
+def write(model, encoding, Method, options: dict, text: str, new: int, sampling: dict):
     """Continue a text by `new` tokens, each printed as it comes. Then say what the cache holds, and what the
     full cache would have written.
     """
     ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
     prompt = torch.tensor([ids], dtype=torch.long, device=model.embed.weight.device)
     ends = boundaries(encoding, model.config.vocab_size)
-    caches = make_cache(model, Method, **knobs)
+    caches = make_cache(model, Method, **options)
     tell_chunk_ends(caches, ends[prompt.cpu()])
     stream_of_tokens = stream(model, prompt, new, caches, **sampling)
 
@@ -112,8 +112,8 @@ def write(model, encoding, Method, knobs: dict, text: str, new: int, sampling: d
     live, allocated = cache_bytes(caches)
     print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "
           f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
-    if "budget" in knobs and caches[0].seen <= knobs["budget"]:
-        print(f"[nothing was evicted: all tokens fit into the budget of {knobs['budget']}]")
+    if "budget" in options and caches[0].seen <= options["budget"]:
+        print(f"[nothing was evicted: all tokens fit into the budget of {options['budget']}]")
     elif Method is not LayerCache:
         full = encoding.decode(generate(model, prompt, new, **sampling)[0].tolist())
         same = full == all_of_it

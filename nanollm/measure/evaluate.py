@@ -35,7 +35,7 @@ def share(fraction: float, tokens: int) -> int:
     return round(fraction * tokens)
 
 
-def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **knobs) -> Make:
+def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **options) -> Make:
     """Return what makes caches whose budget is a fraction of the prompt; None for a method without a budget.
 
     ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for methods that go
@@ -48,7 +48,7 @@ def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **k
         budget = {} if fraction is None else dict(budget=share(fraction, tokens))
         if budget:
             check_budget(budget["budget"], 1, "one slot")
-        caches = make_cache(model, Method, **budget, **knobs)
+        caches = make_cache(model, Method, **budget, **options)
         if ends is not None and prompt is not None:
             tell_chunk_ends(caches, ends.to(prompt.device)[prompt])
         return caches
@@ -273,7 +273,7 @@ def perturbation(model, full: Reference, make: Make) -> Tensor:
 # ---- the model itself, with the full cache ---------------------------------------------------------------
 
 @torch.no_grad()
-def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **knobs) -> float:
+def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **options) -> float:
     """Share of documents answered right by greedy decoding with the full cache.
 
     One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the
@@ -281,7 +281,7 @@ def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: in
     """
     check_size(model, documents, 1, T)
     right = []
-    batch = tasks.batch(task, seed, documents, T, **knobs)
+    batch = tasks.batch(task, seed, documents, T, **options)
     tokens, *_ = prompt_and_question(model, batch)
     for rows in tokens.split(max(1, 16_384 // T)):
         best = model(rows[:, :-1]).argmax(-1)

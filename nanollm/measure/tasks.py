@@ -207,19 +207,19 @@ class Tasks:
         """Just text."""
         return self.filler(rng, T), np.full(T, TEXT, dtype=np.uint8)
 
-    def drawn(self, task: str, seed: int, B: int, T: int, knobs: dict) -> Iterator:
+    def drawn(self, task: str, seed: int, B: int, T: int, options: dict) -> Iterator:
         """Check what is asked for; return documents of a task without end."""
         if task not in self.KNOWN:
             raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
         check_seed(seed)
         whole("documents", B, 1, 2 ** 31 // whole("tokens", T, 1, 2 ** 31))  # memory holds no more
         rng, make = np.random.default_rng(seed), getattr(self, task)
-        return (make(rng, T, **knobs) for _ in count())
+        return (make(rng, T, **options) for _ in count())
 
-    def batch(self, task: str, seed: int, B: int, T: int, **knobs) -> Batch:
+    def batch(self, task: str, seed: int, B: int, T: int, **options) -> Batch:
         """B documents of a task ("needle", "recall", …), drawn until question and answers align."""
         rows, missed = [], 0
-        for tokens, roles in self.drawn(task, seed, B, T, knobs):
+        for tokens, roles in self.drawn(task, seed, B, T, options):
             if rows and (shape_of(roles) != shape_of(rows[0][1])).any():
                 missed += 1
             else:
@@ -231,15 +231,15 @@ class Tasks:
                 raise ValueError(f"1000 documents of {task} in a row do not align with the first; B {B} must "
                                  "be 1 here")
 
-    def batches(self, task: str, seed: int, B: int, T: int, **knobs) -> list[Batch]:
+    def batches(self, task: str, seed: int, B: int, T: int, **options) -> list[Batch]:
         """B documents of a task as they are drawn, in as few batches as align.
 
         With our tokenizer that is `batch`. In others a question, and a number, may have any number of tokens.
         """
         if not isinstance(self.encoding, Foreign):
-            return [self.batch(task, seed, B, T, **knobs)]
+            return [self.batch(task, seed, B, T, **options)]
         groups = {}
-        for tokens, roles in islice(self.drawn(task, seed, B, T, knobs), B):
+        for tokens, roles in islice(self.drawn(task, seed, B, T, options), B):
             groups.setdefault(shape_of(roles).tobytes(), []).append((tokens, roles))
         return [aligned(rows) for rows in groups.values()]
 

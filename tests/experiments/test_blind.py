@@ -27,8 +27,8 @@ def test_each_row_is_what_the_method_finds(monkeypatch):
     assert [*rows] == [("full", None), ("kvzip", 0.5), ("kvzip", 0.25), ("snap_kv", 0.5), ("snap_kv", 0.25),
                        ("quantized_2", None)]
     for (name, part), row in rows.items():
-        knobs = {} if part is None or name == "kvzip" else dict(window_size=8)
-        make, held = maker(model, methods[name], part, **knobs), 0
+        options = {} if part is None or name == "kvzip" else dict(window_size=8)
+        make, held = maker(model, methods[name], part, **options), 0
         for task, right in row.right.items():
             batch = tasks("test").batch(task, 0, 4, 160, **TASKS[task])
             assert torch.equal(right, retrieve(model, batch, make)["blind"])

@@ -7,8 +7,8 @@ import torch
 
 from common import tasks
 from experiments import change_and_text
-from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_KNOB, RULES, SHARES,
-                                         VOTING, WINDOW, Knobs, OtherNorms, change, compressed,
+from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_OPTION, RULES, SHARES,
+                                         VOTING, WINDOW, CodeOptions, OtherNorms, change, compressed,
                                          correlation_of_change_and_kl, difference, l2_norms, last_layer,
                                          long_answer, lower, needles_found, saved, stored, value_kept)
 from experiments.claims.rules import P5, P8
@@ -48,27 +48,27 @@ def test_the_norms_of_other_tokens_gain_no_answers(on, note):
     note("P5", few_other=100 * mean(other - plain)[0])
 
 
-def test_the_knobs_are_those_of_the_rule_and_the_code():
+def test_the_options_are_those_of_the_rule_and_the_code():
     g = torch.Generator().manual_seed(0)
     votes, norms = torch.rand(2, 2, 2, 3, 20, generator=g)
     cache = SnapKV(20, window_size=8)
-    for select, same in {Critical(): Knobs(), PooledCritical(): Knobs(pooled=True),
-                         CriticalCode(): Knobs(**ALL_OF_CODE)}.items():
+    for select, same in {Critical(): CodeOptions(), PooledCritical(): CodeOptions(pooled=True),
+                         CriticalCode(): CodeOptions(**ALL_OF_CODE)}.items():
         assert torch.allclose(select.second(cache, votes, norms), same.second(cache, votes, norms))
         assert select.alpha == same.alpha
-    assert len({*ONE_KNOB.values()}) == len(ONE_KNOB) == 2 * (2 + len(CODE))
+    assert len({*ONE_OPTION.values()}) == len(ONE_OPTION) == 2 * (2 + len(CODE))
     v, w_o = torch.randn(2, 2, 5, 4, generator=g), torch.randn(12, 6, 4, generator=g)
     norms = (v.unsqueeze(2) @ w_o.unflatten(1, (2, 3)).permute(1, 2, 3, 0)).norm(dim=-1)
     assert torch.allclose(l2_norms(v, w_o), norms, rtol=1e-4)
 
 
 @pytest.mark.claim("P5")
-def test_of_the_knobs_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(on, note):
+def test_of_the_options_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(on, note):
     base, code = (on.facts(f"SnapKV+{name}", 1 / 8) for name in ("critical", "critical_code"))
-    gain = {knob: on.facts("SnapKV", 1 / 8, select=ONE_KNOB[f"critical, {knob}"]) - base
-            for knob in (*CODE, "L2 norms")}
+    gain = {option: on.facts("SnapKV", 1 / 8, select=ONE_OPTION[f"critical, {option}"]) - base
+            for option in (*CODE, "L2 norms")}
     for name, x in zip(("alpha", "pool", "epsilon", "means", "l2"), gain.values()):
-        note("P5", **{f"knob_{name}": 100 * mean(x)[0]})
+        note("P5", **{f"option_{name}": 100 * mean(x)[0]})
     pool, half = gain.pop("stage 2 pooled"), gain.pop("α = 0.5")
     assert (code - base - pool).mean().abs() < 0.03 and half.mean() > 5 * standard_error(half) > 0
     assert all(x.mean().abs() < 0.03 for x in gain.values())

@@ -46,9 +46,9 @@ NAMED = {Rate: "rate", Padded: "absent step", MeanWeight: "mean weight", MeanRev
 @pytest.mark.parametrize("title", READINGS)
 def test_the_caches_of_a_group_are_what_their_labels_say(title, budget=36, T=39):
     model, held = decoder(), {}
-    for label, (Method, knobs) in READINGS[title].items():
-        knobs = {knob: x for knob, x in knobs.items() if knob != "tilt"}
-        caches = make_cache(model, Method, budget=budget, **knobs)
+    for label, (Method, options) in READINGS[title].items():
+        options = {option: x for option, x in options.items() if option != "tilt"}
+        caches = make_cache(model, Method, budget=budget, **options)
         for part in TOKENS[:, :T].split(13, 1):
             model(part, caches)
         read = caches[0].length

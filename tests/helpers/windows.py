@@ -101,7 +101,7 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
 
 class Case(NamedTuple):
     Method: type = SnapKV
-    knobs: dict = {}               # of the cache
+    options: dict = {}               # of the cache
     select: Selection | Callable | None = None  # or from a prompt; None: the Method's own
     deal: Callable = same_for_all  # entries per head, from [h][i] pooled votes
     choose: Callable = by_weight   # entries of a head
@@ -130,10 +130,10 @@ def name_of(prompt: Prompt) -> str:
     return "-".join(str(int(x)) for x in prompt)
 
 
-def knobs_of(select) -> dict:
+def options_of(select) -> dict:
     """Those of a selection and of the one that it wraps."""
     own = dict(vars(select))
-    return knobs_of(own.pop("inner")) | own if "inner" in own else own
+    return options_of(own.pop("inner")) | own if "inner" in own else own
 
 
 # ---- the walk ---
@@ -183,7 +183,7 @@ def walk(case: Case, prompt: Prompt) -> Walk:
     select = case.Method.select if case.select is None else case.select
     if not isinstance(select, Selection):
         select = select(prompt)
-    cache = case.Method(budget=budget, window_size=w, kernel_size=kernel_size, select=select, **case.knobs)
+    cache = case.Method(budget=budget, window_size=w, kernel_size=kernel_size, select=select, **case.options)
     link(cache, LAYER, LAYERS, w_o=w_o)
     tell_chunk_ends([cache], ends)
 
@@ -209,19 +209,19 @@ def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
         at, bias = torch.arange(T), torch.zeros(T)
         return [[Slots(at, k[b, h, :T], v[b, h, :T], bias) for h in range(H)] for b in range(B)]
 
-    out, knobs, heads = T - w, case.knobs | knobs_of(got.cache.select), []
+    out, options, heads = T - w, case.options | options_of(got.cache.select), []
     for b in range(B):
         A = got.rows[b].mean(2).tolist()
-        budgets = case.deal([pool(mean(a)[:out], kernel_size) for a in A], budget - w, **knobs)
+        budgets = case.deal([pool(mean(a)[:out], kernel_size) for a in A], budget - w, **options)
         for h, n in enumerate(budgets):
             norms = [(v[b, h, :T] @ got.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
-            entries = knobs.get("entries", 0) if knobs.get("entries", 0) <= n < out else 0
+            entries = options.get("entries", 0) if options.get("entries", 0) <= n < out else 0
             kept = case.choose(A[h], norms, out, n - entries, kernel_size, heads=A,
-                               ends=got.cache.chunk_ends[b], **knobs)
+                               ends=got.cache.chunk_ends[b], **options)
             slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, T)]]
             if entries:
                 gone, group = sorted(set(range(out)) - set(kept)), slice(h * G, h * G + G)
-                how = {name: knobs[name] for name in ("entries", "rounds", "share")}
+                how = {name: options[name] for name in ("entries", "rounds", "share")}
                 slots += residual(gone, q[b, group, out:T], k[b, h, :T], v[b, h, :T], got.rows[b, h], **how)
             pos, *vectors, bias = zip(*sorted(slots, key=lambda slot: slot[0]))
             heads.append(Slots(torch.tensor(pos), *map(torch.stack, vectors), torch.tensor(bias).float()))
@@ -256,7 +256,7 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
     g = torch.Generator().manual_seed(T)
     q, k, v = [torch.randn(B, heads, T + new, D, generator=g) for heads in (H * G, H, H)]
     q, w_o, select = 2 * q, torch.randn(6, H * G, D, generator=g), case.select or case.Method.select
-    cache = again(case.Method)(budget, w, kernel_size, select, every=every, **case.knobs)
+    cache = again(case.Method)(budget, w, kernel_size, select, every=every, **case.options)
     link(cache, LAYER, LAYERS, w_o=w_o)
     cache.attend(q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.arange(T)[None])
     cache.end_prefill()
@@ -272,11 +272,11 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
             A = [[[sum(row.get(i, 0) for row in of) / w for i in at] for of in of_head]
                  for at, of_head in zip(heads, rows)]
             pooled = [pool(mean(a)[:-w], kernel_size) for a in A]
-            knobs = case.knobs | knobs_of(select)
-            for h, room in enumerate(case.deal(pooled, budget - w, seen=n - w, **knobs)):
+            options = case.options | options_of(select)
+            for h, room in enumerate(case.deal(pooled, budget - w, seen=n - w, **options)):
                 at, out = heads[h], len(heads[h]) - w
                 norms = [(v[b, h, at] @ w_o[:, h * G + j].T).abs().sum(-1).tolist() for j in range(G)]
-                kept = case.choose(A[h], norms, out, min(room, out), kernel_size, at=at, **knobs)
+                kept = case.choose(A[h], norms, out, min(room, out), kernel_size, at=at, **options)
                 heads[h] = [at[i] for i in sorted(kept)] + at[out:]
 
     def largest():

@@ -100,10 +100,10 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
     told = []
     for model in models:
         Method = pick([name])[name]
-        knobs = given(Method, budget=40, window_size=8)
+        options = given(Method, budget=40, window_size=8)
         if name == "duo_attention":  # as it calibrates itself, on less
-            knobs["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=20), 0.6)
-        caches = make_cache(model, Method, **knobs)
+            options["heads"] = retrieval_heads(gates(model, Tasks(encoding, "test"), 2, 128, steps=20), 0.6)
+        caches = make_cache(model, Method, **options)
         tell_chunk_ends(caches, ends)
         feed(model, tokens[:, :-1], caches)
         end_prompt(model, tokens[:, :-1], caches)
@@ -283,10 +283,10 @@ def test_chosen_texts_are_answered_as_if_they_had_been_read(both, name):
     ids = encoding.encode("A method keeps some of these tokens. " * 18)
     tokens, chosen = torch.tensor([ids[:94], ids[45:139]]), torch.tensor([1, 0, 1])
     ends = tokenizer.boundaries(encoding, encoding.n_vocab)[tokens[:, :90]]
-    knobs = given(Method, budget=40, window_size=8) | ({"heads": ((0, 0), (2, 1))} if "duo" in name else {})
+    options = given(Method, budget=40, window_size=8) | ({"heads": ((0, 0), (2, 1))} if "duo" in name else {})
     memories = []
     for rows in torch.arange(2), chosen:
-        memories.append(attach(bridged.model, Method, **knobs))
+        memories.append(attach(bridged.model, Method, **options))
         tell_chunk_ends(memories[-1].caches, ends[rows])
         bridged.model(tokens[rows, :90], past_key_values=memories[-1])
         end_prompt(bridged, tokens[rows, :90], memories[-1].caches)

@@ -81,14 +81,14 @@ HALF = "ada", "critical ada", "uneven", "shrunk", "pairs"  # in 16 bits, too
 
 def walk(case: str, dtype: torch.dtype):
     """The output of a prompt and of some later tokens, and the cache."""
-    Method, knobs, _ = CASES[case]
+    Method, options, _ = CASES[case]
     g, wide = torch.Generator().manual_seed(0), 2 if case == "pairs" else 1
     n = 5 if case == "pairs" else T  # one program for each query there
     q = 2 * torch.randn(B, H * G, n + LATER, D, generator=g)
     k, v = torch.randn(2, B, H, n + LATER, wide * D, generator=g)
     q, k, v = q.to(DEVICE, dtype), k.to(DEVICE, dtype), v.to(DEVICE, dtype)
 
-    cache, y = Method(**knobs), []
+    cache, y = Method(**options), []
     link(cache, w_o=torch.randn(24, H * G, D, generator=g).to(DEVICE, dtype))
     for part in torch.arange(n + LATER, device=DEVICE).split([n] + LATER * [1]):
         y.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], part[None]))

@@ -41,7 +41,7 @@ METHODS = {"full": (LayerCache, {}), "h2o": (H2O, dict(budget=10)),
            **{name: (*pick([name]).values(), WINDOW) for name in ("ada_kv+critical", "snap_kv+residual")},
            "chunk_kv_reuse": (ChunkKV, WINDOW | dict(select=Chunks(3), reuse=2)),
            "semantic": (SemanticChunkKV, WINDOW)}
-every_method = pytest.mark.parametrize("Method, knobs", METHODS.values(), ids=METHODS)
+every_method = pytest.mark.parametrize("Method, options", METHODS.values(), ids=METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def told(caches, prompt=TOKENS):
     return caches
 
 
-def heard(model, Method, knobs, cut):
+def heard(model, Method, options, cut):
     """Every layer's q, k, v, y (B, heads, T − 1, D), and probabilities (B, NEW, V) of what follows."""
     class Spy(Method):
         def attend(self, q, k, v, pos):
@@ -72,7 +72,7 @@ def heard(model, Method, knobs, cut):
             self.heard.append((q, k, v, y))
             return y
 
-    caches = told(make_cache(model, Spy, **knobs))
+    caches = told(make_cache(model, Spy, **options))
     for cache in caches:
         cache.heard = []
     model(TOKENS[:, :cut], caches)
@@ -100,11 +100,11 @@ def test_an_evicting_method_is_measured_as_by_loops(model, full):
     assert row["perplexity"] == pytest.approx(math.exp(nll), rel=1e-4)
 
 
-@pytest.mark.parametrize("Method, knobs", [METHODS[name] for name in ("ada_kv+critical", "semantic")])
+@pytest.mark.parametrize("Method, options", [METHODS[name] for name in ("ada_kv+critical", "semantic")])
 @torch.inference_mode()
-def test_perturbation_is_definition_1_of_every_layer_alone(model, full, Method, knobs):
+def test_perturbation_is_definition_1_of_every_layer_alone(model, full, Method, options):
     """Softmax over the kept and the new token, the full cache having the queries, keys and values."""
-    total, caches = torch.zeros(B, L, H * G), told(make_cache(model, Method, **knobs))
+    total, caches = torch.zeros(B, L, H * G), told(make_cache(model, Method, **options))
     full_cache, _ = heard(model, LayerCache, {}, 1)
 
     def feed(layer, start, stop):
@@ -126,7 +126,7 @@ def test_perturbation_is_definition_1_of_every_layer_alone(model, full, Method, 
                 kept = [i for i in cache.pos[b, h // G].tolist() if i < t]  # others are empty slots
                 total[b, layer, h] += (o(b, h, t, [*range(t + 1)]) - o(b, h, t, [*kept, t])).abs().sum()
             feed(layer, t, t + 1)
-    found = perturbation(model, full, lambda *_: told(make_cache(model, Method, **knobs)))
+    found = perturbation(model, full, lambda *_: told(make_cache(model, Method, **options)))
     torch.testing.assert_close(found, total / NEW)
     assert total.min() > 0.01
 
@@ -158,10 +158,10 @@ def same(one, other):
 
 
 @every_method
-def test_a_record_leaves_every_cache_as_reading_does(model, benchmark, monkeypatch, Method, knobs):
+def test_a_record_leaves_every_cache_as_reading_does(model, benchmark, monkeypatch, Method, options):
     """And the cache that is blind shares nothing with the one that reads the question."""
     def make(n, prompt):
-        return told(make_cache(model, Method, **knobs), prompt)
+        return told(make_cache(model, Method, **options), prompt)
 
     recorders = make_cache(model, Recorder)
     # one whose question is one token

@@ -14,9 +14,9 @@ from nanollm.tokenizer import boundaries
 TASKS = "needle", "recall", "few_shot", "copy"
 
 
-def rows(task, seed=0, B=6, T=400, split="test", **knobs):
+def rows(task, seed=0, B=6, T=400, split="test", **options):
     """For each row the batch, tokens, roles, facts as text, and questions as (text, answer) pairs."""
-    batch = tasks(split).batch(task, seed, B, T, **knobs)
+    batch = tasks(split).batch(task, seed, B, T, **options)
     spans = [*zip([batch.question] + [a.stop for a in batch.answers], batch.answers)]
     for tokens, roles, facts in zip(batch.tokens, batch.roles, batch.facts):
         asked = [(decode(tokens[start:a.start]), decode(tokens[a])) for start, a in spans]
@@ -26,8 +26,8 @@ def rows(task, seed=0, B=6, T=400, split="test", **knobs):
 @pytest.mark.parametrize("split, facts, questions, numbers", [
     ("test", 1, 1, 1), ("train", 6, 6, 1), ("test", 4, 2, 3)])
 def test_needle_is_determined_by_its_facts(split, facts, questions, numbers):
-    knobs = dict(facts=facts, questions=questions) | (dict(numbers=numbers) if numbers > 1 else {})
-    for batch, tokens, _, text, asked in rows("needle", split=split, **knobs):
+    options = dict(facts=facts, questions=questions) | (dict(numbers=numbers) if numbers > 1 else {})
+    for batch, tokens, _, text, asked in rows("needle", split=split, **options):
         code = dict(re.findall(r"of (\w+) is (\d+)", text))
         assert text == "".join(f" The code of {key} is {value}." for key, value in code.items())
         values = [int(value[i:i + 4]) for value in code.values() for i in range(0, 4 * numbers, 4)]

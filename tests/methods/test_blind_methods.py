@@ -50,17 +50,17 @@ def expected(sinks, future, epsilon, rotated=True):
     return score
 
 
-@pytest.mark.parametrize("knobs, freq", [
+@pytest.mark.parametrize("options, freq", [
     (dict(sinks=4, future=50, epsilon=0.02), FREQ), (dict(sinks=0, future=1, epsilon=0.0), FREQ),
     (dict(sinks=2, future=7, epsilon=0.5), None)])
 @pytest.mark.parametrize("cut", [[n], [11, 1, 18]])
-def test_expected_attention_is_the_loop(knobs, freq, cut):
-    cache = ExpectedAttention(budget=12, **knobs)
+def test_expected_attention_is_the_loop(options, freq, cut):
+    cache = ExpectedAttention(budget=12, **options)
     link(cache, w_o=W_O, freq=freq)
     for part in torch.arange(n).split(cut):
         cache.attend(Q[:, :, part], K[:, :, part], V[:, :, part], part[None])
-    score = expected(**knobs, rotated=freq is not None)
-    score[:, :, :knobs["sinks"]] = math.inf
+    score = expected(**options, rotated=freq is not None)
+    score[:, :, :options["sinks"]] = math.inf
     torch.testing.assert_close(cache.score().double(), score, rtol=1e-4, atol=1e-6)
     cache.end_prefill()
     assert kept(cache) == [[sorted(head.topk(12).indices.tolist()) for head in row] for row in score]
@@ -171,7 +171,7 @@ def test_a_second_reading_must_fit_into_the_models_length():
         generate(model, TOKENS, 5, make_cache(model, KVzip, budget=5))
 
 
-@pytest.mark.parametrize("Method, knobs, message", [
+@pytest.mark.parametrize("Method, options, message", [
     (KVzip, dict(budget=0), "budget 0 must be at least 1"),
     (KVzip, dict(budget=9, score="mean"), "score 'mean'"),
     (KVzip, dict(budget=9, recent=-1), "recent -1"),
@@ -184,6 +184,6 @@ def test_a_second_reading_must_fit_into_the_models_length():
     (ExpectedAttention, dict(budget=9, future=2 ** 40), "future 1099511627776 must be .* to 65536"),
     (ExpectedAttention, dict(budget=9, sinks=-1), "sinks -1"),
     (ExpectedAttention, dict(budget=9, epsilon=-0.1), "epsilon -0.1")])
-def test_bad_knobs_are_refused(Method, knobs, message):
+def test_bad_options_are_refused(Method, options, message):
     with pytest.raises(ValueError, match=message):
-        Method(**knobs)
+        Method(**options)

@@ -65,8 +65,8 @@ def test_slots_and_bytes_equal_the_loops(case, prompt):
     check_walk(CASES[case], prompt)
 
 
-def kept(Method=ChunkKV, ends=None, **knobs):
-    cache = Method(budget=20, window_size=8, **knobs)
+def kept(Method=ChunkKV, ends=None, **options):
+    cache = Method(budget=20, window_size=8, **options)
     if ends is not None:
         tell_chunk_ends([cache], ends)
     return compress(cache, *walk(Case(SnapKV), GROUPED).raw).pos.tolist()
@@ -99,7 +99,7 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
     (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
     (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "ends tell of 58 .*; call tell_chunk_ends"),
 ])
-def test_bad_knobs_are_refused(make, message):
+def test_bad_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -108,10 +108,10 @@ ENDS, ROOM = TOKENS[:, :35] % 6 == 0, dict(budget=14, window_size=5)
 
 
 @torch.inference_mode()
-def reads(Method, start=0, **knobs):
+def reads(Method, start=0, **options):
     """The caches of five layers once they have read the prompt, 11 tokens at a time."""
     model = decoder(n_layers=5)
-    caches, pos = make_cache(model, Method, **knobs), torch.arange(start, start + 35)[None]
+    caches, pos = make_cache(model, Method, **options), torch.arange(start, start + 35)[None]
     tell_chunk_ends(caches, ENDS)
     for part, at in zip(TOKENS[:, :35].split(11, 1), pos.split(11, 1)):
         model(part, caches, at)
@@ -124,9 +124,9 @@ def reads(Method, start=0, **knobs):
 @torch.inference_mode()
 def test_layers_of_a_group_take_the_lowest_ones_indices(reuse, first, leaders, select, monkeypatch):
     selects = [leader == layer for layer, leader in enumerate(leaders)]
-    knobs = ROOM | dict(select=select)
+    options = ROOM | dict(select=select)
     Method = partial(LaterGroups, first=first) if first else ChunkKV
-    alone, caches, full = reads(ChunkKV, **knobs), reads(Method, **knobs, reuse=reuse), reads(LayerCache)
+    alone, caches, full = reads(ChunkKV, **options), reads(Method, **options, reuse=reuse), reads(LayerCache)
     end_prefill(alone)
     assert len({str(alone[layer].pos.tolist()) for layer in {*leaders}}) == len({*leaders})
     assert [cache.queries is not None for cache in caches] == selects

@@ -86,7 +86,7 @@ def test_heads_that_the_decoder_does_not_have_are_refused(head):
         end_prefill(caches)
 
 
-def test_the_least_knobs_work_and_the_defaults_are_four_sinks_of_sixteen():
+def test_the_least_options_work_and_the_defaults_are_four_sinks_of_sixteen():
     caches = make_cache(decoder(), DuoAttention, budget=2, heads=((0, 1),), sinks=0, least=1)
     generate(decoder(), TOKENS[:, :9], 3, caches)  # 9 heads, 18 entries: one keeps 9, 9 are left for eight
     expected = (torch.arange(11) == 10).repeat(B, L, H, 1)

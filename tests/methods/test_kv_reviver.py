@@ -125,8 +125,8 @@ def by_hand(seen, Method, budget, vague=0.1, recent=0.45, rows=3, slack=8, **_):
 class Head:
     """Algorithms 3 and 4 for one head, token by token. Recent is cut back when all that is exact is full."""
 
-    def __init__(self, Method, knobs):
-        self.Method, self.knobs, self.lists, self.swaps = Method, knobs, None, 0
+    def __init__(self, Method, options):
+        self.Method, self.options, self.lists, self.swaps = Method, options, None, 0
         self.recent, self.candidate, self.vague, self.exact, self.score, self.seen = [], [], [], {}, {}, {}
 
     def attend(self, q, x, part):
@@ -148,21 +148,21 @@ class Head:
         return self.score[J], J
 
     def compress(self, seen, sketch):
-        _, newest, candidates, _ = by_hand(seen, self.Method, **self.knobs)
-        if len(self.exact) > newest + candidates + self.knobs["slack"]:
+        _, newest, candidates, _ = by_hand(seen, self.Method, **self.options)
+        if len(self.exact) > newest + candidates + self.options["slack"]:
             n = max(len(self.recent) - newest, 0)
             self.candidate = sorted(self.candidate + self.recent[:n], key=self.rank)
             self.recent = self.recent[n:]
             while len(self.candidate) > candidates:
                 J = self.candidate.pop(0)
                 x = self.exact.pop(J)
-                if self.knobs["vague"]:
+                if self.options["vague"]:
                     self.lists = self.lists or Lists(sketch)
                     self.lists.insert(J, x)
                     self.vague.append(J)
         while self.vague:
             J, best = min(self.candidate, key=self.rank), max(self.vague, key=self.rank)
-            if not self.score[J] * self.knobs["replace_rate"] < self.score[best]:
+            if not self.score[J] * self.options["replace_rate"] < self.score[best]:
                 break
             x = self.lists.query(best)
             self.lists.insert(best, x, -1)
@@ -194,7 +194,7 @@ def step(cache, q, k, v, part, prompt):
     return y
 
 
-KNOBS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3)
+OPTIONS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3)
 WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)  # prompt, tokens at a time in it, and after it
 WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.0, slack=0)),
          (KVReviver, SHORT, {}), (KVReviver, WHOLE, dict(vague=0.0)),
@@ -209,8 +209,8 @@ WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.
 def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
     """What is exact, what is vague, what attention sees, scores, sketch and bytes."""
     note("R2", walks=len(WALKS))
-    knobs, (q, k, v), prompt = KNOBS | changed, texts(T), walk[0]
-    cache, heads, entry = Method(**knobs), {at: Head(Method, knobs) for at in EACH}, 2 * D * 8 + 4
+    options, (q, k, v), prompt = OPTIONS | changed, texts(T), walk[0]
+    cache, heads, entry = Method(**options), {at: Head(Method, options) for at in EACH}, 2 * D * 8 + 4
     for part in parts_of(T, *walk):
         y = step(cache, q, k, v, part, prompt).unflatten(1, (H, G))
         assert cache.found is None  # nothing that `bytes` does not count is held between steps
@@ -224,12 +224,12 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
             assert not head.lists or cache.vague_tokens()[at].tolist() == sorted(head.vague)
             assert not head.lists or head.lists.is_in(cache.sketch.x[at])
             read = dict(zip(pos[at].tolist(), torch.cat((keys, values), -1)[at]))
-            assert head.seen.keys() == read.keys() and (not knobs["vague"] or len(read) == part.stop)
+            assert head.seen.keys() == read.keys() and (not options["vague"] or len(read) == part.stop)
             assert all(np.allclose(x, read[J], atol=1e-9) for J, x in head.seen.items())
             score = [head.score[J] for J in range(part.stop)]
             assert cache.score[at][:part.stop].tolist() == pytest.approx(score, abs=1e-4)
         live, allocated = cache.bytes()
-        width, newest, candidates, sketch = by_hand(part.stop, Method, **knobs)
+        width, newest, candidates, sketch = by_hand(part.stop, Method, **options)
         sketch *= cache.sketch is not None
         assert live == B * H * (cache.length * entry + 4 * part.stop + sketch) and bias is None
         held = [*cache.slots.values(), cache.score, *cache.beside()]
@@ -237,9 +237,9 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
         assert live <= allocated == sum(x.nbytes for x in held)
         if part.stop >= prompt:
             assert live <= B * H * 26 * entry and cache.sizes() == (width, newest, candidates)
-            assert min(part.stop, newest + candidates) <= cache.length <= newest + candidates + knobs["slack"]
-    assert (cache.sketch is None) == (not knobs["vague"])
-    assert bool(sum(head.swaps for head in heads.values())) == bool(knobs["vague"])
+            assert min(part.stop, newest + candidates) <= cache.length <= newest + candidates + options["slack"]
+    assert (cache.sketch is None) == (not options["vague"])
+    assert bool(sum(head.swaps for head in heads.values())) == bool(options["vague"])
 
 
 @pytest.mark.claim("R1", "R3")
@@ -255,23 +255,23 @@ def test_where_nothing_collides_compressed_attention_is_exact(note):
 
 
 @pytest.mark.claim("R4")
-@pytest.mark.parametrize("Method, knobs", [
+@pytest.mark.parametrize("Method, options", [
     (LayerCache, {}), (KVReviver, {}), (KVReviver, dict(vague=0.0)), (MeanReviver, {}), (ShrunkReviver, {})])
-def test_only_sums_see_a_constant_that_is_added_to_all_logits(Method, knobs):
-    knobs, outputs = {} if Method is LayerCache else KNOBS | knobs, []
+def test_only_sums_see_a_constant_that_is_added_to_all_logits(Method, options):
+    options, outputs = {} if Method is LayerCache else OPTIONS | options, []
     for offset in (0.0, 1.0, -3.0):
-        cache = shifted(Method, offset)(**knobs)
+        cache = shifted(Method, offset)(**options)
         outputs.append(torch.cat([step(cache, *texts(50), part, 36) for part in parts_of(50, *WHOLE)], 2))
     if Method is LayerCache:  # nothing is added: attention as it is
         cache = LayerCache()
         outputs.append(torch.cat([step(cache, *texts(50), part, 36) for part in parts_of(50, *WHOLE)], 2))
     off = [(y - outputs[0]).abs().max() for y in outputs[1:]]
-    assert min(off) > 0.05 if (Method, knobs.get("vague")) == (KVReviver, 0.3) else max(off) < 1e-5
+    assert min(off) > 0.05 if (Method, options.get("vague")) == (KVReviver, 0.3) else max(off) < 1e-5
 
 
 def test_the_sum_of_the_keys_that_are_longer_by_a_one_is_their_number():
     """What the printed sketch makes of an offset: it is multiplied by how many share a slot."""
-    cache = shifted(KVReviver, -2.0)(**KNOBS | dict(rows=1, replace_rate=1e9))
+    cache = shifted(KVReviver, -2.0)(**OPTIONS | dict(rows=1, replace_rate=1e9))
     for part in parts_of(50, *WHOLE):
         step(cache, *texts(50), part, 36)
     tokens = cache.vague_tokens()
@@ -300,12 +300,12 @@ def test_the_variants_are_the_papers_its_means_and_ours_of_one_row():
         "kv_reviver_shrunk": (ShrunkReviver, ShrunkSketch, 1)}
 
 
-@pytest.mark.parametrize("knobs, message", [
+@pytest.mark.parametrize("options, message", [
     (dict(rows=2), "rows 2 must be 1 or 3"), (dict(vague=-0.1), "vague -0.1"), (dict(slack=-1), "slack -1"),
     (dict(vague=0.5, recent=0.5), "leave some for candidates"), (dict(replace_rate=0.9), "replace_rate 0.9"),
     # nothing exact is left; the newest tokens take all
     (dict(budget=10), "budget 10 has no room"),
     (dict(budget=20, vague=0.0, recent=0.99, slack=0), "budget 20 has no room")])
-def test_bad_knobs_are_refused(knobs, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        step(KVReviver(**dict(budget=40) | knobs), *texts(30, torch.float32), range(30), 30)
+        step(KVReviver(**dict(budget=40) | options), *texts(30, torch.float32), range(30), 30)

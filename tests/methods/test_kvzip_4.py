@@ -23,8 +23,8 @@ class RoundedAda(Rounded, AdaKV):
     pass
 
 
-def fed(Method, **knobs):
-    cache = Method(budget=50, window_size=8, **knobs)
+def fed(Method, **options):
+    cache = Method(budget=50, window_size=8, **options)
     link(cache, w_o=torch.zeros(4, H * G, D))
     cache.attend(Q[:, :, :n], K[:, :, :n], V[:, :, :n], torch.arange(n)[None])
     cache.end_prefill()

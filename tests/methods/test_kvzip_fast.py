@@ -89,8 +89,8 @@ def test_calibration_gives_gates_of_the_training_text(monkeypatch):
     monkeypatch.setattr(kvzip_fast, "lessons", partial(lessons, documents=2))
     monkeypatch.setattr(kvzip_fast, "fit", partial(fit, steps=3))
     seen = []
-    knobs = calibrated(FastKVzip, model, ENCODING)
-    assert seen == ["train"] and knobs["gates"].shape == (L, N + 1, H)
+    options = calibrated(FastKVzip, model, ENCODING)
+    assert seen == ["train"] and options["gates"].shape == (L, N + 1, H)
     assert not any(p.grad is not None for p in model.parameters())
     with pytest.raises(ValueError, match="needs a tiktoken tokenizer; give FastKVzip its gates"):
         FastKVzip.calibrate(model, object())

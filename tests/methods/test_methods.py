@@ -33,7 +33,7 @@ METHODS = pick(["all"])
 BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]  # of what is read
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tokens that end a chunk
 GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
-KNOBS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)), gates=GATES)
+OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)), gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
 ROUNDED = "kvzip_4", "snap_kv_4"  # what stays is in 4 bits
@@ -71,10 +71,10 @@ class Step(NamedTuple):
     bytes: list[tuple[int, int]]
 
 
-def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **knobs):
+def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **options):
     """Caches of a decoder, fed its layers' q, k and v."""
     Method = METHODS[name]
-    caches = make_cache(decoder().to(dtype), Method, **given(Method, **KNOBS | knobs))
+    caches = make_cache(decoder().to(dtype), Method, **given(Method, **OPTIONS | options))
     tell_chunk_ends(caches, ENDS[rows])
     steps = []
     for stop, n in zip(accumulate(cut), cut):
@@ -220,8 +220,8 @@ def test_a_prompt_of_one_token(name):
     """Nothing is cached yet when the prompt ends."""
     Method, model = METHODS[name], decoder()
     for budget in (2 * NEW, BUDGET):
-        knobs = given(Method, **KNOBS | dict(budget=budget, residual_length=NEW))
-        caches = make_cache(model, Method, **knobs)
+        options = given(Method, **OPTIONS | dict(budget=budget, residual_length=NEW))
+        caches = make_cache(model, Method, **options)
         tell_chunk_ends(caches, ENDS[:, :1])
         tokens = generate(model, TOKENS[:, :1], NEW, caches)
         assert tokens.shape == (2, NEW) and (budget == BUDGET or torch.equal(tokens, alone()))
@@ -317,9 +317,9 @@ LOOPS = {
 @pytest.mark.parametrize("cut", CUTS, ids=["whole", "pieces"])
 def test_kept_tokens_equal_the_loop(case, cut):
     """The first layer's; and its bytes, 4 more a slot for a score."""
-    name, knobs, loop, sinks = LOOPS[case]
-    (q, k, _), (_, steps) = text()[0], run(name, cut, **knobs)
-    for step, kept in zip(steps, loop(q, k, [step.part for step in steps], PROMPT, **knobs)):
+    name, options, loop, sinks = LOOPS[case]
+    (q, k, _), (_, steps) = text()[0], run(name, cut, **options)
+    for step, kept in zip(steps, loop(q, k, [step.part for step in steps], PROMPT, **options)):
         assert step.after[0].tolist() == kept, step.part
         n, moved = len(kept[0][0]), step.before[0].shape[2] < step.part.start
         slot, beside = (SLOT + 4, 0) if sinks is None else (SLOT, sinks * D * 4 * moved)
@@ -328,9 +328,9 @@ def test_kept_tokens_equal_the_loop(case, cut):
         assert allocated <= B * H * (1.1 * (n + len(step.part)) * slot + beside)
 
 
-@pytest.mark.parametrize("knobs", [dict(budget=9), dict(budget=6, sinks=0)])
-def test_streaming_counts_positions_in_the_cache(knobs):
-    (q, k, v), cache, cut = text()[0], StreamingLLM(**knobs), CUTS[1]
+@pytest.mark.parametrize("options", [dict(budget=9), dict(budget=6, sinks=0)])
+def test_streaming_counts_positions_in_the_cache(options):
+    (q, k, v), cache, cut = text()[0], StreamingLLM(**options), CUTS[1]
     link(cache, freq=FREQ)
     token = torch.arange(T)
     stored_q, stored_k = turn(q, token), turn(k, token)
@@ -350,16 +350,16 @@ def test_streaming_counts_positions_in_the_cache(knobs):
 
 
 @pytest.mark.parametrize("chunk", [300, 1])
-@pytest.mark.parametrize("Method, knobs", [
+@pytest.mark.parametrize("Method, options", [
     (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300))])
-def test_attention_is_added_up_in_32_bits(Method, knobs, chunk):
+def test_attention_is_added_up_in_32_bits(Method, options, chunk):
     """In 16 bits the sum of a token that all look at would hardly grow."""
     class Notes(Method):
         def observe(self, q, p):
             expected[..., :p.shape[-1]] += p.double().sum((2, 3))
             super().observe(q, p)
 
-    cache, g = Notes(**knobs), torch.Generator().manual_seed(0)
+    cache, g = Notes(**options), torch.Generator().manual_seed(0)
     expected = torch.zeros(B, H, 300, dtype=torch.float64)
     q, k, v = (torch.randn(B, heads, 300, D, generator=g).bfloat16() for heads in (H * G, H, H))
     k[:, :, 0] = 4 * q[:, ::G].mean(2)
@@ -405,7 +405,7 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     assert torch.allclose(model(TOKENS, caches), model(TOKENS), atol=1e-5)
 
 
-@pytest.mark.parametrize("Method, knobs, message", [
+@pytest.mark.parametrize("Method, options, message", [
     (H2O, dict(budget=1), "budget 1 must be at least 2"),
     (H2O, dict(budget=8, recent=1.5), "recent 1.5"),
     (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
@@ -426,6 +426,6 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (FactoredFourCache, dict(tile=0), "tile 0 must be at least 1"),
     *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
       for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
-def test_bad_knobs_are_refused_at_construction(Method, knobs, message):
+def test_bad_options_are_refused_at_construction(Method, options, message):
     with pytest.raises(ValueError, match=message):
-        Method(**knobs)
+        Method(**options)

@@ -92,7 +92,7 @@ def old(n, group, exact):
     return max(n - exact, 0) // group * group
 
 
-CASES = {  # knobs, tokens of the prompt
+CASES = {  # options, tokens of the prompt
     "2 bits": (dict(bits=2, group_size=8, residual_length=5), 25),
     "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1), 27),
     "each alone": (dict(bits=4, group_size=1, residual_length=3), 10),
@@ -127,15 +127,15 @@ def check_bytes(cache, seen, before, after, more, bits, group_size, **_):
 @pytest.mark.parametrize("case", CASES)
 def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chunk, block):
     """What a part pushes out is rounded after its attention."""
-    knobs, prompt = CASES[case]
-    cache, (q, *kv) = Quantized(**knobs), drawn()
-    n, bits, group = old(T, knobs["group_size"], 0), knobs["bits"], knobs["group_size"]
+    options, prompt = CASES[case]
+    cache, (q, *kv) = Quantized(**options), drawn()
+    n, bits, group = old(T, options["group_size"], 0), options["bits"], options["group_size"]
     coarse = [torch.stack([rounded(head[:n], bits, group, dim) for head in x.flatten(0, 1)]).view(B, H, n, D)
               for dim, x in enumerate(kv)]
     before = 0
     for part, y in feed(cache, prompt, chunk, block):
         seen = part.stop
-        after = old(seen, group, knobs["residual_length"]) if seen >= prompt else 0
+        after = old(seen, group, options["residual_length"]) if seen >= prompt else 0
         visible = (torch.arange(seen) <= torch.tensor(part)[:, None]).expand(B, H, -1, -1)
         k, v = (torch.cat((x[:, :, :before], exact[:, :, before:seen]), 2) for x, exact in zip(coarse, kv))
         assert torch.allclose(y, dense(q[:, :, part.start:part.stop], k, v, visible), atol=1e-9), part
@@ -146,7 +146,7 @@ def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chun
         for x, rough, exact in zip(found, coarse, kv):
             assert torch.allclose(x[:, :, :after], rough[:, :, :after], rtol=1e-12, atol=1e-12), part
             assert torch.equal(x[:, :, after:], exact[:, :, after:seen])
-        check_bytes(cache, seen, before, after, 0, **knobs)
+        check_bytes(cache, seen, before, after, 0, **options)
         before = after
 
 
@@ -187,7 +187,7 @@ def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, 
     assert torch.allclose(y.to(F64), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_the_variants_knobs():
+def test_the_variants_options():
     made = {name: Method() for name, Method in variants.items()}
     assert {name: (x.bits, x.group_size, x.residual_length) for name, x in made.items()} == {
         f"quantized_{bits}": (bits, 32, 16) for bits in (2, 3, 4)}

@@ -13,8 +13,8 @@ g = torch.Generator().manual_seed(3)
 Q, K, V = (torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H))
 
 
-def after_the_prompt(chunk=None, **knobs):
-    cache = Quest(**dict(budget=14, page=PAGE) | knobs)
+def after_the_prompt(chunk=None, **options):
+    cache = Quest(**dict(budget=14, page=PAGE) | options)
     link(cache, w_o=torch.zeros(4, H * G, D))
     feed(cache, Q[:, :, :N], K[:, :, :N], V[:, :, :N])
     cache.end_prefill()
@@ -87,9 +87,9 @@ def test_bytes_are_those_of_all_entries_and_of_two_vectors_a_page(chunk):
     assert live == held <= allocated and cache.length == T
 
 
-@pytest.mark.parametrize("knobs, message", [
+@pytest.mark.parametrize("options, message", [
     (dict(budget=15), "budget 15 must be at least 16: a page has 16 tokens"),
     (dict(budget=15, page=0), "page 0"), (dict(budget=16, dense=-1), "dense -1")])
-def test_bad_knobs_are_refused(knobs, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Quest(**knobs)
+        Quest(**options)

@@ -73,8 +73,8 @@ def expected(case):  # [b][h][t]
 @pytest.mark.parametrize("case", CASES)
 def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
     """What is kept, its importance, position, key and value, and every query's output."""
-    (Method, *knobs), (q, k, v), outputs = CASES[case], text(), []
-    cache = Method(*knobs)
+    (Method, *options), (q, k, v), outputs = CASES[case], text(), []
+    cache = Method(*options)
     for i in torch.arange(T).split(chunk):
         outputs.append(cache.attend(q[:, :, i], k[:, :, i], v[:, :, i], i[None]))
         if 20 in i:

@@ -130,8 +130,8 @@ def test_terms_whose_exp_overflows_are_finite(name, sign):
 
 @each_cache
 def test_seed_and_layer_decide_what_is_kept(name):
-    def one(layer=0, **knobs):
-        cache = CACHES[name](2.0, 2, 3, **knobs)
+    def one(layer=0, **options):
+        cache = CACHES[name](2.0, 2, 3, **options)
         cache.layer = layer
         return feed(cache, *text(name))
 

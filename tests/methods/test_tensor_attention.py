@@ -64,8 +64,8 @@ def expected(n, scale, integer=False):
 
 
 def new(name, **more):
-    Method, knobs = (CACHES | TILES)[name]
-    return Method(**knobs, **more)
+    Method, options = (CACHES | TILES)[name]
+    return Method(**options, **more)
 
 
 @pytest.mark.claim("T1")
@@ -196,10 +196,10 @@ def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
     for _ in range(8):  # no cache at all
         loop = torch.cat((loop, model(loop)[:, -1:].argmax(-1)), 1)
     assert len(loop[:, 13:].unique()) > 4
-    for Method, knobs in CACHES.values():
-        caches = make_cache(model, Method, **knobs)
+    for Method, options in CACHES.values():
+        caches = make_cache(model, Method, **options)
         assert equal(torch.cat([model(part, caches) for part in TOKENS.split(8, 1)], 1), whole, atol=1e-11)
-        new = generate(model, TOKENS, 8, make_cache(model, Method, **knobs), chunk_size=5)
+        new = generate(model, TOKENS, 8, make_cache(model, Method, **options), chunk_size=5)
         assert torch.equal(new, loop[:, 13:])
 
 

@@ -1,4 +1,4 @@
-"""SnapKV, PyramidKV, AdaKV and the selections on top against loops from their papers; knobs and limits."""
+"""SnapKV, PyramidKV, AdaKV and the selections on top against loops from their papers; options and limits."""
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -209,7 +209,7 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
     (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "every 4 needs a choice by each layer"),
     (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=10**9), "rounds 1000000000 must"),
     (partial(Residual, share=0), "share 0"), (partial(Residual, inner=SnapKV), "inner")])
-def test_bad_knobs_are_refused_at_construction(make, message):
+def test_bad_options_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

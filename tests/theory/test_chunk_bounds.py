@@ -173,14 +173,14 @@ def asked(task):
 
 
 @once
-def found(Method, task="needle", place=None, **knobs):
+def found(Method, task="needle", place=None, **options):
     """Per document, whether its question is answered, aware."""
     batch, recordings = asked(task)
     if Method is SemanticChunkKV:
-        knobs |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
+        options |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
     if place is not None:
-        knobs |= dict(select=PlacedChunks(at=torch.from_numpy(batch.stated), place=place))
-    return aware(shipped(), batch, recordings, maker(shipped(), Method, 1 / 4, **WINDOW, **knobs))
+        options |= dict(select=PlacedChunks(at=torch.from_numpy(batch.stated), place=place))
+    return aware(shipped(), batch, recordings, maker(shipped(), Method, 1 / 4, **WINDOW, **options))
 
 
 RULES = ("tokens", SnapKV, dict(kernel_size=1)), ("snap", SnapKV, {}), ("chunks", ChunkKV, {})
@@ -249,7 +249,7 @@ def test_reuse_of_layer_0s_indices_loses_the_answers_and_of_layer_1s_none(note):
 @torch.inference_mode()
 def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
     batch, gain = tasks("test").batch("few_shot", 2, 32, 256, shots=16), {}
-    makes = {name: maker(shipped(), Method, 1 / 4, **WINDOW, **knobs) for name, Method, knobs in RULES}
+    makes = {name: maker(shipped(), Method, 1 / 4, **WINDOW, **options) for name, Method, options in RULES}
     recordings = read(shipped(), batch)
     for setting in ("aware", "blind"):
         of = lessons(shipped(), batch, recordings, makes, BREAK, setting == "blind")

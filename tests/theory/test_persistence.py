@@ -509,7 +509,7 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
     """Eight texts of 512 tokens, as in the notebook."""
     model, text = checkpoint.from_hf(TINY), text_windows(tasks("test"), windows=8, T=512)
     p = attention_maps(model, text)
-    mean = lambda *knobs: [x.nanmean((1, 2)) for x in persistence_ratio(p, *knobs)]
+    mean = lambda *options: [x.nanmean((1, 2)) for x in persistence_ratio(p, *options)]
 
     (ratio, cosine, k, chance), (strong, strong_chance) = observed(model, text), mean(16, 16)
     ratio, cosine, mean_k, chance = (x.mean(0) for x in (ratio, cosine, k, chance))
@@ -566,9 +566,9 @@ def test_counts_over_every_step_let_a_sink_go_where_rates_or_a_short_record_keep
     """Layer 1 of the decoder that has sinks, a quarter of the entries."""
     model, kept = checkpoint.from_hf(LEARNED), {}
     tokens = text_windows(tasks("test"), 8, 224, model)
-    for name, Method, knobs in (("counts", Scissorhands, {}), ("rate", Rate, {}), ("padded", Padded, {}),
+    for name, Method, options in (("counts", Scissorhands, {}), ("rate", Rate, {}), ("padded", Padded, {}),
                                 ("short", Scissorhands, dict(history=50))):
-        caches = make_cache(model, Method, budget=56, **knobs)
+        caches = make_cache(model, Method, budget=56, **options)
         feed(model, tokens, caches)
         kept[name] = 100 * held(caches[1:2], 224)[..., 0].float().mean().item()
     assert kept["counts"] < 20 < 60 < min(kept["rate"], kept["padded"], kept["short"])

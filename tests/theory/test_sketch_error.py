@@ -236,8 +236,8 @@ def test_positions_and_scores_only_add_to_what_shares_a_slot(head_dim, dtype):
 @pytest.mark.parametrize("head_dim, dtype, size", [(32, torch.float32, 4), (128, torch.float16, 2)])
 def test_scores_take_a_larger_part_of_a_budget_of_shorter_keys(head_dim, dtype, size, note):
     for budget in (0.0625, 0.1, 0.25):
-        cache, h2o = (of_a_head(Method, budget, 2048, head_dim, dtype, **knobs)
-                      for Method, knobs in ((KVReviver, dict(slack=0)), (H2O, {})))
+        cache, h2o = (of_a_head(Method, budget, 2048, head_dim, dtype, **options)
+                      for Method, options in ((KVReviver, dict(slack=0)), (H2O, {})))
         entries, entry = round(budget * 2048), 2 * head_dim * size + 4
         assert score_share(budget, head_dim, size) == pytest.approx(4 * 2048 / entries / entry, rel=2e-3)
         assert entries * entry - entry < cache.bytes()[0] <= entries * entry
@@ -334,8 +334,8 @@ def test_fisher_shares_starve_layers_unless_a_part_is_even(note):
     with pytest.raises(ValueError, match="no room"):
         kl(KVReviver, shares=alone, slack=8)
     kinds = dict(shrunk=(ShrunkReviver, {}), none=(KVReviver, dict(vague=0.0)))
-    change = {name: kl(Method, shares=mixed, **knobs) - kl(Method, **knobs)
-              for name, (Method, knobs) in kinds.items()}
+    change = {name: kl(Method, shares=mixed, **options) - kl(Method, **options)
+              for name, (Method, options) in kinds.items()}
     assert all(x.mean() < -0.02 for x in change.values())
     told(note, "R5", change)
 
@@ -376,9 +376,9 @@ def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
     """KL over the 16 tokens that follow each of 3 texts."""
     model, text = shipped().model, evaluate.text_windows(tasks("test"), 3, 2065)
     full, kl = evaluate.reference(model, text, 16), {}
-    for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}),
+    for name, Method, options in (("paper", KVReviver, {}), ("means", MeanReviver, {}),
                                 ("none", KVReviver, dict(vague=0.0))):
-        make = evaluate.maker(model, Method, 0.1, **knobs)
+        make = evaluate.maker(model, Method, 0.1, **options)
         kl[name] = evaluate.continuation(model, full, make, full.recording)["kl"]
     assert kl["paper"].mean() > 3 * kl["means"].mean() and all(x.min() > 0.05 for x in kl.values())
     told(note, "R11", kl)
@@ -398,9 +398,9 @@ def test_a_quarter_of_the_bytes_loses_more_than_two_of_a_hundred_answers(note):
 def test_with_the_question_in_the_prompt_needles_between_the_ends_are_lost(note):
     model, depths = shipped().model, (0.0, 0.25, 0.5, 0.75, 1.0)
     bench = Benchmark.read(model, dict(needle=at_depths(tasks("test"), depths, 3, 512)), None)
-    for name, Method, knobs in (("paper", KVReviver, {}), ("means", MeanReviver, {}), ("h2o", H2O, {}),
+    for name, Method, options in (("paper", KVReviver, {}), ("means", MeanReviver, {}), ("h2o", H2O, {}),
                                 ("snap", SnapKV, dict(window_size=8))):
-        found = answers(model, bench, Method, 0.25, **knobs)["aware"][0].view(5, 3).mean(1)
+        found = answers(model, bench, Method, 0.25, **options)["aware"][0].view(5, 3).mean(1)
         note("R13", **{name: found.mean(), f"{name}_inside": found[1:4].mean()})
         assert found[1:4].mean() == 1 if name == "snap" else found[1:4].mean() < 0.3
 
