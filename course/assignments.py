@@ -34,7 +34,7 @@ ASSIGNMENTS = {
         *of("methods/h2o.py", score=(2, "H2O.score")),
     ], beside=["methods/random_eviction.py", "methods/streaming_llm.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
-        *of("nanollm/window.py", votes=(1, "window_votes"), pool=(1, "max_pool")),
+        *of("nanollm/window.py", window_scores=(1, "window_scores"), pool=(1, "max_pool")),
         *of("nanollm/ranking.py", top=(2, "top")),
         *of("methods/ada_kv.py", shares=(4, "shared")),
         *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
@@ -42,7 +42,7 @@ ASSIGNMENTS = {
         *of("methods/ours/theta.py", theta=(1, "theta")),
     ]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
-        "methods/chunk_kv.py", grid=(1, "grid"), scores=(3, "scores"), ranking=(2, "ranking"),
+        "methods/chunk_kv.py", grid=(1, "grid"), chunk_scores=(3, "chunk_scores"), ranking=(2, "ranking"),
         cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.chosen"),
     )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [

@@ -67,29 +67,29 @@ COMMAND = dict(SnapKV="snap_kv", PyramidKV="pyramid_kv", AdaKV="ada_kv", Streami
 
 @dataclass(frozen=True)
 class OtherNorms(Critical):
-    """A control: stage 2 weighs pooled votes with the norms of other tokens, drawn at random."""
+    """A control: stage 2 weighs pooled window scores with the norms of other tokens, drawn at random."""
 
-    def __call__(self, cache, votes: Tensor, budget: int | Tensor) -> Tensor:
-        n, votes = votes.shape[-1], cache.pool(votes)
+    def __call__(self, cache, scores: Tensor, budget: int | Tensor) -> Tensor:
+        n, scores = scores.shape[-1], cache.pool(scores)
         other = torch.randperm(n, generator=torch.Generator().manual_seed(0))
         norms = value_norms(cache.v[:, :, :n], cache.w_o)[..., other]
-        first = top(votes.mean(2), part_of(self.alpha, budget))
-        return two_stage(first, (votes * norms).mean(2), budget)
+        first = top(scores.mean(2), part_of(self.alpha, budget))
+        return two_stage(first, (scores * norms).mean(2), budget)
 
 
 @dataclass(frozen=True)
 class CodeOptions(Critical):
     """The paper's rule, and what the authors' code and App. G change of it, a option each."""
-    pooled: bool = False    # the votes of stage 2
+    pooled: bool = False    # the window scores of stage 2
     epsilon: float = 0.0    # that is added to them
     of_means: bool = False  # the product of a group's means, in place of the mean of its products
     order: int = 1          # of the norms: L1 or L2
 
-    def second(self, cache, votes: Tensor, norms: Tensor) -> Tensor:
+    def second(self, cache, scores: Tensor, norms: Tensor) -> Tensor:
         if self.order == 2:
-            norms = l2_norms(cache.v[:, :, :votes.shape[-1]], cache.w_o)
-        votes = (cache.pool(votes) if self.pooled else votes) + self.epsilon
-        return votes.mean(2) * norms.mean(2) if self.of_means else (votes * norms).mean(2)
+            norms = l2_norms(cache.v[:, :, :scores.shape[-1]], cache.w_o)
+        scores = (cache.pool(scores) if self.pooled else scores) + self.epsilon
+        return scores.mean(2) * norms.mean(2) if self.of_means else (scores * norms).mean(2)
 
 
 def l2_norms(v: Tensor, w_o: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def measured(model, full: Reference, name: str, share: float) -> dict[str, np.nd
 
 
 def answers(model, bench: Benchmark, Method, share: float, **options) -> dict[str, Tensor]:
-    """The share of right answers of every document, (tasks, documents), "aware" and "blind"."""
+    """The share of right answers of every document, (tasks, documents), "aware" and "agnostic"."""
     return right_answers(model, bench, maker(model, Method, share, **options))
 
 
@@ -147,7 +147,7 @@ def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
     """The same with caches of `make`."""
     each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
             for task, batch in bench.batches.items()]
-    return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "blind")}
+    return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "agnostic")}
 
 
 def one_option_at_a_time(model, bench: Benchmark, full: Reference, share: float = 1 / 8) -> dict:
@@ -318,9 +318,9 @@ def command_name(name: str) -> str:
     return name.replace(", ", "+")
 
 
-# the methods that are compared at every share, and of them those that only choose entries by votes
+# the methods that are compared at every share, and of them those that only choose entries by window scores
 COMPARED = [name for name in METHODS if "residual," not in name and "critical," not in name]
-VOTING = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
+WINDOW_METHODS = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
 
 
 if __name__ == "__main__":

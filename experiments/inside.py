@@ -1,10 +1,10 @@
-"""What a decoder is like inside: where it retrieves, what it reads anyway, how far votes last.
+"""What a decoder is like inside: where it retrieves, what it reads anyway, how far window scores last.
 
     python -m experiments.inside                  both decoders that ship, a column a layer: two minutes
     python -m experiments.inside --model FOLDER   and one of yours
 
 Verdicts on methods depend on this. Retrieval in few heads can be given whole caches; a sink has to be kept
-whatever it says; norms can only tell entries apart if they differ; votes can only tell what comes if they
+whatever it says; norms can only tell entries apart if they differ; window scores can only tell what comes if they
 last.
 """
 from collections.abc import Iterable
@@ -42,7 +42,7 @@ def found_without(model, tasks: Tasks, heads: Iterable[tuple[int, int]], documen
 
 @torch.no_grad()
 def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16,
-               seed: int = 0, of: tuple[str, ...] = ("needle", "recall")) -> Tensor:
+               seed: int = 0, of: tuple[str, ...] = ("needle", "pairs")) -> Tensor:
     """Nats per token by which right answers become less likely if this head alone streams, (L, H).
 
     Mean over the tasks `of`, with `documents` of T tokens each; sinks and window as in `gates`.
@@ -112,11 +112,11 @@ def norm_spread(model, tokens: Tensor, low: float = 0.05, high: float = 0.95) ->
     return (ends[1] / ends[0]).mean(0)
 
 
-# ---- how far votes last ---
+# ---- how far window scores last ---
 
 @torch.no_grad()
-def votes_kept(model, tokens: Tensor, window: int = 16, share: float = 0.25) -> Tensor:
-    """(L, distances): what a window's votes know of later ones, mean over texts (B, T) and query heads.
+def scores_kept(model, tokens: Tensor, window: int = 16, share: float = 0.25) -> Tensor:
+    """(L, distances): what a window's window scores know of later ones, mean over texts (B, T) and query heads.
 
     Of the first half's tokens that a window reads most, `share` of them, the part that was among those of
     the window which ended with the first half. By chance it is `share`.
@@ -127,9 +127,9 @@ def votes_kept(model, tokens: Tensor, window: int = 16, share: float = 0.25) -> 
         raise ValueError(f"texts of {2 * half} tokens must have at least {2 * max(DISTANCES)}")
     for text in tokens.split(1):
         p = attention_maps(model, text)[:, 0, :, :, :half]  # (L, heads, T, half)
-        votes = [p[:, :, end - window:end].mean(2) for end in (half, *(half + d for d in DISTANCES))]
-        nobody = torch.zeros_like(votes[0], dtype=torch.bool)
-        first, *later = (nobody.scatter(-1, x.topk(most).indices, True) for x in votes)
+        scores = [p[:, :, end - window:end].mean(2) for end in (half, *(half + d for d in DISTANCES))]
+        nobody = torch.zeros_like(scores[0], dtype=torch.bool)
+        first, *later = (nobody.scatter(-1, x.topk(most).indices, True) for x in scores)
         found.append(torch.stack([(first & x).sum(-1) / most for x in later], -1).mean(1))
     return torch.stack(found).mean(0)
 
@@ -142,7 +142,7 @@ def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
     tokens = tokens.to(model.embed.weight.device)
     first, strongest = sinks(model, tokens)
     ratio, cosine, exponent, chance = observed(model, tokens).mean(1)
-    votes = votes_kept(model, tokens)
+    scores = scores_kept(model, tokens)
     rows = {
         "needles without its attention": without_pairs(model, tasks).diagonal(),
         "needles without its weightiest head": without_each(model, tasks).amin(1),
@@ -154,7 +154,7 @@ def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
         "pivotal tokens that were so before": ratio,
         "the same by chance": chance,
         "cosine of x and F(x)": cosine}
-    rows |= {f"votes still true {d} tokens later": x for d, x in zip(DISTANCES, votes.T)}
+    rows |= {f"window scores still true {d} tokens later": x for d, x in zip(DISTANCES, scores.T)}
     return {name: x.tolist() for name, x in rows.items()}
 
 

@@ -4,7 +4,7 @@
 
 Each part is left out alone and with the others. Then what KVzip and SnapKV keep is stored in fewer bits
 (methods/ours/kvzip_4.py). Last, DuoAttention's heads: those of its trained gates, and those whose entries
-KVzip ranks highest. The context is compressed before the question comes (blind): 32 documents a task of 512
+KVzip ranks highest. The context is compressed before the question comes (agnostic): 32 documents a task of 512
 tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its
 answers, if the model's numbers have 16 bits.
 """
@@ -39,7 +39,7 @@ BITS = 16, 4, 2  # of a number; 16: as it is
 
 @torch.no_grad()
 def apart(model, batch, shares=SHARES) -> tuple[dict[tuple, Tensor], float]:
-    """Right answers (B,) of every (reading, score, ranking, share), blind; and the seconds of the second
+    """Right answers (B,) of every (reading, score, ranking, share), agnostic; and the seconds of the second
     reading in units of the first's.
     """
     tokens, context, _ = prompt_and_question(model, batch)
@@ -64,7 +64,7 @@ def apart(model, batch, shares=SHARES) -> tuple[dict[tuple, Tensor], float]:
 
 @torch.no_grad()
 def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
-    """Right answers (B,), blind, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
+    """Right answers (B,), agnostic, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
     methods that keep all tokens the share is None.
     """
     tokens, context, _ = prompt_and_question(model, batch)
@@ -87,8 +87,8 @@ def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
 
 
 def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES) -> dict[tuple[str, float], Tensor]:
-    """Right answers (B,) of DuoAttention, blind, of every (whose heads, share)."""
-    return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["blind"]
+    """Right answers (B,) of DuoAttention, agnostic, of every (whose heads, share)."""
+    return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["agnostic"]
             for name, part in product(heads, shares)}
 
 
@@ -102,7 +102,7 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
         seconds[name] = time.perf_counter() - began
 
     batches = {task: Tasks(encoding, "test").batch(task, 0, documents, length, **TASKS[task])
-               for task in ("needle", "recall")}
+               for task in ("needle", "pairs")}
     readings = {task: apart(model, batch) for task, batch in batches.items()}
     bits = {task: fewer_bits(model, batch) for task, batch in batches.items()}
     duo = {task: by_heads(model, batch, heads) for task, batch in batches.items()}

@@ -3,7 +3,7 @@
     python -m experiments.readings                  both decoders that ship: nine minutes of a core
     python -m experiments.readings --model FOLDER   and one of yours
 
-32 texts, and 32 documents each of needle, recall and few-shot with the question in the prompt, 256 tokens
+32 texts, and 32 documents each of needle, pairs and few-shot with the question in the prompt, 256 tokens
 each. KL is of the last 32 tokens of a text. Last come short prompts with long answers, 512 tokens each.
 """
 from collections.abc import Iterator

@@ -68,7 +68,7 @@ SECTIONS = {
     "additions": (
         "What each selection changes", "python -m nanollm --methods all --documents 128",
         "Each selection on each budget rule, paired document by document, ± one standard error. Aware and "
-        "blind are means over the three tasks. nll is the mean −log p of the true next token. L1 is the "
+        "agnostic are means over the three tasks. nll is the mean −log p of the true next token. L1 is the "
         "change of a head's output, each layer alone. `critical` is the paper's selection, whose second "
         "stage does not pool the scores; `critical_code` is the authors' code, which pools. `theta`, "
         "`residual` and `semantic` are ours."),
@@ -83,8 +83,8 @@ SECTIONS = {
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
         "Two cache matrices, four, and four without ever forming a pair."),
-    "blind": (
-        "Who still answers a question that comes later", "python -m experiments.blind",
+    "agnostic": (
+        "Who still answers a question that comes later", "python -m experiments.fewest_bytes",
         "`bytes` are those when the question comes, as a share of a full cache's, both with numbers of 16 "
         "bits. `kept` is the share of the full cache's answers, ± one standard error. `asked` counts the "
         "documents of a task. `reading` is the time until the question may come, in units of the full "
@@ -191,7 +191,7 @@ def additions(rows: list[dict]) -> str:
     for base in rows:
         if more := table.on_top(base, rows):
             l1 = fmean(x for layer in base["l1_alone"] for x in layer)
-            means = base["aware"], base["blind"], log(base["perplexity"]), base["kl"], l1
+            means = base["aware"], base["agnostic"], log(base["perplexity"]), base["kl"], l1
             cells += [[""] * 7, [base["method"], table.budget(base), *(f"{x:.3f}" for x in means)]]
         for row in more:
             changes = (f"{mean:+.3f} ±{error:.3f}" for mean, error in row["changes"].values())

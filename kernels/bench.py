@@ -43,7 +43,7 @@ if find_spec("triton"):  # on Linux; elsewhere `show` still works
     from .pair_attention import tensor_attention
     from .revive_attention import insert, plain_insert, revive_attention
     from .value_norms import value_norms
-    from .window_votes import window_votes
+    from .window_scores import window_scores
 from methods import critical_kv
 from methods.count_sketch import PRIME, Sketch
 from methods.ours.kv_reviver_shrunk import SignedSketch
@@ -126,11 +126,11 @@ def decode(s: Shape, spread: float = 0.0, sums: bool = False) -> Case:
     return Case(name, s, moved, 4 * slots * G * D, draw, kernel, eager, None if sums else sdpa)
 
 
-def votes(s: Shape, w: int = 32) -> Case:
+def scoring(s: Shape, w: int = 32) -> Case:
     B, n, H, G, D = s[:5]
-    return Case("window_votes", s, B * H * n * (D * s.dtype.itemsize + 4 * G), 4 * B * H * G * w * n * D,
-                lambda: (s.draw(B, H, G, min(w, n), D), s.draw(B, H, n, D)), window_votes,
-                window.window_votes)
+    return Case("window_scores", s, B * H * n * (D * s.dtype.itemsize + 4 * G), 4 * B * H * G * w * n * D,
+                lambda: (s.draw(B, H, G, min(w, n), D), s.draw(B, H, n, D)), window_scores,
+                window.window_scores)
 
 
 def norms(s: Shape) -> Case:
@@ -220,7 +220,7 @@ def cases(lengths=LENGTHS, batches=BATCHES, **of_shape) -> Iterator[Case]:
             if B * n > MOST_TOKENS:
                 continue
             s = Shape(B, n, **of_shape)
-            yield from (decode(s), decode(s, spread=0.8), decode(s, sums=True), votes(s), norms(s),
+            yield from (decode(s), decode(s, spread=0.8), decode(s, sums=True), scoring(s), norms(s),
                         revive(s, 3), revive(s, 1), revive(s, 1, by_slots=True), inserting(s))
             if B == min(batches) and n <= 32768:
                 yield pairs(s)
@@ -334,7 +334,7 @@ def typical(D: int, dtype: torch.dtype, n: int = 100) -> list[Callable]:
     hashes = {rows: torch.zeros(2, 4, rows, dtype=torch.int64) for rows in (1, 3)}
     return [
         lambda: decode_attention(q, [exact], sums=True),
-        lambda: window_votes(window, k),
+        lambda: window_scores(window, k),
         lambda: value_norms(k, w_o),
         lambda: tensor_attention(q, k, k, k, k),
         lambda: revive_attention(q, exact, token, sketch[3], *hashes[3], sums=True),

@@ -1,14 +1,14 @@
 """AdaKV: heads share a layer's budget (Feng et al., arXiv 2407.11550).
 
 A head that spreads its attention needs more entries than one that gathers it. So the H heads of a layer are
-ranked together: each gets as many entries as it has among the layer's H·b highest votes, over a floor that is
+ranked together: each gets as many entries as it has among the layer's H·b highest window scores, over a floor that is
 dealt out evenly. Heads then differ in length; they are stored one after the other, so nothing is padded and
 memory is freed.
 
     b_h = f·b + (1 − f) · |{ i : A_{h,i} ∈ Top_{H·b}(A) }|,   Σ_h b_h = H·b
 
 Differs from the paper: b counts the entries beside the window, as in the authors' code, whose budget contains
-the window, too. A head is a key/value head, whose group of query heads votes together. NVIDIA/kvpress has
+the window, too. A head is a key/value head, whose group of query heads window scores together. NVIDIA/kvpress has
 another floor: the f·b highest entries of each head stay, and the layer's others are ranked together.
 """
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ Differs from the paper: it does not say in which order the chosen chunks stand w
 stand in the order of their score, and the last to be chosen keeps its first tokens. The query heads of a
 group vote together.
 
-The grid cuts facts: votes fall on the words before a value, and a value that begins a chunk is scored without
+The grid cuts facts: window scores fall on the words before a value, and a value that begins a chunk is scored without
 them. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that for values of two tokens (claim C1).
 Ours: chunks that end where a line or sentence does, in methods/ours/chunk_kv_semantic.py.
 """
@@ -34,7 +34,7 @@ from nanollm.window import Selection, WindowCache
 class Chunks(Selection):
     """Down the ranking of chunks, until the budget is full."""
     chunk_size: int = 10  # tokens of a chunk, c
-    score: str = "sum"    # of a chunk: "sum", "mean" or "max" of its tokens' votes
+    score: str = "sum"    # of a chunk: "sum", "mean" or "max" of its tokens' window scores
     fill: bool = True     # the last chunk is cut to the room left; False: each that still fits whole
 
     def __post_init__(self):
@@ -49,21 +49,21 @@ class Chunks(Selection):
             raise ValueError(f"budget {cache.budget} has no room for a chunk of {self.chunk_size} beside the "
                              f"window {cache.window_size}; make it at least {least}, or set fill")
 
-    def __call__(self, cache: WindowCache, votes: Tensor, budget: int | Tensor) -> Tensor:
-        votes = self.pooled(cache, votes)
-        chunk = self.cut(cache, votes)
-        score, length = scores(votes, chunk, self.score)
+    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+        scores = self.pooled(cache, scores)
+        chunk = self.cut(cache, scores)
+        score, length = chunk_scores(scores, chunk, self.score)
         if self.fill:
             return cut_to(score, chunk, budget)
         return fit(score, length, budget).gather(-1, chunk)
 
-    def pooled(self, cache: WindowCache, votes: Tensor) -> Tensor:
+    def pooled(self, cache: WindowCache, scores: Tensor) -> Tensor:
         """(B, H, G, n) → (B, H, n): each key/value head chooses for itself."""
-        return cache.pool(votes.mean(2))
+        return cache.pool(scores.mean(2))
 
-    def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
+    def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
         """Number of the chunk of every token, (B, H, n)."""
-        pos = cache.pos[:, :, :votes.shape[-1]]
+        pos = cache.pos[:, :, :scores.shape[-1]]
         place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1  # in the text, from 0
         return grid(place.masked_fill(pos == NEVER, -1), self.chunk_size)
 
@@ -75,13 +75,13 @@ def grid(place: Tensor, size: int) -> Tensor:
     return torch.where(place < 0, 0, place // size + 1)
 
 
-def scores(votes: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
-    """Score and length of every chunk, (..., chunks), from votes ≥ 0 and chunks of tokens, (..., n)."""
-    empty = votes.new_zeros(*votes.shape[:-1], int(chunk.max()) + 1)
+def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
+    """Score and length of every chunk, (..., chunks), from window scores ≥ 0 and chunks of tokens, (..., n)."""
+    empty = scores.new_zeros(*scores.shape[:-1], int(chunk.max()) + 1)
     length = empty.long().scatter_add(-1, chunk, torch.ones_like(chunk))
     if how == "max":
-        return empty.scatter_reduce(-1, chunk, votes, "amax"), length
-    total = empty.scatter_add(-1, chunk, votes)
+        return empty.scatter_reduce(-1, chunk, scores, "amax"), length
+    total = empty.scatter_add(-1, chunk, scores)
     return (total / length.clamp(min=1) if how == "mean" else total), length
 
 
@@ -116,7 +116,7 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
 @dataclass(eq=False)
 class ChunkKV(SnapKV):
     """Chunks, and the window. Of `reuse` layers the lowest selects, the others take its indices."""
-    kernel_size: int = 1         # votes are not pooled: the chunk keeps neighbours together
+    kernel_size: int = 1         # window scores are not pooled: the chunk keeps neighbours together
     select: Selection = Chunks()
     reuse: int = 1               # layers of a group; the paper uses 2
 
@@ -156,8 +156,8 @@ class ChunksCode(Chunks):
     score: str = "mean"
     fill: bool = False
 
-    def pooled(self, cache: WindowCache, votes: Tensor) -> Tensor:
-        return super().pooled(cache, votes).mean(1, keepdim=True).expand(-1, votes.shape[1], -1)
+    def pooled(self, cache: WindowCache, scores: Tensor) -> Tensor:
+        return super().pooled(cache, scores).mean(1, keepdim=True).expand(-1, scores.shape[1], -1)
 
 
 variants = {"chunk_kv": ChunkKV, "chunk_kv_reuse": partial(ChunkKV, reuse=2)}

@@ -14,7 +14,7 @@ multiplies the means (`CriticalCode`). The sum of the heads' bounds would weigh 
 σ the weight that its stage 1 gathers. That is positive only where σ > 1/2 (Assumption 1). So the heads are
 taken alike.
 
-Ours: `PooledCritical`. The paper pools the votes of stage 1 and not those of stage 2.
+Ours: `PooledCritical`. The paper pools the window scores of stage 1 and not those of stage 2.
 """
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,7 +32,7 @@ from nanollm.window import Selection, WindowCache
 
 @dataclass(frozen=True)
 class Critical(Selection):
-    """Algorithm 1, as Algorithm 2 scores: stage 1 by pooled votes, stage 2 by unpooled votes × norms."""
+    """Algorithm 1, as Algorithm 2 scores: stage 1 by pooled window scores, stage 2 by unpooled window scores × norms."""
     alpha: float = 0.25  # share of the entries that stage 1 takes by weight alone
 
     def __post_init__(self):
@@ -40,22 +40,22 @@ class Critical(Selection):
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha {self.alpha} is a share of the budget; it must lie between 0 and 1")
 
-    def __call__(self, cache: WindowCache, votes: Tensor, budget: int | Tensor) -> Tensor:
-        first = top(cache.pool(votes.mean(2)), part_of(self.alpha, budget))
-        norms = value_norms(cache.v[:, :, :votes.shape[-1]], cache.w_o)
-        return two_stage(first, self.second(cache, votes, norms), budget)
+    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+        first = top(cache.pool(scores.mean(2)), part_of(self.alpha, budget))
+        norms = value_norms(cache.v[:, :, :scores.shape[-1]], cache.w_o)
+        return two_stage(first, self.second(cache, scores, norms), budget)
 
-    def second(self, cache: WindowCache, votes: Tensor, norms: Tensor) -> Tensor:
-        """Scores of stage 2, (B, H, n), from votes and norms (B, H, G, n)."""
-        return (votes * norms).mean(2)
+    def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
+        """Scores of stage 2, (B, H, n), from window scores and norms (B, H, G, n)."""
+        return (scores * norms).mean(2)
 
 
 @dataclass(frozen=True)
 class PooledCritical(Critical):
-    """Ours: stage 2 on pooled votes, too."""
+    """Ours: stage 2 on pooled window scores, too."""
 
-    def second(self, cache: WindowCache, votes: Tensor, norms: Tensor) -> Tensor:
-        return (cache.pool(votes) * norms).mean(2)
+    def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
+        return (cache.pool(scores) * norms).mean(2)
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class CriticalCode(Critical):
     """
     alpha: float = 0.5
 
-    def second(self, cache: WindowCache, votes: Tensor, norms: Tensor) -> Tensor:
-        return (cache.pool(votes).mean(2) + 1e-4) * norms.mean(2)
+    def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
+        return (cache.pool(scores).mean(2) + 1e-4) * norms.mean(2)
 
 
 def two_stage(first: Tensor, score: Tensor, budget: int | Tensor) -> Tensor:

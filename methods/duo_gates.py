@@ -82,7 +82,7 @@ def predictions(model, asked: Asked, gates: Tensor, sinks: int, window: int) -> 
 
 
 def gates(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16,
-          seed: int = 0, of: tuple[str, ...] = ("needle", "recall"), steps: int = 200,
+          seed: int = 0, of: tuple[str, ...] = ("needle", "pairs"), steps: int = 200,
           penalty: tuple[float, float] = (0.05, 10.0), rate: float = 0.02, rows: int = 8) -> Tensor:
     """The gates (L, H), 0 … 1, mean over a training in which λ grows and closes one after the other.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from nanollm.ranking import indices, top
-from nanollm.window import Selection, WindowCache, window_votes
+from nanollm.window import Selection, WindowCache, window_scores
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SnapKV(WindowCache):
         self.select.check(self)
 
     def chosen(self) -> Tensor:
-        scores = window_votes(self.queries, self.k, self.empty())  # 1/w Σ_t α_t, of the entries before it
+        scores = window_scores(self.queries, self.k, self.empty())  # 1/w Σ_t α_t, of the entries before it
         kept = self.select(self, scores, self.budgets(scores))
         return indices(F.pad(kept, (0, self.window_size), value=True))  # … and the window itself
 

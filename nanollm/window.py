@@ -110,9 +110,9 @@ def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     return probabilities(q.flatten(1, 2), k, at, None, token[None, -q.shape[3]:])
 
 
-def window_votes(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
+def window_scores(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     """Their mean over the window, of the keys before it, (B, H, G, S − w), in 32 bits at least."""
-    if empty is None and q.shape[3] <= 128 and (fast := kernel_for(k, "window_votes")):
+    if empty is None and q.shape[3] <= 128 and (fast := kernel_for(k, "window_scores")):
         return fast(q, k)
     rows, wide = window_rows(q, k, empty), torch.promote_types(q.dtype, torch.float32)
     return rows[..., :-q.shape[3]].mean(3, dtype=wide)

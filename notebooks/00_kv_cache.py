@@ -349,9 +349,9 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 # Half of the budget is the newest text, as before. The other half is scattered, and differs from layer to layer and, where the ground is pale, from head to head: each keeps what *it* has read most.
 # The start of the text is favoured, for it has been there to be read the longest.
 #
-# ## What gets lost: `blind` and `aware`
+# ## What gets lost: `agnostic` and `aware`
 #
-# There are two moments to compress. **Blind**: the context is compressed first and the question comes afterwards, as when a document is kept to be asked about later. **Aware**: the question is part of the prompt that gets compressed, as in a chat.
+# There are two moments to compress. **Agnostic**: the context is compressed first and the question comes afterwards, as when a document is kept to be asked about later. **Aware**: the question is part of the prompt that gets compressed, as in a chat.
 # First, what becomes of the entries that the retrieval heads need? A value is two tokens: how many of the key/value heads in their layer still hold the one, and how many hold both? Random eviction draws with four seeds.
 
 # %%
@@ -362,7 +362,7 @@ print("a quarter of the entries       a token  both  answered")
 for name, Method in methods.items():
     draws = [dict(seed=seed) for seed in range(4)] if name == "random" else [{}]
     right = [retrieve(model, batch, maker(model, Method, 0.25, **draw)) for draw in draws]
-    for setting, end in (("blind", batch.question), ("aware", asking)):
+    for setting, end in (("agnostic", batch.question), ("aware", asking)):
         caches = [compress(Method, needle[:, :end], **draw) for draw in draws]
         kept = [held(of_draw, end)[:, retrieval[0]].gather(-1, pair) for of_draw in caches]
         kept = torch.stack(kept).float()  # (draws, B, H, 2)
@@ -372,7 +372,7 @@ for name, Method in methods.items():
 # %% [markdown]
 # Both tokens are needed. Random eviction keeps a token in a quarter of the cases, as the budget says, and two given tokens together in a sixteenth. So it holds the most tokens of values here, and the fewest whole values. StreamingLLM keeps neighbours or drops them. H2O stands between.
 #
-# No rule can know in `blind` which value will be asked for. In `aware` the question's own attention could save it. But H2O sums over all queries, and the few of the question add little to what the many before them have said.
+# No rule can know in `agnostic` which value will be asked for. In `aware` the question's own attention could save it. But H2O sums over all queries, and the few of the question add little to what the many before them have said.
 
 # %%
 shares = [0.0625, 0.125, 0.25, 0.5, 0.75]
@@ -380,7 +380,7 @@ full = retrieve(model, batch, maker(model, LayerCache, None))
 accuracy = {name: [retrieve(model, batch, maker(model, Method, share)) for share in shares]
             for name, Method in methods.items()}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
-for axis, setting in zip(axes, ("blind", "aware")):
+for axis, setting in zip(axes, ("agnostic", "aware")):
     for name, known in zip(accuracy, ("streaming_llm", "h2o", "random")):
         found = [result[setting].mean() for result in accuracy[name]]
         axis.semilogx(shares, found, base=2, label=name, **plot.style(known))
@@ -402,4 +402,4 @@ axes[0].legend();
 # 2. How much does the model depend on its retrieval head? Copy the model, set the head's columns of `blocks[layer].attention.o.weight` to zero, and measure `exact_match` (`nanollm/measure/evaluate.py`) on `"needle"`; then with the next strongest heads of the last map, one after the other. *Hint: head h owns the columns h·D to (h+1)·D.*
 # 3. Does this model need its sinks? Compare `StreamingLLM` with `sinks=0` and `sinks=4` by the perplexity of `continuation` after `reference` (`nanollm/measure/evaluate.py`), and look again at the first of the four maps. *Hint: `maker` passes options on.*
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them. *Hint: the newest token is always kept.*
-# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `blind`? *Hint: give it the roles as a option, and call `shrink` in `evict` with a score that is high for facts.*
+# 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may the budget become before needles are lost? Could a method that does not know the facts do better, `agnostic`? *Hint: give it the roles as a option, and call `shrink` in `evict` with a score that is high for facts.*

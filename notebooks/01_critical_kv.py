@@ -3,14 +3,14 @@
 #
 # SnapKV, PyramidKV and AdaKV keep the cache entries that the end of the prompt *looks at*.
 # **CriticalKV** asks instead how much the attention *output* changes when an entry goes. It bounds that change, and keeps what lowers the bound.
-# This notebook follows its argument step by step: the votes, the budgets, the bound and its assumption, the selection, and what becomes of the answers.
+# This notebook follows its argument step by step: the window scores, the budgets, the bound and its assumption, the selection, and what becomes of the answers.
 # At the end the premise itself is tested: does a smaller change of the output mean better text?
 #
 # **Read before:** what a KV cache is (`00_kv_cache.ipynb`), and beside this notebook `nanollm/window.py`, then `methods/snap_kv.py`, `pyramid_kv.py`, `ada_kv.py`, `critical_kv.py`, `least_theta.py` and `residual_entry.py`.
 #
 # **How long it takes:** an hour to read, two minutes to run.
 #
-# **What you will know:** how a window of queries votes; how a layer's heads share a budget; what the bound says, and how loose it is; which part of CriticalKV's gain is the norms and which is a missing pool; and that a smaller change of the output is no promise of better text.
+# **What you will know:** how a window of queries window scores; how a layer's heads share a budget; what the bound says, and how loose it is; which part of CriticalKV's gain is the norms and which is a missing pool; and that a smaller change of the output is no promise of better text.
 #
 # All numbers are of one decoder with 2.8 million parameters, *built* in `08_two_decoders.ipynb`, which has another beside it.
 # Its layer 1 retrieves because its starting weights were built so (`00_kv_cache.ipynb`).
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 # %%
-from experiments.change_and_text import (COMPARED, METHODS, SHARES, VOTING, WINDOW, OtherNorms,
+from experiments.change_and_text import (COMPARED, METHODS, SHARES, WINDOW_METHODS, WINDOW, OtherNorms,
                                          answers, change, command_name, compressed,
                                          correlation_of_change_and_kl, difference, last_layer,
                                          long_answer, lower, needles_found, one_option_at_a_time,
@@ -75,7 +75,7 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 #
 # ## How many, and where
 #
-# SnapKV gives each head of each layer the same budget. **PyramidKV** gives the lower layers more, the upper layers less. **AdaKV** lets the heads of a layer compete: a head gets what it has among the layer's highest votes. In all three the total is the same.
+# SnapKV gives each head of each layer the same budget. **PyramidKV** gives the lower layers more, the upper layers less. **AdaKV** lets the heads of a layer compete: a head gets what it has among the layer's highest window scores. In all three the total is the same.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
@@ -205,7 +205,7 @@ print(f"heads with a lower L: {average:.1%} on average; the paper: 74.3 %")
 # %% [markdown]
 # Change of $\mathcal L$ in percent, purple where CriticalKV's selection lowers it: in most heads, as in the paper.
 #
-# But is it the norm that does it? The selection changes *two* things: its stage 2 weighs with $\lVert\mathcal V\rVert_1$, and it ranks the votes *without pooling* (Algorithm 2, line 9). Take the two apart:
+# But is it the norm that does it? The selection changes *two* things: its stage 2 weighs with $\lVert\mathcal V\rVert_1$, and it ranks the window scores *without pooling* (Algorithm 2, line 9). Take the two apart:
 
 # %%
 pairs = {"CriticalKV / SnapKV: norms, and stage 2 unpooled": ("SnapKV+critical", "SnapKV"),
@@ -225,7 +225,7 @@ for share in SHARES:
 #
 # ## Answers
 #
-# Three budget rules, plain, with **critical** (the paper's rule, Algorithms 1 and 2) and with **critical_code** (as in the authors' code: the votes pooled throughout, half of the budget for stage 1); on SnapKV also **theta** and **residual** (both below) and votes that are never pooled. Accuracies are means over three tasks (needle, recall, few-shot; 16 documents each), *aware* with the question in the prompt, *blind* without. KL, that of the next token on real text, and L are of the 64 texts. RESULTS.md has every combination, over 128 documents a task.
+# Three budget rules, plain, with **critical** (the paper's rule, Algorithms 1 and 2) and with **critical_code** (as in the authors' code: the window scores pooled throughout, half of the budget for stage 1); on SnapKV also **theta** and **residual** (both below) and window scores that are never pooled. Accuracies are means over three tasks (needle, recall, few-shot; 16 documents each), *aware* with the question in the prompt, *agnostic* without. KL, that of the next token on real text, and L are of the 64 texts. RESULTS.md has every combination, over 128 documents a task.
 
 # %%
 names = [rule + selection for rule in ("SnapKV", "PyramidKV", "AdaKV")
@@ -236,9 +236,9 @@ rows = {(name, share): answers(model, bench, METHODS[name][0], share, **METHODS[
 
 # %%
 print(" " * 23, *(f"{f'{share:.2%}':^26}" for share in SHARES))
-print(" " * 23, *(f"{'aware':>6}{'blind':>6}{'KL':>7}{'L':>6} " for _ in SHARES))
+print(" " * 23, *(f"{'aware':>6}{'agnostic':>6}{'KL':>7}{'L':>6} " for _ in SHARES))
 for name in names:
-    cells = [[rows[name, share][setting].mean() for setting in ("aware", "blind")]
+    cells = [[rows[name, share][setting].mean() for setting in ("aware", "agnostic")]
              + [stored()[name, share][key].mean() for key in ("kl", "L")] for share in SHARES]
     print(f"{name:23}", *("{:6.2f}{:6.2f}{:7.3f}{:6.2f} ".format(*cell) for cell in cells))
 
@@ -246,17 +246,17 @@ for name in names:
 # The same as differences to the rule below, document by document and text by text, with their standard errors:
 
 # %%
-print(" " * 31, *(f"{what:^17}" for what in ("aware", "blind", "KL", "nll", "L")))
+print(" " * 31, *(f"{what:^17}" for what in ("aware", "agnostic", "KL", "nll", "L")))
 for name in [name for name in names if name.startswith("SnapKV") and name != "SnapKV"]:
     for share in SHARES:
         row, base = rows[name, share], rows["SnapKV", share]
-        each = [row[setting] - base[setting] for setting in ("aware", "blind")]
+        each = [row[setting] - base[setting] for setting in ("aware", "agnostic")]
         cells = [(d.mean(), standard_error(d.flatten())) for d in each]
         cells += [difference(name, "SnapKV", share, key) for key in ("kl", "nll", "L")]
         print(f"{name:23}{share:7.2%} ", *("{:+.3f} ± {:.3f}  ".format(*cell) for cell in cells))
 
 # %% [markdown]
-# *critical* has the lower $\mathcal L$ and loses answers when the question is in the prompt, the more the smaller the budget; its nll is higher from 25 % down. Votes that are never pooled have the lower $\mathcal L$ too, the higher nll and, but for 6.25 %, KL. From 25 % down they lose most answers. *critical_code* has a slightly higher $\mathcal L$ and the same answers within one of 48; over 128 documents a task (RESULTS.md) it loses none on the whole.
+# *critical* has the lower $\mathcal L$ and loses answers when the question is in the prompt, the more the smaller the budget; its nll is higher from 25 % down. Window scores that are never pooled have the lower $\mathcal L$ too, the higher nll and, but for 6.25 %, KL. From 25 % down they lose most answers. *critical_code* has a slightly higher $\mathcal L$ and the same answers within one of 48; over 128 documents a task (RESULTS.md) it loses none on the whole.
 #
 # Why are answers lost? Look at layer 1, which retrieves, with a sixteenth of the entries, in one prompt, and count over 16:
 
@@ -276,7 +276,7 @@ for words, options in choices.items():
 #
 # ## Which option of the code is it?
 #
-# *critical_code* differs from the paper's rule in four options: stage 1 takes half of the budget (α), the votes of stage 2 are pooled, 0.0001 is added to them (ε), and a group of query heads multiplies the mean of its votes by the mean of its norms. Turn one at a time. First each is added to the paper's rule, then each is taken from the code's. Appendix G leaves L2 norms in place of L1 for future work; they are one more option.
+# *critical_code* differs from the paper's rule in four options: stage 1 takes half of the budget (α), the window scores of stage 2 are pooled, 0.0001 is added to them (ε), and a group of query heads multiplies the mean of its window scores by the mean of its norms. Turn one at a time. First each is added to the paper's rule, then each is taken from the code's. Appendix G leaves L2 norms in place of L1 for future work; they are one more option.
 #
 # An eighth of the entries, 32 documents of 256 tokens a task, 32 texts. Means of *critical* and *critical_code*, and changes against them.
 
@@ -292,13 +292,13 @@ for name, row in (options := one_option_at_a_time(model, short, texts)).items():
     print(f"{name:35}", "   ".join(cells))
 
 # %% [markdown]
-# Either of two options gives the answers back: a pool in stage 2, or half of the budget for stage 1, whose votes are pooled in the paper, too. Both are ways to rank more of the entries by pooled votes. With both turned, neither is missed by more than 0.04 here. (In *learned* the code without its pool loses 0.21, as `RESULTS.md` has it.) ε, the product of means and L2 norms move an answer or none, and L by 0.02 at most.
+# Either of two options gives the answers back: a pool in stage 2, or half of the budget for stage 1, whose window scores are pooled in the paper, too. Both are ways to rank more of the entries by pooled window scores. With both turned, neither is missed by more than 0.04 here. (In *learned* the code without its pool loses 0.21, as `RESULTS.md` has it.) ε, the product of means and L2 norms move an answer or none, and L by 0.02 at most.
 #
 # The pool raises L while it saves the answers, as above, and the KL falls. So the gain over the paper's rule is the pool's, whichever option brings it.
 #
 # ## Do the norms ever help?
 #
-# Where the budget is so small that pooled votes alone fill it with a run or two. The same documents, a sixteenth of the entries; changes against SnapKV. The last row is a control: the same selection with the norms of other tokens, drawn at random.
+# Where the budget is so small that pooled window scores alone fill it with a run or two. The same documents, a sixteenth of the entries; changes against SnapKV. The last row is a control: the same selection with the norms of other tokens, drawn at random.
 
 # %%
 entries = entries_of(1 / 16, short.batches["needle"].question)
@@ -311,7 +311,7 @@ for words, select in {"critical": Critical(), "critical_code": CriticalCode(),
     print(f"{words:35} {d.mean():+.2f} ± {standard_error(d.flatten()):.2f}")
 
 # %% [markdown]
-# With seven entries beside the window, and votes that stay pooled, the norms gain 22 points of the answers, and other tokens' norms gain none. The paper's rule, unpooled, loses as many. So CriticalKV's idea works here in the form of its authors' code, and shows where entries are scarcest.
+# With seven entries beside the window, and window scores that stay pooled, the norms gain 22 points of the answers, and other tokens' norms gain none. The paper's rule, unpooled, loses as many. So CriticalKV's idea works here in the form of its authors' code, and shows where entries are scarcest.
 # With AdaKV's budgets the norms gain as well, and with PyramidKV's they do not. In *learned* it is the other way round: only PyramidKV gains by more than two standard errors (claim P5).
 #
 # ## Short prompt, long answer (Table 7)
@@ -374,13 +374,13 @@ for share, fill in ((0.25, None), (0.0625, "white")):
     words = [f"α={alpha:g}: {x:.2f} " for alpha, x in found.items()]
     print(f"{share:.2%}: accuracy, aware", *words)
     pooled = aware(share, PooledCritical(0.0))
-    print(f"        with pooled votes throughout, α=0: {pooled:.2f}")
+    print(f"        with pooled scores throughout, α=0: {pooled:.2f}")
 axis.set(xlabel="α, share of stage 1", ylabel="accuracy, aware", xticks=list(found))
 axis.legend(title="entries")
 axis.grid(alpha=0.3)
 
 # %% [markdown]
-# α = 1 is SnapKV. In the paper α = 0 costs up to 0.18 points of a LongBench average and still beats SnapKV, and Assumption 1 is to blame. Here α = 0 loses most of the answers, and it is the missing pool: with pooled votes throughout, no stage 1 is needed (claim P8).
+# α = 1 is SnapKV. In the paper α = 0 costs up to 0.18 points of a LongBench average and still beats SnapKV, and Assumption 1 is to blame. Here α = 0 loses most of the answers, and it is the missing pool: with pooled window scores throughout, no stage 1 is needed (claim P8).
 #
 # ## A selection that minimises the bound
 #
@@ -401,11 +401,11 @@ for where, heads in {"16 prompts": (A, norms, V), "independent": theory.drawn_he
 
 # %% [markdown]
 # Two-stage has a lower bound than top-A in a quarter of the heads or fewer, and a lower $\mathcal L$ in 30 to 41 % (the paper, in its whole workflow: 74.3 %). Ours never has the higher bound, *by construction*, as it starts from the better of the two; it is strictly lower in most heads. The change itself follows only in part: against two-stage ours has the lower $\mathcal L$ in 64 %, against plain top-A in 34 to 48 %. Where θ is a loose bound, lowering it further buys little.
-# In the table above, *theta* minimises θ for the *pooled* votes, taken for the attention to come. It keeps the answers but for two of 48 at 6.25 %, and KL moves by 0.009 at most.
+# In the table above, *theta* minimises θ for the *pooled* window scores, taken for the attention to come. It keeps the answers but for two of 48 at 6.25 %, and KL moves by 0.009 at most.
 #
 # ## Does a smaller change mean better text? (App. I)
 #
-# The argument for minimising $\mathcal L$ is Lipschitz continuity: less change at the attention output, less change at the end. A sharp test is something that lowers $\mathcal L$ a lot. `methods/ours/residual.py` gives one slot per head to everything evicted: the vote-weighted mean of the keys and values, and a logit bias that lets it take their weight. Below, also with half of the weight, and with several such entries, for runs of neighbours or clustered by key. Beside them, votes that are not pooled, and CriticalKV as its authors' code has it:
+# The argument for minimising $\mathcal L$ is Lipschitz continuity: less change at the attention output, less change at the end. A sharp test is something that lowers $\mathcal L$ a lot. `methods/ours/residual.py` gives one slot per head to everything evicted: the vote-weighted mean of the keys and values, and a logit bias that lets it take their weight. Below, also with half of the weight, and with several such entries, for runs of neighbours or clustered by key. Beside them, window scores that are not pooled, and CriticalKV as its authors' code has it:
 
 # %%
 cases = ["", ", no pool", "+critical", "+critical_code", "+residual", "+residual, share 0.5",
@@ -429,7 +429,7 @@ for name in ["SnapKV" + case for case in cases]:
 # %%
 groups = {"all": COMPARED,
           "without residual": [name for name in COMPARED if "residual" not in name],
-          "without StreamingLLM either": VOTING}
+          "without StreamingLLM either": WINDOW_METHODS}
 for words, group in groups.items():
     print(f"rank correlation of L and KL over {len(group)} methods, {words}")
     for share in SHARES:
@@ -452,7 +452,7 @@ for axis, label in zip(axes, ("KL, nats", "accuracy, aware")):
 figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper");
 
 # %% [markdown]
-# *Over* budgets the argument holds: fewer entries, larger change, larger KL. *Within* a budget, where a method has to be chosen, the sign depends on which methods are compared: with half of the entries it is positive or undecided, from 25 % down negative or near zero with the residual entries and StreamingLLM, and clearly negative without them. PyramidKV has the larger $\mathcal L$ and the smaller KL there, unpooled votes the other way round. So $\mathcal L$ does not choose between methods here. What it would do in a large model cannot be tested here.
+# *Over* budgets the argument holds: fewer entries, larger change, larger KL. *Within* a budget, where a method has to be chosen, the sign depends on which methods are compared: with half of the entries it is positive or undecided, from 25 % down negative or near zero with the residual entries and StreamingLLM, and clearly negative without them. PyramidKV has the larger $\mathcal L$ and the smaller KL there, unpooled window scores the other way round. So $\mathcal L$ does not choose between methods here. What it would do in a large model cannot be tested here.
 #
 # Why? We think: Lipschitz continuity bounds the worst case, and directions differ. A residual entry repairs what all queries have in common; that is a large part of the length of the change, and the later layers seem to do well without it. What answers a question is one entry that one later query needs: a small part of $\mathcal L$, as it is a mean over all queries, and everything for the answer.
 #
@@ -480,20 +480,20 @@ for axis, name, values in zip(axes, names, found):
 names = "StreamingLLM", "SnapKV", "SnapKV+critical"
 print(" " * 15, "".join(f"{share:^25.2%}" for share in SHARES), f"  ({', '.join(names)})")
 table = {f"{task:9}{setting:6}": lambda *row, i=i, setting=setting: rows[row][setting][i].mean()
-         for i, task in enumerate(TASKS) for setting in ("aware", "blind")}
+         for i, task in enumerate(TASKS) for setting in ("aware", "agnostic")}
 table["text KL"] = lambda *row: stored()[row]["kl"].mean()
 for words, value in table.items():
     cells = ("".join(f"{value(name, share):7.2f}" for name in names) for share in SHARES)
     print(f"{words:15}", "    ".join(cells))
 
 # %% [markdown]
-# With the question in the prompt, SnapKV finds the needles and pairs that StreamingLLM has dropped. (The paper compares LongBench scores, not needles, and finds StreamingLLM behind in nearly all.) In few-shot labelling the examples are the newest part of the prompt. There StreamingLLM equals SnapKV *aware* down to 25 % and is behind it below, 0.69 to 0.81 and 0.50 to 0.75; from 25 % down it is ahead of *critical* (by one document at 12.5 %), and, *blind*, ahead of SnapKV (one of 16 documents is 0.06). *Blind*, nobody finds more than one needle in 16 from 12.5 % down.
+# With the question in the prompt, SnapKV finds the needles and pairs that StreamingLLM has dropped. (The paper compares LongBench scores, not needles, and finds StreamingLLM behind in nearly all.) In few-shot labelling the examples are the newest part of the prompt. There StreamingLLM equals SnapKV *aware* down to 25 % and is behind it below, 0.69 to 0.81 and 0.50 to 0.75; from 25 % down it is ahead of *critical* (by one document at 12.5 %), and, *agnostic*, ahead of SnapKV (one of 16 documents is 0.06). *Agnostic*, nobody finds more than one needle in 16 from 12.5 % down.
 #
 # ## Exercises
 #
 # 1. `LeastTheta(pooled=False)` minimises θ for the weights as they are. Predict its L and its accuracy beside *theta* and *SnapKV, no pool*, then measure both. *Hint: `answers`, and `measured` in `experiments/change_and_text.py`.*
 # 2. Two tokens make a value. Which is the smallest `kernel_size` with which SnapKV still finds the needles at 6.25 %? And for values of four tokens, what would you expect? *Hint: which neighbour is lost?*
-# 3. CriticalKV's published code multiplies *mean* votes by *mean* norms over a group of query heads (`CriticalCode`). Write Theorem 3's bound summed over the group: by what would each head's product have to be weighted, and when is that weight negative? How different are the three kept sets here?
+# 3. CriticalKV's published code multiplies *mean* window scores by *mean* norms over a group of query heads (`CriticalCode`). Write Theorem 3's bound summed over the group: by what would each head's product have to be weighted, and when is that weight negative? How different are the three kept sets here?
 # 4. Give a head a sink: add to the first key of each head a vector that draws half of the weight, and set its value to zero. Does CriticalKV now win? *Hint: subclass `SnapKV`, change `self.k` and `self.v` at the start of `end_prefill`, and give it `select=Critical()` or none.*
-# 5. A residual entry with the mean key answers queries that no real token would answer. Try one whose key is the key of the evicted token with the most votes, and compare KL and L. *Hint: `Residual.__call__`.*
-# 6. AdaKV's votes decide how many entries a head gets. Let $A\lVert\mathcal V\rVert_1$ decide instead: override `budgets`. Does it lower L, KL, or both?
+# 5. A residual entry with the mean key answers queries that no real token would answer. Try one whose key is the key of the evicted token with the most window scores, and compare KL and L. *Hint: `Residual.__call__`.*
+# 6. AdaKV's window scores decide how many entries a head gets. Let $A\lVert\mathcal V\rVert_1$ decide instead: override `budgets`. Does it lower L, KL, or both?

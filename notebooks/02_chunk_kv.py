@@ -6,7 +6,7 @@
 # It also finds that neighbouring layers choose similar chunks, so that one layer's choice can serve the next.
 # And it argues that whole chunks help in-context learning.
 #
-# **Read before:** what a KV cache is (`00_kv_cache.ipynb`), how a window of queries votes (the start of `01_critical_kv.ipynb`), and beside this notebook `methods/chunk_kv.py`.
+# **Read before:** what a KV cache is (`00_kv_cache.ipynb`), how a window of queries scores the tokens before it (the start of `01_critical_kv.ipynb`), and beside this notebook `methods/chunk_kv.py`.
 #
 # **How long it takes:** 45 minutes to read, under two to run.
 #
@@ -17,7 +17,7 @@
 # - *Needle* asks for one of four facts hidden in real text. The answer has two tokens.
 # - *Recall* asks for one of 16 listed pairs. The answer has two tokens, too.
 # - *Few-shot* asks for the label of a line of code, after 16 labelled lines such as `return self._name =>42`.
-# - *Aware* means that the question is part of the prompt that is compressed. *Blind* means that it comes later.
+# - *Aware* means that the question is part of the prompt that is compressed. *Agnostic* means that it comes later.
 # - C1 to C4 are the paper's claims in `CLAIMS.md`.
 #
 # All numbers are of one decoder with 2.8 million parameters, *built* in `08_two_decoders.ipynb`, which has another beside it.
@@ -92,8 +92,8 @@ def ticks(axis, x, **more):
 # ## What stays
 #
 # The last 8 tokens of the prompt vote.
-# SnapKV's authors knew that single tokens are not enough, and pool the votes over 7 neighbours. Without the pool the choice is truly one of tokens.
-# ChunkKV adds up the votes of ten tokens on a fixed grid.
+# SnapKV's authors knew that single tokens are not enough, and pool the window scores over 7 neighbours. Without the pool the choice is truly one of tokens.
+# ChunkKV adds up the window scores of ten tokens on a fixed grid.
 # The last chunk that it takes is cut to the room that is left, so that the budget is full.
 # Semantic chunks are ours: they end where a line, a sentence or a clause ends. None of them is cut; each that still fits is taken.
 #
@@ -128,7 +128,7 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 #
 # ## Accuracy over the budget
 #
-# Three tasks, 24 documents of 512 tokens each, *aware* and *blind*, against SnapKV, H2O and StreamingLLM.
+# Three tasks, 24 documents of 512 tokens each, *aware* and *agnostic*, against SnapKV, H2O and StreamingLLM.
 # The bars are standard errors.
 
 # %%
@@ -150,7 +150,7 @@ def live(row):
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
 for name, shift in zip(names, (.96, .98, 1, 1.02, 1.04)):
-    for axis, setting in zip(axes, ("aware", "blind")):
+    for axis, setting in zip(axes, ("aware", "agnostic")):
         right = [answers(rows[name, share], setting) for share in shares]
         points(axis, [100 * share * shift for share in shares], right, name)
         ticks(axis, [100 * share for share in shares], xlabel="budget, % of the prompt",
@@ -165,7 +165,7 @@ axes[2].legend(fontsize=8);
 # Aware, ChunkKV on its fixed grid loses answers that SnapKV keeps.
 # Chunks that end where the text does lose none that could be seen with 24 documents a task. The next sections take apart why, task by task.
 #
-# Blind, every method loses most answers below half of the entries.
+# Agnostic, every method loses most answers below half of the entries.
 # With few entries, H2O and StreamingLLM keep the labelled lines at the prompt's end, for they favour what is recent. (`RESULTS.md` has the tasks apart.)
 #
 # In the KL panel the methods that hold their budget while decoding have fewer bytes for the same budget.
@@ -211,7 +211,7 @@ figure.legend(fontsize=8, loc="outside right center");
 
 # %%
 unmarked = Unmarked(encoding, "test")
-plain = {task: recorded(task, unmarked, seed=1, B=64) for task in ("needle", "recall")}
+plain = {task: recorded(task, unmarked, seed=1, B=64) for task in ("needle", "pairs")}
 
 
 def placed(known, share):
@@ -244,7 +244,7 @@ axes[1].legend();
 # Only the grid has moved, and all hangs on it.
 # At places 3 to 8 the questions are answered, as with SnapKV. Where the value is cut, most are not.
 # At places 1 and 2 it depends on the budget.
-# The votes fall on the words before the value, since the question's words look for what comes next. So a chunk that begins just before the value has gathered few of them.
+# The window scores fall on the words before the value, since the question's words look for what comes next. So a chunk that begins just before the value has gathered few of them.
 # Over all ten places the grid costs 12 to 25 points, needles and pairs alike.
 #
 # ## How long should a chunk be?
@@ -252,10 +252,10 @@ axes[1].legend();
 # %%
 lengths = [1, 2, 5, 10, 20, 40]
 told = {task: (bench.batches[task], bench.recordings[task]) for task in TASKS}
-questions = {"needle and recall: values of 2 tokens": [told["needle"], told["recall"]],
+questions = {"needle and recall: values of 2 tokens": [told["needle"], told["pairs"]],
              "few-shot: lines of about 12": [told["few_shot"]],
              "needle: values of 8 tokens": [long[8]]}
-rules = {"sum of votes (paper)": ("sum", {}), "max of pooled votes": ("max", dict(kernel_size=7))}
+rules = {"sum of scores (paper)": ("sum", {}), "max of pooled scores": ("max", dict(kernel_size=7))}
 by_length = {}
 for rule, (score, options) in rules.items():
     for title, asked in questions.items():
@@ -317,7 +317,7 @@ def changes(row, base, setting):
 
 for name, row in measured.items():
     cells = (f"{setting} {answers(row, setting).mean():.2f} ({changes(row, base, setting)})"
-             for setting in ("aware", "blind"))
+             for setting in ("aware", "agnostic"))
     print(f"{name:40}", "  ".join(cells), f" KL {row['kl']:.3f} ({change(row, base, 'kl')})"
           f"  {live(row):.0f} KiB")
 
@@ -329,7 +329,7 @@ for name, row in measured.items():
 # - **Pool.** It mends most of the grid's damage to *aware*, and with the maximum all of it.
 # - **Real boundaries.** Chunks differ in length there, and have to be compared by the *mean*, which is what each slot of the budget gathers. With the sum it is 0.90 in place of 0.97. With the pool, real boundaries cost no KL here.
 #
-# *Blind*, hardly a difference exceeds two standard errors.
+# *Agnostic*, hardly a difference exceeds two standard errors.
 # Mean, pool and the longest chunk of 32 tokens were chosen on such documents.
 #
 # ## Where nothing marks the end of a fact
@@ -408,7 +408,7 @@ for name, (Method, reuse) in groups.items():
     selecting = [cache.layer for cache in of(512) if not cache.follows]
     by_task = (f"{task} {answers(row, 'aware', [task]).mean():.2f}" for task in TASKS)
     print(f"{name:21} layers {str(selecting):19} ", *by_task,
-          f"  aware {changes(row, base, 'aware')}  blind {changes(row, base, 'blind')}"
+          f"  aware {changes(row, base, 'aware')}  agnostic {changes(row, base, 'agnostic')}"
           f"  KL {change(row, base, 'kl')}")
 
 # %% [markdown]
@@ -456,10 +456,10 @@ rules = ["single tokens", "SnapKV", "ChunkKV", "ChunkKV, c = 20", "semantic chun
 lessons = {}
 for k in shots:
     known = recorded("few_shot", seed=2, B=32, shots=k)
-    for setting in ("aware", "blind"):
+    for setting in ("aware", "agnostic"):
         makes = {name: make(name, 1 / 4) for name in rules}
-        lessons[k, setting] = theory.lessons(model, *known, makes, line_break, setting == "blind")
-for setting in ("aware", "blind"):
+        lessons[k, setting] = theory.lessons(model, *known, makes, line_break, setting == "agnostic")
+for setting in ("aware", "agnostic"):
     for name in rules:
         of = {what: torch.cat([lessons[k, setting][name][what] for k in shots])
               for what in ("whole", "labels", "kl")}
@@ -472,7 +472,7 @@ for setting in ("aware", "blind"):
 # %%
 panels = {"examples kept whole, aware": ("aware", "whole"),
           "labels kept, aware": ("aware", "labels"),
-          "KL at the answer, aware": ("aware", "kl"), "KL at the answer, blind": ("blind", "kl")}
+          "KL at the answer, aware": ("aware", "kl"), "KL at the answer, agnostic": ("agnostic", "kl")}
 figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
 for axis, (title, (setting, what)) in zip(axes, panels.items()):
     for name in rules:
@@ -485,9 +485,9 @@ axes[0].legend(fontsize=8);
 #
 # What one would conclude from it, a lower KL, does not hold. (The paper claims a lower *bound*, and says that it gives no rigorous proof.)
 # - Aware, single tokens are far worse than all others, as it predicts. But SnapKV, with fewer whole examples, is on a par with ChunkKV. Among the four that are not single tokens only chunks of 20 differ from ChunkKV by two standard errors, for the better.
-# - Blind, single tokens, with the fewest whole examples, have the lowest KL of all, though by less than two standard errors.
+# - Agnostic, single tokens, with the fewest whole examples, have the lowest KL of all, though by less than two standard errors.
 #
-# So wholeness does not decide. Nor does the share of *labels* kept. Aware it is 0.38 for single tokens and 0.54 to 0.56 for the others, which are the same two groups as in the KL and no more than that. Blind it is lowest where the KL is lowest.
+# So wholeness does not decide. Nor does the share of *labels* kept. Aware it is 0.38 for single tokens and 0.54 to 0.56 for the others, which are the same two groups as in the KL and no more than that. Agnostic it is lowest where the KL is lowest.
 #
 # ## The chain of inequalities, with its constants
 #

@@ -339,7 +339,7 @@ for name, (Method, options) in methods.items():
         row = rows[name, share] = evaluate.continuation(model, full, make, chunk_size=16)
         for task, batch in batches.items():
             if task == "few_shot" or share >= .25:  # with fewer entries no needle is found
-                row[task] = retrieve(model, batch, make, chunk_size=16)["blind"]
+                row[task] = retrieve(model, batch, make, chunk_size=16)["agnostic"]
     mine = [rows[name, share] for share in budgets]
     print(f"{name:19} KL", " ".join(f"{row['kl'].mean():.3f}" for row in mine), end="  ")
     for task in batches:
@@ -387,7 +387,7 @@ for share in budgets[2:]:
     for name in (base, ours):
         Method, options = methods[name]
         make = reading_within(maker(model, Method, share, **options))
-        right[name] = retrieve(model, batch, make, chunk_size=16)["blind"].double()
+        right[name] = retrieve(model, batch, make, chunk_size=16)["agnostic"].double()
     change = right[ours] - right[base]
     print(f"few-shot, 48 documents, {share:.2%}:",
           ", ".join(f"{name} {x.mean():.2f}" for name, x in right.items()),
@@ -415,7 +415,7 @@ documents = tasks.batch("few_shot", 1, 32, 512, **TASKS["few_shot"])
 def cost_at_a_quarter(Method, tilt=0., **options):
     """KL of every text, and whether each few-shot document is answered."""
     of = lambda tokens, *_: tilted(model, round(tokens / 4), tilt, Method, **options)
-    right = retrieve(model, documents, of)["blind"]
+    right = retrieve(model, documents, of)["agnostic"]
     return evaluate.continuation(model, texts, of)["kl"], right
 
 

@@ -35,7 +35,7 @@ from experiments.change_and_text import answers
 from experiments.render import by_method
 from methods.theory.least_squares import solve
 from methods.theory.sketch_error import (amnesia, at_depths, collision_variance, fisher_shares,
-                                         found_blind, load, of_a_head, relative_error,
+                                         found_agnostic, load, of_a_head, relative_error,
                                          revived_logits, rounded, score_share, share_out, shifted,
                                          speed, take_out)
 from nanollm import SHIPPED, TINY, tokenizer
@@ -107,9 +107,9 @@ batch = tasks.batch("needle", 0, 16, 512)
 for name, Method in (("H2O", H2O), ("SnapKV", partial(SnapKV, window_size=8))):
     for share in (.5, .25):
         right = retrieve(model, batch, maker(model, Method, share))
-        aware, blind = right["aware"].mean(), right["blind"].mean()
+        aware, agnostic = right["aware"].mean(), right["agnostic"].mean()
         print(f"{name:6} {share:.0%}: needles found, question in the prompt: {aware:.2f}; "
-              f"question afterwards: {blind:.2f}")
+              f"question afterwards: {agnostic:.2f}")
 
 # %% [markdown]
 # SnapKV finds all if the question is in the prompt, and forgets most if it comes later: *this* is amnesia. H2O finds few in either case: it does not look for what is asked at all.
@@ -311,7 +311,7 @@ print(f"{'':15} {'attention to them':24}", *(f"{row[4]:7.2f}" for row in table))
 # %%
 train = Tasks(encoding, "train")
 lost = {task: importance(model, train, 16, of=(task,))
-        for task in ("needle", "recall", "copy", "few_shot")}
+        for task in ("needle", "pairs", "copy", "few_shot")}
 figure, axes = plt.subplots(1, 4, figsize=(12, 2.8), layout="constrained")
 for axis, (task, nats) in zip(axes, lost.items()):
     plot.heads(axis, nats, f"{task}: nats lost per token", form="{:+.3f}")
@@ -319,12 +319,12 @@ for axis, (task, nats) in zip(axes, lost.items()):
     print(f"{task:9} costs more than 0.1 nats: {retrieval_heads(nats)}")
 
 # %%
-heads = retrieval_heads((lost["needle"] + lost["recall"]) / 2)  # those of the gates, too
+heads = retrieval_heads((lost["needle"] + lost["pairs"]) / 2)  # those of the gates, too
 print("the comparison's:", heads)
 for kept in dict.fromkeys(tuple(sorted(retrieval_heads(nats))) for nats in lost.values()):
     make = maker(model, DuoAttention, .25, heads=kept)
-    needles, pairs = (retrieve(model, tasks.batch(task, 0, 16, 512), make)["blind"].mean()
-                      for task in ("needle", "recall"))
+    needles, pairs = (retrieve(model, tasks.batch(task, 0, 16, 512), make)["agnostic"].mean()
+                      for task in ("needle", "pairs"))
     print(f"at 25 % {kept} keep all: {needles:.2f} of needles, {pairs:.2f} of pairs")
 
 # %% [markdown]
@@ -343,7 +343,7 @@ recording = record(model, make_cache(model, Recorder), prompt_and_question(model
 def measure(make):
     """KiB a text in 16 bits, KL of each text, which needles are found, ‖o − ô‖₁ of each text."""
     row = replayed_or_read(continuation, model, full, make, full.recording)
-    needles = replayed_or_read(found_blind, model, batch, make, recording)
+    needles = replayed_or_read(found_agnostic, model, batch, make, recording)
     return row["live_16"] / 8192, row["kl"], needles, row["l1"].mean((1, 2))
 
 
@@ -516,7 +516,7 @@ for T in lengths:
     needles = at_depths(tasks, depths, 3, T)
     recording = record(model, make_cache(model, Recorder), prompt_and_question(model, needles)[1])
     for name, make in makes.items():
-        found = replayed_or_read(found_blind, model, needles, make, recording)
+        found = replayed_or_read(found_agnostic, model, needles, make, recording)
         grid[name].append(found.view(len(depths), -1).mean(1))
 grid = {name: torch.stack(columns, 1) for name, columns in grid.items()}
 print("found on average:", "  ".join(f"{name} {x.mean():.2f}" for name, x in grid.items()))
@@ -551,7 +551,7 @@ for name, (Method, options) in asked.items():
           f"    {right.mean():.2f} ±{standard_error(right):.2f}")
 
 # %% [markdown]
-# Printed, KVReviver finds 0.05 ± 0.03 in this decoder. In slot means it finds just what it finds without a sketch, and what H2O finds: all needles at the two ends, few between. SnapKV, whose votes are the question's, finds all. So the sum loses what Recent and Candidate would have had, and the mean of a slot tells no needle from its neighbours.
+# Printed, KVReviver finds 0.05 ± 0.03 in this decoder. In slot means it finds just what it finds without a sketch, and what H2O finds: all needles at the two ends, few between. SnapKV, whose window scores are the question's, finds all. So the sum loses what Recent and Candidate would have had, and the mean of a slot tells no needle from its neighbours.
 #
 # ## Task by task over the budget (Fig. 6)
 #
@@ -561,7 +561,7 @@ for name, (Method, options) in asked.items():
 names = ("kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "h2o", "cam", "streaming_llm",
          "snap_kv")
 stored = {"built": by_method("all"), "learned": by_method("learned")}
-ASKED = "needle_aware", "recall_aware", "few_shot_aware"
+ASKED = "needle_aware", "pairs_aware", "few_shot_aware"
 shown = [["at 25 %", *ASKED]]
 for name, method in product(SHIPPED, ("kv_reviver", "kv_reviver_mean", "h2o", "cam", "snap_kv")):
     row = stored[name][method, 0.25]
@@ -585,7 +585,7 @@ figure.supxlabel("budget, share of all entries")
 figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=8);
 
 # %% [markdown]
-# The printed sketch answers next to nothing at any budget on either decoder. Read as means of slots it goes with H2O and CaM: labels survive a quarter of the entries, and needles and pairs, which have to be told apart, do not. SnapKV, whose votes are the question's, keeps them.
+# The printed sketch answers next to nothing at any budget on either decoder. Read as means of slots it goes with H2O and CaM: labels survive a quarter of the entries, and needles and pairs, which have to be told apart, do not. SnapKV, whose window scores are the question's, keeps them.
 #
 # ## The ratios of the paper
 #

@@ -71,7 +71,7 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 # `attach` makes a memory: one cache a layer, of the method that you name, with its options. The model reads the prompt into it. `end_prompt` says that the prompt is over, and the method compresses. `generate` goes on from what is left. `detach` gives the model its own attention back.
 # The prompt's last token is read after the compression. Otherwise the full cache would give the first word of the answer.
 #
-# The method is SnapKV: the last queries of the prompt vote, and each head keeps the 48 tokens with the most votes, the 8 voting ones among them.
+# The method is SnapKV: the last queries of the prompt vote, and each head keeps the 48 tokens with the most window scores, the 8 voting ones among them.
 
 # %%
 memory = attach(model, SnapKV, budget=48, window_size=8)
@@ -84,7 +84,7 @@ detach(model)
 print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 
 # %% [markdown]
-# Here the question was a part of the prompt that was compressed, so it could vote. We call this **aware**. In the other setting, **blind**, the text is compressed first and the question comes afterwards. Then nobody knows yet what will be asked.
+# Here the question was a part of the prompt that was compressed, so it could vote. We call this **aware**. In the other setting, **agnostic**, the text is compressed first and the question comes afterwards. Then nobody knows yet what will be asked.
 # The function below is the five lines again, with the cut as an argument.
 
 # %%
@@ -101,7 +101,7 @@ def ask(Method=LayerCache, cut=answer.start - 1, **options):
     return encoding.decode(written[0, answer.start:].tolist()), kept, bytes_
 
 
-CUTS = {"aware": answer.start - 1, "blind": page.question}
+CUTS = {"aware": answer.start - 1, "agnostic": page.question}
 print("right     ", encoding.decode(right.tolist()), "\nfull cache", ask()[0])
 kept = {}
 for setting, cut in CUTS.items():
@@ -109,7 +109,7 @@ for setting, cut in CUTS.items():
     print(f"{setting:10} {told}")
 
 # %% [markdown]
-# Aware, the answer is that of the full cache, from an eighth of the tokens. Blind, the model answers in the same form, but the number is made up.
+# Aware, the answer is that of the full cache, from an eighth of the tokens. Agnostic, the model answers in the same form, but the number is made up.
 #
 # ## What it keeps
 #
@@ -141,7 +141,7 @@ for setting, held in kept.items():
           f"layer by layer: {both.sum(-1).tolist()}")
 
 # %% [markdown]
-# Aware, the three heads of layer 1 keep the whole number. That is the layer that retrieves in this model (`00_kv_cache.ipynb`). Blind, no head keeps it. The stretch at the right is the 8 tokens that vote, and what lies just before them.
+# Aware, the three heads of layer 1 keep the whole number. That is the layer that retrieves in this model (`00_kv_cache.ipynb`). Agnostic, no head keeps it. The stretch at the right is the 8 tokens that vote, and what lies just before them.
 #
 # The bytes are counted on the tensors: *live* is what is kept, *allocated* is what the buffers take. The numbers of this decoder have 32 bits. The share is what it is with 16 bits, which most models in use have.
 
@@ -187,7 +187,7 @@ rows = [measure(name, Method) for name, Method in METHODS.items()]
 
 # %%
 def draw(rows):
-    """Mean accuracy, aware and blind; KL over bytes. In the colours of every figure here."""
+    """Mean accuracy, aware and agnostic; KL over bytes. In the colours of every figure here."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
     points, full = {row["method"]: [row] for row in rows if row["method"] != "full"}, rows[0]
     plot.slopes(axes[0], points, full)
@@ -296,7 +296,7 @@ for setting in table.SETTINGS:
     print(f"{setting}: unlike_keys against snap_kv, answers: {more:+.2f} ±{error:.2f}, by document")
 
 # %% [markdown]
-# Blind, it finds needles that nobody has asked for yet. It pays with answers in few-shot, and its predictions move most.
+# Agnostic, it finds needles that nobody has asked for yet. It pays with answers in few-shot, and its predictions move most.
 #
 # Before you believe in it: a number within ordinary text *is* unlike its surroundings, so the task may suit the rule. The last cell takes that away. The facts are of the same kind, but they stand among other words and numbers.
 
@@ -305,7 +305,7 @@ rng = np.random.default_rng(0)
 drawn = zip(rng.choice(words("test"), (4000, 3)), rng.integers(10_000, size=4000))
 filler = " ".join(f"{' '.join(three)} {number:04d}." for three, number in drawn)
 alike = Tasks(encoding, "test", filler=filler).batch("needle", seed=0, B=N, T=T)
-print(encoding.decode(alike.tokens[0, :60].tolist()), "…\n\nneedles    aware        blind")
+print(encoding.decode(alike.tokens[0, :60].tolist()), "…\n\nneedles    aware        agnostic")
 bridged = Bridged(model)
 for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": UnlikeKeys}.items():
     fraction = BUDGET if has_budget(Method) else None

@@ -3,7 +3,7 @@
 #
 # The other notebooks take one paper each. This one sets everything side by side: what ties the papers together, every method on one page, which one to take when, and what goes beyond the papers. At the end there is a playground.
 #
-# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/blind.py` and `nanollm/commands/playground.py`.
+# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/agnostic.py` and `nanollm/commands/playground.py`.
 #
 # **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: their rows are read from `experiments/stored/`, and RESULTS.md has the command of each.
 #
@@ -15,7 +15,7 @@ import math
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from experiments import blind, kvzip_parts, readings, speed
+from experiments import fewest_bytes, kvzip_parts, readings, speed
 from experiments.render import additions, by_method, rows
 from methods.theory import index_game, persistence
 from methods.theory.index_game import deal, index_game_four, keep_rows
@@ -62,15 +62,15 @@ for how, found in game.items():
 #
 # 1. **The question.** *Aware*: it is part of the prompt. Then keep what it looks at, and forget the rest. This is what SnapKV's window, CriticalKV's norms and ChunkKV's chunks bet on.
 # 2. **The past.** What was asked for before will be asked for again. This is what Scissorhands bets on, and H2O.
-# 3. **The text.** *Blind*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
+# 3. **The text.** *Agnostic*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
 #
-# Here is the game again, and beside it facts in real text, asked for blind: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m experiments.blind`.
+# Here is the game again, and beside it facts in real text, asked for agnostic: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m experiments.fewest_bytes`.
 
 # %%
 held = {}  # method → on built, of each budget: the share of the bytes, of needles and pairs found
-for row in rows("blind"):
+for row in rows("agnostic"):
     if row["decoder"] == "built":
-        found = (row["needle"] + row["recall"]) / 2
+        found = (row["needle"] + row["pairs"]) / 2
         held.setdefault(row["method"], []).append((row["bytes"], found))
 
 # %%
@@ -100,7 +100,7 @@ beside_the_game("snap_kv h2o kv_reviver_shrunk one_reading kvzip kvzip_4 quantiz
 #
 # | paper | keeps | its bet | what came of it here |
 # |---|---|---|---|
-# | Scissorhands | what was attended to in the last steps | importance persists | it keeps mostly what is newest; facts are lost aware and blind |
+# | Scissorhands | what was attended to in the last steps | importance persists | it keeps mostly what is newest; facts are lost aware and agnostic |
 # | Tensor attention | four matrices in place of all pairs of tokens | pairs tell more than tokens | they do (Match-3), and no pair need ever be formed |
 # | CriticalKV | the entries without which the output changes least | a smaller change means better text | the bound holds; the text is not better |
 # | ChunkKV | runs of ten tokens | meaning stands in neighbours | long facts stay whole; the grid cuts short ones |
@@ -122,7 +122,7 @@ FAMILIES = {
     "sums in place of tokens": "kv_reviver kv_reviver_mean kv_reviver_shrunk cam",
     "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4 kvzip snap_kv",
 }
-COLUMNS = {"aware": "aware", "blind": "blind", "KL, nats a token": "kl", "tokens/s": "tokens_per_s"}
+COLUMNS = {"aware": "aware", "agnostic": "agnostic", "KL, nats a token": "kl", "tokens/s": "tokens_per_s"}
 
 # %%
 def page_of(stored: dict):
@@ -155,15 +155,15 @@ steps.set_yticks([300, 1000, 3000], ["300", "1000", "3000"])
 steps.minorticks_off()
 
 # %% [markdown]
-# Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Blind*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers a little less than H2O, and with a sixteenth far fewer labels (0.12 against 0.41). With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL here, on *built*, although nothing in them was made for it; with an eighth DuoAttention loses that. (On *learned* it is a tenth and three quarters.) Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
+# Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Agnostic*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers a little less than H2O, and with a sixteenth far fewer labels (0.12 against 0.41). With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL here, on *built*, although nothing in them was made for it; with an eighth DuoAttention loses that. (On *learned* it is a tenth and three quarters.) Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
 # Bytes here are those after the continuation, which window methods and KVzip append to. The next table has those at the moment when the question comes.
 #
 # ## Who keeps 95 %, in how few bytes
 #
-# For each method the smallest of its budgets with which 95 % of the full cache's answers stay, mean of needles and pairs, asked blind: 256 documents of each, and it must be so by one standard error. On *built* and on *learned*; a method that fails on one of them is not in the list. Within one standard error of 95 % nothing is decided.
+# For each method the smallest of its budgets with which 95 % of the full cache's answers stay, mean of needles and pairs, asked agnostic: 256 documents of each, and it must be so by one standard error. On *built* and on *learned*; a method that fails on one of them is not in the list. Within one standard error of 95 % nothing is decided.
 
 # %%
-print(blind.show_enough(rows("blind")))
+print(agnostic.show_enough(rows("agnostic")))
 
 # %% [markdown]
 # Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, which takes three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
@@ -183,7 +183,7 @@ start = len(encoding.encode_ordinary(text.partition(fact)[0]))
 marked = [start <= i < start + len(encoding.encode_ordinary(fact)) for i in range(len(context))]
 ends, panels = boundaries(encoding, model.config.vocab_size)[tokens], {}
 EIGHT = [("snap_kv", "aware"), ("chunk_kv_semantic", "aware"),
-         *((name, "blind") for name in ("snap_kv", "h2o", "streaming_llm", "key_diff",
+         *((name, "agnostic") for name in ("snap_kv", "h2o", "streaming_llm", "key_diff",
                                         "one_reading", "kvzip"))]
 
 # %%
@@ -200,7 +200,7 @@ pieces = [encoding.decode([token]) for token in context]
 plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns=2, width=70);
 
 # %% [markdown]
-# Knowing the question, SnapKV and chunks hold the fact in some heads, and that is enough to answer. Blind, SnapKV has it here as well, but only because the text happens to end with another code, whose last queries look back at codes: of 32 texts it finds one fact in eight (above). StreamingLLM keeps the two ends, H2O the beginning, the end and frequent words. KVzip keeps little of the words that repeat or follow from what stands before them, and something of every fact, since any of them may be asked for.
+# Knowing the question, SnapKV and chunks hold the fact in some heads, and that is enough to answer. Agnostic, SnapKV has it here as well, but only because the text happens to end with another code, whose last queries look back at codes: of 32 texts it finds one fact in eight (above). StreamingLLM keeps the two ends, H2O the beginning, the end and frequent words. KVzip keeps little of the words that repeat or follow from what stands before them, and something of every fact, since any of them may be asked for.
 #
 # ## Which method when
 #
@@ -254,12 +254,12 @@ print(speed.show([row for row in rows("speed") if row["table"] in ("floor", "ste
 #
 # What is ours, each beside what it changes. Where ours does not win, that is said as well.
 #
-# **What is kept.** `chunk_kv_semantic` ends chunks where the text does, `scissorhands_weight` goes by mean weights in place of counts, `one_reading` by the largest attention of later tokens, over all layers; `kv_reviver_shrunk` centres and shrinks what is read from the sketch. Columns: KiB; needles and pairs, aware and blind of each; KL.
+# **What is kept.** `chunk_kv_semantic` ends chunks where the text does, `scissorhands_weight` goes by mean weights in place of counts, `one_reading` by the largest attention of later tokens, over all layers; `kv_reviver_shrunk` centres and shrinks what is read from the sketch. Columns: KiB; needles and pairs, aware and agnostic of each; KL.
 
 # %%
 def beside(part: float, names: str) -> str:
-    keys = "needle_aware", "needle_blind", "recall_aware", "recall_blind"
-    header = ["KiB", "needle", "blind", "recall", "blind", "KL"]
+    keys = "needle_aware", "needle_agnostic", "pairs_aware", "pairs_agnostic"
+    header = ["KiB", "needle", "agnostic", "pairs", "agnostic", "KL"]
     table = [["", *(decoder for decoder in stored for _ in header)],
              [f"{100 * part:g} % of the entries", *header * 2]]
     for name in names.split():
@@ -276,9 +276,9 @@ print(beside(0.25, "chunk_kv chunk_kv_semantic scissorhands scissorhands_weight 
 print(beside(0.125, "kvzip kvzip_recent kvzip_fast"))
 
 # %% [markdown]
-# Chunks that end where the text does find what the grid cuts, in both decoders, if the question is known. Mean weights have a lower KL than counts. On *built* they hold more bytes, too, which may be why; on *learned* counts throw out the sink. Facts they do not find. `one_reading` is what the attention of one reading tells: half to three quarters of the facts, where SnapKV's votes have a tenth on *built* and a fifth to a third on *learned*. Blind, on *learned*, `expected_attention` finds more, all needles and 0.72 of the pairs; aware it finds 0.34 and 0.31 (RESULTS.md). The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Blind, with a sixteenth, it costs some answers.
+# Chunks that end where the text does find what the grid cuts, in both decoders, if the question is known. Mean weights have a lower KL than counts. On *built* they hold more bytes, too, which may be why; on *learned* counts throw out the sink. Facts they do not find. `one_reading` is what the attention of one reading tells: half to three quarters of the facts, where SnapKV's window scores have a tenth on *built* and a fifth to a third on *learned*. Agnostic, on *learned*, `expected_attention` finds more, all needles and 0.72 of the pairs; aware it finds 0.34 and 0.31 (RESULTS.md). The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Agnostic, with a sixteenth, it costs some answers.
 #
-# **What norms are worth.** Changes of answers (aware, blind), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
+# **What norms are worth.** Changes of answers (aware, agnostic), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
 
 # %%
 eighth = [row for row in rows("all") if row["fraction"] == 0.125]
@@ -291,9 +291,9 @@ print(additions([row for row in eighth if row["method"].split("+")[0] == "snap_k
 print(readings.show([row for row in rows("readings") if "+critical," in row["group"]]))
 
 # %% [markdown]
-# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the votes. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain on *built* (P5 in CLAIMS.md).
+# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the window scores. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain on *built* (P5 in CLAIMS.md).
 #
-# **Fewer entries or fewer bits?** Blind, on *built* and *learned*: KVzip with an eighth of the entries, as they are (16 bits), in 4 and in 2 bits a number, beside 2 bits for all entries.
+# **Fewer entries or fewer bits?** Agnostic, on *built* and *learned*: KVzip with an eighth of the entries, as they are (16 bits), in 4 and in 2 bits a number, beside 2 bits for all entries.
 
 # %%
 for decoder in stored:
@@ -330,7 +330,7 @@ for beta in (0.1, 0.25, 0.5, 0.75):
 #
 # ![the playground in a browser](playground.png)
 #
-# Things to try. Take `snap_kv`, *blind*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Set `layer` to 1, where *built* retrieves. Write a text of your own with a fact in it: `The code of NAME is NUMBER.` is what this decoder was trained to be asked for.
+# Things to try. Take `snap_kv`, *agnostic*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Set `layer` to 1, where *built* retrieves. Write a text of your own with a fact in it: `The code of NAME is NUMBER.` is what this decoder was trained to be asked for.
 
 # %%
 from nanollm.commands.playground import Playground

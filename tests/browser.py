@@ -66,7 +66,7 @@ def says(page, text: str):
     page.locator(".widget-html").filter(has_text=text).first.wait_for()
 
 
-def choose(page, method: str, setting: str = "blind"):
+def choose(page, method: str, setting: str = "agnostic"):
     page.locator(".widget-dropdown select").first.select_option(method)
     page.get_by_role("button", name=setting).click()
 

@@ -11,8 +11,8 @@ def grid(place, size):
     return chunk_kv.grid(place, size)
 
 
-def scores(votes, chunk, how):
-    return list(chunk_kv.scores(votes, chunk, how))
+def chunk_scores(scores, chunk, how):
+    return list(chunk_kv.chunk_scores(scores, chunk, how))
 
 
 def ranking(score):

@@ -7,9 +7,9 @@
 #
 # ## The idea
 #
-# A window method lets the last queries of a prompt vote: each earlier token gets the attention that they gave it. SnapKV keeps the tokens with the most votes. But a token means little without its neighbours. In "the code is 7 4 1 9" the votes fall on *code*, and the digits go.
+# A window method lets the last queries of a prompt vote: each earlier token gets the attention that they gave it. SnapKV keeps the tokens with the most window scores. But a token means little without its neighbours. In "the code is 7 4 1 9" the window scores fall on *code*, and the digits go.
 #
-# ChunkKV cuts the prompt into chunks of `chunk_size` tokens. A chunk's score is the sum of its tokens' votes. The chunks with the highest scores stay, whole.
+# ChunkKV cuts the prompt into chunks of `chunk_size` tokens. A chunk's score is the sum of its tokens' window scores. The chunks with the highest scores stay, whole.
 #
 # ## On paper
 #
@@ -17,7 +17,7 @@
 #
 # | token | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
 # |---|---|---|---|---|---|---|---|---|
-# | vote | 1 | 0 | 2 | 0 | 4 | 0 | 3 | 1 |
+# | window score | 1 | 0 | 2 | 0 | 4 | 0 | 3 | 1 |
 # | chunk | 1 | 1 | 1 | 2 | 2 | 2 | 3 | 3 |
 #
 # The scores of the chunks are 3, 4 and 4. Chunks 2 and 3 are equal. Of equals the *newest* comes first, in this repository always. So the ranking is 3, 2, 1.
@@ -25,7 +25,7 @@
 # - **Filled up** (`cut_to`): chunk 3 takes two places, chunk 2 has three tokens and two places are left. Its first two stay: tokens 3, 4, 6 and 7.
 # - **Whole chunks only** (`fit`): chunk 3 stays. Chunk 2 does not fit into the two places that are left, nor does chunk 1. So two places stay empty, and only tokens 6 and 7 are kept. (`fit` itself returns the chunks.)
 #
-# Token 2 has two votes and goes; token 3 has none and stays. That is what chunks cost.
+# Token 2 has two window scores and goes; token 3 has none and stays. That is what chunks cost.
 #
 # ## How it is graded
 #
@@ -49,19 +49,19 @@ check = checker("chunks")
 check("grid")
 
 # %% [markdown]
-# ## 2. `scores` (3 points)
+# ## 2. `chunk_scores` (3 points)
 #
-# `votes` and `chunk` are (..., n), n at least 1. The votes are at least 0, and `chunk` holds the number of each token's chunk, 0 or more; rows and heads may be cut differently. M is the largest number in the whole tensor `chunk`, plus one. Return two tensors of shape (..., M):
+# `scores` and `chunk` are (..., n), n at least 1. The window scores are at least 0, and `chunk` holds the number of each token's chunk, 0 or more; rows and heads may be cut differently. M is the largest number in the whole tensor `chunk`, plus one. Return two tensors of shape (..., M):
 #
-# - the **score** of every chunk: the `"sum"`, `"mean"` or `"max"` of its tokens' votes, as `how` says, of the dtype of `votes`,
+# - the **score** of every chunk: the `"sum"`, `"mean"` or `"max"` of its tokens' window scores, as `how` says, of the dtype of `scores`,
 # - its **length** in tokens, `torch.int64`.
 #
 # A head may have fewer chunks than M. Those that it has not get score 0 and length 0, for every `how`.
 #
-# <details><summary>Hint</summary><code>zeros.scatter_add(-1, chunk, votes)</code> adds each vote to its chunk. For the maximum there is <code>scatter_reduce</code> with <code>"amax"</code>.</details>
+# <details><summary>Hint</summary><code>zeros.scatter_add(-1, chunk, scores)</code> adds each score to its chunk. For the maximum there is <code>scatter_reduce</code> with <code>"amax"</code>.</details>
 
 # %%
-check("scores")
+check("chunk_scores")
 
 # %% [markdown]
 # ## 3. `ranking` (2 points)
@@ -100,7 +100,7 @@ check("fit")
 # %% [markdown]
 # ## 6. `ChunkKV.chosen` (2 points, check `reuse`)
 #
-# Layers like the same chunks. With `reuse=2` every second layer takes the choice of the layer below, and needs no votes. `self.follows` says whether this is such a layer; if it is not, return `super().chosen()`.
+# Layers like the same chunks. With `reuse=2` every second layer takes the choice of the layer below, and needs no window scores. `self.follows` says whether this is such a layer; if it is not, return `super().chosen()`.
 #
 # If it is: `self.below` is the cache of the layer below. When its prompt is over, its `pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens that it kept, and `NEVER` where a slot is empty. Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, with −1 for an empty one. They stand in the order of the slots below. The prompt is still whole here: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
 #
@@ -112,13 +112,13 @@ check("reuse")
 # %% [markdown]
 # ## 7. Predict, then measure (written, 3 points, not graded by the tests)
 #
-# The cell hides one fact in a text of 512 tokens and asks for it. The value of the fact has eight tokens ("long") or two ("short"). No full stop tells where the fact ends. Each method keeps a quarter of the prompt; the last 8 tokens vote. *aware*: the question is part of the prompt that is compressed. *blind*: it comes afterwards. SnapKV pools its votes over 7 tokens.
+# The cell hides one fact in a text of 512 tokens and asks for it. The value of the fact has eight tokens ("long") or two ("short"). No full stop tells where the fact ends. Each method keeps a quarter of the prompt; the last 8 tokens vote. *aware*: the question is part of the prompt that is compressed. *agnostic*: it comes afterwards. SnapKV pools its window scores over 7 tokens.
 #
 # Each number is the share of 64 documents that is answered. Behind it stands the difference to SnapKV with its standard error, taken document by document. Believe a difference of more than two standard errors. (±0.00 means that no two documents differ: the difference is the same in each.)
 #
 # **First write down** what you expect, with a reason, before you run the cell:
 #
-# 1. Long values, *aware*: does ChunkKV with chunks of 10 find more than SnapKV, or fewer? And *blind*?
+# 1. Long values, *aware*: does ChunkKV with chunks of 10 find more than SnapKV, or fewer? And *agnostic*?
 # 2. Short values, *aware*: which of the two finds more?
 # 3. What do chunks of 4, 20 and 40 do to either? Which chunk would you take if you knew the length of the value?
 #

@@ -33,29 +33,29 @@ def test_a_grid(run, n, size):
     same(run("grid", place=place, size=size), expected, f"{n} tokens in chunks of {size}")
 
 
-@problem("scores")
+@problem("chunk_scores")
 @pytest.mark.parametrize("how", HOW)
 def test_unlike_chunks(run, how):
     """Rows and heads with chunks of unlike length, (2, 3, 12)."""
-    votes, cuts = drawn(1, 2, 3, 12), [[3, 4, 5], [1, 10, 1], [6, 1, 5], [4, 4, 4], [10, 1, 1], [2, 3, 7]]
+    scores, cuts = drawn(1, 2, 3, 12), [[3, 4, 5], [1, 10, 1], [6, 1, 5], [4, 4, 4], [10, 1, 1], [2, 3, 7]]
     chunk = tensor([chunks(each) for each in cuts]).view(2, 3, 12)
-    score, length = run("scores", votes=votes, chunk=chunk, how=how)
+    score, length = run("chunk_scores", scores=scores, chunk=chunk, how=how)
     expected = torch.zeros(2, 3, 3)
     for b in range(2):
         for h in range(3):
             for m in range(3):
-                inside = [x for x, at in zip(votes[b, h].tolist(), chunk[b, h].tolist()) if at == m]
+                inside = [x for x, at in zip(scores[b, h].tolist(), chunk[b, h].tolist()) if at == m]
                 expected[b, h, m] = HOW[how](inside)
     same(score, expected, f"each chunk's {how}", atol=1e-5)
     same(length, tensor(cuts).view(2, 3, 3), "the lengths")
 
 
-@problem("scores")
+@problem("chunk_scores")
 @pytest.mark.parametrize("how", HOW)
 def test_a_head_with_fewer_chunks(run, how):
     """A head that has fewer chunks than another: those it has not are 0, of length 0, and not NaN."""
-    votes, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 1, 2], [0, 0, 0]])
-    score, length = run("scores", votes=votes, chunk=chunk, how=how)
+    scores, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 1, 2], [0, 0, 0]])
+    score, length = run("chunk_scores", scores=scores, chunk=chunk, how=how)
     same(score, tensor([[1., 2, 3], [HOW[how]([4., 5, 6]), 0, 0]]), f"each chunk's {how}")
     same(length, tensor([[1, 1, 1], [3, 0, 0]]), "the lengths")
 

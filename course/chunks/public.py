@@ -18,28 +18,28 @@ def test_places_not_slots(run):
     same(run("grid", place=place, size=4), tensor([[[1, 2, 2], [1, 3, 0]]]), "the chunks")
 
 
-@problem("scores")
+@problem("chunk_scores")
 def test_sums_and_lengths(run):
-    """Votes 1 2 3 4 5 in chunks 0 0 1 1 2: the sums are 3 7 5 and the lengths 2 2 1."""
-    score, length = run("scores", votes=tensor([1., 2, 3, 4, 5]), chunk=tensor([0, 0, 1, 1, 2]), how="sum")
+    """Window scores 1 2 3 4 5 in chunks 0 0 1 1 2: the sums are 3 7 5 and the lengths 2 2 1."""
+    score, length = run("chunk_scores", scores=tensor([1., 2, 3, 4, 5]), chunk=tensor([0, 0, 1, 1, 2]), how="sum")
     same(score, tensor([3., 7, 5]), "the sums")
     same(length, tensor([2, 2, 1]), "the lengths")
 
 
-@problem("scores")
+@problem("chunk_scores")
 def test_means_and_maxima(run):
-    """Of the same votes the means are 1.5 3.5 5 and the maxima 2 4 5."""
-    votes, chunk = tensor([1., 2, 3, 4, 5]), tensor([0, 0, 1, 1, 2])
-    mean = run("scores", votes=votes, chunk=chunk, how="mean")[0]
+    """Of the same window scores the means are 1.5 3.5 5 and the maxima 2 4 5."""
+    scores, chunk = tensor([1., 2, 3, 4, 5]), tensor([0, 0, 1, 1, 2])
+    mean = run("chunk_scores", scores=scores, chunk=chunk, how="mean")[0]
     same(mean, tensor([1.5, 3.5, 5]), "the means", atol=1e-6)
-    same(run("scores", votes=votes, chunk=chunk, how="max")[0], tensor([2., 4, 5]), "the maxima")
+    same(run("chunk_scores", scores=scores, chunk=chunk, how="max")[0], tensor([2., 4, 5]), "the maxima")
 
 
-@problem("scores")
+@problem("chunk_scores")
 def test_heads_are_cut_apart(run):
-    """Two heads with chunks of their own: 0 0 1 and 0 1 1. Each chunk sums the votes of its own head."""
-    votes, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 0, 1], [0, 1, 1]])
-    score, length = run("scores", votes=votes, chunk=chunk, how="sum")
+    """Two heads with chunks of their own: 0 0 1 and 0 1 1. Each chunk sums the window scores of its own head."""
+    scores, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 0, 1], [0, 1, 1]])
+    score, length = run("chunk_scores", scores=scores, chunk=chunk, how="sum")
     same(score, tensor([[3., 3], [4, 11]]), "the sums")
     same(length, tensor([[2, 1], [1, 2]]), "the lengths")
 

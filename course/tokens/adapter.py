@@ -8,12 +8,12 @@ from methods.ours.theta import theta as sum_of_theta
 from methods.snap_kv import HighestScores, SnapKV
 from nanollm import ranking, window
 
-SELECTIONS = dict(votes=HighestScores, critical=critical_kv.Critical, pooled=critical_kv.PooledCritical,
+SELECTIONS = dict(scores=HighestScores, critical=critical_kv.Critical, pooled=critical_kv.PooledCritical,
                   code=critical_kv.CriticalCode)
 
 
-def window_votes(q, k):
-    return window.window_votes(q, k)
+def window_scores(q, k):
+    return window.window_scores(q, k)
 
 
 def pool(score, kernel_size):
@@ -40,15 +40,15 @@ def theta(weights, norms, kept):
     return sum_of_theta(weights, norms, kept)
 
 
-def selected(votes, v, w_o, budget, alpha, kernel_size=1, how="critical"):
+def selected(scores, v, w_o, budget, alpha, kernel_size=1, how="critical"):
     """The mask that a selection returns, of a cache that holds the values v (B, H, n + w, D)."""
     cache = SnapKV(budget=64, kernel_size=kernel_size)
     cache.write(v, v, torch.arange(v.shape[2])[None])
     cache.link(SimpleNamespace(blocks=[SimpleNamespace(attention=SimpleNamespace(w_o=w_o))]), 0, None)
-    return SELECTIONS[how](alpha=alpha)(cache, votes, budget)
+    return SELECTIONS[how](alpha=alpha)(cache, scores, budget)
 
 
-def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="votes"):
+def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="scores"):
     """The positions (B, H, n) that a cache holds when the prompt is over: SnapKV, or with a floor AdaKV."""
     options = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
     cache = SnapKV(**options) if floor is None else ada_kv.AdaKV(**options, floor=floor)

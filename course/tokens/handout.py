@@ -7,10 +7,10 @@
 #
 # ## The idea
 #
-# A prompt was read, and of its tokens only a budget may stay in the cache. Which? The last w tokens of the prompt are the **window**. Their queries **vote**: each earlier token gets the attention that they give it, on average. The window stays, and of the earlier tokens those with the most votes. This is SnapKV.
+# A prompt was read, and of its tokens only a budget may stay in the cache. Which? The last w tokens of the prompt are the **window**. Their queries **vote**: each earlier token gets the attention that they give it, on average. The window stays, and of the earlier tokens those with the most window scores. This is SnapKV.
 #
 # - **AdaKV** asks how many tokens each head may keep. Some heads gather their attention on a few tokens, others spread it. So the heads of a layer share one budget.
-# - **CriticalKV** asks what is lost. A token may have many votes and a value that adds nothing to the output. So the second part of a budget goes by votes × size of the value.
+# - **CriticalKV** asks what is lost. A token may have many window scores and a value that adds nothing to the output. So the second part of a budget goes by window scores × size of the value.
 #
 # ## On paper
 #
@@ -18,14 +18,14 @@
 #
 # | token | 0 | 1 | 2 | 3 |
 # |---|---|---|---|---|
-# | votes, head 0 | 5 | 4 | 3 | 0 |
-# | votes, head 1 | 6 | 1 | 0 | 1 |
+# | window scores, head 0 | 5 | 4 | 3 | 0 |
+# | window scores, head 1 | 6 | 1 | 0 | 1 |
 #
 # **SnapKV**: two for each. Head 0 keeps 0 and 1. Head 1 keeps 0, and of the equals 1 and 3 the *newest*, so 3. Of equals the newest stays, in this repository always.
 #
-# **AdaKV**: four in all. The four highest votes are 6, 5, 4 and 3. So three fall on head 0 and one on head 1. With a **floor** of ½, half of the budget is dealt out evenly, one for each head, and half of it goes by the votes: 1.5 and 0.5. That makes 2.5 and 1.5. Rounded down these are 2 and 1, one less than four. Both remainders are ½, and the lower head gets the one that is left: 3 and 1.
+# **AdaKV**: four in all. The four highest window scores are 6, 5, 4 and 3. So three fall on head 0 and one on head 1. With a **floor** of ½, half of the budget is dealt out evenly, one for each head, and half of it goes by the window scores: 1.5 and 0.5. That makes 2.5 and 1.5. Rounded down these are 2 and 1, one less than four. Both remainders are ½, and the lower head gets the one that is left: 3 and 1.
 #
-# **CriticalKV**, in head 0, half of the budget by votes alone: token 0. For the other half let the sizes of the values be 1, 1, 2, 9. The products are 5, 4, 6, 0. Token 0 is in already, so token 2 follows. SnapKV would have kept token 1.
+# **CriticalKV**, in head 0, half of the budget by window scores alone: token 0. For the other half let the sizes of the values be 1, 1, 2, 9. The products are 5, 4, 6, 0. Token 0 is in already, so token 2 follows. SnapKV would have kept token 1.
 #
 # ## How it is graded
 #
@@ -39,9 +39,9 @@ from course.command import checker
 check = checker("tokens")
 
 # %% [markdown]
-# ## 1. `window_votes` in `nanollm/window.py` (1 point)
+# ## 1. `window_scores` in `nanollm/window.py` (1 point)
 #
-# `q` is (B, H, G, w, D), the queries of the last w tokens, and `k` is (B, H, S, D), the keys of all tokens. Both are rotated already. Return the votes (B, H, G, S − w): what each key *before the window* gets from a query, on average over the w queries. G query heads share a key head; their votes stay apart here.
+# `q` is (B, H, G, w, D), the queries of the last w tokens, and `k` is (B, H, S, D), the keys of all tokens. Both are rotated already. Return the window scores (B, H, G, S − w): what each key *before the window* gets from a query, on average over the w queries. G query heads share a key head; their window scores stay apart here.
 #
 # A query gives each key the probability softmax(q kᵀ / √D) over the keys that it sees: query t of the window, 0 ≤ t < w, sees the keys 0 … S − w + t. `window_rows(q, k, empty)`, above it, returns these probabilities. `empty` (B, H, S) marks slots that hold no token and that nobody sees; it is None where there are none, as in all tests. Hand it on.
 #
@@ -50,12 +50,12 @@ check = checker("tokens")
 # <details><summary>Hint</summary>Which axis of <code>window_rows</code> are the queries of the window? <code>mean</code> takes a <code>dtype</code>, and <code>torch.promote_types</code> returns the larger of two.</details>
 
 # %%
-check("votes")
+check("window_scores")
 
 # %% [markdown]
 # ## 2. `max_pool` in `nanollm/window.py` (1 point)
 #
-# A digit of a number is no use without the others. So votes are pooled. `score` is (..., n) with at least one leading dimension, of real numbers of any sign. Return a tensor of the same shape: for each token the largest score among those at most ⌊`width` / 2⌋ tokens away, itself included. `width` is odd. At both ends there are fewer neighbours; nothing takes their place. The width may be larger than the text.
+# A digit of a number is no use without the others. So window scores are pooled. `score` is (..., n) with at least one leading dimension, of real numbers of any sign. Return a tensor of the same shape: for each token the largest score among those at most ⌊`width` / 2⌋ tokens away, itself included. `width` is odd. At both ends there are fewer neighbours; nothing takes their place. The width may be larger than the text.
 #
 # <details><summary>Hint</summary><code>F.max_pool1d</code> wants (rows, n), and its padding counts as −∞.</details>
 
@@ -75,7 +75,7 @@ check("top")
 # %% [markdown]
 # ## 4. `shared` in `methods/ada_kv.py` (4 points)
 #
-# `score` is (B, H, S), the pooled votes of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S, the entries of a head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H) of `torch.int64`, H · m in every row of the batch:
+# `score` is (B, H, S), the pooled window scores of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S, the entries of a head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H) of `torch.int64`, H · m in every row of the batch:
 #
 # - In each row, take the H · m highest of all H · S scores. Head h has n_h of them. Of equal scores that of the newer token comes first. Of equal scores of the same token (two heads) that of the head with the *larger* number comes first.
 # - Exactly, head h should get f · m + (1 − f) · n_h. These numbers are rounded down.
@@ -117,10 +117,10 @@ check("two_stage")
 # %% [markdown]
 # ## 7. `Critical.__call__` in `methods/critical_kv.py` (3 points)
 #
-# This is CriticalKV's selection. `votes` is (B, H, G, n), and `budget`, a number or (B, H), at most n, says how many of the n tokens before the window stay. Return the mask (B, H, n).
+# This is CriticalKV's selection. `scores` is (B, H, G, n), and `budget`, a number or (B, H), at most n, says how many of the n tokens before the window stay. Return the mask (B, H, n).
 #
-# - The G query heads of a group share their entries. Stage 1 takes the highest of the mean of their votes, pooled by `cache.pool`: first the mean over the group, then the pool. It takes ⌊α · budget⌋ entries, which `part_of(self.alpha, budget)` computes exactly, for a number or a tensor.
-# - Stage 2 takes what is left of the budget from the others, by the score that `self.second(cache, votes, norms)` returns. The norms are those of `value_norms`, with the values `cache.v` and the matrix `cache.w_o`. `cache.v` holds the window's values as well, at its end; they have no votes.
+# - The G query heads of a group share their entries. Stage 1 takes the highest of the mean of their window scores, pooled by `cache.pool`: first the mean over the group, then the pool. It takes ⌊α · budget⌋ entries, which `part_of(self.alpha, budget)` computes exactly, for a number or a tensor.
+# - Stage 2 takes what is left of the budget from the others, by the score that `self.second(cache, scores, norms)` returns. The norms are those of `value_norms`, with the values `cache.v` and the matrix `cache.w_o`. `cache.v` holds the window's values as well, at its end; they have no window scores.
 #
 # Subclasses override `second`. So it must be asked.
 
@@ -142,7 +142,7 @@ check("theta")
 # %% [markdown]
 # ## 9. Predict, then measure (written, 3 points, not graded by the tests)
 #
-# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window votes with it in mind. *Blind*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. *KiB* at 6 % is more than 6 % of the full cache's, since the window and what came after the prompt stay. **First write down** what you expect, with a reason, before you run the cell:
+# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window window scores with it in mind. *Agnostic*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. *KiB* at 6 % is more than 6 % of the full cache's, since the window and what came after the prompt stay. **First write down** what you expect, with a reason, before you run the cell:
 #
 # 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
 # 2. Does CriticalKV's selection lower L1? It chooses by a bound on it.

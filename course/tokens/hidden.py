@@ -30,7 +30,7 @@ def by_head(f, B, H):
     return torch.stack([torch.stack([torch.as_tensor(f(b, h)) for h in range(H)]) for b in range(B)])
 
 
-def votes_of(q, k):
+def scores_of(q, k):
     """What each key before the window gets on average, q (w, D), k (S, D), in Python's numbers."""
     w, D, S = len(q), len(q[0]), len(k)
     sums = [0.0] * (S - w)
@@ -58,40 +58,40 @@ def share(score, mean, floor):
     return counts
 
 
-@problem("votes")
+@problem("window_scores")
 @pytest.mark.parametrize("B, H, G, w, S, D", [(1, 1, 1, 1, 2, 3), (2, 3, 2, 4, 11, 5), (2, 1, 4, 7, 9, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_by_a_loop(run, B, H, G, w, S, D, dtype):
     """Each query head's mean over the window, causal inside it, of the keys before it."""
     q, k = 2 * drawn(0, B, H, G, w, D).to(dtype), drawn(1, B, H, S, D).to(dtype)
-    expected = by_head(lambda b, h: tensor([votes_of(x, k[b, h].tolist()) for x in q[b, h].tolist()]), B, H)
-    got = run("window_votes", q=q, k=k)
-    same(got, expected, "the votes", atol=1e-5)
+    expected = by_head(lambda b, h: tensor([scores_of(x, k[b, h].tolist()) for x in q[b, h].tolist()]), B, H)
+    got = run("window_scores", q=q, k=k)
+    same(got, expected, "the window scores", atol=1e-5)
     if got.dtype != dtype:
-        wrong(f"expected votes of {dtype}, got {got.dtype}")
+        wrong(f"expected window scores of {dtype}, got {got.dtype}")
 
 
-@problem("votes")
+@problem("window_scores")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(run, dtype):
-    """Votes of 16-bit numbers are means in 32 bits."""
+    """Window scores of 16-bit numbers are means in 32 bits."""
     q, k = torch.zeros(1, 2, 2, 48, 4, dtype=dtype), torch.zeros(1, 2, 50, 4, dtype=dtype)
-    got = run("window_votes", q=q, k=k)
+    got = run("window_scores", q=q, k=k)
     if not isinstance(got, torch.Tensor) or got.dtype != torch.float32:
-        wrong("expected votes of torch.float32")
-    same(got, torch.full((1, 2, 2, 2), sum(1 / n for n in range(3, 51)) / 48), "the votes", atol=1e-4)
+        wrong("expected window scores of torch.float32")
+    same(got, torch.full((1, 2, 2, 2), sum(1 / n for n in range(3, 51)) / 48), "the window scores", atol=1e-4)
 
 
-@problem("votes")
+@problem("window_scores")
 @pytest.mark.parametrize("kernel", [1, 5])
 def test_snap_kv(run, kernel):
-    """SnapKV keeps the window and the tokens with the highest pooled mean of a group's votes."""
+    """SnapKV keeps the window and the tokens with the highest pooled mean of a group's window scores."""
     B, H, G, S, D, w, budget = 2, 2, 2, 20, 4, 3, 9
     q, k = 2 * drawn(2, B, H * G, S, D), drawn(3, B, H, S, D)
 
     def expected(b, h):
-        votes = [votes_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
-        mean = pooled([sum(each) / G for each in zip(*votes)], kernel)
+        scores = [scores_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
+        mean = pooled([sum(each) / G for each in zip(*scores)], kernel)
         return tensor(sorted(highest(mean, budget - w)) + [*range(S - w, S)])
 
     got = run("kept", q=q, k=k, v=k.clone(), w_o=torch.ones(8, H * G, D), budget=budget, window_size=w,
@@ -106,7 +106,7 @@ def test_windows(run, shape, kernel):
     """Any number of heads, also kernels wider than the text; the shape stays."""
     score = drawn(0, *shape).abs()
     rows = [pooled(row, kernel) for row in score.view(-1, shape[-1]).tolist()]
-    same(run("pool", score=score, kernel_size=kernel), tensor(rows).view(shape), "the pooled votes")
+    same(run("pool", score=score, kernel_size=kernel), tensor(rows).view(shape), "the pooled scores")
 
 
 @problem("pool")
@@ -168,8 +168,8 @@ def test_ada_kv(run):
     for b in range(B):
         score = []
         for h in range(H):
-            votes = [votes_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
-            score.append(pooled([sum(each) / G for each in zip(*votes)], 3))
+            scores = [scores_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
+            score.append(pooled([sum(each) / G for each in zip(*scores)], 3))
         counts = share(score, budget - w, Fraction("0.2"))
         for h in range(H):
             expected = sorted(highest(score[h], counts[h])) + [*range(S - w, S)]
@@ -226,18 +226,18 @@ def test_large_scores(run):
     same(got, tensor([[0, 1, 0], [1, 0, 1]]).bool(), "the mask")
 
 
-def critical(votes, norms, budget, alpha, kernel, how):
-    """The two stages of one head, votes and norms (G, n), in Python's numbers."""
-    G, n = len(votes), len(votes[0])
-    mean = [sum(each) / G for each in zip(*votes)]
+def critical(scores, norms, budget, alpha, kernel, how):
+    """The two stages of one head, window scores and norms (G, n), in Python's numbers."""
+    G, n = len(scores), len(scores[0])
+    mean = [sum(each) / G for each in zip(*scores)]
     chosen = highest(pooled(mean, kernel), math.floor(Fraction(str(alpha)) * budget))
-    products = [[a * b for a, b in zip(*each)] for each in zip(votes, norms)]
+    products = [[a * b for a, b in zip(*each)] for each in zip(scores, norms)]
     second = [sum(each) / G for each in zip(*products)]
     if how == "pooled":
-        products = [[a * b for a, b in zip(pooled(x, kernel), y)] for x, y in zip(votes, norms)]
+        products = [[a * b for a, b in zip(pooled(x, kernel), y)] for x, y in zip(scores, norms)]
         second = [sum(each) / G for each in zip(*products)]
     if how == "code":
-        many = [sum(each) / G for each in zip(*(pooled(x, kernel) for x in votes))]
+        many = [sum(each) / G for each in zip(*(pooled(x, kernel) for x in scores))]
         second = [(a + 1e-4) * sum(each) / G for a, each in zip(many, zip(*norms))]
     others = [i for i in highest(second, n) if i not in chosen]
     return mask(chosen + others[:budget - len(chosen)], n)
@@ -250,15 +250,15 @@ def critical(votes, norms, budget, alpha, kernel, how):
 def test_by_stages(run, alpha, budget, kernel, how):
     """Rows, heads, groups that differ; the window's values do not count; a subclass's `second` is asked."""
     B, H, G, n, w, D, d = 2, 3, 2, 20, 4, 3, 5
-    votes, v = drawn(0, B, H, G, n).double().exp(), drawn(1, B, H, n + w, D).double()
+    scores, v = drawn(0, B, H, G, n).double().exp(), drawn(1, B, H, n + w, D).double()
     w_o = drawn(2, d, H * G, D).double()
     v[:, :, n:] *= 1000
 
     def expected(b, h):
         norms = [(v[b, h, :n] @ w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
-        return critical(votes[b, h].tolist(), norms, budget, alpha, kernel, how)
+        return critical(scores[b, h].tolist(), norms, budget, alpha, kernel, how)
 
-    got = run("selected", votes=votes, v=v, w_o=w_o, budget=budget, alpha=alpha, kernel_size=kernel, how=how)
+    got = run("selected", scores=scores, v=v, w_o=w_o, budget=budget, alpha=alpha, kernel_size=kernel, how=how)
     same(got, by_head(expected, B, H), "the mask")
 
 
@@ -266,17 +266,17 @@ def test_by_stages(run, alpha, budget, kernel, how):
 @pytest.mark.parametrize("budget", [100, tensor([[100, 7], [0, 3]])])
 def test_budgets_of_heads(run, budget):
     """A budget for each row and head, as AdaKV gives it: α of each, rounded down; 0.29 of 100 is 29."""
-    votes, v = drawn(3, 2, 2, 1, 120).double().exp(), drawn(4, 2, 2, 123, 3).double()
+    scores, v = drawn(3, 2, 2, 1, 120).double().exp(), drawn(4, 2, 2, 123, 3).double()
     w_o, budgets = drawn(5, 4, 2, 3).double(), torch.as_tensor(budget).expand(2, 2)
     for b in range(2):
         for h in range(2):  # stage 2 never takes the last that stage 1 takes
-            v[b, h, highest(votes[b, h, 0].tolist(), 29)[-1]] = 0
+            v[b, h, highest(scores[b, h, 0].tolist(), 29)[-1]] = 0
 
     def expected(b, h):
         norms = [(v[b, h, :120] @ w_o[:, h].T).abs().sum(-1).tolist()]
-        return critical(votes[b, h].tolist(), norms, int(budgets[b, h]), 0.29, 1, "critical")
+        return critical(scores[b, h].tolist(), norms, int(budgets[b, h]), 0.29, 1, "critical")
 
-    got = run("selected", votes=votes, v=v, w_o=w_o, budget=budget, alpha=0.29)
+    got = run("selected", scores=scores, v=v, w_o=w_o, budget=budget, alpha=0.29)
     same(got, by_head(expected, 2, 2), "the mask")
 
 
@@ -288,9 +288,9 @@ def test_in_a_cache(run):
     w_o = drawn(9, 6, H * G, D).double()
 
     def expected(b, h):
-        votes = [votes_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
+        scores = [scores_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
         norms = [(v[b, h, :S - w] @ w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
-        stay = critical(votes, norms, budget - w, 0.25, 3, "critical")
+        stay = critical(scores, norms, budget - w, 0.25, 3, "critical")
         return torch.cat((stay.nonzero()[:, 0], torch.arange(S - w, S)))
 
     got = run("kept", q=q, k=k, v=v, w_o=w_o, budget=budget, window_size=w, kernel_size=3, how="critical")

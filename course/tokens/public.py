@@ -7,50 +7,50 @@ from torch import tensor
 from course.expect import problem, same
 
 
-@problem("votes")
+@problem("window_scores")
 def test_keys_alike(run):
     """Four keys of zeros, window of two: the first query gives each of three keys 1/3, the second four 1/4.
 
-    The votes of the two keys before the window are the means, 7/24.
+    The window scores of the two keys before the window are the means, 7/24.
     """
-    got = run("window_votes", q=torch.ones(1, 1, 1, 2, 4), k=torch.zeros(1, 1, 4, 4))
-    same(got, tensor([[[[7 / 24, 7 / 24]]]]), "the votes", atol=1e-6)
+    got = run("window_scores", q=torch.ones(1, 1, 1, 2, 4), k=torch.zeros(1, 1, 4, 4))
+    same(got, tensor([[[[7 / 24, 7 / 24]]]]), "the window scores", atol=1e-6)
 
 
-@problem("votes")
+@problem("window_scores")
 def test_two_query_heads(run):
-    """D = 4. Query head 0 is zero and votes 1/3 1/3. Head 1 has the scores ln 3, 0 and 0: 3/5 1/5."""
+    """D = 4. Query head 0 is zero and window scores 1/3 1/3. Head 1 has the scores ln 3, 0 and 0: 3/5 1/5."""
     q, k = tensor([0., 1]).view(1, 1, 2, 1, 1), tensor([log(3) / 2, 0, 0]).view(1, 1, 3, 1)
-    got = run("window_votes", q=q.expand(1, 1, 2, 1, 4), k=k.expand(1, 1, 3, 4))
-    same(got, tensor([[[[1 / 3, 1 / 3], [3 / 5, 1 / 5]]]]), "the votes", atol=1e-6)
+    got = run("window_scores", q=q.expand(1, 1, 2, 1, 4), k=k.expand(1, 1, 3, 4))
+    same(got, tensor([[[[1 / 3, 1 / 3], [3 / 5, 1 / 5]]]]), "the window scores", atol=1e-6)
 
 
-@problem("votes")
+@problem("window_scores")
 def test_32_bits(run):
-    """Of queries and keys of 16 bits the votes have 32."""
+    """Of queries and keys of 16 bits the window scores have 32."""
     q, k = torch.zeros(1, 1, 1, 1, 2).bfloat16(), torch.zeros(1, 1, 4, 2).bfloat16()
-    same(run("window_votes", q=q, k=k), torch.full((1, 1, 1, 3), 0.25), "the votes")
+    same(run("window_scores", q=q, k=k), torch.full((1, 1, 1, 3), 0.25), "the window scores")
 
 
 @problem("pool")
 def test_three_neighbours(run):
-    """Votes 1 5 2 0 3 with a kernel of 3: each becomes the largest of itself and its neighbours."""
+    """Window scores 1 5 2 0 3 with a kernel of 3: each becomes the largest of itself and its neighbours."""
     got = run("pool", score=tensor([[[1., 5, 2, 0, 3]]]), kernel_size=3)
-    same(got, tensor([[[5., 5, 5, 3, 3]]]), "the pooled votes")
+    same(got, tensor([[[5., 5, 5, 3, 3]]]), "the pooled scores")
 
 
 @problem("pool")
 def test_no_pool(run):
     """A kernel of 1 changes nothing."""
     score = tensor([[[1., 5, 2], [4, 0, 3]]])
-    same(run("pool", score=score, kernel_size=1), score, "the pooled votes")
+    same(run("pool", score=score, kernel_size=1), score, "the pooled scores")
 
 
 @problem("pool")
 def test_the_next_head_is_no_neighbour(run):
     """Two heads, kernel 5: the end of one is not beside the beginning of the other."""
     got = run("pool", score=tensor([[[9., 1, 1, 1], [2, 2, 2, 7]]]), kernel_size=5)
-    same(got, tensor([[[9., 9, 9, 1], [2, 7, 7, 7]]]), "the pooled votes")
+    same(got, tensor([[[9., 9, 9, 1], [2, 7, 7, 7]]]), "the pooled scores")
 
 
 @problem("top")
@@ -151,9 +151,9 @@ def test_equal_scores(run):
 
 
 @problem("critical")
-def test_votes_times_norms(run):
-    """Votes 4 3 2 1 and values 0 1 1 9, two stay, α = 0.5: stage 1 takes token 0, stage 2 token 3."""
-    got = run("selected", votes=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
+def test_scores_times_norms(run):
+    """Window scores 4 3 2 1 and values 0 1 1 9, two stay, α = 0.5: stage 1 takes token 0, stage 2 token 3."""
+    got = run("selected", scores=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
               v=tensor([0., 1, 1, 9, 50, 50]).view(1, 1, 6, 1), w_o=torch.ones(1, 1, 1), budget=2, alpha=0.5)
     same(got, tensor([[[1, 0, 0, 1]]]).bool(), "the mask")
 
@@ -161,7 +161,7 @@ def test_votes_times_norms(run):
 @problem("critical")
 def test_rounded_down(run):
     """The same with α = 0.25: a quarter of two is no token, rounded down. Stage 2 takes tokens 1 and 3."""
-    got = run("selected", votes=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
+    got = run("selected", scores=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
               v=tensor([0., 1, 1, 9, 50, 50]).view(1, 1, 6, 1), w_o=torch.ones(1, 1, 1), budget=2,
               alpha=0.25)
     same(got, tensor([[[0, 1, 0, 1]]]).bool(), "the mask")
@@ -169,10 +169,10 @@ def test_rounded_down(run):
 
 @problem("critical")
 def test_only_stage_1_is_pooled(run):
-    """Votes 0 9 0 0 0 3, a pool of three, α = 0.5 of two. Stage 1 takes token 2, the newest of the three that
-    have 9 then. Stage 2 goes by the votes as they were: token 1, though token 0 has a larger value.
+    """Window scores 0 9 0 0 0 3, a pool of three, α = 0.5 of two. Stage 1 takes token 2, the newest of the three that
+    have 9 then. Stage 2 goes by the window scores as they were: token 1, though token 0 has a larger value.
     """
-    got = run("selected", votes=tensor([0., 9, 0, 0, 0, 3]).view(1, 1, 1, 6),
+    got = run("selected", scores=tensor([0., 9, 0, 0, 0, 3]).view(1, 1, 1, 6),
               v=tensor([2., 1, 1, 1, 1, 1, 1]).view(1, 1, 7, 1), w_o=torch.ones(1, 1, 1), budget=2, alpha=0.5,
               kernel_size=3)
     same(got, tensor([[[0, 1, 1, 0, 0, 0]]]).bool(), "the mask")

@@ -11,7 +11,7 @@ A level that a paper measured on models of billions of parameters is not testabl
 import torch
 import torch.nn.functional as F
 
-from experiments.change_and_text import (COMPARED, RULES, VOTING, WINDOW, compressed, long_answer,
+from experiments.change_and_text import (COMPARED, RULES, WINDOW_METHODS, WINDOW, compressed, long_answer,
                                          rank_correlation)
 from experiments.claims.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means,
                                         of_large, over_texts, within)
@@ -119,7 +119,7 @@ def P8(on: Subject) -> Finding:
 def P10(on: Subject) -> Finding:
     """Correlate L and KL over methods."""
     numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0).numpy(), kl.mean(0).numpy())
-    for what, names in {"rank correlation, all methods": COMPARED, "voting methods": VOTING}.items():
+    for what, names in {"rank correlation, all methods": COMPARED, "window methods": WINDOW_METHODS}.items():
         rows = [on.of_text(name) for name in names]
         L, kl = [row["alone"].mean((1, 2)) for row in rows], [row["kl"] for row in rows]
         numbers[what] = over_texts(correlation, torch.stack(L, 1), torch.stack(kl, 1))
@@ -169,7 +169,7 @@ def C2(on: Subject) -> Finding:
         kept = held(compressed(on.model, Method, on.text.tokens, 0.1, **options), prompt)
         alike[f"similarity, {name}"] = jaccard(kept[:, 1:], kept[:, :-1]).mean((1, 2)).cpu()
     _, snap, chunks = alike.values()
-    alone, reuse = (on.answered(ChunkKV, 0.25, "unmarked recall", **WINDOW, reuse=n) for n in (1, 2))
+    alone, reuse = (on.answered(ChunkKV, 0.25, "unmarked pairs", **WINDOW, reuse=n) for n in (1, 2))
     return Finding(both(above(mean(chunks - snap)), above(mean(reuse - alone), -0.1)),
                    means(alike | {"pairs, single layers": alone, "pairs, groups of two": reuse}))
 
@@ -230,19 +230,19 @@ def R9(on: Subject) -> Finding:
         later, score = p[..., cut:, :], p[..., :cut, :].sum((3, 4))
         found.append([x for by in (score, drawn) for x in amnesia(later, by, 0.4)["ever"]])
     often, much, often_chance, much_chance = torch.tensor(found).T
-    aware, blind = on.answered(SnapKV, 0.25, "needle", **WINDOW), on.blind(SnapKV, **WINDOW)
-    return Finding(both(above(mean(often), 0.1), above(mean(aware - blind))), means({
+    aware, agnostic = on.answered(SnapKV, 0.25, "needle", **WINDOW), on.agnostic(SnapKV, **WINDOW)
+    return Finding(both(above(mean(often), 0.1), above(mean(aware - agnostic))), means({
         "activated, outside H2O's": often, "outside a random 40 %": often_chance,
         "over 2 %, outside H2O's": much, "over 2 %, outside a random 40 %": much_chance,
-        "needles, aware": aware, "needles, blind": blind}))
+        "needles, aware": aware, "needles, agnostic": agnostic}))
 
 
 def R10(on: Subject) -> Finding:
     """Count the needles that each method finds if the question comes later."""
-    found = {Method.__name__: on.blind(Method) for Method in (KVReviver, H2O, StreamingLLM, CaM)}
+    found = {Method.__name__: on.agnostic(Method) for Method in (KVReviver, H2O, StreamingLLM, CaM)}
     paper, *others = found.values()
-    found |= {"the shrunk sketch": on.blind(ShrunkReviver), "full cache": on.blind(LayerCache, None),
-              "2 bits a number": on.blind(Quantized, None, bits=2, residual_length=16)}
+    found |= {"the shrunk sketch": on.agnostic(ShrunkReviver), "full cache": on.agnostic(LayerCache, None),
+              "2 bits a number": on.agnostic(Quantized, None, bits=2, residual_length=16)}
     near = above(mean(paper - found["full cache"]), -0.1)
     return Finding(both(near, *(above(mean(paper - other)) for other in others)), means(found))
 
@@ -260,7 +260,7 @@ def R11(on: Subject) -> Finding:
 
 def R12(on: Subject) -> Finding:
     """Count the needles, pairs and labels that each method finds, with the question in the prompt."""
-    tasks = "needle", "recall", "few_shot"
+    tasks = "needle", "pairs", "few_shot"
     found = {name: on.answered(Method, share, *tasks) for name, Method, share in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None), ("H2O", H2O, 0.25),
         ("means of slots", MeanReviver, 0.25))}

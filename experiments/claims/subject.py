@@ -17,9 +17,9 @@ from nanollm.measure.benchmark import Benchmark, replayed_or_read
 from nanollm.measure.evaluate import Reference, continuation, maker, reference, text_windows
 from nanollm.measure.tasks import Tasks, Unmarked
 
-ASKED = {"needle": (Tasks, "needle", {}), "recall": (Tasks, "recall", {}),
+ASKED = {"needle": (Tasks, "needle", {}), "pairs": (Tasks, "pairs", {}),
          "few_shot": (Tasks, "few_shot", {}),
-         "unmarked recall": (Unmarked, "recall", {}),  # no mark tells where a fact ends
+         "unmarked pairs": (Unmarked, "pairs", {}),  # no mark tells where a fact ends
          "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4))}
 HOLDS, NOT, OPEN, UNFIT = "holds", "does not hold", "undecided", "this model cannot judge it"
 UNTESTED, LARGE = "not testable here", 10**9  # parameters
@@ -97,7 +97,7 @@ class Subject:
         return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
 
     def row(self, task: str, Method, share: float | None, **options) -> dict[str, Tensor]:
-        """Return the share of right answers of every document, (documents,), "aware" and "blind"."""
+        """Return the share of right answers of every document, (documents,), "aware" and "agnostic"."""
         rows = [answers(self.model, bench, Method, share, **options) for bench in self.bench(task)]
         return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
@@ -113,11 +113,11 @@ class Subject:
     def facts(self, name: str, share: float = 1 / 16, **more) -> Tensor:
         """Return the needles and pairs found, aware, by a method of METHODS with a share of the entries."""
         Method, options = METHODS[name]
-        return self.answered(Method, share, "needle", "recall", **options | more)
+        return self.answered(Method, share, "needle", "pairs", **options | more)
 
-    def blind(self, Method, share: float | None = 0.25, **options) -> Tensor:
+    def agnostic(self, Method, share: float | None = 0.25, **options) -> Tensor:
         """Return the needles found if the question comes after the compression."""
-        return self.answered(Method, share, "needle", setting="blind", **options)
+        return self.answered(Method, share, "needle", setting="agnostic", **options)
 
     def of_text(self, name: str) -> dict[str, Tensor]:
         """Return `by_text` of a method of METHODS with a quarter of the entries."""

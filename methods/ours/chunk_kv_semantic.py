@@ -1,6 +1,6 @@
 """Semantic chunks: ChunkKV whose chunks end where a line, sentence or clause does. Ours.
 
-Such chunks differ in length, so their mean vote decides: it is what a slot of the chunk gathers. Votes are
+Such chunks differ in length, so their mean vote decides: it is what a slot of the chunk gathers. Window scores are
 pooled, so that one beside a cut counts on both sides. The chunks are as good as the marks in the text: a list
 without any falls into chunks of the longest length, and few have room.
 """
@@ -26,15 +26,15 @@ class SemanticChunks(Chunks):
     def check(self, cache: WindowCache):
         pass
 
-    def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
+    def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
         ends = getattr(cache, "chunk_ends", None)  # (B, T) of bool, from `tell_chunk_ends`
         known = 0 if ends is None else ends.shape[1]
         if known < cache.seen:
             raise ValueError(f"ends tell of {known} tokens and the prompt has {cache.seen}; call "
                              "tell_chunk_ends(caches, ends) of nanollm.generate with those of all its tokens")
         longest = min(self.chunk_size, cache.budget - cache.window_size)
-        ends = ends[:, :votes.shape[-1]].to(votes.device)
-        return cut_at(ends, longest).unsqueeze(1).expand(votes.shape)
+        ends = ends[:, :scores.shape[-1]].to(scores.device)
+        return cut_at(ends, longest).unsqueeze(1).expand(scores.shape)
 
 
 def cut_at(ends: Tensor, longest: int) -> Tensor:

@@ -1,7 +1,7 @@
 """A residual entry: a slot per head that stands for everything evicted. Not from a paper.
 
 Eviction renormalises attention over what is kept, as if the rest had never been. Give one slot of the budget
-to the rest instead. Its key and value are the means of the evicted ones, weighted by the window's votes a. A
+to the rest instead. Its key and value are the means of the evicted ones, weighted by the window's window scores a. A
 logit bias β lets it take the weight that they had together, as the window's queries t saw it. It wraps any
 other selection.
 
@@ -35,7 +35,7 @@ class Residual(Selection):
     inner: Selection = HighestScores()  # chooses the entries beside the residual ones
     entries: int = 1    # residual entries per head, in its budget; each stands for a run of evicted tokens
     rounds: int = 0     # of k-means on the keys: from runs of tokens to clusters
-    again = False       # what a residual entry stands for has no votes
+    again = False       # what a residual entry stands for has no window scores
     share: float = 1.0  # of the evicted tokens' weight that the entries take
 
     def __post_init__(self):
@@ -48,18 +48,18 @@ class Residual(Selection):
     def check(self, cache: WindowCache):
         self.inner.check(cache)
 
-    def __call__(self, cache: WindowCache, votes: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
         """What `inner` keeps of a smaller budget, and the residual entries, written over evicted slots."""
-        n = votes.shape[-1]
-        budget = torch.as_tensor(budget, device=votes.device).expand(votes.shape[:2])
+        n = scores.shape[-1]
+        budget = torch.as_tensor(budget, device=scores.device).expand(scores.shape[:2])
         room = (budget >= self.entries) & (budget < n)  # (B, H)
-        kept = self.inner(cache, votes, budget - self.entries * room)
+        kept = self.inner(cache, scores, budget - self.entries * room)
 
         # key, value and bias of each group of evicted tokens
-        member = self.groups(cache.k[:, :, :n], ~kept & room[..., None], votes.mean(2))  # (B, H, entries, n)
-        weight = mean_weights(member, votes.mean(2)).to(cache.k)
+        member = self.groups(cache.k[:, :, :n], ~kept & room[..., None], scores.mean(2))  # (B, H, entries, n)
+        weight = mean_weights(member, scores.mean(2)).to(cache.k)
         key, value = weight @ cache.k[:, :, :n], weight @ cache.v[:, :, :n]
-        total = cache.window_size * (member * votes.sum(2).unsqueeze(2)).sum(-1)  # Σ_t Σ_i α_{t,i}
+        total = cache.window_size * (member * scores.sum(2).unsqueeze(2)).sum(-1)  # Σ_t Σ_i α_{t,i}
         bias = (self.share * total).log() - reach(cache, key)
 
         # each takes the place, and with it the position, of its group's newest token
@@ -71,13 +71,13 @@ class Residual(Selection):
             cache.slot(name)[b, h, place[there]] = new[there].to(cache.slot(name).dtype)
         return kept | (F.one_hot(place, n).bool() & there[..., None]).any(2)
 
-    def groups(self, k: Tensor, gone: Tensor, votes: Tensor) -> Tensor:
+    def groups(self, k: Tensor, gone: Tensor, scores: Tensor) -> Tensor:
         """The evicted tokens (B, H, n) split into `entries` groups, (B, H, entries, n) of bool."""
         order = gone.cumsum(-1)
         group = ((order - 1).clamp(min=0) * self.entries) // order[..., -1:].clamp(min=1)
         member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
         for _ in range(self.rounds):
-            group = torch.cdist(k, mean_weights(member, votes).to(k) @ k).argmin(-1)
+            group = torch.cdist(k, mean_weights(member, scores).to(k) @ k).argmin(-1)
             member = F.one_hot(group, self.entries).mT.bool() & gone.unsqueeze(2)
         return member
 
@@ -90,10 +90,10 @@ def reach(cache: WindowCache, key: Tensor) -> Tensor:
     return (q @ key.unsqueeze(2).mT - log_z).logsumexp((2, 3))
 
 
-def mean_weights(member: Tensor, votes: Tensor) -> Tensor:
-    """Weights (B, H, E, n) of each group's mean, by votes (B, H, n); all 0 for an empty group."""
-    weight = member * votes.unsqueeze(2)
-    return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
+def mean_weights(member: Tensor, scores: Tensor) -> Tensor:
+    """Weights (B, H, E, n) of each group's mean, by window scores (B, H, n); all 0 for an empty group."""
+    weight = member * scores.unsqueeze(2)
+    return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 variants = {"snap_kv+residual": partial(SnapKV, select=Residual())}

@@ -27,7 +27,7 @@ from nanollm.window import Selection, WindowCache, window_rows
 class LeastTheta(Selection):
     """The lowest θ of top-A, two-stage and what a few steps make of the better one.
 
-    With `pooled`, θ and both starts are those of the pooled votes.
+    With `pooled`, θ and both starts are those of the pooled window scores.
     """
     steps: int = 2       # of improvement; 0: the better of top-A and two-stage; 2 come within 0.5 % of 12
     again = False        # θ is of a head that has every token
@@ -37,11 +37,11 @@ class LeastTheta(Selection):
         super().__post_init__()
         whole("steps", self.steps, 0, 100)
 
-    def __call__(self, cache: WindowCache, votes: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
         # the window stays and carries weight too: (B, H, G, S)
-        weights = window_rows(cache.queries, cache.k).mean(3, dtype=votes.dtype)
+        weights = window_rows(cache.queries, cache.k).mean(3, dtype=scores.dtype)
         if self.pooled:
-            weights = torch.cat((cache.pool(votes), weights[..., votes.shape[-1]:]), -1)
+            weights = torch.cat((cache.pool(scores), weights[..., scores.shape[-1]:]), -1)
             weights = weights / weights.sum(-1, keepdim=True)
         return least_theta(weights, value_norms(cache.v, cache.w_o), budget, cache.window_size, self.steps)
 

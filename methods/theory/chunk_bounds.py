@@ -35,10 +35,10 @@ class PlacedChunks(Chunks):
         if not isinstance(self.at, Tensor):
             raise ValueError("at must be a tensor (B,), a token's index for each document; give batch.stated")
 
-    def cut(self, cache: WindowCache, votes: Tensor) -> Tensor:
-        first = (self.at.to(votes.device) - self.place - 1) % self.chunk_size  # ends the first chunk
-        ends = torch.zeros_like(votes[:, 0], dtype=torch.bool).scatter(1, first[:, None], True)
-        return cut_at(ends, self.chunk_size).unsqueeze(1).expand(votes.shape)
+    def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
+        first = (self.at.to(scores.device) - self.place - 1) % self.chunk_size  # ends the first chunk
+        ends = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(1, first[:, None], True)
+        return cut_at(ends, self.chunk_size).unsqueeze(1).expand(scores.shape)
 
 
 @dataclass(eq=False)
@@ -75,10 +75,10 @@ def read(model, batch: Batch) -> list[list[Recording]]:
     return [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
 
 
-def replayed(batch: Batch, recordings: list[list[Recording]], make: Make, blind: bool = False) -> list:
-    """Caches that have read the context and, unless `blind`, the question."""
+def replayed(batch: Batch, recordings: list[list[Recording]], make: Make, agnostic: bool = False) -> list:
+    """Caches that have read the context and, unless `agnostic`, the question."""
     caches = make(batch.question, torch.from_numpy(batch.tokens))
-    for n in range(1, 2 if blind else 3):
+    for n in range(1, 2 if agnostic else 3):
         replay(recordings[:n], caches)
     return caches
 
@@ -92,26 +92,26 @@ def aware(model, batch: Batch, recordings: list[list[Recording]], make: Make) ->
 
 @torch.no_grad()
 def at_the_answer(model, batch: Batch, recordings: list[list[Recording]], make: Make,
-                  blind: bool = False) -> tuple[Tensor, Tensor]:
+                  agnostic: bool = False) -> tuple[Tensor, Tensor]:
     """Before the first answer: log-probabilities (B, V) of its first token, and which tokens of the context
     are held, (B, L, H, question) of bool."""
-    last, caches = batch.answers[0].start, replayed(batch, recordings, make, blind)
+    last, caches = batch.answers[0].start, replayed(batch, recordings, make, agnostic)
     end_prefill(caches)
     kept = held(caches, batch.question)
-    tokens = torch.from_numpy(batch.tokens[:, batch.question if blind else last - 1:last])
+    tokens = torch.from_numpy(batch.tokens[:, batch.question if agnostic else last - 1:last])
     for token in tokens.unbind(1):
         logits = model(token[:, None], caches)
     return logits[:, -1].log_softmax(-1), kept
 
 
 def lessons(model, batch: Batch, recordings: list[list[Recording]], makes: dict[str, Make], line_break: int,
-            blind: bool = False) -> dict[str, dict[str, Tensor]]:
+            agnostic: bool = False) -> dict[str, dict[str, Tensor]]:
     """What each method keeps of a few-shot prompt's examples, per document, (B,): the share that a head has
     whole, the share of labels that it has, and KL(full ‖ compressed) at the answer, in nats."""
     lines, measured = examples(batch, line_break), {}
-    full, _ = at_the_answer(model, batch, recordings, maker(model, LayerCache, None), blind)
+    full, _ = at_the_answer(model, batch, recordings, maker(model, LayerCache, None), agnostic)
     for name, make in makes.items():
-        log_p, kept = at_the_answer(model, batch, recordings, make, blind)
+        log_p, kept = at_the_answer(model, batch, recordings, make, agnostic)
         labels = [[line.stop - 1 for line in row] for row in lines]
         measured[name] = dict(
             whole=torch.stack([torch.stack([x[..., line].all(-1) for line in row]).float().mean()

@@ -209,7 +209,7 @@ def at_depths(tasks: Tasks, depths: tuple[float, ...], each: int, T: int, seed: 
     return Batch(tokens, roles, parts[0].question, parts[0].answers)
 
 
-def found_blind(model, batch, make, recording=None) -> Tensor:
+def found_agnostic(model, batch, make, recording=None) -> Tensor:
     """Which needles of a batch are found, (B,), if the question comes after the compression."""
     tokens, context, _ = prompt_and_question(model, batch)
     caches = make(batch.question)

@@ -28,7 +28,7 @@ FACT, ANSWER = " The code of table is 2356.", "2356"
 METHOD, BUDGET = "snap_kv", 32  # it finds the fact if it knows the question, and else does not
 
 SETTINGS = {"aware": "the question is part of the prompt that is compressed",
-            "blind": "the page is compressed, then the question comes"}
+            "agnostic": "the page is compressed, then the question comes"}
 
 
 def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str, int]]:
@@ -38,7 +38,7 @@ def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str,
     """
     context = opening(encoding, model.config) + encoding.encode_ordinary(page)
     tokens = context + encoding.encode_ordinary(question)
-    cuts = dict(aware=len(tokens) - 1, blind=len(context))
+    cuts = dict(aware=len(tokens) - 1, agnostic=len(context))
     return torch.tensor([tokens], device=model.embed.weight.device), cuts
 
 
@@ -73,7 +73,7 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
 
 
 def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
-    """Print the page as a method keeps it, aware and blind, and its answers beside the full cache's.
+    """Print the page as a method keeps it, aware and agnostic, and its answers beside the full cache's.
 
     figure: a file, for the page with each token as dark as the share of heads that keep it.
     """
@@ -100,7 +100,7 @@ def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
     if figure:  # the page once a setting, the fact that is asked for underlined
         from nanollm.commands import plot
         after = encoding.encode_ordinary(PAGE.partition(FACT)[2])
-        end = cuts["blind"] - len(after)
+        end = cuts["agnostic"] - len(after)
         start = end - len(encoding.encode_ordinary(FACT))
         fact = [start <= i < end for i in range(tokens.shape[1])]
         picture = plot.text([encoding.decode([token]) for token in tokens[0].tolist()], panels, fact,

@@ -66,7 +66,7 @@ class Playground(widgets.VBox):
             raise ValueError(f"a text has at least 1 token and, with question and answer, at most "
                              f"{model.config.max_len}, not {len(tokens[0]) + NEW}")
 
-        budget = share(self.budget.value / 100, cuts["blind"])
+        budget = share(self.budget.value / 100, cuts["agnostic"])
         options = options | given(Method, budget=budget, window_size=self.window.value)
         ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
         caches = make_cache(model, Method, **options)

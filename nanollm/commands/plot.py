@@ -61,7 +61,7 @@ def is_ours(data: bytes, title: str = TITLE) -> bool:
 def comparison(rows: list[dict], file: Path):
     """Draw a comparison: at most eight methods and the full cache, each named at the end of its line.
 
-    With one budget per method: lines from its aware to its blind mean accuracy, and its KL over its bytes.
+    With one budget per method: lines from its aware to its agnostic mean accuracy, and its KL over its bytes.
     Otherwise all three over the bytes.
     """
     if not rows:
@@ -76,7 +76,7 @@ def comparison(rows: list[dict], file: Path):
     else:
         figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
         over_bytes(axes[0], points, full, "aware", "accuracy, question in the prompt")
-        over_bytes(axes[1], points, full, "blind", "accuracy, question after compression")
+        over_bytes(axes[1], points, full, "agnostic", "accuracy, question after compression")
     over_bytes(axes[-1], points, full, "kl", "KL(full ‖ compressed) per token, nats")
     save(figure, file)
 
@@ -95,14 +95,14 @@ def drawn(names: list[str]) -> list[str]:
 
 
 def slopes(axis, points: dict, full: dict | None):
-    """Draw a line per method from its aware accuracy to its blind accuracy."""
+    """Draw a line per method from its aware accuracy to its agnostic accuracy."""
     ends = {name: row for name, (row,) in points.items()} | ({"full": full} if full else {})
     for name, row in ends.items():
-        axis.plot([0, 1], [row["aware"], row["blind"]], label=name, markersize=7, **style(name))
+        axis.plot([0, 1], [row["aware"], row["agnostic"]], label=name, markersize=7, **style(name))
     axis.set(xlim=(-0.08, 1.08), ylim=(-0.02, 1.05), xticks=[0, 1], ylabel="accuracy, mean over the tasks",
-             xticklabels=["aware:\nquestion in the prompt", "blind:\nquestion after compression"])
+             xticklabels=["aware:\nquestion in the prompt", "agnostic:\nquestion after compression"])
     axis.grid(alpha=0.3)
-    name_ends(axis, {name: (1, row["blind"]) for name, row in ends.items()})
+    name_ends(axis, {name: (1, row["agnostic"]) for name, row in ends.items()})
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):

@@ -13,15 +13,15 @@ TERMS = """\
 budget  the share of the prompt's tokens that each head may keep; "all": the method keeps every token;
         in brackets: what a method without a budget kept
 aware   the question is part of the prompt that is compressed, so attention knows what will be asked
-blind   the prompt is compressed first and the question comes afterwards
-needle  one of 4 facts hidden in real text is asked for; recall: one of 16 pairs; few-shot: a line's label
+agnostic   the prompt is compressed first and the question comes afterwards
+needle  one of 4 facts hidden in real text is asked for; pairs: one of 16; few-shot: a line's label
 KL      how far predictions of real text move from the full cache's, in nats
 KiB     what the cache of a text holds if the model's numbers have 16 bits; fewer bits count as stored"""
 NEARLY = 0.1  # a loss of mean accuracy, at most, that counts as nearly none
 
 # ---- the keys of a row, and what each holds ----
 
-SETTINGS = "aware", "blind"
+SETTINGS = "aware", "agnostic"
 ACCURACIES = tuple(f"{task}_{setting}" for task in TASKS for setting in SETTINGS)
 HOLDS = dict(method=str, each=dict, l1_alone=list[list[Real]], keeps_all=bool, evicts=bool) | dict.fromkeys(
     (*ACCURACIES, *SETTINGS, "tokens", "prompt", "live_16", "kl", "perplexity", "tokens_per_s"),
@@ -56,7 +56,7 @@ def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = F
     """
     error = 0.5 / (documents - 1) ** 0.5  # of as many ones as zeros, which is the largest
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in TASKS)]
-    names = ["method", "budget", "KiB", *["aware blind"] * len(TASKS)]
+    names = ["method", "budget", "KiB", *["aware agnostic"] * len(TASKS)]
     above += [""] if short else ["", "", "", "batch"] + [""] * gpu
     names += ["KL"] if short else ["perpl.", "KL", "L1", "tokens/s"] + ["GPU, KiB"] * gpu
     return (f"\n{documents} documents per task, {T} tokens each; seed {seed}; standard error of an accuracy: "
@@ -107,7 +107,7 @@ def unfit(rows: list[dict]) -> str:
 
 
 def findings(rows: list[dict]) -> str:
-    """Return sentences on rows of one budget: what survived aware, what survived blind, what it cost.
+    """Return sentences on rows of one budget: what survived aware, what survived agnostic, what it cost.
 
     "" if there is no row of the full cache, or no other.
     """
@@ -123,9 +123,9 @@ def findings(rows: list[dict]) -> str:
                     f"{'lose' if len(near) > 1 else 'loses'} {most if setting == 'aware' else 'no more'}")
         said[-1] += f": {', '.join(near)}" if near else ""
         lost = [row for row in others if row["method"] not in near]
-    if tasks and lost:  # these are of the last setting, blind
-        best = max(lost, key=lambda row: row["needle_blind"])
-        said[-1] += f"; of the others {best['method']} finds most needles, {best['needle_blind']:.2f}"
+    if tasks and lost:  # these are of the last setting, agnostic
+        best = max(lost, key=lambda row: row["needle_agnostic"])
+        said[-1] += f"; of the others {best['method']} finds most needles, {best['needle_agnostic']:.2f}"
 
     least = min(others, key=lambda row: row["live_16"])
     closest, farthest = (end(others, key=lambda row: row["kl"]) for end in (min, max))

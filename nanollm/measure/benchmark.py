@@ -15,7 +15,7 @@ from nanollm.measure.evaluate import (Make, Reference, check_size, continuation,
 from nanollm.measure.replay import CannotReplay, Recorder, Recording, record
 from nanollm.measure.tasks import Batch, Tasks
 
-TASKS = {"needle": {}, "recall": {}, "few_shot": {}}  # options: 4 facts, 16 pairs, 16 shots of 4 classes
+TASKS = {"needle": {}, "pairs": {}, "few_shot": {}}  # options: 4 facts, 16 pairs, 16 shots of 4 classes
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What a cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes and speed.
 
 Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed.
-`blind`: the context is compressed before the question arrives. In both the prompt's last token is fed after
+`agnostic`: the context is compressed before the question arrives. In both the prompt's last token is fed after
 the compression, or else the full cache would answer the first token. After the prompt, tokens come one at a
 time, as in decoding.
 """
@@ -80,7 +80,7 @@ def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] | None = None,
              chunk_size: int = 64) -> dict[str, Tensor]:
-    """Share of each document's questions answered exactly by greedy decoding, "aware" and "blind", (B,) each.
+    """Share of each document's questions answered exactly by greedy decoding, "aware" and "agnostic", (B,) each.
 
     With several questions, `aware` sees the first; the others come later, each after the answer that was
     given. `recordings` are those of `prompt_and_question`'s two parts, if there are any; without, the decoder
@@ -95,13 +95,13 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
         else:
             replay(recordings[:part + 1], caches)
 
-    blind = make(batch.question, tokens[:, :last])
-    read(0, blind)
-    aware = copied(blind)
+    agnostic = make(batch.question, tokens[:, :last])
+    read(0, agnostic)
+    aware = copied(agnostic)
     if last > batch.question:  # else the question is one token, which is fed after the compression
         read(1, aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
-            "blind": answer(model, tokens, batch.answers, batch.question, blind)}
+            "agnostic": answer(model, tokens, batch.answers, batch.question, agnostic)}
 
 
 def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:

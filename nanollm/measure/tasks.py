@@ -24,7 +24,7 @@ class Batch:
     """B documents of one task, aligned: the question and the answers lie at the same places in every row."""
     tokens: np.ndarray     # (B, T) int64
     roles: np.ndarray      # (B, T) uint8
-    question: int          # index of the first question's first token: `blind` compresses what lies before
+    question: int          # index of the first question's first token: `agnostic` compresses what lies before
     answers: list[slice]   # one span per question
 
     @property
@@ -51,7 +51,7 @@ class Tasks:
     A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words
     and values four-digit numbers. Those of the test split never occur as keys or values in training.
     """
-    KNOWN = "needle", "recall", "few_shot", "copy", "plain"
+    KNOWN = "needle", "pairs", "few_shot", "copy", "plain"
 
     def __init__(self, encoding, split: str, filler: str | None = None, chat: bool = False):
         foreign = isinstance(encoding, Foreign)
@@ -95,7 +95,7 @@ class Tasks:
         start = rng.integers(0, len(self.stream) - n)
         return self.stream[start:start + n]
 
-    def pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
+    def draw_pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
         """n different keys (2 tokens each) with their values, 2 tokens for each of their `numbers`."""
         whole("the number of keys", n, 1, len(self.words))
         whole("numbers", numbers, 1, len(self.values) // n)
@@ -148,7 +148,7 @@ class Tasks:
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
 
-        pairs = self.pairs(rng, facts, numbers)
+        pairs = self.draw_pairs(rng, facts, numbers)
         start, stop, ask = (self.ids(s) for s in (" The code of", ".", "\nQ:"))
         is_ = self.before(" is")
         depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
@@ -159,13 +159,13 @@ class Tasks:
         questions = [(self.ask(ask, start + pairs[i][0] + is_), pairs[i][1], stop) for i in asked]
         return self.assemble(rng, T, stated, questions, depths)
 
-    def recall(self, rng, T: int, pairs: int = 16, questions: int = 1):
+    def pairs(self, rng, T: int, listed: int = 16, questions: int = 1):
         """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
-        whole("questions", questions, 1, whole("pairs", pairs, 1))
-        items = self.pairs(rng, pairs)
+        whole("questions", questions, 1, whole("listed", listed, 1))
+        items = self.draw_pairs(rng, listed)
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
-        asked = rng.permutation(pairs)[:questions]
+        asked = rng.permutation(listed)[:questions]
         questions = [(self.ask(ask, items[i][0] + colon), items[i][1], []) for i in asked]
         return self.assemble(rng, T, [block], questions)
 
@@ -217,7 +217,7 @@ class Tasks:
         return (make(rng, T, **options) for _ in count())
 
     def batch(self, task: str, seed: int, B: int, T: int, **options) -> Batch:
-        """B documents of a task ("needle", "recall", …), drawn until question and answers align."""
+        """B documents of a task ("needle", "pairs", …), drawn until question and answers align."""
         rows, missed = [], 0
         for tokens, roles in self.drawn(task, seed, B, T, options):
             if rows and (shape_of(roles) != shape_of(rows[0][1])).any():

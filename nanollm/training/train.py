@@ -48,18 +48,18 @@ CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3
 # share of the steps, tokens per document, documents per batch, and the mixture of tasks
 STAGES = [
     (0.08, 64, 64, dict(plain=.20, periodic=.45, associative=.25, few_shot=.10)),
-    (0.10, 128, 32, dict(plain=.20, periodic=.15, associative=.10, few_shot=.15, needle=.25, recall=.15)),
-    (0.42, 256, 16, dict(plain=.38, periodic=.07, associative=.05, few_shot=.18, needle=.20, recall=.12)),
-    (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, recall=.13,
+    (0.10, 128, 32, dict(plain=.20, periodic=.15, associative=.10, few_shot=.15, needle=.25, pairs=.15)),
+    (0.42, 256, 16, dict(plain=.38, periodic=.07, associative=.05, few_shot=.18, needle=.20, pairs=.12)),
+    (0.40, 512, 8, dict(plain=.42, periodic=.04, associative=.02, few_shot=.10, needle=.17, pairs=.13,
                         copy=.12)),
 ]
 LEARNED = [  # the same for --start learned
     (0.05, 64, 64, dict(plain=.05, periodic=.80, associative=.15)),
     (0.04, 64, 64, dict(plain=.20, periodic=.40, associative=.25, few_shot=.15)),
     (0.09, *STAGES[1][1:]),
-    (0.42, 256, 16, dict(plain=.42, periodic=.06, associative=.04, few_shot=.16, needle=.16, recall=.10,
+    (0.42, 256, 16, dict(plain=.42, periodic=.06, associative=.04, few_shot=.16, needle=.16, pairs=.10,
                          copy=.06)),
-    (0.40, 512, 8, dict(plain=.46, periodic=.03, associative=.02, few_shot=.10, needle=.12, recall=.11,
+    (0.40, 512, 8, dict(plain=.46, periodic=.03, associative=.02, few_shot=.10, needle=.12, pairs=.11,
                         copy=.16)),
 ]
 LEAVE_OUT = 0.06, 0.85  # from and to which share of the steps
@@ -116,9 +116,9 @@ def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
         facts = draw(1, min(12, max(2, n // 32)))
         questions = facts if rng.random() < 0.5 else draw(1, facts)
         tokens, roles = tasks.needle(rng, n, facts=facts, questions=questions)
-    elif task == "recall":
+    elif task == "pairs":
         pairs = draw(2, min(24, n // 16))
-        tokens, roles = tasks.recall(rng, n, pairs=pairs, questions=draw(1, min(pairs, n // 40)))
+        tokens, roles = tasks.pairs(rng, n, listed=pairs, questions=draw(1, min(pairs, n // 40)))
     elif task == "copy":
         length, start = draw(12, n // 4 - 1), draw(3, 8)
         tokens, roles = tasks.copy(rng, n, length=length, start=start, answer=length - start)
@@ -288,7 +288,7 @@ def learn(args, model: Decoder, optimizer, first: int, minutes: float, training:
                 save(args, model, optimizer, step + 1, minutes)
                 shown = dict(bpb=bits_per_byte(model, held_out, max(1, few // 2)))
                 if T >= 128:
-                    lengths = dict(needle=2 * T, recall=256, few_shot=256)
+                    lengths = dict(needle=2 * T, pairs=256, few_shot=256)
                     shown |= {task: exact_match(model, held_out, task, n, few) for task, n in lengths.items()}
                 row = dict(step=step + 1, tokens_per_document=T, loss=float(np.mean(losses)), **shown,
                            minutes=minutes)
@@ -354,7 +354,7 @@ def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: floa
     shutil.copy(TINY / "tokenizer.tiktoken", args.out)
     model, documents = from_hf(args.out, device=args.device), args.documents  # measure what was written
     asked = {f"needle_{T}": ("needle", T) for T in (256, 512, 1024, 2048)}
-    asked |= {"recall_16_pairs_512": ("recall", 512), "few_shot_16_of_4_classes_512": ("few_shot", 512),
+    asked |= {"pairs_16_512": ("pairs", 512), "few_shot_16_of_4_classes_512": ("few_shot", 512),
               "copy_512": ("copy", 512)}
     figures = {name: exact_match(model, held_out, task, T, documents)
                for name, (task, T) in tqdm(asked.items(), desc="measuring", disable=None)}

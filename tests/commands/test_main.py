@@ -28,7 +28,7 @@ from nanollm.hf.checkpoint import from_hf
 from nanollm.measure.benchmark import Slices
 
 ROOT = Path(__file__).parents[2]
-SHARES = [f"{task}_{setting}" for task in ("needle", "recall", "few_shot") for setting in ("aware", "blind")]
+SHARES = [f"{task}_{setting}" for task in ("needle", "pairs", "few_shot") for setting in ("aware", "agnostic")]
 SMALL = ["--lengths", "288", "--documents", "4"]
 
 
@@ -220,7 +220,7 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *three.split(), "--resume"]
     refused(capsys, [*arguments, "--dtype", "bfloat16"], "were made with --dtype float32, not bfloat16")
     for broken, message in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is"), (
-            {"needle_blind": -7.0}, "'needle_blind' of a row in .* is -7.0, and the mean"), (
+            {"needle_agnostic": -7.0}, "'needle_agnostic' of a row in .* is -7.0, and the mean"), (
             {"l1_alone": [[]]}, "'l1_alone' of a row"), ({"each": {}}, "has no 'needle_aware'"):
         row = {key: x for key, x in (rows[1] | broken).items() if x is not ...}
         Path("rows.json").write_text(json.dumps([rows[0], row, rows[2]]))
@@ -389,12 +389,12 @@ def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
 
 # ---- generate: the page ---
 
-def test_the_page_is_answered_aware_and_not_blind(capsys):
+def test_the_page_is_answered_aware_and_not_agnostic(capsys):
     main(["generate", "--figure", "page.png"])
     out = capsys.readouterr().out
     answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
     assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
-    texts = re.findall(r"(?:aware|blind): .*?\n\n(.*?)\n\n\d+ of", out, re.S)
+    texts = re.findall(r"(?:aware|agnostic): .*?\n\n(.*?)\n\n\d+ of", out, re.S)
     left = [re.sub(r"\[.*?\]", "", text, flags=re.S) for text in texts]
     assert "The code of table is 2356" in left[0]
     assert "The code of table is" not in left[1].partition("\nQ:")[0]

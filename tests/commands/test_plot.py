@@ -16,7 +16,7 @@ def closed():
 
 
 def rows(methods, kib=(8, 1, 2)) -> list[dict]:
-    return [dict(method=name, live_16=1024 * x, aware=0.9, blind=0.5, kl=0.1 * i)
+    return [dict(method=name, live_16=1024 * x, aware=0.9, agnostic=0.5, kl=0.1 * i)
             for i, name in enumerate(methods) for x in ([16] if name == "full" else kib)]
 
 
@@ -33,17 +33,17 @@ def test_a_comparison_is_drawn_into_a_file_that_is_ours(tmp_path, kind, measured
         assert not plot.is_ours(other)
 
 
-def test_a_line_goes_from_the_aware_to_the_blind_accuracy_or_over_the_bytes(monkeypatch):
+def test_a_line_goes_from_the_aware_to_the_agnostic_accuracy_or_over_the_bytes(monkeypatch):
     monkeypatch.setattr(plot, "save", lambda figure, file: None)
     for kib in [4], [1, 4]:
         plot.comparison(rows(["h2o"], kib), None)
         *accuracies, kl = plt.gcf().axes
         said = [axis.get_ylabel() for axis in accuracies] if len(kib) > 1 else [
             tick.get_text() for tick in accuracies[0].get_xticklabels()]
-        aware, blind = (next(i for i, words in enumerate(said) if x in words) for x in ("prompt", "after"))
+        aware, agnostic = (next(i for i, words in enumerate(said) if x in words) for x in ("prompt", "after"))
         y = [axis.lines[0].get_ydata() for axis in accuracies]
         y = [x[-1] for x in y] if len(kib) > 1 else y[0]
-        assert (y[aware], y[blind]) == (0.9, 0.5)
+        assert (y[aware], y[agnostic]) == (0.9, 0.5)
 
 
 def test_of_many_methods_eight_are_drawn_a_familys_own_first():

@@ -20,7 +20,7 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
                     allocated=6 * 1024, peak=7 * 1024, device=8 * 1024)
     assert {key: row[key] for key in expected} == expected
     assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
-    assert row["blind"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
+    assert row["agnostic"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
     first = ["h2o", "12.5", "%", "50", *map("{:.2f}".format, SHARES.values())]
     assert table.show(row, short=True).split() == [*first, "0.567"]
     assert table.show(row).split() == [*first, "12.34", "0.567", "7.62", "4321", "8"]
@@ -29,17 +29,17 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
 
 
 def rows(**methods) -> list[dict]:
-    """Rows with these shares of needles, aware and blind, of the other tasks' answers, KL and bytes."""
-    return [dict(method=name, kl=kl, live_16=live, needle_aware=aware, needle_blind=blind) | dict.fromkeys(
-        table.ACCURACIES[2:], others) for name, (aware, blind, others, kl, live) in methods.items()]
+    """Rows with these shares of needles, aware and agnostic, of the other tasks' answers, KL and bytes."""
+    return [dict(method=name, kl=kl, live_16=live, needle_aware=aware, needle_agnostic=agnostic) | dict.fromkeys(
+        table.ACCURACIES[2:], others) for name, (aware, agnostic, others, kl, live) in methods.items()]
 
 
 def test_sentences_name_what_survived_and_what_it_cost():
     full, low = (1, 1, 0.9, 0, 1000), (0.9, 0.1, 0.9, 0.2, 100)
-    aware, blind, cost = " ".join(table.findings(rows(
+    aware, agnostic, cost = " ".join(table.findings(rows(
         full=full, a=low, b=(0, 0.9, 0.9, 0.1, 300), c=(0, 0.3, 0.8, 0.7, 550))).split()).split(". ")
     assert "1 of 3 methods" in aware and aware.endswith(": a")
-    assert "1 of 3 methods" in blind and ": b;" in blind and "c finds most needles, 0.30" in blind
+    assert "1 of 3 methods" in agnostic and ": b;" in agnostic and "c finds most needles, 0.30" in agnostic
     assert all(told in cost for told in ("a holds least, 10 %", "b (KL 0.100)", "most with c (0.700)"))
     assert table.findings(rows(a=low)) == table.findings(rows(full=full)) == table.findings([]) == ""
 

@@ -8,7 +8,7 @@ import torch
 from common import tasks
 from experiments import change_and_text
 from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_OPTION, RULES, SHARES,
-                                         VOTING, WINDOW, CodeOptions, OtherNorms, change, compressed,
+                                         WINDOW_METHODS, WINDOW, CodeOptions, OtherNorms, change, compressed,
                                          correlation_of_change_and_kl, difference, l2_norms, last_layer,
                                          long_answer, lower, needles_found, saved, stored, value_kept)
 from experiments.claims.rules import P5, P8
@@ -50,11 +50,11 @@ def test_the_norms_of_other_tokens_gain_no_answers(on, note):
 
 def test_the_options_are_those_of_the_rule_and_the_code():
     g = torch.Generator().manual_seed(0)
-    votes, norms = torch.rand(2, 2, 2, 3, 20, generator=g)
+    scores, norms = torch.rand(2, 2, 2, 3, 20, generator=g)
     cache = SnapKV(20, window_size=8)
     for select, same in {Critical(): CodeOptions(), PooledCritical(): CodeOptions(pooled=True),
                          CriticalCode(): CodeOptions(**ALL_OF_CODE)}.items():
-        assert torch.allclose(select.second(cache, votes, norms), same.second(cache, votes, norms))
+        assert torch.allclose(select.second(cache, scores, norms), same.second(cache, scores, norms))
         assert select.alpha == same.alpha
     assert len({*ONE_OPTION.values()}) == len(ONE_OPTION) == 2 * (2 + len(CODE))
     v, w_o = torch.randn(2, 2, 5, 4, generator=g), torch.randn(12, 6, 4, generator=g)
@@ -139,8 +139,8 @@ def test_without_stage_1_answers_are_lost_but_not_if_stage_2_pools(on, note):
 
 
 @pytest.mark.claim("P10")
-def test_votes_that_are_never_pooled_lose_answers_and_a_residual_entry_loses_none(on, note):
-    """Though these votes lower L in all three rules; an eighth of the entries."""
+def test_window_scores_that_are_never_pooled_lose_answers_and_a_residual_entry_loses_none(on, note):
+    """Though these window scores lower L in all three rules; an eighth of the entries."""
     plain, unpooled, residual = (on.facts(f"SnapKV{more}", 1 / 8).mean().item()
                                  for more in ("", ", no pool", "+residual"))
     assert abs(residual - plain) < 0.05 and unpooled < plain - 0.5
@@ -220,8 +220,8 @@ def test_within_a_budget_the_sign_of_the_rank_correlation_hangs_on_methods(note)
     assert low > 0.85
     note("P10", over_budgets=over_budgets)
     for share in SHARES:
-        everything, voting = (correlation_of_change_and_kl(names, [share]) for names in (COMPARED, VOTING))
-        assert share == 0.5 or voting[2] < -0.4
+        everything, window_methods = (correlation_of_change_and_kl(names, [share]) for names in (COMPARED, WINDOW_METHODS))
+        assert share == 0.5 or window_methods[2] < -0.4
         assert {0.5: everything[1] > 0, 0.25: everything[2] < 0, 0.0625: everything[2] > 0}.get(share, True)
         percent = int(100 * share)
-        note("P10", **{f"all_{percent}": everything[0], f"voting_{percent}": voting[0]})
+        note("P10", **{f"all_{percent}": everything[0], f"window_{percent}": window_methods[0]})

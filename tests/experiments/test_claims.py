@@ -62,7 +62,7 @@ def kl(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
 def answers(reviver, h2o, n=10**9):
     right = {KVReviver: reviver, H2O: h2o, LayerCache: 0.9}
     found = lambda Method, *_, **options: around(right.get(Method, 0.0))
-    return SimpleNamespace(model=parameters(n), answered=found, blind=found)
+    return SimpleNamespace(model=parameters(n), answered=found, agnostic=found)
 
 
 def likelihood(more, n=10**9):
@@ -147,7 +147,7 @@ def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, ca
     folder = foreign_checkpoint(tmp_path / "model")
     small = {"built": checkpoint_of_two_layers(tmp_path / "small")}
     monkeypatch.setattr(claims_command, "SHIPPED", small)
-    for several in ("COMPARED", "VOTING"):
+    for several in ("COMPARED", "WINDOW_METHODS"):
         monkeypatch.setattr(rules, several, ["SnapKV", "AdaKV", "PyramidKV"])
     found = run(tmp_path, "--model", folder, "--documents", 2, "--length", 256)
     assert [(row["claim"], row["model"]) for row in found] == [

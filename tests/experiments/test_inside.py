@@ -8,7 +8,7 @@ import torch
 from common import decoder, tasks
 from experiments import inside
 from experiments.inside import (DISTANCES, found_without, layer, norm_spread, read_at_question, sinks,
-                                votes_kept, without_each, without_pairs)
+                                scores_kept, without_each, without_pairs)
 from methods.critical_kv import value_norms
 from nanollm import TINY
 from nanollm.cache import make_cache
@@ -71,15 +71,15 @@ def test_sinks_are_mean_weights_of_the_second_half(monkeypatch):
             assert strongest[i, h] == pytest.approx(np.mean([max(of) for of in read]), rel=1e-5)
 
 
-def test_votes_are_compared_with_those_of_later_windows(monkeypatch):
+def test_window_scores_are_compared_with_those_of_later_windows(monkeypatch):
     T, w, texts = 2 * max(DISTANCES), 8, 2
     half = T // 2
     p = maps(monkeypatch, T, texts)
-    kept = votes_kept(None, torch.zeros(texts, T), window=w, share=0.1)
+    kept = scores_kept(None, torch.zeros(texts, T), window=w, share=0.1)
 
     def top(of_head, end):
-        votes = of_head[end - w:end, :half].mean(0)
-        return set(np.argsort(-votes)[:round(0.1 * half)].tolist())
+        scores = of_head[end - w:end, :half].mean(0)
+        return set(np.argsort(-scores)[:round(0.1 * half)].tolist())
 
     for i in range(L):
         for j, d in enumerate(DISTANCES):
@@ -87,7 +87,7 @@ def test_votes_are_compared_with_those_of_later_windows(monkeypatch):
                     for b in range(texts) for h in range(HEADS)]
             assert kept[i, j] == pytest.approx(np.mean(both))
     with pytest.raises(ValueError, match="texts of 200 tokens must have at least 256"):
-        votes_kept(None, torch.zeros(1, 200))
+        scores_kept(None, torch.zeros(1, 200))
 
 
 def test_norms_and_the_question_s_reading_are_those_of_the_caches(small):

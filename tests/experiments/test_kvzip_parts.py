@@ -20,7 +20,7 @@ def test_each_row_is_what_the_method_finds():
         for score in ("max", "sum"):
             for ranked, across in (("all", True), ("each head", False)):
                 make = maker(model, Method, 0.25, score=score, across=across)
-                expected = retrieve(model, batch, make)["blind"]
+                expected = retrieve(model, batch, make)["agnostic"]
                 assert torch.equal(found[reading, score, ranked, 0.25], expected), (reading, score, ranked)
                 assert torch.equal(found[reading, score, ranked, 1.0], found["second", "max", "all", 1.0])
     assert found["second", "max", "all", 1.0].mean() > 0.9  # nothing was evicted
@@ -32,7 +32,7 @@ def test_fewer_bits_are_fewer_bytes():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 4, 160)
     found = fewer_bits(model, batch, shares=(0.25,))
     make = maker(model, KVzip, 0.25)
-    assert torch.equal(found["kvzip", 16, 0.25][0], retrieve(model, batch, make)["blind"])
+    assert torch.equal(found["kvzip", 16, 0.25][0], retrieve(model, batch, make)["agnostic"])
     for name in ("snap_kv", "kvzip"):
         exact, four, two = (found[name, bits, 0.25][1] for bits in (16, 4, 2))
         assert two < four < exact < found["full", 16, None][1] / 2
@@ -51,5 +51,5 @@ def test_duo_attention_by_two_sets_of_heads():
     found = by_heads(model, batch, heads, shares=(0.3, 0.2))  # at 0.2 aware finds more
     for (name, part), right in found.items():
         make = maker(model, DuoAttention, part, heads=heads[name])
-        assert torch.equal(right, retrieve(model, batch, make)["blind"])
+        assert torch.equal(right, retrieve(model, batch, make)["agnostic"])
     assert len(found) == 4 and found["right", 0.3].mean() > found["wrong", 0.3].mean() + 0.3

@@ -80,15 +80,15 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
     for j, i in enumerate(gone):
         groups[j * entries // len(gone)].append(i)
 
-    votes, (G, w, T) = rows.mean((0, 1)), rows.shape
+    scores, (G, w, T) = rows.mean((0, 1)), rows.shape
     for _ in range(rounds):
-        centres = [(votes[group, None] * k[group]).sum(0) / votes[group].sum() for group in groups]
+        centres = [(scores[group, None] * k[group]).sum(0) / scores[group].sum() for group in groups]
         groups = [[] for _ in range(entries)]
         for i in gone:
             groups[min(range(entries), key=lambda e: (k[i] - centres[e]).norm())].append(i)
 
     for group in sorted(groups, key=max):
-        key, value = [(votes[group, None] * x[group]).sum(0) / votes[group].sum() for x in (k, v)]
+        key, value = [(scores[group, None] * x[group]).sum(0) / scores[group].sum() for x in (k, v)]
         reach = 0
         for g, t in product(range(G), range(w)):
             Z = (k[:T - w + t + 1] @ q[g, t] / math.sqrt(D)).exp().sum()
@@ -103,7 +103,7 @@ class Case(NamedTuple):
     Method: type = SnapKV
     options: dict = {}               # of the cache
     select: Selection | Callable | None = None  # or from a prompt; None: the Method's own
-    deal: Callable = same_for_all  # entries per head, from [h][i] pooled votes
+    deal: Callable = same_for_all  # entries per head, from [h][i] pooled window scores
     choose: Callable = by_weight   # entries of a head
 
 

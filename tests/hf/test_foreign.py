@@ -28,7 +28,7 @@ def tasks(request, tmp_path_factory):
     return Tasks(hf_tokenizer(folder), "test")
 
 
-@pytest.mark.parametrize("task", ["needle", "recall", "few_shot", "copy"])
+@pytest.mark.parametrize("task", ["needle", "pairs", "few_shot", "copy"])
 def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
     """One answer that the facts determine, and as many tokens as were asked for."""
     encoding, batch = tasks.encoding, tasks.batch(task, 0, 4, 400)
@@ -39,7 +39,7 @@ def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
         if task == "needle":
             key = question.split("code of ")[1].split(" is")[0]
             assert fact.count("The code of") == 4 and f"The code of {key} is {answer.strip()}." in fact
-        if task == "recall":
+        if task == "pairs":
             assert f" {question.split('Q:')[1].strip()} {answer.strip()}" in fact
         if task != "copy":
             assert len(answer.strip()) == (2 if task == "few_shot" else 4) and answer.strip().isdecimal()
@@ -65,7 +65,7 @@ def test_in_a_chat_the_answer_begins_with_the_question_again(folder, tmp_path, m
     encoding.hf.chat_template = "<u>{{ messages[0]['content'] }}</u>" \
                                 "{% if add_generation_prompt %}<a>{% endif %}"
     made = Tasks(encoding, "test", chat=True)
-    for task, begin in dict(needle="Q: The code of", recall="Q:", few_shot="", copy="").items():
+    for task, begin in dict(needle="Q: The code of", pairs="Q:", few_shot="", copy="").items():
         batch = made.batch(task, 0, 3, 500)
         for tokens, roles in zip(batch.tokens, batch.roles):
             text, question = (encoding.decode(x.tolist()) for x in (tokens, tokens[roles == QUESTION]))

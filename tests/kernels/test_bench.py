@@ -12,7 +12,7 @@ from common import DEVICE
 pytest.importorskip("triton")  # Linux only
 
 from kernels import bench
-from kernels.bench import Shape, cases, check, decode, floored, inserting, norms, pairs, revive, votes
+from kernels.bench import Shape, cases, check, decode, floored, inserting, norms, pairs, revive, scoring
 
 TINY = dict(H=2, G=2, D=16, dtype=torch.float32, device=DEVICE)
 
@@ -47,9 +47,9 @@ def test_bytes_and_operations_are_those_of_the_inputs():
         assert segment.count.sum() == len(segment.k) and (segment.count.max() > 1.7 * n) == bool(spread)
     # scores there and back, and the sums
     assert decode(s, sums=True).bytes == decode(s).bytes + B * H * n * (4 * G + 4 * G + 4)
-    q, k = votes(s).draw()
-    assert votes(s).bytes == read(k) + 4 * B * H * G * n
-    assert votes(s).operations == 2 * 2 * q.shape[3] * D * n * B * H * G
+    q, k = scoring(s).draw()
+    assert scoring(s).bytes == read(k) + 4 * B * H * G * n
+    assert scoring(s).operations == 2 * 2 * q.shape[3] * D * n * B * H * G
     v, w_o = norms(s).draw()
     assert norms(s).bytes == read(v) + 4 * B * H * G * n and norms(s).operations == 2 * B * n * w_o.numel()
     for rows, by_slots in ((3, False), (1, False), (1, True)):

@@ -32,7 +32,7 @@ from methods.snap_kv import SnapKV
 from methods.tensor_attention import FactoredFourCache
 from nanollm import kernel_switch
 from nanollm.cache import ALL, LayerCache
-from nanollm.window import window_rows, window_votes
+from nanollm.window import window_rows, window_scores
 
 B, H, G, D, T, LATER = 2, 2, 2, 16, 33, 2
 ROOT = Path(__file__).parents[2]
@@ -58,12 +58,12 @@ ONE, PACKED = "decode_attention.attend_one", "decode_attention.attend_packed"
 REVIVE, INSERT = "revive_attention.attend_one", "revive_attention.insert"
 WINDOW, SKETCH = dict(budget=16, window_size=8), dict(budget=24, slack=2)
 CASES = {
-    "snap": (SnapKV, WINDOW, {"window_votes"}),
-    "ada": (AdaKV, WINDOW, {"window_votes", PACKED}),
-    "critical ada": (AdaKV, WINDOW | dict(select=Critical()), {"window_votes", "value_norms", PACKED}),
-    "theta": (SnapKV, WINDOW | dict(select=LeastTheta()), {"window_votes", "value_norms"}),
-    "chunks": (SnapKV, WINDOW | dict(select=Chunks(chunk_size=3)), {"window_votes"}),
-    "residual ada": (AdaKV, WINDOW | dict(select=Residual(entries=2, rounds=1)), {"window_votes", PACKED}),
+    "snap": (SnapKV, WINDOW, {"window_scores"}),
+    "ada": (AdaKV, WINDOW, {"window_scores", PACKED}),
+    "critical ada": (AdaKV, WINDOW | dict(select=Critical()), {"window_scores", "value_norms", PACKED}),
+    "theta": (SnapKV, WINDOW | dict(select=LeastTheta()), {"window_scores", "value_norms"}),
+    "chunks": (SnapKV, WINDOW | dict(select=Chunks(chunk_size=3)), {"window_scores"}),
+    "residual ada": (AdaKV, WINDOW | dict(select=Residual(entries=2, rounds=1)), {"window_scores", PACKED}),
     "h2o": (H2O, dict(budget=16), {ONE}),
     "uneven": (Uneven, {}, {ONE}),
     "cam": (CaM, dict(budget=16), {ONE}),
@@ -137,7 +137,7 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
 
     # a window too wide for a tile
     q, k = torch.randn(1, 1, 1, 129, 16), torch.randn(1, 1, 140, 16)
-    assert torch.equal(window_votes(q, k), window_rows(q, k)[..., :11].mean(3))
+    assert torch.equal(window_scores(q, k), window_rows(q, k)[..., :11].mean(3))
 
     # packed heads of a cache that watches, or reads otherwise
     class Watches(SnapKV):

@@ -1,4 +1,4 @@
-"""The window's votes and ‖v W_O‖₁: kernels and twins against the plain code in float64."""
+"""The window's window scores and ‖v W_O‖₁: kernels and twins against the plain code in float64."""
 import pytest
 import torch
 
@@ -6,13 +6,13 @@ from common import DEVICE, TOLERANCE, amid_nan
 
 pytest.importorskip("triton")  # Linux only
 
-from kernels import value_norms as norms, window_votes as votes
+from kernels import value_norms as norms, window_scores as scoring
 from methods import critical_kv
 from nanollm import window
 
 
 def rows_mean(q, k):
-    """The plain code's votes in float64, which tests/helpers/windows.py holds against a loop."""
+    """The plain code's window scores in float64, which tests/helpers/windows.py holds against a loop."""
     return window.window_rows(q.double(), k.double())[..., :-q.shape[3]].mean(3)
 
 
@@ -21,14 +21,14 @@ def rows_mean(q, k):
     (1, 1, 1, 1, 2, 16, 16), (2, 2, 2, 5, 37, 40, 16), (1, 2, 3, 7, 7, 16, 16), (1, 1, 1, 20, 130, 16, 16),
     # heads of a group in two tiles, and a tile for each
     (1, 1, 3, 50, 113, 16, 64), (1, 1, 2, 100, 150, 16, 64)])
-def test_votes_of_the_kernels_and_the_twin_are_the_plain_codes(poisoned, B, H, G, w, n, D, block, dtype):
+def test_scores_of_the_kernels_and_the_twin_are_the_plain_codes(poisoned, B, H, G, w, n, D, block, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     g = torch.Generator().manual_seed(n)
     q = 2 * torch.randn(B, H, G, w, D, generator=g).to(DEVICE, dtype)
     k = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
     expected = rows_mean(q, k)
-    kernels = votes.window_votes(amid_nan(q), amid_nan(k), block)
-    for found in votes.plain(q, k), kernels, window.window_votes(q, k):
+    kernels = scoring.window_scores(amid_nan(q), amid_nan(k), block)
+    for found in scoring.plain(q, k), kernels, window.window_scores(q, k):
         assert found.shape == (B, H, G, n - w) and found.dtype == torch.float32
         assert torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance / 10)
 
@@ -37,17 +37,17 @@ def test_large_scores_do_not_overflow():
     g = torch.Generator().manual_seed(0)
     q = 100 * torch.randn(1, 1, 2, 4, 16, generator=g).to(DEVICE)
     k = torch.randn(1, 1, 100, 16, generator=g).to(DEVICE)
-    assert torch.allclose(votes.window_votes(q, k, 16).double(), rows_mean(q, k), rtol=1e-3, atol=1e-5)
+    assert torch.allclose(scoring.window_scores(q, k, 16).double(), rows_mean(q, k), rtol=1e-3, atol=1e-5)
 
 
 def test_what_does_not_fit_a_tile_or_the_queries_is_refused():
     with pytest.raises(ValueError, match="129 queries is more than the 128"):
-        votes.window_votes(torch.zeros(1, 1, 1, 129, 16, device=DEVICE), torch.zeros(1, 1, 200, 16))
+        scoring.window_scores(torch.zeros(1, 1, 1, 129, 16, device=DEVICE), torch.zeros(1, 1, 200, 16))
     q = torch.zeros(1, 2, 1, 4, 16, device=DEVICE)
     wrong = [torch.zeros(1, *shape) for shape in ((2, 3, 16), (1, 8, 16), (2, 8, 32))]
     for k in *wrong, torch.zeros(1, 2, 8, 16).half():
         with pytest.raises(ValueError, match="heads of at least 4 keys of 16 numbers"):
-            votes.window_votes(q, k)
+            scoring.window_scores(q, k)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

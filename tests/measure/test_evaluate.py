@@ -159,7 +159,7 @@ def same(one, other):
 
 @every_method
 def test_a_record_leaves_every_cache_as_reading_does(model, benchmark, monkeypatch, Method, options):
-    """And the cache that is blind shares nothing with the one that reads the question."""
+    """And the cache that is agnostic shares nothing with the one that reads the question."""
     def make(n, prompt):
         return told(make_cache(model, Method, **options), prompt)
 
@@ -179,7 +179,7 @@ def test_a_record_leaves_every_cache_as_reading_does(model, benchmark, monkeypat
         assert read["aware"][0] == batch.answers[0].start - 1
         tokens, context, _ = prompt_and_question(model, batch)
         feed(model, context, alone := make(batch.question, tokens[:, :read["aware"][0]]))
-        same(state(alone), state(read["blind"][1]))
+        same(state(alone), state(read["agnostic"][1]))
 
 
 def shows(change, watch=0):
@@ -294,12 +294,12 @@ def answers_by_loop(model, make, batch, cut):
 
 
 @torch.inference_mode()
-def test_aware_compresses_all_but_one_token_and_blind_the_context():
+def test_aware_compresses_all_but_one_token_and_agnostic_the_context():
     """An answer that was given stays, right or wrong; then come the true tokens up to the next one."""
     batch, model = tasks("test").batch("needle", 0, 6, 200, questions=3, numbers=2), from_hf(TINY)
     make = maker(model, SnapKV, 0.4, window_size=8)
     found = retrieve(model, batch, make)
-    for setting, cut in dict(aware=batch.answers[0].start - 1, blind=batch.question).items():
+    for setting, cut in dict(aware=batch.answers[0].start - 1, agnostic=batch.question).items():
         right = answers_by_loop(model, make, batch, cut)
         shares = [np.mean([all(exact) for exact in answers]) for answers in right]
         assert found[setting].tolist() == pytest.approx(shares) and 0 < np.mean(shares) < 1

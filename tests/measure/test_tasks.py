@@ -11,7 +11,7 @@ from nanollm.measure import corpus
 from nanollm.measure.tasks import ANSWER, FACT, LINE_KINDS, QUESTION, TEXT, Tasks, Unmarked
 from nanollm.tokenizer import boundaries
 
-TASKS = "needle", "recall", "few_shot", "copy"
+TASKS = "needle", "pairs", "few_shot", "copy"
 
 
 def rows(task, seed=0, B=6, T=400, split="test", **options):
@@ -49,8 +49,8 @@ def test_depth_places_the_fact_that_is_asked_for(depth):
 
 
 @pytest.mark.parametrize("pairs, questions", [(16, 1), (2, 2), (30, 4)])
-def test_recall_is_determined_by_its_facts(pairs, questions):
-    for batch, _, roles, text, asked in rows("recall", pairs=pairs, questions=questions):
+def test_pairs_are_determined_by_its_facts(pairs, questions):
+    for batch, _, roles, text, asked in rows("pairs", listed=pairs, questions=questions):
         assert re.fullmatch(r"(\n [a-z]+: \d{4}){%d}\n" % pairs, text)  # noqa: UP031
         assert np.ptp(np.flatnonzero(roles == FACT)) + 1 == (roles == FACT).sum()  # one block
         table = dict(re.findall(r"(\w+): (\d{4})", text))
@@ -62,7 +62,7 @@ def test_recall_is_determined_by_its_facts(pairs, questions):
 def test_words_and_values_of_the_test_split_are_never_keys_or_values_in_training():
     train, test = tasks("train"), tasks("test")
     seen_keys, seen_values = set(), set()
-    for task in ("needle", "recall"):
+    for task in ("needle", "pairs"):
         for row in train.batch(task, 1, 150, 512).tokens:
             fact = r"(?: The code of|\n) (\w+)(?: is |: )(\d{4})(?=\.|\n)"
             for key, value in re.findall(fact, decode(row)):
@@ -140,7 +140,7 @@ def test_rows_align_the_rest_is_real_text_and_a_seed_decides_everything(task, T)
     assert (batch.tokens != other.tokens).mean() > 0.5 and len(np.unique(batch.tokens, axis=0)) == 4
 
 
-@pytest.mark.parametrize("task", ["needle", "recall", "copy"])
+@pytest.mark.parametrize("task", ["needle", "pairs", "copy"])
 def test_too_short_a_document_says_how_many_tokens_are_missing(task):
     make = getattr(tasks("test"), task)
     with pytest.raises(ValueError, match=r"need \d+ tokens more") as error:
@@ -150,10 +150,10 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
 
 
 @pytest.mark.parametrize("task, call, named", [
-    ("recall", dict(pairs=5000), "5000"), ("recall", dict(questions=17), "questions 17 .* 16"),
+    ("pairs", dict(listed=5000), "5000"), ("pairs", dict(questions=17), "questions 17 .* 16"),
     ("needle", dict(numbers=1000), "1000"), ("needle", dict(depth=1.5), "1.5"),
     ("copy", dict(length=20, start=8, answer=13), "13 .* 12"), ("few_shot", dict(classes=9), "9 .* 8"),
-    ("few_shot", dict(B=2, every_label=True, shots=6, T=200), "B 2 must be 1"), ("ids", {}, "needle, recall"),
+    ("few_shot", dict(B=2, every_label=True, shots=6, T=200), "B 2 must be 1"), ("ids", {}, "needle, pairs"),
     ("plain", dict(seed=-1), "-1"), ("plain", dict(B=10 ** 30), "5368709"), ("plain", dict(B=0), "0"),
     ("plain", dict(T=10 ** 8, B=1), "100000000")])
 def test_what_cannot_be_asked_for_is_refused_by_its_number(task, call, named):
@@ -167,7 +167,7 @@ def test_a_tokenizer_without_two_digit_numbers_is_refused():
         Tasks(Encoding("bytes", pat_str=".", mergeable_ranks=ranks, special_tokens={}), "test")
 
 
-@pytest.mark.parametrize("task", ["needle", "recall"])
+@pytest.mark.parametrize("task", ["needle", "pairs"])
 def test_unmarked_facts_say_the_same_without_a_token_that_ends_a_chunk(task):
     ends = boundaries(ENCODING, ENCODING.n_vocab).numpy()
     marked, plain = (made.batch(task, 3, 4, 400)

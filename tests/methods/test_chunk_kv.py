@@ -24,10 +24,10 @@ from windows import (GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress
 def by_chunk(A, norms, out, b, kernel_size, heads, chunk_size, score, fill, ends, semantic=False,
              together=False, **_):
     """Down the ranking, each chunk that fits whole; to `fill`, all of them, cut to b tokens."""
-    votes = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
+    scores = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
     of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
     kept, chunks = [], chunks_of(out, chunk_size, range(out), ends if semantic else ())
-    for part in sorted(chunks, key=lambda part: (-of([votes[i] for i in part]), -part[0])):
+    for part in sorted(chunks, key=lambda part: (-of([scores[i] for i in part]), -part[0])):
         if fill or len(kept) + len(part) <= b:
             kept += part
     return kept[:b]

@@ -50,7 +50,7 @@ def mixed(model, batch, alpha, sinks, window):
 @torch.no_grad()
 def test_importance_is_what_is_lost_when_one_head_streams(given):
     model, T = decoder(**SIZE), 150
-    sinks, window, of = given.get("sinks", 4), given.get("window", 16), given.get("of", ("needle", "recall"))
+    sinks, window, of = given.get("sinks", 4), given.get("window", 16), given.get("of", ("needle", "pairs"))
     expected = torch.zeros(2, 2)
     for task in of:
         batch = tasks("test").batch(task, given.get("seed", 0), 3, T)
@@ -169,7 +169,7 @@ def test_it_retrieves_in_layer_1_alone_also_for_other_tasks(shipped):
 def test_calibrate_and_the_command_line_give_the_decoder_s_heads(shipped, asked):
     DuoAttention.calibrate(decoder(**SIZE | dict(max_len=170)), ENCODING)  # of short texts
     found = DuoAttention.calibrate(shipped, ENCODING)
-    assert asked == [("train", task, 0, 32, T) for T in (170, 512) for task in ("needle", "recall")]
+    assert asked == [("train", task, 0, 32, T) for T in (170, 512) for task in ("needle", "pairs")]
     assert found.keys() == {"heads"} and sorted(found["heads"]) == [(1, 0), (1, 1), (1, 2)]
     (Method,) = pick(["duo_attention"]).values()
     assert Method is DuoAttention

@@ -102,11 +102,11 @@ def test_slots_and_bytes_equal_the_loops(case, prompt):
 
 def by_chunk_of_text(A, norms, out, b, kernel_size, at, chunk_size, fill, **_):
     """Chunks are those of the text, whatever of them is left."""
-    votes, chunks = pool(mean(A)[:out], kernel_size), {}
+    scores, chunks = pool(mean(A)[:out], kernel_size), {}
     for i in range(out):
         chunks.setdefault(at[i] // chunk_size, []).append(i)
     kept = []
-    for _, part in sorted(chunks.items(), key=lambda x: (-math.fsum(votes[i] for i in x[1]), -x[0])):
+    for _, part in sorted(chunks.items(), key=lambda x: (-math.fsum(scores[i] for i in x[1]), -x[0])):
         if fill or len(kept) + len(part) <= b:
             kept += part
     return kept[:b]
@@ -136,7 +136,7 @@ def test_compressed_again_with_other_heads_and_budgets(case, H, G, budget):
 
 
 def test_compressed_again_empty_slots_take_no_room_from_tokens_that_nobody_looks_at(every=8):
-    """Heads hold 53 and 9; then the whole window looks at its first token, and all others have no votes."""
+    """Heads hold 53 and 9; then the whole window looks at its first token, and all others have no window scores."""
     cache = uneven(again(AdaKV)(20, 8, kernel_size=1, floor=0.0, every=every), 60)
     q, k = torch.zeros(B, 8, every, 2), torch.zeros(B, 4, every, 2)
     q[..., 1], k[:, :, 0, 1] = 1, 1000
@@ -170,9 +170,9 @@ def test_without_every_nothing_is_compressed_again_and_no_query_is_kept():
     assert cache.length == 60 and cache.queries is None
 
 
-def test_the_authors_code_adds_a_little_to_votes_and_takes_half_by_weight():
-    votes, norms = torch.tensor([[[[0, 0.5, 0], [0, 0.1, 0.2]]], [[[2, 1, 4.0], [4, 3, 2.0]]]])[:, None]
-    second = CriticalCode().second(SnapKV(20, window_size=8, kernel_size=1), votes, norms)
+def test_the_authors_code_adds_a_little_to_scores_and_takes_half_by_weight():
+    scores, norms = torch.tensor([[[[0, 0.5, 0], [0, 0.1, 0.2]]], [[[2, 1, 4.0], [4, 3, 2.0]]]])[:, None]
+    second = CriticalCode().second(SnapKV(20, window_size=8, kernel_size=1), scores, norms)
     assert torch.allclose(second, torch.tensor([[[1e-4 * 3, 0.3001 * 2, 0.1001 * 3]]]), atol=0)
     assert CriticalCode().alpha == 0.5 and Critical().alpha == PooledCritical().alpha == 0.25
 

@@ -210,11 +210,11 @@ def test_chunks_keep_long_facts_and_the_more_the_longer_they_are(note):
 
 
 @pytest.mark.claim("C1")
-@pytest.mark.parametrize("task", ["needle", "recall"])
+@pytest.mark.parametrize("task", ["needle", "pairs"])
 def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them(task, note):
     cut, inside = (torch.cat([found(ChunkKV, task, place=x) for x in places]) for places in ((0, 9), (4, 8)))
     snap, grid, semantic = (found(Method, task) for Method in (SnapKV, ChunkKV, SemanticChunkKV))
-    pooled = found(ChunkKV, task, kernel_size=7, select=Chunks(score="max"))  # votes count beside a cut, too
+    pooled = found(ChunkKV, task, kernel_size=7, select=Chunks(score="max"))  # window scores count beside a cut, too
     right = dict(cut=cut, inside=inside, grid=grid, pooled=pooled, semantic=semantic)
     note("C1", **{f"{task}_{name}": 100 * x.mean() for name, x in right.items()})
     assert cut.mean() < 0.3 and min(inside.mean(), pooled.mean(), snap.mean()) > 0.95 and fewer(grid, pooled)
@@ -240,7 +240,7 @@ def test_neighbouring_layers_choose_chunks_more_alike_than_tokens(note):
 def test_reuse_of_layer_0s_indices_loses_the_answers_and_of_layer_1s_none(note):
     judged = C2(on())
     alone, reuse = (x for name, (x, _) in judged.numbers.items() if "pairs" in name)
-    later = found(LaterGroups, "recall", reuse=5, first=1).mean()
+    later = found(LaterGroups, "pairs", reuse=5, first=1).mean()
     note("C2", alone=100 * alone, reuse=100 * reuse, later=100 * later)
     assert judged.verdict == NOT and reuse < alone - 0.5 and later > alone - 0.05
 
@@ -251,16 +251,16 @@ def test_chunks_keep_more_examples_whole_which_does_not_decide_the_answer(note):
     batch, gain = tasks("test").batch("few_shot", 2, 32, 256, shots=16), {}
     makes = {name: maker(shipped(), Method, 1 / 4, **WINDOW, **options) for name, Method, options in RULES}
     recordings = read(shipped(), batch)
-    for setting in ("aware", "blind"):
-        of = lessons(shipped(), batch, recordings, makes, BREAK, setting == "blind")
+    for setting in ("aware", "agnostic"):
+        of = lessons(shipped(), batch, recordings, makes, BREAK, setting == "agnostic")
         for name, measured in of.items():
             note("C3", **{f"{setting}_{name}_whole": 100 * measured["whole"].mean(),
                           f"{setting}_{name}_kl": measured["kl"].mean()})
             gain[setting, name] = measured["kl"] - of["chunks"]["kl"]
         tokens, snap, chunks = (of[name]["whole"].mean() for name in makes)
         assert chunks > 1.3 * snap > 1.3 * 1.3 * tokens
-        labels = dict(aware=0.280, blind=0.366)[setting]
+        labels = dict(aware=0.280, agnostic=0.366)[setting]
         assert of["snap"]["labels"].mean() == pytest.approx(labels, abs=0.002)
     mean = {which: x.mean() / standard_error(x) for which, x in gain.items() if "chunks" not in which}
     assert mean["aware", "tokens"] > 3 and mean["aware", "snap"].abs() < 2  # no difference is seen
-    assert mean["blind", "tokens"] < 2  # nor one for the better
+    assert mean["agnostic", "tokens"] < 2  # nor one for the better

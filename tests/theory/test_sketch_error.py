@@ -359,12 +359,12 @@ def test_many_are_activated_later_but_chance_leaves_hardly_more(note):
 def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
     """Or where the question is seen first: others forget."""
     right = shipped().row("needle", SnapKV, 0.25, window_size=8)
-    aware, blind = (right[setting].mean().item() for setting in ("aware", "blind"))
-    assert aware > 0.9 and blind < 0.3
-    note("R9", aware=aware, blind=blind)
+    aware, agnostic = (right[setting].mean().item() for setting in ("aware", "agnostic"))
+    assert aware > 0.9 and agnostic < 0.3
+    note("R9", aware=aware, agnostic=agnostic)
 
     paper, h2o, _, _, shrunk, _, bits = (x for x, _ in R10(shipped()).numbers.values())
-    duo = shipped().blind(DuoAttention, heads=((1, 0), (1, 1), (1, 2))).mean().item()
+    duo = shipped().agnostic(DuoAttention, heads=((1, 0), (1, 1), (1, 2))).mean().item()
     assert paper == 0 and max(shrunk, h2o) < 0.3 and duo == bits == 1
     note("R10", paper=paper, shrunk=shrunk, h2o=h2o, duo=duo, bits=bits)
 
@@ -387,7 +387,7 @@ def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
 @pytest.mark.claim("R12")
 def test_a_quarter_of_the_bytes_loses_more_than_two_of_a_hundred_answers(note):
     """The question is in the prompt."""
-    for task in ("needle", "recall", "few_shot"):
+    for task in ("needle", "pairs", "few_shot"):
         full, paper, means, h2o = (shipped().row(task, Method, share)["aware"].mean() for Method, share in (
             (LayerCache, None), (KVReviver, 0.25), (MeanReviver, 0.25), (H2O, 0.25)))
         assert full - paper > 0.5

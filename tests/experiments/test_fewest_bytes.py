@@ -1,12 +1,12 @@
-"""Who still answers blind: each row is what the method finds; what counts is decided by standard errors."""
+"""Who still answers agnostic: each row is what the method finds; what counts is decided by standard errors."""
 import json
 
 import pytest
 import torch
 
 from common import tasks
-from experiments import blind
-from experiments.blind import Found, enough, kept, summary, verdict
+from experiments import fewest_bytes
+from experiments.fewest_bytes import Found, enough, kept, summary, verdict
 from nanollm import TINY
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import pick
@@ -18,12 +18,12 @@ from nanollm.measure.evaluate import maker, prompt_and_question, retrieve
 
 @torch.no_grad()
 def test_each_row_is_what_the_method_finds(monkeypatch):
-    monkeypatch.setattr(blind, "SHARES", (0.5, 0.25))
-    monkeypatch.setattr(blind, "FIRST", 2)
-    monkeypatch.setattr(blind, "FAR", torch.inf)  # every piece is asked
+    monkeypatch.setattr(fewest_bytes, "SHARES", (0.5, 0.25))
+    monkeypatch.setattr(fewest_bytes, "FIRST", 2)
+    monkeypatch.setattr(fewest_bytes, "FAR", torch.inf)  # every piece is asked
     model = from_hf(TINY)
     methods = pick(["full", "kvzip", "snap_kv", "quantized_2"])
-    rows = blind.found(model, tasks("test"), methods, 4, 160)
+    rows = fewest_bytes.found(model, tasks("test"), methods, 4, 160)
     assert [*rows] == [("full", None), ("kvzip", 0.5), ("kvzip", 0.25), ("snap_kv", 0.5), ("snap_kv", 0.25),
                        ("quantized_2", None)]
     for (name, part), row in rows.items():
@@ -31,7 +31,7 @@ def test_each_row_is_what_the_method_finds(monkeypatch):
         make, held = maker(model, methods[name], part, **options), 0
         for task, right in row.right.items():
             batch = tasks("test").batch(task, 0, 4, 160, **TASKS[task])
-            assert torch.equal(right, retrieve(model, batch, make)["blind"])
+            assert torch.equal(right, retrieve(model, batch, make)["agnostic"])
             _, context, _ = prompt_and_question(model, batch)
             caches = make(batch.question, context)
             prefill(model, context, caches)
@@ -44,7 +44,7 @@ def test_each_row_is_what_the_method_finds(monkeypatch):
 def found(*right, held=1.0, documents=100):
     """A row of as many right answers to the first documents of each task."""
     answers = [torch.arange(documents).lt(n).float() for n in right]
-    return Found(dict(zip(("needle", "recall"), answers)), held, 1.0)
+    return Found(dict(zip(("needle", "pairs"), answers)), held, 1.0)
 
 
 def test_what_is_kept_is_a_share_of_the_full_cache_s_answers():
@@ -75,18 +75,18 @@ def test_a_row_counts_if_it_passes_by_one_standard_error():
     assert {name: row["share"] for name, row in enough(rows).items()} == {"c": None, "a": 0.5, "full": None}
     nothing = summary("built", {("full", None): found(0, 0), ("a", 0.5): found(0, 0)})
     assert enough(nothing) == {}  # no method can do less
-    assert "undecided on built: none" in blind.show(nothing)
+    assert "undecided on built: none" in fewest_bytes.show(nothing)
 
 
 @pytest.mark.parametrize("far, asked", [(4, 6), (torch.inf, 12)])
 def test_a_row_that_misses_by_far_is_asked_no_more(monkeypatch, far, asked):
     for name, x in dict(SHARES=(0.0625,), FIRST=6, FAR=far).items():
-        monkeypatch.setattr(blind, name, x)
-    rows = blind.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160)
+        monkeypatch.setattr(fewest_bytes, name, x)
+    rows = fewest_bytes.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160)
     assert [row.documents for row in rows.values()] == [12, asked]
 
 
 def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
-    monkeypatch.delattr(blind, "measure")
+    monkeypatch.delattr(fewest_bytes, "measure")
     with pytest.raises(ValueError, match="quest at 6.25 % of 1.. tokens: budget .* a page has 16 tokens"):
-        blind.found(from_hf(TINY), tasks("test"), pick(["full", "quest"]), 2, 160)
+        fewest_bytes.found(from_hf(TINY), tasks("test"), pick(["full", "quest"]), 2, 160)

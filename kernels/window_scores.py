@@ -1,6 +1,6 @@
-"""The observation window's votes: the mean attention that the last w queries give to every earlier token.
+"""Window scores: the mean attention that the last w queries give to every earlier token.
 
-    vote_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over what query t sees
+    score_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over what query t sees
 
 SnapKV and all that is built on it choose by them (Algorithm 2 of CriticalKV). The weights of w queries and n
 tokens are never in memory: a first kernel goes over the keys for the sums of each row, a second one goes over
@@ -8,10 +8,10 @@ them again and adds up columns.
 
 The query heads of a group are rows of one tile, so that a key is read once for all of them.
 
-Bytes moved: every key twice, the votes once. Work: 4·w·D operations a key and query head. At w = 32, D = 128,
+Bytes moved: every key twice, the window scores once. Work: 4·w·D operations a key and query head. At w = 32, D = 128,
 16 bits and groups of 4 that is 124 operations a byte, so memory binds (up to 295 on an H100, 206 on an H200).
 Could keys be read once it would be 241, and both would bind. The exponentials, two a vote, take as long as
-the products. Pooling and chunk sums are left to PyTorch: they work on the votes, a number a token.
+the products. Pooling and chunk sums are left to PyTorch: they work on the window scores, a number a token.
 """
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from .decode_attention import LOG2E
 
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
-    """The window's queries q (B, H, G, w, D), keys k (B, H, n, D) → votes (B, H, G, n − w) float32.
+    """The window's queries q (B, H, G, w, D), keys k (B, H, n, D) → window scores (B, H, G, n − w) float32.
 
     The window's own keys come last.
     """
@@ -72,9 +72,9 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
 
 
 @triton.jit(do_not_specialize=["n"])
-def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
+def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
                  BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """BLOCK_G query heads of a group, `share` of the keys before the window: votes (B·H, G, n − w)."""
+    """BLOCK_G query heads of a group, `share` of the keys before the window: window scores (B·H, G, n − w)."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
@@ -87,13 +87,13 @@ def column_means(p_q, p_k, p_lse, p_vote, scale, w, n, share, G: tl.constexpr, D
         b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E)  # (keys, G·w)
         b_p = tl.exp2(b_s - b_lse[None, :])
-        b_vote = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
-        is_vote = (o_g < G)[None, :] & (at < end)[:, None]
-        tl.store(p_vote + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_vote, mask=is_vote)
+        b_score = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
+        is_score = (o_g < G)[None, :] & (at < end)[:, None]
+        tl.store(p_score + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_score, mask=is_score)
 
 
 @launcher
-def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
+def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     """As `plain`, by the kernels; `block` keys at a time. ValueError if q and k do not fit together."""
     (B, H, G, w, D), n = q.shape, k.shape[2]
     if w > 128:
@@ -116,9 +116,9 @@ def window_votes(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     row_sums[heads, parts, groups](p_q=q, p_k=k, p_lse=lse, share=share, parts=parts, **sizes,
                                    num_warps=4, num_stages=3)
 
-    vote = q.new_empty(B, H, G, n - w, dtype=torch.float32)
+    score = q.new_empty(B, H, G, n - w, dtype=torch.float32)
     if n > w:
         share, parts = split(n - w, block, heads * groups, q.device)
-        column_means[heads, parts, groups](p_q=q, p_k=k, p_lse=lse.logsumexp(1), p_vote=vote, share=share,
+        column_means[heads, parts, groups](p_q=q, p_k=k, p_lse=lse.logsumexp(1), p_score=score, share=share,
                                            **sizes, num_warps=4, num_stages=2)
-    return vote
+    return score

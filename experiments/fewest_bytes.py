@@ -1,6 +1,6 @@
 """Who still answers if the question comes after the compression, and what does it cost to find out?
 
-    python -m experiments.blind
+    python -m experiments.fewest_bytes
 
 Needles and pairs of 512 tokens, on both decoders, 256 documents a task. What a method keeps is its share of
 the full cache's right answers, mean over the tasks, ± one standard error, document by document. It counts as
@@ -100,7 +100,7 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tu
     cache comes first.
     """
     check_size(model, documents, 2, T)
-    batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "recall")}
+    batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "pairs")}
     learned, rows, scores = {}, {}, {}
     ends = boundaries(tasks.encoding, model.config.vocab_size)
     jobs = [(name, part) for name, Method in methods.items()
@@ -158,14 +158,14 @@ def enough(rows: list[dict]) -> dict[str, dict]:
 def show(rows: list[dict]) -> str:
     """The table of all rows, decoders side by side, and below it who keeps ENOUGH."""
     of = grouped(rows, "decoder")
-    names = ["bytes", "needle", "recall", "kept, %", "asked", "reading"]
+    names = ["bytes", "needle", "pairs", "kept, %", "asked", "reading"]
     table = [["", "", *(cell for name, in of for cell in [name, *[""] * (len(names) - 1)])],
              ["method", "budget", *names * len(of)]]
     for beside in zip(*of.values()):
         table.append([beside[0]["method"], budget(beside[0]["share"])])
         for row in beside:
             kept = row["kept"] is not None
-            table[-1] += [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['recall']:.2f}",
+            table[-1] += [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['pairs']:.2f}",
                           with_error(100 * row["kept"], 100 * row["error"], 1) if kept else "–",
                           str(row["asked"]), f"{row['reading']:.2f}"]
     return f"{text_table(table)}\n\n{show_enough(rows)}"
@@ -190,7 +190,7 @@ def show_enough(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None):
-    made = parser("experiments.blind", __doc__)
+    made = parser("experiments.fewest_bytes", __doc__)
     made.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every variant")
     made.add_argument("--documents", type=int, default=256, help="a task; default 256")
     made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
