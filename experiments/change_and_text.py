@@ -2,7 +2,7 @@
 
     python -m experiments.change_and_text > experiments/stored/change_and_text.jsonl  # 9 minutes of a core
 
-compresses 64 texts with each of METHODS at each of SHARES and prints a row of JSON for each. Of the next 64
+compresses 64 texts with each of METHODS at each of KEEP_RATIOS and prints a row of JSON for each. Of the next 64
 tokens, a number a text:
 
 - L: the mean L1 change ‖o − ô‖₁ of a head's output, each layer alone (Definition 1);
@@ -41,7 +41,7 @@ from nanollm.measure.tasks import Batch, Tasks
 from nanollm.ranking import top
 
 FILE = Path(__file__).parent / "stored" / "change_and_text.jsonl"
-SHARES = 0.5, 0.25, 0.125, 0.0625
+KEEP_RATIOS = 0.5, 0.25, 0.125, 0.0625
 
 RULES = SnapKV, PyramidKV, AdaKV
 WINDOW = dict(window_size=8)  # of the queries that vote, as in `python -m nanollm`
@@ -117,11 +117,11 @@ def texts(model, tasks: Tasks) -> Reference:
     return reference(model, text_windows(tasks, 64, 512), 64)
 
 
-def by_text(model, full: Reference, name: str, share: float) -> dict[str, Tensor]:
+def by_text(model, full: Reference, name: str, keep_ratio: float) -> dict[str, Tensor]:
     """A method of METHODS text by text: ‖o − ô‖₁ of each layer `alone`, and `together`, added up over the
     layers below, (texts, L, H·G); kl and nll (texts,)."""
     Method, options = METHODS[name]
-    return text_by_text(model, full, maker(model, Method, share, **options))
+    return text_by_text(model, full, maker(model, Method, keep_ratio, **options))
 
 
 def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
@@ -130,17 +130,17 @@ def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
     return {key: x.cpu() for key, x in row.items()}
 
 
-def measured(model, full: Reference, name: str, share: float) -> dict[str, np.ndarray]:
+def measured(model, full: Reference, name: str, keep_ratio: float) -> dict[str, np.ndarray]:
     """A method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
-    text = by_text(model, full, name, share)
+    text = by_text(model, full, name, keep_ratio)
     row = dict(L=text["alone"].mean((1, 2)), kl=text["kl"], nll=text["nll"])
     row |= dict(heads=text["alone"].mean(0), layers=text["together"].mean((0, 2)))
     return {key: x.numpy() for key, x in row.items()}
 
 
-def answers(model, bench: Benchmark, Method, share: float, **options) -> dict[str, Tensor]:
+def answers(model, bench: Benchmark, Method, keep_ratio: float, **options) -> dict[str, Tensor]:
     """The share of right answers of every document, (tasks, documents), "aware" and "agnostic"."""
-    return right_answers(model, bench, maker(model, Method, share, **options))
+    return right_answers(model, bench, maker(model, Method, keep_ratio, **options))
 
 
 def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
@@ -150,14 +150,14 @@ def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "agnostic")}
 
 
-def one_option_at_a_time(model, bench: Benchmark, full: Reference, share: float = 1 / 8) -> dict:
+def one_option_at_a_time(model, bench: Benchmark, full: Reference, keep_ratio: float = 1 / 8) -> dict:
     """Of SnapKV with each of ONE_OPTION: the share of right answers, aware, of every document of every task,
     (n,); L and kl of every text, (texts,)."""
     rows = {}
     for name, select in {"SnapKV": SnapKV.select, **ONE_OPTION}.items():
         options = dict(select=select, **WINDOW)
-        right = answers(model, bench, SnapKV, share, **options)["aware"].flatten()
-        text = text_by_text(model, full, maker(model, SnapKV, share, **options))
+        right = answers(model, bench, SnapKV, keep_ratio, **options)["aware"].flatten()
+        text = text_by_text(model, full, maker(model, SnapKV, keep_ratio, **options))
         rows[name] = dict(answers=right, L=text["alone"].mean((1, 2)), kl=text["kl"])
     return rows
 
@@ -193,19 +193,19 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
     return dict(kl=torch.stack(kl, 1).mean(1), most=max(kib), last=kib[-1]) | right
 
 
-def compressed(model, Method, tokens: Tensor, share: float = 1 / 8, **options) -> list[LayerCache]:
+def compressed(model, Method, tokens: Tensor, keep_ratio: float = 1 / 8, **options) -> list[LayerCache]:
     """Caches that have read tokens (B, T) and kept a share of them."""
-    caches = make_cache(model, Method, budget=round(share * tokens.shape[1]), **WINDOW | options)
+    caches = make_cache(model, Method, budget=round(keep_ratio * tokens.shape[1]), **WINDOW | options)
     feed(model, tokens, caches)
     end_prefill(caches)
     return caches
 
 
-def value_kept(model, batch: Batch, Method, share: float, layer: int, **options) -> list[float]:
+def value_kept(model, batch: Batch, Method, keep_ratio: float, layer: int, **options) -> list[float]:
     """How often a layer's heads keep the first and the second token of the value that is asked for."""
     end = batch.answers[0].start - 1  # the question's last token is fed after the compression
     prompts = torch.from_numpy(batch.tokens[:, :end])
-    kept = held(compressed(model, Method, prompts, share, **options), end)[:, layer]  # (B, H, end)
+    kept = held(compressed(model, Method, prompts, keep_ratio, **options), end)[:, layer]  # (B, H, end)
 
     value = batch.tokens[:, batch.answers[0]]
     place = [next(i for i in range(end) if (row[i:i + 2] == pair).all())
@@ -239,47 +239,47 @@ def stored() -> dict[tuple[str, float], dict[str, np.ndarray]]:
     """The rows of the file, by method and share."""
     rows = {}
     for row in map(json.loads, FILE.read_text().splitlines()):
-        place = row.pop("method"), row.pop("share")
+        place = row.pop("method"), row.pop("keep_ratio")
         rows[place] = {key: np.array(x) for key, x in row.items()}
     return rows
 
 
-def difference(name: str, base: str, share: float, key: str) -> tuple[float, float]:
+def difference(name: str, base: str, keep_ratio: float, key: str) -> tuple[float, float]:
     """Mean difference of two rows of the file, text by text, and its standard error."""
-    d = stored()[name, share][key] - stored()[base, share][key]
+    d = stored()[name, keep_ratio][key] - stored()[base, keep_ratio][key]
     return d.mean(), d.std(ddof=1) / len(d) ** 0.5
 
 
-def change(name: str, base: str, share: float) -> tuple[float, float]:
+def change(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
     """`difference` of L as a part of the base's L."""
-    unit = stored()[base, share]["L"].mean()
-    return tuple(x / unit for x in difference(name, base, share, "L"))
+    unit = stored()[base, keep_ratio]["L"].mean()
+    return tuple(x / unit for x in difference(name, base, keep_ratio, "L"))
 
 
-def saved(name: str, base: str, share: float, key: str = "kl") -> tuple[float, float]:
+def saved(name: str, base: str, keep_ratio: float, key: str = "kl") -> tuple[float, float]:
     """How much of the budget a method saves where the base scores the same, 0.2 for a fifth; Fig. 1.
 
     The base's budget is interpolated, as there, and its standard error is how it varies if the texts are
-    drawn anew. Where the score lies beyond the base's at all SHARES, the nearest of them counts.
+    drawn anew. Where the score lies beyond the base's at all KEEP_RATIOS, the nearest of them counts.
     """
-    mine, of = stored()[name, share][key], np.stack([stored()[base, x][key] for x in SHARES])
+    mine, of = stored()[name, keep_ratio][key], np.stack([stored()[base, x][key] for x in KEEP_RATIOS])
 
     def part(texts) -> float:
-        enough = np.interp(mine[texts].mean(), of[:, texts].mean(1), np.log2(SHARES))
-        return 1 - share / 2 ** enough
+        enough = np.interp(mine[texts].mean(), of[:, texts].mean(1), np.log2(KEEP_RATIOS))
+        return 1 - keep_ratio / 2 ** enough
 
     again = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
     return part(slice(None)), np.std([part(texts) for texts in again])
 
 
-def lower(name: str, base: str, share: float) -> float:
+def lower(name: str, base: str, keep_ratio: float) -> float:
     """Share of the heads whose L is lower than the base's."""
-    return (stored()[name, share]["heads"] < stored()[base, share]["heads"]).mean()
+    return (stored()[name, keep_ratio]["heads"] < stored()[base, keep_ratio]["heads"]).mean()
 
 
-def last_layer(name: str, base: str, share: float) -> tuple[float, float]:
+def last_layer(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
     """The last layer's change against the base's, −0.1 for a tenth less: all layers compressed; it alone."""
-    row, other = stored()[name, share], stored()[base, share]
+    row, other = stored()[name, keep_ratio], stored()[base, keep_ratio]
     together = row["layers"][-1] / other["layers"][-1] - 1
     return together, row["heads"][-1].mean() / other["heads"][-1].mean() - 1
 
@@ -307,7 +307,7 @@ def correlation_over_methods(x: np.ndarray, y: np.ndarray, draws: int = 1000, se
 
 def correlation_of_change_and_kl(names: list[str], shares: list[float]) -> tuple:
     """`correlation_over_methods` of L and KL, over these methods at these shares."""
-    rows = [stored()[name, share] for name in names for share in shares]
+    rows = [stored()[name, keep_ratio] for name in names for keep_ratio in shares]
     return correlation_over_methods(*(np.array([row[key] for row in rows]) for key in ("L", "kl")))
 
 
@@ -318,7 +318,7 @@ def command_name(name: str) -> str:
     return name.replace(", ", "+")
 
 
-# the methods that are compared at every share, and of them those that only choose entries by window scores
+# the methods that are compared at every keep_ratio, and of them those that only choose entries by window scores
 COMPARED = [name for name in METHODS if "residual," not in name and "critical," not in name]
 WINDOW_METHODS = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
 
@@ -327,7 +327,7 @@ if __name__ == "__main__":
     model, tasks = checkpoint.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
     full = texts(model, tasks)
     for name in METHODS:
-        for share in SHARES:
+        for keep_ratio in KEEP_RATIOS:
             row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist()
-                   for key, x in measured(model, full, name, share).items()}
-            print(json.dumps(dict(method=name, share=share) | row, separators=(",", ":")), flush=True)
+                   for key, x in measured(model, full, name, keep_ratio).items()}
+            print(json.dumps(dict(method=name, keep_ratio=keep_ratio) | row, separators=(",", ":")), flush=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import arguments, budget, decoders, finish, grouped, parser, with_error
+from experiments.script import arguments, decoders, finish, grouped, keep_label, parser, with_error
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
@@ -30,7 +30,7 @@ from nanollm.measure.tasks import Tasks
 from nanollm.measure.timing import best
 from nanollm.tokenizer import boundaries
 
-SHARES = 0.5, 0.25, 0.125, 0.0625
+KEEP_RATIOS = 0.5, 0.25, 0.125, 0.0625
 ENOUGH = 0.95       # of the full cache's answers
 FIRST, FAR = 32, 4  # documents of a task that are asked first; standard errors that end a row then
 
@@ -104,13 +104,13 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tu
     learned, rows, scores = {}, {}, {}
     ends = boundaries(tasks.encoding, model.config.vocab_size)
     jobs = [(name, part) for name, Method in methods.items()
-            for part in (SHARES if has_budget(Method) else [None])]
+            for part in (KEEP_RATIOS if has_budget(Method) else [None])]
     shortest = min(batch.question for batch in batches.values())
     for name, part in jobs:  # what cannot be measured is found before any work is done
         try:
             maker(model, methods[name], part, **given(methods[name], window_size=8))(shortest)
         except ValueError as error:
-            raise ValueError(f"{name} at {budget(part)} of {shortest} tokens: {error}") from None
+            raise ValueError(f"{name} at {keep_label(part)} of {shortest} tokens: {error}") from None
 
     pieces = [Benchmark.read(model, dict(zip(batches, parts)), None)
               for parts in zip(*(cut(batch, FIRST) for batch in batches.values()))]
@@ -129,7 +129,7 @@ def summary(decoder: str, found: dict[tuple, Found]) -> list[dict]:
     answered = any(x.any() for x in full.right.values())  # if not, these tasks cannot judge this model
     for (method, part), row in found.items():
         share, error = kept(row, full) if answered else (None, None)
-        rows.append(dict(decoder=decoder, method=method, share=part, bytes=row.bytes / full.bytes)
+        rows.append(dict(decoder=decoder, method=method, keep_ratio=part, bytes=row.bytes / full.bytes)
                     | {task: x.mean().item() for task, x in row.right.items()}
                     | dict(kept=share, error=error, asked=row.documents, reading=row.seconds / full.seconds))
     return rows
@@ -160,9 +160,9 @@ def show(rows: list[dict]) -> str:
     of = grouped(rows, "decoder")
     names = ["bytes", "needle", "pairs", "kept, %", "asked", "reading"]
     table = [["", "", *(cell for name, in of for cell in [name, *[""] * (len(names) - 1)])],
-             ["method", "budget", *names * len(of)]]
+             ["method", "keep", *names * len(of)]]
     for beside in zip(*of.values()):
-        table.append([beside[0]["method"], budget(beside[0]["share"])])
+        table.append([beside[0]["method"], keep_label(beside[0]["keep_ratio"])])
         for row in beside:
             kept = row["kept"] is not None
             table[-1] += [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['pairs']:.2f}",
@@ -175,16 +175,16 @@ def show_enough(rows: list[dict]) -> str:
     """Methods that keep ENOUGH on all decoders, the fewest bytes first; then who is undecided."""
     of = grouped(rows, "decoder")
     best = [enough(each) for each in of.values()]
-    table = [["", *(cell for name, in of for cell in (name, ""))], ["method", *["budget", "bytes"] * len(of)]]
+    table = [["", *(cell for name, in of for cell in (name, ""))], ["method", *["keep", "bytes"] * len(of)]]
     both = [[each[method] for each in best] for method in sorted(set.intersection(*map(set, best)))]
     for beside in sorted(both, key=lambda beside: max(row["bytes"] for row in beside)):
         table.append([beside[0]["method"]])
         for row in beside:
-            table[-1] += [budget(row["share"]), f"{100 * row['bytes']:.1f} %"]
+            table[-1] += [keep_label(row["keep_ratio"]), f"{100 * row['bytes']:.1f} %"]
     lines = [f"{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes",
              text_table(table)]
     for (name,), each in of.items():
-        near = [f"{row['method']} at {budget(row['share'])}" for row in each if verdict(row) == "undecided"]
+        near = [f"{row['method']} at {keep_label(row['keep_ratio'])}" for row in each if verdict(row) == "undecided"]
         lines.append(f"undecided on {name}: {', '.join(near) or 'none'}")
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import arguments, budget, decoders, finish, grouped, mean_and_error, parser, with_error
+from experiments.script import arguments, decoders, finish, grouped, keep_label, mean_and_error, parser, with_error
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
@@ -26,19 +26,19 @@ from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.generate import prefill, read_again
 from nanollm.measure.benchmark import TASKS
-from nanollm.measure.evaluate import answer, check_size, maker, prompt_and_question, retrieve, share
+from nanollm.measure.evaluate import answer, check_size, maker, prompt_and_question, retrieve, budget_for
 from nanollm.measure.tasks import Tasks
 
-SHARES = 0.25, 0.125, 0.0625
+KEEP_RATIOS = 0.25, 0.125, 0.0625
 READINGS = {"second": KVzip, "first alone": OneReading}
 RANKED = {"all": True, "each head": False}  # across
 HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
-HEAD_SHARES = 0.5, 0.25, 0.125
+HEAD_KEEP_RATIOS = 0.5, 0.25, 0.125
 BITS = 16, 4, 2  # of a number; 16: as it is
 
 
 @torch.no_grad()
-def apart(model, batch, shares=SHARES) -> tuple[dict[tuple, Tensor], float]:
+def apart(model, batch, keep_ratios=KEEP_RATIOS) -> tuple[dict[tuple, Tensor], float]:
     """Right answers (B,) of every (reading, score, ranking, share), agnostic; and the seconds of the second
     reading in units of the first's.
     """
@@ -53,17 +53,17 @@ def apart(model, batch, shares=SHARES) -> tuple[dict[tuple, Tensor], float]:
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
         if Method is KVzip:
             seconds.append((time.perf_counter() - first) / (first - began))
-        for (ranked, across), part in product(RANKED.items(), shares):
+        for (ranked, across), part in product(RANKED.items(), keep_ratios):
             compressed = copied(caches)
             for cache in compressed:
-                cache.budget, cache.across, cache.rereads = share(part, context.shape[1]), across, 0
+                cache.budget, cache.across, cache.rereads = budget_for(part, context.shape[1]), across, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
             found[reading, score, ranked, part] = right
     return found, min(seconds)
 
 
 @torch.no_grad()
-def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
+def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tensor, int]]:
     """Right answers (B,), agnostic, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
     methods that keep all tokens the share is None.
     """
@@ -76,20 +76,20 @@ def fewer_bits(model, batch, shares=SHARES) -> dict[tuple, tuple[Tensor, int]]:
         caches = make_cache(model, Method, **options)
         prefill(model, context, caches, 64)
         read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        for bits, part in product(BITS, shares) if "budget" in options else [(options.get("bits", 16), None)]:
+        for bits, part in product(BITS, keep_ratios) if "budget" in options else [(options.get("bits", 16), None)]:
             compressed = copied(caches)
             for cache in compressed:
                 if "budget" in options:
-                    cache.budget, cache.bits, cache.rereads = share(part, n), bits, 0
+                    cache.budget, cache.bits, cache.rereads = budget_for(part, n), bits, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
             found[name, bits, part] = right, bytes_in_16_bits(compressed) // len(tokens)
     return found
 
 
-def by_heads(model, batch, heads: dict[str, tuple], shares=HEAD_SHARES) -> dict[tuple[str, float], Tensor]:
+def by_heads(model, batch, heads: dict[str, tuple], keep_ratios=HEAD_KEEP_RATIOS) -> dict[tuple[str, float], Tensor]:
     """Right answers (B,) of DuoAttention, agnostic, of every (whose heads, share)."""
     return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["agnostic"]
-            for name, part in product(heads, shares)}
+            for name, part in product(heads, keep_ratios)}
 
 
 def measured(model, encoding, documents: int, length: int) -> list[dict]:
@@ -108,14 +108,14 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
     duo = {task: by_heads(model, batch, heads) for task, batch in batches.items()}
     rows = [dict(table="rereading", times=min(times for _, times in readings.values()))]
     for key in readings["needle"][0]:
-        rows.append(dict(table="readings") | dict(zip(("reading", "score", "ranked", "share"), key)))
+        rows.append(dict(table="readings") | dict(zip(("reading", "score", "ranked", "keep_ratio"), key)))
         rows[-1] |= {task: mean_and_error(found[key]) for task, (found, _) in readings.items()}
     for key in bits["needle"]:
-        rows.append(dict(table="bits") | dict(zip(("method", "bits", "share"), key)))
+        rows.append(dict(table="bits") | dict(zip(("method", "bits", "keep_ratio"), key)))
         for task, found in bits.items():
             rows[-1] |= {task: mean_and_error(found[key][0]), f"{task}, KiB": found[key][1] / 1024}
     for name, part in duo["needle"]:
-        rows.append(dict(table="heads", heads=name, share=part, seconds=seconds[name]))
+        rows.append(dict(table="heads", heads=name, keep_ratio=part, seconds=seconds[name]))
         rows[-1] |= {task: mean_and_error(found[name, part]) for task, found in duo.items()}
     return rows
 
@@ -133,14 +133,14 @@ def show(rows: list[dict]) -> str:
 def columns(rows: list[dict]) -> str:
     """Rows of one table of one decoder, a column a key."""
     def cell(key: str, x) -> str:
-        if key == "share":
-            return budget(x)
+        if key == "keep_ratio":
+            return keep_label(x)
         if isinstance(x, str):
             return x
         return f"{x:.0f}" if isinstance(x, (int, float)) else with_error(*x)
 
     names = [key for key in rows[0] if key not in ("decoder", "table")]
-    return text_table([["budget" if key == "share" else key for key in names],
+    return text_table([["keep" if key == "keep_ratio" else key for key in names],
                        *([cell(key, row[key]) for key in names] for row in rows)])
 
 

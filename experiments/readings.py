@@ -70,12 +70,12 @@ LONG = {"SnapKV, once": dict(again=False), "SnapKV": {}, "+critical": dict(selec
         "+critical_code": dict(select=CriticalCode())}
 
 
-def measured(model, bench: Benchmark, full: Reference, Method, share: float, tilt: float = 0.0,
+def measured(model, bench: Benchmark, full: Reference, Method, keep_ratio: float, tilt: float = 0.0,
              **options) -> dict[str, Tensor]:
     """Which documents are answered right, and KL of every text, (n,) each."""
-    make = maker(model, Method, share, **options)
+    make = maker(model, Method, keep_ratio, **options)
     if tilt:
-        make = lambda n, *_: tilted(model, round(share * n), tilt, Method, **options)
+        make = lambda n, *_: tilted(model, round(keep_ratio * n), tilt, Method, **options)
     kl = replayed_or_read(continuation, model, full, make, full.recording)["kl"]
     return dict(answers=right_answers(model, bench, make)["aware"].flatten(), KL=kl)
 

@@ -83,7 +83,7 @@ SECTIONS = {
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
         "Two cache matrices, four, and four without ever forming a pair."),
-    "agnostic": (
+    "fewest_bytes": (
         "Who still answers a question that comes later", "python -m experiments.fewest_bytes",
         "`bytes` are those when the question comes, as a share of a full cache's, both with numbers of 16 "
         "bits. `kept` is the share of the full cache's answers, ± one standard error. `asked` counts the "
@@ -130,7 +130,7 @@ def rows(name: str) -> list[dict]:
 
 def by_method(name: str) -> dict[tuple[str, float | None], dict]:
     """Return the rows of a section of `python -m nanollm`, by method and share of the entries."""
-    return {(row["method"], row["fraction"]): row for row in rows(name)}
+    return {(row["method"], row["keep_ratio"]): row for row in rows(name)}
 
 
 def shortened(rows: list[dict]) -> list[dict]:
@@ -187,7 +187,7 @@ def compared(rows: list[dict], short: bool = False) -> str:
 
 def additions(rows: list[dict]) -> str:
     """Return a table of what each addition changes, under the means of the method without it."""
-    cells = [["changes by additions", "budget", *table.MEASURES]]
+    cells = [["changes by additions", "keep", *table.MEASURES]]
     for base in rows:
         if more := table.on_top(base, rows):
             l1 = fmean(x for layer in base["l1_alone"] for x in layer)

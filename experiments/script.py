@@ -62,6 +62,6 @@ def with_error(mean: float, error: float, digits: int = 2, sign: str = "") -> st
     return f"{mean:{sign}.{digits}f} ± {error:.{digits}f}"
 
 
-def budget(share: float | None) -> str:
+def keep_label(keep_ratio: float | None) -> str:
     """Return a share of the prompt as tables show it; None is "all"."""
-    return "all" if share is None else f"{100 * share:g} %"
+    return "all" if keep_ratio is None else f"{100 * keep_ratio:g} %"

@@ -41,7 +41,7 @@ from nanollm.commands.registry import calibrated, given, load, pick
 from nanollm.commands.text_table import text_table
 from nanollm.generate import check_rereads, end_prompt, generate, prefill, tell_chunk_ends
 from nanollm.hf.checkpoint import NoDraws, brief, check_device, hf_model, read_config, to_hf
-from nanollm.measure.evaluate import share
+from nanollm.measure.evaluate import budget_for
 from nanollm.measure.replay import feed
 from nanollm.measure.timing import best, in_turn, seconds
 from nanollm.model import Config, Decoder
@@ -84,7 +84,7 @@ def budgets(model, methods: dict, lengths: list[int], percent: float) -> dict[tu
     options = {}
     for n in lengths:
         for name, Method in methods.items():
-            options[n, name] = given(Method, budget=share(percent / 100, n))
+            options[n, name] = given(Method, budget=budget_for(percent / 100, n))
             try:
                 check_rereads(model, make_cache(model, Method, **options[n, name]), n)
             except ValueError as error:
@@ -437,8 +437,8 @@ def large(args):
         for x in numbers:
             whole(name, x, 1, 2 ** 20)
     check_seed(args.seed)
-    if not 0 < args.budget <= 100:
-        raise ValueError(f"budget {args.budget:g} % must lie above 0 and up to 100 percent of the prompt")
+    if not 0 < args.keep <= 100:
+        raise ValueError(f"keep {args.keep:g} % must lie above 0 and up to 100 percent of the prompt")
 
     dtype, config = getattr(torch, args.dtype), read_config(args.model) if args.model else SHAPES[args.shape]
     after = 1 + 2 * args.new  # tokens, with and without kernels
@@ -447,7 +447,7 @@ def large(args):
     for n in args.lengths:
         whole("length", n, 1, config.max_len - after)
     model, methods = skeleton(config, dtype), pick(args.methods)
-    options = budgets(model, methods, args.lengths, args.budget)
+    options = budgets(model, methods, args.lengths, args.keep)
     parameters = sum(p.numel() for p in model.parameters())
     weights, memory = parameters * dtype.itemsize, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not cuda and weights > memory:
@@ -455,7 +455,7 @@ def large(args):
                          "take another --shape or --dtype")
     shell.set_threads(0, parameters)
     settings = (f"{args.model or args.shape}: {parameters:,} parameters, weights {weights / 1e9:.2f} GB, "
-                f"{args.dtype}; budget {args.budget:g} %, {args.new} new tokens, chunks of "
+                f"{args.dtype}; keep {args.keep:g} %, {args.new} new tokens, chunks of "
                 f"{args.chunk or f'{AT_ONCE}/batch'}, seed {args.seed}; {hardware(device.type)}, "
                 f"torch {torch.__version__}")
     done = {(row["tokens"], row["batch"], row["method"]): row for row in args.held}
@@ -488,12 +488,12 @@ def large(args):
 TITLES = dict(
     floor="one decoding step, batch 1, one thread, ms, best of {repeat} in turn\n"
           "floor: products with all weights; ratio: ours/(floor + attention)",
-    end="the end of the prompt, batch 1, one thread, budget 25 %, window 32, best of {repeat} in turn\n"
+    end="the end of the prompt, batch 1, one thread, keep 25 %, window 32, best of {repeat} in turn\n"
         "end: ms, of full the prefill; %: of that prefill; reading: own prefill in units of full's",
-    step="one decoding step after {prompt} tokens, one thread, budget 25 %, best of {repeat} in turn",
+    step="one decoding step after {prompt} tokens, one thread, keep 25 %, best of {repeat} in turn",
     bridge="transformers with its own cache, and with a full one of ours; ms, one thread, best of {repeat}",
     greedy="greedy decoding, {new} tokens, batch 1, float32, tokens/s, best of {repeat} in turn",
-    growth="{phase}, ms; the shape of {model}, random weights, batch 1, float32, one thread, budget 25 %",
+    growth="{phase}, ms; the shape of {model}, random weights, batch 1, float32, one thread, keep 25 %",
     large="""{settings}
 
 Seconds to read the prompts and to compress them at their end; tokens/s of decoding, all texts together; MB
@@ -553,7 +553,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
         option("--dtype", choices=shell.DTYPES, help=default["dtype"])
         option("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
-        option("--budget", type=float, default=25, metavar="PERCENT", help="of a prompt; default 25")
+        option("--keep", type=float, default=25, metavar="PERCENT", help="of a prompt; default 25")
         option("--new", type=int, metavar="TOKENS", help=f"to decode; {default['new']}")
         option("--chunk", type=int, metavar="TOKENS",
                help=f"of each prompt read at a time; default {AT_ONCE}, shared out over the batch")

@@ -172,9 +172,9 @@ print(bench)
 
 def measure(name, Method):
     """A row: what the method keeps of the answers, what it changes, and its bytes. Printed, too."""
-    bridged, fraction = Bridged(model), BUDGET if has_budget(Method) else None
-    make = maker(bridged, Method, fraction, **given(Method, window_size=8))
-    row = table.row_of(name, fraction, T, {}, bench.run(bridged, make))
+    bridged, keep_ratio = Bridged(model), BUDGET if has_budget(Method) else None
+    make = maker(bridged, Method, keep_ratio, **given(Method, window_size=8))
+    row = table.row_of(name, keep_ratio, T, {}, bench.run(bridged, make))
     print(table.show(row, short=True))
     return row
 
@@ -308,8 +308,8 @@ alike = Tasks(encoding, "test", filler=filler).batch("needle", seed=0, B=N, T=T)
 print(encoding.decode(alike.tokens[0, :60].tolist()), "…\n\nneedles    aware        agnostic")
 bridged = Bridged(model)
 for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": UnlikeKeys}.items():
-    fraction = BUDGET if has_budget(Method) else None
-    make = maker(bridged, Method, fraction, **given(Method, window_size=8))
+    keep_ratio = BUDGET if has_budget(Method) else None
+    make = maker(bridged, Method, keep_ratio, **given(Method, window_size=8))
     found = retrieve(bridged, alike, make)
     print(f"{name:11}", *(f"{x.mean():.2f} ±{standard_error(x):.2f}  " for x in found.values()))
 
@@ -320,7 +320,7 @@ for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": Unlik
 #
 # - `python -m nanollm --model FOLDER` is this comparison with more methods, from the command line. It takes our own decoder where it knows the family; `--engine transformers` takes yours. A file in `methods/` that ends in `variants = {"unlike_keys": UnlikeKeys}` adds your method to every table.
 # - `--chat` puts documents into the tokenizer's chat template, `--text FILE` takes your text as what the facts are hidden in.
-# - `--dtype bfloat16`, `--batch 4`, `--keep 8` make large models fit: numbers of 16 bits, four documents at a time, at most 8 GB of recorded prompts. `--json rows.json --resume` goes on after an interruption.
+# - `--dtype bfloat16`, `--batch 4`, `--memory 8` make large models fit: numbers of 16 bits, four documents at a time, at most 8 GB of recorded prompts. `--json rows.json --resume` goes on after an interruption.
 # - `python -m nanollm plan --model FOLDER --lengths 32768` tells from `config.json` alone what weights and caches will take.
 # - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues a text of yours.
 #

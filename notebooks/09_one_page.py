@@ -3,7 +3,7 @@
 #
 # The other notebooks take one paper each. This one sets everything side by side: what ties the papers together, every method on one page, which one to take when, and what goes beyond the papers. At the end there is a playground.
 #
-# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/agnostic.py` and `nanollm/commands/playground.py`.
+# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/fewest_bytes.py` and `nanollm/commands/playground.py`.
 #
 # **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: their rows are read from `experiments/stored/`, and RESULTS.md has the command of each.
 #
@@ -26,7 +26,7 @@ from nanollm.commands.demo import PAGE, answer
 from nanollm.commands.registry import given, load, pick
 from nanollm.commands.text_table import text_table
 from nanollm.generate import tell_chunk_ends
-from nanollm.measure.evaluate import share
+from nanollm.measure.evaluate import budget_for
 from nanollm.tokenizer import boundaries
 
 # %%
@@ -68,7 +68,7 @@ for how, found in game.items():
 
 # %%
 held = {}  # method → on built, of each budget: the share of the bytes, of needles and pairs found
-for row in rows("agnostic"):
+for row in rows("fewest_bytes"):
     if row["decoder"] == "built":
         found = (row["needle"] + row["pairs"]) / 2
         held.setdefault(row["method"], []).append((row["bytes"], found))
@@ -163,7 +163,7 @@ steps.minorticks_off()
 # For each method the smallest of its budgets with which 95 % of the full cache's answers stay, mean of needles and pairs, asked agnostic: 256 documents of each, and it must be so by one standard error. On *built* and on *learned*; a method that fails on one of them is not in the list. Within one standard error of 95 % nothing is decided.
 
 # %%
-print(agnostic.show_enough(rows("agnostic")))
+print(fewest_bytes.show_enough(rows("fewest_bytes")))
 
 # %% [markdown]
 # Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, which takes three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
@@ -190,7 +190,7 @@ EIGHT = [("snap_kv", "aware"), ("chunk_kv_semantic", "aware"),
 for name, setting in EIGHT:
     cut = tokens.shape[1] - 1 if setting == "aware" else len(context)
     Method = pick([name])[name]
-    options = given(Method, window_size=8) | dict(budget=share(0.25, len(context)))
+    options = given(Method, window_size=8) | dict(budget=budget_for(0.25, len(context)))
     caches = make_cache(model, Method, **options)
     tell_chunk_ends(caches, ends[:, :cut])
     kept, written = answer(model, tokens, cut, caches, 4)
@@ -281,7 +281,7 @@ print(beside(0.125, "kvzip kvzip_recent kvzip_fast"))
 # **What norms are worth.** Changes of answers (aware, agnostic), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
 
 # %%
-eighth = [row for row in rows("all") if row["fraction"] == 0.125]
+eighth = [row for row in rows("all") if row["keep_ratio"] == 0.125]
 print(additions([row for row in eighth if row["method"].split("+")[0] == "snap_kv"]))
 
 # %% [markdown]

@@ -38,9 +38,9 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     ("--what growth", "--lengths 16 24 --methods full h2o"),
     ("--what large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("experiments.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
-    ("--methods full", f"--budgets 20 10 {ROWS}"),
-    ("--methods all", f"--budgets 25 --methods snap_kv snap_kv+residual {ROWS}"),
-    ("torchrun", f"--methods full h2o --budgets 20 10 {ROWS}"), ("-m nanollm", ROWS)]
+    ("--methods full", f"--keep 20 10 {ROWS}"),
+    ("--methods all", f"--keep 25 --methods snap_kv snap_kv+residual {ROWS}"),
+    ("torchrun", f"--methods full h2o --keep 20 10 {ROWS}"), ("-m nanollm", ROWS)]
 
 
 @pytest.fixture(scope="module")

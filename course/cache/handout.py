@@ -185,7 +185,7 @@ check("score")
 import subprocess
 import sys
 
-command = "-m nanollm --methods full random streaming_llm h2o --budgets 25 --documents 16"
+command = "-m nanollm --methods full random streaming_llm h2o --keep 25 --documents 16"
 subprocess.run([sys.executable, *command.split()]);
 
 # %% [markdown]

@@ -261,7 +261,7 @@ def R11(on: Subject) -> Finding:
 def R12(on: Subject) -> Finding:
     """Count the needles, pairs and labels that each method finds, with the question in the prompt."""
     tasks = "needle", "pairs", "few_shot"
-    found = {name: on.answered(Method, share, *tasks) for name, Method, share in (
+    found = {name: on.answered(Method, keep_ratio, *tasks) for name, Method, keep_ratio in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None), ("H2O", H2O, 0.25),
         ("means of slots", MeanReviver, 0.25))}
     paper, full, h2o, _ = found.values()
@@ -271,7 +271,7 @@ def R12(on: Subject) -> Finding:
 
 def R13(on: Subject) -> Finding:
     """Count the needles that each method finds, with the question in the prompt."""
-    found = {name: on.answered(Method, share, "needle") for name, Method, share in (
+    found = {name: on.answered(Method, keep_ratio, "needle") for name, Method, keep_ratio in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None),
         ("means of slots", MeanReviver, 0.25), ("the shrunk sketch", ShrunkReviver, 0.25))}
     paper, full, *_ = found.values()

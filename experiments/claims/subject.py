@@ -96,28 +96,28 @@ class Subject:
         batches = tasks.batches(name, self.seed, self.documents, self.T, **options)
         return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
 
-    def row(self, task: str, Method, share: float | None, **options) -> dict[str, Tensor]:
+    def row(self, task: str, Method, keep_ratio: float | None, **options) -> dict[str, Tensor]:
         """Return the share of right answers of every document, (documents,), "aware" and "agnostic"."""
-        rows = [answers(self.model, bench, Method, share, **options) for bench in self.bench(task)]
+        rows = [answers(self.model, bench, Method, keep_ratio, **options) for bench in self.bench(task)]
         return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
-    def answered(self, Method, share: float | None, *tasks: str, setting="aware", **options) -> Tensor:
+    def answered(self, Method, keep_ratio: float | None, *tasks: str, setting="aware", **options) -> Tensor:
         """Return the mean over the tasks that the full cache does, (documents,). ValueError if none."""
         full = {f"{task}_aware": self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
         fit = [task for task in tasks if judges(full, task)]
         if not fit:
             raise ValueError("the full cache answers "
                              + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks))
-        return torch.stack([self.row(task, Method, share, **options)[setting] for task in fit]).mean(0)
+        return torch.stack([self.row(task, Method, keep_ratio, **options)[setting] for task in fit]).mean(0)
 
-    def facts(self, name: str, share: float = 1 / 16, **more) -> Tensor:
+    def facts(self, name: str, keep_ratio: float = 1 / 16, **more) -> Tensor:
         """Return the needles and pairs found, aware, by a method of METHODS with a share of the entries."""
         Method, options = METHODS[name]
-        return self.answered(Method, share, "needle", "pairs", **options | more)
+        return self.answered(Method, keep_ratio, "needle", "pairs", **options | more)
 
-    def agnostic(self, Method, share: float | None = 0.25, **options) -> Tensor:
+    def agnostic(self, Method, keep_ratio: float | None = 0.25, **options) -> Tensor:
         """Return the needles found if the question comes after the compression."""
-        return self.answered(Method, share, "needle", setting="agnostic", **options)
+        return self.answered(Method, keep_ratio, "needle", setting="agnostic", **options)
 
     def of_text(self, name: str) -> dict[str, Tensor]:
         """Return `by_text` of a method of METHODS with a quarter of the entries."""
@@ -127,9 +127,9 @@ class Subject:
         """Return the KL of each text, (texts,), at a quarter of the bytes; `shares` divide it by layer."""
         return self.continued(Method, 0.25, shares, **options)["kl"].cpu()
 
-    def continued(self, Method, share: float, shares: tuple | None = None, **options) -> dict:
+    def continued(self, Method, keep_ratio: float, shares: tuple | None = None, **options) -> dict:
         """Return `continuation` of the texts at a share of the bytes, every one of them used."""
-        make = maker(self.model, Method, share, **dict(slack=0) | options)
+        make = maker(self.model, Method, keep_ratio, **dict(slack=0) | options)
         shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
         return replayed_or_read(continuation, self.model, self.text, shared, self.text.recording)
 

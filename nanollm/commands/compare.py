@@ -2,7 +2,7 @@
 
     python -m nanollm                          a method a family, a quarter of the entries: forty seconds
     python -m nanollm --all                    every method at four budgets: 25 minutes
-    python -m nanollm --methods h2o ada_kv+critical --budgets 50 25 --json rows.json
+    python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
     python -m nanollm --model FOLDER --lengths 4096 --batch 4 --dtype bfloat16 --json rows.json --resume
     python -m nanollm generate                 a page, what is kept of it, and what is answered
     python -m nanollm generate --method h2o --budget 64 --file TEXT
@@ -33,7 +33,7 @@ class Settings:
 
 def main(argv: list[str]):
     """Read the options and the files that they name, and measure; rows and a figure go to files."""
-    args = options(argv)
+    args = read_options(argv)
     stored = check_files(args.figure, args.json)
     text = shell.read_text(args.text) if args.text else None
     source = None if text is None else f"{args.text}, crc32 {crc32(text.encode()):08x}"
@@ -42,14 +42,14 @@ def main(argv: list[str]):
     shell.load_module("nanollm.commands.rows").main(args, settings, text, stored)
 
 
-def options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line. Without methods, budgets, --all or --full the short table is asked for."""
+def read_options(argv: list[str]) -> argparse.Namespace:
+    """Return the command line. Without --methods, --keep, --all or --full the short table is asked for."""
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every method, not one a family")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                         help="these; all: every one, also with every addition, as in ada_kv+critical")
-    parser.add_argument("--budgets", nargs="+", type=float, metavar="PERCENT",
+    parser.add_argument("--keep", nargs="+", type=float, metavar="PERCENT",
                         help="default 50 25 12.5 6.25; short table: 25")
     parser.add_argument("--window", type=int, metavar="QUERIES",
                         help="that vote, in methods with a window; default 8, for short prompts")
@@ -59,7 +59,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
     parser.add_argument("--batch", type=int, default=32, metavar="DOCUMENTS", help="at a time; default 32")
-    parser.add_argument("--keep", type=float, metavar="GB",
+    parser.add_argument("--memory", type=float, metavar="GB",
                         help="of recorded prompts at most, or they are read again for each row; "
                              "default: half of the memory that is free")
     parser.add_argument("--text", type=Path, help="a file to read in place of the text that ships")
@@ -74,21 +74,21 @@ def options(argv: list[str]) -> argparse.Namespace:
 
     if args.all and args.methods:
         raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
-    args.short = not (args.all or args.methods or args.budgets or args.full)
-    args.asked = [name for name in ("budgets", "window") if getattr(args, name) is not None]
+    args.short = not (args.all or args.methods or args.keep or args.full)
+    args.asked = [name for name in ("keep", "window") if getattr(args, name) is not None]
     args.window = 8 if args.window is None else args.window
-    args.budgets = [*dict.fromkeys(args.budgets or ([25] if args.short else [50, 25, 12.5, 6.25]))]
+    args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else [50, 25, 12.5, 6.25]))]
     args.lengths = [*dict.fromkeys(args.lengths or ([512, 1024] if args.full else [512]))]
     if args.documents is None:
         args.documents = 256 if args.full else 8 if args.short else 32
 
-    if args.keep is not None and not args.keep >= 0:
-        raise ValueError(f"keep {args.keep:g} GB must be at least 0")
+    if args.memory is not None and not args.memory >= 0:
+        raise ValueError(f"memory {args.memory:g} GB must be at least 0")
     if args.resume and not args.json:
         raise ValueError("--resume goes on with the rows of a file; name it with --json")
-    for percent in args.budgets:
+    for percent in args.keep:
         if not 0 < percent <= 100:
-            raise ValueError(f"budget {percent:g} % must lie above 0 and up to 100 percent of the prompt")
+            raise ValueError(f"keep {percent:g} % must lie above 0 and up to 100 percent of the prompt")
     return args
 
 
@@ -108,4 +108,4 @@ def check_files(figure: Path, rows: Path | None) -> bytes:
 def is_rows(data: bytes) -> bool:
     rows = shell.read_json(data)
     return isinstance(rows, list) and rows != [] and all(
-        isinstance(row, dict) and {"method", "fraction", "each"} <= row.keys() for row in rows)
+        isinstance(row, dict) and {"method", "keep_ratio", "each"} <= row.keys() for row in rows)

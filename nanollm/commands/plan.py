@@ -23,11 +23,11 @@ from nanollm.commands.text_table import text_table
 from nanollm.generate import read_again, tell_chunk_ends
 from nanollm.hf.bridge import Bridged
 from nanollm.hf.checkpoint import hf_skeleton
-from nanollm.measure.evaluate import share, slots
+from nanollm.measure.evaluate import budget_for, slots
 
 SHORT = 576, 1152  # tokens of the prompts that are compressed; longer than what KVzip reads at a time
 HEADER = [["", "", "cache, GB", "peak, GB", "prompts"],
-          ["method", "budget", "after the prompt", "reading", "that fit"]]
+          ["method", "keep", "after the prompt", "reading", "that fit"]]
 WIDTHS = 26, 6, 16, 8, 8
 
 
@@ -42,13 +42,13 @@ def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
     return SimpleNamespace(config=c, blocks=blocks, freq=freq), numbers * dtype.itemsize
 
 
-def compressed(shape, Method, fraction: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
+def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
     """Compress one random prompt of T tokens.
 
     Returns the bytes allocated `after` it and at most, `peak`, while it was read; and what `table.budget`
     goes by.
     """
-    options = {} if fraction is None else dict(budget=share(fraction, T))
+    options = {} if keep_ratio is None else dict(budget=budget_for(keep_ratio, T))
     caches = make_cache(shape, Method, **given(Method, window_size=window) | options)
     c, g = shape.config, torch.Generator().manual_seed(0)
     pos = torch.arange(T)[None]
@@ -63,15 +63,15 @@ def compressed(shape, Method, fraction: float | None, T: int, dtype: torch.dtype
     read(slice(None))
     peak = max(cache_bytes(caches)[1], read_again(caches, read))
     end_prefill(caches)
-    return dict(after=cache_bytes(caches)[1], peak=peak, fraction=fraction, prompt=T, slots=slots(caches),
+    return dict(after=cache_bytes(caches)[1], peak=peak, keep_ratio=keep_ratio, prompt=T, slots=slots(caches),
                 keeps_all=all(cache.keeps_all for cache in caches))
 
 
-def planned(shape, Method, fraction: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
+def planned(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
     """Return `compressed` at T tokens, or what a line through two short prompts says if T is longer."""
     if T <= SHORT[1]:
-        return compressed(shape, Method, fraction, T, dtype, window)
-    one, two = (compressed(shape, Method, fraction, n, dtype, window) for n in SHORT)
+        return compressed(shape, Method, keep_ratio, T, dtype, window)
+    one, two = (compressed(shape, Method, keep_ratio, n, dtype, window) for n in SHORT)
     for key in ("after", "peak"):
         two[key] += (two[key] - one[key]) * (T - SHORT[1]) // (SHORT[1] - SHORT[0])
     return two
@@ -87,13 +87,13 @@ def main(argv: list[str]):
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--memory", type=float, default=80, metavar="GB", help="what there is; default 80")
     parser.add_argument("--methods", nargs="+", default=[*SHOWN], metavar="NAME")
-    parser.add_argument("--budget", type=float, default=25, metavar="PERCENT",
+    parser.add_argument("--keep", type=float, default=25, metavar="PERCENT",
                         help="of the prompt; default 25")
     parser.add_argument("--window", type=int, default=32, metavar="QUERIES", help="that vote; default 32")
     args = parser.parse_args(argv)
     whole("batch", args.batch, 1)
-    if not 0 < args.budget <= 100 or not 0 < args.memory < 1e9:
-        raise ValueError(f"budget {args.budget:g} % and memory {args.memory:g} GB must lie above 0, "
+    if not 0 < args.keep <= 100 or not 0 < args.memory < 1e9:
+        raise ValueError(f"keep {args.keep:g} % and memory {args.memory:g} GB must lie above 0, "
                          "the budget up to 100, the memory below 1e9")
 
     dtype = getattr(torch, args.dtype)
@@ -109,11 +109,11 @@ def main(argv: list[str]):
         print(f"\n{args.batch} prompts of {T} tokens\n")
         print(text_table(HEADER, WIDTHS))
         for name, Method in methods.items():
-            fraction = args.budget / 100 if has_budget(Method) else None
+            keep_ratio = args.keep / 100 if has_budget(Method) else None
             try:
-                row = planned(shape, Method, fraction, T, dtype, args.window)
+                row = planned(shape, Method, keep_ratio, T, dtype, args.window)
             except ValueError as error:
-                raise ValueError(f"{label(name, fraction)} of {T} tokens: {error}") from error
+                raise ValueError(f"{label(name, keep_ratio)} of {T} tokens: {error}") from error
             fit = max(0, int((args.memory * 1e9 - weights) // max(row["after"], row["peak"])))
             sizes = [f"{args.batch * row[key] / 1e9:.3g}" for key in ("after", "peak")]
             print(text_table([[name, budget(row), *sizes, str(fit)]], WIDTHS), flush=True)

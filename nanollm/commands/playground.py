@@ -13,7 +13,7 @@ from nanollm.cache import bytes_in_16_bits, make_cache
 from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer, prompt
 from nanollm.commands.registry import calibrated, given, has_budget, one_line, pick
 from nanollm.generate import tell_chunk_ends
-from nanollm.measure.evaluate import share
+from nanollm.measure.evaluate import budget_for
 from nanollm.tokenizer import boundaries
 
 NEW = 4  # tokens of an answer
@@ -66,7 +66,7 @@ class Playground(widgets.VBox):
             raise ValueError(f"a text has at least 1 token and, with question and answer, at most "
                              f"{model.config.max_len}, not {len(tokens[0]) + NEW}")
 
-        budget = share(self.budget.value / 100, cuts["agnostic"])
+        budget = budget_for(self.budget.value / 100, cuts["agnostic"])
         options = options | given(Method, budget=budget, window_size=self.window.value)
         ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
         caches = make_cache(model, Method, **options)

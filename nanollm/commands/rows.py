@@ -26,7 +26,7 @@ from nanollm.measure.evaluate import Make, maker
 from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import boundaries
 
-Job = tuple[int, str, float | None]  # a length in tokens, a method's name, and its budget, a fraction or None
+Job = tuple[int, str, float | None]  # a length in tokens, a method's name, and its budget, a keep_ratio or None
 
 
 def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
@@ -47,10 +47,10 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
         whole("length", T, 16, model.config.max_len)
     candidates = Candidates(model, encoding, methods, settings.window)
     named = bool(args.methods) and "all" not in args.methods
-    jobs, unfit = candidates.fit(candidates.jobs(args.lengths, args.budgets), named)
+    jobs, unfit = candidates.fit(candidates.jobs(args.lengths, args.keep), named)
     torch.manual_seed(settings.seed)
     tasks = Tasks(encoding, "test", text, settings.chat)
-    keep = psutil.virtual_memory().available / 2 if args.keep is None else args.keep * 1e9
+    keep = psutil.virtual_memory().available / 2 if args.memory is None else args.memory * 1e9
 
     @lru_cache(maxsize=1)
     def read(T: int) -> Slices:
@@ -65,18 +65,18 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
         """Return a row, or why there is none: one method's mistake costs only its own rows."""
         if job in rows:
             return rows[job]
-        T, name, fraction = job
+        T, name, keep_ratio = job
         slices = read(T)
         try:
-            measured = slices.run(model, candidates.calibrated(name, fraction))
+            measured = slices.run(model, candidates.calibrated(name, keep_ratio))
         except Exception as error:
-            return f"{table.label(name, fraction)}: {one_line(error)}"
-        return table.row_of(name, fraction, T, vars(settings), measured)
+            return f"{table.label(name, keep_ratio)}: {one_line(error)}"
+        return table.row_of(name, keep_ratio, T, vars(settings), measured)
 
     if rank == 0:
         for name, error in unfit.items():
             print(f"{name} is left out: {error}", file=sys.stderr)
-        for message in idle(methods, named and "budgets" in args.asked, "window" in args.asked):
+        for message in idle(methods, named and "keep" in args.asked, "window" in args.asked):
             print(message, file=sys.stderr)
         whose = "a small trained decoder" if args.model == TINY else args.model
         print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
@@ -103,7 +103,7 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
 
 
 def job_of(row: dict) -> Job:
-    return row["tokens"], row["method"], row["fraction"]
+    return row["tokens"], row["method"], row["keep_ratio"]
 
 
 def earlier(stored: bytes, file: Path, settings: Settings) -> list[dict]:
@@ -123,12 +123,12 @@ def earlier(stored: bytes, file: Path, settings: Settings) -> list[dict]:
     return rows
 
 
-def idle(methods: dict, budgets: bool, window: bool) -> list[str]:
-    """Return what was asked for, budgets or a window, and changes nothing for these methods."""
+def idle(methods: dict, keep: bool, window: bool) -> list[str]:
+    """Return what was asked for, keep ratios or a window, and changes nothing for these methods."""
     messages = []
     without = [name for name, Method in methods.items() if name != "full" and not has_budget(Method)]
-    if budgets and without:
-        messages.append(f"--budgets changes nothing for {', '.join(without)}: no budget there")
+    if keep and without:
+        messages.append(f"--keep changes nothing for {', '.join(without)}: no budget there")
     if window and not any(given(Method, window_size=0) for Method in methods.values()):
         messages.append("--window changes nothing: none of these methods has a window")
     return messages
@@ -145,16 +145,16 @@ class Candidates:
         self.found = {}  # by name: options that a method has found out about the decoder
 
     def jobs(self, lengths: list[int], percents: list[float]) -> list[Job]:
-        fractions = [percent / 100 for percent in percents]
-        return [(T, name, fraction) for T in lengths for name, Method in self.methods.items()
-                for fraction in (fractions if has_budget(Method) else [None])]
+        keep_ratios = [percent / 100 for percent in percents]
+        return [(T, name, keep_ratio) for T in lengths for name, Method in self.methods.items()
+                for keep_ratio in (keep_ratios if has_budget(Method) else [None])]
 
-    def calibrated(self, name: str, fraction: float | None) -> Make:
+    def calibrated(self, name: str, keep_ratio: float | None) -> Make:
         """Return what makes a method's caches, with the options that it finds out about the decoder."""
         if name not in self.found:
             self.found[name] = calibrated(self.methods[name], self.model, self.encoding)
         options = self.options[name] | self.found[name]
-        return maker(self.model, self.methods[name], fraction, **options)
+        return maker(self.model, self.methods[name], keep_ratio, **options)
 
     def fit(self, jobs: list[Job], named: bool) -> tuple[list[Job], dict[str, ValueError]]:
         """Return the jobs that can be done, and by name why a method cannot work with this model.
@@ -163,21 +163,21 @@ class Candidates:
         cannot work with this model, if it was asked for by name.
         """
         unfit = {}
-        for T, name, fraction in jobs:
-            error = self.why_not(T, name, fraction)
+        for T, name, keep_ratio in jobs:
+            error = self.why_not(T, name, keep_ratio)
             if error is None:
                 continue
-            everything = None if fraction is None else 1.0
+            everything = None if keep_ratio is None else 1.0
             if named or self.why_not(T, name, everything) is None:
-                where = "" if fraction is None else f" of {shortest(T)} tokens"
-                raise ValueError(f"{table.label(name, fraction)}{where}: {error}") from error
+                where = "" if keep_ratio is None else f" of {shortest(T)} tokens"
+                raise ValueError(f"{table.label(name, keep_ratio)}{where}: {error}") from error
             unfit[name] = error
         return [job for job in jobs if job[1] not in unfit], unfit
 
-    def why_not(self, T: int, name: str, fraction: float | None) -> ValueError | None:
+    def why_not(self, T: int, name: str, keep_ratio: float | None) -> ValueError | None:
         """Return why a method cannot work with documents of T tokens and this budget, None if it can."""
         try:
-            make = maker(self.model, self.methods[name], fraction, **self.options[name])
+            make = maker(self.model, self.methods[name], keep_ratio, **self.options[name])
             # of T tokens, an answer and the token before it come later
             check_rereads(self.model, make(shortest(T)), T - 2)
         except ValueError as error:

@@ -10,13 +10,15 @@ from nanollm.measure.benchmark import TASKS, paired
 SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",
          "streaming_llm", "random", "kvzip", "quantized_2")
 TERMS = """\
-budget  the share of the prompt's tokens that each head may keep; "all": the method keeps every token;
-        in brackets: what a method without a budget kept
-aware   the question is part of the prompt that is compressed, so attention knows what will be asked
-agnostic   the prompt is compressed first and the question comes afterwards
-needle  one of 4 facts hidden in real text is asked for; pairs: one of 16; few-shot: a line's label
-KL      how far predictions of real text move from the full cache's, in nats
-KiB     what the cache of a text holds if the model's numbers have 16 bits; fewer bits count as stored"""
+keep      the keep ratio: the budget of each head, as a percentage of the prompt's tokens. "all": every token
+          stays. In brackets: what a method without a budget kept
+KiB       the size of one text's cache with 16-bit numbers; quantized entries count as stored
+needle    four facts are hidden in real text, and the question asks for one of them
+pairs     key-value retrieval: the prompt lists 16 pairs, and the question asks for one value
+few-shot  labelled lines, then a new line: the answer is its label
+aware     accuracy if the question is part of the prompt that is compressed
+agnostic  accuracy if the question comes after the compression
+KL        how far predictions of real text move from the full cache's, in nats"""
 NEARLY = 0.1  # a loss of mean accuracy, at most, that counts as nearly none
 
 # ---- the keys of a row, and what each holds ----
@@ -25,13 +27,13 @@ SETTINGS = "aware", "agnostic"
 ACCURACIES = tuple(f"{task}_{setting}" for task in TASKS for setting in SETTINGS)
 HOLDS = dict(method=str, each=dict, l1_alone=list[list[Real]], keeps_all=bool, evicts=bool) | dict.fromkeys(
     (*ACCURACIES, *SETTINGS, "tokens", "prompt", "live_16", "kl", "perplexity", "tokens_per_s"),
-    Real) | dict.fromkeys(("fraction", "device", "slots", "slots_end"), Real | None)
+    Real) | dict.fromkeys(("keep_ratio", "device", "slots", "slots_end"), Real | None)
 EACH = dict.fromkeys((*ACCURACIES, "nll", "kl", "l1_alone"), list[Real])  # of row["each"], by document
 
 
-def row_of(name: str, fraction: float | None, T: int, settings: dict, measured: dict) -> dict:
+def row_of(name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict) -> dict:
     """Return a row: what was run, what `Benchmark.run` measured, bytes per text, means over the tasks."""
-    row = dict(method=name, fraction=fraction, tokens=T) | settings | measured
+    row = dict(method=name, keep_ratio=keep_ratio, tokens=T) | settings | measured
     for key in ("live", "live_16", "allocated", "peak", "device"):
         row[key] = row[key] and row[key] // len(row["each"]["kl"])
     for setting in SETTINGS:
@@ -39,14 +41,14 @@ def row_of(name: str, fraction: float | None, T: int, settings: dict, measured: 
     return row
 
 
-def label(name: str, fraction: float | None) -> str:
-    return name if fraction is None else f"{name} at {100 * fraction:g} %"
+def label(name: str, keep_ratio: float | None) -> str:
+    return name if keep_ratio is None else f"{name} at {100 * keep_ratio:g} %"
 
 
 # ---- rows as text: a column per task holds both settings ----
 
-SHORT = (26, 6, 6, 11, 11, 11, 6)             # least widths of the columns, to KL
-LONG = (26, 6, 6, 11, 11, 11, 7, 5, 6, 8, 8)  # to the GPU's KiB
+SHORT = (26, 6, 6, 14, 14, 14, 6)             # least widths of the columns, to KL
+LONG = (26, 6, 6, 14, 14, 14, 7, 5, 6, 8, 8)  # to the GPU's KiB
 
 
 def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = False) -> str:
@@ -56,7 +58,7 @@ def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = F
     """
     error = 0.5 / (documents - 1) ** 0.5  # of as many ones as zeros, which is the largest
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in TASKS)]
-    names = ["method", "budget", "KiB", *["aware agnostic"] * len(TASKS)]
+    names = ["method", "keep", "KiB", *["aware agnostic"] * len(TASKS)]
     above += [""] if short else ["", "", "", "batch"] + [""] * gpu
     names += ["KL"] if short else ["perpl.", "KL", "L1", "tokens/s"] + ["GPU, KiB"] * gpu
     return (f"\n{documents} documents per task, {T} tokens each; seed {seed}; standard error of an accuracy: "
@@ -66,7 +68,7 @@ def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = F
 def show(row: dict, short: bool = False) -> str:
     """Return a row as a line of the table."""
     cells = [row["method"], budget(row), f"{row['live_16'] / 1024:.0f}"]
-    cells += ["  ".join(f"{row[f'{task}_{setting}']:.2f}" for setting in SETTINGS) for task in TASKS]
+    cells += [f"{row[f'{task}_aware']:5.2f} {row[f'{task}_agnostic']:8.2f}" for task in TASKS]
     kl = f"{max(row['kl'], 0):.3f}"
     if short:
         return text_table([[*cells, kl]], SHORT)
@@ -78,8 +80,8 @@ def show(row: dict, short: bool = False) -> str:
 
 def budget(row: dict) -> str:
     """Return the budget asked for. Without one: "all", or in brackets how much the method kept."""
-    if row["fraction"] is not None:
-        return f"{100 * row['fraction']:g} %"
+    if row["keep_ratio"] is not None:
+        return f"{100 * row['keep_ratio']:g} %"
     if row["keeps_all"] or row["slots"] is None or row["slots"] == row["prompt"]:
         return "all"
     return f"({100 * row['slots'] / row['prompt']:.0f} %)"
@@ -144,13 +146,13 @@ MEASURES = {setting: [f"{task}_{setting}" for task in TASKS] for setting in SETT
 def on_top(base: dict, rows: list[dict]) -> list[dict]:
     """Return the rows of base's method with one addition, at the same budget and length."""
     return [row for row in rows if row["method"].rpartition("+")[0] == base["method"]
-            and (row["fraction"], row["tokens"]) == (base["fraction"], base["tokens"])]
+            and (row["keep_ratio"], row["tokens"]) == (base["keep_ratio"], base["tokens"])]
 
 
 def additions_table(rows: list[dict]) -> str:
     """Return what each addition changes, paired by document, under the means without it; "" if none."""
     under_number = " " * len(" ±0.000")  # where a mean and a name have no standard error
-    lines = [["changes by additions", "budget", *(name + under_number for name in MEASURES)]]
+    lines = [["changes by additions", "keep", *(name + under_number for name in MEASURES)]]
     for base in rows:
         more = on_top(base, rows)
         means = (fmean(x for key in keys for x in base["each"][key]) for keys in MEASURES.values())

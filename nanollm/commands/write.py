@@ -16,7 +16,7 @@ MARK = "▸"  # between a text and what is written
 
 
 def main(argv: list[str]):
-    args = options(argv)
+    args = read_options(argv)
     shows_page = args.prompt is None and not args.file
     name = (demo.METHOD if shows_page else "full") if args.method is None else args.method
     if name == "all":
@@ -43,7 +43,7 @@ def main(argv: list[str]):
         write(model, encoding, Method, options, text, args.tokens, sampling)
 
 
-def options(argv: list[str]) -> argparse.Namespace:
+def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the command line. ValueError for options that contradict each other or would change nothing."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm generate",

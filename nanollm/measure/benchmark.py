@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanollm.cache import make_cache
 from nanollm.measure.evaluate import (Make, Reference, check_size, continuation, perturbation,
-                                      prompt_and_question, reference, retrieve, share, standard_error,
+                                      prompt_and_question, reference, retrieve, budget_for, standard_error,
                                       text_windows)
 from nanollm.measure.replay import CannotReplay, Recorder, Recording, record
 from nanollm.measure.tasks import Batch, Tasks
@@ -151,14 +151,14 @@ def cut(batch: Batch, n: int) -> list[Batch]:
 
 
 def excess(row: dict) -> str:
-    """Return what a row of `continuation` holds beyond its budget, `fraction`, in words; "" if nothing.
+    """Return what a row of `continuation` holds beyond its budget, `keep_ratio`, in words; "" if nothing.
 
     At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
     each token; window methods, which only compress the prompt, append.
     """
-    if row["fraction"] is None or row["slots"] is None or row["keeps_all"]:
+    if row["keep_ratio"] is None or row["slots"] is None or row["keeps_all"]:
         return ""
-    budget = share(row["fraction"], row["prompt"])
+    budget = budget_for(row["keep_ratio"], row["prompt"])
     if row["slots"] == row["prompt"] > budget:
         return f"evicts nothing: holds all {row['prompt']} tokens of a prompt, and its budget is {budget}"
     if row["slots"] > budget:

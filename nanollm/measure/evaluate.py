@@ -30,22 +30,22 @@ Make = Callable[[int, Tensor], list[LayerCache]]
 
 # ---- caches that are measured ---
 
-def share(fraction: float, tokens: int) -> int:
+def budget_for(keep_ratio: float, tokens: int) -> int:
     """Return the budget, in slots per key/value head, that is a fraction of a prompt."""
-    return round(fraction * tokens)
+    return round(keep_ratio * tokens)
 
 
-def maker(model, Method, fraction: float | None, ends: Tensor | None = None, **options) -> Make:
+def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, **options) -> Make:
     """Return what makes caches whose budget is a fraction of the prompt; None for a method without a budget.
 
     ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for methods that go
     by them.
     """
-    if fraction is not None and (not fits(fraction, float) or not 0 < fraction <= 1):
-        raise ValueError(f"fraction {fraction} of the prompt must lie above 0 and be at most 1")
+    if keep_ratio is not None and (not fits(keep_ratio, float) or not 0 < keep_ratio <= 1):
+        raise ValueError(f"keep_ratio {keep_ratio} of the prompt must lie above 0 and be at most 1")
 
     def make(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
-        budget = {} if fraction is None else dict(budget=share(fraction, tokens))
+        budget = {} if keep_ratio is None else dict(budget=budget_for(keep_ratio, tokens))
         if budget:
             check_budget(budget["budget"], 1, "one slot")
         caches = make_cache(model, Method, **budget, **options)

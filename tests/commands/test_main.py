@@ -21,7 +21,7 @@ from nanollm import TINY
 from nanollm.__main__ import main
 from nanollm.cache import LayerCache
 from nanollm.commands import demo, table
-from nanollm.commands.compare import options as read_options
+from nanollm.commands.compare import read_options
 from nanollm.commands.write import MARK
 from nanollm.generate import generate
 from nanollm.hf.checkpoint import from_hf
@@ -61,11 +61,11 @@ def refused(capsys, arguments, message):
 # ---- compare: rows, table and figure ---
 
 def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
-    rows = compare(checkpoint, "--methods full random streaming_llm --budgets 50 12.5 --lengths 288 300 "
+    rows = compare(checkpoint, "--methods full random streaming_llm --keep 50 12.5 --lengths 288 300 "
                                "--figure new.png")
     expected = [("full", None)] + [(name, share) for name in ("random", "streaming_llm")
                                    for share in (0.5, 0.125)]
-    assert [(row["tokens"], row["method"], row["fraction"]) for row in rows] == [
+    assert [(row["tokens"], row["method"], row["keep_ratio"]) for row in rows] == [
         (T, *job) for T in (288, 300) for job in expected]
     for row in rows:
         assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
@@ -82,7 +82,7 @@ def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
     assert abs(full["kl"]) < 1e-6
     for row in most, least:
         sinks = 2 * 2 * 4 * 8 * 4  # StreamingLLM's, as stored
-        assert row["live"] == round(row["fraction"] * cut) * slot + sinks
+        assert row["live"] == round(row["keep_ratio"] * cut) * slot + sinks
         assert row["kl"] > 0.01 and cut * slot <= row["peak"] <= 1.1 * cut * slot
 
     out, names = capsys.readouterr().out, ("full", "random", "streaming_llm")
@@ -96,7 +96,7 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     main(["--model", str(checkpoint), "--json", "rows.json", "--lengths", "288"])
     rows, (out, error) = json.loads(Path("rows.json").read_text()), capsys.readouterr()
     assert error == ""  # no progress bar, for this is no terminal
-    assert [(row["method"], row["fraction"]) for row in rows] == [
+    assert [(row["method"], row["keep_ratio"]) for row in rows] == [
         ("full", None), ("snap_kv", 0.25), ("quantized_2", None)]
     assert len(rows[0]["each"]["needle_aware"]) == 8 and Path("compare.png").stat().st_size > 5000
     printed = [table.header(288, 8, 0, short=True), *(table.show(row, short=True) for row in rows)]
@@ -104,31 +104,31 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
 
 
 @pytest.mark.parametrize("options, budgets, documents", [
-    ("--all", [50, 25, 12.5, 6.25], 32), ("--full", [50, 25, 12.5, 6.25], 256), ("--budgets 25", [25], 32),
+    ("--all", [50, 25, 12.5, 6.25], 32), ("--full", [50, 25, 12.5, 6.25], 256), ("--keep 25", [25], 32),
     ("--methods h2o", [50, 25, 12.5, 6.25], 32), ("", [25], 8)])
 def test_what_is_measured_by_which_options(options, budgets, documents):
     args = read_options(options.split())
-    assert (args.budgets, args.documents, args.window) == (budgets, documents, 8)
+    assert (args.keep, args.documents, args.window) == (budgets, documents, 8)
     assert args.lengths == ([512, 1024] if args.full else [512])
-    twice = read_options("--budgets 100 25 100 --lengths 9 8 9".split())
-    assert (twice.budgets, twice.lengths) == ([100, 25], [9, 8])
+    twice = read_options("--keep 100 25 100 --lengths 9 8 9".split())
+    assert (twice.keep, twice.lengths) == ([100, 25], [9, 8])
 
 
 def test_options_change_the_rows_as_they_say(checkpoint, capsys):
-    methods = "--methods h2o ada_kv ada_kv+critical --budgets 50 --documents 2"
+    methods = "--methods h2o ada_kv ada_kv+critical --keep 50 --documents 2"
     rows = compare(checkpoint, methods)
     assert table.additions_table(rows) in capsys.readouterr().out
-    for row, again in zip(rows, compare(checkpoint, f"{methods} --batch 1 --keep 0"), strict=True):
+    for row, again in zip(rows, compare(checkpoint, f"{methods} --batch 1 --memory 0"), strict=True):
         for key in "kl", "live", *SHARES:
             assert again[key] == pytest.approx(row[key], rel=1e-4), key
     assert "more than may stay" in capsys.readouterr().err
     h2o, *others = compare(checkpoint, f"{methods} --window 5")
     assert h2o["each"] == rows[0]["each"] and {row["window"] for row in others} == {5}
     assert all(row["each"]["kl"] != before["each"]["kl"] for row, before in zip(others, rows[1:]))
-    (other,) = compare(checkpoint, "--methods h2o --budgets 50 --documents 2 --seed 7")
+    (other,) = compare(checkpoint, "--methods h2o --keep 50 --documents 2 --seed 7")
     assert other["seed"] == 7 and len(other["each"]["needle_aware"]) == 2
-    compare(checkpoint, "--methods full quantized_2 --budgets 50 --window 5 --documents 2")
-    assert "--budgets changes nothing for quantized_2" in (error := capsys.readouterr().err)
+    compare(checkpoint, "--methods full quantized_2 --keep 50 --window 5 --documents 2")
+    assert "--keep changes nothing for quantized_2" in (error := capsys.readouterr().err)
     assert "--window changes nothing" in error
 
 
@@ -154,13 +154,13 @@ class Learned(LayerCache):
 def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, monkeypatch, capsys):
     for module in "rows", "write":
         monkeypatch.setattr(f"nanollm.commands.{module}.pick", lambda names: dict(learned=Learned))
-    compare(checkpoint, "--methods learned --budgets 50 --documents 2 --window 6 --lengths 288 300")
+    compare(checkpoint, "--methods learned --keep 50 --documents 2 --window 6 --lengths 288 300")
     assert Learned.asked == [4]  # two layers and lengths were tried before
     assert {*Learned.made[:4]} == {6} and {*Learned.made[4:]} == {2048}
     Learned.made.clear()
     main(["generate", "--model", str(checkpoint), *"--method learned --budget 7 --tokens 3 x".split()])
     assert Learned.asked == [4, 0] and Learned.made == [2048] * 2
-    refused(capsys, ["--model", str(checkpoint), *SMALL, *"--methods learned --budgets 50 2".split()],
+    refused(capsys, ["--model", str(checkpoint), *SMALL, *"--methods learned --keep 50 2".split()],
             "learned at 2 % of 223 tokens: budget 4 must be at least 5")
     assert Learned.asked == [4, 0]  # a mistake is found before
 
@@ -183,7 +183,7 @@ def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkp
     for name, body in dict(hoarder="", late="def evict(self): self.keep(self.k)",
                            early="def __post_init__(self): 1 / 0").items():
         (only_h2o / f"{name}.py").write_text(OWN.format(name=name, body=body))
-    arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, "--budgets", "50", "--methods"]
+    arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, "--keep", "50", "--methods"]
     out = refused(capsys, [*arguments, "hoarder", "early", "late", "h2o"],
                   "2 of 4 rows failed: early at 50 %: ZeroDivisionError, line 7 of early.py: .*; "
                   "late at 50 %: slots to keep")
@@ -205,7 +205,7 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
         measured.append(1)
         return run(self, *arguments)
 
-    three = "--methods full random h2o --budgets 50 --documents 2"
+    three = "--methods full random h2o --keep 50 --documents 2"
     monkeypatch.setattr(Slices, "run", interrupted)
     with pytest.raises(SystemExit):
         compare(checkpoint, three)
@@ -215,7 +215,7 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     measured.clear()
     rows = compare(checkpoint, f"{three} --resume")
     assert rows[:2] == before and rows[2]["method"] == "h2o" and len(measured) == 1
-    assert compare(checkpoint, "--methods h2o --budgets 50 --documents 2 --resume") == rows  # none is lost
+    assert compare(checkpoint, "--methods h2o --keep 50 --documents 2 --resume") == rows  # none is lost
     assert len(measured) == 1
     arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *three.split(), "--resume"]
     refused(capsys, [*arguments, "--dtype", "bfloat16"], "were made with --dtype float32, not bfloat16")
@@ -249,7 +249,7 @@ def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, ca
     ("--json nowhere/rows.json", "folder nowhere for rows.json is not there")])
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, options, message):
     Path("folder").mkdir()
-    kept = {"mine.json": b'[{"method": "h2o", "fraction": 0.5, "each": {}}, {"model_type": "llama"}]',
+    kept = {"mine.json": b'[{"method": "h2o", "keep_ratio": 0.5, "each": {}}, {"model_type": "llama"}]',
             "photo.png": b"\x89PNG, after Figure of python -m nanollm", "zeros": b"a\0b"}
     for name, data in kept.items():
         Path(name).write_bytes(data)
@@ -299,7 +299,7 @@ def test_output_that_cannot_be_written_is_one_line(end, flush):
     assert re.fullmatch("error: (nobody reads|.*No space left).*\n", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("argument, code", [("--help", 0), ("nope", 2), ("--budgets=0", 2)])
+@pytest.mark.parametrize("argument, code", [("--help", 0), ("nope", 2), ("--keep=0", 2)])
 def test_help_and_mistakes_are_answered_before_torch_is_loaded(argument, code):
     done = in_shell('"$@"', "-X", "importtime", "-m", "nanollm", argument)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -425,9 +425,9 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
 @pytest.mark.parametrize("arguments, message", [
     ("--methods h2o nope", "unknown method 'nope'; known are full, .*h2o.*streaming_llm"),
     ("--all --methods h2o", "--all is every method; leave it or --methods h2o out"),
-    ("--budgets 50 0", "budget 0 % must lie above 0"), ("--budgets nan", "budget nan %"),
-    ("--budgets 101", "budget 101 % must lie above 0 and up to 100"),
-    ("--methods ada_kv+critical --window 28 --budgets 50 12.5", "critical at 12.5 % .* 28 must exceed"),
+    ("--keep 50 0", "keep 0 % must lie above 0"), ("--keep nan", "keep nan %"),
+    ("--keep 101", "keep 101 % must lie above 0 and up to 100"),
+    ("--methods ada_kv+critical --window 28 --keep 50 12.5", "critical at 12.5 % .* 28 must exceed"),
     ("--documents 1", "documents 1 must be a whole number of at least 2"), ("--batch 0", "batch 0 must"),
     ("--methods full --lengths 30", r"need \d+ tokens more"), ("--resume", "name it with --json"),
     ("--lengths 288 801", "length 801 must be a whole number from 16 to 800"),

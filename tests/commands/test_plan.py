@@ -42,7 +42,7 @@ def test_the_full_cache_and_the_weights_are_those_of_the_model(tmp_path):
 
 def test_prompts_fit_beside_the_weights_by_the_larger_of_two_sizes(monkeypatch, capsys):
     """In 1 GB, 0.2 of it weights: two of 0.27 GB; without the weights three, by the smaller size eight."""
-    (shape, _), row = shape_of(TINY, torch.float32), dict(fraction=None, keeps_all=True)
+    (shape, _), row = shape_of(TINY, torch.float32), dict(keep_ratio=None, keeps_all=True)
     sizes = iter([dict(after=10 ** 8, peak=27 * 10 ** 7), dict(after=27 * 10 ** 7, peak=10 ** 8)])
     monkeypatch.setattr(plan, "shape_of", lambda *_: (shape, 2 * 10 ** 8))
     monkeypatch.setattr(plan, "planned", lambda *_: next(sizes) | row)
@@ -65,8 +65,8 @@ def test_the_command_needs_a_config_alone(tmp_path, monkeypatch, capsys):
     assert [row[:2] for row in rows] == budgets * 2
     assert int(rows[0][-1]) > int(rows[4][-1]) > 100  # longer prompts, fewer of them
     for options, message in ("--lengths 9999", "length 9999 must be a whole number from 16 to 4096"), (
-            "--budget 0", "budget 0 %"), ("--model nowhere", "nowhere/config.json is missing"), (
-            "--budget 5 --lengths 64 --methods snap_kv", "snap_kv at 5 % of 64 tokens: budget 3"):
+            "--keep 0", "keep 0 %"), ("--model nowhere", "nowhere/config.json is missing"), (
+            "--keep 5 --lengths 64 --methods snap_kv", "snap_kv at 5 % of 64 tokens: budget 3"):
         with pytest.raises(SystemExit) as stop:
             main([*command, *options.split()])
         assert stop.value.code == 2 and message in capsys.readouterr().err

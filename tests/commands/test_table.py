@@ -16,7 +16,7 @@ def measured(**more) -> dict:
 
 def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     row = table.row_of("h2o", 0.125, 300, dict(seed=4), measured(device=3 * 1024 * 8))
-    expected = dict(method="h2o", fraction=0.125, tokens=300, seed=4, live=9 * 1024, live_16=50 * 1024,
+    expected = dict(method="h2o", keep_ratio=0.125, tokens=300, seed=4, live=9 * 1024, live_16=50 * 1024,
                     allocated=6 * 1024, peak=7 * 1024, device=8 * 1024)
     assert {key: row[key] for key in expected} == expected
     assert row["aware"] == pytest.approx((0.11 + 0.33 + 0.55) / 3)
@@ -25,7 +25,7 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     assert table.show(row, short=True).split() == [*first, "0.567"]
     assert table.show(row).split() == [*first, "12.34", "0.567", "7.62", "4321", "8"]
     for more, told in ({}, "(40 %)"), (dict(keeps_all=True), "all"), (dict(slots=100), "all"):
-        assert table.budget(row | dict(fraction=None) | more) == told  # without a budget: what it kept
+        assert table.budget(row | dict(keep_ratio=None) | more) == told  # without a budget: what it kept
 
 
 def rows(**methods) -> list[dict]:
@@ -55,10 +55,10 @@ def test_a_task_that_the_full_cache_fails_judges_nothing():
 
 
 def test_an_addition_is_compared_with_the_row_without_it():
-    def row(method, fraction, tokens, shift, text):
+    def row(method, keep_ratio, tokens, shift, text):
         shares = {key: [0.25, 0.25 + shift * key.endswith("aware")] for key in table.ACCURACIES}
         each = shares | dict(kl=[text, 3 * text], nll=[4.0, 2 * text], l1_alone=[9.0, text])
-        return dict(method=method, fraction=fraction, tokens=tokens, each=each)
+        return dict(method=method, keep_ratio=keep_ratio, tokens=tokens, each=each)
 
     base = [row("full", None, 288, 0, 0.0), row("ada_kv", 0.25, 288, 0.5, 8.0),
             row("ada_kv", 0.5, 300, 0.5, 8.0), row("snap_kv+critical", 0.5, 288, 0.5, 8.0),

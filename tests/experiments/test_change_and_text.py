@@ -7,7 +7,7 @@ import torch
 
 from common import tasks
 from experiments import change_and_text
-from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_OPTION, RULES, SHARES,
+from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_OPTION, RULES, KEEP_RATIOS,
                                          WINDOW_METHODS, WINDOW, CodeOptions, OtherNorms, change, compressed,
                                          correlation_of_change_and_kl, difference, l2_norms, last_layer,
                                          long_answer, lower, needles_found, saved, stored, value_kept)
@@ -86,7 +86,7 @@ def test_a_difference_is_paired_and_has_its_standard_error(monkeypatch):
 @pytest.mark.claim("P11")
 def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
     with monkeypatch.context() as patch:  # the base scores as well as that between 50 and 25 %
-        rows = {("a", share): dict(kl=np.full(3, n)) for n, share in enumerate(SHARES, 1)}
+        rows = {("a", keep_ratio): dict(kl=np.full(3, n)) for n, keep_ratio in enumerate(KEEP_RATIOS, 1)}
         patch.setattr(change_and_text, "stored", lambda: rows | {("b", 0.25): dict(kl=np.full(3, 1.5))})
         assert saved("b", "a", 0.25) == (pytest.approx(1 - 0.5 ** 0.5), 0) and saved("a", "a", 0.25)[0] == 0
     for base, addition in product((Rule.__name__ for Rule in RULES), ("critical", "critical_code")):
@@ -157,12 +157,12 @@ def spread(note, claim, factor, found):
 
 @torch.inference_mode()
 def test_a_stored_row_is_what_the_code_measures():
-    """Every 16th text; and every method is stored at every share, its heads in agreement with L."""
+    """Every 16th text; and every method is stored at every keep_ratio, its heads in agreement with L."""
     model, tokens = checkpoint.from_hf(TINY), text_windows(tasks("test"), 64, 512)
     row = change_and_text.measured(model, reference(model, tokens[::16], 64), "SnapKV+critical", 0.0625)
     for key in ("L", "kl", "nll"):
         assert row[key] == pytest.approx(stored()["SnapKV+critical", 0.0625][key][::16], rel=2e-3, abs=1e-3)
-    assert list(stored()) == [(name, share) for name in METHODS for share in SHARES]
+    assert list(stored()) == [(name, keep_ratio) for name in METHODS for keep_ratio in KEEP_RATIOS]
     for row in stored().values():
         assert row["heads"].mean() == pytest.approx(row["L"].mean(), rel=1e-3) and len(row["L"]) == 64
 
@@ -170,12 +170,12 @@ def test_a_stored_row_is_what_the_code_measures():
 @pytest.mark.claim("P7")
 def test_most_heads_change_less_with_and_without_norms(note):
     bases = "SnapKV", "AdaKV"
-    critical = {(base, share): lower(f"{base}+critical", base, share) for base in bases for share in SHARES}
-    some = [critical[base, share] for base in bases for share in (0.25, 0.0625)]
+    critical = {(base, keep_ratio): lower(f"{base}+critical", base, keep_ratio) for base in bases for keep_ratio in KEEP_RATIOS}
+    some = [critical[base, keep_ratio] for base in bases for keep_ratio in (0.25, 0.0625)]
     note("P7", critical=100 * np.mean(some))
-    unpooled = [lower(f"{base}, no pool", base, share) for base in bases for share in SHARES]
-    pooled = [lower("SnapKV+critical, stage 2 pooled", "SnapKV", share) for share in SHARES]
-    neither = [lower("SnapKV+critical, no pool", "SnapKV, no pool", share) for share in SHARES]
+    unpooled = [lower(f"{base}, no pool", base, keep_ratio) for base in bases for keep_ratio in KEEP_RATIOS]
+    pooled = [lower("SnapKV+critical, stage 2 pooled", "SnapKV", keep_ratio) for keep_ratio in KEEP_RATIOS]
+    neither = [lower("SnapKV+critical, no pool", "SnapKV, no pool", keep_ratio) for keep_ratio in KEEP_RATIOS]
     assert min(*unpooled, *critical.values()) >= 0.75 and max(pooled) < 0.5
     assert neither[0] > 0.5 > max(neither[1:])
     spread(note, "P7", 100, dict(unpooled=unpooled, pooled=pooled, neither=neither))
@@ -188,7 +188,7 @@ def test_the_advantage_of_the_last_layer_does_not_accumulate(note, monkeypatch):
                     b=dict(heads=np.array([[7, 7], [2, 4]]), layers=[7, 5]))
         patch.setattr(change_and_text, "stored", lambda: {(name, 0.5): row for name, row in rows.items()})
         assert last_layer("a", "b", 0.5) == pytest.approx((-0.2, -0.5))
-    together, alone = -np.array([[last_layer(f"{base}+critical", base, share) for share in SHARES]
+    together, alone = -np.array([[last_layer(f"{base}+critical", base, keep_ratio) for keep_ratio in KEEP_RATIOS]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)
     assert ((0 < together) & (together < 0.05)).all() and (alone > together + 0.03).all()
     spread(note, "P13", 100, dict(together=together[0], alone=alone[0]))
@@ -197,18 +197,18 @@ def test_the_advantage_of_the_last_layer_does_not_accumulate(note, monkeypatch):
 @pytest.mark.claim("P10")
 def test_lower_changes_come_with_worse_text_and_large_repairs_buy_little(note):
     found = {"no_pool_L": [], "no_pool_nll": [], "residual_L": [], "residual_nll": [], "residual_kl": []}
-    for share, base in product(SHARES, (Rule.__name__ for Rule in RULES)):
+    for keep_ratio, base in product(KEEP_RATIOS, (Rule.__name__ for Rule in RULES)):
         unpooled, residual = f"{base}, no pool", f"{base}+residual"
-        L, error = change(unpooled, base, share)
+        L, error = change(unpooled, base, keep_ratio)
         assert L < -2 * error
         found["no_pool_L"].append(-100 * L)
-        if share < 0.5:
-            nll, error = difference(unpooled, base, share, "nll")
+        if keep_ratio < 0.5:
+            nll, error = difference(unpooled, base, keep_ratio, "nll")
             assert nll > 1.9 * error
             found["no_pool_nll"].append(nll)
-        found["residual_L"].append(-100 * change(residual, base, share)[0])
-        found["residual_nll"].append(abs(difference(residual, base, share, "nll")[0]))
-        kl = difference(residual, base, share, "kl")[0] / stored()[base, share]["kl"].mean()
+        found["residual_L"].append(-100 * change(residual, base, keep_ratio)[0])
+        found["residual_nll"].append(abs(difference(residual, base, keep_ratio, "nll")[0]))
+        kl = difference(residual, base, keep_ratio, "kl")[0] / stored()[base, keep_ratio]["kl"].mean()
         found["residual_kl"].append(-100 * kl)
     assert all(17 < x < 31 for x in found["residual_L"]) and max(found["residual_nll"]) < 0.0075
     spread(note, "P10", 1, found)
@@ -216,12 +216,12 @@ def test_lower_changes_come_with_worse_text_and_large_repairs_buy_little(note):
 
 @pytest.mark.claim("P10")
 def test_within_a_budget_the_sign_of_the_rank_correlation_hangs_on_methods(note):
-    over_budgets, low, _ = correlation_of_change_and_kl(COMPARED, SHARES)
+    over_budgets, low, _ = correlation_of_change_and_kl(COMPARED, KEEP_RATIOS)
     assert low > 0.85
     note("P10", over_budgets=over_budgets)
-    for share in SHARES:
-        everything, window_methods = (correlation_of_change_and_kl(names, [share]) for names in (COMPARED, WINDOW_METHODS))
-        assert share == 0.5 or window_methods[2] < -0.4
-        assert {0.5: everything[1] > 0, 0.25: everything[2] < 0, 0.0625: everything[2] > 0}.get(share, True)
-        percent = int(100 * share)
+    for keep_ratio in KEEP_RATIOS:
+        everything, window_methods = (correlation_of_change_and_kl(names, [keep_ratio]) for names in (COMPARED, WINDOW_METHODS))
+        assert keep_ratio == 0.5 or window_methods[2] < -0.4
+        assert {0.5: everything[1] > 0, 0.25: everything[2] < 0, 0.0625: everything[2] > 0}.get(keep_ratio, True)
+        percent = int(100 * keep_ratio)
         note("P10", **{f"all_{percent}": everything[0], f"window_{percent}": window_methods[0]})

@@ -18,7 +18,7 @@ from nanollm.measure.evaluate import maker, prompt_and_question, retrieve
 
 @torch.no_grad()
 def test_each_row_is_what_the_method_finds(monkeypatch):
-    monkeypatch.setattr(fewest_bytes, "SHARES", (0.5, 0.25))
+    monkeypatch.setattr(fewest_bytes, "KEEP_RATIOS", (0.5, 0.25))
     monkeypatch.setattr(fewest_bytes, "FIRST", 2)
     monkeypatch.setattr(fewest_bytes, "FAR", torch.inf)  # every piece is asked
     model = from_hf(TINY)
@@ -72,7 +72,7 @@ def test_a_row_counts_if_it_passes_by_one_standard_error():
     rows = json.loads(json.dumps(summary("built", made)))
     assert [verdict(row) for row in rows] == ["yes", "yes", "undecided", "no", "no", "yes"]
     assert [row["bytes"] for row in rows] == [1, 0.5, 0.25, 0.12, 0.5, 0.15]
-    assert {name: row["share"] for name, row in enough(rows).items()} == {"c": None, "a": 0.5, "full": None}
+    assert {name: row["keep_ratio"] for name, row in enough(rows).items()} == {"c": None, "a": 0.5, "full": None}
     nothing = summary("built", {("full", None): found(0, 0), ("a", 0.5): found(0, 0)})
     assert enough(nothing) == {}  # no method can do less
     assert "undecided on built: none" in fewest_bytes.show(nothing)
@@ -80,7 +80,7 @@ def test_a_row_counts_if_it_passes_by_one_standard_error():
 
 @pytest.mark.parametrize("far, asked", [(4, 6), (torch.inf, 12)])
 def test_a_row_that_misses_by_far_is_asked_no_more(monkeypatch, far, asked):
-    for name, x in dict(SHARES=(0.0625,), FIRST=6, FAR=far).items():
+    for name, x in dict(KEEP_RATIOS=(0.0625,), FIRST=6, FAR=far).items():
         monkeypatch.setattr(fewest_bytes, name, x)
     rows = fewest_bytes.found(from_hf(TINY), tasks("test"), pick(["full", "random"]), 12, 160)
     assert [row.documents for row in rows.values()] == [12, asked]

@@ -8,13 +8,13 @@ from methods.kvzip import KVzip
 from methods.ours.one_reading import OneReading
 from nanollm import TINY
 from nanollm.hf.checkpoint import from_hf
-from nanollm.measure.evaluate import full_cache_bytes, maker, retrieve, share
+from nanollm.measure.evaluate import full_cache_bytes, maker, retrieve, budget_for
 
 
 @torch.no_grad()
 def test_each_row_is_what_the_method_finds():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
-    found, times = apart(model, batch, shares=(1.0, 0.25))
+    found, times = apart(model, batch, keep_ratios=(1.0, 0.25))
     assert len(found) == 2 * 2 * 2 * 2 and times > 0
     for reading, Method in (("second", KVzip), ("first alone", OneReading)):
         for score in ("max", "sum"):
@@ -30,7 +30,7 @@ def test_each_row_is_what_the_method_finds():
 @torch.no_grad()
 def test_fewer_bits_are_fewer_bytes():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 4, 160)
-    found = fewer_bits(model, batch, shares=(0.25,))
+    found = fewer_bits(model, batch, keep_ratios=(0.25,))
     make = maker(model, KVzip, 0.25)
     assert torch.equal(found["kvzip", 16, 0.25][0], retrieve(model, batch, make)["agnostic"])
     for name in ("snap_kv", "kvzip"):
@@ -39,7 +39,7 @@ def test_fewer_bits_are_fewer_bytes():
     assert found["full", 16, None][0].mean() == 1
     c, n = model.config, batch.answers[-1].stop  # a text's bytes after its answer, with a position a slot
     assert found["full", 16, None][1] == full_cache_bytes(c, n) + 4 * c.n_layers * c.n_kv_heads * n
-    left = share(0.25, batch.question) + n - batch.question  # a quarter of the context, and what came later
+    left = budget_for(0.25, batch.question) + n - batch.question  # a quarter of the context, and what came later
     assert found["snap_kv", 16, 0.25][1] == full_cache_bytes(c, left) + 4 * c.n_layers * c.n_kv_heads * left
     assert found["quantized_2", 2, None][1] > found["kvzip", 4, 0.25][1]
 
@@ -48,7 +48,7 @@ def test_fewer_bits_are_fewer_bytes():
 def test_duo_attention_by_two_sets_of_heads():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
     heads = {"right": ((1, 0), (1, 1), (1, 2)), "wrong": ((5, 0), (5, 1), (5, 2))}
-    found = by_heads(model, batch, heads, shares=(0.3, 0.2))  # at 0.2 aware finds more
+    found = by_heads(model, batch, heads, keep_ratios=(0.3, 0.2))  # at 0.2 aware finds more
     for (name, part), right in found.items():
         make = maker(model, DuoAttention, part, heads=heads[name])
         assert torch.equal(right, retrieve(model, batch, make)["agnostic"])

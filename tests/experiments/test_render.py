@@ -49,10 +49,10 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, tmp_path):
 
 def test_an_addition_keeps_what_it_changes_and_no_numbers_of_documents():
     each = dict.fromkeys(ACCURACIES, [1.0, 0.0]) | dict(nll=[1.0, 2.0], kl=[0.5, 0.7], l1_alone=[3.0, 4.0])
-    base = dict(method="a", fraction=0.25, tokens=9, each=each, l1=[[1.0]], aware=0.5, agnostic=0.5,
+    base = dict(method="a", keep_ratio=0.25, tokens=9, each=each, l1=[[1.0]], aware=0.5, agnostic=0.5,
                 perplexity=4.4817, kl=0.6, l1_alone=[[3.5]])
     more = base | dict(method="a+b", each=each | dict(nll=[1.5, 3.5]))
-    other = base | dict(method="a+b", fraction=0.5)
+    other = base | dict(method="a+b", keep_ratio=0.5)
     rows = json.loads(json.dumps(render.shortened([base, more, other])))
     assert not any({"each", "l1"} & row.keys() for row in rows)
     assert rows[1]["changes"]["nll"] == [1, 0.5] and rows[1]["changes"]["L1"] == [0, 0]

@@ -14,7 +14,7 @@ from nanollm.__main__ import main
 from nanollm.hf.checkpoint import hf_tokenizer
 from nanollm.measure.tasks import ANSWER, FACT, QUESTION, Tasks
 
-FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --budgets 25".split()
+FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --keep 25".split()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_compare_and_generate_run_a_foreign_checkpoint(folder, tmp_path, monkeyp
 def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = []
-    few = "--documents 2 --lengths 256 --methods full snap_kv --budgets 25 --json rows.json".split()
+    few = "--documents 2 --lengths 256 --methods full snap_kv --keep 25 --json rows.json".split()
     for engine in ("ours", "transformers"):
         main(["--engine", engine, "--model", str(LEARNED), *few])
         made.append(json.loads(Path("rows.json").read_text()))

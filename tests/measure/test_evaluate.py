@@ -237,10 +237,10 @@ def LONG():
     return decoder, reference(decoder, tokens, 8)
 
 
-def measured(Method, fraction):
+def measured(Method, keep_ratio):
     decoder, full = LONG()
-    make = maker(decoder, Method, fraction, ENDS, **given(Method, window_size=8, heads=((1, 0),)))
-    return replayed_or_read(continuation, decoder, full, make, full.recording) | dict(fraction=fraction)
+    make = maker(decoder, Method, keep_ratio, ENDS, **given(Method, window_size=8, heads=((1, 0),)))
+    return replayed_or_read(continuation, decoder, full, make, full.recording) | dict(keep_ratio=keep_ratio)
 
 
 @pytest.mark.parametrize("Method, slots, message", [
@@ -250,7 +250,7 @@ def measured(Method, fraction):
 def test_a_method_that_holds_more_is_found_out(Method, slots, message):
     row = measured(Method, 0.25)
     assert row["slots"] == slots and message in excess(row)
-    assert excess(row | dict(fraction=None)) == ""
+    assert excess(row | dict(keep_ratio=None)) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in pick([]) if has_budget(pick([name])[name])])
@@ -268,7 +268,7 @@ def test_slots_are_those_of_the_text_that_has_the_most():
         cache.write(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.arange(6)[None])
     one.keep(torch.tensor([[[0, 1, -1], [0, -1, -1]], [[0, 1, 2], [0, -1, -1]]]))
     assert evaluate.slots([one, other]) == (3 + 1 + 6 + 6) / 4
-    assert evaluate.slots([one, without]) is None and excess(dict(fraction=0.5, slots=None)) == ""
+    assert evaluate.slots([one, without]) is None and excess(dict(keep_ratio=0.5, slots=None)) == ""
 
 
 # ---- retrieval ---
@@ -377,7 +377,7 @@ def test_hooks_are_taken_out_again(model):
     ("513 tokens exceed the model's length of 512", lambda model: Benchmark.build(model, None, 513, 4)),
     ("520 prompt .* exceed", lambda model: retrieve(model, tasks("test").batch("needle", 0, 2, 520), None)),
     ("560 prompt tokens .* exceed .* length of 512", lambda model: reference(model, TOKENS.repeat(1, 7), 8)),
-    *(("fraction .* of the prompt must lie above 0", lambda model, x=x: maker(model, H2O, x))
+    *(("keep_ratio .* of the prompt must lie above 0", lambda model, x=x: maker(model, H2O, x))
       for x in (0, 1.01, math.nan, "0.5")),
     *(("(windows 0|T 1|T 1000000000) must be", lambda model, x=x: text_windows(tasks("test"), *x))
       for x in ((0, 50), (4, 1), (4, 10 ** 9))),
