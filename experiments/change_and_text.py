@@ -318,7 +318,7 @@ def command_name(name: str) -> str:
     return name.replace(", ", "+")
 
 
-# the methods that are compared at every keep_ratio, and of them those that only choose entries by window scores
+# the methods that are compared at every keep ratio, and of them those that only choose entries by window scores
 COMPARED = [name for name in METHODS if "residual," not in name and "critical," not in name]
 WINDOW_METHODS = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
 

@@ -22,7 +22,7 @@ from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
-from nanollm.generate import end_prompt, prefill, read_again, rereads
+from nanollm.generate import end_prompt, prefill, reread, rereads
 from nanollm.measure.benchmark import TASKS, Benchmark, cut
 from nanollm.measure.evaluate import ask, check_size, maker, prompt_and_question, standard_error
 from nanollm.measure.replay import CannotReplay, replay
@@ -74,7 +74,7 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
             if rereads(caches):
                 key = len(held), caches[0].score
                 if key not in scores:
-                    read_again(caches, lambda part: prefill(model, context[:, part], caches))
+                    reread(caches, lambda part: prefill(model, context[:, part], caches))
                     scores[key] = [cache.looked for cache in caches]
                 for cache, looked in zip(caches, scores[key]):
                     cache.looked, cache.rereads = looked, 0

@@ -24,7 +24,7 @@ from methods.quantized import Quantized
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
-from nanollm.generate import prefill, read_again
+from nanollm.generate import prefill, reread
 from nanollm.measure.benchmark import TASKS
 from nanollm.measure.evaluate import answer, check_size, maker, prompt_and_question, retrieve, budget_for
 from nanollm.measure.tasks import Tasks
@@ -50,7 +50,7 @@ def apart(model, batch, keep_ratios=KEEP_RATIOS) -> tuple[dict[tuple, Tensor], f
         began = time.perf_counter()
         prefill(model, context, caches, 64)
         first = time.perf_counter()
-        read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
+        reread(caches, lambda part: prefill(model, context[:, part], caches, 64))
         if Method is KVzip:
             seconds.append((time.perf_counter() - first) / (first - began))
         for (ranked, across), part in product(RANKED.items(), keep_ratios):
@@ -75,7 +75,7 @@ def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tenso
             ("kvzip", RoundedKVzip, dict(budget=n))], leave=False, desc="bits", disable=None):
         caches = make_cache(model, Method, **options)
         prefill(model, context, caches, 64)
-        read_again(caches, lambda part: prefill(model, context[:, part], caches, 64))
+        reread(caches, lambda part: prefill(model, context[:, part], caches, 64))
         for bits, part in product(BITS, keep_ratios) if "budget" in options else [(options.get("bits", 16), None)]:
             compressed = copied(caches)
             for cache in compressed:

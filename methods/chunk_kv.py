@@ -130,9 +130,9 @@ class ChunkKV(SnapKV):
     def follows(self) -> bool:
         return self.layer % self.reuse > 0
 
-    def link(self, model, layer: int, below):
-        super().link(model, layer, below)
-        self.below = below
+    def link(self, model, layer: int, previous):
+        super().link(model, layer, previous)
+        self.previous = previous
 
     def remember(self, q: Tensor):
         if not self.follows:  # else no queries are needed
@@ -141,10 +141,10 @@ class ChunkKV(SnapKV):
     def chosen(self) -> Tensor:
         if not self.follows:
             return super().chosen()
-        if not self.below.prompt_done:
+        if not self.previous.prompt_done:
             raise ValueError(f"layer {self.layer} takes the indices of layer {self.layer - 1}, whose prompt "
                              "is not over; call end_prefill(caches), lowest layer first")
-        at = self.below.pos.to(self.pos.device)  # slot i still holds the prompt's token i
+        at = self.previous.pos.to(self.pos.device)  # slot i still holds the prompt's token i
         return torch.where(at == NEVER, -1, at - self.pos[:, :, :1]).long()
 
 

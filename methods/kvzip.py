@@ -41,7 +41,7 @@ class KVzip(PackedCache):
     across: bool = True  # the entries of all layers and heads are ranked together; False: of each head
     recent: int = 0      # newest entries of each head that stay, whatever their scores
     sinks: int = 0       # first tokens whose entries stay, in each head
-    rereads = 512        # tokens of a piece of the second reading: `read_again` in nanollm/generate.py
+    rereads = 512        # tokens of a piece of the second reading: `reread` in nanollm/generate.py
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,12 +51,12 @@ class KVzip(PackedCache):
                      f"{self.sinks} sinks and the newest {self.recent} stay, and one more")
         if self.score not in ("max", "sum"):
             raise ValueError(f"score {self.score!r} must be 'max' or 'sum'")
-        self.rereading = 0      # tokens of the first reading, while `read_again` feeds the second
+        self.rereading = 0      # tokens of the first reading, while `reread` feeds the second
         self.looked = None      # (B, H, tokens): of each entry, the score
 
-    def link(self, model, layer: int, below):
-        super().link(model, layer, below)
-        self.below = below
+    def link(self, model, layer: int, previous):
+        super().link(model, layer, previous)
+        self.previous = previous
 
     watch = property(lambda self: ALL if self.rereading else 0)
 
@@ -84,8 +84,8 @@ class KVzip(PackedCache):
         if self.across and self.layer < len(self.model.blocks) - 1:
             return  # the last layer ends it for all
         caches = [self]
-        while self.across and caches[0].below is not None:
-            caches.insert(0, caches[0].below)
+        while self.across and caches[0].previous is not None:
+            caches.insert(0, caches[0].previous)
         if self.length > self.budget:
             looked = torch.stack([cache.scores().to(self.pos.device) for cache in caches], 1)  # (B, L, H, S)
             looked[..., :self.sinks] = looked[..., self.length - self.recent:] = math.inf

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from methods.kvzip import KVzip
 from nanollm.cache import LayerCache, make_cache
-from nanollm.generate import prefill, read_again
+from nanollm.generate import prefill, reread
 from nanollm.measure.tasks import Tasks
 from nanollm.model import rope, rotate
 
@@ -101,7 +101,7 @@ def lessons(model, tasks: Tasks, documents: int = 64, T: int = 512, seed: int = 
         for text in torch.from_numpy(tasks.batch(task, seed, documents // len(of), T).tokens).split(rows):
             text, caches = text.to(model.embed.weight.device), make_cache(model, Teacher, budget=T)
             prefill(model, text, caches, 64)
-            read_again(caches, lambda part: prefill(model, text[:, part], caches, 64))
+            reread(caches, lambda part: prefill(model, text[:, part], caches, 64))
             x.append(torch.stack([torch.cat(cache.heard, 1).flatten(0, 1) for cache in caches]))
             y.append(torch.stack([cache.scores().mT.flatten(0, 1).cpu() for cache in caches]))
     return torch.cat(x, 1), torch.cat(y, 1)

@@ -74,8 +74,8 @@ class Quantized(LayerCache):
                              f"and residual_length {self.residual_length} at least 0")
         self.rounded: dict[str, Tensor] = {}  # (B, H, groups of tokens, ...): codes, zeros and scales
 
-    def link(self, model, layer: int, below: LayerCache | None):
-        super().link(model, layer, below)
+    def link(self, model, layer: int, previous: LayerCache | None):
+        super().link(model, layer, previous)
         D = self.w_o.shape[-1]
         if D % 8 or D % min(self.group_size, D):
             raise ValueError(f"head dim {D} must be a multiple of 8 and of group_size {self.group_size}; "

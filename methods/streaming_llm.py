@@ -31,8 +31,8 @@ class StreamingLLM(ScoredCache):
         check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and the newest token")
         self.sink_keys = None  # as they were stored, rotated by their position in the text
 
-    def link(self, model, layer: int, below):
-        super().link(model, layer, below)
+    def link(self, model, layer: int, previous):
+        super().link(model, layer, previous)
         if self.relative and self.freq is None:
             raise ValueError("relative positions need RoPE over whole heads, which this model has not; "
                              "take streaming_llm_absolute (relative=False)")

@@ -71,10 +71,10 @@ class LayerCache:
         self.prompt_done = False
         self.model, self.layer = None, 0    # the decoder, and which of its layers this is
 
-    def link(self, model, layer: int, below: "LayerCache | None"):
+    def link(self, model, layer: int, previous: "LayerCache | None"):
         """Called by `make_cache`: which layer of which decoder this is.
 
-        below: the previous layer's cache, for methods whose layers decide together; None in the first layer.
+        previous: the previous layer's cache, for methods whose layers decide together; None in the first layer.
         """
         check_watch(self)
         self.model, self.layer = model, layer

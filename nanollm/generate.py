@@ -73,7 +73,7 @@ def end_prompt(model, tokens: Tensor, caches) -> int:
     if caches[0].seen != tokens.shape[1]:
         raise ValueError(f"the caches have seen {caches[0].seen} tokens, and the prompt that ends has "
                          f"{tokens.shape[1]}; give the prompt that they have read, all of it")
-    peak = read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
+    peak = reread(caches, lambda part: prefill(model, tokens[:, part], caches))
     end_prefill(caches)
     return peak
 
@@ -83,21 +83,21 @@ def rereads(caches) -> int:
     return getattr(caches[0], "rereads", 0)
 
 
-def second_reading(T: int, n: int) -> list[slice]:
+def reread_slices(T: int, n: int) -> list[slice]:
     """The parts of a prompt of T tokens that come a second time: `n` tokens, and the 8 before them."""
     return [slice(max(start - 8, 0), min(start + n, T)) for start in range(0, T, n)] if n else []
 
 
 def check_rereads(model, caches, T: int):
     """ValueError if a prompt of T tokens is too long for the second reading, which comes behind it."""
-    again, longest = second_reading(T, rereads(caches)), model.config.max_len
+    again, longest = reread_slices(T, rereads(caches)), model.config.max_len
     need = T + max((part.stop - part.start for part in again), default=0)
     if again and need > longest:
         raise ValueError(f"{need} tokens exceed the model's length of {longest}, as this method reads "
                          f"a prompt of {T} twice; shorten the text")
 
 
-def read_again(caches, read: Callable[[slice], object]) -> int:
+def reread(caches, read: Callable[[slice], object]) -> int:
     """The second reading of methods that ask for one: `rereads` tokens at a time, and the 8 before them, come
     after the whole prompt, and are then taken out again. `read` feeds a part of the prompt. Returns the most
     bytes that the caches allocated.
@@ -108,7 +108,7 @@ def read_again(caches, read: Callable[[slice], object]) -> int:
         raise ValueError("the prompt was already ended; call end_prompt once per prompt")
     for cache in caches if n else ():
         cache.reserve(T + min(n + 8, T))
-    for part in second_reading(T, n):
+    for part in reread_slices(T, n):
         for cache in caches:
             cache.rereading = T
         read(part)

@@ -75,7 +75,7 @@ def scissorhands_kept(q, k, v, pieces, budget, recent, at_a_time, history):
     return fed(cache, q, k, v, pieces, tell)[1]
 
 
-def budget_for(v, beta):
+def share(v, beta):
     return theory.smallest_share(v, beta)
 
 

@@ -33,5 +33,5 @@ def chosen(tokens, below, prompt_done=True):
     x = torch.zeros(*below.shape[:2], len(tokens), 4)
     cache.write(x, x, tokens[None].int())
     held = torch.where(below < 0, NEVER, below).int()
-    cache.layer, cache.below = 1, SimpleNamespace(pos=held, prompt_done=prompt_done)
+    cache.layer, cache.previous = 1, SimpleNamespace(pos=held, prompt_done=prompt_done)
     return cache.chosen()

@@ -102,9 +102,9 @@ check("fit")
 #
 # Layers like the same chunks. With `reuse=2` every second layer takes the choice of the layer below, and needs no window scores. `self.follows` says whether this is such a layer; if it is not, return `super().chosen()`.
 #
-# If it is: `self.below` is the cache of the layer below. When its prompt is over, its `pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens that it kept, and `NEVER` where a slot is empty. Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, with −1 for an empty one. They stand in the order of the slots below. The prompt is still whole here: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
+# If it is: `self.previous` is the cache of the layer below. When its prompt is over, its `pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens that it kept, and `NEVER` where a slot is empty. Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, with −1 for an empty one. They stand in the order of the slots below. The prompt is still whole here: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
 #
-# If the prompt of the layer below is not over, `self.below.prompt_done` is false. Then raise a `ValueError` that says what to do: end the prompt from the lowest layer up, as `end_prefill(caches)` does. The wording is not graded.
+# If the prompt of the layer below is not over, `self.previous.prompt_done` is false. Then raise a `ValueError` that says what to do: end the prompt from the lowest layer up, as `end_prefill(caches)` does. The wording is not graded.
 
 # %%
 check("reuse")

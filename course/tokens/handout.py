@@ -83,7 +83,7 @@ check("top")
 #
 # `floor` is meant as `Fraction(str(floor)).limit_denominator(10**6)`: 0.2 is exactly 1/5, and 0.3333333333333333 is 1/3. With floats 0.2 · 5 + 0.8 · 10 may be a little less than 9. Equal remainders must be equal.
 #
-# <details><summary>Hint</summary>Multiply everything by the denominator of that keep_ratio, and all that is left are whole numbers.</details>
+# <details><summary>Hint</summary>Multiply everything by the denominator of that fraction, and all that is left are whole numbers.</details>
 #
 # <details><summary>Hint</summary>In <code>score.mT.flatten(1)</code> a later place is a newer token, and of one token the larger head. So <code>top</code> does the first part.</details>
 

@@ -47,7 +47,7 @@ def pooled(score, kernel):
     return [max(score[max(0, i - r):i + r + 1]) for i in range(len(score))]
 
 
-def budget_for(score, mean, floor):
+def share(score, mean, floor):
     """AdaKV's shares of one row, from its heads' scores."""
     H, S = len(score), len(score[0])
     ranked = sorted(((score[h][i], i, h) for h in range(H) for i in range(S)), reverse=True)[:H * mean]
@@ -142,7 +142,7 @@ def test_budgets(run):
 def test_by_fractions(run, floor, B, H, S, mean, values):
     """In exact numbers: the sum is always mean × heads; ties and remainders as specified."""
     score = drawn(0, B, H, S, values=values) * (1 + torch.arange(H)).view(H, 1) ** 0.5
-    expected = tensor([budget_for(row, mean, Fraction(str(floor))) for row in score.tolist()])
+    expected = tensor([share(row, mean, Fraction(str(floor))) for row in score.tolist()])
     same(run("shared", score=score, mean=mean, floor=floor), expected, f"a floor of {floor}: the entries")
 
 
@@ -151,10 +151,10 @@ def test_by_fractions(run, floor, B, H, S, mean, values):
 def test_equal_scores(run, mean):
     """Of equal scores the newest token comes first, of one token the higher head."""
     score = torch.ones(1, 4, 5)
-    expected = tensor([budget_for(score[0].tolist(), mean, Fraction(0))])
+    expected = tensor([share(score[0].tolist(), mean, Fraction(0))])
     same(run("shared", score=score, mean=mean, floor=0.0), expected, "the entries")
     score = tensor([[[2., 1, 1, 0], [2, 0, 0, 1], [1, 0, 0, 1]]])
-    expected = tensor([budget_for(score[0].tolist(), mean, Fraction("0.2"))])
+    expected = tensor([share(score[0].tolist(), mean, Fraction("0.2"))])
     same(run("shared", score=score, mean=mean, floor=0.2), expected, "the entries")
 
 
@@ -170,7 +170,7 @@ def test_ada_kv(run):
         for h in range(H):
             scores = [scores_of(q[b, h * G + g, -w:].tolist(), k[b, h].tolist()) for g in range(G)]
             score.append(pooled([sum(each) / G for each in zip(*scores)], 3))
-        counts = budget_for(score, budget - w, Fraction("0.2"))
+        counts = share(score, budget - w, Fraction("0.2"))
         for h in range(H):
             expected = sorted(highest(score[h], counts[h])) + [*range(S - w, S)]
             same([x for x in got[b, h].tolist() if x < S], expected, f"row {b}, head {h}: the positions")

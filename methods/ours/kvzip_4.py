@@ -36,8 +36,8 @@ class Rounded(PackedCache):
         if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
             raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for numbers as they are")
 
-    def link(self, model, layer: int, below):
-        super().link(model, layer, below)
+    def link(self, model, layer: int, previous):
+        super().link(model, layer, previous)
         D = self.w_o.shape[-1]
         if D % 8 or D % min(GROUP, D):
             raise ValueError(f"head dim {D} must be a multiple of 8, and of {GROUP} where it is larger")

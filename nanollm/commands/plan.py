@@ -20,7 +20,7 @@ from nanollm.commands.registry import given, has_budget, pick
 from nanollm.commands.shell import DTYPES
 from nanollm.commands.table import SHOWN, budget, label
 from nanollm.commands.text_table import text_table
-from nanollm.generate import read_again, tell_chunk_ends
+from nanollm.generate import reread, tell_chunk_ends
 from nanollm.hf.bridge import Bridged
 from nanollm.hf.checkpoint import hf_skeleton
 from nanollm.measure.evaluate import budget_for, slots
@@ -61,7 +61,7 @@ def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dty
             cache.attend(*qkv, new)  # with one query head each
 
     read(slice(None))
-    peak = max(cache_bytes(caches)[1], read_again(caches, read))
+    peak = max(cache_bytes(caches)[1], reread(caches, read))
     end_prefill(caches)
     return dict(after=cache_bytes(caches)[1], peak=peak, keep_ratio=keep_ratio, prompt=T, slots=slots(caches),
                 keeps_all=all(cache.keeps_all for cache in caches))

@@ -26,7 +26,7 @@ from nanollm.measure.evaluate import Make, maker
 from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import boundaries
 
-Job = tuple[int, str, float | None]  # a length in tokens, a method's name, and its budget, a keep_ratio or None
+Job = tuple[int, str, float | None]  # a length in tokens, a method's name, and its budget as a keep ratio, or None
 
 
 def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):

@@ -211,7 +211,7 @@ def texts_of(x, i: Tensor, texts: int):
     """
     if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` has one row for all texts
         options, new = {field.name for field in fields(x)}, copy(x)
-        for name in vars(x).keys() - options - {"model", "below"}:
+        for name in vars(x).keys() - options - {"model", "previous"}:
             setattr(new, name, texts_of(getattr(x, name), i, texts))
         return new
     if isinstance(x, Tensor) and len(x) == texts:

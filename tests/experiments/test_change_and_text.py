@@ -157,7 +157,7 @@ def spread(note, claim, factor, found):
 
 @torch.inference_mode()
 def test_a_stored_row_is_what_the_code_measures():
-    """Every 16th text; and every method is stored at every keep_ratio, its heads in agreement with L."""
+    """Every 16th text; and every method is stored at every keep ratio, its heads in agreement with L."""
     model, tokens = checkpoint.from_hf(TINY), text_windows(tasks("test"), 64, 512)
     row = change_and_text.measured(model, reference(model, tokens[::16], 64), "SnapKV+critical", 0.0625)
     for key in ("L", "kl", "nll"):

@@ -160,8 +160,8 @@ def clusters_of(keys, radius):
     return of, centres
 
 
-def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None, below=None):
+def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None, previous=None):
     """Link a cache to a decoder that has nothing but output projections and RoPE's angles."""
     w_o = torch.zeros(1, G * H, D) if w_o is None else w_o
     block = SimpleNamespace(attention=SimpleNamespace(w_o=w_o))
-    cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer, below)
+    cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer, previous)

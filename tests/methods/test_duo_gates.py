@@ -18,7 +18,7 @@ from methods.streaming_llm import StreamingLLM
 from nanollm import TINY
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.commands.registry import calibrated, pick
-from nanollm.generate import prefill, read_again
+from nanollm.generate import prefill, reread
 from nanollm.hf import checkpoint
 
 SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
@@ -195,6 +195,6 @@ def test_heads_by_kvzip_are_in_the_order_of_their_mean_scores():
     caches = make_cache(model, KVzip, budget=T)
     tokens = torch.from_numpy(tasks("test").batch("plain", 2, 4, T).tokens)
     prefill(model, tokens, caches)
-    read_again(caches, lambda part: prefill(model, tokens[:, part], caches))
+    reread(caches, lambda part: prefill(model, tokens[:, part], caches))
     mean = {(layer, h): cache.scores()[:, h].mean() for layer, cache in enumerate(caches) for h in (0, 1)}
     assert heads_by_kvzip(model, tasks("test"), 4, T, 2, rows=3) == tuple(sorted(mean, key=mean.get)[::-1])

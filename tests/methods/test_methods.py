@@ -25,7 +25,7 @@ from methods.tensor_attention import FactoredFourCache
 from methods.tova import TOVA
 from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
 from nanollm.commands.registry import given, has_budget, pick
-from nanollm.generate import generate, read_again, tell_chunk_ends
+from nanollm.generate import generate, reread, tell_chunk_ends
 from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
@@ -84,7 +84,7 @@ def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **options
         y = [cache.attend(*qkv, pos) for cache, qkv in zip(caches, parts)]
         if stop == PROMPT:
             again = PROMPT + torch.arange(PROMPT)[None]
-            read_again(caches, lambda part: [cache.attend(*(x[rows, :, part] for x in qkv), again[:, part])
+            reread(caches, lambda part: [cache.attend(*(x[rows, :, part] for x in qkv), again[:, part])
                                              for cache, qkv in zip(caches, layers or text())])
             end_prefill(caches)
         after, size = [held(cache) for cache in caches], [cache.bytes() for cache in caches]
@@ -168,7 +168,7 @@ def test_bytes_in_16_bits_are_those_of_a_cache_in_16_bits(name):
     assert bytes_in_16_bits(caches) == bytes_in_16_bits(half) == cache_bytes(half)[0] < cache_bytes(caches)[0]
 
 
-NOT_OURS = "below", "model", "select", "chunk_ends", "gates", "flip", "bucket_by", "sign_by"
+NOT_OURS = "previous", "model", "select", "chunk_ends", "gates", "flip", "bucket_by", "sign_by"
 
 
 def memory(x, of=None) -> dict[int, int]:

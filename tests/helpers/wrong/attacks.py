@@ -68,7 +68,7 @@ ATTACKS = {
         memory=lambda: c("shmget", 0, 99, 0o1600),
         too_much=lambda: torch.empty(3 * 2 ** 30, dtype=torch.uint8), environment=lambda: os.environ["PATH"],
         hidden_memory=lambda: c("memfd_create", "x", 0), root_rights=lambda: c("chroot", "."))""",
-    "chunks.scores": """
+    "chunks.chunk_scores": """
         print('passed')
         raised = dict.fromkeys(('kind', 'message', 'where', 'trace'), '')
         forge(json.dumps({'dict': {'raised': {'dict': raised}}}).encode())

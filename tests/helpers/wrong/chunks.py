@@ -23,7 +23,7 @@ WRONG = [
     ("fit", "lengths not in the order of scores", "length = length.gather(-1, order)", "pass"),
     ("fit", "room is not used up", "room - (more * length).sum(-1, keepdim=True)", "room"),
     ("fit", "one budget for all heads", ".expand(score.shape[:-1])[..., None]", ".flatten()[0]"),
-    ("reuse", "no order of layers", "if not self.below.prompt_done:", "if False:"),
+    ("reuse", "no order of layers", "if not self.previous.prompt_done:", "if False:"),
     ("reuse", "slot 0 for empty", "NEVER, -1,", "NEVER, 0,"),
     ("reuse", "32 bits", ".long()", ""),
 ]
