@@ -1,0 +1,54 @@
+"""nano.py keeps and answers what the library keeps and answers."""
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from methods.h2o import H2O
+from methods.kvzip import KVzip
+from methods.snap_kv import SnapKV
+from methods.streaming_llm import StreamingLLM
+from nanollm import TINY
+from nanollm.cache import LayerCache, make_cache
+from nanollm.commands import demo
+from nanollm.hf.checkpoint import from_hf
+from nanollm.tokenizer import load
+import nano
+
+METHODS = {nano.Cache: (LayerCache, {}), nano.StreamingLLM: (StreamingLLM, dict(relative=False)),
+           nano.H2O: (H2O, {}), nano.SnapKV: (SnapKV, dict(window_size=8)), nano.KVzip: (KVzip, {})}
+
+
+@pytest.mark.parametrize("setting", ["aware", "agnostic"])
+@pytest.mark.parametrize("budget", [16, 32, 110])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_every_head_keeps_the_same_entries_and_the_answer_is_the_same(method, budget, setting):
+    model, encoding, (Method, options) = from_hf(TINY), load(TINY / "tokenizer.tiktoken"), METHODS[method]
+    tokens, cuts = demo.prompt(model, encoding, nano.PAGE, nano.QUESTION)
+    options = options if Method is LayerCache else options | dict(budget=budget)
+    expected, written = demo.answer(model, tokens, cuts[setting], make_cache(model, Method, **options), 2)
+
+    answer, positions = nano.answer(method, budget, setting == "aware")
+    kept = torch.zeros_like(expected)
+    for layer, pos in enumerate(positions):
+        for head, row in enumerate(pos.tolist()):
+            kept[layer, head, [i for i in row if i < cuts[setting]]] = True
+    assert torch.equal(kept, expected) and answer == encoding.decode(written)
+
+
+def test_it_is_one_file_of_200_lines_that_runs_alone(tmp_path):
+    source = open(nano.__file__).read()
+    imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.M))
+    assert source.count("\n") <= 200
+    assert imported - sys.stdlib_module_names == {"safetensors", "tiktoken", "torch"}
+    out = subprocess.run([sys.executable, nano.__file__], cwd=tmp_path, capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout.count("2356") >= 4
+
+
+@pytest.mark.parametrize("argument, message", [
+    ("Foo", "invalid choice: 'Foo'"), ("SnapKV 8", "budget 8 must be")])
+def test_bad_input_is_one_line(argument, message):
+    out = subprocess.run([sys.executable, nano.__file__, *argument.split()], capture_output=True, text=True)
+    assert out.returncode == 2 and message in out.stderr and "Traceback" not in out.stderr
