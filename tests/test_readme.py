@@ -29,7 +29,11 @@ BLOCKS = re.findall(r"```(?:python)?\n(.*?)```", README, re.S)
 COMMANDS = {line.split("  #")[0].strip().removeprefix("pip install -r requirements.txt && "): None
             for block in BLOCKS for line in block.splitlines()}
 COMMANDS = [line for line in COMMANDS if re.match("python |torchrun ", line) and "--all" not in line]
-COMMANDS += ["python -m nanollm generate"]  # no part of --all is short; --methods all has its table
+COMMANDS += [f"python -m {words}" for words in (  # what the README leaves to --help, RESULTS.md and notebooks
+    "nanollm generate", "nanollm generate --method chunk_kv --budget 64 --file LICENSE", "nanollm train",
+    "nanollm plan --lengths 2048", "nanollm --methods all --documents 128", "experiments.speed",
+    "experiments.speed --what growth", "experiments.speed --what large")]
+COMMANDS += ["torchrun --nproc-per-node 2 -m nanollm"]
 ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
 SMALLER = [  # what makes a long command a short one; the first that fits
     (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
@@ -38,7 +42,7 @@ SMALLER = [  # what makes a long command a short one; the first that fits
     ("--what growth", "--lengths 16 24 --methods full h2o"),
     ("--what large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
     ("experiments.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
-    ("--methods full", f"--keep 20 10 {ROWS}"),
+    ("nano.py", ""), ("--methods full", f"--keep 20 10 {ROWS}"),
     ("--methods all", f"--keep 25 --methods snap_kv snap_kv+residual {ROWS}"),
     ("torchrun", f"--methods full h2o --keep 20 10 {ROWS}"), ("-m nanollm", ROWS)]
 
@@ -53,7 +57,7 @@ def done(tmp_path_factory):
             folder = tmp_path_factory.mktemp("command")
             more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
             words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
-            results[command] = folder, forks.run(words, folder, ROOT) if words[0] == "python" else (
+            results[command] = folder, forks.run(words, folder, ROOT) if words[:2] == ["python", "-m"] else (
                 subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
                                capture_output=True, timeout=300, stdin=subprocess.DEVNULL))
     return results
