@@ -1,17 +1,18 @@
 # %% [markdown]
 # # Kernels: from the loop to the tile
 #
-# Decoding reads every cached key and value once for each new token, and in a long text that reading is what attention takes its time for. So with a quarter of the cache it should take a quarter of the time. In PyTorch much of that is lost again. Heads of different length (AdaKV) are padded to the longest, weights of which only sums are needed (H2O) are written out, revived keys (KVReviver) go to memory and come back. A *kernel* is a program that does one job in one go on the GPU, and `kernels/` has some for five jobs, in [Triton](https://triton-lang.org). This notebook writes one, from the loop up, and tells what to expect of all of them.
+# **Question.** A quarter of the cache should take a quarter of the time. Why does it not in PyTorch, and what does a kernel change?
 #
-# Everything runs on a CPU: without a GPU, Triton has an interpreter that executes kernels line by line, with NumPy. It tells right from wrong in 32 bits and in float16 (bfloat16 it gets wrong), but not fast from slow.
+# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it pads heads of unlike length (AdaKV), writes out weights of which only sums are needed (H2O), and sends revived keys through memory (KVReviver). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for five jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
 #
-# **Before:** notebook 00; of GPU programming nothing. **Runs:** about a minute. **Then you will know** how attention becomes a kernel, tile by tile, and what bounds its speed.
+# Everything runs on a CPU. Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16 (bfloat16 it gets wrong), but not fast from slow.
 #
-# The code to read beside it: `kernels/decode_attention.py`, then the others.
+# **Read before:** notebook 00; nothing about GPUs. **Code beside it:** `kernels/decode_attention.py`. **Time:** half an hour to read, a minute to run.
 
 # %%
 import os; os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
 import sys; sys.path[:0] = [".", ".."]  # the repository, from its root or from notebooks/
+import json
 import math
 from pathlib import Path
 import subprocess
@@ -44,7 +45,7 @@ expected = F.scaled_dot_product_attention(q[None], k, v)[0]
 # %% [markdown]
 # ## 1. The loop
 #
-# One query, $n$ slots, one head: $y = \sum_n p_n v_n$ with $p = \mathrm{softmax}(q\cdot k_n/\sqrt D)$. Written as in the formula, softmax needs all scores before the first value can be weighed: two passes over the cache. *Online softmax* ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)) needs one. It carries the largest score so far $m$, the total $\ell=\sum e^{s-m}$ and the sum $\sum e^{s-m}v$, and whenever a larger score turns up, scales both sums down by $e^{m_{old}-m_{new}}$.
+# One query attends to $n$ slots: $y = \sum_n p_n v_n$ with $p = \mathrm{softmax}(q\cdot k_n/\sqrt D)$. As written, softmax needs all scores before it can weigh the first value: two passes over the cache. *Online softmax* ([Milakov and Gimelshein](https://arxiv.org/abs/1805.02867)) needs one pass. It carries the largest score so far $m$, the total $\ell=\sum e^{s-m}$ and the sum $\sum e^{s-m}v$. When a larger score appears, it scales both sums down by $e^{m_{old}-m_{new}}$.
 
 # %%
 m, total, y = -math.inf, 0.0, torch.zeros(D)
@@ -59,7 +60,7 @@ print(f"one slot at a time: off by {(y / total - expected).abs().max():.1e} at m
 # %% [markdown]
 # ## 2. The tile
 #
-# A GPU works on many numbers at a time, and its tensor cores on blocks of at least 16 × 16. So take 64 slots in one step: the same recurrence, with a maximum and a sum over the block. The last tile is not full; its surplus slots get a score of $-\infty$, thus a weight of 0.
+# A GPU works on blocks of numbers; its tensor cores need at least 16 × 16. So take 64 slots in one step, with a maximum and a sum over the block. The last tile is not full: its surplus slots get the score $-\infty$, and so the weight 0.
 
 # %%
 def tiles(q, k, v, first, end, block=64):
@@ -81,7 +82,7 @@ print(f"64 slots at a time: off by {(y / total - expected).abs().max():.1e}")
 # %% [markdown]
 # ## 3. The split
 #
-# With one sequence and 8 key/value heads, one program a head would keep 8 of a GPU's 132 processors (SMs) busy. But $(m, \ell, y)$ of any stretch of slots is all that is needed of it, and two of them add up to that of both, in any order: scale each to the larger $m$. So the slots are dealt out, and a second kernel adds up what comes back ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). This is why the kernels take any layout: a head's slots may lie in two places, packed and new, and be as many as they like.
+# With one sequence and 8 key/value heads, one program a head would use 8 of a GPU's 132 processors (SMs). But a stretch of slots is fully described by $(m, \ell, y)$. Two stretches can be added in any order: scale both to the larger $m$. So the slots are split among many programs, and a second kernel adds their results ([flash-decoding](https://pytorch.org/blog/flash-decoding/)). A head's slots may therefore lie in two places, packed and new, and have any number.
 
 # %%
 parts = [tiles(q, k, v, first, min(first + 300, n)) for first in range(0, n, 300)]
@@ -92,7 +93,7 @@ print(f"{len(parts)} parts: off by {((weight @ y) / (weight @ total) - expected)
 # %% [markdown]
 # ## 4. The kernel
 #
-# The same in Triton. A *program* is one iteration of the outer loop above (`tl.program_id` says which); all of them run at once, or in any order. A block is loaded from memory by a block of addresses; `mask` says which of them exist, and `other` what stands for those that do not. Everything between `load` and `store` stays on the SM, in its registers and its shared memory. (In the names, `p_` is a pointer, `b_` a block of numbers, `o_` a block of offsets.)
+# The same in Triton. A *program* is one iteration of the outer loop; `tl.program_id` is its number. All programs run at once or in any order. A block of addresses loads a block of numbers. `mask` says which addresses exist, and `other` replaces the missing numbers. Everything between `load` and `store` stays in the registers and the shared memory of the SM. Names: `p_` is a pointer, `b_` a block of numbers, `o_` a block of offsets.
 
 # %%
 @triton.jit
@@ -129,20 +130,20 @@ def run(k, v, n, share=256):
 print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs().max():.1e}")
 
 # %% [markdown]
-# `kernels/decode_attention.py` is this and four things more: all query heads of a group are rows of one tile, so that a key is read once for the group and the tensor cores can multiply (`tl.dot`); a head says where its slots begin and how many they are; slots may have a bias; and the scores can be kept, if somebody wants their sums.
+# `kernels/decode_attention.py` adds four things. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. Slots may have a bias. The sums of the weights can be kept.
 #
-# How do you know that it is right? The outputs are full of NaN before the kernel runs, so what it leaves out shows. And the memory before and after the slots is NaN as well: if a mask is off by one, that shows too. The tests of `kernels/` do both, at lengths such as 1, 63 and 65.
+# How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. The tests do both, at lengths such as 1, 63 and 65.
 
 # %%
 storage = torch.full((2, n + 24, D), math.nan)  # the slots that are there, and room to spare
 storage[:, :n] = torch.stack((k, v))
 print(f"{n} slots in a buffer of {n + 24}: off by {(run(*storage, n) - expected).abs().max():.1e}")
-print("told that there is one more:", run(*storage, n + 1)[:3])
+print("results that there is one more:", run(*storage, n + 1)[:3])
 
 # %% [markdown]
-# ## 5. Heads of different length
+# ## 5. Heads of unlike length
 #
-# AdaKV deals out a layer's budget among its heads, so that lengths differ. The cache packs them one after the other; PyTorch's attention wants a rectangle, so without a kernel each step copies a layer's slots into one, as long as the longest head of all texts, and reads that. How much more is that, on four real texts?
+# AdaKV divides a layer's budget among its heads, so their lengths differ. The cache stores the heads one after the other. PyTorch's attention wants a rectangle. Without a kernel, each step copies a layer into a rectangle as long as the longest head of all texts. How many slots are that, for four real texts?
 
 # %%
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -168,7 +169,7 @@ print(f"slots held: {counts.sum()}; padded {padding[0]}, {padding[0] / counts.su
       f"as many; each text by itself {padding[1] / counts.sum():.2f}")
 
 # %% [markdown]
-# Padding reads that many times as much, after it has read and written it once for the copy. The kernel reads what is there:
+# Padding reads that many slots, after it has read and written them once for the copy. The kernel reads what is there:
 
 # %%
 cache = caches[1]
@@ -185,13 +186,13 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
       f"add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is of the weights' sums over the queries of a group, which H2O, Scissorhands and KVReviver want of each slot. On a GPU, with a model in 16 bits, methods ask for the kernels by themselves (`kernel_for` in `nanollm/kernel_switch.py`); elsewhere their plain code runs.
+# The last number is the sum of the weights over the queries of a group. H2O, Scissorhands and KVReviver need it. On a GPU, with a model in 16 bits, methods call the kernels by themselves (`nanollm/kernel_switch.py`). Elsewhere their plain code runs.
 #
-# ## 6. The fastest kernel is the one that is not needed
+# ## 6. The fastest kernel is the one that you do not need
 #
-# KVReviver reads *every* evicted token back before each attention: it gathers three slots of its sketch, takes the median of each number, and attends to the result. `kernels/revive_attention.py` does that in registers. The revived keys never reach memory, but each token still costs $3 \cdot 2D$ numbers from the GPU's cache, three times what the full cache would have read from memory.
+# KVReviver reads *every* evicted token back before each attention. It gathers three slots of its sketch, takes the median of each number, and attends to the result. `kernels/revive_attention.py` does that in registers. Each token still costs $3 \cdot 2D$ numbers.
 #
-# With one row there is no median, and reading back is linear: all tokens of a slot have the same score but for their signs, $\hat s_J = \pm\, q\cdot S_{h(J)}$, and the values go out as $\sum_J \pm p_J S_{h(J)} = \sum_{slots} (\sum_{J \in slot} \pm p_J)\, S$. So attend to the *slots*, hand each token its score, and add up the weights by slot: two numbers a token in place of $2D$. Nothing is approximated.
+# With one row there is no median, and reading back is linear. All tokens of a slot have the same score up to their signs, $\hat s_J = \pm\, q\cdot S_{h(J)}$. The values add up as $\sum_J \pm p_J S_{h(J)} = \sum_{slots} (\sum_{J \in slot} \pm p_J)\, S$. So attend to the *slots*, give each token its score, and add up the weights of each slot. That takes two numbers a token in place of $2D$, and nothing is approximated.
 
 # %%
 torch.set_num_threads(1)
@@ -213,11 +214,11 @@ for tokens in (1024, 4096, 16384):
 torch.set_num_threads(2)
 
 # %% [markdown]
-# That needs no kernel at all, and `kv_reviver_shrunk`, which has one row, does so on every machine. (The printed method has three. In `05_kv_reviver.ipynb` one row with three times the slots does as well.)
+# This needs no kernel. `kv_reviver_shrunk`, which has one row, does so on every machine. The printed method has three rows.
 #
 # ## 7. Pairs
 #
-# Tensor attention attends to all $n^2$ pairs of tokens, with the score $\sum_j q_j k_{1,a,j} k_{2,b,j}$. For one row $a$ that is ordinary attention with the query $q \circ k_{1,a}$. So $n$ rows are $n$ queries, PyTorch's attention can do it, and what is left is to weigh the rows against each other, by the logarithm of their totals. `kernels/pair_attention.py` does that last step before anything leaves the registers.
+# Tensor attention attends to all $n^2$ pairs of tokens, with the score $\sum_j q_j k_{1,a,j} k_{2,b,j}$. For one row $a$ this is ordinary attention with the query $q \circ k_{1,a}$. So $n$ rows are $n$ queries of PyTorch's attention. The rows are then weighed by the logarithms of their totals. `kernels/pair_attention.py` does that last step in the registers.
 
 # %%
 k1, k2, v1, v2 = torch.randn(4, 200, D)
@@ -229,57 +230,69 @@ print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs()
 # %% [markdown]
 # ## 8. What the compiler says
 #
-# A kernel can be compiled for a GPU that is not there. What it then takes of an SM tells whether several programs fit at once, and whether numbers had to be *spilled*, from registers to memory (`stack`), which a good kernel never does. An SM of an H100 has 65,536 registers and 228 KiB of shared memory for all programs on it; a program here has 128 threads, or 256 (pairs, norms). So three programs of `attend` fit, and one of pairs.
+# A kernel can be compiled for a GPU that is not there. The compiler reports the registers and the shared memory that a program takes. They decide how many programs run on an SM at once. `stack` counts bytes that did not fit into registers; a good kernel has none. An SM of an H100 has 65,536 registers and 228 KiB of shared memory. A program here has 128 threads, or 256 (pairs, norms).
 
 # %%
 command = [sys.executable, bench.__file__, "--resources"]
 print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 # %% [markdown]
-# ## 9. What a GPU can do at best
+# ## 9. The best that a GPU can do
 #
-# Each kernel must move its inputs and outputs through memory once, and do its multiplications. Bytes over the rate at which memory can be copied, operations over the rate of the tensor cores: the larger of the two times is the *floor*. Drawn over the operations per byte, the two rates make a roof:
+# A kernel must move its inputs and outputs through memory once, and do its multiplications. Divide the bytes by the copy rate, and the operations by the rate of the tensor cores. The larger time is the *floor*. Drawn over operations per byte, the two rates make a roof:
 
 # %%
-import json
-
 stored = Path(bench.__file__).with_name("bench.json")
 if stored.exists():
-    told = json.loads(stored.read_text())
+    results = json.loads(stored.read_text())
 else:  # the data sheet of an H200 in the place of measured ceilings, and no points
     ceiling = dict(copy=4.8e12, product=989e12)
     shown = bench.cases(lengths=[8192, 32768], batches=[1], device="cpu")
     rows = [bench.floored(case, ceiling) for case in shown]
-    told = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=rows)
-print("µs; one layer of an 8-billion Llama on " + told["device"] + "\n")
-print(bench.show([row for row in told["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
+    results = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=rows)
+print("µs; one layer of an 8-billion Llama on " + results["device"] + "\n")
+print(bench.show([row for row in results["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
 
 # %%
-copy, product = told["ceilings"]["copy"], told["ceilings"]["product"]
+copy, product = results["ceilings"]["copy"], results["ceilings"]["product"]
 roof = lambda x: min(copy * x, product) / 1e12  # TFLOP/s at so many operations a byte
 figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
 x = [0.5, product / copy, 1e5]
 axis.plot(x, [roof(at) for at in x], "k-", linewidth=1,
           label=f"ceilings: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s")
-names = dict.fromkeys(row["kernel_name"] for row in told["rows"] if row["operations"])
+names = dict.fromkeys(row["kernel_name"] for row in results["rows"] if row["operations"])
 for name, marker in zip(names, "osD^v<>pPX*h"):
-    rows = [row for row in told["rows"] if row["kernel_name"] == name]
+    rows = [row for row in results["rows"] if row["kernel_name"] == name]
     x = [row["ops_per_byte"] for row in rows]
     y = [row["operations"] / row["kernel"] / 1e6 if "kernel" in row else roof(at)
          for at, row in zip(x, rows)]
     axis.scatter(x, y, marker=marker, facecolors="none", edgecolors="k", label=name)
 axis.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved",
-         ylabel="TFLOP/s", title=told["device"])
+         ylabel="TFLOP/s", title=results["device"])
 axis.legend(fontsize=8);
 
 # %% [markdown]
-# Without measured points this is a prediction and nothing more. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures both ceilings and all times, and writes `kernels/bench.json`, which the cell above then shows. What can be said before: the two rates meet at 206 operations a byte. Decoding has 4, a fiftieth, and reviving 40, a fifth of that, so there it gains nothing to multiply faster, and everything to move fewer bytes. Window scores of a window of 32 would have 241, where both bind alike, if keys were read once; the kernel reads them twice (124), so memory binds. Pairs and the norms of projected values have thousands, and the tensor cores bind (`units`). The roof says that reviving could be ten times as fast as attention to the full cache. But with three rows it takes 3 · 2D numbers a token from the GPU's cache, and this roof has no line for that. (`insert` is the sketch's; `ragged` are heads of 0.2 to 1.8 times the mean length; `by slots` is section 6, some fifty operations of PyTorch, each of which takes some µs of its own.)
+# Without measured points this is a prediction. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures rates and times, and writes `kernels/bench.json`, which the cell above then shows.
+#
+# The two rates meet at 206 operations a byte. Decoding has 4 and reviving 40. They are bound by memory: only fewer bytes help. Window scores (124, since the kernel reads keys twice) are bound by memory as well. Pairs and value norms have thousands of operations a byte and are bound by the tensor cores. The roof has one gap: reviving with three rows also takes 3 · 2D numbers a token from the GPU's cache.
+#
+# `insert` is the sketch's insertion. `ragged` are heads of 0.2 to 1.8 times the mean length. `by slots` is section 6, in PyTorch.
+#
+# ## Three things to remember
+#
+# 1. Online softmax makes attention a sum of stretches, in any order. Tiles, splits and packed heads follow from that.
+# 2. Decoding is bound by memory. Compression pays only if the kernel reads fewer bytes.
+# 3. Look for algebra before you write a kernel.
 #
 # ## Exercises
 #
-# 1. In the kernel of section 4, start `m` at `float("-inf")`, give slots a bias, and hide the whole first tile with −∞. What is $-\infty - (-\infty)$? Why is −3e38 safe?
-# 2. `share` is 256 slots. What do 64 programs a head cost the kernel that adds them up (`add_up`), and when is that too much? Look at `split` in `kernels/launch.py`.
-# 3. Let the kernel of section 4 do a group of four query heads, with `tl.dot`. Its blocks must be at least 16 × 16: what is in the other 12 rows?
-# 4. Section 6 needs the weights' sum by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add` and check the output against `SignedSketch.attend`. Then let it add in float16: from how many tokens a slot is the output off by more than 1 %?
-# 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. By Cauchy and Schwarz it is at most $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and $\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix. How much less work is that, and how often does CriticalKV choose otherwise?
-# 6. The score of a pair is symmetric if $K_1 = K_2$. Half of the tiles would do. Which, and what becomes of the outputs?
+# 1. In the kernel of section 4, start `m` at `float("-inf")`, give slots a bias, and hide the whole first tile with −∞. Why is −3e38 safe?
+#    <details><summary>Hint</summary>What is $-\infty - (-\infty)$?</details>
+# 2. `share` is 256 slots. What do 64 programs a head cost the kernel that adds them up (`add_up`)?
+#    <details><summary>Hint</summary>Look at <code>split</code> in <code>kernels/launch.py</code>.</details>
+# 3. Let the kernel of section 4 do a group of four query heads, with `tl.dot`.
+#    <details><summary>Hint</summary>Blocks are at least 16 × 16: what is in the other 12 rows?</details>
+# 4. Section 6 needs the sum of the weights by slot, a `scatter_add`. Write it as a kernel with `tl.atomic_add`, and check it against `SignedSketch.attend`. Then add in float16.
+#    <details><summary>Hint</summary>Find the number of tokens a slot from which the output is off by more than 1 %.</details>
+# 5. `value_norms` computes $\lVert vW\rVert_1$ for every head. How much less work is the bound $\sqrt{d_{model}}\,\lVert vW\rVert_2$, and how often does CriticalKV then choose other entries?
+#    <details><summary>Hint</summary>$\lVert vW\rVert_2^2 = v (WW^\top) v^\top$ needs only a D × D matrix.</details>

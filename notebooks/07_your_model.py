@@ -1,16 +1,13 @@
 # %% [markdown]
-# # The same question to your model
+# # Your model: which entries of its cache can go?
 #
-# The other notebooks measure one small decoder of our own. Which entries of a KV cache can go, and what is lost with them, is a question to every model.
-# This notebook puts it to a causal language model of `transformers`. It runs on the checkpoint that ships, opened as any other; **one cell names the folder, and there you can put your own**.
+# **Question.** The other notebooks use a small decoder of our own. What does compression cost on *your* model?
 #
-# **Read before:** what a KV cache is (`00_kv_cache.ipynb`), and beside this notebook `nanollm/cache.py` and `nanollm/hf/bridge.py`.
+# This notebook gives a compressed KV cache to a causal language model of `transformers`. It runs on the checkpoint that is shipped. One cell names the folder: put your own there.
 #
-# **How long it takes:** half an hour to read, about a minute to run.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `nanollm/cache.py`, `nanollm/hf/bridge.py`. **Time:** half an hour to read, a minute to run.
 #
-# **What you will know:** how to give your model a compressed cache in five lines; which tokens it then keeps, and how many bytes; how to compare methods on it, and when that comparison means nothing; which models are refused; and how to try a method of your own.
-#
-# Sentences about results are about the shipped model, of 2.8 million parameters. With another model, believe the numbers that your cells print.
+# Sentences about results describe the shipped model, with 2.8 M parameters. For another model, trust the numbers that your cells print.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -39,9 +36,9 @@ torch.set_grad_enabled(False);  # or whatever is read would be kept for a backwa
 # %% [markdown]
 # ## Your model
 #
-# `FOLDER` is a folder with `config.json`, weights and a tokenizer, as `save_pretrained` writes it. Nothing is downloaded.
-# `load` is what the command line uses. It gives a model wrapped for our measurements and its own tokenizer; inside is the model as `AutoModelForCausalLM.from_pretrained` makes it. A large one takes half the bytes with `dtype="bfloat16"`.
-# If you have a model and its tokenizer at hand already, these are enough: `bridged = Bridged(model)` and `encoding = Foreign(its_tokenizer)`, from `nanollm.tokenizer`.
+# `FOLDER` contains `config.json`, weights and a tokenizer, as `save_pretrained` writes them. Nothing is downloaded. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
+#
+# If your model and tokenizer are already loaded, use `Bridged(model)` and `Foreign(tokenizer)` from `nanollm.tokenizer`.
 
 # %%
 FOLDER, DEVICE = TINY, "cpu"  # ← a pathlib.Path of your own, and "cuda" if you have it
@@ -54,7 +51,7 @@ print(f"{type(model).__name__}: {size:.1f} M parameters, {c.n_layers} layers, "
       f"{c.n_heads} query heads that share {c.n_kv_heads} key/value heads")
 
 # %% [markdown]
-# It needs something to remember. `Tasks` hides four facts in real text and asks for one of them at the end, in the model's own tokens.
+# The model needs something to remember. `Tasks` hides four facts in real text, and asks for one of them at the end.
 
 # %%
 tasks = Tasks(encoding, "test")
@@ -64,14 +61,19 @@ prompt, right = tokens[:, :answer.start], tokens[0, answer]
 print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()), "⟧")
 
 # %% [markdown]
-# The answer that is wanted stands in brackets. The model does not see it.
+# The answer stands in brackets. The model does not see it.
 #
 # ## Five lines
 #
-# `attach` makes a memory: one cache a layer, of the method that you name, with its options. The model reads the prompt into it. `end_prompt` says that the prompt is over, and the method compresses. `generate` goes on from what is left. `detach` gives the model its own attention back.
-# The prompt's last token is read after the compression. Otherwise the full cache would give the first word of the answer.
+# 1. `attach` makes one cache per layer, of the method and options that you name.
+# 2. The model reads the prompt into these caches.
+# 3. `end_prompt` tells the caches that the prompt is over. The method compresses.
+# 4. `generate` continues from the compressed caches.
+# 5. `detach` returns the model to its own attention.
 #
-# The method is SnapKV: the last queries of the prompt vote, and each head keeps the 48 tokens with the most window scores, the 8 voting ones among them.
+# The last token of the prompt is read after the compression. Otherwise the full cache would produce the first token of the answer.
+#
+# The method is SnapKV. The last 8 queries of the prompt score all entries. Each head keeps 48 entries, those of the 8 last tokens included.
 
 # %%
 memory = attach(model, SnapKV, budget=48, window_size=8)
@@ -84,8 +86,9 @@ detach(model)
 print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 
 # %% [markdown]
-# Here the question was a part of the prompt that was compressed, so it could vote. We call this **aware**. In the other setting, **agnostic**, the text is compressed first and the question comes afterwards. Then nobody knows yet what will be asked.
-# The function below is the five lines again, with the cut as an argument.
+# Here the question was part of the compressed prompt, so its queries scored the entries. This setting is called **aware**. In the setting **agnostic** the text is compressed first, and the question comes later.
+#
+# The function below is the same five lines, with the number of compressed tokens as an argument.
 
 # %%
 def ask(Method=LayerCache, cut=answer.start - 1, **options):
@@ -109,11 +112,11 @@ for setting, cut in CUTS.items():
     print(f"{setting:10} {told}")
 
 # %% [markdown]
-# Aware, the answer is that of the full cache, from an eighth of the tokens. Agnostic, the model answers in the same form, but the number is made up.
+# Aware, the answer is that of the full cache. Agnostic, the answer has the right form and a wrong number.
 #
-# ## What it keeps
+# ## What the heads keep
 #
-# `plot.kept` says which tokens each head of each layer still holds. A row below is a key/value head, a column is a token; what is blue stays. The pale bands are the facts, and the arrow points at the number that is asked for. What is grey at the right end comes after the compression.
+# In the figure a row is a key/value head and a column is a token. Blue entries stay. Pale bands are the facts; the arrow marks the number that the question asks for. The grey columns at the right come after the compression.
 
 # %%
 value, H = page.stated[0], c.n_kv_heads  # where the number that is asked for stands
@@ -141,9 +144,9 @@ for setting, held in kept.items():
           f"layer by layer: {both.sum(-1).tolist()}")
 
 # %% [markdown]
-# Aware, the three heads of layer 1 keep the whole number. That is the layer that retrieves in this model (`00_kv_cache.ipynb`). Agnostic, no head keeps it. The stretch at the right is the 8 tokens that vote, and what lies just before them.
+# Aware, the three heads of layer 1 keep the whole number. This layer does the retrieval in this model. Agnostic, no head keeps it. The blue stretch at the right is the observation window and its neighbourhood.
 #
-# The bytes are counted on the tensors: *live* is what is kept, *allocated* is what the buffers take. The numbers of this decoder have 32 bits. The share is what it is with 16 bits, which most models in use have.
+# The next table counts bytes on the tensors. *Live* bytes belong to kept entries; *allocated* bytes include free slots. This decoder computes in 32 bits. The percentage compares both caches in 16 bits, as most models use them.
 
 # %%
 METHODS = pick(["full", "snap_kv", "chunk_kv", "h2o", "streaming_llm", "quantized_2"])
@@ -154,14 +157,15 @@ for name, Method in METHODS.items():
     print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{in_16 / full:8.0%} of full")
 
 # %% [markdown]
-# `budget=96` is a quarter of the page. `quantized_2` has no budget: it keeps every token and gives each number two bits. H2O takes a little more than the others, because it remembers a score with each token. (StreamingLLM turns keys by RoPE. For a model with learned positions, as GPT-2, put `streaming_llm_absolute` into the list.)
+# `budget=96` is a quarter of the page. `quantized_2` has no budget: it keeps every token in two bits a number. H2O needs a little more, because it stores a score for each entry. StreamingLLM rotates keys again; for a model with learned positions, such as GPT-2, use `streaming_llm_absolute`.
 #
-# ## Compare
+# ## Compare methods
 #
-# One page proves nothing. `Slices` makes documents of three kinds: **needle** is the task above, **recall** asks for one of 16 listed pairs, **few-shot** for the label of a line of code. It also compresses plain text and measures how far the predictions that follow move from the full cache's: KL, in nats a token.
-# `Bridged(model)` is the model with its attention replaced. It reads `BATCH` documents at a time, each once for all methods: the queries, keys and values are recorded, if they fit into `KEEP` bytes.
+# One page proves nothing. `Slices` makes documents for three tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. **few-shot** asks for the label of a line of code. `Slices` also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# 16 documents a task are few. They tell methods apart that differ much, and no others; the standard error is printed.
+# `Slices` reads `BATCH` documents at a time. It records their queries, keys and values in up to `KEEP` bytes, and feeds the recording to each method.
+#
+# 16 documents a task separate only methods that differ much. The standard error is printed.
 
 # %%
 T, N, BUDGET = 384, 16, 0.25  # tokens of a document, documents a task, share of the prompt
@@ -183,7 +187,7 @@ print(table.header(T, N, seed=0, short=True))
 rows = [measure(name, Method) for name, Method in METHODS.items()]
 
 # %% [markdown]
-# KiB are those of one text after its continuation, with numbers of 16 bits; `full` and `quantized_2` keep every token, so their budget is "all". The figure shows the mean over the three tasks and KL over bytes. A bar is one standard error.
+# KiB are the bytes of one text after its continuation, in 16 bits. `full` and `quantized_2` keep every token, so the table says "all". The figure shows the mean accuracy of the three tasks, and the KL over the bytes. A bar is one standard error.
 
 # %%
 def draw(rows):
@@ -205,12 +209,13 @@ def draw(rows):
 draw(rows)
 
 # %% [markdown]
-# SnapKV and ChunkKV, in which the last queries vote, answer most questions if they know them, and lose needles and recall if they do not. H2O and StreamingLLM do not gain from the question. They lose needles and recall in both settings, and keep few-shot, whose examples stand at the end of the text.
-# Two bits for every token take fewer bytes than SnapKV's and ChunkKV's quarter (220 KiB against 334; H2O and StreamingLLM, which keep their budget while decoding, have 190). They answer what the full cache answers, and move the predictions least. Whether that holds for your model is what the cell is for.
+# SnapKV and ChunkKV answer most questions if the question is known. Otherwise they lose needles and pairs. H2O and StreamingLLM do not use the question: they lose needles and pairs in both settings. They keep few-shot, whose examples stand at the end of the text.
+#
+# Two bits for every token take fewer bytes than a quarter of the entries in SnapKV. They answer what the full cache answers, and move the predictions least. Does that hold for your model? This cell tells you.
 #
 # ## When the comparison means nothing
 #
-# A task at which the full cache fails cannot judge the methods: all of them fail, and the worst looks as good as the best. `table.unfit` names such tasks. It says nothing about the rows above. Here is a model of the same shape with random weights:
+# If the full cache fails at a task, that task cannot judge methods. `table.unfit` names such tasks. Below is a model of the same shape with random weights.
 
 # %%
 print("above:", table.unfit(rows) or "the full cache does every task")
@@ -221,11 +226,11 @@ row = table.row_of("full", None, T, {}, random.run(untrained, maker(untrained, L
 print(f"\nrandom weights:\n{table.unfit([row])}")
 
 # %% [markdown]
-# What then? Shorter documents are easier. A chat model may need its template: `Tasks(encoding, "test", chat=True)`. If a task stays out of reach, leave it out, or go by KL alone: it needs no answers.
+# Shorter documents are easier. A chat model may need its template: `Tasks(encoding, "test", chat=True)`. If a task stays too hard, leave it out and compare the KL, which needs no answers.
 #
 # ## Is it still your model?
 #
-# With a method that forgets nothing the model must say what it says without us. Here are its logits with its own attention and with a full memory, the text read at once, in pieces, and token by token.
+# With a cache that keeps everything, the logits must be those of the untouched model. The cell compares them for a text that is read whole, in pieces, and token by token.
 
 # %%
 detach(model)
@@ -241,11 +246,11 @@ print(f"logits lie between {expected.min():.1f} and {expected.max():.1f}")
 detach(model)
 
 # %% [markdown]
-# What is left is rounding in 32 bits. In bfloat16 it is larger, and between two nearly equal tokens it may decide.
+# The difference is rounding in 32 bits. In bfloat16 it is larger, and may decide between two nearly equal tokens.
 #
-# ## What is refused
+# ## Models that are refused
 #
-# A cache here does plain attention over what it keeps. A model that does something else would be answered wrongly, so it is refused, with a reason. Each of the small models below has random weights, and the last line is your own model with a padded batch.
+# A cache here computes plain attention over the kept entries. A model that computes something else would give wrong answers, so `attach` refuses it and says why. The small models below have random weights. The last line is your model with a padded batch.
 
 # %%
 small = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
@@ -268,11 +273,11 @@ for name, one in (models | {"yours": model}).items():
 detach(model)
 
 # %% [markdown]
-# In order: scores that are capped, a sliding window that is shorter than the text (a shorter text is read), logits of a sink, attention that does not go through the interface of `transformers`, an encoder with cross attention, a padded batch.
+# The reasons, in order: capped scores, a sliding window shorter than the text, sink logits, attention outside the interface of `transformers`, cross attention, a padded batch.
 #
 # ## Your own method
 #
-# A method is a subclass of `LayerCache` that overrides what it needs. This one keeps the keys that are least like the average key of their head, and the 8 newest tokens. It asks no query, so it cannot know the question. KeyDiff ([2504.15364](https://arxiv.org/abs/2504.15364)) is built on this idea.
+# This method keeps the keys that are least like the mean key of their head, and the 8 newest. It uses no query. KeyDiff ([2504.15364](https://arxiv.org/abs/2504.15364)) has the same idea.
 
 # %%
 @dataclass(eq=False)
@@ -296,9 +301,9 @@ for setting in table.SETTINGS:
     print(f"{setting}: unlike_keys against snap_kv, answers: {more:+.2f} ±{error:.2f}, by document")
 
 # %% [markdown]
-# Agnostic, it finds needles that nobody has asked for yet. It pays with answers in few-shot, and its predictions move most.
+# Agnostic, it finds needles that nobody has asked for yet. It loses few-shot answers, and its predictions move most.
 #
-# Before you believe in it: a number within ordinary text *is* unlike its surroundings, so the task may suit the rule. The last cell takes that away. The facts are of the same kind, but they stand among other words and numbers.
+# Be careful: a number in ordinary text *is* unlike its surroundings, so the task may favour the rule. In the next cell the facts stand among other words and numbers.
 
 # %%
 rng = np.random.default_rng(0)
@@ -314,18 +319,27 @@ for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": Unlik
     print(f"{name:11}", *(f"{x.mean():.2f} ±{standard_error(x):.2f}  " for x in found.values()))
 
 # %% [markdown]
-# The full cache and SnapKV, aware, still find every needle. `unlike_keys` loses most of what it had found: what it had found was what stands out, and not what is a fact. A table tells how a method does on its tasks; what made it do so is a second question, and it needs a second experiment.
+# The full cache and SnapKV (aware) still find every needle. `unlike_keys` loses most of them. It had found what stands out, not what is a fact. A table says how well a method does; a second experiment says why.
+#
+# ## Three things to remember
+#
+# 1. Five lines give your model a compressed cache; `end_prompt` compresses.
+# 2. Measure aware and agnostic, and check first that the full cache can do the task.
+# 3. Count bytes in 16 bits, on tensors that exist.
 #
 # ## Where to go
 #
-# - `python -m nanollm --model FOLDER` is this comparison with more methods, from the command line. It takes our own decoder where it knows the family; `--engine transformers` takes yours. A file in `methods/` that ends in `variants = {"unlike_keys": UnlikeKeys}` adds your method to every table.
-# - `--chat` puts documents into the tokenizer's chat template, `--text FILE` takes your text as what the facts are hidden in.
-# - `--dtype bfloat16`, `--batch 4`, `--memory 8` make large models fit: numbers of 16 bits, four documents at a time, at most 8 GB of recorded prompts. `--json rows.json --resume` goes on after an interruption.
-# - `python -m nanollm plan --model FOLDER --lengths 32768` tells from `config.json` alone what weights and caches will take.
-# - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues a text of yours.
+# - `python -m nanollm --model FOLDER` compares more methods. A file in `methods/` that ends with `variants = {"unlike_keys": UnlikeKeys}` adds your method to every table.
+# - `--text FILE` hides the facts in your text. `--chat` uses the tokenizer's chat template.
+# - `--dtype bfloat16 --batch 4 --memory 8` make large models fit. `--json rows.json --resume` continues after an interruption.
+# - `python -m nanollm plan --model FOLDER --lengths 32768` computes the memory of weights and caches from `config.json` alone.
+# - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues your text.
 #
 # ## Exercises
 #
-# 1. At which budget does SnapKV lose the answer on the page, aware? And does it hang on the seed? *Hint: `ask`, and `seed` of `tasks.batch`.*
-# 2. Let `UnlikeKeys` look at values instead of keys. Predict first which task gains. *Hint: one letter.*
-# 3. Does SnapKV depend on a question that comes last? Put 32 tokens of other text behind the question, before `end_prompt`, and look at the map again. *Hint: `tasks.filler`, and `torch.cat`.*
+# 1. At which budget does SnapKV (aware) lose the answer on the page? Does that depend on the seed?
+#    <details><summary>Hint</summary>Call <code>ask</code> with other budgets, and change <code>seed</code> in <code>tasks.batch</code>.</details>
+# 2. Let `UnlikeKeys` compare values instead of keys. Predict first which task gains.
+#    <details><summary>Hint</summary>Change one letter.</details>
+# 3. Does SnapKV need the question at the very end? Put 32 tokens of other text behind it, before `end_prompt`, and draw the figure again.
+#    <details><summary>Hint</summary><code>tasks.filler</code> and <code>torch.cat</code>.</details>

@@ -1,15 +1,14 @@
 # %% [markdown]
-# # Two decoders
+# # Two decoders: is a finding about the method, or about the model?
 #
-# Every verdict of this repository is about a decoder, and a decoder has habits. Two of them ship. They have the same architecture, tokenizer and tasks. They differ in how they came to retrieve:
-# **built** (`nanollm/tiny`) was started with heads that match and copy, in layer 1, made by hand. **learned** (`nanollm/tiny_learned`) was started without any, and while it was trained, heads and whole layers were left out at random.
-# This notebook looks inside both, and asks which findings about methods are about the methods.
+# **Question.** This repository compares methods on small decoders. Would another decoder give the same verdicts?
 #
-# **Read before:** `00_kv_cache.ipynb`. The code beside it: `nanollm/training/initial_weights.py` and `experiments/inside.py`.
+# Two decoders are shipped. Architecture, tokenizer and tasks are the same. They differ in where their retrieval heads come from. A retrieval head finds an earlier match of the current text and copies what followed.
 #
-# **How long it takes:** half an hour to read, two minutes to run.
+# - **built** (`nanollm/tiny`): retrieval heads were written into layer 1 before training.
+# - **learned** (`nanollm/tiny_learned`): training started from random weights above layer 0. Heads and whole layers were left out at random during training.
 #
-# **What you will know:** where each of the two retrieves and what that hangs on; whether they have attention sinks; what a sink is worth; and which verdicts on methods change with the decoder.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `experiments/inside.py`, `nanollm/training/initial_weights.py`. **Time:** half an hour to read, two minutes to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -50,13 +49,11 @@ bits = [told[name]["bits_per_byte"]["model"] for name in models]
 print(f"{'bits per byte of text':30}" + "".join(f"{x:14.3f}" for x in bits))
 
 # %% [markdown]
-# The figures are those that each training run measured at its end (`train.json`). RESULTS.md has them with the commands.
-# *built* is what every command and the other notebooks take if nothing else is said: it answers more, and where it retrieves is known, so that one can see what a method would have to keep. `--model nanollm/tiny_learned` takes the other.
+# Each training run measured these figures at its end (`train.json`). Commands and notebooks use *built* unless you ask for the other. It answers more questions, and we know where it retrieves, so we can see what a method must keep. `--model nanollm/tiny_learned` takes *learned*.
 #
-# ## How they began
+# ## Before training
 #
-# In both starts the heads of layer 0 look back one to four tokens. In *built*, heads of layer 1 then look for what stands after an earlier occurrence and copy it. In *learned*, all that is above layer 0 is random.
-# To see the difference, take 32 random tokens twice. In the second round, how often is the right next token the likeliest of 2048?
+# Repeat 32 random tokens. How often does the decoder predict the right next token in the second round?
 
 # %%
 rng = np.random.default_rng(0)
@@ -76,11 +73,11 @@ for name, start in {"built": induction_start, "learned": learned_start}.items():
     print(f"{name:8} before training {copied(begun):.3f}, after {copied(models[name]):.3f}")
 
 # %% [markdown]
-# *learned* starts at chance. What copies in it, training has made.
+# *learned* starts at chance. Training made all of its copying.
 #
 # ## Where they retrieve
 #
-# A needle document ends with a question. From the question's last token, how much weight does each head give to the first token of the value that it asks for?
+# A needle document ends with a question. How much attention does its last token pay to the first token of the value?
 
 # %%
 batch = tasks.batch("needle", seed=0, B=16, T=256)
@@ -90,9 +87,9 @@ for axis, (name, weight) in zip(axes, read.items()):
     plot.heads(axis, weight, f"{name}: end of question → value", most=1)
 
 # %% [markdown]
-# In *built* three heads of layer 1 read the value, each with most of its weight. Those are the ones that were built. In *learned* all six heads of layer 1 and all six of layer 2 read it, and none with more than a third of its weight.
+# In *built*, three heads of layer 1 read the value, each with most of its attention. In *learned*, all heads of layers 1 and 2 read it, each with at most a third of its attention.
 #
-# A head that looks at the value need not be the one that matters. So leave attention out, and see what is still found: two layers at a time, and on the diagonal one.
+# Attention to the value does not prove that a head matters. The next figure removes the attention of two layers at a time and counts the needles that are still found. The diagonal removes one layer.
 
 # %%
 without = {name: inside.without_pairs(model, tasks, documents=8) for name, model in models.items()}
@@ -102,9 +99,9 @@ for axis, (name, found) in zip(axes, without.items()):
     axis.set(xlabel="layer left out", ylabel="layer left out")
 
 # %% [markdown]
-# *built* hangs on layer 1: without it nothing is found. In *learned* layers 1 and 2 stand in for one another. Either can go, and next to nothing is lost; without both nothing is found. Layer 0 has no stand-in in either: it tells each token what came before it.
+# *built* depends on layer 1: without it nothing is found. In *learned*, layers 1 and 2 replace each other: one may go, but not both. Both decoders need layer 0, which tells each token what came before it.
 #
-# And one head at a time:
+# Now remove one head at a time:
 
 # %%
 without_one = {name: inside.without_each(model, tasks, documents=8)
@@ -114,9 +111,9 @@ for axis, (name, found) in zip(axes, without_one.items()):
     plot.heads(axis, found, f"{name}: needles without this head", most=1)
 
 # %% [markdown]
-# Above layer 0 no single head matters in either decoder. That holds for *built* as well: its three heads do the same.
+# Above layer 0 no single head matters, in either decoder. The three heads of *built* do the same work.
 #
-# How many have to go until retrieval breaks? Here heads above layer 0 are left out in the order of the first figure, those that look at the value first; and, to compare, in an order drawn at random.
+# How many heads must go before retrieval breaks? One curve removes the heads that read the value first. The other removes heads in random order.
 
 # %%
 def in_order(weight) -> list:
@@ -125,7 +122,7 @@ def in_order(weight) -> list:
     return [(1 + i // weight.shape[1], i % weight.shape[1]) for i in order]
 
 
-counts = [0, 1, 2, 4, 6, 8, 12, 16, 20, 24, 30]
+counts = [0, 1, 2, 4, 8, 12, 20, 30]
 drawn = in_order(torch.rand(6, 6, generator=torch.Generator().manual_seed(0)))
 curves = {}
 for name, model in models.items():
@@ -144,11 +141,11 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# *built* begins to lose needles with the second head that goes, and has none left after four. *learned* finds nearly all until more than eight are gone: twelve heads look at the value. So a method that drops a fact from one of its heads may be forgiven; in *built* it hardly is.
+# *built* loses needles from the second head on; after four, none is left. *learned* finds nearly all needles until more than eight heads are gone. A method that drops a fact from one head can be forgiven in *learned*, but hardly in *built*.
 #
-# ## What they read anyway
+# ## Attention sinks
 #
-# An attention **sink** is a first token that gets much weight and says nothing. Every training document of *learned* begins with BOS, so that one could form. Here is the weight that the second half of a text gives to its first token, and to the token of the first half that it reads most. The texts begin with BOS in one row, and as they stand in the other.
+# An attention **sink** is a first token that receives much attention and carries no information. Training texts of *learned* begin with BOS, so a sink could form. The table shows the attention that the second half of a text pays to its first token, and to the most-read token of the first half.
 
 # %%
 texts = {name: text_windows(tasks, 16, 512, model) for name, model in models.items()}
@@ -162,10 +159,11 @@ for name, model in models.items():
                   + "".join(f"{x:7.3f}" for x in weight.amax(1)))
 
 # %% [markdown]
-# *learned* has sinks, and *built* has none. With BOS before the text, a head of layer 2 gives it 0.57 of its weight, and one of layer 1 gives it 0.26. Without BOS no token takes its place, and the decoder reads the text worse. So its `config.json` names BOS, and every measurement here begins its texts as the checkpoint says.
-# The layers with sinks are those that retrieve: a head that looks for something and does not find it has to look somewhere.
+# *learned* has sinks: a head of layer 2 gives BOS 0.57 of its attention, and a head of layer 1 gives it 0.26. *built* has none. Without BOS no other token takes over. For this reason the `config.json` of *learned* names BOS, and all measurements begin its texts with BOS.
 #
-# Does a sink have to stay? StreamingLLM keeps the first tokens for its sake. Here are its KL to the full cache with a quarter of the entries, and what changes if it keeps no first token, or four.
+# The layers with sinks are the layers that retrieve. A head that finds no match must put its attention somewhere.
+#
+# StreamingLLM keeps the first tokens for this reason. The next cell changes how many it keeps, at a keep ratio of 25 %, and prints the change of the KL.
 
 # %%
 for name, model in models.items():
@@ -177,11 +175,11 @@ for name, model in models.items():
         for sinks in (0, 4)), sep="   ")
 
 # %% [markdown]
-# In *built* the first token may go, and nothing changes. In *learned* the KL nearly triples without it. That is what StreamingLLM's authors saw in large models; three first tokens more bring little.
+# In *built* the first token may go. In *learned* the KL nearly triples without it, as the authors of StreamingLLM saw in large models. Three more first tokens bring little.
 #
-# ## Norms and tails
+# ## Value norms and attention tails
 #
-# CriticalKV weighs entries by the norms of their values, so norms should differ within a head. Scissorhands expects a power law: few tokens with most of the weight.
+# CriticalKV weighs an entry by the norm of its value. This helps only if norms differ within a head. Scissorhands expects a power law: a few tokens receive most of the attention.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
@@ -195,11 +193,11 @@ for name in models:
         print(f"{name:8} {row:18}", *(f"{value:6.2f}" for value in x))
 
 # %% [markdown]
-# Norms in *learned* differ about as much as in *built*, and least in layers 0 to 2. The tails are no thinner: in five of six layers the exponent is below the 2 that Theorem B.3 asks for. Of all tokens 85 to 87 % are pivotal in layers 0 to 2 (the rows *by chance*), and more above. And the share that was pivotal before is still within 1.3 points of chance, but for layer 3 of *learned* (0.97, where chance has 0.94).
+# Norms differ by similar factors in both decoders. Theorem B.3 of Scissorhands requires a tail exponent of at least 2. Three of the six layers of *built* and five of *learned* are below it. A token is *pivotal* if a later query gives it more than the even share. Tokens that were pivotal before are pivotal again hardly more often than by chance.
 #
-# ## How far window scores last
+# ## How long window scores stay true
 #
-# SnapKV lets the last queries of the prompt vote. Do the window scores still hold for later queries? Of the tokens that a later window reads most, a quarter of them, this part was among those that the prompt's last window read most.
+# SnapKV scores entries by the prompt's last queries. Later queries may need other entries. The figure compares the quarter of entries with the highest window scores with the same quarter for a later window.
 
 # %%
 scores = {name: inside.scores_kept(model, texts[name]) for name, model in models.items()}
@@ -214,11 +212,11 @@ axes[0].set_ylabel("of the later window's quarter")
 axes[1].legend(ncols=2);
 
 # %% [markdown]
-# In both, window scores fade with distance. Up to 64 tokens they are lowest in layer 1 of *built*, which retrieves: 0.37 from the start, where chance is 0.25. There a query reads what it asks for, and the next one asks for something else. In layers 1 and 2 of *learned* they begin at 0.41 and 0.50, about as in its layer 0. Window scores last in the upper layers.
+# Window scores fade with distance. Layer 1 of *built*, which retrieves, starts at 0.37, where chance is 0.25: each query looks for something else. In the upper layers window scores last longer.
 #
-# ## What that does to methods
+# ## The same methods on both
 #
-# The same methods on both, with a quarter of the entries: 32 needles and 32 lists of pairs, the question with the prompt (*aware*) or after it (*agnostic*). These are rows of `python -m nanollm --all` and of the same with `--model nanollm/tiny_learned`, as RESULTS.md keeps them.
+# Stored rows of `python -m nanollm --all` for both decoders: 32 needles and 32 lists of pairs, keep ratio 25 %.
 
 # %%
 NAMES = ["snap_kv", "pyramid_kv", "ada_kv", "chunk_kv", "chunk_kv_reuse", "snap_kv+critical", "h2o",
@@ -251,37 +249,37 @@ axes[0].set_ylabel("learned")
 figure.legend(loc="outside right center", fontsize=8);
 
 # %% [markdown]
-# A point on the diagonal is a finding about the method. What lies off it depends on the decoder.
-# On the diagonal: with the question SnapKV, PyramidKV and AdaKV find nearly all, and without it less than half. H2O and StreamingLLM find few needles in both. KVzip, which reads the prompt twice, and DuoAttention keep what the full cache finds. Two bits a number keep all but some pairs (0.84 of 0.97, and 0.81 of 0.88).
-# Off it: ChunkKV's shared indices. In *built* a group that begins with layer 0 hands its choice to layer 1, the only one that retrieves, and four of five needles are lost. In *learned* layer 2 chooses for itself, and few needles are lost, but a third of the pairs. CriticalKV's two stages lose next to none in either here. With an eighth of 256 tokens they lose many, and more in *learned* (RESULTS.md, the papers read in other ways).
+# A point on the diagonal is a finding about the method. A point off the diagonal depends on the decoder.
 #
-# ## Which heads need everything?
+# On the diagonal: SnapKV, PyramidKV and AdaKV find nearly all facts if the question is known, and fewer than half if it is not. KVzip and DuoAttention keep what the full cache finds. Two bits a number lose only some pairs.
 #
-# DuoAttention keeps a whole cache for a few heads. `importance` asks what is lost if one head alone streams. `gates` trains a gate for every head, all together, with a penalty that closes those that are not needed. The question is whether they find the same heads.
+# Off the diagonal: ChunkKV with shared indices. In *built*, layer 1 must use the entries that layer 0 chose, and four of five needles are lost. In *learned*, layer 2 chooses for itself, and few needles are lost.
+#
+# ## Which heads need a full cache?
+#
+# DuoAttention gives a full cache to a few heads. `importance` lets one head alone stream and counts the lost answers. `gates` trains one gate a head, for all heads together. Do they find the same heads?
 
 # %%
 train_tasks, kept = Tasks(tasks.encoding, "train"), {}
 asked = {task: tasks.batch(task, 0, 32, 512) for task in ("needle", "pairs")}
 for name, model in models.items():
-    alone = importance(model, train_tasks, documents=16)
+    alone = importance(model, train_tasks, documents=8)
     together = gates(model, train_tasks, rows=4)
     kept[name] = {"one head alone": retrieval_heads(alone),
                   "gates together": retrieval_heads(together, 0.3)}
     for how, heads in kept[name].items():
-        for share in (0.5, 0.25):
-            make = maker(model, DuoAttention, share, heads=heads)
-            print(f"{name:8} {how}, {share:.0%}:", *(
-                f"{task}, agnostic {found_agnostic(model, batch, make).mean():.2f} "
-                for task, batch in asked.items()), sep="  ")
+        make = maker(model, DuoAttention, 0.25, heads=heads)
+        print(f"{name:8} {how}:", *(
+            f"{task}, agnostic {found_agnostic(model, batch, make).mean():.2f} "
+            for task, batch in asked.items()), sep="  ")
         print(f"    (layer, head): {' '.join(map(str, heads))}")
 
 # %% [markdown]
-# In *built* both ways find the three heads of layer 1. In *learned* no single head is missed, so `importance` finds none, every head streams, and DuoAttention is as agnostic as StreamingLLM. The gates find five heads of layers 1 and 2. A quarter of the entries has room for four of them, and these are enough: all needles are found, and 0.88 of the pairs, as with half of the entries.
-# So `DuoAttention.calibrate` goes by the gates. The paper does, too.
+# In *built* both find the three heads of layer 1. In *learned* no single head is missed, so `importance` finds none, and DuoAttention loses the facts. The gates find five heads of layers 1 and 2. A keep ratio of 25 % has room for four of them, which is enough. `DuoAttention.calibrate` therefore uses gates, as the paper does.
 #
-# ## Verdicts
+# ## Claims with two verdicts
 #
-# `python -m nanollm claims` judges 22 claims on both by one rule each. What it printed is kept in `experiments/stored/claims.json`, and CLAIMS.md has a column for each decoder. Here are the verdicts that are not the same.
+# `python -m nanollm claims` judges 22 claims on both decoders by the same rules. These verdicts differ:
 
 # %%
 verdicts = {}
@@ -296,16 +294,19 @@ for claim, on in verdicts.items():
             print(f"    {name}: {row['verdict']}\n        " + "\n        ".join(numbers))
 
 # %% [markdown]
-# C1: chunks of ten tokens keep long facts better than single tokens in *learned*. In *built* 32 documents do not decide it.
-# C2: sharing indices costs most of the pairs in *built*. In *learned* it costs a quarter of them, and 32 documents do not decide whether that is too much.
-# R5: in *built* the Fisher shares leave some layers no room. In *learned* they leave enough, and help the paper's sketch; our fix, which helped in *built*, costs a little.
-# P12: where a cache is compressed while the answer is written, CriticalKV's norms make the text worse in *built*. In *learned* 64 texts do not decide it.
-# P8: with a sixteenth of the entries, and window scores pooled in both stages, CriticalKV's norms find more than SnapKV in *built*. In *learned* 32 documents do not decide it.
-# R15: in *learned* more room for Recent, 0.6 of the budget, lowers the KL by a quarter. In *built* nothing is decided.
-# All other verdicts are the same, among them P5 and P7 on CriticalKV's norms, those on KVReviver's sketch and on what is forgotten when the question comes later. Sinks bring P6 near to what the paper assumes: from 74 % of the heads and prompts to 92 %, at a quarter of the entries. The rule asks for 95 % beyond the first layer.
+# Each difference has its explanation in [CLAIMS.md](../CLAIMS.md). "Undecided" means that 32 documents or 64 texts were too few. All other verdicts agree.
+#
+# ## Three things to remember
+#
+# 1. Two decoders of one architecture can retrieve in different places. Test a method on both before you believe it.
+# 2. Redundant heads forgive a method that drops a fact from one head.
+# 3. A sink is a habit that the training texts create. Keep the first token if your model has one.
 #
 # ## Exercises
 #
-# 1. Is it the training that spread retrieval, or the dropping of heads? Train two runs of 400 steps, with `LEAVE_OUT = 0, 0` in `nanollm/training/train.py` for one, and compare the maps of layers. *Hint: `python -m nanollm train --start learned --steps 400`, ten minutes.*
-# 2. Which heads of *learned* would you give a whole cache? Let DuoAttention keep those of the last map of heads instead of its own. *Hint: `maker(..., heads=...)`; it counts key/value heads, two query heads to one.*
-# 3. Does a sink form if you put BOS before the text in *built*? Predict first. *Hint: the table of sinks.*
+# 1. What spread the retrieval, the training or the dropped heads? Train two runs of 400 steps, one with `LEAVE_OUT = 0, 0` in `nanollm/training/train.py`, and compare the figure of layers.
+#    <details><summary>Hint</summary><code>python -m nanollm train --start learned --steps 400</code> takes ten minutes.</details>
+# 2. Choose the heads of *learned* that get a full cache yourself, from the figure of single heads.
+#    <details><summary>Hint</summary><code>maker(..., heads=...)</code> counts key/value heads; two query heads share one.</details>
+# 3. Does a sink form in *built* if you put BOS before the text? Predict first.
+#    <details><summary>Hint</summary>Read the rows of <i>built</i> in the table of sinks.</details>
