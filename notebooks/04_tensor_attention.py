@@ -1,13 +1,13 @@
 # %% [markdown]
-# # Tensor attention: two caches, four, and a third form that beats both
+# # Tensor attention: must attention to pairs of tokens be slow or large?
 #
-# **Read before:** `00_kv_cache.ipynb`, for what a KV cache is. **Beside it:** `methods/tensor_attention.py` and `methods/sub_gen.py`, the caches, and `methods/theory/index_game.py` and `methods/theory/clustering.py`, which measure them. **Time:** two minutes to run on one core, most of it training three small decoders; 45 minutes to read.
+# **Question.** In ordinary attention a query looks at tokens. In **tensor attention** it looks at *pairs* of tokens. What should a decoder cache for that: four small matrices, or two huge ones?
 #
-# **What you will know:** what attention to pairs of tokens is, and how it is computed without forming a pair. Why the trade-off of time against memory that the paper finds is not there. How a lower bound on memory is played as a game. When a random estimate (SubGen) is worth its memory. And what a decoder of pairs can learn that an ordinary one of its size does not.
+# Each token has two keys and two values. The pair $(a, b)$ has the key $k_{1,a} \circ k_{2,b}$ and the value $v_{1,a} \circ v_{2,b}$ (elementwise products). After $n$ tokens there are $n^2$ pairs. $K_1 \oslash K_2$ is the matrix of all pair keys.
 #
-# In ordinary attention a query looks at tokens, one by one. In **tensor attention** it looks at *pairs* of tokens. Each token has two keys and two values. The pair $(a, b)$ has the key $k_{1,a} \circ k_{2,b}$ and the value $v_{1,a} \circ v_{2,b}$, elementwise products. After $n$ tokens there are $n^2$ pairs. $K_1 \oslash K_2$ is the matrix of all their keys. What should a decoder cache: the four matrices that pairs are made of, or the two matrices of all pairs? And can it hold less than either?
+# The paper (Chen et al., arXiv 2503.11108) finds a trade-off of time against memory, proves lower bounds on the memory, and uses SubGen, an estimate for keys that form clusters. This notebook runs all three. T1 to T13 are claims in [CLAIMS.md](../CLAIMS.md). The dimension of a head is $d$ in the text and `D` in the code.
 #
-# The paper (Chen et al., arXiv 2503.11108) finds a trade-off of time against memory. It proves lower bounds on the memory. And it takes over a streaming estimate, SubGen, for keys that cluster. This notebook runs all three. T1 to T13 are claims in `CLAIMS.md`. The dimension of a head is $d$ here and `D` in the code.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/tensor_attention.py`, `methods/sub_gen.py`, `methods/theory/index_game.py`, `methods/theory/clustering.py`. **Time:** 45 minutes to read, two minutes to run, mostly to train three small decoders.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -31,7 +31,7 @@ torch.set_grad_enabled(False)
 def seeded(seed): return torch.Generator().manual_seed(seed)
 
 # %% [markdown]
-# Every cache keeps its colour, marker and dash in all figures. So do three kinds of lines: one for each dimension, or number of rows.
+# Each cache has its own colour, marker and dash in all figures.
 
 # %%
 LOOK = {"FourCache": dict(color="#0072b2", marker="^", linestyle=":"),
@@ -53,7 +53,7 @@ def plain_numbers(*axes):
 # %% [markdown]
 # ## From attention to tensor attention, in one picture
 #
-# One query over eight tokens. On the left are its weights as in ordinary attention, with the keys $k_1$ alone. In the middle are those of tensor attention: one softmax over 64 pairs. A token has no weight of its own any more; what counts is whom it is paired with. On the right is the decoding step at which a pair comes into being. It is as late as its later token, so that step $i$ adds a shell of $2i - 1$ pairs. That is all that causality means here, and the only rule that the caches need.
+# One query attends to eight tokens. Left: the weights of ordinary attention, with the keys $k_1$. Middle: tensor attention, one softmax over 64 pairs. A token has no weight of its own; only pairs have. Right: the decoding step that adds each pair. A pair is as late as its later token, so step $i$ adds $2i - 1$ pairs. This is the only causal rule that the caches need.
 
 # %%
 n, d = 8, 16
@@ -76,7 +76,13 @@ for axis, x, title in zip(axes, (100 * one[None], 100 * two, born), titles):
     axis.set(ylabel="token a" if rows > 1 else "", yticks=token if rows > 1 else ())
 
 # %% [markdown]
-# Three caches stand behind one interface, that of `LayerCache`, with $k = [k_1 | k_2]$ and $v = [v_1 | v_2]$. `FourCache` keeps $K_1, K_2, V_1, V_2$ and forms the pairs for each query, as the paper describes it. `TwoCache` keeps all pairs. `FactoredFourCache` keeps the four and forms no pair at all. Token by token they are one function:
+# Three caches share the interface of `LayerCache`, with $k = [k_1 | k_2]$ and $v = [v_1 | v_2]$:
+#
+# - `FourCache` keeps $K_1, K_2, V_1, V_2$ and forms all pairs for each query, as the paper describes it.
+# - `TwoCache` keeps all pairs.
+# - `FactoredFourCache` keeps the four matrices and never forms a pair.
+#
+# Token by token they compute one function:
 
 # %%
 k, v = torch.cat((k1, k2), 1), torch.cat((v1, v2), 1)
@@ -98,11 +104,11 @@ for Cache in (FourCache, TwoCache, FactoredFourCache):
 # %% [markdown]
 # ## Is the two-cache form faster?
 #
-# Remark 3.9 and Theorem 4.3 say that four matrices need $\Omega(n^2 d)$ more time a step than two, since all pairs have to be formed again. But they need not be formed:
+# Remark 3.9 and Theorem 4.3 say that four matrices need $\Omega(n^2 d)$ more time a step than two, because all pairs must be formed again. But nobody has to form them:
 #
 # $$\text{score}_{ab} = \sum_j k_{1,aj}\, q_j\, k_{2,bj} = \big[(K_1 \circ q) K_2^\top\big]_{ab}, \qquad \text{out}_j = \sum_a V_{1,aj} \big[P V_2\big]_{aj}.$$
 #
-# That is one matrix product each. It takes as many multiplications as the two matrices of pairs do, which must be multiplied with $q$ and $P$ too. But its $4nd$ numbers stay in the processor's cache, while $2n^2d$ come from memory. Below is one decoding step of each, in one run: one head, $d = 64$, float32, one thread. Operations and bytes are counted while it runs.
+# Each is one matrix product. The factored form multiplies as often as the two-cache form. But its $4nd$ numbers stay in the processor's cache, while the $2n^2d$ numbers of all pairs come from memory. Below is one decoding step of each: one head, $d = 64$, float32, one thread.
 
 # %%
 rows = []
@@ -134,15 +140,15 @@ for axis, column, unit, title, label in panels:
 plain_numbers(*axes)
 
 # %% [markdown]
-# Time goes with $n^2$ for all three, once overheads no longer count and the pairs no longer fit into the processor's cache. The factored form is faster than the two-cache form at every length: twice as fast with 128 tokens, 7 to 12 times from 512 on, and 17 times with 2048 (RESULTS.md; times vary). Its memory, that of `FourCache`, has another slope.
+# For all three, the time grows with $n^2$ once the pairs no longer fit into the processor's cache. The factored form is the fastest at every length (table above). It needs as little memory as `FourCache`.
 #
-# Theorem 4.3 speaks of the two algorithms of the paper's Figure 1, and of these it is true. At every length here two matrices take $2n^2d$ multiplications less than four *as described*, half of them, and less time. The trade-off that Remark 3.9 concludes from it is not there: whoever has $K_1, K_2, V_1, V_2$ should keep them (claim T4: *does not hold*).
+# Theorem 4.3 compares the two algorithms of the paper's Figure 1, and for these it is true. But the trade-off of Remark 3.9 does not exist: keep $K_1, K_2, V_1, V_2$ (claim T4: *does not hold*).
 #
 # ## The Index game: how much must a cache hold?
 #
-# The lower bounds are games. Alice puts $n \times d$ bits into a cache. Token $t$ gets a key of her own, $k_{1,t}$, and the bits of row $t$ as its value $v_{1,t}$, with $k_2 = v_2 = 1$. Bob gets nothing but the cache. He asks with the query $C\,k_{1,t}$ and reads row $t$. $C = 2 \ln n$ is long enough for its own key to outweigh all others. If he can do so for every row, then all $nd$ bits were in the cache, whatever it looks like inside.
+# The lower bounds are games. Alice writes $n \times d$ bits into a cache: token $t$ gets a key $k_{1,t}$ of its own, and the bits of row $t$ as its value $v_{1,t}$; $k_2 = v_2 = 1$. Bob gets only the cache. To read row $t$ he asks with the query $C\,k_{1,t}$. If $C = 2 \ln n$, the right key outweighs all others. If Bob can read every row, the cache must hold all $nd$ bits, whatever it looks like inside.
 #
-# The keys are random (Johnson and Lindenstrauss). They are nearly orthonormal, up to ε, if $d$ is large against $\log n$. The bits here are a picture, repeated, in 32 rows of 2048. Each bit is flipped or not by the toss of a coin that Bob knows, so that none can be guessed from its neighbours.
+# The keys are random. They are orthonormal up to ε, if $d$ is large compared with $\log n$. The bits are a picture of 32 rows and 2048 columns. A coin that Bob knows flips each bit, so that no bit can be guessed from its neighbours.
 
 # %%
 picture = Image.new("1", (128, 32))
@@ -173,9 +179,9 @@ for axis, (name, game) in zip(axes, games.items()):
 axes[-1].set_xlabel("component of the value, the first 128 of 2048");
 
 # %% [markdown]
-# Every bit comes back. The readings lie within the margins that the theorem predicts, once they count the $2n+1$ pairs with the zero key that Bob has to append, which the proof leaves out (claim T6). Evict every other token, and those rows are gone: half of their bits are right by guessing.
+# With the exact cache every bit comes back. The readings lie within the predicted margins, once the prediction counts the $2n+1$ pairs with the zero key that Bob must append. The proof leaves these out (claim T6). If every other token is evicted, half of the bits in those rows are right by luck.
 #
-# Rounding is another matter: one bit a number, and nothing is lost. It is no contradiction. The bound is $nd$ bits, and $V_1$ alone has $nd$ numbers. How much do Bob's guesses tell him, over the bits that are kept of $V_1$? A row of which a share $a$ is right tells $d(1 - h(a))$ bits, $h$ the binary entropy. ($K_1$, which no bit of Alice's depends on, is not counted.)
+# Rounding is different: with one bit a number nothing is lost. This agrees with the bound, which is $nd$ bits, since $V_1$ alone has $nd$ numbers. The next figure compares the bits that Bob learns with the bits kept of $V_1$. A row of which a share $a$ is right tells $d(1 - h(a))$ bits, where $h$ is the binary entropy.
 
 # %%
 evicted = {bits_each: [] for bits_each in (8, 4, 2, 1)}  # bits a number → (bits kept, bits learned)
@@ -221,21 +227,21 @@ for axis, label, lowest in zip(axes, labels, (-.03, .45, -.03)):
 plain_numbers(*axes)
 
 # %% [markdown]
-# Left: with one bit a number, evicting slides along the line that nobody can cross. For this message more bits a number are wasted.
+# Left: with one bit a number, eviction follows the line that no cache can cross. More bits a number are wasted on this message.
 #
-# Middle: below some 16 dimensions the keys blur into each other, for more rows sooner. The printed numbers say that ε is about $2\sqrt{\ln n/d}$ (claim T5). It is this way of reading that fails then. The bits are still in $V_1$, and whoever may ask for all rows and solve $n$ equations gets them.
+# Middle: below about 16 dimensions the keys blur into each other. The printed numbers say that ε is about $2\sqrt{\ln n/d}$ (claim T5). Only this way of reading fails then: the bits are still in $V_1$.
 #
-# Right: a factor $1 \pm \eta$ on what is read does no harm up to η = 0.84 with the proof's query. Beyond, the margins cross. Bob cuts midway between them, and misreads the 1s that came out low. A query half as long again lets him read up to 0.99 (claim T8: Corollary 4.4, for every η below 1, holds if $C$ grows with η).
+# Right: a relative error $1 \pm \eta$ of each reading does no harm up to η = 0.84 with the proof's query, and up to 0.99 with a query half as long again (claim T8: Corollary 4.4 holds if $C$ grows with η).
 #
-# **Four or two?** Theorem 4.2 plays the same game with $n^2$ rows and concludes that the two-cache form needs $n^2 d$ bits (claim T7). For that its rows must be arbitrary. But the theorem is stated for $K_1 \oslash K_2$, and those are computed from $4nd$ numbers, exactly, as we saw. So it is a bound for the *format*, and a reason not to use it. Corollary 4.5, the same with relative noise, falls with it: what is exact is right up to any factor.
+# **Four or two?** Theorem 4.2 plays the game with $n^2$ rows and concludes that the two-cache form needs $n^2 d$ bits (claim T7). Its rows must be arbitrary. But the rows of $K_1 \oslash K_2$ are computed from $4nd$ numbers. The theorem is a bound for the *format*, and a reason not to use it.
 #
 # ## SubGen: an estimate instead
 #
-# The bounds are about caches that answer *every* query. If queries are short ($\lVert q\rVert \le r$) and keys form few clusters, an estimate can do with less. SubGen keeps $t$ random keys of each cluster of radius δ, for the normaliser τ. For the numerator $z$ it keeps $s$ values with their keys, drawn in proportion to $\lVert v\rVert^2$.
+# The bounds hold for caches that answer *every* query. If queries are short ($\lVert q\rVert \le r$) and keys form few clusters, an estimate needs less. SubGen keeps $t$ random keys of each cluster of radius δ, for the normaliser τ. For the numerator $z$ it keeps $s$ values with their keys, drawn in proportion to $\lVert v\rVert^2$.
 #
-# Lemma 5.2 (`SubGen2Cache`) streams all pairs. Lemma 5.1 (`SubGen4Cache`) treats $(k_1, v_1)$ and $(k_2, v_2)$ apart and makes pairs of what it has kept. The paper gives no algorithm for the latter. Ours lets *every* left sample meet *every* right one. That costs no byte more than taking them two by two, and by the factored form no pair is formed here either.
+# Lemma 5.2 (`SubGen2Cache`) streams all pairs. Lemma 5.1 (`SubGen4Cache`) samples $(k_1, v_1)$ and $(k_2, v_2)$ apart and pairs the samples. The paper gives no algorithm for this. In ours every left sample meets every right one, which costs no extra byte.
 #
-# Numerator and normaliser are unbiased. Their ratio is not: they are sampled apart, so $E[z/\tau] = E[z]\,E[1/\tau]$, and $E[1/\tau] > 1/E[\tau]$. Below are 48 tokens ($d = 3$, δ = 0.9, $s$ = 32), the output's components summed, with bars of three standard errors.
+# Numerator and normaliser are unbiased. Their ratio is not, because $E[1/\tau] > 1/E[\tau]$. The figure has 48 tokens ($d = 3$, δ = 0.9, $s$ = 32) and bars of three standard errors.
 
 # %%
 k, v, q = subgen.text(48, 3)
@@ -256,9 +262,9 @@ plain_numbers(*axes)
 axes[0].set_ylabel("mean of 2000 runs / exact"), axes[1].legend();
 
 # %% [markdown]
-# Numerator and normaliser are at 1 within their bars. The ratio is above it and comes down with $t$, until its bars reach 1 as well: at $t = 32$, and for `SubGen4Cache` from $t = 8$ on (claims T9, T10). `SubGen4Cache` does better, as its samples of 5 or 6 clusters a side make many more pairs than those of two clusters of pairs.
+# Numerator and normaliser are at 1 within their bars. The ratio is above 1 and falls with $t$ (claims T9, T10). `SubGen4Cache` does better, since its samples make many more pairs.
 #
-# What does it cost? Below is the error in the lemmas' unit $\lVert\mathrm{softmax}\rVert_2 \lVert V_1 \oslash V_2\rVert_2$ (spectral norm), over the bytes held. $d$ is 3, and $s$ goes from 10 to 1000 with $t$ from 1 to 16. The error is the root mean square over six texts and 8 runs of each. Beside it is the simplest thing one could do with as many bytes: keep a random subset of the *tokens* and attend to their pairs.
+# What does an estimate cost? The next figure has the error over the bytes held, in the lemmas' unit $\lVert\mathrm{softmax}\rVert_2 \lVert V_1 \oslash V_2\rVert_2$. A simple rival holds as many bytes: a random subset of the *tokens*, with all their pairs.
 
 # %%
 panels = {"256 tokens": dict(n=256), "4096 tokens": dict(n=4096),
@@ -291,15 +297,15 @@ figure.supxlabel("held, KB"), figure.supylabel("rms error / (‖softmax‖₂ �
 axes[0, 0].legend(fontsize=8);
 
 # %% [markdown]
-# (The last line printed of each panel is the ratio of the errors: the geometric mean over the texts, and its standard error as a factor.)
+# The last line of each panel is the ratio of the two errors, with its standard error as a factor.
 #
-# Streaming all pairs takes all earlier tokens to form the new ones. So `SubGen2Cache` is never smaller than the exact cache that it replaces (claim T10); `SubGen4Cache` is.
+# `SubGen2Cache` must keep all earlier tokens to form new pairs. It is never smaller than the exact cache (claim T10). `SubGen4Cache` is smaller.
 #
-# A random subset of the tokens does better at equal bytes where values are alike. Its error is 0.6 to 0.8 of SubGen's where keys spread. In tight clusters, which is what the lemmas assume, it is 0.64 at 1 KB and 0.78 at 51; between, the two are about even. One reason is that it normalises its own sample, so that errors of numerator and normaliser go together. Where few values carry most of the norm, SubGen has a third of the error at 1 and 2 KB, and no advantage left at 51. It depends on the query, too. Of norm 1, the two are even from 16 KB on. Of norm 12, SubGen's error is some four times as large, and more at 1 KB.
+# Random tokens have the smaller error where keys spread or values are alike. SubGen wins where a few values carry most of the norm and little memory is allowed. The query matters too: with norm 12 the error of SubGen is about four times that of random tokens.
 #
 # ### The sizes that the lemmas ask for
 #
-# The lemmas leave their constants open. `sizes` has them, by Chebyshev's inequality. $t \propto \sinh^2(\delta r)$, which is the paper's $e^{2\delta r}$. $s \propto \lVert V\rVert_F^2/\lVert V\rVert_2^2 \le d$ for pairs. (For draws of two sides a similar ratio has no bound: their products may vanish.) Keys lie in four tight clusters a side, and an error of at most ε is asked for in 99 of 100 runs:
+# The lemmas leave their constants open. `sizes` computes them with Chebyshev's inequality: $t \propto \sinh^2(\delta r)$ and $s \propto \lVert V\rVert_F^2/\lVert V\rVert_2^2 \le d$. Keys lie in four tight clusters a side. The error must be at most ε in 99 of 100 runs.
 
 # %%
 print(f"{'':14}{'ε':>5}{'sizes':>7}{'t':>5}{'s':>6}{'held':>10}{'rms error':>11}{'largest':>9}"
@@ -320,11 +326,11 @@ n, slot = len(k), (4 * 2 + 1) * 4
 print(f"the exact four matrices: {n * slot / 1e3:.1f} KB, {slot} bytes a token")
 
 # %% [markdown]
-# The promise is kept with so much room to spare that no number of runs within ε says anything. The root mean square error of 60 runs is 0.036 where 0.5 is allowed, and 0.020 where 0.75 is. (The tests hold that of 200 runs against the standard error of the draws.) It breaks, with more than 10 of 1000 runs beyond ε, at a 64th of the sizes for `SubGen2Cache` and at a 256th for `SubGen4Cache` (claims T10 and T9, on the same keys). At the full sizes it is expensive: `SubGen4Cache` pays from some 2000 tokens on, `SubGen2Cache` never.
+# The promise is kept with room to spare. More than 10 of 1000 runs break it only at a 64th of the sizes for `SubGen2Cache`, and at a 256th for `SubGen4Cache` (claims T10, T9). At full size `SubGen4Cache` is smaller than the exact cache from about 2000 tokens on, `SubGen2Cache` never.
 #
 # ## Few dimensions
 #
-# When do keys cluster? In the unit ball there is no room for more than $(1 + 2/\delta)^d$ clusters of radius δ, however many keys come. The paper has $e^d$ parts of *diameter* $\delta = e/3$, from $(3/\delta)^d$. But that is $(9/e)^d = 3.3^d$, and of balls whose *radius* is δ (claim T11). With $d$ fixed the memory should stop growing (Theorems 6.3, 6.4; claim T12). Below, keys are uniform in the ball, $\delta = e/3$, $t$ = 8, $s$ = 100.
+# When do keys form few clusters? The unit ball has room for at most $(1 + 2/\delta)^d$ clusters of radius δ, however many keys come. The paper counts $e^d$ parts of *diameter* $\delta = e/3$, from $(3/\delta)^d$; but that is $(9/e)^d = 3.3^d$ balls of *radius* δ (claim T11). With fixed $d$ the memory should stop growing (claim T12). Below, keys are uniform in the ball, with $\delta = e/3$, $t$ = 8, $s$ = 100.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -347,9 +353,9 @@ for axis in axes:
 plain_numbers(*axes)
 
 # %% [markdown]
-# For $d$ = 2 the clusters stop at 5. For $d$ = 3 and 4 three more come between 512 and 16,384 keys. For $d$ = 8 and 16 they go on growing at 16,000 tokens. (The bytes look flatter than the clusters, since the 100 draws are a fixed part of them.) Heads of real models have $d$ of 64 or 128. Smaller says nothing about the error, which is the matter of the figure before.
+# For $d$ = 2 the number of clusters stops at 5. For $d$ = 8 and 16 it still grows at 16,000 tokens. Heads of real models have $d$ of 64 or 128.
 #
-# The other half of the optimality claim is a lower bound of $\Omega(d\,e^d)$ bits (Corollaries 6.1, 6.2). Alice would store $e^d$ rows in $d$ dimensions. With the proof's random projections and $C = 2 \ln n$ that fails. With unit vectors that keep apart and a longer query it works:
+# The other half of the optimality claim is a lower bound of $\Omega(d\,e^d)$ bits (Corollaries 6.1, 6.2): Alice stores $e^d$ rows in $d$ dimensions. The proof's random projections fail at that. Unit vectors that stay apart, and a longer query, succeed:
 
 # %%
 for d in (3, 4, 5, 6):
@@ -366,11 +372,11 @@ for d in (3, 4, 5, 6):
           f"{other:.0%}")
 
 # %% [markdown]
-# So the corollaries hold, by other keys than the proof's. But such queries have a norm in proportion to $d$, and the matching upper bound (Theorems 6.3, 6.4) is for norms of $O(\log\log n)$. The two do not meet, and "optimal" is not shown (claim T12).
+# So the corollaries hold, with other keys than the proof's. But these queries have norms in proportion to $d$, and the upper bound (Theorems 6.3, 6.4) allows only $O(\log\log n)$. The two bounds do not meet, so "optimal" is not shown (claim T12).
 #
 # ## A decoder that attends to pairs
 #
-# `pair_decoder(config)` is `nanollm`'s decoder with tensor attention in every layer. **Positions.** RoPE rotates queries and keys so that their product depends on the distance alone. A product of *three* rotated vectors does not: shift the whole text, and its score changes.
+# `pair_decoder(config)` builds `nanollm`'s decoder with tensor attention in every layer. RoPE rotates queries and keys so that their product depends on the distance alone. A product of *three* rotated vectors does not: if the text is shifted, the score changes.
 
 # %%
 vectors = torch.randn(3, 1, 1, 16, generator=seeded(0))
@@ -379,9 +385,9 @@ for shift in (0, 1, 10, 100):
     print(f"text shifted by {shift:3}: q·k = {two:.3f}   q·(k₁∘k₂) = {three:7.3f}")
 
 # %% [markdown]
-# So the keys of pairs are not rotated here. The order is told by causality, or by GPT-2's learned positions. (Other trilinear forms, such as determinants, are invariant: Roy et al., arXiv 2507.02754.)
+# So the keys of pairs are not rotated here. Causality, or GPT-2's learned positions, tells the order.
 #
-# **The task.** Match-3 asks at every number $x_i$: is there a pair $a, b \le i$ with $x_a + x_b + x_i \equiv 0 \pmod{31}$? For long texts one layer of ordinary attention cannot do it unless it is very wide (Sanford et al., arXiv 2306.02896). Ours are short; what happens there? One head of tensor attention, with its $q$, two keys, two values and output, has the parameters of one and a half ordinary ones. Three small decoders are trained, three seeds each:
+# **The task.** Match-3 asks at each number $x_i$: is there a pair $a, b \le i$ with $x_a + x_b + x_i \equiv 0 \pmod{31}$? For long texts one layer of ordinary attention needs to be very wide for that (Sanford et al., arXiv 2306.02896). Our texts are short. Three small decoders are trained, with three seeds each. One head of tensor attention has the parameters of one and a half ordinary heads.
 
 # %%
 shapes = {"tensor attention, 1 layer": dict(n_layers=1, n_heads=1, n_kv_heads=1, head_dim=64,
@@ -411,7 +417,7 @@ axis.set(xlabel="step (64 texts of 12 numbers)", ylim=(.74, 1.01),
 axis.grid(alpha=.3), figure.legend(loc="outside right upper", fontsize=8);
 
 # %% [markdown]
-# Tensor attention finds the pairs, with every seed. Both ordinary decoders come to where one gets by looking for hits among *two* numbers, $a = b$ or $b = i$, and knowing the place, and hardly beyond. (A step of tensor attention takes about twice as long, since it makes $T^3$ scores.) In 800 steps, that is: what more steps do is exercise 6.
+# Tensor attention finds the pairs with every seed. In these 800 steps the ordinary decoders learn little more than hits among *two* numbers ($a = b$ or $b = i$). A step of tensor attention takes about twice as long.
 #
 # Decoded token by token on 200 other texts, with each cache:
 
@@ -429,11 +435,21 @@ for Cache in (FourCache, TwoCache, FactoredFourCache):
           f"{caches[0].bytes()[0] / 200e3:.0f} KB a text")
 
 # %% [markdown]
+# ## Three things to remember
+#
+# 1. Factor before you cache: pairs of tokens never need to be formed.
+# 2. A lower bound on memory is a game. Play it, and you see which assumption it needs.
+# 3. An estimate must beat the simplest rival at equal bytes: random tokens.
+#
 # ## Exercises
 #
-# 1. SubGen's two estimates are drawn apart. Use the draws of values for the normaliser too, $\tau = \sum_s \frac{\lVert V\rVert_F^2}{s\lVert v\rVert^2} e^{\langle q,k\rangle}$, and no clusters at all. Where is this better than the clusters, and where must it be worse? (Put a few keys with tiny values next to the query.)
-# 2. `index_game_four` stores its bits in $V_1$ alone. Store $2nd$ bits, in $V_1$ *and* $V_2$. Which queries read the second half?
-# 3. Give `FactoredFourCache` a budget: which score of a *token* tells what its pairs are worth? Try it on the Match-3 decoder.
-# 4. Take halves of vectors for real and imaginary parts, and $\mathrm{Re}(\bar q\, k_1 k_2)$ for the score. Rotate $q$ by its position's angle and each key by *half* of its own. Show that shifting the text changes nothing now. Which pairs can the score not tell apart any more? What changes in the caches?
-# 5. Attention to triples: which of the three caches would you extend, and what does a step cost in the factored form?
-# 6. Give the two-layer decoder of ordinary attention more time: `theory.learn(5000, lr=2.5e-3, d_model=64, **shapes["attention, 2 layers"])`. Does it find pairs, or only look longer for hits among two numbers? And with twice the width?
+# 1. SubGen draws its two estimates apart. Use the draws of values for the normaliser too, $\tau = \sum_s \frac{\lVert V\rVert_F^2}{s\lVert v\rVert^2} e^{\langle q,k\rangle}$, without clusters. Where is this better?
+#    <details><summary>Hint</summary>Put a few keys with tiny values next to the query.</details>
+# 2. `index_game_four` stores its bits in $V_1$ alone. Store $2nd$ bits, in $V_1$ *and* $V_2$.
+#    <details><summary>Hint</summary>Which queries read the second half?</details>
+# 3. Give `FactoredFourCache` a budget. Try it on the Match-3 decoder.
+#    <details><summary>Hint</summary>Which score of a <i>token</i> tells what its pairs are worth?</details>
+# 4. Treat the halves of a vector as real and imaginary parts, and take $\mathrm{Re}(\bar q\, k_1 k_2)$ for the score. Rotate $q$ by its angle and each key by *half* of its own. Show that a shift of the text changes nothing.
+#    <details><summary>Hint</summary>Then ask which pairs the score cannot tell apart.</details>
+# 5. Give the two-layer decoder of ordinary attention more time. Does it find pairs?
+#    <details><summary>Hint</summary><code>theory.learn(5000, lr=2.5e-3, d_model=64, **shapes["attention, 2 layers"])</code></details>
