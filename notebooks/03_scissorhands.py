@@ -1,18 +1,16 @@
 # %% [markdown]
-# # Scissorhands: will what mattered matter again?
+# # Scissorhands: will important entries stay important?
 #
-# **Before this:** you should know what a KV cache is (`00_kv_cache.ipynb`). **Time:** it runs in under two minutes; reading takes about an hour. **At the end you will know** whether importance persists in a small trained decoder, which of the paper's bounds hold and what mends the others, and what a budget that is never exceeded costs beside H2O, StreamingLLM and chance.
+# **Question.** A cache with a fixed budget must drop entries while it still reads. Can it tell from the past which entries it will need?
 #
-# The methods of the notebooks before this one read the whole prompt and then compress it. **Scissorhands** never holds more than its budget, not even while it reads. Whenever the cache is full, it drops what was unimportant most often. This is a bet on the *persistence of importance*: what was attended to will be attended to again. The paper proves the bet for a small model, bounds what the budget costs, and observes both in large ones. Numbers of a trained decoder are of the one called *built* in `08_two_decoders.ipynb`, which has another beside it.
+# The methods of the earlier notebooks read the whole prompt and then compress it. **Scissorhands** never holds more than its budget. When the cache is full, it drops the entries that were unimportant most often. This is a bet on the *persistence of importance*: an entry that received attention will receive attention again. The paper proves the bet for a small model, bounds the loss, and observes both in large models. Numbers here are from the decoder *built* (`08_two_decoders.ipynb`).
 #
-# The words:
+# - The budget $B$ is a number of entries per head; $\beta = B/T$ is the keep ratio.
+# - An entry is *pivotal* to the query at position $t$ if its attention weight exceeds the even share $1/t$.
+# - A full cache drops $m$ entries at a time (half of the budget in the paper). It counts over $w = 400$ queries and never drops the newest $r = 10$ entries.
+# - S1 to S9 are claims in [CLAIMS.md](../CLAIMS.md).
 #
-# - The budget $B$ is a number of entries per head; $\beta = B/T$ is its share of $T$ tokens.
-# - An entry is *pivotal* to a query at position $t$ if its attention weight is above the even share $1/t$.
-# - The cache drops $m$ entries at a time (half of the budget, in the paper), counts over $w = 400$ queries and never drops the newest $r = 10$.
-# - S1 to S9 are the paper's claims, as `CLAIMS.md` numbers them; S8 and S9 stand only there.
-#
-# The code to read beside it: `methods/scissorhands.py` is the cache, `methods/ours/scissorhands_weight.py` our variant of it, `methods/theory/persistence.py` has the theorems' model and the bounds, and `methods/theory/persistence_measured.py` the measurements.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/scissorhands.py` (the cache), `methods/ours/scissorhands_weight.py` (our variant), `methods/theory/persistence.py` (theorems), `methods/theory/persistence_measured.py` (measurements). **Time:** an hour to read, two minutes to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -49,7 +47,7 @@ tasks, c = Tasks(encoding, "test"), model.config
 # %% [markdown]
 # ## The observation: do the same columns light up?
 #
-# Attention at three positions of one text, as in the paper's appendix A.1: a row is a head, a column a token.
+# Attention at three positions of one text, as in the paper's appendix A.1. A row is a head, and a column is a token.
 
 # %%
 text = evaluate.text_windows(tasks, windows=8, T=512)
@@ -67,9 +65,9 @@ for column, layer in zip(axes.T, (3, 5)):
 figure.colorbar(axes[0, 0].images[0], ax=axes, label="weight, in even shares 1/t");
 
 # %% [markdown]
-# A few keys are dark for several heads, or for more than one of the three queries; many for one only; and the newest always are. How much is it? The paper's *persistence ratio*: of the tokens of the first half that are pivotal to some query of the second half, the share that already was to some query of the first half. It finds more than 95 % in most layers.
+# A few keys are dark for more than one query, many for one only, and the newest always. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal before. The paper finds more than 95 % in most layers.
 #
-# But what would chance give? If 98 % of *all* tokens were pivotal once, then 98 % of any chosen tokens were: such a ratio says nothing. So beside each ratio stands, in brackets, the share of all tokens of the first half that were pivotal to some query of the first half. The distance leaves out the queries right behind a token, and a higher threshold than $1/t$ those that were hardly attended to.
+# What would chance give? If 98 % of *all* tokens were pivotal once, then 98 % of any chosen tokens were, and the ratio says nothing. So the number in brackets is the share of all tokens of the first half that were pivotal in it. The other lines raise the threshold, and ignore queries close behind a token.
 
 # %%
 layers = (f"layer {layer}" for layer in range(L))
@@ -81,13 +79,13 @@ for times, distance in ((1, 1), (1, 16), (4, 16), (16, 16), (16, 64)):
           "  ".join(f"{r:.3f} ({n:.3f})" for r, n in zip(ratio, chance)))
 
 # %% [markdown]
-# At the paper's threshold (first line) the ratio is above 97 % in five layers and 73 % in layer 1. But nowhere is it more than two points above chance: in this decoder of 2.8 M parameters nearly every token is pivotal to somebody. (The paper looks at models of billions of parameters, which cannot be tested here. There the pivotal tokens may well be few; then its 95 % says much.)
+# At the paper's threshold (first line) the ratio is above 97 % in five layers, but nowhere more than two points above chance. In this decoder nearly every token is pivotal to some query. In models of billions of parameters pivotal tokens may be few; this notebook cannot test that.
 #
-# Raise the threshold and importance *does* persist. Take the tokens that get 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them had as much before, where chance would have 3 to 6 %. At a distance of 64 it is 9 to 17 % in layers 3 to 5, at a chance of about 1 %, and hardly any in layers 0 and 2. Layer 1 is the one that fetches facts, as its weights did before training. It stays near chance at any threshold: it attends to what is asked for, whoever asked before. (Claim S7; heads without a pivotal token are left out.)
+# With a higher threshold importance *does* persist. Take tokens that receive 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them did so before; chance would be 3 to 6 %. Layer 1 stays near chance at any threshold. It retrieves facts, so it attends to whatever is asked for (claim S7).
 #
-# ## The other observations
+# ## Two assumptions
 #
-# Theorem 3.1 needs the MLP block to leave the direction of its input nearly unchanged (appendix A.2): $F(x) = x + \mathrm{MLP}(\mathrm{norm}(x))$ in this decoder.
+# Theorem 3.1 assumes that an MLP block hardly changes the direction of its input (appendix A.2). In this decoder the block is $F(x) = x + \mathrm{MLP}(\mathrm{norm}(x))$.
 
 # %%
 measured = (m.tolist() for m in block_similarity(model, text))
@@ -96,9 +94,9 @@ for layer, (cosine, x, change) in enumerate(zip(*measured)):
           f"‖x‖ {x:5.1f}   ‖MLP(x)‖ {change:5.1f}")
 
 # %% [markdown]
-# Similar, but at 0.92 to 0.98 not "extremely" so: this model has six layers to do its work in.
+# The directions are similar (0.92 to 0.98), but not "extremely" so: this model has only six layers.
 #
-# Theorem 4.1 assumes that attention weights follow a power law $x^{-k}$ with $k > 2$. The next cell fits one per text and layer, by maximum likelihood, over the range where it is closest to the data. Beside it stands the mass that the smallest weights really hold, and the law's own formula for it. The weights of one text depend on each other, so ± is the standard error of the mean over the eight texts.
+# Theorem 4.1 assumes that attention weights follow a power law $x^{-k}$ with $k > 2$. The next cell fits one per text and layer by maximum likelihood. It also compares the mass of the smallest weights with the mass that the law predicts. ± is the standard error over eight texts.
 
 # %%
 betas = (.5, .25, .125)
@@ -132,24 +130,22 @@ figure.supxlabel("attention weight, in even shares 1/t")
 figure.supylabel("share of weights above");
 
 # %% [markdown]
-# (The law $x^{-k}$ of single weights has the slope $1-k$ here.) From about one even share on the lines are straight for a decade, and in layers 1, 2 and 5 for two. So a power law is a fair description of the beginning of the *tail*. Farther out, layers 0 and 3 have more than twice the weights that it has, layer 4 a third more.
+# A power law describes the beginning of the tail well: the lines are straight for a decade from one even share on. Farther out, layers 0 and 3 have more than twice the weights that the law predicts.
 #
-# The mean $k$ is between 1.6 and 2.5. In layers 1 and 5 it is below the 2 that the theorem asks for; an unbounded law with such a $k$ has no mean. In layer 4 the eight texts do not tell.
-#
-# What eviction loses is not told by the tail alone. Take the law's formula, with $u$ the range that was fitted. It is within 0.05 of the mass really lost in layers 0, 2 and 3, where $k > 2$. It is up to twice that mass in layers 4 and 5, and many times in layer 1, whose small weights are far smaller than the law has them.
+# The mean $k$ lies between 1.6 and 2.5. In layers 1 and 5 it is below the required 2. The predicted loss is within 0.05 of the measured loss in layers 0, 2 and 3. In layer 1 it is many times too large.
 #
 # ## The theorems' model
 #
-# One layer, one head, no residual around its attention: $a_t = \mathrm{softmax}(\tfrac1t x_t W_Q W_K^\top X_{t-1}^\top) X_{t-1} W_V W_O$ and $x_{t+1} = F(a_t)$ with $F(x) = x + W_2\,\mathrm{relu}(W_1 x)$; $\lambda_Q, \dots, \lambda_2$ are the largest singular values of the six matrices, $\alpha_{t,\ell}$ is the weight that token ℓ gets at step $t$.
+# One layer, one head, no residual around attention: $a_t = \mathrm{softmax}(\tfrac1t x_t W_Q W_K^\top X_{t-1}^\top) X_{t-1} W_V W_O$ and $x_{t+1} = F(a_t)$ with $F(x) = x + W_2\,\mathrm{relu}(W_1 x)$. $\lambda_Q, \dots, \lambda_2$ are the largest singular values of the six matrices. $\alpha_{t,\ell}$ is the weight of token ℓ at step $t$.
 #
-# Theorem 3.1 (B.1 in the appendix), as it holds. Let $A = W_V W_O W_Q W_K^\top$ and let ε > 0 be such that
+# Theorem 3.1 (B.1 in the appendix), in the form that holds. Let $A = W_V W_O W_Q W_K^\top$, and let ε > 0 satisfy
 #
 # - $|x_j A x_\ell^\top| \le \varepsilon\, x_\ell A x_\ell^\top$ for all other $j < t$, and
-# - $a_t$ and $x_{t+1}$ differ in direction by no more than $1 - \cos \le (\varepsilon\, x_\ell A x_\ell^\top/\lambda_Q\lambda_K\lambda_V\lambda_O)^2$, so by ε² at most.
+# - $1 - \cos(a_t, x_{t+1}) \le (\varepsilon\, x_\ell A x_\ell^\top/\lambda_Q\lambda_K\lambda_V\lambda_O)^2$.
 #
-# Then the score of token ℓ at the next step lies between $(x_\ell A x_\ell^\top/\lVert a_t\rVert)(\alpha_{t,\ell} - 3\varepsilon)$ and the same with $+ 3\varepsilon$. (The shipped model's MLPs turn their input by $1 - \cos$ = 0.02 to 0.08.)
+# Then the next score of token ℓ lies between $(x_\ell A x_\ell^\top/\lVert a_t\rVert)(\alpha_{t,\ell} - 3\varepsilon)$ and the same with $+ 3\varepsilon$.
 #
-# This wants tokens that are nearly orthogonal through $A$. Such draws have to be built, which `nearly_orthogonal` does. `next_step` takes for each token the smallest ε that the theorem allows.
+# The theorem needs tokens that are nearly orthogonal through $A$. `nearly_orthogonal` builds such draws. `next_step` takes the smallest ε that the theorem allows for each token.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained", sharey=True)
@@ -171,7 +167,7 @@ axes[0].set_ylabel("next score, in units of x_ℓAx_ℓᵀ/‖a_t‖")
 axes[0].legend(loc="upper left", fontsize=8);
 
 # %% [markdown]
-# The theorem holds, for every token of every draw (claim S3). And it tells something, a score above 0, only for tokens with a weight above 3ε: if $n$ tokens have even weights, ε must be below $1/3n$. How rare is that by chance?
+# The theorem holds for every token of every draw (claim S3). It is informative, that is, it promises a score above 0, only for tokens with a weight above 3ε. With $n$ even weights ε must be below $1/3n$. How often does that happen by chance?
 
 # %%
 for d in (16, 64, 256):
@@ -180,13 +176,13 @@ for d in (16, 64, 256):
           f"{best:.2f} (informative below {1 / 72:.3f})")
 
 # %% [markdown]
-# Not once in 2880 tokens, and none is near. The cross terms shrink like $1/\sqrt d$, but a random $x_\ell A x_\ell^\top$ is no larger than they are. The theorem describes a model that has learned to be so, not any model.
+# Never in 2880 tokens. The cross terms shrink like $1/\sqrt d$, but a random $x_\ell A x_\ell^\top$ is no larger. The theorem describes a model that has learned this property, not any model.
 #
-# The paper prints the condition otherwise. It has $x_j A x_\ell^\top$ without absolute values, which is not enough. And it includes $j = t$, which would forbid a query to be like the key it attends to. The proof uses absolute values, and only $j < t$.
+# The paper prints the first condition without absolute values, which is not enough, and includes $j = t$, which forbids a query to resemble its key. The proof uses the form above.
 #
-# ## What the budget loses: the bound as the paper prints it
+# ## What the budget loses: the printed bound
 #
-# Theorem 4.1 (B.2 and B.3 in the appendix) first bounds the mass. Take weights $v_j/\sum v$ with $v$ from a power law $c\,(x+b)^{-k}$ on $[0, u-b]$, and drop the share $1-\beta$ of the smallest. How much of the mass is lost? The paper prints (Eq. 11): at most $\frac{1-\beta}{0.98(1-\varepsilon)^2}\bigl(k-(k-1)\bigl(\tfrac{1-\varepsilon}{\beta-\varepsilon}\bigr)^{1/(k-1)}\bigr)$ for $u \ge 5b$. The figure has it with ε → 0, beside the exact value (`tail_mass`) and simulations.
+# Theorem 4.1 (B.2, B.3) bounds the lost mass. Weights are $v_j/\sum v$, with $v$ from a power law $c\,(x+b)^{-k}$ on $[0, u-b]$. The cache drops the share $1-\beta$ of the smallest. The paper prints (Eq. 11) that the loss is at most $\frac{1-\beta}{0.98(1-\varepsilon)^2}\bigl(k-(k-1)\bigl(\tfrac{1-\varepsilon}{\beta-\varepsilon}\bigr)^{1/(k-1)}\bigr)$ for $u \ge 5b$. The figure shows it with ε → 0, the exact loss (`tail_mass`), and simulations.
 
 # %%
 betas = torch.linspace(.05, 1, 96).tolist()
@@ -207,7 +203,7 @@ axes[0].set_ylabel("mass lost (markers: simulated)")
 axes[2].legend(fontsize=8);
 
 # %% [markdown]
-# Above β of a half or so the paper's curve is above the masses. But a mass cannot be negative, and the curve is as soon as $\beta < ((k-1)/k)^{k-1}$. That is below a budget of 0.37 (large $k$) to 0.5 ($k = 2$), where compression begins to be of use. Where does it slip? Follow the proof's last lines with its own quantities, $k = 3$, ε → 0, $b = 1$:
+# For β above about a half, the printed curve lies above the loss. Below $\beta = ((k-1)/k)^{k-1}$ it is negative, which no mass can be. That happens at keep ratios below 0.37 to 0.5, where compression starts to be useful. Where is the slip? The next cell follows the last lines of the proof with $k = 3$, ε → 0, $b = 1$.
 
 # %%
 for beta, u in ((.25, 1e6), (.5, 5)):
@@ -218,17 +214,15 @@ for beta, u in ((.25, 1e6), (.5, 5)):
           f"= printed {theory.paper_bound(beta, 3):.4f}")
 
 # %% [markdown]
-# Two slips:
+# There are two slips.
 #
-# (a) The second term has the factor $\beta-\varepsilon$, and $1-\beta$ is taken out of it. That is allowed only where $\beta-\varepsilon \ge 1-\beta$. This is what turns the bound negative (first line).
+# (a) The second term has the factor $\beta-\varepsilon$, but $1-\beta$ is taken out of it. That is allowed only if $\beta-\varepsilon \ge 1-\beta$. This makes the bound negative (first line).
 #
-# (b) Δ divides, and is replaced by 0.98 b, as $\Delta \le 0.98\,b$. Needed is the other direction, $\Delta \ge 0.98\,b$, which fails: at $u = 5b$ Δ is 0.67 b (second line, where β = ½ and slip (a) does nothing). And for large $u$, first line, not even $\Delta \le 0.98\,b$ is true.
+# (b) Δ stands in a denominator and is replaced by 0.98 b because $\Delta \le 0.98\,b$. The opposite direction is needed, and it fails: at $u = 5b$, Δ is 0.67 b (second line).
 #
-# The line before the slips is right, and not below the exact value.
+# The line before the slips is right. Eq. 11 holds only with some probability, but that does not save it (`tests/theory/test_persistence.py`).
 #
-# Eq. 11 holds with a probability only, and forbids ε → 0. That is no way out: in its probability an ε² got lost, and Δ was taken to be at least $b/\sqrt2$. At $k = 2.02$, $u = 5b$, ε = 0.02, $n = 2000$ the bound should fail with a probability below $10^{-6}$. Of 500 samples all have a mass above it, at β = 0.25 and at 0.51 (`tests/theory/test_persistence.py`).
-#
-# The bound can be put together again with the same two steps, a threshold and two concentration inequalities (`repaired_bound`). Then it holds for every $n$, and can be computed. Over a grid of 48 laws and budgets, with the best ε:
+# `repaired_bound` combines the same two steps, a threshold and two concentration inequalities, and holds for every $n$. The cell compares both bounds over a grid of 48 laws and budgets, with the best ε:
 
 # %%
 grid = [(k, u, beta) for k in (2.1, 2.5, 3, 5) for u in (5, 50, 1000) for beta in (.1, .25, .5, .8)]
@@ -263,15 +257,13 @@ axes[0].set_ylabel("bound")
 figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper");
 
 # %% [markdown]
-# (Claim S5. Crosses below −1 are not shown.) The repaired bound is above every mass. With a thousand draws it is often no better than 1 − β, which the smallest can hold at most. With 20,000 it tells something everywhere. The price of concentration goes on falling with $n$, and the bound towards the exact value.
+# The repaired bound is above every simulated loss (claim S5; crosses below −1 are not shown). With 1000 draws it is often no better than 1 − β, the largest possible loss. With 20,000 it is informative everywhere.
 #
 # ## From mass to drift
 #
-# Theorem B.2 has the condition $\lambda_V\lambda_O(1+\lambda_1\lambda_2)(1+\lambda_Q\lambda_K) \le \tfrac12$. Then the tokens $\tilde x_t$ that the budget cache writes differ from the full cache's $x_t$ by at most twice the mass lost, the largest of all steps so far.
+# Theorem B.2 assumes $\lambda_V\lambda_O(1+\lambda_1\lambda_2)(1+\lambda_Q\lambda_K) \le \tfrac12$. Then the tokens $\tilde x_t$ written with the budget cache differ from the full cache's $x_t$ by at most twice the lost mass.
 #
-# The proof's recursion is sound for each single run (`drift_bound`), under two corrections. Differences must be taken over all tokens so far. And tokens have a norm of *at most* 1. (The theorem says norm 1, but its own condition makes $\lVert F(a)\rVert \le \tfrac12$: no token it writes can have norm 1.)
-#
-# The next figure has weights from a power law, as the theorem assumes, ranked the same at every step. Tokens have random directions, or all that are lost point away from those that are kept.
+# The proof is sound for each run (`drift_bound`) with two corrections: differences are taken over all tokens so far, and tokens have a norm of *at most* 1. The figure has weights from a power law with the same ranking at every step. Tokens have random directions, or all lost tokens point away from the kept ones.
 
 # %%
 figure, axis = plt.subplots(figsize=(6.5, 3.8), layout="constrained")
@@ -296,11 +288,11 @@ axis.set(yscale="log", xlabel="share kept, β", ylabel="‖x − x̃‖, largest
 figure.legend(fontsize=7, ncols=3, loc="outside lower center");
 
 # %% [markdown]
-# (Solid: the bound. Dashed: opposed tokens. Dotted: tokens of random directions.) Tokens of random directions drift by less than a hundredth of the bound, as what is lost cancels. Where all that is lost points away from what is kept, the drift is a fifth to a sixth of it. The paper's bound (twice Eq. 11, ε → 0; not in the figure) is negative for β up to 0.4, which no drift can be (claim S6).
+# Solid lines are the bound, dashed lines opposed tokens, dotted lines random directions. Random tokens drift by less than a hundredth of the bound, because the lost parts cancel. Opposed tokens drift by a fifth to a sixth of it. Twice the paper's Eq. 11 is negative for β up to 0.4, which no drift can be (claim S6).
 #
 # ## Can this model have a power law at all?
 #
-# Its softmax has $1/t$ inside, and its scores are at most $\lambda_Q\lambda_K$. So no weight can exceed another by more than a factor $e^{2\lambda_Q\lambda_K/t}$. This is what the model itself does, with tokens kept at norm 1, which gives attention the most to work with:
+# Its softmax divides by $t$, and its scores are at most $\lambda_Q\lambda_K$. So no weight exceeds another by more than a factor $e^{2\lambda_Q\lambda_K/t}$. The cell measures weights with tokens of norm 1.
 
 # %%
 law = theory.tail_mass(.25, 3, 50)
@@ -312,13 +304,41 @@ for sharpness in (1, 10, 100, 1000):
           f"lost at β = 0.25: {lost:.3f}; means of 10 draws")
 
 # %% [markdown]
-# Attention is all but even, so three quarters of the tokens hold nearly three quarters of the mass. For weights to differ by a factor of 50 at $t = 400$, λ_Qλ_K must be about 800, and then the condition leaves λ_Vλ_O no more than 1/1600. So the model of the theorem does not produce the law that the theorem assumes. In the trained decoder (above), with scores over $\sqrt d$ instead of $t$, weights differ enough.
+# Attention is nearly even, so three quarters of the tokens hold nearly three quarters of the mass. A factor of 50 between weights at $t = 400$ needs $\lambda_Q\lambda_K \approx 800$. The condition then leaves $\lambda_V\lambda_O$ at most 1/1600. So the theorem's model cannot produce the law that the theorem assumes. The trained decoder divides scores by $\sqrt d$, and its weights differ enough.
 #
-# ## The budget cache
+# ## The rule in ten lines
 #
-# Now the method, on the shipped model. To compare like with like, all others evict while they read as well: they are told that the prompt is over before it begins. They read 16 tokens at a time and evict after each piece, so for a moment they hold 16 more than their budget. Scissorhands never does, however many it is given.
+# One head reads tokens one at a time. Each step adds a count to every entry whose weight is below $1/s$, where $s$ is the number of tokens read. A full cache drops the $m$ entries with the highest counts; of equal counts the oldest goes first. The newest $r$ stay.
+
+# %%
+def scissorhands(q, k, budget, m, newest=2):
+    """Return the tokens that one head keeps, from q and k (T, D)."""
+    kept, count = [], [0] * len(q)
+    for t in range(len(q)):
+        if len(kept) == budget:
+            old = sorted(kept[:len(kept) - newest], key=lambda j: (-count[j], j))
+            kept = sorted(set(kept) - set(old[:m]))
+        kept.append(t)
+        weight = (k[kept] @ q[t] / q.shape[1] ** 0.5).softmax(0)
+        for j, x in zip(kept, weight):
+            count[j] += x < 1 / (t + 1)
+    return kept
+
+
+q, k = 3 * torch.randn(2, 61, 8, generator=torch.Generator().manual_seed(0))
+cache = Scissorhands(budget=16, at_a_time=4, recent=2)
+cache.attend(q[None, None], k[None, None], k[None, None], torch.arange(61)[None])
+assert scissorhands(q, k, 16, 4) == sorted(cache.pos.flatten().tolist())
+print("kept of 61 tokens:", *scissorhands(q, k, 16, 4))
+
+# %% [markdown]
+# The loop keeps what the library's cache keeps.
 #
-# `MeanWeight` is ours. It keeps what had the largest mean weight since it arrived, and drops $m = 8$ entries at a time, not half of the budget. That is two changes in one, so the paper's counts are tried with $m = 8$ as well.
+# ## The budget cache on the decoder
+#
+# All methods now evict while they read. They read 16 tokens at a time, so the others hold up to 16 entries more than their budget for a moment. Scissorhands never does.
+#
+# `MeanWeight` is ours. It keeps the entries with the largest mean weight since they came, and drops $m = 8$ at a time. Since that changes two things, the paper's counts are tried with $m = 8$ as well.
 
 # %%
 methods = {"Scissorhands": (Scissorhands, {}),
@@ -367,11 +387,11 @@ for axis in axes:
 figure.legend(*axes[2].get_legend_handles_labels(), fontsize=8, loc="outside right upper");
 
 # %% [markdown]
-# (16 documents a task, standard error up to 0.13, and 16 texts. The question comes after the context; that makes no difference to methods that have already dropped what it asks for.) The columns are the budgets of 50, 25, 12.5 and 6.25 %; needles were asked for at the first two.
+# The columns are keep ratios of 50, 25, 12.5 and 6.25 %. 16 documents a task have standard errors up to 0.13. Needles were asked for at the first two only.
 #
-# The paper's rule with its $m = B/2$ is far ahead of random eviction. In KL it is behind StreamingLLM at every budget and behind H2O at all but the smallest, where the two are level. With half of the entries everybody but random eviction answers all of few-shot, and finds 1 to 6 of the 16 needles; with a quarter, at most one. A fact is not important until somebody asks for it, and there the bet of persistence is lost.
+# The paper's rule with $m = B/2$ is far ahead of random eviction. Its KL is behind StreamingLLM's at every budget. With half of the entries it answers all of few-shot and finds few needles; with a quarter it finds at most one. A fact is not important before somebody asks for it, and there the bet is lost.
 #
-# How much of what `MeanWeight` gains on it is the mean, and how much the smaller $m$?
+# How much of the gain of `MeanWeight` comes from the mean, and how much from the smaller $m$?
 
 # %%
 base, half, ours = "Scissorhands, m = 8", "Scissorhands", "MeanWeight, m = 8"
@@ -394,18 +414,16 @@ for share in budgets[2:]:
           f"(difference {change.mean():+.2f} ±{standard_error(change):.2f})")
 
 # %% [markdown]
-# In KL it is the smaller $m$. The paper's own counts with $m = 8$ gain 0.05 to 0.1 on $m = B/2$, three to five standard errors, and come within 0.005 of StreamingLLM. The mean weight with the same $m$ is level with them on these 16 texts. (With 32, below, it is ahead at a quarter.) What the mean gains is few-shot with few entries, 0.10 at 12.5 and 6.25 % (2.0 and 1.7 standard errors), and bytes: 264 an entry in place of 314. (`MeanWeight` holds more bytes on average than the paper's rule, whose budget stands half empty after each drop.)
+# The lower KL comes from the smaller $m$: the paper's counts with $m = 8$ gain 0.05 to 0.1 over $m = B/2$. The mean weight adds few-shot answers when entries are few. It also needs fewer bytes: 264 an entry instead of 314.
 #
 # ## Other readings of the rule
 #
-# The paper leaves open what a step counts at which an entry was not there yet. In `Scissorhands` it counts as nothing, so that what is new has small counts. Two other readings:
+# The paper does not say how to count steps before an entry came. In `Scissorhands` they count as nothing, so new entries have small counts. There are two other readings:
 #
-# - `Padded`: the record is padded with zeros, and 0 is below $1/s$. What is new has large counts.
-# - `Rate`: the count is divided by the number of steps that the entry was there.
+# - `Padded`: the record starts with zeros, and 0 is below $1/s$. New entries have large counts.
+# - `Rate`: the count is divided by the age of the entry.
 #
-# Section 4.2 of the paper gives later layers more of the budget, since persistence is lower there. `tilted` lets budgets rise from 0.7 to 1.3 times their mean over the layers, or fall. And $w = 400$ belongs to texts of 2048 tokens; the same share of these texts is 100.
-#
-# 32 texts and 32 documents of few-shot at a quarter of the entries; differences to the same $m$ above, text by text.
+# Section 4.2 gives later layers more of the budget. `tilted` lets budgets rise from 0.7 to 1.3 times their mean over the layers, or fall. A history of $w = 100$ suits texts of this length. All readings are compared on 32 texts and 32 few-shot documents, at a keep ratio of 25 %.
 
 # %%
 texts = evaluate.reference(model, evaluate.text_windows(tasks, 32, 512), 64)
@@ -436,17 +454,13 @@ for name, (Method, options) in readings.items():
     print(f"{name:24} KL {next(changes)}   few-shot {next(changes)}")
 
 # %% [markdown]
-# Padding turns the rule round: what is new leaves before what is old. With $m = 8$ few-shot is lost, 0.03 of the documents in place of 0.97. So `Scissorhands` reads the paper the other way.
+# `Padded` turns the rule round: new entries leave before old ones, and with $m = 8$ few-shot is lost. So `Scissorhands` uses the other reading. `Rate` is no better than the count. More budget for later layers loses few-shot answers here; more for lower layers lowers the KL. $w = 100$ changes nothing.
 #
-# The rate is no better than the count. With $m = 8$ its KL is 0.03 higher (± 0.02), and that of the mean weight 0.04 lower than the count's (± 0.01). How large a weight was says more than how often it was below $1/s$.
+# In *learned*, which has an attention sink, counts over 400 steps drop the sink, and the other readings win (RESULTS.md, the papers read in other ways).
 #
-# In this decoder it is the lower layers that need room. With more for the later ones, as in the paper, few-shot loses 0.16 (± 0.07). With more for the lower ones KL falls by 0.03 (± 0.01). And $w = 100$ changes nothing.
+# ## Why: a count is nearly an age
 #
-# All this is of *built*. In *learned*, which has a sink, counts over 400 steps throw it out. There padding, rates and a short memory each lower the KL by 0.6 to 0.7 (S2; RESULTS.md, the papers read in other ways).
-#
-# ## Why: what do counts count?
-#
-# Most weights are below $1/t$ at most steps, so an entry's count is nearly its age. How much of what is kept are simply the newest tokens, and what do $m$ and $w$ change? (At a budget of 128 entries, 29 % of the 448 tokens that are read; H2O keeps half of its budget for the newest, by construction.)
+# Most weights are below $1/t$ at most steps, so an entry's count is nearly its age. The cell prints the share of kept entries that are simply the newest, with a budget of 128 entries.
 
 # %%
 B = 128
@@ -503,9 +517,7 @@ for axis, label, ticks in zip(axes, labels, (drops, spans)):
 axes[0].set(ylabel="KL(full ‖ compressed), B = 128", ylim=(0, None));
 
 # %% [markdown]
-# Counting unimportance is nearly counting age. Right after a drop 83 to 97 % of what is kept are the newest tokens. At $m = 1$ Scissorhands keeps nearly the window that StreamingLLM keeps, at nearly its KL. (Where attention is even, counts are all 0 as soon as $s$ exceeds the entries held, and ties keep the newest.)
-#
-# A memory of 100 steps, the paper's share of such a text, does as well as 400, and takes 37 of the 314 bytes per entry less (with numbers of 32 bits, as all bytes here). So does one of 16, but perhaps at $m = 64$ (+0.030 ± 0.024). With half of the cache dropped at a time, a quarter of the budget stands empty on average. Few at a time take longer, since the cache attends in pieces of $m$ tokens while it reads. At equal $m$ the mean weight is ahead of counts by two standard errors at $m = 1$, by less with larger $m$, and not at the paper's $m = B/2$.
+# Right after a drop, 83 to 97 % of the kept entries are the newest. With $m = 1$ Scissorhands keeps nearly the window of StreamingLLM, with nearly its KL. A history of 100 steps does as well as 400 and saves 37 of the 314 bytes an entry. Small drops take longer, because the cache then attends in pieces of $m$ tokens.
 #
 # ## Never above the budget
 #
@@ -537,21 +549,23 @@ print(f"the budget: {c.n_layers * c.n_kv_heads * B * entry / 1024:.0f} KiB "
       "(keys, values, position, count, 400 bits)")
 
 # %% [markdown]
-# The memory is bounded from the first token on, and so is the time per token; but at these lengths the full cache is faster. The bookkeeping and the explicit weights cost more than attention to 1000 entries in a model this small.
+# Memory and time per token are bounded from the first token on. At these lengths the full cache is still faster, because the bookkeeping costs more than attention to 1000 entries.
 #
-# ## What is left of the claims
+# ## Three things to remember
 #
-# - Importance persists, but beyond chance only if "important" means more than $1/t$.
-# - The theorem of persistence holds where its conditions do, which is rarely.
-# - The paper's bound of the loss is no bound. Mended, it holds, and the drift stays far below it.
-# - The cache keeps its promise about memory. Its count is nearly a count of age.
-# - In this decoder fewer entries dropped at a time do better than half of the budget. A mean of weights, with eight dropped at a time, does a little better than counts, in KL at a quarter and in few-shot.
+# 1. Compare persistence with chance. Above the even share, importance persists no more than chance; at 16 even shares it does.
+# 2. The printed bound of the loss is no bound for small budgets. A repaired one holds, and the drift stays far below it.
+# 3. A count of unimportance is nearly a count of age. Dropping few entries at a time helps more than the count.
 #
 # ## Exercises
 #
-# 1. The count compares with $1/s$, $s$ the number of tokens *read*; the cache holds fewer, so the mean weight of its entries is larger. Subclass `Scissorhands` to compare with one over the entries held. Does it still keep mostly the newest?
-# 2. H2O adds weights up, `MeanWeight` averages them. Which of the two forgets an old favourite that nobody asks for any more? Build a stream that shows it.
+# 1. The count compares weights with $1/s$, where $s$ counts the tokens *read*. Subclass `Scissorhands` to use the entries *held* instead. Does it still keep mostly the newest?
+#    <details><summary>Hint</summary>Override <code>observe</code>; the cache holds <code>self.length</code> entries.</details>
+# 2. H2O adds weights up, `MeanWeight` averages them. Which forgets an old favourite that nobody asks for any more?
+#    <details><summary>Hint</summary>Build a stream whose first half attends to one token only.</details>
 # 3. Sweep `recent` of `MeanWeight` from 0 to half of the budget. Which task gains?
-# 4. Fit the tail of one head at a time. Is there a head with $k < 1.5$? What does the theorem's formula say about evicting from it, and what is true? *Hint: `tail_mass` with a finite u.*
-# 5. `strength` gives each token one strength for all steps. Change `rollout` so that it may be (T, T), a new draw at every step. Which assumption of Theorem B.2 breaks, and is the drift still below twice the mass lost?
-# 6. Show that the smallest $(1-\beta)n$ of $n$ positive numbers hold at most $1-\beta$ of their sum. When do they hold just that?
+#    <details><summary>Hint</summary>Few-shot examples stand at the end of the text.</details>
+# 4. Fit the tail of one head at a time. Is there a head with $k < 1.5$?
+#    <details><summary>Hint</summary>Use <code>tail_mass</code> with a finite u.</details>
+# 5. Show that the smallest $(1-\beta)n$ of $n$ positive numbers hold at most $1-\beta$ of their sum. When is it equal?
+#    <details><summary>Hint</summary>Compare the mean of the smallest with the mean of all.</details>
