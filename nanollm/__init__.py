@@ -4,9 +4,9 @@ import signal
 import sys
 
 if sys.argv[0] == "-m" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # `python -m nanollm…` starts: until `command` runs, Ctrl-C ends it silently, not amid torch's imports
+    # `python -m nanollm…` is starting: Ctrl-C during torch's imports should end it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-TINY = Path(__file__).parent / "tiny"  # trained from a start that has the heads which retrieve
-LEARNED = Path(__file__).parent / "tiny_learned"  # of the same shape; it learned to retrieve
-SHIPPED = {"built": TINY, "learned": LEARNED}  # what tables call them
+TINY = Path(__file__).parent / "tiny"  # its initial weights already had retrieval heads
+LEARNED = Path(__file__).parent / "tiny_learned"  # of the same shape; it learned its retrieval heads
+SHIPPED = {"built": TINY, "learned": LEARNED}  # their names in tables

@@ -1,4 +1,4 @@
-"""python -m nanollm COMMAND: compare, if none is named."""
+"""python -m nanollm COMMAND [options]: run a command; without one, run compare."""
 from pathlib import Path
 import sys
 
@@ -16,8 +16,9 @@ COMMANDS = dict(
 
 def main(argv: list[str]):
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("compare", argv)
-    root = Path(__file__).parents[1]  # in a student's copy some are not there
-    known = [each for each, module in COMMANDS.items() if (root / f"{module.replace('.', '/')}.py").exists()]
+    root = Path(__file__).parents[1]
+    known = [command for command, module in COMMANDS.items()  # a student's copy lacks some
+             if (root / f"{module.replace('.', '/')}.py").exists()]
     if name not in known:
         shell.fail(f"unknown command {name!r}; known are {', '.join(known)}")
     shell.command(shell.load_module(COMMANDS[name]).main, rest)

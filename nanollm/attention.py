@@ -1,7 +1,7 @@
 """Softmax attention over a cache's slots.
 
-Queries that no method observes use PyTorch's fused attention. For observed queries the probabilities are
-computed.
+Queries that no method observes use PyTorch's fused attention. For observed queries the attention
+probabilities are computed explicitly.
 """
 from collections.abc import Iterator
 import math
@@ -12,17 +12,18 @@ import torch.nn.functional as F
 
 
 def split(n: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces of n new tokens: q, k, v (B, heads, T, D), pos (B or 1, T)."""
+    """Split new tokens into pieces of n: q, k, v (B, heads, T, D), pos (B or 1, T)."""
     return zip(q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, bias: Tensor | None, pos: Tensor, watch: int,
+def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | None, pos: Tensor, watch: int,
               first: bool, ragged: bool) -> tuple[Tensor, Tensor | None]:
-    """Output (B, H·G, T, D), and the probabilities p (B, H, G, w, S) of the last `watch` queries, or None.
+    """Return the output and the last `watch` queries' probabilities (None if watch is 0).
 
-    Queries q (B, H·G, T, D) at positions pos (B or 1, T); slots k and v (B, H, S, D) at positions `at`
-    (B, H, S), with a logit bias (B, H, S) or None. first: nothing came before these tokens, so slot i holds
-    token i, unless the method shows other slots. ragged: some slots may be hidden from the newest query.
+    The output is (B, H·G, T, D), the probabilities are (B, H, G, w, S). Queries q (B, H·G, T, D) have
+    positions pos (B or 1, T). Slots k and v (B, H, S, D) have positions slot_pos (B, H, S) and a logit bias
+    (B, H, S) or None. first: the cache was empty before these tokens; if S = T, slot i then holds token i.
+    ragged: some slots may be hidden from the newest query.
     """
     T = q.shape[2]
     w = min(watch, T)
@@ -31,44 +32,44 @@ def attention(q: Tensor, k: Tensor, v: Tensor, at: Tensor, bias: Tensor | None, 
         causal = first and bias is None and k.shape[2] == T
         sees_all = T == 1 and bias is None and not ragged  # the newest token sees every slot
         n = rest if causal else k.shape[2]
-        mask = None if causal or sees_all else visible(at, bias, pos[:, :rest])
+        mask = None if causal or sees_all else visible(slot_pos, bias, pos[:, :rest])
         outputs.append(fused(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
-    if w:  # only the observed rows are made explicit
-        p = probabilities(q[:, :, rest:], k, at, bias, pos[:, rest:])
+    if w:  # only observed queries need explicit probabilities
+        p = probabilities(q[:, :, rest:], k, slot_pos, bias, pos[:, rest:])
         y = p.flatten(2, 3) @ v  # (B, H, G·w, D): a group's queries are rows of one product
         outputs.append(y.view(*q.shape[:2], w, -1))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], p
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Output (B, H·G, T, D), without a matrix of probabilities.
+    """Return attention's output (B, H·G, T, D) without storing the probabilities.
 
-    With a mask (B, H, T, S), it applies. With `causal`, a query sees earlier slots. With neither, it sees
-    all.
+    The mask is (B, H, T, S). Without a mask, each query sees every slot or, if `causal`, slots up to its own.
     """
     B, heads, T, D = q.shape
-    if T == 1:  # the G queries of a group are rows of one small product, so that each key is read once
+    if T == 1:  # the G queries of a group become rows of one small product, so that each key is read once
         return F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask).view(B, heads, 1, D)
     if mask is not None:
         mask = mask.repeat_interleave(heads // k.shape[1], 1)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
 
 
-def visible(at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """Mask (B, H, T, S): slots at `at` (B, H, S) seen from queries at pos (B or 1, T).
+def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
+    """Return a mask (B, H, T, S) of the slots that each query sees.
 
-    Without a bias it is boolean. With a bias it is the bias, and −∞ where a slot is hidden.
+    Slots have positions slot_pos (B, H, S), queries have positions pos (B or 1, T). Without a bias (B, H, S)
+    the mask is boolean. With a bias it holds the slot's bias, and −∞ where the slot is hidden.
     """
-    seen = at.unsqueeze(2) <= pos[:, None, :, None]
+    seen = slot_pos.unsqueeze(2) <= pos[:, None, :, None]
     return seen if bias is None else torch.where(seen, bias.unsqueeze(2), -math.inf)
 
 
-def probabilities(q: Tensor, k: Tensor, at: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """softmax(q kᵀ/√D + bias) over the visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
+def probabilities(q: Tensor, k: Tensor, slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
+    """Return softmax(q kᵀ/√D + bias) over visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
     B, heads, w, D = q.shape
     H = k.shape[1]
     score = (q.reshape(B, H, -1, D) @ k.mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
-    # a float mask is added, which is faster than masked_fill
-    mask = visible(at, q.new_zeros(1, 1, 1) if bias is None else bias, pos)
+    # adding a float mask is faster than masked_fill
+    mask = visible(slot_pos, q.new_zeros(1, 1, 1) if bias is None else bias, pos)
     score.add_(mask.unsqueeze(2))
     return score.softmax(-1, dtype=torch.float32).to(q.dtype)

@@ -1,14 +1,14 @@
 """The KV cache, and the interface through which every method compresses it.
 
-The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens
-that is write → attention → observe. A method overrides what it needs: `write` (what is remembered), `read`
-(what attention sees), `observe` (what was attended to), `evict` (what goes). A method that gives each entry a
-score overrides `score` of ScoredCache and nothing else.
+The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens,
+`attend` runs write → attention → observe. A method overrides what it needs: `write` (what is stored), `read`
+(what attention sees), `observe` (what was attended to), `evict` (what is removed). A method that gives each
+entry a score overrides `score` of ScoredCache and nothing else.
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
-window. Keys are stored rotated. A slot is visible to a query if its stored position ≤ the query's: this one
-rule serves causality, chunked prefill, heads of different length and merged slots. After an eviction the
-slots are in no order; `pos` tells which token a slot holds.
+window. Keys are stored rotated. A slot is visible to a query if the slot's position ≤ the query's. This one
+rule serves causality, chunked prefill, heads of different length and merged slots. Eviction may change the
+order of the slots; `pos` says which token a slot holds.
 """
 from collections.abc import Iterable
 from copy import deepcopy
@@ -21,20 +21,21 @@ from torch import Tensor
 
 from nanollm.attention import attention, split
 from nanollm.check import (
-    check_attend, check_budget, check_kept, check_options, check_numbers, check_score, check_watch, constructed)
+    check_attend, check_budget, check_kept, check_numbers, check_options, check_score, check_watch,
+    constructed)
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # observe every query
-TILE = 128                            # if every query is observed, a prompt comes in pieces of this many
+TILE = 128                            # tokens of a prompt at a time, if every query is observed
 
 
 class PerEntry:
-    """A number that a method remembers of each entry, 0 for a new one. It moves with its entry.
+    """A number that a method stores with each entry. It starts at 0 and moves with its entry.
 
-    With `weight = PerEntry()` in the class (no annotation: it is not an option), `cache.weight` is a view
-    (B, H, S) of the slots in use. Assigning to it writes into these slots.
+    Write `weight = PerEntry()` in the class, without an annotation, because it is not an option. Then
+    `cache.weight` is a view (B, H, S) of the slots in use, and assigning to it writes into these slots.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32):
@@ -42,7 +43,7 @@ class PerEntry:
 
     def __set_name__(self, owner, name: str):
         self.name = name
-        owner.per_entry = owner.per_entry | {name: self.dtype}  # a new one: the parent's stays as it is
+        owner.per_entry = owner.per_entry | {name: self.dtype}  # a new dict: the parent class keeps its own
 
     def __get__(self, cache, owner=None) -> Tensor:
         return self if cache is None else cache.slot(self.name)
@@ -56,11 +57,10 @@ class PerEntry:
 
 @dataclass(eq=False)
 class LayerCache:
-    """Full attention: remembers every token of one layer. Subclasses add their options as dataclass fields.
-    """
-    watch = 0          # how many of the latest queries' probabilities `observe` receives: 0, a number, or ALL
-    keeps_all = False  # True if every token stays in some form, as in fewer bits; tables and pictures ask
-    per_entry = {}     # names and types of what a method declares as PerEntry
+    """Full attention: stores every token of one layer. Subclasses add options as fields."""
+    watch = 0          # `observe` receives the probabilities of this many latest queries: 0, a number, or ALL
+    keeps_all = False  # True if no token is lost, for example if all are stored in fewer bits; for tables
+    per_entry = {}     # name → dtype of each PerEntry in the class
 
     def __post_init__(self):
         check_options(self)
@@ -72,27 +72,30 @@ class LayerCache:
         self.model, self.layer = None, 0    # the decoder, and which of its layers this is
 
     def link(self, model, layer: int, previous: "LayerCache | None"):
-        """Called by `make_cache`: which layer of which decoder this is.
+        """Tell the cache its decoder and its layer; `make_cache` calls this.
 
-        previous: the previous layer's cache, for methods whose layers decide together; None in the first layer.
+        previous: the previous layer's cache (None in the first layer), for methods whose layers share
+        choices.
         """
         check_watch(self)
         self.model, self.layer = model, layer
 
     @property
     def w_o(self) -> Tensor:
-        """(d_model, H·G, D), which multiplies the heads' outputs."""
+        """Return this layer's output projection W_O, (d_model, H·G, D)."""
         return self.model.blocks[self.layer].attention.w_o
 
     @property
     def freq(self) -> Tensor | None:
-        """RoPE's angles, (D/2,), on this layer's device; None if the decoder has none or rotates half a head.
+        """Return RoPE's angles per token, (D/2,), on this layer's device.
+
+        None if the decoder has no RoPE, or rotates only a part of each head.
         """
         freq = getattr(self.model, "freq", None)
         return None if freq is None else freq.to(self.w_o.device)
 
     def slot(self, name: str) -> Tensor:
-        """The slots in use of one per-slot tensor, (B, H, S, ...): a view, to be changed in place."""
+        """Return the slots in use of one per-slot tensor, (B, H, S, ...): a view to read or change."""
         return self.slots[name][:, :, :self.length]
 
     k = property(lambda self: self.slot("k"))      # (B, H, S, D), rotated
@@ -102,7 +105,10 @@ class LayerCache:
     # ---- write → attention → observe ----------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T) → output (B, H·G, T, D)."""
+        """Store T new tokens and return attention's output (B, H·G, T, D).
+
+        q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T).
+        """
         self.check(q, k, v, pos)
         outputs = []
         for q, k, v, pos in self.pieces(q, k, v, pos):
@@ -113,27 +119,31 @@ class LayerCache:
         return torch.cat(outputs, 2) if len(outputs) > 1 else y
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
-        """Raise ValueError if shapes and types do not continue what the cache holds. Nothing is written yet.
-        """
+        """Raise ValueError, before anything is written, if the new tokens do not fit this cache."""
         check_attend(self, q, k, v, pos)
 
     def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """The new tokens, one piece after the other: whole, or TILE at a time if every query is observed."""
+        """Split the new tokens: one piece, or pieces of TILE tokens if every query is observed."""
         if self.watch == ALL and not self.prompt_done:
             return split(TILE, q, k, v, pos)
         return [(q, k, v, pos)]
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Output (B, H·G, T, D) over what `read` shows, and p (B, H, G, w, S) of the last `watch` queries.
+        """Return the output over the slots of `read`, and the last `watch` queries' probabilities p.
 
-        For one new token a GPU kernel may read the slots directly. Each of the G in its p is their mean.
+        Output (B, H·G, T, D), p (B, H, G, w, S) or None. For one new token a GPU kernel may read the slots
+        directly. Its p holds the mean over the G queries of a group, repeated G times.
         """
         if self.watch and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
             return fast(self, q, pos)
         return attention(q, *self.read(), pos, self.watch, self.seen == q.shape[2], self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        """Remember T tokens. `state` has further tensors (B, H, T, ...) of the new slots; 0 if not given."""
+        """Store T new tokens in the next slots.
+
+        `state` gives further per-slot tensors (B, H, T, ...) by name. Those not given are 0 for the new
+        slots.
+        """
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
         if self.slots and end > self.slots["k"].shape[2]:
@@ -151,66 +161,82 @@ class LayerCache:
         self.length, self.seen = end, self.seen + T
 
     def reserve(self, n: int):
-        """Allocate n slots. Nothing is copied again until they are full."""
+        """Grow the buffers to n slots. They are not copied again until these are full."""
         for name, x in self.slots.items():
             more = x.new_zeros(*x.shape[:2], max(n - x.shape[2], 0), *x.shape[3:])
             self.slots[name] = torch.cat((x, more), 2)
 
     def capacity(self, n: int) -> int:
-        """Slots to allocate when n are needed: a tenth more, so that few steps of decoding copy the cache."""
+        """Return how many slots to allocate if n are needed.
+
+        A cache that grows gets a tenth more, so that few decoding steps have to copy it.
+        """
         return n + n // 10 if self.length else n
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What attention sees: k, v (B, H, S, D), positions (B, H, S), and a logit bias (B, H, S) or None.
+        """Return what attention sees: k, v (B, H, S, D), positions (B, H, S), logit bias or None.
 
-        A slot that stands for several tokens carries a bias that is added to its score; exact entries have 0.
-        A method that hides slots by their positions sets `ragged`.
+        The bias (B, H, S) is added to a slot's attention score, if a slot stands for several tokens. Exact
+        entries have 0. A method that hides slots by changing their positions sets `ragged`.
         """
         return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
 
     def observe(self, q: Tensor, p: Tensor | None):
-        """Called after each piece: q (B, H·G, T, D), and p (B, H, G, w, S) of its last w queries.
+        """Look at a piece's queries and attention probabilities. Called after each piece.
 
-        w is `watch`, or the piece's length if that is less. An override ends with `super().observe(q, p)`,
-        which calls `evict` once the prompt is over. Use p.sum(2) or p.mean(2): of each G a kernel knows the
-        mean alone. Do not write to p.
+        q is (B, H·G, T, D). p (B, H, G, w, S) belongs to the last w queries, and is None if `watch` is 0. w
+        is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or p.mean(2), because a kernel
+        computes only the mean over each G. Do not write to p. An override ends with `super().observe(q, p)`,
+        which calls `evict` once the prompt is over.
         """
         if self.prompt_done:
             self.evict()
 
     def end_prefill(self):
-        """Called once, when the prompt is over. Never guessed from T > 1: a prompt may come in pieces."""
+        """Mark the end of the prompt. Called once by whoever feeds the prompt.
+
+        The cache cannot tell from T > 1, because a prompt may come in pieces.
+        """
         self.prompt_done = True
-        if self.length:  # a prompt of one token has nothing to compress: it is fed after this call
+        if self.length:  # 0 after a prompt of one token, because its last token is fed after this call
             self.evict()
 
     # ---- eviction -----------------------------------------------------------------------------------------
 
     def evict(self):
-        """Called at the prompt's end, if the cache holds any of it, and after each later piece."""
+        """Remove entries. Called at the prompt's end and after each later piece.
+
+        Full attention removes none.
+        """
 
     def keep(self, i: Tensor):
-        """Keep the slots i (B, H, n), −1 for an empty one; all per-slot tensors move together."""
+        """Keep only slots i (B, H, n); −1 stands for an empty slot.
+
+        All per-slot tensors move together.
+        """
         check_kept(i, self.pos.shape)
         empty, i = i < 0, i.clamp(min=0)
-        held = {name: self.slot(name) for name in self.slots}
-        self.slots = {name: x.gather(2, expand_index(i, x)) for name, x in held.items()}
+        in_use = {name: self.slot(name) for name in self.slots}
+        self.slots = {name: x.gather(2, expand_index(i, x)) for name, x in in_use.items()}
         self.slots["pos"].masked_fill_(empty, NEVER)
         self.length, self.ragged = i.shape[2], self.ragged or bool(empty.any())
 
     def drop(self, i: Tensor):
-        """Evict one slot per head, i (B, H, 1). The last slot moves into the hole: nothing else is copied."""
+        """Evict slot i (B, H, 1) of each head. The last slot takes its place.
+
+        Nothing else is copied.
+        """
         for x in self.slots.values():
             last = x[:, :, self.length - 1:self.length].clone()
             x.scatter_(2, expand_index(i, x), last)
         self.length -= 1
 
     def shrink(self, score: Tensor, budget: int):
-        """Keep the `budget` slots with the highest score (B, H, S) per head; ties go to the newest token."""
+        """Keep each head's `budget` slots of highest score (B, H, S). Ties go to the newest token."""
         check_score(score, self.pos.shape)
         if self.ragged:
             score = score.masked_fill(self.pos == NEVER, -math.inf)
-        if self.length == budget + 1 and not self.ragged:  # one too many, as in decoding: no sort is needed
+        if self.length == budget + 1 and not self.ragged:  # one slot too many, as in decoding: no sort needed
             lowest = score == score.amin(-1, keepdim=True)
             self.drop(self.pos.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
@@ -218,12 +244,12 @@ class LayerCache:
             self.keep(indices(rank(score, self.pos) < budget))
 
     def bytes(self) -> tuple[int, int]:
-        """(live, allocated) bytes of this layer's cache; live leaves out slack and empty slots."""
+        """Return (live, allocated) bytes of this layer. Live bytes leave out unused and empty slots."""
         stored = self.stored()
         return sum(x.live * x.tensor.element_size() for x in stored), sum(x.tensor.nbytes for x in stored)
 
     def stored(self) -> list["Stored"]:
-        """Everything that `bytes` counts: the slots, and what a method holds beside them."""
+        """Return every tensor that `bytes` counts: the slots, and those of `beside`."""
         live = 0
         if self.slots:
             live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
@@ -232,14 +258,14 @@ class LayerCache:
         return slots + [Stored(x, x.numel(), follows=x.dim() > 3) for x in self.beside()]
 
     def beside(self) -> list[Tensor]:
-        """Tensors that a method holds beside its slots."""
+        """Return the tensors that a method stores beside its slots."""
         return []
 
 
 class Stored(NamedTuple):
     """A tensor of a cache, and how many of its numbers are live.
 
-    follows: its numbers are as wide as the model's. Scores per token stay in 32 bits in any model.
+    follows: its numbers have as many bits as the model's. Scores, for example, always have 32 bits.
     """
     tensor: Tensor
     live: int
@@ -248,15 +274,18 @@ class Stored(NamedTuple):
 
 @dataclass(eq=False)
 class ScoredCache(LayerCache):
-    """A method that is a score: from the prompt's end on, each head keeps the entries with the highest."""
-    budget: int  # slots per key/value head
+    """A method defined by a score: after the prompt each head keeps its highest scores."""
+    budget: int  # entries that each key/value head may keep
 
     def __post_init__(self):
         super().__post_init__()
         check_budget(self.budget, 1, "one slot")
 
     def score(self) -> Tensor:
-        """(B, H, S): slots with the lowest score are evicted, of equal ones the oldest. ±inf is allowed."""
+        """Return a score (B, H, S) for each slot; ±inf is allowed.
+
+        The slots with the lowest scores are evicted. If scores are equal, the oldest token goes first.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a method score(self) -> (B, H, S)")
 
     def evict(self):
@@ -264,10 +293,13 @@ class ScoredCache(LayerCache):
             self.shrink(self.score(), self.budget)
 
 
-# ---- a list of caches, one a layer -----------------------------------------------------------------------
+# ---- a list of caches, one per layer ---------------------------------------------------------------------
 
 def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
-    """One cache per layer of the decoder. Options go to the method; a bad one is a ValueError."""
+    """Return one cache per layer of the decoder. Options go to the method.
+
+    Raises ValueError if an option is wrong.
+    """
     caches = []
     for layer in range(len(model.blocks)):
         cache = constructed(Method, options)
@@ -277,23 +309,23 @@ def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
 
 
 def end_prefill(caches: list[LayerCache]):
-    """Tell every layer, lowest first, that the prompt is over."""
+    """Tell every layer, the first one first, that the prompt is over."""
     for cache in caches:
         cache.end_prefill()
 
 
 def copied(caches: list[LayerCache]) -> list[LayerCache]:
-    """A copy that goes its own way. The decoder is shared."""
+    """Return an independent copy of the caches. Both refer to the same decoder."""
     return deepcopy(caches, {id(cache.model): cache.model for cache in caches})
 
 
 def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
-    """(live, allocated) bytes of all layers."""
+    """Return (live, allocated) bytes of all layers."""
     live, allocated = zip(*(cache.bytes() for cache in caches))
     return sum(live), sum(allocated)
 
 
 def bytes_in_16_bits(caches: list[LayerCache]) -> int:
-    """Live bytes of all layers if the model's numbers had 16 bits. Tables take their shares of these."""
-    each = lambda x: 2 if x.follows and x.tensor.is_floating_point() else x.tensor.element_size()
-    return sum(x.live * each(x) for cache in caches for x in cache.stored())
+    """Return all layers' live bytes as if the model's numbers had 16 bits. Tables compare these."""
+    width = lambda x: 2 if x.follows and x.tensor.is_floating_point() else x.tensor.element_size()
+    return sum(x.live * width(x) for cache in caches for x in cache.stored())

@@ -1,4 +1,4 @@
-"""Checks that several modules share: each raises a ValueError of one line that says what would be right."""
+"""Checks that several modules share. Each raises a ValueError of one line."""
 from dataclasses import fields
 from inspect import signature
 from numbers import Integral, Real
@@ -10,7 +10,7 @@ from torch import Tensor, int32, int64
 
 
 def whole(name: str, x, least: int, most: int | None = None):
-    """Return x, or raise a ValueError if it is no whole number from `least` to `most`."""
+    """Return x if it is a whole number from `least` to `most`, or else raise a ValueError."""
     if not isinstance(x, Integral) or isinstance(x, bool) or x < least or most is not None and x > most:
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} {x!r:.60} must be a whole number {bounds}")
@@ -18,19 +18,20 @@ def whole(name: str, x, least: int, most: int | None = None):
 
 
 def check_seed(seed: int, times: int = 1):
-    """ValueError unless seed, and seed · times, is a seed for both NumPy and PyTorch."""
+    """Raise ValueError unless NumPy and PyTorch both accept seed and seed · times as seeds."""
     whole("seed", seed, 0, 2 ** 63 // times - 1)
 
 
 def check_budget(budget: int, least: int, why: str):
-    """ValueError unless budget, in slots per key/value head, is at least `least`."""
+    """Raise ValueError unless budget, in entries per key/value head, is at least `least`."""
     if budget < least:
         raise ValueError(f"budget {budget} must be at least {least}: {why}")
 
 
 def fits(x, kind) -> bool:
-    """Return whether x is of a declared type. A float is a finite number, whole ones included; a bool is no
-    number.
+    """Return whether x fits a declared type.
+
+    Every finite number fits float, whole numbers included. A bool fits neither int nor float.
     """
     parts = get_args(kind)
     if kind in (int, float):
@@ -46,40 +47,47 @@ def fits(x, kind) -> bool:
     return not isinstance(kind, type) or isinstance(x, kind)
 
 
-def check_type(name: str, x, kind, of: str = ""):
-    """ValueError unless x fits the type that is declared for `name`."""
+def check_type(name: str, x, kind, owner: str = ""):
+    """Raise ValueError unless x fits the type declared for `name`.
+
+    owner: " of Class", for the message.
+    """
     if not fits(x, kind):
         words = {int: "a whole number", float: "a finite number", bool: "True or False", dict: "an object"}
-        right = words.get(kind, getattr(kind, "__name__", str(kind)))
-        raise ValueError(f"{name} {' '.join(repr(x).split()):.60}{of} must be {right}")
+        expected = words.get(kind, getattr(kind, "__name__", str(kind)))
+        raise ValueError(f"{name} {' '.join(repr(x).split()):.60}{owner} must be {expected}")
 
 
 def check_row(row: dict, kinds: dict, file):
-    """ValueError unless a row that was stored in `file` holds, under each key of `kinds`, what fits."""
+    """Raise ValueError unless a row from `file` has every key of `kinds` with a fitting value."""
     for key, kind in kinds.items():
         if key not in row:
-            raise ValueError(f"a row in {file} has no {key!r}, as if of another version; name another file")
+            raise ValueError(f"a row in {file} has no {key!r}; another version may have written it, so name "
+                             "another file")
         if not fits(row[key], kind):
-            raise ValueError(f"{key!r} of a row in {file} is {row[key]!r:.60}, which cannot be; "
+            raise ValueError(f"{key!r} of a row in {file} is {row[key]!r:.60}, which is not valid; "
                              "name another file")
 
 
 def check_options(method):
-    """ValueError unless every option of a cache or selection is a dataclass field and fits its type."""
+    """Raise ValueError unless all options are dataclass fields that fit their types.
+
+    method: a cache or a selection.
+    """
     name, kinds = type(method).__name__, get_type_hints(type(method))
     options = {field.name for field in fields(method)}
     for option, kind in kinds.items():
         if option in options:
             check_type(option, getattr(method, option), kind, f" of {name}")
         elif get_origin(kind) is not ClassVar:
-            raise ValueError(f"{name} declares {option} but is no dataclass; "
+            raise ValueError(f"{name} declares {option} but is not a dataclass; "
                              "put @dataclass(eq=False) above the class")
 
 
-# ---- caches: what a method's author or a caller gives ------------------------------------------------------
+# ---- caches: input from a method's author or from a caller -------------------------------------------------
 
 def constructed(Method, options: dict):
-    """Return Method(**options), a cache, or raise a ValueError that says what is to be changed."""
+    """Return the cache Method(**options), or raise a ValueError that says what to change."""
     try:
         cache = Method(**options)
     except TypeError as error:
@@ -90,21 +98,25 @@ def constructed(Method, options: dict):
 
 
 def check_watch(cache):
-    """ValueError unless `watch` is a number of queries, and above 0 if `observe` counts on probabilities.
+    """Raise ValueError unless `watch` is a number of queries that suits `observe`.
 
-    An `observe` that can do without declares `p: Tensor | None`.
+    It must be above 0 if `observe` needs probabilities.
+    An `observe` that works without probabilities declares `p: Tensor | None`.
     """
     if type(cache.watch) is not int or cache.watch < 0:
         raise ValueError(f"watch {cache.watch!r} of {type(cache).__name__} "
                          "must be a number of queries, 0 or more, or ALL")
     p = [*signature(cache.observe).parameters.values()][1:2]
     if not cache.watch and p and "None" not in str(p[0].annotation):
-        raise ValueError(f"observe of {type(cache).__name__} gets no probabilities, since watch is 0; write "
-                         "watch = ALL, or how many of the last queries, or declare p: Tensor | None")
+        raise ValueError(f"observe of {type(cache).__name__} gets no probabilities, because watch is 0; set "
+                         "watch to ALL or to a number of queries, or declare p: Tensor | None")
 
 
 def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: int = 1):
-    """ValueError unless these are new tokens of a cache's texts. vectors: keys of a token (2: pairs)."""
+    """Raise ValueError unless q, k, v and pos are new tokens that fit this cache.
+
+    vectors: a key has `vectors` times the numbers of a query (2 in tensor attention, whose keys are pairs).
+    """
     if not all(isinstance(x, Tensor) for x in (q, k, v, pos)):
         raise ValueError("q, k, v and pos must be tensors")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or not q.is_floating_point():
@@ -112,59 +124,63 @@ def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: i
         raise ValueError(f"q, k and v are {types}; they must be of one floating dtype on one device")
 
     B, H, T, D = k.shape if k.dim() == 4 else (0,) * 4
-    right = k.numel() and v.shape == k.shape and q.dim() == 4 and q.numel()
-    if not right or q.shape[::2] != (B, T) or q.shape[1] % H or q.shape[3] * vectors != D:
+    alike = k.numel() and v.shape == k.shape and q.dim() == 4 and q.numel()
+    if not alike or q.shape[::2] != (B, T) or q.shape[1] % H or q.shape[3] * vectors != D:
         shapes, D = ", ".join(str(tuple(x.shape)) for x in (q, k, v)), "D" if vectors == 1 else f"{vectors}D"
         raise ValueError(f"q, k and v of shapes {shapes} are not (B, H·G, T, D), (B, H, T, {D}) "
                          f"and (B, H, T, {D}) with T at least 1")
     if pos.shape not in ((1, T), (B, T)) or pos.dtype not in (int32, int64):
         raise ValueError(f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T}), "
                          f"whole numbers and not {pos.dtype}")
-    if "k" in cache.slots and (held := cache.slots["k"].shape[:2]) != (B, H):
-        raise ValueError(f"{B} texts of {H} heads come to a cache that holds {held[0]} of {held[1]}; "
-                         "make a new cache for a new batch")
+    if "k" in cache.slots and (old := cache.slots["k"].shape[:2]) != (B, H):
+        raise ValueError(f"{B} texts of {H} heads do not fit a cache that holds {old[0]} texts of {old[1]} "
+                         "heads; make a new cache for a new batch")
 
 
 def check_kept(i: Tensor, shape: tuple[int, int, int]):
-    """ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S), below 0 for an empty one."""
+    """Raise ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S).
+
+    A slot below 0 stands for an empty one.
+    """
     B, H, S = shape
     if not isinstance(i, Tensor) or i.dim() != 3 or i.shape[:2] != (B, H) or i.dtype != int64:
         given = f"of shape {tuple(i.shape)}, {i.dtype}," if isinstance(i, Tensor) else f"{i!r:.60}"
         raise ValueError(f"slots to keep {given} must be an int64 tensor ({B}, {H}, n)")
     if i.numel() and int(i.max()) >= S:
-        raise ValueError(f"slot {int(i.max())} is to be kept, but there are {S}, 0 … {S - 1}")
+        raise ValueError(f"slot {int(i.max())} does not exist; the slots to keep must be in 0 … {S - 1}")
 
 
 def check_score(score: Tensor, shape: tuple[int, int, int]):
-    """ValueError unless there is a score for every slot of a cache of `shape` (B, H, S)."""
+    """Raise ValueError unless there is a score for every slot of a cache of `shape` (B, H, S)."""
     if not isinstance(score, Tensor) or score.shape != shape:
         given = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
         raise ValueError(f"scores {given} must be a tensor {tuple(shape)}, one for each slot of each head")
 
 
 def check_numbers(score: Tensor):
-    """ValueError if scores (B, H, S) are NaN: no order would mean anything."""
+    """Raise ValueError if any of the scores (B, H, S) is NaN, because NaN has no order."""
     if n := int(score.isnan().sum()):
-        raise ValueError(f"{n} of {score.numel()} scores are NaN; score each slot by a number, or by ±inf")
+        raise ValueError(f"{n} of {score.numel()} scores are NaN; give each slot a number or ±inf")
 
 
 def check_caches(caches: list, layers: int, B: int):
-    """ValueError unless there is one cache a layer, in step with the others, for B texts."""
+    """Raise ValueError unless each layer has a cache of its own, all for B texts of one length."""
     if not isinstance(caches, (list, tuple)) or not all(hasattr(cache, "slots") for cache in caches):
-        raise ValueError(f"{caches!r:.60} is no list of caches; use make_cache")
+        raise ValueError(f"{caches!r:.60} is not a list of caches; use make_cache")
     if len(caches) != layers or len({*map(id, caches)}) != layers:
-        raise ValueError(f"{layers} layers need a cache each, not {len(caches)} "
-                         f"of which {len({*map(id, caches)})} differ; use make_cache")
+        raise ValueError(f"{layers} layers need a cache each; the list has {len(caches)}, "
+                         f"{len({*map(id, caches)})} of them different; use make_cache")
     if len(seen := {cache.seen for cache in caches}) > 1:
         raise ValueError(f"the layers' caches have seen {min(seen)} to {max(seen)} tokens "
                          "and must agree; make new ones")
     for cache in caches:
-        if "k" in cache.slots and (held := cache.slots["k"].shape[0]) != B:
-            raise ValueError(f"{B} texts come to caches that hold {held}; make new ones for a new batch")
+        if "k" in cache.slots and (texts := cache.slots["k"].shape[0]) != B:
+            raise ValueError(f"{B} texts do not fit caches that hold {texts}; make new ones for a new batch")
 
 
 def check_tokens(x: Tensor, name: str = "tokens"):
-    """ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
+    """Raise ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
     if not isinstance(x, Tensor) or x.dtype != int64 or x.dim() != 2 or not x.numel():
         given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} are empty or no int64 tensor (B, T) but {given}; give torch.tensor([[3]])")
+        raise ValueError(f"{name} are {given}; they must be an int64 tensor (B, T) that is not empty, "
+                         "such as torch.tensor([[3]])")

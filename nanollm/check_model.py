@@ -1,15 +1,18 @@
-"""Checks of a decoder's shape and of a call; each raises a ValueError of one line."""
+"""Checks of a decoder's Config and of its arguments. Each raises a ValueError of one line."""
 import torch
 from torch import Tensor
 
 from nanollm.check import check_caches, check_tokens, check_type, whole
 
 SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
-               original_max_position_embeddings=int)  # Llama-3.1's scaling of RoPE
+               original_max_position_embeddings=int)  # keys of Llama 3.1's rope_scaling
 
 
 def check_field(name: str, x, kind: type):
-    """ValueError unless x may stand under a name of this type; numbers are above 0, also in 32 bits."""
+    """Raise ValueError unless x fits the type `kind` of the field `name`.
+
+    Numbers must be above 0, also after rounding to 32 bits.
+    """
     if kind is int:
         whole(name, x, 1, 2 ** 31 - 1)
     else:
@@ -19,13 +22,16 @@ def check_field(name: str, x, kind: type):
 
 
 def check_config(c):
-    """ValueError unless a decoder can have this shape. NumPy's numbers become Python's, which json writes."""
+    """Raise ValueError unless a decoder can have this shape.
+
+    Also turns NumPy's numbers into Python's, which json can write.
+    """
     if c.family not in ("llama", "gpt2"):
         raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
     for name, kind in type(c).__annotations__.items():
         x = getattr(c, name)
         if kind in (int, float, bool):
-            if (name, x) != ("head_dim", 0):  # 0: yet to be computed
+            if (name, x) != ("head_dim", 0):  # head_dim 0: Config computes it
                 check_field(name, x, kind)
             setattr(c, name, kind(x))
 
@@ -51,10 +57,11 @@ def check_config(c):
 
 
 def check_forward(model, tokens: Tensor, caches, pos: Tensor | None, last: int | None):
-    """ValueError unless these are arguments for the decoder, and the text stays within its length."""
+    """Raise ValueError unless the arguments fit the decoder and the text is not too long."""
     check_tokens(tokens)
     V, longest, T = model.config.vocab_size, model.config.max_len, tokens.shape[1]
-    if tokens.device.type == "cpu" and (int(tokens.min()) < 0 or int(tokens.max()) >= V):  # a GPU would wait
+    # not on a GPU, where reading the two numbers would wait for all work before it
+    if tokens.device.type == "cpu" and (int(tokens.min()) < 0 or int(tokens.max()) >= V):
         raise ValueError(f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary "
                          f"0 … {V - 1}; use the model's own tokenizer")
     if caches is not None:

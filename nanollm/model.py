@@ -1,7 +1,7 @@
-"""The decoder: Llama and GPT-2 from one file, read from top to bottom.
+"""The decoder: Llama and GPT-2 in one file. Read it from top to bottom.
 
-The cache is explicit. Attention projects and rotates q, k, v and then says one thing to memory:
-`y = cache.attend(q, k, v, pos)` (cache.py). Without a cache (training) it is causal attention over the text.
+The cache is explicit. Attention projects q, k and v, rotates q and k, and calls `y = cache.attend(q, k, v,
+pos)` (cache.py). Without a cache (in training) it is causal attention over the text.
 
 Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim, V vocabulary.
 """
@@ -28,13 +28,13 @@ class Config:
     head_dim: int = 0                 # D; 0 means d_model / n_heads
     family: str = "llama"             # RMSNorm, RoPE, SwiGLU; or "gpt2": LayerNorm, learned positions, GELU
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama-3.1's: the numbers of SCALING, below
+    rope_scaling: dict | None = None  # Llama 3.1's; its keys stand in check_model.SCALING
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = True       # the output head is the embedding matrix
-    bos: int | None = None            # the token that texts begin with; the decoder itself does not use it
+    bos: int | None = None            # BOS token; used by code that builds prompts, not by the decoder
 
     def __post_init__(self):
         check_config(self)
@@ -42,28 +42,32 @@ class Config:
 
 
 def rope_frequencies(config: Config, device=None) -> Tensor:
-    """Angle per token of each pair of dimensions, (D/2,): RoPE, arXiv 2104.09864."""
+    """Return RoPE's angle per token for each pair of dimensions, (D/2,) (arXiv 2104.09864)."""
     D = config.head_dim
     freq = config.rope_theta ** -(torch.arange(0, D, 2, device="cpu").float() / D)
     if config.rope_scaling:
-        # wavelengths beyond the old context are stretched by `factor`, short ones stay, between them a ramp
-        s = config.rope_scaling
-        low, high = s["low_freq_factor"], s["high_freq_factor"]
-        turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)
+        # A pair with at most `low` full turns over the original context becomes slower by `factor`. A pair
+        # with at least `high` turns stays as it is. Between the two the change is linear.
+        scaling = config.rope_scaling
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
         ramp = ((turns - low) / (high - low)).clamp(0, 1)
-        freq = freq * (ramp + (1 - ramp) / s["factor"])
+        freq = freq * (ramp + (1 - ramp) / scaling["factor"])
     return freq if device is None else freq.to(device)
 
 
 def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle at positions pos (..., T), each (..., 1, T, D), the 1 for the heads."""
+    """Return cos and sin of RoPE's angles at positions pos (..., T): (..., 1, T, D) each.
+
+    The dimension of size 1 broadcasts over heads.
+    """
     angle = (pos[..., None].float() * freq).unsqueeze(-3)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the sign is that of rotate_half
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the minus of Llama's rotate_half
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, D): dimension i pairs with i + D/2, as in Llama's checkpoints."""
+    """Rotate x (B, H, T, D). Dimension i pairs with i + D/2, as in Llama's checkpoints."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -82,26 +86,29 @@ def norm(config: Config) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h."""
+    """Grouped-query attention (arXiv 2305.13245): G query heads share one key/value head.
+
+    Query heads h·G … h·G+G−1 share key/value head h.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads  # of q, k, v: one above the other in qkv
+        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads  # of q, k, v, stacked in qkv's rows
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of qkv's weight or bias that make q, k and v: views."""
+        """Split qkv's weight or bias into the rows of q, k and v; these are views."""
         return x.split([heads * self.config.head_dim for heads in self.heads])
 
     @property
     def w_o(self) -> Tensor:
-        """W_O (d_model, H·G, D), which multiplies the heads' outputs: a view."""
+        """Return the output projection W_O as (d_model, H·G, D), a view."""
         return self.o.weight.detach().unflatten(1, (self.config.n_heads, self.config.head_dim))
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, d_model) → q (B, H·G, T, D), k and v (B, H, T, D), q and k rotated."""
+        """Project x (B, T, d_model) to q (B, H·G, T, D), k and v (B, H, T, D); rotate q and k."""
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, sum of heads, T, D)
         if angles is None:
@@ -120,7 +127,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202) for Llama, GELU in its tanh form for GPT-2."""
+    """SwiGLU (arXiv 2002.05202) for Llama; GELU in its tanh form for GPT-2."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -149,8 +156,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens in, next-token logits out.
 
-    With `cache` (a list from `make_cache`, one a layer) only the new tokens are computed. They follow
-    the tokens that the cache has seen, whether or not it still holds them. `attention` is its layers' class.
+    With a cache (a list from `make_cache`, one per layer) only the new tokens are computed. Their positions
+    follow all tokens that the cache has seen, evicted ones included. `attention` is the class of the
+    attention layers.
     """
 
     def __init__(self, config: Config, attention=Attention):
@@ -168,7 +176,7 @@ class Decoder(nn.Module):
         self.apply(self._init)
 
     def _init(self, module: nn.Module):
-        # residual branches start small, so that the sum over 2L of them keeps its scale (GPT-2, section 2.3)
+        # residual branches start small, so that the sum of all 2L keeps its scale (GPT-2, section 2.3)
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -186,11 +194,10 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None,
                 last: int | None = None) -> Tensor:
-        """tokens (B, T) int64 → logits (B, T, V), or (B, last, V): only those of the last so many tokens.
+        """Return logits (B, T, V) for tokens (B, T) int64; with `last`, only the last, (B, last, V).
 
-        `pos` (B or 1, T) overrides the positions (training on position jumps).
-        Raises ValueError, before a cache is touched, if the sequence would grow beyond config.max_len, and if
-        tokens, positions, caches or `last` do not fit.
+        `pos` (B or 1, T) overrides the positions (training uses position jumps). Raises ValueError, before a
+        cache changes, if the sequence would exceed config.max_len or an argument does not fit.
         """
         check_forward(self, tokens, cache, pos, last)
         if pos is None:

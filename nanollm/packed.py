@@ -1,7 +1,7 @@
-"""A cache whose heads have kept unlike numbers of slots, stored one after the other: nothing is padded.
+"""A cache whose heads keep different numbers of slots, stored without padding.
 
-They are to be read, or dropped by `keep`, but not changed in place. Attention sees them padded to the longest
-head, one layer at a time and only while it runs.
+The slots of one head follow those of the previous head. Packed slots can be read, or removed by `keep`, but
+not changed in place. Attention pads them to the longest head, one layer at a time and only while it runs.
 """
 from dataclasses import dataclass
 
@@ -17,35 +17,35 @@ class PackedCache(LayerCache):
 
     def __post_init__(self):
         super().__post_init__()
-        self.packed: dict[str, Tensor] = {}  # of the slots there were when they were packed
+        self.packed: dict[str, Tensor] = {}  # per-slot tensors (slots of all heads, ...), packed by `pack`
         self.counts = None                   # (B, H): how many slots each head has in `packed`
         self.longest = 0                     # the largest count; `length` − `longest` slots came later
 
     @property
     def packs(self) -> bool:
-        """Whether heads differ, and no slot has state that may change."""
+        """Whether heads differ, and all per-slot tensors stay as they are (k, v, pos and bias do)."""
         return self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}
 
     def pack(self):
         """Store the slots head after head."""
-        there = self.pos != NEVER
-        self.packed = {name: self.slot(name)[there] for name in self.slots}
+        filled = self.pos != NEVER
+        self.packed = {name: self.slot(name)[filled] for name in self.slots}
         self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
-        self.counts, self.longest = there.sum(-1), self.length
+        self.counts, self.longest = filled.sum(-1), self.length
 
     def slot(self, name: str) -> Tensor:
         if not self.packed:
             return super().slot(name)
         new = self.slots[name][:, :, :self.length - self.longest]
-        x, place = self.packed[name], torch.arange(self.longest, device=new.device)
+        x, offset = self.packed[name], torch.arange(self.longest, device=new.device)
         start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
-        old = x[(start + place).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
+        old = x[(start + offset).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
         if name == "pos":
-            old.masked_fill_(place >= self.counts[..., None], NEVER)
+            old.masked_fill_(offset >= self.counts[..., None], NEVER)
         return torch.cat((old, new), 2)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        self.length -= self.longest  # the buffers hold what came after the packed slots
+        self.length -= self.longest  # `slots` holds only what came after the packed slots
         super().write(k, v, pos, **state)
         self.length += self.longest
 
@@ -54,14 +54,14 @@ class PackedCache(LayerCache):
         self.packed, self.counts, self.longest = {}, None, 0
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """With packed slots and one new token: a kernel that reads them as they lie, where there is one."""
+        """For one new token a kernel may read the packed slots without padding them."""
         plain = self.packed and not self.watch and q.shape[2] == 1 and type(self).read is LayerCache.read
         if plain and (fast := kernel_for(q, "decode_attention", "attend_packed")):
             return fast(self, q), None
         return super().attention(q, pos)
 
     def stored(self) -> list[Stored]:
-        """The live slots of both are counted with the buffers."""
+        """Add the packed tensors, with 0 live numbers: the base class counts their live slots."""
         return super().stored() + [Stored(x, 0, follows=True) for x in self.packed.values()]
 
     def beside(self) -> list[Tensor]:

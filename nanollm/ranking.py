@@ -1,11 +1,11 @@
-"""From scores to slots: ranks, the highest, and their indices. Ties go to the newest token."""
+"""Turn scores into slots: ranks, masks of the highest, indices. Ties go to the newest token."""
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
 
 def rank(score: Tensor, pos: Tensor) -> Tensor:
-    """Rank of every slot, (..., S): 0 for the highest score; ties go to the newest token (largest pos)."""
+    """Return each slot's rank, (..., S): 0 for the highest score. Ties go to the largest pos."""
     newest_first = pos.argsort(dim=-1, descending=True, stable=True)
     by_score = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
     order = newest_first.gather(-1, by_score)
@@ -14,21 +14,23 @@ def rank(score: Tensor, pos: Tensor) -> Tensor:
 
 
 def top(score: Tensor, budget: int | Tensor) -> Tensor:
-    """Mask (..., S) of the `budget` highest scores, a number or (...), of slots in the order of their tokens.
+    """Return a mask (..., S) of the `budget` highest scores; budget is a number or (...).
 
-    Ties go to the newest token, as in `rank`, at a third of its time.
+    The slots must be in the order of their tokens. Ties then go to the newest token, as in `rank`, which
+    takes three times as long.
     """
     budget = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])
     budget = budget.clamp(0, score.shape[-1])[..., None]
     least = score.sort(-1, descending=True).values.gather(-1, (budget - 1).clamp(min=0))
     above, tied = score > least, score == least
-    newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many of the tied lie here or later
+    newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many tied slots are here or later
     return above | tied & (newer <= budget - above.sum(-1, keepdim=True))
 
 
 def indices(kept: Tensor) -> Tensor:
-    """Slots where kept (B, H, S) is true, in order, as (B, H, n); heads that keep fewer are filled up with
-    −1.
+    """Return the slots where kept (B, H, S) is true, in order, as (B, H, n).
+
+    n is the number of slots in the head that keeps most. Other heads are filled up with −1.
     """
     count = kept.sum(-1)
     n = int(count.max())
@@ -37,12 +39,12 @@ def indices(kept: Tensor) -> Tensor:
 
 
 def expand_index(i: Tensor, x: Tensor) -> Tensor:
-    """Slots i (B, H, n) as indices (B, H, n, ...) along the slots of x (B, H, S, ...)."""
+    """Expand slots i (B, H, n) to indices (B, H, n, ...) into x (B, H, S, ...), for gather."""
     return i.view(*i.shape, *[1] * (x.dim() - 3)).expand(*i.shape, *x.shape[3:])
 
 
 def taken(x: Tensor, i: Tensor) -> Tensor:
-    """Slots i (B, H, n) of x (B, H, S, D) → (B, H, n, D); whole rows, ten times as fast as gather."""
+    """Return slots i (B, H, n) of x (B, H, S, D): (B, H, n, D), ten times as fast as gather."""
     B, H, S, _ = x.shape
     first = torch.arange(0, B * H * S, S, device=x.device).view(B, H, 1)
     return F.embedding(i + first, x.flatten(0, 2))

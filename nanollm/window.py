@@ -1,8 +1,8 @@
-"""The observation window: at the prompt's end its last queries tell which entries stay.
+"""The observation window: the prompt's last queries decide which entries stay.
 
-`WindowCache` is what SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV share (Algorithm 2 of CriticalKV, arXiv
-2502.03805). methods/snap_kv.py says what stays. What builds on it has another number of entries (`budgets`),
-or another choice (`select`, a `Selection`):
+SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV share `WindowCache` (Algorithm 2 of CriticalKV, arXiv
+2502.03805). methods/snap_kv.py chooses the entries. The other methods build on it and change the number of
+entries (`budgets`) or the choice (`select`, a `Selection`):
 
     make_cache(model, methods.ada_kv.AdaKV, budget=64, select=methods.critical_kv.Critical(alpha=0.25))
 """
@@ -21,37 +21,41 @@ from nanollm.packed import PackedCache
 
 @dataclass(frozen=True)
 class Selection:
-    """Which entries stay."""
-    again = True  # may be applied again to its own output (methods/compress_again.py)
+    """A rule that chooses which entries stay."""
+    again = True  # whether it can be applied to its own output (methods/compress_again.py)
 
     def __post_init__(self):
         check_options(self)
 
     def check(self, cache: "WindowCache"):
-        """ValueError if this selection cannot work with the cache's options, when the cache is made."""
+        """Raise ValueError, when the cache is made, if the selection does not suit its options."""
 
     def __call__(self, cache: "WindowCache", scores: Tensor, budget: int | Tensor) -> Tensor:
-        """Mask (B, H, S − w) of `budget` entries per head, a number or (B, H), by window scores
-        (B, H, G, S − w).
+        """Return a mask (B, H, S − w) of the entries that stay, `budget` per head.
+
+        budget is a number or (B, H); scores are the window scores (B, H, G, S − w).
         """
         raise NotImplementedError(f"{type(self).__name__} needs __call__(self, cache, scores, budget)")
 
 
 @dataclass(eq=False)
 class WindowCache(PackedCache):
-    """Remembers the prompt's last queries, and compresses once, at its end. Decoding then appends."""
-    budget: int            # slots per key/value head, window included
+    """Stores the prompt's last queries and compresses once, when the prompt ends.
+
+    Decoding then appends.
+    """
+    budget: int            # entries that each key/value head may keep, window included
     window_size: int = 32  # queries of the observation window, w
-    kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 switches it off
+    kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 turns it off
 
     def __post_init__(self):
         super().__post_init__()
         w, kernel = self.window_size, self.kernel_size
         if w < 1 or kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"window {w} must be at least 1 and kernel {kernel} an odd number")
+            raise ValueError(f"window_size {w} must be at least 1, and kernel_size {kernel} an odd number")
         if self.budget <= w:
             raise ValueError(f"budget {self.budget} must exceed the window {w}")
-        self.queries = None  # (B, H, G, ≤ w, D): the last ones
+        self.queries = None  # the last queries so far, (B, H, G, ≤ w, D)
 
     def observe(self, q: Tensor, p: Tensor | None):
         if not self.prompt_done:
@@ -59,10 +63,10 @@ class WindowCache(PackedCache):
         super().observe(q, p)
 
     def remember(self, q: Tensor):
-        """Keep the last w queries of those before and q (B, H·G, T, D)."""
+        """Append q (B, H·G, T, D) to the stored queries, and keep the last w."""
         new = q.unflatten(1, (self.k.shape[1], -1))
         last = new if self.queries is None else torch.cat((self.queries, new), 3)
-        self.queries = last[:, :, :, -self.window_size:].clone()  # not a view that would hold all of them
+        self.queries = last[:, :, :, -self.window_size:].clone()  # a view would keep all of them in memory
 
     def end_prefill(self):
         if self.prompt_done:
@@ -78,17 +82,20 @@ class WindowCache(PackedCache):
             self.pack()
 
     def chosen(self) -> Tensor:
-        """Slots that stay, (B, H, n), −1 for none."""
+        """Return the slots that stay, (B, H, n); −1 stands for no slot."""
         raise NotImplementedError(f"{type(self).__name__} needs a method chosen(self) -> (B, H, n)")
 
     def empty(self) -> Tensor | None:
-        """Mask (B, H, S) of the slots without an entry; None if there are none."""
+        """Return a mask (B, H, S) of the slots without an entry; None if there are none."""
         return self.pos == NEVER if self.ragged else None
 
     def pool(self, score: Tensor) -> Tensor:
-        """The best of `kernel_size` neighbours, (..., S) → (..., S): a token is read with those around it."""
+        """Max-pool scores (..., S) over `kernel_size` neighbours.
+
+        The text around a high-scored entry then stays, too.
+        """
         score = max_pool(score, self.kernel_size)
-        if self.ragged:  # an empty slot lies below any score
+        if self.ragged:  # −1 is below every score
             empty = self.empty()[:, :, :score.shape[-1]]
             score = score.masked_fill(empty if score.dim() == 3 else empty.unsqueeze(2), -1)
         return score
@@ -98,20 +105,26 @@ class WindowCache(PackedCache):
 
 
 def max_pool(score: Tensor, width: int) -> Tensor:
-    """Max over `width` neighbours, an odd number, (..., S) → (..., S)."""
+    """Return the maximum over `width` neighbours, an odd number: (..., S) → (..., S)."""
     return F.max_pool1d(score.flatten(0, -2), width, stride=1, padding=width // 2).view_as(score)
 
 
 def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
-    """Probabilities (B, H, G, w, S) of the last queries (B, H, G, w, D) over keys (B, H, S, D), none `empty`.
+    """Return the probabilities (B, H, G, w, S) that the window's queries give to all keys.
+
+    q (B, H, G, w, D) are the last w queries over keys k (B, H, S, D). No query sees the slots where `empty`
+    (B, H, S) is true.
     """
     token = torch.arange(k.shape[2], device=k.device)
-    at = token.expand(k.shape[:3]) if empty is None else token.masked_fill(empty, NEVER)
-    return probabilities(q.flatten(1, 2), k, at, None, token[None, -q.shape[3]:])
+    slot_pos = token.expand(k.shape[:3]) if empty is None else token.masked_fill(empty, NEVER)
+    return probabilities(q.flatten(1, 2), k, slot_pos, None, token[None, -q.shape[3]:])
 
 
 def window_scores(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
-    """Their mean over the window, of the keys before it, (B, H, G, S − w), in 32 bits at least."""
+    """Return window scores (B, H, G, S − w): the mean of `window_rows` over the queries.
+
+    They are of the keys before the window, in at least 32 bits.
+    """
     if empty is None and q.shape[3] <= 128 and (fast := kernel_for(k, "window_scores")):
         return fast(q, k)
     rows, wide = window_rows(q, k, empty), torch.promote_types(q.dtype, torch.float32)

@@ -58,7 +58,7 @@ def test_another_batch_and_a_second_end_of_the_prompt_change_nothing(model, name
 def test_the_prompt_that_ends_is_the_one_that_was_read(model, name):
     caches = make_cache(model, METHODS[name], **given(METHODS[name], **OPTIONS))
     model(TOKENS, caches)
-    with pytest.raises(ValueError, match="have seen .* tokens, and the prompt that ends has 9") as error:
+    with pytest.raises(ValueError, match="have seen .* tokens, but the prompt has 9") as error:
         end_prompt(model, TOKENS[:, :9], caches)
     one_line(error)
     assert not caches[0].prompt_done
@@ -66,10 +66,10 @@ def test_the_prompt_that_ends_is_the_one_that_was_read(model, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("spoil, message", [
-    (lambda caches: [caches[0]] * 2, "2 layers need a cache each, not 2 of which 1 differ; use make_cache"),
-    (lambda caches: caches[:1], "2 layers need a cache each, not 1"),
+    (lambda caches: [caches[0]] * 2, "2 layers need a cache each; the list has 2, 1 of them different; use"),
+    (lambda caches: caches[:1], "2 layers need a cache each; the list has 1"),
     (lambda caches: [caches[0], LayerCache()], "seen 0 to 5 tokens and must agree"),
-    *((lambda caches, x=x: x, "is no list of caches; use make_cache")
+    *((lambda caches, x=x: x, "is not a list of caches; use make_cache")
       for x in (LayerCache(), [LayerCache, LayerCache]))])
 def test_each_layer_has_a_cache_of_its_own_in_step_with_the_others(model, spoil, message):
     caches = make_cache(model)
@@ -91,15 +91,15 @@ NO_INDEX = torch.zeros(2, 2, dtype=torch.int64)
     ("attend", (Q[:, :, :0], K[:, :, :0], K[:, :, :0], POS[:, :0]), "with T at least 1"),
     ("attend", (Q, K, K, POS[:, :2]), r"pos of shape \(1, 2\) must be \(2 or 1, 3\)"),
     ("attend", (Q, K, K, POS.float()), "and not torch.float32"),
-    ("attend", (Q[:, :2], K[:, :1], K[:, :1], POS), "2 texts of 1 heads come to a cache that holds 2 of 2"),
+    ("attend", (Q[:, :2], K[:, :1], K[:, :1], POS), "2 texts of 1 heads do not fit .* 2 texts of 2 heads"),
     ("attend", (Q.half(), K, K, POS), "must be of one floating dtype on one device"),
     ("attend", (None, K, K, POS), "q, k, v and pos must be"),
     ("keep", ([[0]],), r"slots to keep \[\[0\]\] must be an int64 tensor"),
     ("keep", (NO_INDEX[:1, :, None],), r"\(1, 2, 1\), torch.int64, must be an int64 tensor \(2, 2, n\)"),
     ("keep", (NO_INDEX[..., None].float(),), "torch.float32, must be"),
-    ("keep", (NO_INDEX[..., None] + 3,), "slot 3 is to be kept, but there are 3"),
+    ("keep", (NO_INDEX[..., None] + 3,), "slot 3 does not exist; .* in 0 … 2"),
     ("shrink", (torch.zeros(2, 4, 3), 2), r"scores \(2, 4, 3\) must be a tensor \(2, 2, 3\)"),
-    ("shrink", (torch.zeros(2, 2, 3) / torch.tensor([1, 0, 1]), 1), "4 of 12 scores are NaN; score")])
+    ("shrink", (torch.zeros(2, 2, 3) / torch.tensor([1, 0, 1]), 1), "4 of 12 scores are NaN; give")])
 def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(call, tensors, message):
     cache = LayerCache()
     cache.attend(Q, K, K, POS)
@@ -149,7 +149,7 @@ def test_a_class_that_is_no_dataclass_or_does_not_begin_as_its_base_is_told(mode
         budget: int = 3
         shared: ClassVar[int] = 4
 
-    with pytest.raises(ValueError, match="Plain declares budget but is no dataclass; put @dataclass"):
+    with pytest.raises(ValueError, match="Plain declares budget but is not a dataclass; put @dataclass"):
         make_cache(model, Plain)
     assert has_budget(dataclass(eq=False)(Plain)) and len(make_cache(model, dataclass(eq=False)(Plain))) == 2
     Plain.__post_init__ = lambda self: None

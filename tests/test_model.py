@@ -57,10 +57,10 @@ def test_sequences_end_at_max_len():
 
 @pytest.mark.parametrize("call, message", [
     (dict(last=0), "last 0 must be a whole number from 1 to 5"), (dict(last=6), "last 6 .* to 5"),
-    *((dict(tokens=x), r"tokens are empty or no int64 tensor \(B, T\) but (a list|torch.*of shape)")
+    *((dict(tokens=x), r"tokens are (a list|torch.*of shape .*); they must be an int64 tensor \(B, T\)")
       for x in ([[1, 2]], TOKENS[:, :5].float(), TOKENS[0], TOKENS[:, :0])),
     (dict(tokens=TOKENS[:, :5] + 57), "token ids 58 … 116 must lie in the vocabulary 0 … 60"),
-    (dict(pos=torch.arange(5)), r"positions are .* but torch.int64 of shape \(5,\);"),
+    (dict(pos=torch.arange(5)), r"positions are torch.int64 of shape \(5,\); they must be"),
     (dict(pos=torch.arange(4)[None]), r"positions 0 … 3 of shape \(1, 4\) .* shape \(2, 5\) or \(1, 5\)"),
     *((dict(pos=torch.arange(x, x + 5)[None]), "must lie in 0 … 15") for x in (12, -1))])
 def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):

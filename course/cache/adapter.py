@@ -6,12 +6,12 @@ from nanollm import attention, ranking
 from nanollm.cache import LayerCache, PerEntry
 
 
-def visible(at, bias, pos):
-    return attention.visible(at, bias, pos)
+def visible(slot_pos, bias, pos):
+    return attention.visible(slot_pos, bias, pos)
 
 
-def probabilities(q, k, at, bias, pos):
-    return attention.probabilities(q, k, at, bias, pos)
+def probabilities(q, k, slot_pos, bias, pos):
+    return attention.probabilities(q, k, slot_pos, bias, pos)
 
 
 def indices(kept):

@@ -54,7 +54,7 @@ check = checker("cache")
 # %% [markdown]
 # ## 1. `visible` in `nanollm/attention.py` (1 point)
 #
-# `at` is (B, H, S), the positions of slots in any order. `pos` is (B, T) or (1, T), the positions of queries; one row serves the whole batch. Return a mask (B, H, T, S).
+# `slot_pos` is (B, H, S), the positions of slots in any order. `pos` is (B, T) or (1, T), the positions of queries; one row serves the whole batch. Return a mask (B, H, T, S).
 #
 # A slot is seen if its position is at most the query's. Without `bias` (`None`) the mask is `torch.bool`, true where a slot is seen.
 #
@@ -68,7 +68,7 @@ check("visible")
 # %% [markdown]
 # ## 2. `probabilities` in `nanollm/attention.py` (2 points)
 #
-# `q` is (B, H·G, w, D), `k` is (B, H, S, D); `at`, `bias` and `pos` are as above. Return softmax(q kᵀ / √D + bias) over the visible slots, (B, H, G, w, S).
+# `q` is (B, H·G, w, D), `k` is (B, H, S, D); `slot_pos`, `bias` and `pos` are as above. Return softmax(q kᵀ / √D + bias) over the visible slots, (B, H, G, w, S).
 #
 # - Query head h·G + g reads key/value head h. So the G heads of a group lie side by side in `q`.
 # - A slot that is not visible gets exactly 0. At least one slot is visible to each query.

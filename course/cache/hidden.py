@@ -83,7 +83,7 @@ def test_every_pair(run, rows, biased):
                 for s in range(7):
                     seen = bool(at[b, h, s] <= pos[b if rows == 2 else 0, t])
                     expected[b, h, t, s] = (bias[b, h, s] if seen else -math.inf) if biased else seen
-    same(run("visible", at=at, bias=bias, pos=pos), expected, "the mask")
+    same(run("visible", slot_pos=at, bias=bias, pos=pos), expected, "the mask")
 
 
 @problem("visible")
@@ -114,7 +114,7 @@ def test_each_row(run, H, G, w, S, rows, biased):
                     weight = [math.exp(x) if at[b, h, s] <= pos[b if rows == 2 else 0, t] else 0
                               for s, x in enumerate(score)]
                     expected[b, h, g, t] = tensor([x / sum(weight) for x in weight])
-    got = run("probabilities", q=q, k=k, at=at, bias=bias, pos=pos)
+    got = run("probabilities", q=q, k=k, slot_pos=at, bias=bias, pos=pos)
     same(got, expected, "the probabilities", atol=1e-5)
     if got.dtype != torch.float32 or (got[expected == 0] != 0).any():
         wrong("expected float32, and exactly 0 for a slot that is not visible")
@@ -128,7 +128,7 @@ def test_the_dtype_of_q(run, dtype, biased):
     q, k = drawn(6, 1, 2, 1, 4).to(dtype), drawn(7, 1, 1, 6, 4).to(dtype)
     at = torch.arange(6).view(1, 1, 6).int()
     bias = torch.zeros(1, 1, 6, dtype=dtype) if biased else None
-    got = run("probabilities", q=q, k=k, at=at, bias=bias, pos=tensor([[5]]))
+    got = run("probabilities", q=q, k=k, slot_pos=at, bias=bias, pos=tensor([[5]]))
     if not isinstance(got, torch.Tensor) or got.dtype != dtype:
         wrong(f"expected probabilities of {dtype}")
     same(got.double().sum(-1), torch.ones(1, 1, 2, 1).double(), "the sums of rows", atol=0.02)

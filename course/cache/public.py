@@ -28,21 +28,21 @@ def by_position(got, name):
 @problem("visible")
 def test_no_later_slot(run):
     """Slots at 0 1 2 3. The query at 2 sees three of them, that at 3 sees all four."""
-    got = run("visible", at=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[2, 3]]))
+    got = run("visible", slot_pos=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[2, 3]]))
     same(got, tensor([[[[1, 1, 1, 0], [1, 1, 1, 1]]]]).bool(), "the mask")
 
 
 @problem("visible")
 def test_heads_hold_other_tokens(run):
     """Head 0 holds 0 and 5, head 1 holds 3 and an empty slot. The query at 5 sees what there is."""
-    got = run("visible", at=tensor([[[0, 5], [3, NEVER]]]).int(), bias=None, pos=tensor([[4, 5]]))
+    got = run("visible", slot_pos=tensor([[[0, 5], [3, NEVER]]]).int(), bias=None, pos=tensor([[4, 5]]))
     same(got, tensor([[[[1, 0], [1, 1]], [[1, 0], [1, 0]]]]).bool(), "the mask")
 
 
 @problem("visible")
 def test_a_bias(run):
     """With a bias the mask has floats: the slot's bias where it is seen, −inf where it is not."""
-    got = run("visible", at=tensor([[[0, 1]]]).int(), bias=tensor([[[0.5, 2]]]), pos=tensor([[0, 1]]))
+    got = run("visible", slot_pos=tensor([[[0, 1]]]).int(), bias=tensor([[[0.5, 2]]]), pos=tensor([[0, 1]]))
     same(got, tensor([[[[0.5, -inf], [0.5, 2]]]]), "the mask")
 
 
@@ -50,7 +50,7 @@ def test_a_bias(run):
 def test_equal_scores(run):
     """A query of zeros at position 1 gives slots 0 and 1 one half each, and the later ones nothing."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.ones(1, 1, 4, 4),
-              at=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[1]]))
+              slot_pos=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[1]]))
     same(got, tensor([[[[[0.5, 0.5, 0, 0]]]]]), "the probabilities", atol=1e-6)
 
 
@@ -58,7 +58,7 @@ def test_equal_scores(run):
 def test_the_scale(run):
     """D = 4. The products with the keys are 2 ln 3 and 0; divided by √D they are ln 3 and 0: 3/4 and 1/4."""
     got = run("probabilities", q=tensor([2., 0, 0, 0]).view(1, 1, 1, 4),
-              k=tensor([[log(3), 1, 1, 1], [0, 1, 1, 1]]).view(1, 1, 2, 4), at=tensor([[[0, 1]]]).int(),
+              k=tensor([[log(3), 1, 1, 1], [0, 1, 1, 1]]).view(1, 1, 2, 4), slot_pos=tensor([[[0, 1]]]).int(),
               bias=None, pos=tensor([[1]]))
     same(got, tensor([[[[[0.75, 0.25]]]]]), "the probabilities", atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_the_scale(run):
 def test_a_bias_of_ln_3(run):
     """Equal scores; the second slot has the bias ln 3 and so three times the weight of the first."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.zeros(1, 1, 2, 4),
-              at=tensor([[[0, 1]]]).int(), bias=tensor([[[0, log(3)]]]), pos=tensor([[1]]))
+              slot_pos=tensor([[[0, 1]]]).int(), bias=tensor([[[0, log(3)]]]), pos=tensor([[1]]))
     same(got, tensor([[[[[0.25, 0.75]]]]]), "the probabilities", atol=1e-6)
 
 
@@ -76,7 +76,8 @@ def test_groups(run):
     """Four query heads, two key heads: query heads 0 and 1 share key head 0. Shape (1, 2, 2, 1, 2)."""
     q = tensor([0., 1, 2, 3]).view(1, 4, 1, 1)
     k = log(2) * tensor([[1., 0], [0, 1]]).view(1, 2, 2, 1)
-    got = run("probabilities", q=q, k=k, at=tensor([[[0, 1], [0, 1]]]).int(), bias=None, pos=tensor([[1]]))
+    slot_pos = tensor([[[0, 1], [0, 1]]]).int()
+    got = run("probabilities", q=q, k=k, slot_pos=slot_pos, bias=None, pos=tensor([[1]]))
     expected = tensor([[[1 / 2, 1 / 2], [2 / 3, 1 / 3]], [[1 / 5, 4 / 5], [1 / 9, 8 / 9]]])
     same(got, expected.view(1, 2, 2, 1, 2), "the probabilities", atol=1e-6)
 

@@ -1,8 +1,8 @@
-"""Any causal language model of transformers, with this project's caches as its memory.
+"""Run any causal language model of transformers with this project's caches.
 
-Each layer of such a model shows its new keys and values to a cache, and then calls an attention function.
-`Memory` is that cache, and stores nothing: it marks the keys with the layer's LayerCache. `attention` finds
-the mark and asks the LayerCache.
+Each layer of such a model first gives its new keys and values to a transformers cache, and then calls an
+attention function. Here the cache is `Memory`. It stores nothing, but attaches the layer's LayerCache to the
+keys. The attention function is `attention`. It takes the LayerCache from the keys and calls its `attend`.
 
     memory = attach(model, H2O, budget=64)
     model(prompt[:, :-1], past_key_values=memory)
@@ -10,11 +10,12 @@ the mark and asks the LayerCache.
     model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # goes on from the compressed cache
     detach(model)
 
-A memory answers as the model's own cache would, or raises a ValueError. It looks at each call before the
-first layer runs, so a call that it refuses leaves it as it was. Beam search, assisted decoding, `reset`,
-`crop` and `copy.deepcopy` work as with the model's own cache, as far as the method's state allows.
+With LayerCache the model computes the same as with its own cache. A call that the bridge cannot serve raises
+a ValueError. Calls are checked before the first layer runs, so a refused call changes nothing. Beam search,
+assisted decoding, `reset`, `crop` and `copy.deepcopy` work as with the model's own cache, unless the method's
+state does not allow it.
 
-Needs transformers 4.56 or newer; tried with 4.56.2 and the version in requirements.txt.
+Needs transformers 4.56 or newer; tested with 4.56.2 and the version in requirements.txt.
 """
 from collections.abc import Callable
 from copy import copy
@@ -43,27 +44,28 @@ from nanollm.check import whole
 from nanollm.check_model import check_forward
 from nanollm.model import rope, rotate
 
-NAME = "nanollm"  # of the attention function, to transformers
+NAME = "nanollm"  # the name under which transformers knows our attention function
 PAST = "does not go through transformers' attention interface; take another model"
+# arguments of an attention function that `attention` does not implement
 REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores"}
-OUTPUTS = "o_proj", "out_proj", "dense", "c_proj", "wo"  # what families call an output projection
+OUTPUTS = "o_proj", "out_proj", "dense", "c_proj", "wo"  # names of the output projection in model families
 
 
-# ---- the memory: what transformers sees ------------------------------------------------------------------
+# ---- the memory: the cache that transformers sees ----------------------------------------------------------
 
 class Layer(CacheLayerMixin):
-    """What transformers sees of one LayerCache."""
+    """One LayerCache, with the interface that transformers expects of a cache's layer."""
 
     def __init__(self, cache: LayerCache):
         super().__init__()
         self.cache = cache
-        self.is_croppable = type(cache) is LayerCache  # slot i holds token i, and nothing else remembers it
+        self.is_croppable = type(cache) is LayerCache  # slot i holds token i, and there is no other state
 
     def update(self, k: Tensor, v: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
         if k.shape != v.shape:
             raise ValueError(f"layer {self.cache.layer} has keys of {k.shape[-1]} numbers and values of "
                              f"{v.shape[-1]}; take another model")
-        k = k.view_as(k)  # a tensor object of its own, to carry the mark
+        k = k.view_as(k)  # a new tensor object, which can carry the cache as an attribute
         k.cache = self.cache
         return k, v
 
@@ -71,25 +73,29 @@ class Layer(CacheLayerMixin):
         return self.cache.seen
 
     def get_mask_sizes(self, new) -> tuple[int, int]:
-        """Of a mask for the new tokens alone. `new`: their number; in older versions, their positions."""
+        """Return (length, offset) of a mask that covers only the new tokens.
+
+        new: their number; in older versions of transformers, their positions.
+        """
         return len(new) if isinstance(new, Tensor) else new, self.cache.seen
 
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its older name
+    get_max_cache_shape = get_max_length  # the older name
 
     def lazy_initialization(self, *_):
         pass
 
 
 class Memory(Cache):
-    """A cache of transformers made of LayerCaches, one a layer, for one batch of texts."""
+    """A transformers cache made of one LayerCache per layer, for one batch of texts."""
 
     def __init__(self, model: "Bridged", make: Callable[[], list[LayerCache]]):
         super().__init__(layers=[Layer(cache) for cache in make()])
         self.model, self.make = model, make
-        self.texts, self.expected = 0, None  # tokens that each layer will have seen when this call ends
+        self.texts = 0        # texts in the batch
+        self.expected = None  # during a call: how many tokens each layer has seen when the call ends
         model.attach()
 
     @property
@@ -97,7 +103,7 @@ class Memory(Cache):
         return [layer.cache for layer in self.layers]
 
     def begin(self, decoder: nn.Module, call: dict):
-        """Called before the first layer runs: ValueError if the answer would not be the model's own."""
+        """Check a call before the first layer runs: ValueError if the bridge cannot serve it."""
         if decoder is not self.model.decoder:
             raise ValueError("this memory belongs to another model; make one by attach(model, …)")
         if decoder.training:
@@ -114,7 +120,7 @@ class Memory(Cache):
                                  f"{end}; shorten the text, or take another model")
         for name in ("position_ids", "cache_position"):
             pos = call.get(name)
-            if pos is not None and pos.dim() < 3 and (  # in three dimensions: of an image
+            if pos is not None and pos.dim() < 3 and (  # positions of images have three dimensions
                     pos.shape[-1] != end - seen or (pos != torch.arange(seen, end, device=pos.device)).any()):
                 raise ValueError(f"{name} must be {seen} … {end - 1}, as the memory has seen {seen} tokens; "
                                  f"leave {name} out, give each text a row of its own, and begin assisted "
@@ -125,17 +131,17 @@ class Memory(Cache):
         self.texts, self.expected = len(tokens), end
 
     def end(self):
-        """Called after the last layer: ValueError unless every layer has read the new tokens once."""
+        """Check after the last layer: ValueError unless every layer has read the new tokens once."""
         for layer, cache in enumerate(self.caches):
             if cache.seen != self.expected:
                 raise ValueError(f"layer {layer} {PAST}")
         self.expected = None
 
     def check_whole(self):
-        """ValueError if an earlier call was broken off when some layers had read its tokens."""
+        """Raise ValueError if an earlier call stopped after only some layers had read its tokens."""
         if len({cache.seen for cache in self.caches}) > 1:
-            raise ValueError("an earlier call was broken off after some layers had read its tokens; "
-                             "call reset() and read the prompt again")
+            raise ValueError("an earlier call stopped after only some layers had read its tokens; "
+                             "call reset() and feed the prompt again")
 
     def update(self, *given, **named) -> tuple[Tensor, Tensor]:
         if not self.expected or self.model.model.config._attn_implementation != NAME:
@@ -144,25 +150,27 @@ class Memory(Cache):
         return super().update(*given, **named)
 
     def end_prompt(self):
-        """Tell every layer, lowest first, that the prompt is over: compress.
+        """Tell every layer that the prompt is over; the caches then compress it.
 
-        Where a method reads the prompt twice, call generate.end_prompt(Bridged(model), tokens, caches).
+        For a method that rereads the prompt, call generate.end_prompt(Bridged(model), tokens, caches)
+        instead.
         """
         self.check_whole()
         if not self.get_seq_length():
             raise ValueError("no prompt was read; call the model with past_key_values=memory first")
         end_prefill(self.caches)
 
-    # ---- what transformers' own caches can do --------------------------------------------------------------
+    # ---- other methods of transformers' caches -------------------------------------------------------------
 
     def reset(self):
-        """Forget everything: a new memory of the same method."""
+        """Empty the memory; method and options stay."""
         Memory.__init__(self, self.model, self.make)
 
     def crop(self, tokens: int):
-        """Take out the last −`tokens` tokens; or, above 0, all but the first `tokens`."""
+        """Keep only the first `tokens` tokens; if `tokens` ≤ 0, remove the last −`tokens`."""
         seen = self.get_seq_length()
-        left = whole("crop", tokens, -seen) + (0 if tokens > 0 else seen)
+        whole("crop", tokens, -seen)
+        left = tokens if tokens > 0 else seen + tokens
         self.check_whole()
         if left < seen:
             self.activate_past_recording()
@@ -170,13 +178,13 @@ class Memory(Cache):
                 cache.length = cache.seen = left
 
     def activate_past_recording(self):
-        """Called before assisted decoding. ValueError if `crop` could not take its tokens out again."""
+        """Raise ValueError if `crop` cannot remove tokens. Called before assisted decoding."""
         if not all(layer.is_croppable for layer in self.layers):
-            raise ValueError(f"{type(self.caches[0]).__name__} cannot take tokens out again, as crop, prompt "
-                             "lookup and an assistant do; take the full cache, LayerCache")
+            raise ValueError(f"{type(self.caches[0]).__name__} cannot remove tokens, which crop, prompt "
+                             "lookup and assisted decoding need; use the full cache, LayerCache")
 
     def batch_select_indices(self, i: Tensor):
-        """Go on with the texts i (N,), in this order. One may come twice."""
+        """Replace the batch by its texts i (N,), in this order. A text may be taken twice."""
         self.check_whole()
         if not self.texts:
             return
@@ -184,32 +192,33 @@ class Memory(Cache):
             i = torch.arange(self.texts, device=getattr(i, "device", None))[i]  # i may be a mask, or a list
             states = [vars(texts_of(cache, i, self.texts)) for cache in self.caches]
         except IndexError:
-            raise ValueError(f"texts {i} are not all among 0 … {self.texts - 1}; choose from these") from None
+            raise ValueError(f"texts {i} must all be among 0 … {self.texts - 1}") from None
         except TypeError:
-            raise ValueError(f"{type(self.caches[0]).__name__} cannot repeat or choose texts, as beam search "
-                             "does; take another method") from None
+            raise ValueError(f"{type(self.caches[0]).__name__} cannot repeat or choose texts, which beam "
+                             "search needs; take another method") from None
         for cache, state in zip(self.caches, states):
             vars(cache).update(state)
         self.texts = len(i)
 
-    reorder_cache = batch_select_indices  # after each step of beam search
+    reorder_cache = batch_select_indices  # called after each step of beam search
 
     def batch_repeat_interleave(self, repeats: int):
         self.batch_select_indices(torch.arange(self.texts).repeat_interleave(repeats))
 
     def __deepcopy__(self, memo):
-        """A copy that goes its own way. What belongs to the model is shared."""
+        """Return an independent copy. Both refer to the same model."""
         memory = copy(self)
         memory.layers = [Layer(cache) for cache in copied(self.caches)]
         return memory
 
 
 def texts_of(x, i: Tensor, texts: int):
-    """The texts i of a cache, or of anything that it holds; TypeError where texts cannot be told apart.
+    """Return the texts i of a cache, or of one of its attributes.
 
-    The first dimension of a cache's tensors is the texts.
+    The first dimension of a cache's tensors is the text. Raises TypeError for an attribute that cannot be
+    split by text.
     """
-    if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` has one row for all texts
+    if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` joins all texts
         options, new = {field.name for field in fields(x)}, copy(x)
         for name in vars(x).keys() - options - {"model", "previous"}:
             setattr(new, name, texts_of(getattr(x, name), i, texts))
@@ -225,11 +234,14 @@ def texts_of(x, i: Tensor, texts: int):
     raise TypeError(type(x))
 
 
-# ---- the attention function: what a layer calls ------------------------------------------------------------
+# ---- the attention function, called by each layer ----------------------------------------------------------
 
 def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None,
               dropout: float = 0.0, **more) -> tuple[Tensor, None]:
-    """q (B, H·G, T, D), k and v (B, H, T, D) of new tokens → (B, T, H·G, D), by the cache that k names."""
+    """Return attention's output (B, T, H·G, D) for new tokens, from the cache attached to k.
+
+    q (B, H·G, T, D), k and v (B, H, T, D). Without a cache on k this is the model's usual attention.
+    """
     if not hasattr(k, "cache"):
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **more)
     cache, T, D = k.cache, *q.shape[2:]
@@ -244,14 +256,15 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 
 def attend(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """cache.attend. Slots are written to in place, so its gradients are right in a prompt's first part alone,
-    and refused elsewhere.
+    """Call cache.attend, and refuse gradients that would be wrong.
+
+    Slots are written in place, so gradients are right only for the first part of a prompt.
     """
-    carries = any(x.requires_grad for x in cache.slots.values())
-    if carries:  # what is there belongs to the graph of an earlier call: go on with a copy
+    has_graph = any(x.requires_grad for x in cache.slots.values())
+    if has_graph:  # the slots belong to the graph of an earlier call; continue with a copy
         cache.slots = {name: x.detach().clone() for name, x in cache.slots.items()}
-    several = carries or cache.prompt_done or cache.watch == ALL and q.shape[2] > TILE
-    if not (several and torch.is_grad_enabled() and q.requires_grad):
+    rewritten = has_graph or cache.prompt_done or cache.watch == ALL and q.shape[2] > TILE
+    if not (rewritten and torch.is_grad_enabled() and q.requires_grad):
         return cache.attend(q, k, v, pos)
     with torch.no_grad():
         y = cache.attend(q, k, v, pos)
@@ -259,7 +272,7 @@ def attend(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> T
 
 
 class NoGradient(torch.autograd.Function):
-    """y, and a ValueError for whoever asks for its gradient."""
+    """Pass y through; raise ValueError if its gradient is computed."""
 
     @staticmethod
     def forward(_, q: Tensor, y: Tensor) -> Tensor:
@@ -278,16 +291,16 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 # ---- the model ---------------------------------------------------------------------------------------------
 
 class Bridged:
-    """A causal language model of transformers, called as our decoder is: tokens, caches → logits.
+    """A causal language model of transformers, called as our decoder: tokens, caches → logits.
 
-    ValueError if its attention cannot be replaced. The first Memory replaces it, until `detach`; without a
-    Memory the model answers as before.
+    Raises ValueError if the model's attention cannot be replaced. The first Memory replaces it, until
+    `detach`. Calls without a Memory still use the model's usual attention.
     """
 
     def __init__(self, model):
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        model = getattr(model, "_orig_mod", model)  # unwraps torch.compile
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"{type(model).__name__} is no model of transformers; "
+            raise ValueError(f"{type(model).__name__} is not a model of transformers; "
                              "load one with AutoModelForCausalLM.from_pretrained")
         c, name = model.config.get_text_config(), type(model).__name__
         heads = getattr(c, "num_attention_heads", None)
@@ -308,50 +321,53 @@ class Bridged:
         self.decoder = model.get_decoder()
 
     def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:
-        """tokens (B, T) int64 → logits (B, T, V); of the `last` tokens alone, if that is not 0."""
+        """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones."""
         check_forward(self, tokens, caches, None, last or None)
         memory = caches and Memory(self, lambda: caches)
         return self.model(tokens, past_key_values=memory, use_cache=bool(memory), logits_to_keep=last).logits
 
     def attach(self):
-        """Replace the model's attention, unless that is done."""
+        """Replace the model's attention, unless it is replaced already."""
         own = self.model.config._attn_implementation
         if own == NAME and hasattr(self.model, "attention_before"):
             return
-        detach(self.model)  # it was attached, if another attention was set by hand since
+        detach(self.model)  # undoes an earlier attach, after which somebody has set another attention
         hooks = (self.decoder.register_forward_pre_hook(before, with_kwargs=True),
                  self.decoder.register_forward_hook(after, with_kwargs=True))
-        # a config that is shared with an attached model says NAME, too
+        # own is also NAME if the model shares its config with an attached model
         self.model.attention_before = "eager" if own == NAME else own, hooks
         self.model.set_attn_implementation(NAME)
 
 
-def before(decoder: nn.Module, given: tuple, named: dict):
-    """A hook: shows a call of the decoder to its memory, if it has one."""
-    call = by_name(decoder, given, named)
+def before(decoder: nn.Module, args: tuple, kwargs: dict):
+    """Let the memory check a call before the first layer, if the call has one (pre-hook)."""
+    call = by_name(decoder, args, kwargs)
     if isinstance(memory := call.get("past_key_values"), Memory):
         memory.begin(decoder, call)
 
 
-def after(decoder: nn.Module, given: tuple, named: dict, _):
-    """A hook: tells the memory that every layer has run."""
-    if isinstance(memory := by_name(decoder, given, named).get("past_key_values"), Memory):
+def after(decoder: nn.Module, args: tuple, kwargs: dict, _):
+    """Let the memory check a call after the last layer, if the call has one (hook)."""
+    if isinstance(memory := by_name(decoder, args, kwargs).get("past_key_values"), Memory):
         memory.end()
 
 
-def by_name(decoder: nn.Module, given: tuple, named: dict) -> dict:
-    """Return all arguments of a call under their names."""
-    return dict(zip([*signature(type(decoder).forward).parameters][1:], given)) | named if given else named
+def by_name(decoder: nn.Module, args: tuple, kwargs: dict) -> dict:
+    """Return all arguments of a call by name."""
+    return dict(zip([*signature(type(decoder).forward).parameters][1:], args)) | kwargs if args else kwargs
 
 
 def attach(model, Method=LayerCache, **options) -> Memory:
-    """A memory for one batch of texts, to pass as `past_key_values`; its `end_prompt` compresses it."""
+    """Return a memory for one batch of texts, to pass as `past_key_values`.
+
+    Its `end_prompt` compresses the prompt.
+    """
     bridged = Bridged(model)
     return Memory(bridged, partial(make_cache, bridged, Method, **options))
 
 
 def detach(model):
-    """Give the model its own attention back."""
+    """Restore the model's own attention."""
     model = getattr(model, "_orig_mod", model)
     if hasattr(model, "attention_before"):
         name, hooks = vars(model).pop("attention_before")
@@ -360,39 +376,42 @@ def detach(model):
             hook.remove()
 
 
-# ---- where a model keeps what methods ask for: output projections, RoPE's angles, masks --------------------
+# ---- parts of a model that methods need: output projections, RoPE's angles, masks --------------------------
 
 def output_projections(model) -> list[nn.Module]:
-    """What multiplies the heads' outputs, a layer each: found by name, beside the number of the layer."""
-    found, layers = {}, model.config.get_text_config().num_hidden_layers
+    """Return each layer's output projection W_O, found by name.
+
+    It belongs to a module with a `layer_idx`; OUTPUTS lists the known names.
+    """
+    by_layer, layers = {}, model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         for name in OUTPUTS if hasattr(module, "layer_idx") else ():
             if isinstance(child := getattr(module, name, None), (nn.Linear, Conv1D)):
-                found.setdefault(module.layer_idx, child)
-    if sorted(found) != [*range(layers)]:
-        raise ValueError(f"{type(model).__name__} has {layers} layers and {len(found)} output projections by "
-                         f"a known name ({', '.join(OUTPUTS)}); take another model")
-    return [found[layer] for layer in range(layers)]
+                by_layer.setdefault(module.layer_idx, child)
+    if sorted(by_layer) != [*range(layers)]:
+        raise ValueError(f"{type(model).__name__} has {layers} layers and {len(by_layer)} output projections "
+                         f"by a known name ({', '.join(OUTPUTS)}); take another model")
+    return [by_layer[layer] for layer in range(layers)]
 
 
 def w_o(projection: nn.Module, heads: int) -> Tensor:
-    """Its weights as (d_model, H·G, D): a view."""
+    """Return an output projection's weights as (d_model, H·G, D), a view."""
     weight = projection.weight.T if isinstance(projection, Conv1D) else projection.weight
     return weight.detach().unflatten(1, (heads, -1))
 
 
 def frequencies(model, head_dim: int) -> Tensor | None:
-    """RoPE's angles per token (D/2,), if this model rotates keys as our decoder does; else None."""
+    """Return RoPE's angles per token (D/2,) if the model rotates as our decoder, else None."""
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
-    turn = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
-    if turn is None or rotary is None or 2 * len(rotary.inv_freq) != head_dim or rotary.inv_freq.is_meta:
+    rotate_qk = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
+    if rotate_qk is None or rotary is None or 2 * len(rotary.inv_freq) != head_dim or rotary.inv_freq.is_meta:
         return None
     freq = rotary.inv_freq.float()
     pos = torch.tensor([[0, 1, 7]], device=freq.device)
     x = torch.linspace(-1, 1, 3 * head_dim, device=freq.device).view(1, 1, 3, -1)
     try:
-        theirs = turn(x, x, *rotary(x, pos))[1]
-    except (TypeError, ValueError, RuntimeError):  # a rotation of another kind
+        theirs = rotate_qk(x, x, *rotary(x, pos))[1]
+    except (TypeError, ValueError, RuntimeError):  # another kind of rotation
         return None
     return freq if torch.allclose(theirs, rotate(x, *rope(freq, pos)), atol=1e-5) else None
 
@@ -406,6 +425,6 @@ def windows(config) -> list[int | None]:
 
 
 def causal(mask: Tensor) -> bool:
-    """Whether a mask (B, 1, T, S) for the last T of S tokens hides later tokens and nothing else."""
+    """Return whether a mask (B, 1, T, S) for the last T of S tokens hides only later tokens."""
     shown = mask if mask.dtype == torch.bool else mask == 0
     return torch.equal(shown, torch.ones_like(shown).tril(mask.shape[-1] - mask.shape[-2]))

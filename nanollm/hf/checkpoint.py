@@ -1,12 +1,12 @@
-"""Weights in and out, in one layout on disk: Hugging Face's config.json and model.safetensors.
+"""Read and write weights in Hugging Face's layout: config.json and model.safetensors.
 
-Read are GPT-2 and the Llama form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5. A
-checkpoint that Decoder would compute differently from its authors is a ValueError, never an
-approximation. Any other family, and every tokenizer, is read by transformers (`hf_model`, `hf_tokenizer`).
+`from_hf` reads GPT-2 and models of Llama's form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5.
+It raises a ValueError if Decoder would compute anything else than the model's authors; it never approximates.
+transformers reads all other families and every tokenizer (`hf_model`, `hf_tokenizer`).
 """
 from contextlib import contextmanager
 import json
-from os.path import isfile  # false for names that are none, too
+from os.path import isfile  # unlike Path.is_file, also false for invalid names
 from pathlib import Path
 import re
 
@@ -23,7 +23,7 @@ from nanollm.tokenizer import Foreign
 
 # ---- config.json ---------------------------------------------------------------------------------------
 
-# fields of Config and their names in config.json
+# field of Config → its name in config.json
 KEYS = {
     "gpt2": dict(vocab_size="vocab_size", max_len="n_positions", n_layers="n_layer", n_heads="n_head",
                  d_model="n_embd", d_ff="n_inner", norm_eps="layer_norm_epsilon",
@@ -35,20 +35,23 @@ KEYS = {
 
 
 def require(hf: dict, key: str, *allowed):
-    """ValueError unless config.json has one of `allowed` under `key`; an absent key means the first."""
+    """Raise ValueError unless config.json has one of `allowed` under `key`.
+
+    If the key is absent, the first of `allowed` is assumed.
+    """
     if hf.get(key, allowed[0]) not in allowed:
-        right = " or ".join(map(repr, allowed))
-        raise ValueError(f"{key} {hf[key]!r:.60} is not implemented; only {right} is")
+        words = " or ".join(map(repr, allowed))
+        raise ValueError(f"{key} {hf[key]!r:.60} is not implemented; only {words} is")
 
 
 def fields(hf: dict, family: str, **default) -> dict:
-    """Return the fields of Config under KEYS, checked under their names; null stands for the default."""
-    found = dict(bos=hf.get("bos_token_id"))
+    """Return the fields of Config that KEYS lists, checked; null or absent takes the default."""
+    values = dict(bos=hf.get("bos_token_id"))
     for ours, theirs in KEYS[family].items():
         if (x := hf.get(theirs)) is not None:
             check_field(theirs, x, Config.__annotations__[ours])
-        found[ours] = default[theirs] if x is None else x
-    return found
+        values[ours] = default[theirs] if x is None else x
+    return values
 
 
 def gpt2_config(hf: dict) -> Config:
@@ -80,9 +83,9 @@ def llama_config(hf: dict) -> Config:
     require(rope, "rope_type", "default", "llama3")
     require(hf | rope, "partial_rotary_factor", 1.0)
     old, scaled = "original_max_position_embeddings", rope["rope_type"] == "llama3"
-    if scaled and hf.get(old, rope.get(old)) != rope.get(old):  # transformers shows one and takes the other
+    if scaled and hf.get(old, rope.get(old)) != rope.get(old):  # transformers shows one and uses the other
         raise ValueError(f"{old} is {hf[old]} at the top level and {rope.get(old)} in rope_scaling; "
-                         "which one counts is not clear, so keep it in rope_scaling alone")
+                         "give the right one in rope_scaling and remove the other")
     llama = kind == "llama"
     bias = llama and hf.get("attention_bias", False)
     return Config(rope_theta=rope["rope_theta"],
@@ -106,14 +109,14 @@ def read_json(path: Path) -> dict:
 
 
 def config_file(folder: str | Path) -> dict:
-    """Return what config.json holds. ValueError if its layers are too many."""
+    """Return the content of config.json. ValueError if it is missing or has too many layers."""
     path = Path(folder) / "config.json"
     if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
     hf = read_json(path)
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if hf.get(key) is not None:
-            whole(f"{path}: {key}", hf[key], 1, 1000)  # of more, modules would be made for minutes
+            whole(f"{path}: {key}", hf[key], 1, 1000)  # building more would take minutes
     return hf
 
 
@@ -132,7 +135,10 @@ def read_config(folder: Path) -> Config:
 
 
 def hf_config(c: Config) -> dict:
-    """The config.json of c. Every version of transformers reads rope_theta and rope_scaling."""
+    """Return the content of config.json for c.
+
+    It has rope_theta and rope_scaling, because every version of transformers reads these.
+    """
     biases = c.qkv_bias, c.o_bias, c.mlp_bias
     if c.family == "gpt2":
         kind, name = "gpt2", "GPT2LMHeadModel"
@@ -155,7 +161,7 @@ def hf_config(c: Config) -> dict:
 
 # ---- model.safetensors ---------------------------------------------------------------------------------
 
-# our modules and Hugging Face's; those of a layer stand below LAYERS
+# our module → Hugging Face's; the modules of a layer are inside LAYERS
 NAMES = {
     "gpt2": dict(
         embed="transformer.wte", positions="transformer.wpe", norm="transformer.ln_f", head="lm_head",
@@ -166,14 +172,14 @@ NAMES = {
         q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
         gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj")}
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
-TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D holds (in, out)
-DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # old ones hold mask and angles
+TRANSPOSED = re.compile(r"\.c_\w+\.weight$")  # GPT-2's Conv1D stores weights as (in, out)
+DERIVED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # masks and angles in old checkpoints
 
 
 def layout(model: Decoder) -> dict[str, Tensor]:
-    """Return Hugging Face's name of every tensor → our parameter, or the part of one, that it is."""
+    """Return a dict from Hugging Face's tensor names to our parameters, or to parts of them."""
     family, names = model.config.family, {}
-    for ours, x in model.named_parameters():  # blocks.3.attention.qkv.weight; a tied head is none
+    for ours, x in model.named_parameters():  # e.g. blocks.3.attention.qkv.weight; a tied head is not listed
         *path, module, kind = ours.split(".")
         parts = {module: x}
         if module not in NAMES[family]:  # q, k and v are rows of qkv
@@ -198,98 +204,98 @@ def open_shards(folder: Path) -> dict[Path, safe_open]:
     shards = {}
     for name in names:
         file = folder / name
-        if Path(name).name != name or not isfile(file):  # only a file of this folder, not one above it
+        if Path(name).name != name or not isfile(file):  # an index must not lead out of the folder
             raise ValueError(f"{str(file)!r:.200} is missing; give the folder of a whole checkpoint")
         try:
             shards[file] = safe_open(file, "pt")
         except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or no safetensors file ({error}); "
+            raise ValueError(f"{file} is truncated or not a safetensors file ({error}); "
                              "download it again") from None
     return shards
 
 
 def check_device(name: str | torch.device) -> torch.device:
-    """The device, or a ValueError if nothing can be computed on one of this name here."""
+    """Return the device, or raise a ValueError if this machine cannot compute on it."""
     try:
         one = torch.ones(1, device=name)
-        one.item()  # meta tensors have no numbers
+        one.item()  # fails on a meta tensor, which has no numbers
         return one.device
-    except Exception as error:  # every backend that is not there has an error of its own
-        raise ValueError(f"device {str(name)!r} is not there ({brief(error)}); use cpu") from None
+    except Exception as error:  # each backend raises its own error
+        raise ValueError(f"device {str(name)!r} is not available ({brief(error)}); use cpu") from None
 
 
 def check_dtype(dtype: torch.dtype):
-    """ValueError unless weights can be held and multiplied in this dtype."""
-    right = torch.float16, torch.bfloat16, torch.float32, torch.float64
-    if dtype not in right:
-        raise ValueError(f"dtype {dtype!r:.60} is not for weights; use one of {', '.join(map(str, right))}")
+    """Raise ValueError unless weights can be stored and multiplied in this dtype."""
+    allowed = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    if dtype not in allowed:
+        raise ValueError(f"dtype {dtype!r:.60} is not for weights; use one of {', '.join(map(str, allowed))}")
 
 
 class NoDraws(TorchFunctionMode):
-    """Leaves weights undrawn: for a meta tensor, `normal_` would first import PyTorch's compiler (2 s)."""
+    """Skip random initialisation of meta tensors, which would import PyTorch's compiler (2 s)."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.nn.init.normal_:
-            return kwargs["tensor"]  # so nn.init hands it over
+            return kwargs["tensor"]  # nn.init passes it by name
         return function(*args, **kwargs or {})
 
 
 def brief(error: Exception) -> str:
-    """The begin of an error's first line, or its kind."""
+    """Return the first 200 characters of an error's first line, or its type if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @torch.no_grad()
 def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
             device: str | torch.device = "cpu") -> Decoder:
-    """The decoder in a Hugging Face folder, in eval mode, its weights cast to dtype.
+    """Return the decoder in a Hugging Face folder, in eval mode, with weights cast to dtype.
 
-    Tensors go one by one from the mapped files into the decoder, so no second copy of the weights is
-    made. Raises ValueError naming the file, the key of config.json or the tensor that is missing, damaged
-    or not understood.
+    Tensors are copied one by one from memory-mapped files, so memory holds the weights only once. Raises
+    ValueError with the name of the file, the key of config.json or the tensor that is missing, damaged or
+    unknown.
     """
     folder, device = Path(folder), check_device(device)
     check_dtype(dtype)
     config = read_config(folder)
     prefix = LAYERS[config.family].split(".")[0] + "."  # base models are saved without it
-    found = {}  # full name → its shard, and the name there
+    stored = {}  # full name → its shard, and its name in that shard
     for file, shard in open_shards(folder).items():
         for name in shard.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
-            if full in found:
+            if full in stored:
                 raise ValueError(f"{name!r} in {file} is the second tensor {full}; remove one of them")
             if not DERIVED.search(full):
-                found[full] = shard, name
+                stored[full] = shard, name
 
-    is_it = "is config.json that of these weights?"
+    hint = "is config.json that of these weights?"
     try:
         with torch.device("meta"), NoDraws():  # costs neither memory nor the time for random weights
             model = Decoder(config).to(dtype)
     except RuntimeError:
-        raise ValueError(f"{folder} should hold a tensor of more than 2**63 bytes; {is_it}") from None
+        raise ValueError(f"{folder} should hold a tensor of more than 2**63 bytes; {hint}") from None
     names = layout(model)
-    tied = config.tie_embeddings and found.pop("lm_head.weight", None)
-    if extra := found.keys() - names:
+    tied = config.tie_embeddings and stored.pop("lm_head.weight", None)
+    if extra := stored.keys() - names:
         raise ValueError(f"tensor {min(extra)!r} has no place in a {config.family} decoder "
-                         f"({len(extra)} such tensors); {is_it}")
+                         f"({len(extra)} such tensors); {hint}")
     for name, p in names.items():
-        want = list(p.T.shape if TRANSPOSED.search(name) else p.shape)
-        if name not in found:
-            raise ValueError(f"tensor {name} {want} is missing from {folder}; {is_it}")
-        shard, there = found[name]
-        if (shape := shard.get_slice(there).get_shape()) != want:
-            raise ValueError(f"tensor {there} is {shape} and should be {want}; {is_it}")
+        expected = list(p.T.shape if TRANSPOSED.search(name) else p.shape)
+        if name not in stored:
+            raise ValueError(f"tensor {name} {expected} is missing from {folder}; {hint}")
+        shard, its_name = stored[name]
+        if (shape := shard.get_slice(its_name).get_shape()) != expected:
+            raise ValueError(f"tensor {its_name} is {shape} and should be {expected}; {hint}")
 
     model.to_empty(device=device)
     if config.tie_embeddings:  # to_empty has untied them
         model.head.weight = model.embed.weight
     for name, p in layout(model).items():
-        shard, there = found[name]
-        x = shard.get_tensor(there)
+        shard, its_name = stored[name]
+        x = shard.get_tensor(its_name)
         if not x.is_floating_point():
-            raise ValueError(f"tensor {there} holds {x.dtype}, as if quantized; use weights that are not")
+            raise ValueError(f"tensor {its_name} holds {x.dtype}, as if quantized; use weights in floats")
         if not p.copy_(x.T if TRANSPOSED.search(name) else x).isfinite().all():
-            raise ValueError(f"tensor {there} holds inf or nan as {dtype}; use a wider dtype "
+            raise ValueError(f"tensor {its_name} holds inf or nan as {dtype}; use a wider dtype "
                              "or download it again")
     if tied and not torch.equal(tied[0].get_tensor(tied[1]).to(model.head.weight), model.head.weight):
         raise ValueError("tensor lm_head.weight differs from the embedding, but config.json says "
@@ -299,11 +305,10 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
 
 @torch.no_grad()
 def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16):
-    """Write config.json and model.safetensors, weights cast to dtype, for from_hf and transformers.
+    """Write config.json and model.safetensors, weights cast to dtype.
 
-    The family decides the layout: gpt2, or llama, or qwen2 if only q, k and v have biases. Raises
-    ValueError for biases and heads that fit none of them, for integers as dtype, and for a weight that is
-    not finite in dtype.
+    The layout is gpt2 or llama, as the family, or qwen2 if only q, k and v have biases. Raises ValueError if
+    the biases or heads fit no layout, if dtype is not a float type, or if a weight is not finite in dtype.
     """
     c = model.config
     check_dtype(dtype)
@@ -312,7 +317,7 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
                          "which fits no Hugging Face model")
     config = hf_config(c) | dict(
         torch_dtype=str(dtype).removeprefix("torch."),
-        bos_token_id=c.bos, eos_token_id=None)  # else transformers puts in those of the family's tokenizer
+        bos_token_id=c.bos, eos_token_id=None)  # else transformers assumes those of the family's tokenizer
     tensors = {}
     for name, p in layout(model).items():
         x = p.detach().to("cpu", dtype)
@@ -334,20 +339,20 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
 
 
 def is_known(folder: str | Path) -> bool:
-    """Return whether `from_hf` reads this folder's family, or is to say what is wrong with the folder."""
+    """Return whether `from_hf` should read the folder: it knows the family or names the error."""
     return not isfile(Path(folder) / "config.json") or str(config_file(folder).get("model_type")) in READERS
 
 
 @contextmanager
 def reading(problem: str):
-    """Within, transformers shows no progress and logs nothing; what it raises is a ValueError of one line."""
+    """Silence transformers, and turn whatever it raises into a ValueError of one line."""
     from transformers.utils import logging
     shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except Exception as error:  # of whichever library reads
+    except Exception as error:  # several libraries read, each with its own errors
         raise ValueError(f"{problem} ({brief(error)}); download it again, or update transformers") from error
     finally:
         logging.set_verbosity(level)
@@ -356,24 +361,24 @@ def reading(problem: str):
 
 
 def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
-    """transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
+    """Return transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
     config_file(folder)
-    from transformers import AutoModelForCausalLM  # here, as importing it takes seconds
+    from transformers import AutoModelForCausalLM  # here, because importing it takes seconds
     with reading(f"{folder} cannot be read"):
-        model, told = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, dtype=dtype,
-            output_loading_info=True, ignore_mismatched_sizes=True)  # which is refused below, by name
-    if others := sorted(told["mismatched_keys"]):
-        name, shape, want = others[0]
-        raise ValueError(f"tensor {name} of {folder} is {list(shape)} and should be {list(want)}; "
+            output_loading_info=True, ignore_mismatched_sizes=True)  # mismatches are refused by name below
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, shape, expected = mismatched[0]
+        raise ValueError(f"tensor {name} of {folder} is {list(shape)} and should be {list(expected)}; "
                          "is config.json that of these weights?")
-    if lacks := sorted(told["missing_keys"]):
-        raise ValueError(f"{folder} lacks {len(lacks)} tensors, as {lacks[0]}; download it again")
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{folder} lacks {len(missing)} tensors, such as {missing[0]}; download it again")
     return model.to(check_device(device)).eval()
 
 
 def hf_skeleton(folder: str | Path):
-    """transformers' model of a folder's config.json, without memory for its weights."""
+    """Return transformers' model of a folder's config.json, without memory for its weights."""
     config_file(folder)
     from transformers import AutoConfig, AutoModelForCausalLM
     with reading(f"{folder}/config.json is not understood"), torch.device("meta"):
@@ -382,17 +387,17 @@ def hf_skeleton(folder: str | Path):
 
 
 def hf_tokenizer(folder: str | Path):
-    """The folder's own tokenizer, one of transformers. ValueError if there is none or it is broken."""
+    """Return the folder's tokenizer, read by transformers. ValueError if missing or broken."""
     folder = Path(folder)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(isfile(folder / name) for name in names):
         raise ValueError(f"{folder} has no tokenizer, neither {', '.join(names[:-1])} nor {names[-1]}; "
-                         "download it")
+                         "download one of them")
     for file in (*folder.glob("*token*.json"), *folder.glob("vocab.json")):
-        read_json(file)  # transformers' message would not say which of them is broken
-    from transformers import AutoTokenizer  # here, as importing it takes seconds
+        read_json(file)  # transformers would not say which file is broken
+    from transformers import AutoTokenizer  # here, because importing it takes seconds
     with reading(f"{folder} has a broken tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not tokenizer.encode("The"):  # some that are broken load, and lose every text or fail on the first
-            raise ValueError("it makes no tokens of a text")
+        if not tokenizer.encode("The"):  # some broken ones load, but then encode to nothing or fail
+            raise ValueError("it encodes a text as no tokens")
         return Foreign(tokenizer)

@@ -1,6 +1,6 @@
-"""The benchmark: three tasks and text, recorded once, and measured for every method.
+"""The benchmark: three tasks and text, recorded once and measured for every method.
 
-A recording is what the decoder gives its caches: queries, keys and values of every layer.
+A recording holds the queries, keys and values that the decoder gives to each layer's cache.
 """
 from dataclasses import dataclass
 import math
@@ -20,9 +20,9 @@ TASKS = {"needle": {}, "pairs": {}, "few_shot": {}}  # options: 4 facts, 16 pair
 
 @dataclass
 class Benchmark:
-    """Documents and text, the same for every method, and recorded: 10 KB a token with the tiny model."""
+    """Recorded documents and text, the same for every method: 10 KB per token (tiny model)."""
     batches: dict[str, Batch]
-    recordings: dict[str, list[list[Recording]]]  # per task, of the context and of the question, one a layer
+    recordings: dict[str, list[list[Recording]]]  # task → [context, question], each with one per layer
     full: Reference | None
 
     @staticmethod
@@ -31,7 +31,7 @@ class Benchmark:
 
     @staticmethod
     def text(model, tasks: Tasks, T: int, documents: int) -> Tensor:
-        """Return half as many texts as documents of a task, of T tokens each."""
+        """Return text windows of T tokens, half as many as `documents`."""
         return text_windows(tasks, max(2, documents // 2), T, model)
 
     @staticmethod
@@ -50,15 +50,16 @@ class Benchmark:
 
     @staticmethod
     def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
-        """Make and record `documents` of each task and half as many texts, T tokens each."""
+        """Make and record `documents` documents of each task and half as many texts, T tokens each."""
         check_size(model, documents, 2, T)
         batches = {task: tasks.batch(task, seed, documents, T, **options)
                    for task, options in TASKS.items()}
         return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
-        """Return the right answers (B,) of each task and setting, and of the text `continuation` and
-        `perturbation`.
+        """Return the right answers (B,) by task and setting, and the text's measurements.
+
+        The text is measured by `continuation` and `perturbation`; without a text the second dict is empty.
         """
         right = {}
         for task, batch in self.batches.items():
@@ -70,15 +71,16 @@ class Benchmark:
         return right, text | dict(l1_alone=perturbation(model, self.full, make))
 
     def run(self, model, make: Make) -> dict:
-        """Return a row of `summary`."""
+        """Measure caches from `make`, and return a row of `summary`."""
         return summary([self.measured(model, make)])
 
 
 def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
-    """Return a row of what `Benchmark.measured` returned for each part of the documents and texts.
+    """Combine the results of `Benchmark.measured` on several parts into one row.
 
-    Per task and setting, the mean and its standard error; everything of `continuation`; under "each" the
-    single documents (texts, for kl, nll and L1). Bytes are sums.
+    The row has the mean and standard error of each task and setting, and everything that `continuation`
+    returns. "each" has the values of single documents, or of single texts for kl, nll and L1. Bytes are
+    summed.
     """
     row, each = {}, {}
     for key in dict.fromkeys(key for right, _ in parts for key in right):
@@ -87,7 +89,7 @@ def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
 
     texts = [text for _, text in parts if text]
     kl, nll, l1, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1", "l1_alone"))
-    seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # each text has as many tokens
+    seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # all texts have equal length
     each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
     for key in ("live", "live_16", "allocated", "peak", "device", "slots", "slots_end"):
         values, total = [text[key] for text in texts], max if key in ("slots", "slots_end") else sum
@@ -97,19 +99,19 @@ def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
                       kl=kl.mean().item(), l1=l1.mean(0).tolist(), l1_alone=alone.mean(0).tolist(), each=each)
 
 
-def replayed_or_read(measure, model, what, make: Make, recorded):
-    """Measure by the recording, or by reading where a method changes attention before the prompt's end."""
+def replayed_or_read(measure, model, documents, make: Make, recorded):
+    """Measure with the recording; if a method cannot replay, let the decoder read the prompt."""
     try:
-        return measure(model, what, make, recorded)
+        return measure(model, documents, make, recorded)
     except CannotReplay:
-        return measure(model, what, make)
+        return measure(model, documents, make)
 
 
 class Slices:
-    """A benchmark of any size: at most `batch` documents of one task, or texts, are recorded at a time.
+    """A benchmark of any size, recorded in pieces of `batch` documents or texts.
 
-    If all recordings take at most `keep` bytes, each is made once. If not, each is made again for every row.
-    Rows are those of one Benchmark of all documents, but for the last digits.
+    If all recordings fit into `keep` bytes, each is made once. Otherwise each is made again for every row. A
+    row equals that of one Benchmark of all documents, up to rounding.
     """
 
     def __init__(self, model, tasks: Tasks, T: int, documents: int, seed: int, batch: int, keep: float):
@@ -119,7 +121,7 @@ class Slices:
                        for part in cut(whole_batch, batch)]
         text = Benchmark.text(model, tasks, T, documents)
         self.pieces += [({}, part) for part in text.split(batch)]
-        self.recorded = {}  # by number of the piece, if they stay
+        self.recorded = {}  # number of the piece → its Benchmark, if `keeps`
 
         c, tokens = model.config, T * (documents * len(TASKS) + len(text))
         numbers = c.n_layers * (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
@@ -127,11 +129,11 @@ class Slices:
         self.keeps = self.bytes <= keep
 
     def run(self, model, make: Make) -> dict:
-        """Return a row of `summary`."""
+        """Measure caches from `make` on all pieces, and return a row of `summary`."""
         return summary([self.benchmark(model, i).measured(model, make) for i in range(len(self.pieces))])
 
     def benchmark(self, model, i: int) -> Benchmark:
-        """Return the Benchmark of piece i, recorded now or before."""
+        """Return the Benchmark of piece i, and record it if that has not been done."""
         if i in self.recorded:
             return self.recorded[i]
         benchmark = Benchmark.read(model, *self.pieces[i])
@@ -141,20 +143,20 @@ class Slices:
 
     def __str__(self):
         size = f"recordings of all prompts take {self.bytes / 1e9:.2g} GB"
-        return size if self.keeps else f"{size}, more than may stay; so prompts are read again for each row"
+        return size if self.keeps else f"{size}, more than --memory allows; each row reads the prompts again"
 
 
 def cut(batch: Batch, n: int) -> list[Batch]:
-    """Return the same documents, n at a time."""
+    """Split a batch into batches of at most n documents."""
     rows = range(0, len(batch.tokens), n)
     return [Batch(batch.tokens[i:i + n], batch.roles[i:i + n], batch.question, batch.answers) for i in rows]
 
 
 def excess(row: dict) -> str:
-    """Return what a row of `continuation` holds beyond its budget, `keep_ratio`, in words; "" if nothing.
+    """Return a sentence if a row's method holds more entries than its budget; "" if it does not.
 
-    At the prompt's end no method may hold more. Later those with an `evict` may not, for it is called after
-    each token; window methods, which only compress the prompt, append.
+    After the prompt no method may exceed its budget. Methods with an `evict`, which is called after each
+    token, may not exceed it later either. Window methods compress only the prompt, and then append.
     """
     if row["keep_ratio"] is None or row["slots"] is None or row["keeps_all"]:
         return ""
@@ -170,8 +172,9 @@ def excess(row: dict) -> str:
 
 
 def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
-    """Return the mean difference of two rows of one Benchmark, document by document over all `keys`, and its
-    standard error.
+    """Return the mean difference of two rows of one Benchmark, and its standard error.
+
+    The difference is taken document by document, over all `keys`.
     """
     own, other = (torch.tensor([x["each"][key] for key in keys]) for x in (row, base))
     difference = own - other

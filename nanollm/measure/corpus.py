@@ -1,11 +1,11 @@
-"""Real text, on a side for training and one held out. Nothing is downloaded.
+"""Real text, split into a training side and a held-out side. Nothing is downloaded.
 
 The text is Python's language reference (`pydoc_data.topics`), the standard library's source and NumPy's
-docstrings, about 11 MB. A paragraph ends at a blank line before an unindented one, so that a function or
-class stays whole. A hash of its own text decides whether it is held out.
+docstrings, about 11 MB. A paragraph ends at a blank line that an unindented line follows, so that a function
+or class stays whole. A hash of a paragraph decides whether it is held out.
 
-Training reads the text of the Python that runs it. The held-out side is stored in `held_out/text.json`, so
-that every Python measures the same. `python -m nanollm.measure.corpus` wrote it.
+Training uses the text of the installed Python. The held-out side is stored in `held_out/text.json`, so that
+measurements do not depend on the Python version. `python -m nanollm.measure.corpus` wrote it.
 """
 from collections import Counter
 from functools import cache
@@ -23,13 +23,13 @@ LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "s
 
 
 def held_out(text: str, one_in: int = 20) -> bool:
-    """Return whether this piece of text belongs to the evaluation side."""
+    """Return whether this piece of text is held out for evaluation."""
     return zlib.crc32(text.encode()) % one_in == 0
 
 
 @cache
 def documents() -> list[str]:
-    """Return all text, a document per topic, source file or module's docstrings, always in one order."""
+    """Return all text in a fixed order: one document per topic, source file, or module of NumPy."""
     from pydoc_data import topics
     docs = [topics.topics[name] for name in sorted(topics.topics)]
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -41,17 +41,17 @@ def documents() -> list[str]:
 
 
 def sources(folder: Path) -> list[Path]:
-    """Return the Python files below a folder; LEFT_OUT is not walked: site-packages would take seconds."""
+    """Return the Python files below a folder; LEFT_OUT is skipped, for it would take seconds."""
     files = []
-    for place, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders[:] = {*folders} - LEFT_OUT
-        files += [Path(place, name) for name in names if name.endswith(".py")]
+        files += [Path(parent, name) for name in names if name.endswith(".py")]
     return files
 
 
 @cache
 def text(split: str) -> list[str]:
-    """Return the documents of a split, "train" or "test", each reduced to its paragraphs on that side."""
+    """Return the documents of a split, "train" or "test": only the paragraphs on that side."""
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r} is unknown; use 'train' or 'test'")
     return kept()["documents"] if split == "test" else one_side(documents(), test=False)
@@ -59,12 +59,12 @@ def text(split: str) -> list[str]:
 
 @cache
 def words(split: str) -> list[str]:
-    """Return, sorted, a split's English words of 4 to 9 letters that occur five times in all text."""
+    """Return a split's words of 4 to 9 letters that occur five times or more, sorted."""
     return kept()["words"] if split == "test" else words_of(documents(), test=False)
 
 
 def one_side(docs: list[str], test: bool) -> list[str]:
-    """Return each document's paragraphs on the side of the test, or on the other one."""
+    """Return each document's held-out paragraphs if `test`, else its other paragraphs."""
     sides = ([paragraph for paragraph in re.split(r"\n\s*\n(?=\S)", doc) if held_out(paragraph) == test]
              for doc in docs)
     return ["\n\n".join(side) + "\n" for side in sides if side]
@@ -77,12 +77,12 @@ def words_of(docs: list[str], test: bool) -> list[str]:
 
 @cache
 def kept() -> dict:
-    """Return what `keep_held_out` wrote."""
+    """Return the file that `keep_held_out` wrote, as a dict."""
     return json.loads(HELD_OUT.read_text(encoding="utf8"))
 
 
 def keep_held_out(file: Path = HELD_OUT):
-    """Write the test side of the installed Python's text and words to `file`, a document a line."""
+    """Write the held-out text and words of the installed Python to `file`."""
     import numpy as np
     docs = documents()
     side = {"from": f"Python {platform.python_version()}, NumPy {np.__version__}; see LICENSE.txt",

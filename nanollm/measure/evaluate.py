@@ -1,9 +1,9 @@
-"""What a cache costs: accuracy, perplexity, KL, L1 of attention outputs, bytes and speed.
+"""Measure a cache: accuracy, perplexity, KL, L1 of attention outputs, bytes and speed.
 
-Retrieval is measured in two settings. `aware`: the question is part of the prompt that gets compressed.
-`agnostic`: the context is compressed before the question arrives. In both the prompt's last token is fed after
-the compression, or else the full cache would answer the first token. After the prompt, tokens come one at a
-time, as in decoding.
+Retrieval is measured in two settings. `aware`: the question is part of the prompt that is compressed.
+`agnostic`: the context is compressed before the question arrives. In both settings the prompt's last token is
+fed after the compression; otherwise the full cache would predict the first token of the answer. After the
+prompt, tokens come one at a time, as in decoding.
 """
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -23,23 +23,23 @@ from nanollm.measure.replay import Recorder, Recording, feed, record, replay
 from nanollm.measure.tasks import Batch, Tasks
 from nanollm.tokenizer import opening
 
-# From the number of tokens that a budget is a share of, and the prompt (B, T), to fresh caches. The prompt
-# may go on after those tokens: with the question, in the aware setting.
+# A function make(tokens, prompt) that returns fresh caches. A budget is a fraction of `tokens`. The prompt
+# (B, T) may be longer: in the aware setting the question follows these tokens.
 Make = Callable[[int, Tensor], list[LayerCache]]
 
 
-# ---- caches that are measured ---
+# ---- the caches to measure ---
 
 def budget_for(keep_ratio: float, tokens: int) -> int:
-    """Return the budget, in slots per key/value head, that is a fraction of a prompt."""
+    """Return the budget, in entries per key/value head, for a prompt of `tokens` tokens."""
     return round(keep_ratio * tokens)
 
 
 def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, **options) -> Make:
-    """Return what makes caches whose budget is a fraction of the prompt; None for a method without a budget.
+    """Return a function that makes caches whose budget is keep_ratio times the prompt's tokens.
 
-    ends (V,) of bool are the tokens that end a semantic chunk (`tokenizer.boundaries`), for methods that go
-    by them.
+    keep_ratio is None for a method without a budget. ends (V,) of bool are the tokens that end a semantic
+    chunk (`tokenizer.boundaries`), for methods with such chunks.
     """
     if keep_ratio is not None and (not fits(keep_ratio, float) or not 0 < keep_ratio <= 1):
         raise ValueError(f"keep_ratio {keep_ratio} of the prompt must lie above 0 and be at most 1")
@@ -56,7 +56,10 @@ def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, *
 
 
 def reading_within(make: Make) -> Make:
-    """Return what makes caches that evict while they read: their prompt is over before it begins."""
+    """Return a function that makes caches which evict while they read the prompt.
+
+    Their end_prefill is called before the prompt begins.
+    """
     def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
         caches = make(tokens, prompt)
         end_prefill(caches)
@@ -67,24 +70,25 @@ def reading_within(make: Make) -> Make:
 # ---- retrieval ---
 
 def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens (B, T), those before the question, and those of the question that are fed before the
-    compression.
+    """Return all tokens (B, T), the context, and the question without its last token.
+
+    The last token is fed after the compression.
     """
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     check_prompt(model, tokens)
     if not batch.answers:
-        raise ValueError("these documents ask nothing; take a task with questions")
+        raise ValueError("these documents have no question; take a task with questions")
     return tokens, tokens[:, :batch.question], tokens[:, batch.question:batch.answers[0].start - 1]
 
 
 @torch.no_grad()
 def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] | None = None,
              chunk_size: int = 64) -> dict[str, Tensor]:
-    """Share of each document's questions answered exactly by greedy decoding, "aware" and "agnostic", (B,) each.
+    """Return each document's fraction of exact answers, (B,), "aware" and "agnostic".
 
-    With several questions, `aware` sees the first; the others come later, each after the answer that was
-    given. `recordings` are those of `prompt_and_question`'s two parts, if there are any; without, the decoder
-    reads `chunk_size` tokens at a time.
+    With several questions, `aware` sees only the first before the compression. The others come later, each
+    after the answer given to the one before. `recordings` are those of `prompt_and_question`'s two parts.
+    Without them the decoder reads `chunk_size` tokens at a time.
     """
     tokens, *parts = prompt_and_question(model, batch)
     last = batch.answers[0].start - 1  # the prompt's last token is fed after the compression
@@ -98,20 +102,20 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
     agnostic = make(batch.question, tokens[:, :last])
     read(0, agnostic)
     aware = copied(agnostic)
-    if last > batch.question:  # else the question is one token, which is fed after the compression
+    if last > batch.question:  # a question of one token has nothing left: its last token is fed later
         read(1, aware)
     return {"aware": answer(model, tokens, batch.answers, last, aware),
             "agnostic": answer(model, tokens, batch.answers, batch.question, agnostic)}
 
 
 def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
-    """End the prompt of `fed` tokens, and `ask`."""
+    """End the prompt, the first `fed` tokens, and call `ask`."""
     end_prompt(model, tokens[:, :fed], caches)
     return ask(model, tokens, spans, fed, caches)
 
 
 def ask(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
-    """Feed the tokens (B, T) after the first `fed` one by one, answer each span; share of right ones (B,)."""
+    """Feed tokens (B, T) from `fed` on, answer each span; return the fraction right (B,)."""
     right = []
     for span in spans:
         for token in tokens[:, fed:span.start].unbind(1):
@@ -127,7 +131,7 @@ def ask(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerC
 
 @contextmanager
 def head_outputs(model):
-    """Record what every layer's heads hand to W_O: yields a list per layer of tensors (B, T, H·G·D)."""
+    """Record the inputs of every layer's W_O: yields a list per layer of tensors (B, T, H·G·D)."""
     record = [[] for _ in model.blocks]
     hooks = [block.attention.o.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
              for block, seen in zip(model.blocks, record)]
@@ -140,23 +144,23 @@ def head_outputs(model):
 
 @dataclass
 class Reference:
-    """The full cache on a text whose last `new` tokens are its continuation."""
+    """The full cache's results on texts whose last `new` tokens are the continuation."""
     tokens: Tensor                 # (B, T)
     new: int
-    log_p: Tensor                  # (B, new, V): of each token of the continuation, before it comes
-    recording: list[Recording]     # of the prompt, one a layer
-    continuation: list[Recording]  # of what follows the prompt
-    answers: list[Tensor]          # the full cache's outputs over it, (B, H·G, new, D)
+    log_p: Tensor                  # (B, new, V): prediction of each token of the continuation
+    recording: list[Recording]     # of the prompt, one per layer
+    continuation: list[Recording]  # of the tokens after the prompt, one per layer
+    answers: list[Tensor]          # attention's outputs at these tokens, (B, H·G, new, D) per layer
 
     @property
     def prompt(self) -> Tensor:
-        """(B, T − new − 1): the token before the continuation is fed after the compression."""
+        """Return (B, T − new − 1): the token before the continuation is fed after the compression."""
         return self.tokens[:, :-self.new - 1]
 
 
 @torch.no_grad()
 def reference(model, tokens: Tensor, new: int) -> Reference:
-    """What the full cache says about the last `new` of tokens (B, T)."""
+    """Return the full cache's results on tokens (B, T); the last `new` are the continuation."""
     check_prompt(model, tokens)
     if not fits(new, int) or not 0 < new < tokens.shape[1] - 1:
         raise ValueError(f"a continuation of {new} tokens must be shorter than the text's {tokens.shape[1]} "
@@ -164,23 +168,29 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
     caches, prompt = make_cache(model, Recorder), tokens[:, :-new - 1]
     recording = record(model, caches, prompt)
     log_p = wide(model(tokens[:, -new - 1:-1], caches)).log_softmax(-1)
-    return Reference(tokens, new, log_p, recording, [cache.told[0] for cache in caches],
+    return Reference(tokens, new, log_p, recording, [cache.recorded[0] for cache in caches],
                      [cache.answers[0] for cache in caches])
 
 
 @torch.no_grad()
 def continuation(model, full: Reference, make: Make, recording: list[Recording] | None = None,
                  chunk_size: int = 64) -> dict:
-    """Compress before the continuation, then feed it token by token.
+    """Compress the prompt, feed the continuation token by token, and return measurements.
 
-    Returns perplexity; kl, KL(full ‖ compressed) of the next token in nats; l1, ‖o − ô‖₁ per layer and query
-    head with o = y W_O (Definition 1 of CriticalKV), accumulated over the layers below; live, allocated and
-    peak bytes; live_16, `bytes_in_16_bits`; device, the bytes that a GPU's allocator holds more after the
-    compression, None on a CPU; tokens_per_s of decoding, over the whole batch. kl and nll, the mean −log p of
-    the true token, are (B,) and l1 (B, L, H·G), means over the continuation. For `excess`: prompt, the tokens
-    that are compressed; `slots` held right after that and slots_end after the last token; evicts, whether the
-    method has an `evict` of its own; keeps_all, whether it says that every token stays. `recording` is
-    `full.recording`, where reading the prompt need not be part of it; without, the decoder reads `chunk_size`
+    kl         KL(full ‖ compressed) of the next token in nats, mean over the continuation, (B,)
+    nll        −log p of the true token, mean over the continuation, (B,); perplexity is over all texts
+    l1         ‖o − ô‖₁ with o = y W_O (Definition 1 of CriticalKV), mean over the continuation, (B, L, H·G);
+               the changes of lower layers are included
+    live, allocated, peak, live_16
+               bytes after the continuation, the peak, and `bytes_in_16_bits`
+    device     increase of the GPU allocator's bytes by the compressed prompt; None on a CPU
+    tokens_per_s
+               of decoding, over the whole batch
+
+    For `excess`: prompt, the number of tokens compressed; slots per head right after the compression, and
+    slots_end after the last token; evicts, whether the method overrides `evict`; keeps_all, the method's own.
+
+    With `recording` (`full.recording`) the prompt is replayed. Without it the decoder reads `chunk_size`
     tokens at a time.
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1]
@@ -192,7 +202,7 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     after_prompt = slots(caches)
     device = torch.cuda.memory_allocated(tokens.device) - before if tokens.is_cuda else None
 
-    # what follows, token by token
+    # the continuation, token by token
     with head_outputs(model) as heads:
         began = time.perf_counter()
         steps = [model(token[:, None], caches) for token in tokens[:, cut:-1].unbind(1)]
@@ -217,15 +227,15 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
 
 
 def wide(x: Tensor) -> Tensor:
-    """In 32 bits at least: sums of 16-bit numbers lose what is measured."""
+    """Return x in at least 32 bits, because 16-bit sums would be too coarse to measure."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def slots(caches: list[LayerCache]) -> float | None:
-    """Live slots per key/value head: the mean over layers and heads, of the text that has the most.
+    """Return live slots per key/value head: the mean over heads, in the text with the most.
 
-    So heads and layers may share their budgets out. What a method remembers beside its slots shows in its
-    bytes alone; None if there are no slots.
+    The mean allows heads and layers to share budgets. Tensors that a method stores beside its slots count
+    only in its bytes. None if a cache has no slots.
     """
     try:
         live = [cache.pos != NEVER for cache in caches]
@@ -235,9 +245,9 @@ def slots(caches: list[LayerCache]) -> float | None:
 
 
 def held(caches: list[LayerCache], tokens: int) -> Tensor:
-    """(B, L, H, tokens) of bool: which of the first `tokens` tokens every head still has.
+    """Return (B, L, H, tokens) of bool: which of the first `tokens` tokens a head still holds.
 
-    A token is there if a slot has its position, or if the method says that it keeps all.
+    A head holds a token if a slot has its position, or if the method says `keeps_all`.
     """
     token = torch.arange(tokens, device=caches[0].pos.device)
     return torch.stack([torch.stack([(head[..., None] == token).any(-2) | cache.keeps_all
@@ -245,7 +255,10 @@ def held(caches: list[LayerCache], tokens: int) -> Tensor:
 
 
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
-    """‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁ per text, layer and query head, (B, L, H·G), from ŷ (B, H·G, new, D)."""
+    """Return ‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁, (B, L, H·G), the mean over new tokens.
+
+    answers: ŷ (B, H·G, new, D), one per layer.
+    """
     return torch.stack([
         torch.einsum("bhtd,ohd->bhto", wide(answer - y), wide(cache.w_o)).abs().sum(-1).mean(-1)
         for y, cache, answer in zip(full.answers, caches, answers)], 1)
@@ -253,20 +266,20 @@ def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) ->
 
 @torch.no_grad()
 def perturbation(model, full: Reference, make: Make) -> Tensor:
-    """‖o − ô‖₁ (Definition 1 of CriticalKV) of every layer alone, (B, L, H·G): its queries are the full
-    cache's.
+    """Return ‖o − ô‖₁ (Definition 1 of CriticalKV) of each layer alone, (B, L, H·G).
 
-    `continuation` has the change that adds up over the layers, for there the queries have changed as well.
+    Each layer gets the queries of the full cache. In `continuation`, the queries also change, because the
+    layers below have changed.
     """
     caches = make(full.prompt.shape[1], full.prompt)
-    for cache, told in zip(caches, full.recording):
-        for part in told.split(64, cache.w_o.device):
+    for cache, recording in zip(caches, full.recording):
+        for part in recording.split(64, cache.w_o.device):
             cache.attend(*part)
     end_prompt(model, full.prompt, caches)
 
     answers = []
-    for cache, told in zip(caches, full.continuation):
-        answers.append([cache.attend(*token) for token in told.split(1, cache.w_o.device)])
+    for cache, recording in zip(caches, full.continuation):
+        answers.append([cache.attend(*token) for token in recording.split(1, cache.w_o.device)])
     return changes(full, caches, [torch.cat(answer, 2) for answer in answers])
 
 
@@ -274,9 +287,9 @@ def perturbation(model, full: Reference, make: Make) -> Tensor:
 
 @torch.no_grad()
 def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **options) -> float:
-    """Share of documents answered right by greedy decoding with the full cache.
+    """Return the fraction of answers that greedy decoding with the full cache gets right.
 
-    One pass over the true tokens tells: a greedy answer is right if and only if each of its tokens is the
+    One pass over the true tokens is enough: a greedy answer is right if and only if each of its tokens is the
     most likely one after the true tokens before it.
     """
     check_size(model, documents, 1, T)
@@ -285,28 +298,30 @@ def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: in
     tokens, *_ = prompt_and_question(model, batch)
     for rows in tokens.split(max(1, 16_384 // T)):
         best = model(rows[:, :-1]).argmax(-1)
-        for a in batch.answers:
-            exact = (best[:, a.start - 1:a.stop - 1] == rows[:, a]).all(1)
+        for span in batch.answers:
+            exact = (best[:, span.start - 1:span.stop - 1] == rows[:, span]).all(1)
             right.append(exact.float().mean().item() * len(rows))
     return sum(right) / documents / len(batch.answers)
 
 
 def check_size(model, documents: int, least: int, T: int):
-    """ValueError, before documents are made, if they are too few or longer than the model reads."""
+    """Raise ValueError if the documents would be too few, or longer than the model can read."""
     whole("documents", documents, least)
-    if whole("T", T, 2) > model.config.max_len:
+    whole("T", T, 2)
+    if T > model.config.max_len:
         raise ValueError(f"{T} tokens exceed the model's length of {model.config.max_len}; "
                          "make the documents shorter")
 
 
 def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
-    """(windows, T) tokens of the split's text, evenly spaced; special tokens taken out.
+    """Return (windows, T) tokens: evenly spaced windows of the text, without special tokens.
 
-    Each begins with what texts of `model` begin with: BOS, or nothing.
+    Each window begins with BOS if texts of `model` do.
     """
     first = opening(tasks.encoding, model.config) if model else []
     stream, n = tasks.stream[tasks.stream != tasks.bos], T - len(first)
-    whole("windows", windows, 1), whole("T", T, 2, len(stream))
+    whole("windows", windows, 1)
+    whole("T", T, 2, len(stream))
     starts = np.linspace(0, len(stream) - n, windows).astype(int)
     return torch.from_numpy(np.stack([np.append(first, stream[s:s + n]) for s in starts]).astype(np.int64))
 
@@ -317,7 +332,9 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Mean bits per byte of the split's text, over `windows` windows of T tokens, from the second token on.
+    """Return the model's mean bits per byte over `windows` windows of T tokens.
+
+    The first token of a window is not predicted.
     """
     bits, rows = 0.0, text_windows(tasks, windows, T, model)
     for part in rows.to(model.embed.weight.device).split(16):
@@ -327,12 +344,13 @@ def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
 
 
 def standard_error(x: Tensor) -> float:
-    """Of the mean of x (n,)."""
+    """Return the standard error of the mean of x (n,)."""
     return (x.std() / len(x) ** 0.5).item()
 
 
 def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
-    """2 · layers · key/value heads · tokens · head dim · bytes (KVReviver, Eq. 1): keys and values of a full
-    cache.
+    """Return the bytes of a full cache's keys and values (KVReviver, Eq. 1).
+
+    They are 2 · layers · key/value heads · tokens · head dim · bytes.
     """
     return 2 * config.n_layers * config.n_kv_heads * tokens * config.head_dim * bytes_per_number

@@ -1,8 +1,7 @@
 """Retrieval tasks made from real text (corpus.py).
 
-Every task fills a document of exactly T tokens with text and places facts, questions and answers in it,
-each token tagged with its role. Training weighs tokens by role; evaluation cuts the document where the
-question starts.
+A task makes a document of exactly T tokens: real text with facts in it, then questions and answers. Each
+token has a role. Training weighs tokens by role; evaluation cuts the document where the question starts.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,41 +14,42 @@ from nanollm.measure import corpus
 from nanollm.tokenizer import Foreign
 
 TEXT, FACT, QUESTION, ANSWER = range(4)  # roles of tokens
-# few-shot: classes of source lines, by how they begin
+# few-shot: the classes of source lines, by their first characters
 LINE_KINDS = ("def ", "return ", "raise ", "if ", "for ", "# ", ("import ", "from "), "self.")
 
 
 @dataclass
 class Batch:
-    """B documents of one task, aligned: the question and the answers lie at the same places in every row."""
+    """B documents of one task, with question and answers at the same positions in every row."""
     tokens: np.ndarray     # (B, T) int64
     roles: np.ndarray      # (B, T) uint8
-    question: int          # index of the first question's first token: `agnostic` compresses what lies before
-    answers: list[slice]   # one span per question
+    question: int          # index of the first question's first token; `agnostic` compresses all before it
+    answers: list[slice]   # the span of each question's answer
 
     @property
     def facts(self) -> np.ndarray:
-        """(B, T) bool: the tokens that carry facts."""
+        """Return (B, T) of bool: the tokens of facts."""
         return self.roles == FACT
 
     @property
     def stated(self) -> np.ndarray:
-        """(B,): the index at which the facts first state the first answer."""
+        """Return (B,): the index of the first place in the facts that states the first answer."""
         answer = self.tokens[:, self.answers[0]]
         spans = [slice(i, i + answer.shape[1]) for i in range(self.question)]
-        stated = [((self.tokens[:, at] == answer) & self.facts[:, at]).all(1) for at in spans]
+        stated = [((self.tokens[:, span] == answer) & self.facts[:, span]).all(1) for span in spans]
         return np.argmax(stated, 0)
 
 
 class Tasks:
-    """Makes the documents of one split with one tokenizer; each call is given its random numbers as `rng`.
+    """The tasks of one split with one tokenizer.
 
-    encoding: a tiktoken.Encoding of nanollm/tokenizer.py, or any tokenizer as `Foreign`. filler: a text of
-    your own around the facts, in place of the split's. chat: a document is a user's turn, and the answer
-    begins with the question's words again.
+    encoding: a tiktoken.Encoding of nanollm/tokenizer.py, or any tokenizer as `Foreign`. filler: your own
+    text around the facts, in place of the split's. chat: the document is a user's turn in a chat, and the
+    answer repeats the question's words first.
 
-    A task is called as task(rng, T, ...) and returns tokens and roles, (T,) each. Keys are English words
-    and values four-digit numbers. Those of the test split never occur as keys or values in training.
+    Each task is a method (rng, T, ...) that returns tokens and roles, (T,) each. rng is a NumPy generator.
+    Keys are English words, and values are four-digit numbers. Training never uses the test split's keys and
+    values.
     """
     KNOWN = "needle", "pairs", "few_shot", "copy", "plain"
 
@@ -59,7 +59,8 @@ class Tasks:
             raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
                              "are 00 to 99, or one of transformers, as Foreign")
         self.encoding, self.split = encoding, split
-        # the space before a number: a token's end in nanollm/tokenizer.py, in most others its beginning
+        # The space before a number belongs to the token before it in nanollm/tokenizer.py. In most other
+        # tokenizers it belongs to the number's first token.
         self.gap = " " if foreign else ""
         self.bos = encoding.bos if foreign else encoding.n_vocab - 1
         self.first = [] if self.bos is None else [self.bos]
@@ -69,10 +70,11 @@ class Tasks:
         encoded = encoding.encode_ordinary_batch(corpus.text(split) if filler is None else [filler])
         self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(np.int64)
 
-        # tiktoken's batch is a thread per piece
+        # tiktoken would start a thread for each piece of a batch
         encode = encoding.encode_ordinary_batch if foreign else lambda pieces: [*map(self.ids, pieces)]
         encoded = encode([" " + word for word in corpus.words(split)])
-        # words of one length in tokens, of which there are 100 if possible: 2, or else the shortest
+        # All words have one length in tokens. Take a length with 100 words or more: 2, else the shortest of
+        # them.
         length = max(range(1, 9), key=lambda n: (min(sum(len(ids) == n for ids in encoded), 100), n == 2, -n))
         self.words = [ids for ids in encoded if len(ids) == length]
         self.values = [n for n in range(10_000) if corpus.held_out(str(n), 5) == (split == "test")]
@@ -85,18 +87,18 @@ class Tasks:
         return self.encoding.encode_ordinary(string)
 
     def filler(self, rng, n: int) -> np.ndarray:
-        """n consecutive tokens of real text."""
+        """Return n consecutive tokens of real text, from a random place."""
         if n < 0:
             raise ValueError(f"the facts and questions need {-n} tokens more than the document has; "
                              "make it longer")
         if n >= len(self.stream):
-            raise ValueError(f"{n} tokens asked for, but the {self.split} text has {len(self.stream)}; "
-                             "ask for fewer")
+            raise ValueError(f"{n} tokens of text were asked for, but the {self.split} text has only "
+                             f"{len(self.stream)}; ask for fewer")
         start = rng.integers(0, len(self.stream) - n)
         return self.stream[start:start + n]
 
     def draw_pairs(self, rng, n: int, numbers: int = 1) -> list[tuple[list[int], list[int]]]:
-        """n different keys (2 tokens each) with their values, 2 tokens for each of their `numbers`."""
+        """Draw n different keys (2 tokens each) and a value for each, `numbers` numbers of 2 tokens."""
         whole("the number of keys", n, 1, len(self.words))
         whole("numbers", numbers, 1, len(self.values) // n)
         keys = rng.choice(len(self.words), n, replace=False)
@@ -108,17 +110,18 @@ class Tasks:
         return self.ids(f"{self.gap}{n:0{digits}}")
 
     def before(self, string: str) -> list[int]:
-        """The tokens before a number: the space between them belongs to one of the two."""
+        """Return the tokens of text before a number, with the space between them if it belongs here."""
         return self.ids(string if self.gap else f"{string} ")
 
     def ask(self, before: list[int], words: list[int]) -> list[int]:
-        """A question up to its answer."""
+        """Return a question up to its answer."""
         return before + words + ([] if self.reply is None else self.reply + words)
 
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
-        """A document of T tokens: text, the facts in it at `depths` (0 start … 1 end), then the questions.
+        """Return tokens and roles of a document: text with facts in it, then the questions.
 
-        facts: token lists. questions: (question, answer, tail) token lists.
+        facts are token lists. depths are their places in the text, from 0 (start) to 1 (end), random by
+        default. questions are triples of token lists: question, answer, and text after the answer.
         """
         asked = [part for question in questions for part in question]
         fill = self.filler(rng, T - len(self.opening) - sum(map(len, [*facts, *asked])))
@@ -126,9 +129,9 @@ class Tasks:
 
         parts, done = [(self.opening, TEXT)], 0
         for i in np.argsort(depths, kind="stable"):
-            at = round(depths[i] * len(fill))
-            parts += [(fill[done:at], TEXT), (facts[i], FACT)]
-            done = at
+            place = round(depths[i] * len(fill))
+            parts += [(fill[done:place], TEXT), (facts[i], FACT)]
+            done = place
         parts.append((fill[done:], TEXT))
         for question, answer, tail in questions:
             parts += [(question, QUESTION), (answer, ANSWER), (tail, QUESTION)]
@@ -139,12 +142,13 @@ class Tasks:
 
     def needle(self, rng, T: int, facts: int = 4, questions: int = 1, depth: float | None = None,
                numbers: int = 1):
-        """Facts scattered in real text; one or several are asked for.
+        """Make a document with facts scattered in real text, and ask for one or several of them.
 
-        depth: the place of the first one asked for, from 0 (the start) to 1. numbers: four-digit numbers in
-        a value; the model is trained on one.
+        depth: the place of the first fact asked for, from 0 (start) to 1 (end). numbers: four-digit numbers
+        per value; the model is trained with one.
         """
-        whole("questions", questions, 1, whole("facts", facts, 1))
+        whole("facts", facts, 1)
+        whole("questions", questions, 1, facts)
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
 
@@ -160,8 +164,9 @@ class Tasks:
         return self.assemble(rng, T, stated, questions, depths)
 
     def pairs(self, rng, T: int, listed: int = 16, questions: int = 1):
-        """A list of key: value lines, as one block somewhere in the text; some keys are asked for."""
-        whole("questions", questions, 1, whole("listed", listed, 1))
+        """Make a document with a block of `key: value` lines in the text, and ask for some keys."""
+        whole("listed", listed, 1)
+        whole("questions", questions, 1, listed)
         items = self.draw_pairs(rng, listed)
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
@@ -170,10 +175,11 @@ class Tasks:
         return self.assemble(rng, T, [block], questions)
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
-        """Lines of source code, labelled by kind with labels drawn for this prompt; a new line is asked for.
+        """Make a document with labelled lines of source code, and ask for a new line's label.
 
-        Its class has been seen. The answer is one token; chance is 1/classes. With `every_label` (training)
-        each label after the first of its class is an answer too.
+        The label of a class is drawn anew for each document. The new line's class has been shown. The answer
+        is one token; chance is 1/classes. With `every_label` (in training) each label after the first of its
+        class is also an answer.
         """
         whole("shots", shots, 1, T)
         whole("classes", classes, 2, len(LINE_KINDS))
@@ -197,27 +203,30 @@ class Tasks:
         return self.assemble(rng, T, [], [*asked, last])
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
-        """A passage of other text within the text. The end quotes its beginning, and the rest follows."""
-        whole("answer", answer, 1, whole("length", length, 2) - whole("start", start, 1, length - 1))
+        """Make a document with an inserted passage; its end quotes the start and asks for the rest."""
+        whole("length", length, 2)
+        whole("start", start, 1, length - 1)
+        whole("answer", answer, 1, length - start)
         passage = self.filler(rng, length)
         quoted = self.ask([], passage[:start].tolist())
         return self.assemble(rng, T, [passage], [(quoted, passage[start:start + answer], [])])
 
     def plain(self, rng, T: int):
-        """Just text."""
+        """Make a document of text only."""
         return self.filler(rng, T), np.full(T, TEXT, dtype=np.uint8)
 
     def drawn(self, task: str, seed: int, B: int, T: int, options: dict) -> Iterator:
-        """Check what is asked for; return documents of a task without end."""
+        """Check the arguments, and return an endless iterator over a task's documents."""
         if task not in self.KNOWN:
             raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
         check_seed(seed)
-        whole("documents", B, 1, 2 ** 31 // whole("tokens", T, 1, 2 ** 31))  # memory holds no more
+        whole("tokens", T, 1, 2 ** 31)
+        whole("documents", B, 1, 2 ** 31 // T)  # more would not fit into memory
         rng, make = np.random.default_rng(seed), getattr(self, task)
         return (make(rng, T, **options) for _ in count())
 
     def batch(self, task: str, seed: int, B: int, T: int, **options) -> Batch:
-        """B documents of a task ("needle", "pairs", …), drawn until question and answers align."""
+        """Return B aligned documents of a task ("needle", "pairs", …); others are drawn again."""
         rows, missed = [], 0
         for tokens, roles in self.drawn(task, seed, B, T, options):
             if rows and (shape_of(roles) != shape_of(rows[0][1])).any():
@@ -232,9 +241,10 @@ class Tasks:
                                  "be 1 here")
 
     def batches(self, task: str, seed: int, B: int, T: int, **options) -> list[Batch]:
-        """B documents of a task as they are drawn, in as few batches as align.
+        """Return the first B documents drawn of a task, in as few aligned batches as possible.
 
-        With our tokenizer that is `batch`. In others a question, and a number, may have any number of tokens.
+        With our tokenizer all align, and this equals `batch`. With another one, the number of tokens in a
+        question or in a number may vary.
         """
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **options)]
@@ -245,12 +255,12 @@ class Tasks:
 
 
 def shape_of(roles: np.ndarray) -> np.ndarray:
-    """Return roles (T,) with facts as text: they show where question and answers lie."""
+    """Return roles (T,) with FACT replaced by TEXT. Documents align if these are equal."""
     return np.where(roles == FACT, np.uint8(TEXT), roles)
 
 
 def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-    """Return documents of one shape as a batch."""
+    """Return aligned documents as a batch."""
     tokens, roles = (np.stack(x) for x in zip(*rows))
     shape = shape_of(roles[0])
     edges = np.flatnonzero(np.diff(np.concatenate([[0], shape == ANSWER, [0]]).astype(int)))
@@ -259,9 +269,9 @@ def aligned(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
 
 
 class Unmarked(Tasks):
-    """The same tasks, but no full stop, colon or line break of theirs tells where a fact ends.
+    """The same tasks without the full stops, colons and line breaks that mark where a fact ends.
 
-    The text around the facts keeps its own, and so do the labelled source lines within.
+    Punctuation of the text around the facts stays, and so does that inside the labelled source lines.
     """
 
     def ids(self, string: str) -> list[int]:

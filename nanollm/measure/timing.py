@@ -1,10 +1,10 @@
-"""Timing: several runs in turn, of which the fastest counts."""
+"""Timing: take several runs in turn and report the fastest."""
 from itertools import pairwise
 import time
 
 
 def seconds(*parts, clock=time.perf_counter) -> list[float]:
-    """Return how long each of these takes, one after the other."""
+    """Return the seconds that each of `parts` takes, called one after the other."""
     times = [clock()]
     for part in parts:
         part()
@@ -13,12 +13,14 @@ def seconds(*parts, clock=time.perf_counter) -> list[float]:
 
 
 def best(run, repeat: int, clock=time.perf_counter) -> float:
-    """Return seconds, the least of `repeat` timings: whatever else the machine does only ever adds."""
+    """Return the fewest seconds of `repeat` runs: other work on the machine only adds time."""
     return min(seconds(*[run] * repeat, clock=clock))
 
 
 def in_turn(runs: dict, repeat: int) -> dict[str, list[float]]:
-    """Return by name the least seconds of `repeat` runs. A run returns seconds of its parts; they take turns.
+    """Return, by name of a run, the fewest seconds of each of its parts over `repeat` rounds.
+
+    A run returns a list with the seconds of its parts. The runs take turns.
     """
     times = {name: [] for name in runs}
     for name in [*runs] * repeat:

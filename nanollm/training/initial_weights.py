@@ -1,4 +1,4 @@
-"""Initial weights: `built` has induction heads in layers 0 and 1, `learned` look-back heads in layer 0."""
+"""Initial weights, with induction heads (`built`) or only look-back heads (`learned`)."""
 from contextlib import contextmanager
 import math
 
@@ -11,13 +11,16 @@ from nanollm.model import Decoder
 
 @torch.no_grad()
 def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Set random weights, but let the heads of layer 0 look back 1 to 4 tokens.
+    """Draw random weights, and make the heads of layer 0 look back 1 to 4 tokens.
 
-    Outputs into the residual stream have `residual` times the other matrices' standard deviation.
-    Embedding dimension 0 is the same for every token. Queries and keys that read only it see nothing but
-    RoPE's angle, and a query turned by −Δ peaks at the token Δ back. Such a head copies a random subspace U
-    of that token into a free subspace S. Returns all such U and S, (D, d_model) each, the dimensions of a
-    head in which RoPE turns slowly, and the embedding's standard deviation.
+    Matrices that write into the residual stream have `residual` times the standard deviation of the others.
+
+    Embedding dimension 0 is the same for every token. A head whose queries and keys read only this dimension
+    depends only on RoPE's angles, so a query turned by −Δ has its highest score at the token Δ back. The head
+    copies that token's content in a random subspace U into a subspace S, which nothing else uses.
+
+    Returns all U and S, (D, d_model) each; the dimensions of a head in which RoPE turns slowly; and the
+    embedding's standard deviation.
     """
     c = model.config
     generator = torch.Generator().manual_seed(seed)
@@ -33,7 +36,7 @@ def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Te
     D, H, G = c.head_dim, c.n_kv_heads, c.n_heads // c.n_kv_heads
     drawn = (torch.randn(c.d_model, c.d_model, generator=generator) for _ in range(2))
     U, S = (torch.linalg.qr(x)[0].split(D) for x in drawn)
-    fast, half = 6, D // 2  # the six fastest of RoPE's D/2 angles tell neighbours apart
+    fast, half = 6, D // 2  # the six fastest of RoPE's D/2 angles distinguish neighbours
     first = model.blocks[0].attention
     q, k, v = first.split(first.qkv.weight)
     q.mul_(0.1)
@@ -41,7 +44,7 @@ def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Te
 
     # score 30 at the peak; dimension 0 is about 3 after the norm
     sharpness = math.sqrt(30 * math.sqrt(D) / fast) / 3
-    back = [1 if h % G == 0 else 2 + h // G for h in range(c.n_heads)]  # how far: 1, 2, 1, 3, 1, 4
+    back = [1 if h % G == 0 else 2 + h // G for h in range(c.n_heads)]  # Δ of each head: 1, 2, 1, 3, 1, 4
     for h in range(c.n_heads):
         angle = -back[h] * model.freq[:fast]
         q[h * D:h * D + fast, 0] = sharpness * angle.cos()
@@ -55,12 +58,14 @@ def looking_back(model: Decoder, seed: int, residual: float) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def induction_start(model: Decoder, seed: int):
-    """Set weights under which layers 0 and 1 form induction heads (arXiv 2209.11895); all are trained.
+    """Set weights with which layers 0 and 1 form induction heads (arXiv 2209.11895).
 
-    Layer 0 looks back. Layer 1: query U of the current token against key S meets the token *after* an earlier
-    occurrence, and the value head copies that token's embedding to where the output head reads it.
+    In layer 0 each token gets the content U of an earlier token in S. In layer 1 the query reads the current
+    token's U, and the key reads S. They match at the token *after* an earlier occurrence. The head copies
+    that token's embedding to where the output head reads it. Training changes all these weights.
     """
-    U, S, slow, std = looking_back(model, seed, residual=0)  # slow: content must not depend on distance
+    # layer 1 matches in the slow dimensions, where a score hardly depends on distance
+    U, S, slow, std = looking_back(model, seed, residual=0)
     c, second = model.config, model.blocks[1].attention
     D, H, G = c.head_dim, c.n_kv_heads, c.n_heads // c.n_kv_heads
     q, k, v = second.split(second.qkv.weight)
@@ -74,14 +79,20 @@ def induction_start(model: Decoder, seed: int):
 
 
 def learned_start(model: Decoder, seed: int):
-    """Set weights under which layer 0 looks back and no head matches or copies: retrieval must be learned."""
+    """Set weights with which layer 0 looks back and no head matches or copies.
+
+    Retrieval must be learned.
+    """
     looking_back(model, seed, residual=(2 * model.config.n_layers) ** -0.5)
 
 
-# ---- so that retrieval spreads over layers ---
+# ---- leave out heads in training, so that retrieval spreads over layers ---
 
 def left_out(rng: np.random.Generator, B: int, layers: int, heads: int, share: float = 0.15) -> Tensor:
-    """Return (layers, B, heads): 0 where a document's head, or its layer, is left out; never layer 0."""
+    """Return (layers, B, heads): 0 where a document's head or layer is left out, else 1.
+
+    Layer 0 always stays.
+    """
     stays = (rng.random((layers, B, heads)) >= share) & (rng.random((layers, B, 1)) >= share)
     stays[0] = True
     return torch.from_numpy(stays.astype(np.float32))
@@ -89,16 +100,16 @@ def left_out(rng: np.random.Generator, B: int, layers: int, heads: int, share: f
 
 @contextmanager
 def without_heads(model: Decoder, stays: Tensor):
-    """Within, the output of each head (layers, B, heads) counts as often as `stays` says."""
-    def weigh(of_layer: Tensor):
+    """Multiply each head's output by `stays` (layers, B, heads) within a `with` block."""
+    def multiply_by(factor: Tensor):
         def hook(module, args):
             B, T, _ = args[0].shape
-            heads = args[0].view(B, T, of_layer.shape[1], -1) * of_layer[:, None, :, None].to(args[0])
+            heads = args[0].view(B, T, factor.shape[1], -1) * factor[:, None, :, None].to(args[0])
             return heads.view(B, T, -1)
         return hook
 
-    hooks = [block.attention.o.register_forward_pre_hook(weigh(of_layer))
-             for block, of_layer in zip(model.blocks, stays)]
+    hooks = [block.attention.o.register_forward_pre_hook(multiply_by(factor))
+             for block, factor in zip(model.blocks, stays)]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What n-gram models say of the held-out text: the baseline of the training report."""
+"""Bits per byte of n-gram models on the held-out text: the baseline of the training report."""
 from collections import Counter
 import math
 
@@ -10,20 +10,20 @@ from nanollm.measure.tasks import Tasks
 
 def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
                discount: float = 0.75) -> dict[str, float]:
-    """Bits per byte of 2-, 3- and 4-grams on the same windows, interpolated by absolute discounting (Ney et
-    al. 1994).
+    """Return the bits per byte of 2-, 3- and 4-grams, on the decoder's measuring windows.
 
+    They are interpolated by absolute discounting (Ney et al. 1994):
     p_n(t | context) = max(count − d, 0)/total + d · kinds/total · p_{n−1}(t | shorter context)
     """
     if not 0 < discount <= 1:
-        raise ValueError(f"discount {discount} must be above 0, or what was never seen has no probability, "
-                         "and at most 1")
+        raise ValueError(f"discount {discount} must be above 0 and at most 1; at 0 unseen tokens would have "
+                         "probability 0")
     stream, rows, V = training.stream, text_windows(held_out, windows, T), training.encoding.n_vocab
     counts, totals, kinds = ([Counter() for _ in range(4)] for _ in range(3))
     for n in range(4):
-        # contexts that the windows do not have need no counting
-        asked = np.isin(contexts(stream, n, V), contexts(rows.numpy(), n, V))
-        counts[n].update(zip(*(stream[i:len(stream) - n + i][asked].tolist() for i in range(n + 1))))
+        # count only contexts that occur in the windows
+        needed = np.isin(contexts(stream, n, V), contexts(rows.numpy(), n, V))
+        counts[n].update(zip(*(stream[i:len(stream) - n + i][needed].tolist() for i in range(n + 1))))
         for gram, times in counts[n].items():
             totals[n][gram[:-1]] += times
             kinds[n][gram[:-1]] += 1
@@ -46,7 +46,7 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
 
 
 def contexts(tokens: np.ndarray, n: int, V: int) -> np.ndarray:
-    """Return the n tokens before each of tokens (..., T) as one number of base V, (..., T − n)."""
+    """Return the n tokens before each of tokens (..., T) as a number in base V, (..., T − n)."""
     numbers = np.zeros_like(tokens[..., n:])
     for i in range(n):
         numbers += tokens[..., i:tokens.shape[-1] - n + i] * V ** i

@@ -1,18 +1,18 @@
 """The training loop: a mixture of real text and retrieval documents, short ones first.
 
     python -m nanollm train --out runs/tiny              # an hour and a half on one CPU core
-    torchrun --nproc-per-node 2 -m -- nanollm train ...   # rows of each batch are shared out over the ranks
+    torchrun --nproc-per-node 2 -m -- nanollm train ...   # the rows of each batch are divided among the ranks
 
 An interrupted run resumes from its last checkpoint if seed, learning rate, start and number of steps are
 unchanged (the schedule depends on them). Files of other runs are never overwritten.
 
-Three things make retrieval work in so little training, the most important first: structured initial weights
-(initial_weights.py; the architecture is ordinary), position jumps (PoSE, arXiv 2309.10400), so that lengths
-far beyond the training length are seen as positions, and a curriculum from dense copying to needles in real
-text.
+Three things make retrieval work after so little training. The first matters most.
+1. Structured initial weights (initial_weights.py). The architecture is ordinary.
+2. Position jumps (PoSE, arXiv 2309.10400): training sees positions far beyond its longest document.
+3. A curriculum that goes from dense copying to needles in real text.
 
---start learned builds no head that retrieves. It copies for longer at first, every document begins with BOS,
-and for most of the run heads and layers are left out at random, so that retrieval spreads.
+--start learned starts without retrieval heads. It copies for longer at first, and every document begins with
+BOS. For most of the run, heads and layers are left out at random, so that retrieval spreads over them.
 """
 import argparse
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ from nanollm.training.ngram import ngram_bits
 
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
               rope_theta=5e5)
-# share of the steps, tokens per document, documents per batch, and the mixture of tasks
+# (fraction of the steps, tokens per document, documents per batch, fraction of each task)
 STAGES = [
     (0.08, 64, 64, dict(plain=.20, periodic=.45, associative=.25, few_shot=.10)),
     (0.10, 128, 32, dict(plain=.20, periodic=.15, associative=.10, few_shot=.15, needle=.25, pairs=.15)),
@@ -62,19 +62,22 @@ LEARNED = [  # the same for --start learned
     (0.40, 512, 8, dict(plain=.46, periodic=.03, associative=.02, few_shot=.10, needle=.12, pairs=.11,
                         copy=.16)),
 ]
-LEAVE_OUT = 0.06, 0.85  # from and to which share of the steps
-# loss weight of a token by its role; in plain text every token counts 1
+LEAVE_OUT = 0.06, 0.85  # heads are left out between these fractions of the steps
+# loss weight of a token, by its role; in the task "plain" every token has weight 1
 WEIGHT = np.zeros(4, dtype=np.float32)
 WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
-RECIPE = "seed", "lr", "steps", "start"  # a run depends on these alone; they stand in its checkpoint
+RECIPE = "seed", "lr", "steps", "start"  # a run depends only on these; its checkpoint stores them
 CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
-REPORT = "train.json"  # written last: a run that has it is finished
+REPORT = "train.json"  # written last, so a run that has it is finished
 
 
 # ---- documents -----------------------------------------------------------------------------------------
 
 def periodic(rng, n: int, tasks: Tasks):
-    """A segment repeated to the end, an answer from its second time on: the densest signal for induction."""
+    """Return a segment repeated up to n tokens, and roles: each repetition is an answer.
+
+    This is the densest signal for induction.
+    """
     length = int(rng.integers(4, n // 2 + 1))
     segment = rng.integers(0, tasks.bos, length) if rng.random() < 0.6 else tasks.filler(rng, length)
     roles = np.full(n, ANSWER, dtype=np.uint8)
@@ -83,7 +86,10 @@ def periodic(rng, n: int, tasks: Tasks):
 
 
 def associative(rng, n: int, tasks: Tasks):
-    """Random key → value pairs of 1 or 2 tokens, listed once and then again and again in other orders."""
+    """Return n tokens of random key-value pairs, and roles: repeated values are answers.
+
+    Keys and values have 1 or 2 tokens. The list is repeated in other orders.
+    """
     k, v = rng.integers(1, 3, 2)
     pairs = int(rng.integers(2, n // (2 * (k + v)) + 1))
     if k == 1:
@@ -101,7 +107,7 @@ def associative(rng, n: int, tasks: Tasks):
 def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
     """Return n tokens of a task with random sizes, and the loss weight of each.
 
-    bos: the document begins with BOS, as those with questions always do.
+    bos: whether documents without questions begin with BOS, too; those with questions always do.
     """
     draw = lambda least, most: int(rng.integers(least, most + 1))
     if bos and task in ("plain", "periodic", "associative"):
@@ -129,7 +135,10 @@ def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
 
 
 def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks, bos: bool = False):
-    """Tokens and loss weights (B, T + 1) of a step: a function of seed and step alone, so runs can resume."""
+    """Return tokens and loss weights (B, T + 1) of a step.
+
+    They depend only on seed and step, so that a run can resume.
+    """
     rng = np.random.default_rng((seed, step))
     kinds = rng.choice(list(mixture), B, p=np.array(list(mixture.values())) / sum(mixture.values()))
     tokens, weights = zip(*(document(rng, T + 1, kind, tasks, bos) for kind in kinds))
@@ -137,7 +146,7 @@ def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks
 
 
 def position_jumps(rng, B: int, T: int, max_len: int, jumps: int = 3) -> torch.Tensor:
-    """Positions (B, T) that skip ahead at a few random places and end below max_len (PoSE)."""
+    """Return positions (B, T) that jump ahead at random places and stay below max_len (PoSE)."""
     where = rng.integers(1, T, (B, jumps))
     cuts = np.sort(rng.integers(0, max_len - T + 1, (B, jumps)), 1)
     size = np.diff(cuts, axis=1, prepend=0)
@@ -148,12 +157,12 @@ def position_jumps(rng, B: int, T: int, max_len: int, jumps: int = 3) -> torch.T
 # ---- the loop ------------------------------------------------------------------------------------------
 
 def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
-    """Share of the peak learning rate: linear warm-up, flat, then linear decay down to 2 %."""
+    """Return the learning rate's fraction of its peak: warm-up, flat, then decay to 2 %."""
     return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
 
 
 def stage(step: int, steps: int, stages: list):
-    """Return T, B and mixture at this step."""
+    """Return tokens per document, documents per batch and task mixture at this step."""
     done = 0.0
     for share, *rest in stages:
         done += share
@@ -163,7 +172,10 @@ def stage(step: int, steps: int, stages: list):
 
 
 def save(args, model: Decoder, optimizer, step: int, minutes: float):
-    """Weights and AdamW's moments in one file, replaced at once so that a cut-off run leaves a whole one."""
+    """Save weights and AdamW's moments in one file.
+
+    The file is replaced at once, so an interrupted run leaves a complete one.
+    """
     tensors = {}
     for name, p in model.named_parameters():
         state = optimizer.state[p]  # empty before the first step
@@ -178,34 +190,34 @@ def save(args, model: Decoder, optimizer, step: int, minutes: float):
 
 
 def find(args) -> tuple[int, float]:
-    """Return the steps and minutes done by the run in the folder, 0 if it is new or empty.
+    """Return the steps and minutes done by the run in the folder; 0 if it is new or empty.
 
-    ValueError for every other folder: it holds something else, another run, or one that is finished.
+    Raises ValueError if the folder holds anything else: other files, another run, or a finished run.
     """
-    args.out = Path(os.path.realpath(args.out))  # NEW/.. is a folder that is there
+    args.out = Path(os.path.realpath(args.out))  # resolves NEW/.., which exists even if NEW does not
     file = args.out / CHECKPOINT
-    there = {file.name for file in args.out.iterdir()} if args.out.exists() else set()
-    if there <= {PART}:
+    files = {file.name for file in args.out.iterdir()} if args.out.exists() else set()
+    if files <= {PART}:
         return 0, 0.0
-    if CHECKPOINT not in there:
-        raise ValueError(f"{args.out} holds {min(there)} and no run to go on with; name a new folder")
+    if CHECKPOINT not in files:
+        raise ValueError(f"{args.out} holds {min(files)} but no run to resume; name a new folder")
     try:
         with safe_open(file, "pt") as f:
             known = f.metadata()
         step, minutes, recipe = int(known["step"]), float(known["minutes"]), {x: known[x] for x in RECIPE}
     except (OSError, SafetensorError, TypeError, KeyError, ValueError):
-        raise ValueError(f"{file} is damaged or another's; name a new folder") from None
-    for name, begun in recipe.items():
-        if begun != str(getattr(args, name)):
-            raise ValueError(f"the run in {args.out} has --{name} {begun}, not {getattr(args, name)}; "
-                             "go on with that or name a new folder")
-    if REPORT in there:
+        raise ValueError(f"{file} is damaged or not from this program; name a new folder") from None
+    for name, stored in recipe.items():
+        if stored != str(getattr(args, name)):
+            raise ValueError(f"the run in {args.out} has --{name} {stored}, not {getattr(args, name)}; "
+                             "give that value or name a new folder")
+    if REPORT in files:
         raise ValueError(f"the run in {args.out} is finished; name a new folder")
     return step, minutes
 
 
 def resume(file: Path, model: Decoder, optimizer, step: int):
-    """Load the tensors that `save` wrote after so many steps."""
+    """Load the tensors that `save` wrote after `step` steps."""
     tensors = load_file(file, device=str(model.embed.weight.device))
     shapes = {name + end: p.shape for name, p in model.named_parameters() for end in ("", ".m", ".v")}
     if {name: x.shape for name, x in tensors.items()} != shapes:
@@ -220,16 +232,16 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanollm train", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"),
-                        help="folder of the run: a new one, or that of the same run, which goes on")
+                        help="folder of the run: a new one, or that of an interrupted run, to resume it")
     parser.add_argument("--steps", type=int, default=3000, help="steps of 4096 tokens")
     parser.add_argument("--start", choices=("built", "learned"), default="built",
-                        help="whether heads that retrieve are in the starting weights; default built")
+                        help="initial weights: with retrieval heads (built, default) or without (learned)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: chosen by the model's size")
     parser.add_argument("--every", type=int, default=100, help="steps between measurements and checkpoints")
-    parser.add_argument("--documents", type=int, default=256, help="per task in the measurement at the end")
+    parser.add_argument("--documents", type=int, default=256, help="documents per task, measured at the end")
     args = parser.parse_args(argv)
     for name, most in (("steps", 10 ** 9), ("every", 10 ** 9), ("documents", 10 ** 6)):
         whole(name, getattr(args, name), 1, most)
@@ -258,7 +270,7 @@ def main(argv=None):
     if first:
         resume(args.out / CHECKPOINT, model, optimizer, first)
     elif rank == 0:
-        save(args, model, optimizer, 0, minutes)  # the folder is taken, and it can be written to
+        save(args, model, optimizer, 0, minutes)  # claims the folder, and shows that it is writable
 
     encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
     training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
@@ -270,13 +282,14 @@ def main(argv=None):
 
 
 def learn(args, model: Decoder, optimizer, first: int, minutes: float, training: Tasks, held_out: Tasks):
-    """Take all steps from `first` on, with a checkpoint and a measurement every `args.every` steps.
+    """Take all steps from `first` on; save and measure every `args.every` steps.
 
-    minutes: those before `first`. Returns the minutes of the whole run.
+    minutes: time spent before `first`. Returns the minutes of the whole run.
     """
     rank, world = ranks()
     forward = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    began, few, losses, shown = time.time() - 60 * minutes, max(1, args.documents // 8), [], {}
+    began, few = time.time() - 60 * minutes, max(1, args.documents // 8)
+    losses, shown = [], {}
     with (args.out / "log.jsonl").open("a") as log, tqdm(
             range(first, args.steps), initial=first, total=args.steps, disable=rank > 0 or None,
             mininterval=2) as bar:
@@ -302,8 +315,8 @@ def learn(args, model: Decoder, optimizer, first: int, minutes: float, training:
 def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tasks) -> tuple[float, int]:
     """Take one step; return its loss and the tokens per document.
 
-    forward: the model, or what averages its gradients over ranks. ValueError, before the weights change, if
-    loss or gradient is not finite.
+    forward: the model, or a wrapper that averages its gradients over ranks. Raises ValueError, before the
+    weights change, if the loss or the gradient is not finite.
     """
     rank, world = ranks()
     learned, mine, c = args.start == "learned", slice(rank, None, world), model.config
@@ -315,11 +328,11 @@ def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tas
     total = weights[:, 1:].sum()
     tokens, weights, pos = (x[mine].to(args.device) for x in (tokens, weights, pos))
 
-    thinned = nullcontext()
+    some_heads = nullcontext()
     if learned and LEAVE_OUT[0] <= step / args.steps < LEAVE_OUT[1]:
         stays = left_out(np.random.default_rng((args.seed, step, 2)), B, c.n_layers, c.n_heads)
-        thinned = without_heads(model, stays[:, mine].to(args.device))
-    with thinned:
+        some_heads = without_heads(model, stays[:, mine].to(args.device))
+    with some_heads:
         logits = forward(tokens[:, :-1], pos=pos)
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
     loss = (loss * weights[:, 1:].flatten()).sum() / total * world  # the ranks' gradients are averaged
@@ -332,7 +345,7 @@ def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tas
         dist.all_reduce(loss)
     if not math.isfinite(loss.item()) or not math.isfinite(norm):
         raise ValueError(f"step {step + 1} has loss {loss.item()} and gradient norm {norm}; the last "
-                         f"checkpoint in {args.out} is untouched; begin anew with --lr below {args.lr}")
+                         f"checkpoint in {args.out} is untouched; start a new run with --lr below {args.lr}")
     for group in optimizer.param_groups:
         group["lr"] = args.lr * schedule(step, args.steps)
     optimizer.step()
@@ -340,7 +353,7 @@ def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tas
 
 
 def hardware(device: str) -> str:
-    """Return the name of the GPU, or of the processor with the number of threads."""
+    """Return the GPU's name, or the number of threads and the processor's name."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
@@ -349,10 +362,10 @@ def hardware(device: str) -> str:
 
 
 def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: float):
-    """Write the weights in 16 bits with their tokenizer, and a report of how they were made and do."""
+    """Write the weights in 16 bits, the tokenizer, and a report on the run and its accuracy."""
     to_hf(model, args.out)
     shutil.copy(TINY / "tokenizer.tiktoken", args.out)
-    model, documents = from_hf(args.out, device=args.device), args.documents  # measure what was written
+    model, documents = from_hf(args.out, device=args.device), args.documents  # measure the weights as written
     asked = {f"needle_{T}": ("needle", T) for T in (256, 512, 1024, 2048)}
     asked |= {"pairs_16_512": ("pairs", 512), "few_shot_16_of_4_classes_512": ("few_shot", 512),
               "copy_512": ("copy", 512)}

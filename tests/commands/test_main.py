@@ -121,7 +121,7 @@ def test_options_change_the_rows_as_they_say(checkpoint, capsys):
     for row, again in zip(rows, compare(checkpoint, f"{methods} --batch 1 --memory 0"), strict=True):
         for key in "kl", "live", *SHARES:
             assert again[key] == pytest.approx(row[key], rel=1e-4), key
-    assert "more than may stay" in capsys.readouterr().err
+    assert "more than --memory allows" in capsys.readouterr().err
     h2o, *others = compare(checkpoint, f"{methods} --window 5")
     assert h2o["each"] == rows[0]["each"] and {row["window"] for row in others} == {5}
     assert all(row["each"]["kl"] != before["each"]["kl"] for row, before in zip(others, rows[1:]))
@@ -440,10 +440,10 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("generate --method quantized_2 --budget 5 x", "quantized_2 has no budget; leave --budget out"),
     ("generate --top-k 5 x", "--top-k would change"), ("generate --tokens 7", "--tokens would change"),
     ("generate --file text.txt x", "give the text or --file text.txt, not both"),
-    ("generate --file text.txt", "No such file"), ("generate --device cuda x", "device 'cuda' is not there"),
+    ("generate --file text.txt", "No such file"), ("generate --device cuda x", "'cuda' is not available"),
     ("generate --figure x.png x", "--figure is of the built-in page"),
     ("generate --figure x.txt", "must end in .png"), ("generate --tokens 800 x", "800 new ones exceed"),
-    ("--device foo", "device 'foo' is not there"),
+    ("--device foo", "device 'foo' is not available"),
     ("nope", "unknown command 'nope'; known are claims, compare, course, generate, plan, train")])
 def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

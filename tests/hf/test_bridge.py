@@ -144,7 +144,7 @@ def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape,
 
 def test_what_is_no_decoder_of_transformers_is_refused():
     encoder = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=V, d_model=32, num_layers=1))
-    for model, message in ((None, "NoneType is no model of transformers; load"), (torch.nn.ReLU(), "ReLU is"),
+    for model, message in ((None, "NoneType is not a model of transf.*; load"), (torch.nn.ReLU(), "ReLU is"),
                            (encoder, "T5ForConditionalGeneration has an encoder; take")):
         with pytest.raises(ValueError, match=message):
             attach(model)
@@ -175,7 +175,7 @@ SLIDES = dict(use_sliding_window=True, sliding_window=35,
     ("not causal", "Llama", {}, "eval", dict(attention_mask=torch.zeros(3, 1, 10, T))),
     ("position_ids must be 30 … 39", "Llama", {}, "eval", dict(position_ids=torch.arange(5).repeat(2)[None])),
     ("no tokens beyond the 30", "Llama", {}, "eval", dict(input_ids=NEW[:, :0])),
-    ("1 texts of 2 heads come", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
+    ("1 texts of 2 heads do not fit", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
     ("layer 1 attends to the last 35 tokens alone", "Qwen2", SLIDES, "eval", {}),
     ("call model.eval", "Llama", dict(attention_dropout=0.5), "train", {})])
 def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, mode, call):
@@ -213,7 +213,7 @@ def test_a_call_that_was_broken_off_is_told_of_until_reset(monkeypatch):
             model(TOKENS, past_key_values=memory)
     for call in (lambda: model(TOKENS, past_key_values=memory), memory.end_prompt, lambda: memory.crop(-1),
                  lambda: memory.reorder_cache(torch.tensor([0]))):
-        with pytest.raises(ValueError, match="call was broken off after some layers had read"):
+        with pytest.raises(ValueError, match="call stopped after only some layers had read"):
             call()
     memory.reset()
     torch.testing.assert_close(model(TOKENS, past_key_values=memory).logits, expected, atol=1e-5, rtol=0)
@@ -320,10 +320,10 @@ def test_what_cannot_be_taken_out_or_chosen_is_refused():
     memory = attach(model, StreamingLLM, budget=8)
     model(TOKENS, past_key_values=memory)
     draft = dict(prompt_lookup_num_tokens=2, past_key_values=attach(model, StreamingLLM, budget=8))
-    for call, message in ((lambda: memory.crop(-1), "StreamingLLM cannot take tokens out"),
-                          (lambda: model.generate(TOKENS[:1], **draft), "StreamingLLM cannot take tokens"),
+    for call, message in ((lambda: memory.crop(-1), "StreamingLLM cannot remove tokens"),
+                          (lambda: model.generate(TOKENS[:1], **draft), "StreamingLLM cannot remove tokens"),
                           (lambda: memory.crop(-41), "crop -41 must be a whole number of at least -40"),
-                          (lambda: memory.reorder_cache(torch.tensor([3])), "not all among 0 … 2")):
+                          (lambda: memory.reorder_cache(torch.tensor([3])), "must all be among 0 … 2")):
         with pytest.raises(ValueError, match=message):
             call()
 

@@ -253,7 +253,7 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
     file, whole = tmp_path / "model.safetensors", (saved("qwen2") / "model.safetensors").read_bytes()
     for content in whole[:-4], b"version https://git-lfs.github.com/spec/v1":
         file.write_bytes(content)
-        refused(tmp_path, file, "truncated or no safetensors file")
+        refused(tmp_path, file, "truncated or not a safetensors file")
     for text, words in ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a list"):
         (tmp_path / "config.json").write_text(text)
         refused(tmp_path, f"config.json {words}")
@@ -261,7 +261,7 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
 
 def test_what_is_no_device_and_no_dtype_for_weights_is_refused(saved, tmp_path):
     for name in "meta", "hpu", "x":
-        refused(saved("qwen2"), f"device {name!r} is not there", "use cpu", device=name)
+        refused(saved("qwen2"), f"device {name!r} is not available", "use cpu", device=name)
     for dtype in torch.int8, "float16":
         refused(saved("qwen2"), "is not for weights; use one of torch.float16, torch.bfloat16", dtype=dtype)
         with pytest.raises(ValueError, match="is not for weights"):

@@ -197,8 +197,8 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
 
 
 @pytest.mark.parametrize("make, message", [
-    (partial(SnapKV, 8, 8), "budget 8 must exceed the window 8"), (partial(SnapKV, 20, 0), "window 0"),
-    (partial(AdaKV, 20, 8, 2), "kernel 2"), (partial(PyramidKV, 20, 8, beta=0), "beta 0"),
+    (partial(SnapKV, 8, 8), "budget 8 must exceed the window 8"), (partial(SnapKV, 20, 0), "window_size 0"),
+    (partial(AdaKV, 20, 8, 2), "kernel_size 2"), (partial(PyramidKV, 20, 8, beta=0), "beta 0"),
     (partial(AdaKV, 20, 8, floor=1.5), "floor 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
     (partial(Critical, alpha=math.nan), "alpha nan"), (partial(CriticalCode, alpha=-0.5), "alpha -0.5"),
     (partial(LeastTheta, steps=-1), "steps -1"), (partial(LeastTheta, steps=10**9), "steps 1000000000 must"),

@@ -278,7 +278,7 @@ def test_other_folders_and_a_shipped_checkpoint_are_never_written_to(tmp_path):
     for folder in (tmp_path / "tiny", tmp_path / "new/../tiny"):
         refused(folder, "holds config.json and no run")
     (tmp_path / "checkpoint.safetensors").write_text("mine")
-    refused(tmp_path, "is damaged or another's")
+    refused(tmp_path, "is damaged or not from this program")
 
 
 def test_a_run_goes_on_with_what_it_began_with_and_counts_on(small, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@ WRONG = [
     ("visible", "sees the future", "<=", ">="),
     ("visible", "the first row's positions for all", "pos[:, None, :, None]", "pos[:1, None, :, None]"),
     ("visible", "the first head's slots for all",
-     "at.unsqueeze(2)", "at[:, :1].expand(at.shape).unsqueeze(2)"),
+     "slot_pos.unsqueeze(2)", "slot_pos[:, :1].expand(slot_pos.shape).unsqueeze(2)"),
     ("visible", "hidden slots add 0", "-math.inf", "0.0"),
     ("probabilities", "no scale", ".mul_(D ** -0.5)", ""),
     ("probabilities", "the bias only hides", "else bias, pos)", "else 0 * bias, pos)"),
