@@ -23,7 +23,7 @@ class PackedCache(LayerCache):
 
     @property
     def packs(self) -> bool:
-        """Whether heads differ, and all per-slot tensors stay as they are (k, v, pos and bias do)."""
+        """Whether heads differ and store only tensors that never change: k, v, pos and bias."""
         return self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}
 
     def pack(self):

@@ -200,7 +200,7 @@ def find(args) -> tuple[int, float]:
     if files <= {PART}:
         return 0, 0.0
     if CHECKPOINT not in files:
-        raise ValueError(f"{args.out} holds {min(files)} but no run to resume; name a new folder")
+        raise ValueError(f"{args.out} holds {min(files)} and no run to resume; name a new folder")
     try:
         with safe_open(file, "pt") as f:
             known = f.metadata()

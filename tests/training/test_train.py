@@ -285,7 +285,7 @@ def test_a_run_goes_on_with_what_it_began_with_and_counts_on(small, tmp_path, mo
     cut_off(tmp_path, monkeypatch, 2)
     for name, begun, other in ("seed", "0", "1"), ("lr", "0.002", "0.001"), ("steps", "6", "7"), (
             "start", "built", "learned"):
-        refused(tmp_path, f"has --{name} {begun}, not {other}; go on", f"--{name}", other)
+        refused(tmp_path, f"has --{name} {begun}, not {other}; give that value", f"--{name}", other)
     file = tmp_path / "checkpoint.safetensors"
     with safe_open(file, "pt") as f:
         known, tensors, right = f.metadata(), load_file(file), file.read_bytes()
