@@ -180,7 +180,8 @@ def check_caches(caches: list, layers: int, B: int):
 
 def check_tokens(x: Tensor, name: str = "tokens"):
     """Raise ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
-    if not isinstance(x, Tensor) or x.dtype != int64 or x.dim() != 2 or not x.numel():
+    if not isinstance(x, Tensor) or x.dtype != int64 or x.dim() != 2:
         given = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise ValueError(f"{name} are {given}; they must be an int64 tensor (B, T) that is not empty, "
-                         "such as torch.tensor([[3]])")
+        raise ValueError(f"{name} are {given}; they must be an int64 tensor (B, T), like torch.tensor([[3]])")
+    if not x.numel():
+        raise ValueError(f"{name} are empty, of shape {tuple(x.shape)}; give at least one")

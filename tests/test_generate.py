@@ -135,7 +135,7 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
 
 @pytest.mark.parametrize("wrong, message", [
     *((dict(prompt=x), message) for x, message in (
-        (torch.zeros(1, 0, dtype=torch.long), r"prompt's tokens are .*\(1, 0\); they must"),
+        (torch.zeros(1, 0, dtype=torch.long), r"prompt's tokens are empty.*\(1, 0\)"),
         (torch.tensor([[3, 50]]), "token id 50 lies outside the vocabulary 0 … 49"),
         (torch.tensor([[3, -1]]), "token id -1 lies outside the vocabulary"),
         (torch.zeros(1, 62, dtype=torch.long), "62 prompt tokens and 3 new ones exceed .* length of 64"))),
