@@ -1,15 +1,18 @@
 """AdaKV: heads share a layer's budget (Feng et al., arXiv 2407.11550).
 
-A head that spreads its attention needs more entries than one that gathers it. So the H heads of a layer are
-ranked together: each gets as many entries as it has among the layer's H·b highest window scores, over a floor that is
-dealt out evenly. Heads then differ in length; they are stored one after the other, so nothing is padded and
-memory is freed.
+Some heads spread their attention over many tokens and need many entries; others need few. So AdaKV ranks the
+entries of a layer's H heads together. A head gets as many entries as it has among the H·b highest window
+scores. A floor f guarantees each head a part of the budget.
 
     b_h = f·b + (1 − f) · |{ i : A_{h,i} ∈ Top_{H·b}(A) }|,   Σ_h b_h = H·b
 
-Differs from the paper: b counts the entries beside the window, as in the authors' code, whose budget contains
-the window, too. A head is a key/value head, whose group of query heads window scores together. NVIDIA/kvpress has
-another floor: the f·b highest entries of each head stay, and the layer's others are ranked together.
+The heads then differ in length. They are stored one after the other, without padding, so memory is freed.
+
+Differs from the paper:
+- b counts the entries beside the window, as in the authors' code. Their budget contains the window too.
+- A head is a key/value head. Its window scores are the mean over its group of query heads.
+
+NVIDIA/kvpress has another floor: each head keeps its f·b highest entries; the others are ranked together.
 """
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,24 +26,27 @@ from nanollm.ranking import rank, top
 
 @dataclass(eq=False)
 class AdaKV(SnapKV):
-    floor: float = 0.2  # share of the budget dealt out evenly (the authors' code: 0.2 or 0.5); 1 is SnapKV
+    floor: float = 0.2  # fraction of the budget dealt out evenly, f (authors' code: 0.2 or 0.5); 1 is SnapKV
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor {self.floor} is a share of the budget; it must lie between 0 and 1")
+            raise ValueError(f"floor is {self.floor}; it is a fraction of the budget, between 0 and 1")
 
     def budgets(self, scores: Tensor) -> Tensor:
         return shared(self.pool(scores.mean(2)), self.budget - self.window_size, self.floor)
 
 
 def shared(score: Tensor, mean: int, floor: float) -> Tensor:
-    """Entries per head (B, H), `H · mean` in all, from score (B, H, S); ties go to the newest token."""
+    """Return the number of entries of each head, (B, H), from scores (B, H, S).
+
+    The numbers of a layer add up to H · mean. Equal scores: the newest token first.
+    """
     B, H, S = score.shape
-    by_token = score.mT.flatten(1)  # so that a later place is a newer token
+    by_token = score.mT.flatten(1)  # token by token, so `top` breaks ties towards the newest token
     highest = top(by_token, H * mean).view(B, S, H).sum(1)
 
-    # in units of 1/denominator; the largest remainders are rounded up, of equals the lower head
+    # exact counts in units of 1/denominator; the largest remainders are rounded up, equal ones in lower heads
     even = Fraction(str(floor)).limit_denominator(10**6)
     exact = (even.denominator - even.numerator) * highest + even.numerator * mean
     counts = exact // even.denominator

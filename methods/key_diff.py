@@ -1,12 +1,12 @@
-"""KeyDiff: keep the keys that are unlike the others (Park et al., arXiv 2504.15364).
+"""KeyDiff: keep the keys that differ from the others (Park et al., arXiv 2504.15364).
 
-Keys that are unlike the others tend to get much attention, sinks among them. So the tokens whose keys are
-most like the mean direction leave. No query decides.
+Keys that differ from the others, such as those of sinks, tend to get much attention. KeyDiff evicts the
+entries whose keys are most similar to the mean direction of all keys. It uses no queries.
 
     evict argmax_i cos(k_i, k̄),   k̄ = mean_j k_j/‖k_j‖
 
-Differs from the paper: the prompt is read with full attention and compressed at its end, not block by block.
-After it the entry most like the mean leaves at each step, as in the paper.
+Differs from the paper: the whole prompt is read with full attention and compressed at its end; the paper
+compresses block by block. After the prompt one entry leaves at each step, as in the paper.
 """
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ class KeyDiff(ScoredCache):
 
 
 def likeness(k: Tensor) -> Tensor:
-    """Cosine of each key and the mean direction of all: k (B, H, S, D) → (B, H, S), in 32 bits at least."""
+    """Return the cosine of each key and the mean direction of all keys: k (B, H, S, D) → (B, H, S).
+
+    The result has at least 32 bits.
+    """
     direction = F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1)
     return F.cosine_similarity(direction, direction.mean(2, keepdim=True), dim=-1)
 

@@ -1,13 +1,14 @@
-"""TOVA: a cache as a state of many vectors (Oren et al., arXiv 2401.06104).
+"""TOVA: a bounded cache is the state of a recurrent network (Oren et al., arXiv 2401.06104).
 
-A decoder with a bounded cache is a recurrent network whose state has `budget` slots. What the newest query
-looks at least leaves. Nothing is added up and no token is safe: neither sinks nor the newest, unless they are
-looked at.
+The state has `budget` slots. TOVA evicts the entry that the newest query attends to least. It adds nothing up
+over time. Sinks and new tokens are not protected.
 
-    evict argmin_i mean_h α_{t,h,i},   whenever more than b are held
+    evict argmin_i mean_h α_{t,h,i}   whenever the cache holds more than b entries
 
-The heads of a layer choose together. Differs from the paper: eviction starts at the end of the prompt, where
-the last query decides about all of it at once, as in the authors' code; by the rule one leaves at each step.
+The heads of a layer keep the same tokens, by their mean attention.
+
+Differs from the paper: eviction starts at the end of the prompt. There the last query ranks all entries at
+once, as in the authors' code. The paper's rule evicts one entry at each step.
 """
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from nanollm.cache import PerEntry, ScoredCache
 
 
 class TOVA(ScoredCache):
-    weight = PerEntry()  # the newest query's attention
+    weight = PerEntry()  # attention from the newest query
     watch = 1
 
     def observe(self, q: Tensor, p: Tensor):
-        self.weight = p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1)  # over the layer's heads
+        self.weight = p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1)  # over all heads
         super().observe(q, p)
 
     def score(self) -> Tensor:
