@@ -1,22 +1,25 @@
-"""ChunkKV: keep whole chunks (Liu et al., arXiv 2502.00299).
+"""ChunkKV: keep whole chunks of tokens (Liu et al., arXiv 2502.00299).
 
-A token means little without its neighbours. So what stays or goes is a chunk of c consecutive tokens. Its
-score is the attention that the prompt's last w queries gave it. The best chunks are kept whole, beside the
-window. The indices kept in one layer may serve the layers above it, which then need no scores.
+A token means little without its neighbours. So the prompt is cut into chunks of c consecutive tokens. The
+score of a chunk is the attention that the prompt's last w queries give to its tokens. The chunks with the
+highest scores stay, and the window. A layer's choice may also serve the layers above it, which then need no
+scores.
 
     a_i = 1/w Σ_{t≥S−w} α_{t,i},   score_m = Σ_{i ∈ chunk m} a_i
     keep the first b − w tokens of Top(score), and {S−w … S−1}
 
-As in Algorithm 1 the chosen chunks are cut to b − w tokens, so that the budget is used to the full.
-`Chunks(fill=False)` keeps none but whole chunks: half a chunk is what the paper argues against.
+As in Algorithm 1, the chosen chunks are cut to b − w tokens, so the whole budget is used.
+`Chunks(fill=False)` keeps only whole chunks, because the paper argues against half a chunk.
 
-Differs from the paper: it does not say in which order the chosen chunks stand when they are cut. Here they
-stand in the order of their score, and the last to be chosen keeps its first tokens. The query heads of a
-group vote together.
+Differs from the paper:
+- The paper does not say in which order the chosen chunks are cut. Here the chunk with the lowest score is cut
+  and keeps its first tokens.
+- The query heads of a group share an entry, so its score is their mean.
 
-The grid cuts facts: window scores fall on the words before a value, and a value that begins a chunk is scored without
-them. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that for values of two tokens (claim C1).
-Ours: chunks that end where a line or sentence does, in methods/ours/chunk_kv_semantic.py.
+A fact may lie across the border of two chunks. The attention falls on the words before a value, so a value
+that begins a chunk misses their scores. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that for
+values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
+methods/ours/chunk_kv_semantic.py.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -32,22 +35,22 @@ from nanollm.window import Selection, WindowCache
 
 @dataclass(frozen=True)
 class Chunks(Selection):
-    """Down the ranking of chunks, until the budget is full."""
-    chunk_size: int = 10  # tokens of a chunk, c
-    score: str = "sum"    # of a chunk: "sum", "mean" or "max" of its tokens' window scores
-    fill: bool = True     # the last chunk is cut to the room left; False: each that still fits whole
+    """Select chunks by their scores, the highest first, until the budget is full."""
+    chunk_size: int = 10  # tokens per chunk, c
+    score: str = "sum"    # score of a chunk: "sum", "mean" or "max" of its tokens' window scores
+    fill: bool = True     # True: cut the last chunk to the room left; False: keep only chunks that fit whole
 
     def __post_init__(self):
         super().__post_init__()
         whole("chunk", self.chunk_size, 1)
         if self.score not in ("sum", "mean", "max"):
-            raise ValueError(f"score {self.score!r} must be 'sum', 'mean' or 'max'")
+            raise ValueError(f"score is {self.score!r}; it must be 'sum', 'mean' or 'max'")
 
     def check(self, cache: WindowCache):
         least = self.chunk_size + cache.window_size
         if cache.budget < least and not self.fill:
-            raise ValueError(f"budget {cache.budget} has no room for a chunk of {self.chunk_size} beside the "
-                             f"window {cache.window_size}; make it at least {least}, or set fill")
+            raise ValueError(f"budget {cache.budget} has no room for a chunk of {self.chunk_size} tokens and "
+                             f"the window of {cache.window_size}; raise it to {least}, or set fill=True")
 
     def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
         scores = self.pooled(cache, scores)
@@ -58,25 +61,30 @@ class Chunks(Selection):
         return fit(score, length, budget).gather(-1, chunk)
 
     def pooled(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        """(B, H, G, n) → (B, H, n): each key/value head chooses for itself."""
+        """Return one score per token and key/value head: (B, H, G, n) → (B, H, n)."""
         return cache.pool(scores.mean(2))
 
     def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        """Number of the chunk of every token, (B, H, n)."""
+        """Return the chunk number of every token, (B, H, n)."""
         pos = cache.pos[:, :, :scores.shape[-1]]
-        place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1  # in the text, from 0
+        place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1  # index in the text, from 0
         return grid(place.masked_fill(pos == NEVER, -1), self.chunk_size)
 
 
 def grid(place: Tensor, size: int) -> Tensor:
-    """Chunks of `size` tokens: place (..., n) in the text → number (..., n), from 1 on; 0 for an empty slot,
-    whose place is negative.
+    """Return chunk numbers (..., n), from 1 on, of tokens at `place` (..., n) in the text.
+
+    Every chunk has `size` tokens. An empty slot has a negative place and gets number 0.
     """
     return torch.where(place < 0, 0, place // size + 1)
 
 
 def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
-    """Score and length of every chunk, (..., chunks), from window scores ≥ 0 and chunks of tokens, (..., n)."""
+    """Return score and length of every chunk, both (..., chunks).
+
+    scores (..., n): window scores, at least 0. chunk (..., n): each token's chunk number. how: "sum", "mean"
+    or "max".
+    """
     empty = scores.new_zeros(*scores.shape[:-1], int(chunk.max()) + 1)
     length = empty.long().scatter_add(-1, chunk, torch.ones_like(chunk))
     if how == "max":
@@ -86,26 +94,28 @@ def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tenso
 
 
 def ranking(score: Tensor) -> Tensor:
-    """Chunks (..., chunks), the highest score first; ties newest first."""
+    """Return chunk numbers (..., chunks), the highest score first; ties: the newest chunk first."""
     return score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
 
 
 def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
-    """Mask (..., n): of all tokens, chunk after chunk down the ranking, the first `budget`."""
-    rank = ranking(score).argsort(-1).gather(-1, chunk)  # of each token's chunk
+    """Return the mask (..., n) of the first `budget` tokens when chunks are taken by their scores."""
+    rank = ranking(score).argsort(-1).gather(-1, chunk)  # rank of each token's chunk
     place = torch.arange(chunk.shape[-1], device=chunk.device).expand(chunk.shape)
     first = place < torch.as_tensor(budget, device=chunk.device)[..., None]
     return torch.zeros_like(first).scatter(-1, rank.argsort(dim=-1, stable=True), first)
 
 
 def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
-    """Mask (..., chunks): down the ranking, each chunk that still fits whole."""
+    """Return the mask (..., chunks) of the chunks that fit whole, tried by their scores."""
     order = ranking(score)
     length = length.gather(-1, order)
     room = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])[..., None]
     taken = torch.zeros_like(length, dtype=torch.bool)
 
-    while True:  # one round takes all up to the first that does not fit: a few rounds, not one per chunk
+    # Each round takes all chunks up to the first that does not fit. Example: lengths 3 4 2 1, room 6.
+    # Round 1 takes 3 (4 does not fit beside it); round 2 takes 2 and 1. So two rounds serve four chunks.
+    while True:
         fits = ~taken & (length <= room)
         more = fits & ((fits * length).cumsum(-1) <= room)
         if not more.any():
@@ -115,19 +125,21 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class ChunkKV(SnapKV):
-    """Chunks, and the window. Of `reuse` layers the lowest selects, the others take its indices."""
-    kernel_size: int = 1         # window scores are not pooled: the chunk keeps neighbours together
-    select: Selection = Chunks()
-    reuse: int = 1               # layers of a group; the paper uses 2
+    """Keep chunks and the window. In each group of `reuse` layers the lowest selects for all."""
+    kernel_size: int = 1          # no pooling: chunks already keep neighbours together
+    select: Selection = Chunks()  # chooses the entries beside the window
+    reuse: int = 1                # layers that share one choice; the paper uses 2
 
     def __post_init__(self):
         super().__post_init__()
         whole("reuse", self.reuse, 1)
         if self.reuse > 1 and not isinstance(self.select, Chunks):
-            raise ValueError(f"reuse {self.reuse} needs Chunks; use 1 with {type(self.select).__name__}")
+            raise ValueError(f"reuse is {self.reuse}, but only Chunks can be reused; "
+                             f"set reuse=1 with {type(self.select).__name__}")
 
     @property
     def follows(self) -> bool:
+        """Whether this layer takes the previous layer's choice."""
         return self.layer % self.reuse > 0
 
     def link(self, model, layer: int, previous):
@@ -135,23 +147,26 @@ class ChunkKV(SnapKV):
         self.previous = previous
 
     def remember(self, q: Tensor):
-        if not self.follows:  # else no queries are needed
+        if not self.follows:  # a layer that follows computes no scores
             super().remember(q)
 
     def chosen(self) -> Tensor:
         if not self.follows:
             return super().chosen()
         if not self.previous.prompt_done:
-            raise ValueError(f"layer {self.layer} takes the indices of layer {self.layer - 1}, whose prompt "
-                             "is not over; call end_prefill(caches), lowest layer first")
-        at = self.previous.pos.to(self.pos.device)  # slot i still holds the prompt's token i
-        return torch.where(at == NEVER, -1, at - self.pos[:, :, :1]).long()
+            raise ValueError(f"layer {self.layer} uses the indices of layer {self.layer - 1}, which has not "
+                             "compressed yet; call end_prefill(caches), which starts with the lowest layer")
+        kept = self.previous.pos.to(self.pos.device)  # positions; slot i of this layer still holds token i
+        return torch.where(kept == NEVER, -1, kept - self.pos[:, :, :1]).long()
 
 
 @dataclass(frozen=True)
 class ChunksCode(Chunks):
-    """As in NVIDIA/kvpress, by the paper's author, with kernel_size=5: the heads of a layer choose together.
-    But there the pool is an average, and the count of kept tokens drifts from the budget."""
+    """The choice of NVIDIA/kvpress, written by the paper's author; use it with kernel_size=5.
+
+    The heads of a layer keep the same chunks. There the pool is an average, and the number of kept tokens
+    drifts from the budget; here neither is so.
+    """
     chunk_size: int = 20
     score: str = "mean"
     fill: bool = False

@@ -1,8 +1,9 @@
-"""Window methods that compress again while they write, as for the long answers of CriticalKV's Table 7.
+"""Window methods that compress again during decoding, for the long answers of CriticalKV's Table 7.
 
-After every so many new tokens the last w queries choose anew among the entries that are left: a head never
-holds more than `budget` + `every` slots. Nothing else differs: `make_cache(model, again(SnapKV), budget=64,
-every=32)`.
+After every `every` new tokens, the last w queries choose again among the entries that are left. A head never
+has more than `budget` + `every` slots. Nothing else differs:
+
+    make_cache(model, again(SnapKV), budget=64, every=32)
 """
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,20 +18,21 @@ from nanollm.window import WindowCache
 
 @dataclass(eq=False)
 class CompressAgain:
-    """To stand before a window method, whose options it leaves as they are."""
-    every: int = field(default=32, kw_only=True)  # new tokens after which it compresses again
+    """Mix-in for a window method, whose options stay the same: class Again(CompressAgain, Method)."""
+    every: int = field(default=32, kw_only=True)  # new tokens between two compressions
 
     def __post_init__(self):
         super().__post_init__()
         whole("every", self.every, 1)
         if not self.select.again:
-            raise ValueError(f"{type(self.select).__name__} cannot choose again; take another selection")
+            raise ValueError(f"{type(self.select).__name__} cannot be applied to its own output; "
+                             "use another selection")
         if getattr(self, "reuse", 1) > 1:
-            raise ValueError(f"every {self.every} needs a choice by each layer; make reuse {self.reuse} 1")
-        self.full = self.budget + self.every  # slots at which it compresses again
+            raise ValueError(f"reuse is {self.reuse}; it must be 1 if a method compresses again")
+        self.full = self.budget + self.every  # slots in use when it compresses again
 
     def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """After the prompt, pieces as long as the room there is."""
+        """Cut the tokens after the prompt into pieces that fit into the free slots."""
         if not self.prompt_done:
             return super().pieces(q, k, v, pos)
         ends = [*range(self.full - self.length, q.shape[2], self.every)]
@@ -49,15 +51,15 @@ class CompressAgain:
         self.queries = queries
 
     def compress(self):
-        if self.ragged:  # heads end together: the last slots are the newest tokens of all
+        if self.ragged:  # move empty slots to the front: the last slots must be every head's newest tokens
             self.keep((self.pos != NEVER).to(torch.uint8).argsort(dim=-1, stable=True))
         super().compress()
         self.full = self.length + self.every
 
 
 def again(Method: type[WindowCache]) -> type[WindowCache]:
-    """The window method that compresses again. With its option `every`."""
+    """Return a subclass of Method that compresses again; it adds the option `every`."""
     return dataclass(eq=False)(type(f"Again{Method.__name__}", (CompressAgain, Method), {}))
 
 
-variants = {}  # see the claim P12
+variants = {}  # not in the tables; claim P12 measures it

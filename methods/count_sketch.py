@@ -1,10 +1,13 @@
-"""A count sketch (Charikar et al. 2002) of keys and values: tokens added into shared slots, and read back.
+"""A count sketch of keys and values (Charikar et al. 2002): tokens are added into shared slots and read back.
+
+The sketch has r rows of b slots. A hash h_i gives each token one slot in row i, and a sign g_i. Inserting a
+token adds its key and its signed value to its r slots. A query reads these slots and takes the median.
 
     insert J:  S_i[h_i(J)] += (k_J, g_i(J) v_J)  for i = 1 … r    h_i: token → 1 … b,  g_i: token → ±1
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
 
-Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. kv_reviver_mean.py reads means in place of
-sums; kv_reviver_shrunk.py repairs the sketch.
+These are Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. kv_reviver_mean.py reads means
+instead of sums; ours/kv_reviver_shrunk.py repairs the sketch.
 """
 import torch
 from torch import Tensor
@@ -17,23 +20,23 @@ PRIME = 2 ** 31 - 1
 
 
 class Sketch:
-    """A count sketch: `x` (B, H, r·b, 2D) holds sums of tokens' [k | v], row after row of b slots.
+    """A count sketch. `x` (B, H, r·b, 2D) holds sums of the tokens' [k | v], row after row of b slots.
 
-    Over the seeds any four tokens fall independently, by cubic hashes. (Linear ones place tokens that follow
-    one another far too evenly under some seeds, and estimates have a bias.)
+    The hashes are cubic polynomials, so any four tokens hash independently over the seeds. Linear hashes
+    would spread consecutive tokens far too evenly under some seeds, which biases the estimates.
     """
-    signed_keys = False  # the paper's keys have no signs
+    signed_keys = False  # the paper gives signs to values only
 
     def __init__(self, k: Tensor, rows: int, width: int, seed: int):
         B, H, _, D = k.shape
         self.rows, self.width, self.x = rows, width, k.new_zeros(B, H, rows * width, 2 * D)
-        self.flip = torch.tensor([-1 if self.signed_keys else 1] * D + [-1] * D).to(k)  # what −1 does
+        self.flip = torch.tensor([-1 if self.signed_keys else 1] * D + [-1] * D).to(k)  # factors for sign −1
         coefficients = torch.randint(PRIME, (2, 4, rows), generator=torch.Generator().manual_seed(seed))
         self.bucket_by, self.sign_by = coefficients.to(k.device)
-        self.tokens = 0  # more than any token's number; 0: has to be looked up, and a GPU waited for
+        self.tokens = 0  # above every token's number; 0: `number` computes it, which waits for the GPU
 
     def number(self, J: Tensor, coefficients: Tensor) -> Tensor:
-        """The cubic c₀J³ + c₁J² + c₂J + c₃ mod p of tokens J in every row, (B, H, n, r)."""
+        """Return c₀J³ + c₁J² + c₂J + c₃ mod p in every row: tokens J (B, H, n) → (B, H, n, r)."""
         last = self.tokens or (int(J.max()) + 1 if J.numel() else 1)
         token = torch.arange(last, device=J.device).unsqueeze(-1)
         f = torch.zeros_like(token)
@@ -42,20 +45,23 @@ class Sketch:
         return F.embedding(J.long(), f)
 
     def bucket(self, J: Tensor) -> Tensor:
-        """h: slots (B, H, n, r) of tokens J (B, H, n)."""
+        """Return h(J), the slots of tokens J (B, H, n): (B, H, n, r)."""
         first = torch.arange(self.rows, device=J.device) * self.width
         return first + self.number(J, self.bucket_by) % self.width
 
     def sign_bit(self, J: Tensor) -> Tensor:
-        """1 where g(J) is −1, else 0, (B, H, n, r)."""
+        """Return 1 where g(J) is −1, else 0: (B, H, n, r)."""
         return self.number(J, self.sign_by) & 1
 
     def sign(self, J: Tensor) -> Tensor:
-        """g: ±1 for every number of tokens J in every row, (B, H, n, r, 2D)."""
+        """Return the factors ±1 of every component of tokens J in every row, (B, H, n, r, 2D)."""
         return torch.where(self.sign_bit(J).bool().unsqueeze(-1), self.flip, 1.0)
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
-        """Algorithm 1: add tokens J (B, H, n), k and v (B, H, n, D), `times` (B, H, n, 1): −1 deletes."""
+        """Add tokens J (B, H, n) with k and v (B, H, n, D) to the sketch (Algorithm 1).
+
+        times (B, H, n, 1) multiplies k and v; −1 deletes a token.
+        """
         times = k.new_ones(*J.shape, 1) * times
         if fast := kernel_for(k, "revive_attention", "insert"):
             return fast(self.x, J, k, v, times.squeeze(-1), self.bucket_by, self.sign_by, self.signed_keys)
@@ -63,24 +69,24 @@ class Sketch:
         x, total = torch.cat((k, v), -1) * times, self.x.to(torch.promote_types(self.x.dtype, torch.float32))
         for slot, sign in zip(self.bucket(J).unbind(3), self.sign(J).unbind(3)):
             total.scatter_add_(2, expand_index(slot, total), (x * sign).to(total))
-        self.x.copy_(total)  # a 16-bit sum is rounded once, or a slot that is full would no longer change
+        self.x.copy_(total)  # round to 16 bits once: one by one, small terms would vanish in a large sum
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Algorithm 2: estimates of k and v (B, H, n, D) of tokens J (B, H, n).
+        """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n) (Algorithm 2).
 
-        among: all tokens that are in, for a subclass that takes them into account.
+        among (B, H, a): all tokens in the sketch; only subclasses use it.
         """
         return self.median(self.x, J).chunk(2, -1)
 
     def median(self, x: Tensor, J: Tensor) -> Tensor:
-        """What tokens J find in slots x (B, H, r·b, 2D): the median over rows, (B, H, n, 2D)."""
-        both = torch.cat((x, x * self.flip), 2)  # every slot as a token of sign 1 sees it, then of sign −1
+        """Return the median over rows of the slots x (B, H, r·b, 2D) of tokens J: (B, H, n, 2D)."""
+        both = torch.cat((x, x * self.flip), 2)  # all slots as read with sign 1, then as read with sign −1
         slots = self.bucket(J) + self.sign_bit(J) * x.shape[2]
-        found = [taken(both, slot) for slot in slots.unbind(3)]
+        estimates = [taken(both, slot) for slot in slots.unbind(3)]
         if self.rows == 1:
-            return found[0]
-        one, two, three = found
+            return estimates[0]
+        one, two, three = estimates
         return one.clamp(torch.minimum(two, three), torch.maximum(two, three))
 
 
-variants = {}  # what KVReviver evicts goes into it
+variants = {}  # not a method: KVReviver stores evicted tokens in it

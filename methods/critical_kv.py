@@ -1,20 +1,23 @@
-"""CriticalKV: keep what the output would miss, not what attention looks at (arXiv 2502.03805).
+"""CriticalKV: keep the entries whose loss would change the output most (arXiv 2502.03805).
 
-A token with a large attention weight but a tiny projected value adds next to nothing to the output. So bound
-the L1 change of the output that an eviction causes, and choose the entries that minimise the bound: the first
-α·b by weight alone, the others by weight × ‖projected value‖₁ (Algorithm 1). It is a selection for any window
-method. With A the attention weights, N 1 for an entry that stays and 0 for another, o the output and ô the
-output after the eviction:
+An entry with a large attention weight but a tiny projected value adds almost nothing to the output. So the
+paper bounds the L1 change of the output that an eviction causes, and chooses the entries that lower the
+bound. Algorithm 1 has two stages: the first α·b entries are chosen by weight alone, the others by weight ×
+‖projected value‖₁. Any window method can use this selection.
 
     L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁,   𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
 
-Differs from the paper: nothing for one query head per key/value head. Where G query heads share an entry, its
-score is the mean of their products A·‖𝒱‖, each with its own norm. The paper does not say; its published code
-multiplies the means (`CriticalCode`). The sum of the heads' bounds would weigh head g's products by 2 − 1/σ,
-σ the weight that its stage 1 gathers. That is positive only where σ > 1/2 (Assumption 1). So the heads are
-taken alike.
+A are the attention weights; N_i is 1 if entry i stays and 0 if it is evicted; o is the output before the
+eviction and ô the output after it.
 
-Ours: `PooledCritical`. The paper pools the window scores of stage 1 and not those of stage 2.
+Differs from the paper:
+- Nothing, for one query head per key/value head. The paper does not discuss query groups.
+- If G query heads share an entry, its score is the mean of their products A·‖𝒱‖, each with its own norm. The
+  published code multiplies the means (`CriticalCode`).
+- All query heads of a group count alike. The sum of their bounds would weight head g's products by 2 − 1/σ,
+  where σ is the weight that its stage 1 gathers. That factor is positive only if σ > 1/2 (Assumption 1).
+
+Ours: `PooledCritical`. The paper pools the window scores of stage 1, but not those of stage 2.
 """
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,13 +35,16 @@ from nanollm.window import Selection, WindowCache
 
 @dataclass(frozen=True)
 class Critical(Selection):
-    """Algorithm 1, as Algorithm 2 scores: stage 1 by pooled window scores, stage 2 by unpooled window scores × norms."""
-    alpha: float = 0.25  # share of the entries that stage 1 takes by weight alone
+    """Algorithm 1 with the scores of Algorithm 2.
+
+    Stage 1 uses pooled window scores; stage 2 uses unpooled window scores × norms.
+    """
+    alpha: float = 0.25  # fraction of the budget that stage 1 chooses by weight alone, α
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha {self.alpha} is a share of the budget; it must lie between 0 and 1")
+            raise ValueError(f"alpha is {self.alpha}; it is a fraction of the budget, between 0 and 1")
 
     def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
         first = top(cache.pool(scores.mean(2)), part_of(self.alpha, budget))
@@ -46,13 +52,13 @@ class Critical(Selection):
         return two_stage(first, self.second(cache, scores, norms), budget)
 
     def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
-        """Scores of stage 2, (B, H, n), from window scores and norms (B, H, G, n)."""
+        """Return the scores of stage 2, (B, H, n), from window scores and norms (B, H, G, n)."""
         return (scores * norms).mean(2)
 
 
 @dataclass(frozen=True)
 class PooledCritical(Critical):
-    """Ours: stage 2 on pooled window scores, too."""
+    """Ours: stage 2 pools the window scores too."""
 
     def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
         return (cache.pool(scores) * norms).mean(2)
@@ -60,8 +66,11 @@ class PooledCritical(Critical):
 
 @dataclass(frozen=True)
 class CriticalCode(Critical):
-    """The authors' code, in NVIDIA/kvpress: everything pooled, half of the budget for stage 1, the product of
-    means. But there the window counts in that half; here it is half of the entries beside the window.
+    """The authors' code, in NVIDIA/kvpress.
+
+    - Both stages pool the window scores.
+    - Stage 1 chooses half of the budget. There that half contains the window; here it does not.
+    - Stage 2 multiplies the group's mean score by its mean norm.
     """
     alpha: float = 0.5
 
@@ -70,21 +79,27 @@ class CriticalCode(Critical):
 
 
 def two_stage(first: Tensor, score: Tensor, budget: int | Tensor) -> Tensor:
-    """Algorithm 1: the entries of stage 1, `first`, and of the others those with the highest score."""
+    """Return Algorithm 1's mask: the entries of `first`, then the highest of the other scores.
+
+    first (stage 1's entries) and score are (B, H, n); the mask has `budget` entries per head.
+    """
     return top(score.masked_fill(first, math.inf), budget)
 
 
 def part_of(alpha: float, budget: int | Tensor) -> int | Tensor:
-    """⌊α·b⌋ for α as it is meant: 0.29 of 100 is 29, 1/3 of 3 is 1, though the floats are a little less."""
+    """Return ⌊α·b⌋, with α taken as an exact fraction.
+
+    Example: 0.29 of 100 is 29. In floats 0.29 * 100 is 28.999…, so int() would give 28.
+    """
     exact = Fraction(str(alpha)).limit_denominator(10**6)
     return exact.numerator * budget // exact.denominator
 
 
 def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
-    """‖𝒱_i‖₁ = ‖v_i W_O‖₁ of every query head, in 32 bits at least.
+    """Return ‖𝒱_i‖₁ = ‖v_i W_O‖₁ for every query head, in at least 32 bits.
 
-    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). One head and 1024 tokens at a time, which fit into a
-    core's cache: 𝒱 itself, n × d_model, is never there whole.
+    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The loop takes one head and 1024 tokens at a time,
+    which fit into a core's cache. The whole of 𝒱, n × d_model, is never in memory.
     """
     if fast := kernel_for(v, "value_norms"):
         return fast(v, w_o)

@@ -8,8 +8,8 @@ projected value.
     â_i = z_i / Σ_j z_j,   z_i = exp(μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D),   μ̄ = R̄ μ,  Σ̄ = R̄ Σ R̄ᵀ
     keep the b entries with the highest (â_i + ε) ‖W_O v_i‖₂,   R̄ the mean rotation of the next n positions
 
-A group's query heads vote together, by the mean of their scores. The first tokens stay, and their queries
-are not counted, as in NVIDIA/kvpress, by the paper's authors. (There the softmax leaves out these tokens, the
+A group's query heads vote together, by the mean of their scores. The first tokens stay, and their queries are
+not counted, as in NVIDIA/kvpress, by the paper's authors. (There the softmax leaves out these tokens, the
 norm is ‖v_i‖₂, and ε is 0 if nothing sets it.) Differs from the paper: heads keep equally many. The prompt is
 compressed at its end; what follows is appended. A decoder without rotation has R̄ = 1.
 """

@@ -11,9 +11,9 @@ then the newest stay.
 Differs from the paper: the query heads of a group share an entry, so their mean weight is compared with 1/s.
 A step before an entry came counts as nothing. Padded with zeros, its record would count each such step as
 unimportant, for 0 < 1/s (`Padded` in theory/persistence_measured.py). All layers have the same budget;
-Section 4.2 gives later layers more (`tilted`, there). w is 400 however long the text is.
-The authors' code has no budget: it keeps what exceeded the 90th percentile of its row in one of the last 100
-steps, and the newest 10.
+Section 4.2 gives later layers more (`tilted`, there). w is 400 however long the text is. The authors' code
+has no budget: it keeps what exceeded the 90th percentile of its row in one of the last 100 steps, and the
+newest 10.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -10,8 +10,8 @@ pair need be formed: all scores are one small matrix product, and so is the outp
 
     score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b},    out_j = Σ_a V₁[a, j] (P V₂)[a, j]
 
-Differs from the paper: scores are scaled by 1/√D as in the decoder; the paper has no scale (`scale=1`).
-Ours, not the paper's: the factored form, which holds a tile of scores at a time, and the decoder of pairs.
+Differs from the paper: scores are scaled by 1/√D as in the decoder; the paper has no scale (`scale=1`). Ours,
+not the paper's: the factored form, which holds a tile of scores at a time, and the decoder of pairs.
 """
 from dataclasses import dataclass
 import math
