@@ -75,9 +75,9 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
                 key = len(held), caches[0].score
                 if key not in scores:
                     reread(caches, lambda part: prefill(model, context[:, part], caches))
-                    scores[key] = [cache.looked for cache in caches]
-                for cache, looked in zip(caches, scores[key]):
-                    cache.looked, cache.rereads = looked, 0
+                    scores[key] = [cache.entry_scores for cache in caches]
+                for cache, entry_scores in zip(caches, scores[key]):
+                    cache.entry_scores, cache.rereads = entry_scores, 0
             end_prompt(model, context, caches)
             held.append(bytes_in_16_bits(caches) / len(tokens))
             right[task].append(ask(model, tokens, batch.answers, batch.question, caches))

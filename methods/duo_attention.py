@@ -1,21 +1,22 @@
 """DuoAttention: few heads keep everything, the others sinks and new tokens (Xiao et al., arXiv 2410.10819).
 
-Few heads fetch what stands far back (retrieval heads). The others look at the first tokens and the newest
-(streaming heads), so only the few need a whole cache.
+Few heads attend to tokens far back; these are the retrieval heads. The others, the streaming heads, attend to
+the first and the newest tokens. So only retrieval heads need a full cache.
 
     S_t = {0 … t} in a retrieval head,   S_t = {0 … s−1} ∪ {t−(w−s)+1 … t} in a streaming head
 
-Which heads retrieve is learned, as in the paper: a gate for each, trained with all others
+As in the paper, the retrieval heads are learned: each head has a gate, and all gates are trained together
 (methods/duo_gates.py).
 
-Differs from the paper: there, streaming heads stream while the prompt is read, too; here from its end on.
-Gates are trained on the KL of the predicted tokens, not on the distance of the last hidden states, and their
-penalty grows, which puts the heads in order. The budget is one of all heads together. From it follows how
-many heads may keep everything, and w.
+Differs from the paper:
+- There the streaming heads also stream while the prompt is read; here only from its end on.
+- There the gates are trained on the distance of the last hidden states; here on the KL of the predicted
+  tokens.
+- Here the penalty on open gates grows during training, which ranks the heads.
+- The budget is the mean over all heads. It determines w and how many heads keep everything.
 
-`duo_attention_kvzip` takes the heads whose entries KVzip ranks highest in plain text, as KVzip's authors do.
-Nothing is trained then, no question is asked, and as many answers are found (python -m
-experiments.kvzip_parts).
+`duo_attention_kvzip` takes the heads whose entries KVzip scores highest in plain text, as KVzip's authors do.
+It trains nothing and asks no questions, and finds as many answers (python -m experiments.kvzip_parts).
 """
 from dataclasses import dataclass
 
@@ -31,26 +32,26 @@ from nanollm.measure.tasks import Tasks
 
 @dataclass(eq=False)
 class DuoAttention(LayerCache):
-    """One cache until the prompt ends, then two: of a layer's retrieval heads, and of its streaming heads."""
+    """One cache until the prompt ends, then two: one for the retrieval heads, one for the streaming heads."""
     budget: int                              # entries at the prompt's end, mean over all heads of all layers
-    heads: tuple[tuple[int, int], ...] = ()  # (layer, key/value head) that retrieve, the most important first
-    sinks: int = 4                           # first tokens that a streaming head keeps
-    least: int = 16                          # its fewest entries: of `heads`, as many keep all as this allows
+    heads: tuple[tuple[int, int], ...] = ()  # retrieval heads, (layer, key/value head), the best first
+    sinks: int = 4                           # first tokens that a streaming head keeps, s
+    least: int = 16                          # fewest entries of a streaming head; limits the retrieval heads
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.sinks < self.least:
-            raise ValueError(f"sinks {self.sinks} must be at least 0 and less than the {self.least} entries "
-                             "(least) of a streaming head")
+            raise ValueError(f"sinks is {self.sinks}; it must be at least 0 and below least ({self.least}), "
+                             "the fewest entries of a streaming head")
         if len({*self.heads}) < len(self.heads):
-            raise ValueError(f"heads {self.heads} name a head twice")
+            raise ValueError(f"heads {self.heads} contain a head twice; list each once")
         check_budget(self.budget, self.least, f"a streaming head has {self.least} entries (least)")
-        self.parts: list[tuple[list[int], LayerCache]] = []  # key/value heads, and their cache
+        self.parts: list[tuple[list[int], LayerCache]] = []  # (key/value heads, their cache)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         self.check(q, k, v, pos)
         H = k.shape[1]
-        if self.prompt_done and not self.parts:  # the prompt was one token
+        if self.prompt_done and not self.parts:  # a prompt of one token, which comes after end_prefill
             self.split(H)
         if not self.parts:
             return super().attend(q, k, v, pos)
@@ -58,8 +59,8 @@ class DuoAttention(LayerCache):
         q = q.unflatten(1, (H, -1))  # (B, H·G, T, D) → (B, H, G, T, D)
         y = torch.empty_like(q)
         for heads, part in self.parts:
-            of_heads = part.attend(q[:, heads].flatten(1, 2), k[:, heads], v[:, heads], pos)
-            y[:, heads] = of_heads.unflatten(1, (len(heads), -1))
+            part_y = part.attend(q[:, heads].flatten(1, 2), k[:, heads], v[:, heads], pos)
+            y[:, heads] = part_y.unflatten(1, (len(heads), -1))
         self.seen += k.shape[2]
         self.length = max(part.length for _, part in self.parts)
         return y.flatten(1, 2)
@@ -70,23 +71,23 @@ class DuoAttention(LayerCache):
             self.split(self.k.shape[1])
 
     def split(self, H: int):
-        """Hand the H heads' slots to two caches: of those that keep everything, and of those that stream."""
+        """Move the slots of the H heads into two caches: one for retrieval heads, one for streaming heads."""
         every = [(layer, head) for layer in range(len(self.model.blocks)) for head in range(H)]
         if not {*self.heads} <= {*every}:
             raise ValueError(f"heads {self.heads} must be among {len(self.model.blocks)} layers of {H} "
                              "key/value heads")
 
-        # m heads keep all n tokens, the others w: m·n + (LH − m)·w = LH·budget, least ≤ w ≤ budget
+        # m heads keep all n tokens, the others w: m·n + (LH − m)·w = LH·budget, with least ≤ w ≤ budget
         total, n, m = len(every) * self.budget, self.seen, len(self.heads)
         if n > self.least:
             m = min(m, (total - len(every) * self.least) // (n - self.least))
         w = (total - m * n) // max(len(every) - m, 1)
-        w = min(w, self.budget)  # it is more only after a short prompt
+        w = min(w, self.budget)  # after a short prompt w would be more
 
-        whole = sorted(head for layer, head in self.heads[:m] if layer == self.layer)
-        rest = [head for head in range(H) if head not in whole]
+        retrieving = sorted(head for layer, head in self.heads[:m] if layer == self.layer)
+        streaming = [head for head in range(H) if head not in retrieving]
         parts = []
-        for heads, keeps_all in (whole, True), (rest, False):
+        for heads, keeps_all in (retrieving, True), (streaming, False):
             if heads:
                 part = LayerCache() if keeps_all else StreamingLLM(w, self.sinks, relative=False)
                 if n:
@@ -97,7 +98,7 @@ class DuoAttention(LayerCache):
 
     @property
     def pos(self) -> Tensor:
-        """(B, H, S): a streaming head's is filled up with NEVER."""
+        """Positions (B, H, S); NEVER fills up the shorter streaming heads."""
         if not self.parts:
             return self.slot("pos")
         B, H = self.parts[0][1].pos.shape[0], sum(len(heads) for heads, _ in self.parts)
@@ -111,13 +112,13 @@ class DuoAttention(LayerCache):
 
     @staticmethod
     def calibrate(model, encoding) -> dict:
-        """The options that depend on the decoder, as arguments for the constructor."""
-        open_for = gates(model, training(encoding), T=min(512, model.config.max_len))
-        return dict(heads=retrieval_heads(open_for, least=0.3))
+        """Return the options that depend on the decoder, as arguments of the constructor."""
+        mean_gates = gates(model, training(encoding), T=min(512, model.config.max_len))
+        return dict(heads=retrieval_heads(mean_gates, least=0.3))
 
 
 class DuoByKVzip(DuoAttention):
-    """The heads that retrieve are those that a second reading of plain text looks at."""
+    """DuoAttention with the heads that KVzip's reread of plain text attends to most."""
 
     @staticmethod
     def calibrate(model, encoding) -> dict:
@@ -125,8 +126,9 @@ class DuoByKVzip(DuoAttention):
 
 
 def training(encoding) -> Tasks:
+    """Return the tasks, on the training text, that tell retrieval heads from streaming heads."""
     if not hasattr(encoding, "encode_ordinary_batch"):
-        raise ValueError("heads are told apart on tasks, which need a tiktoken tokenizer; "
+        raise ValueError("retrieval heads are found on tasks, which need a tiktoken tokenizer; "
                          "give DuoAttention its heads instead")
     return Tasks(encoding, "train")
 

@@ -1,17 +1,22 @@
-"""Expected Attention: the attention that queries to come will pay (Devoto et al., arXiv 2510.00636).
+"""Expected Attention: the attention that future queries will pay (Devoto et al., arXiv 2510.00636).
 
-Which queries will come is not known, but how they are spread is: before rotation those of a head are nearly
-normal, N(μ, Σ), as the prompt's were. Averaged over the next positions they are taken as normal still, and
-the mean of exp(q·k/√D) over a normal q has a closed form. An entry's score is this, times the norm of its
-projected value.
+Future queries are unknown, but their distribution is not: before rotation a head's queries are nearly normal,
+N(μ, Σ), and the prompt's queries give μ and Σ. Averaged over the next n positions they are treated as normal
+again. The mean of exp(q·k/√D) over a normal q has a closed form. An entry's score is this expected attention,
+times the norm of its projected value.
 
     â_i = z_i / Σ_j z_j,   z_i = exp(μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D),   μ̄ = R̄ μ,  Σ̄ = R̄ Σ R̄ᵀ
     keep the b entries with the highest (â_i + ε) ‖W_O v_i‖₂,   R̄ the mean rotation of the next n positions
 
-A group's query heads vote together, by the mean of their scores. The first tokens stay, and their queries are
-not counted, as in NVIDIA/kvpress, by the paper's authors. (There the softmax leaves out these tokens, the
-norm is ‖v_i‖₂, and ε is 0 if nothing sets it.) Differs from the paper: heads keep equally many. The prompt is
-compressed at its end; what follows is appended. A decoder without rotation has R̄ = 1.
+A decoder without rotation has R̄ = 1.
+
+Differs from the paper:
+- All heads keep the same number of entries.
+- The prompt is compressed at its end; new tokens are appended.
+- The query heads of a group share an entry, so its score is their mean.
+
+As in NVIDIA/kvpress, by the paper's authors, the first tokens stay, and their queries do not count for μ and
+Σ. There the softmax also leaves out these tokens, the norm is ‖v_i‖₂, and ε is 0 by default.
 """
 from dataclasses import dataclass
 import math
@@ -26,26 +31,28 @@ from nanollm.model import rope, rotate
 
 @dataclass(eq=False)
 class ExpectedAttention(ScoredCache):
-    future: int = 512      # positions over which queries to come are averaged, n
-    sinks: int = 4         # first tokens: they stay, and their queries are not counted
-    epsilon: float = 0.02  # so that a value's norm counts where no attention is expected
+    future: int = 512      # next positions over which the rotation is averaged, n
+    sinks: int = 4         # first tokens, which stay; their queries do not count
+    epsilon: float = 0.02  # ε: with it the value's norm counts even if no attention is expected
 
     def __post_init__(self):
         super().__post_init__()
-        whole("future", self.future, 1, 2 ** 16)  # the cosines of so many positions stand at once
+        whole("future", self.future, 1, 2 ** 16)  # the cosines of all n positions are in memory at once
         whole("sinks", self.sinks, 0)
         check_budget(self.budget, self.sinks + 1, f"{self.sinks} sinks and one more")
         if self.epsilon < 0:
-            raise ValueError(f"epsilon {self.epsilon} must be at least 0")
-        self.total, self.products = 0.0, 0.0  # of queries before rotation, (B, H·G, D) and (B, H·G, D, D)
+            raise ValueError(f"epsilon is {self.epsilon}; it must be at least 0")
+        # sums of q and of q qᵀ over the queries before rotation
+        self.total, self.products = 0.0, 0.0  # (B, H·G, D) and (B, H·G, D, D)
 
     def observe(self, q: Tensor, p: Tensor | None):
         if not self.prompt_done:
-            at = self.pos[:, 0, -q.shape[2]:]
+            pos = self.pos[:, 0, -q.shape[2]:]
             if self.freq is not None:  # undo the rotation
-                cos, sin = rope(self.freq, at)
+                cos, sin = rope(self.freq, pos)
                 q = rotate(q, cos, -sin)
-            q = (q * (at >= self.sinks)[:, None, :, None]).double()  # sums do not depend on how it is cut
+            # in 64 bits, so the sums do not depend on how the prompt is cut into pieces
+            q = (q * (pos >= self.sinks)[:, None, :, None]).double()
             self.total, self.products = self.total + q.sum(2), self.products + q.mT @ q
         super().observe(q, p)
 
@@ -56,10 +63,10 @@ class ExpectedAttention(ScoredCache):
         self.total = self.products = 0.0
         super().end_prefill()
 
-    evict = LayerCache.evict  # nothing: what follows the prompt is appended
+    evict = LayerCache.evict  # evicts nothing: tokens after the prompt are appended
 
     def score(self) -> Tensor:
-        """(B, H, S): the mean over a group's query heads of (â + ε) ‖W_O v‖₂."""
+        """Return (â + ε) ‖W_O v‖₂, (B, H, S), the mean over a group's query heads."""
         heads, D, n = self.k.shape[1], self.k.shape[3], self.seen - self.sinks
         mean = self.total / n
         spread = self.products / n - mean.unsqueeze(-1) * mean.unsqueeze(-2)
@@ -70,7 +77,7 @@ class ExpectedAttention(ScoredCache):
             spread = rotate(rotate(spread, cos, sin).mT, cos, sin)            # R̄ Σ R̄ᵀ
         mean, spread = (x.to(torch.float32).unflatten(1, (heads, -1)) for x in (mean, spread))
 
-        # log z_i = μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D, of each query head: (B, H, G, S)
+        # log z_i = μ̄·k_i/√D + k_iᵀ Σ̄ k_i / 2D for each query head: (B, H, G, S)
         k, w_o = self.k.float().unsqueeze(2), self.w_o.float().unflatten(1, (heads, -1))
         log_z = (k @ mean.unsqueeze(-1))[..., 0] * D ** -0.5 + ((k @ spread) * k).sum(-1) / (2 * D)
 

@@ -1,17 +1,21 @@
 """KVReviver: a compressed cache that can be read back (Yuan et al., Peking University, ByteDance, preprint).
 
-The newest tokens (Recent) and those with the most attention so far (Candidate) are kept as they are. All
-others (Vague) are added into a few shared slots, a sketch (count_sketch.py). Before each attention they are
-revived from it, with the noise of whatever shares their slots.
+The newest tokens (Recent) and the tokens with the most attention so far (Candidate) are kept exactly. All
+other tokens (Vague) are added into a few shared slots, a sketch (count_sketch.py). Before each attention the
+Vague tokens are estimated ("revived") from the sketch. Tokens that share a slot disturb one another's
+estimates.
 
     Recent:    the newest tokens          Candidate: of the others, those with the largest Σ_{s ≤ t} α_s
     swap:      a Vague token with more than replace_rate times the lowest Candidate's Σ takes its place
 
-Differs from the paper: the prompt is read with full attention and compressed at its end. The budget is one of
-bytes, and the scores of all tokens ever seen are part of it, 4 bytes each: a very long text leaves no room in
-the end (ValueError). The slack, which the paper does not give, is 8. No code was published. Its budgets by
-layer are in theory/kv_reviver.py, a fairer reading of the sketch in kv_reviver_mean.py, our repair of it in
-kv_reviver_shrunk.py.
+Differs from the paper:
+- The prompt is read with full attention and compressed at its end.
+- The budget counts bytes. It includes the scores of all tokens ever seen, 4 bytes each, so a very long text
+  finally leaves no room (ValueError).
+- The paper gives no slack; here it is 8.
+
+No code was published. Related files: theory/kv_reviver.py has the paper's budgets by layer,
+kv_reviver_mean.py a fairer reading of the sketch, ours/kv_reviver_shrunk.py our repair of it.
 """
 from dataclasses import dataclass
 import math
@@ -29,13 +33,13 @@ from nanollm.ranking import expand_index, indices, rank
 
 @dataclass(eq=False)
 class KVReviver(LayerCache):
-    """Algorithms 3 and 4. All that a head holds fits into the bytes of `budget` entries."""
-    budget: int                # in entries (key, value, position) per key/value head
-    vague: float = 0.1         # share of the budget for the sketch, at least a slot a row; 0: no sketch
-    recent: float = 0.45       # share for the newest tokens; what is left is for candidates
-    rows: int = 3              # of the sketch, r: 1 or 3
-    slack: int = 8             # Recent grows by so many tokens before it is cut back
-    replace_rate: float = 1.1  # a vague token with so many times the lowest candidate's score takes its place
+    """Algorithms 3 and 4. Everything that a head stores fits into the bytes of `budget` entries."""
+    budget: int                # bytes, in entries (key, value, position) per key/value head
+    vague: float = 0.1         # fraction of the budget for the sketch, at least a slot per row; 0: no sketch
+    recent: float = 0.45       # fraction for the newest tokens; the rest is for candidates
+    rows: int = 3              # rows of the sketch, r: 1 or 3
+    slack: int = 8             # tokens by which Recent grows before it is cut back
+    replace_rate: float = 1.1  # a vague token with this many times the lowest candidate's score replaces it
     seed: int = 0              # of hashes and signs, which differ by layer
     watch = ALL
     kind = Sketch
@@ -46,37 +50,39 @@ class KVReviver(LayerCache):
             raise ValueError(f"rows {self.rows} must be 1 or 3, slack {self.slack} at least 0 tokens and "
                              f"replace_rate {self.replace_rate} at least 1")
         if not (0 <= self.vague and 0 < self.recent and self.vague + self.recent < 1):
-            raise ValueError(f"vague {self.vague} and recent {self.recent} are shares; "
-                             "they must be above 0 and leave some for candidates")
+            raise ValueError(f"vague is {self.vague} and recent {self.recent}; these fractions of the budget "
+                             "must be at least 0 and above 0, and their sum below 1")
         check_seed(self.seed, 1000)
-        self.score = torch.zeros(0, 0, 0)  # (B, H, capacity): attention that each token ever seen has had
+        self.score = torch.zeros(0, 0, 0)  # (B, H, capacity): attention that each token ever seen got so far
         self.sketch: Sketch | None = None
-        self.found: Tensor | None = None   # vague tokens, while a step lasts
-        self.in_recent = 0
+        self.cached_vague: Tensor | None = None  # result of `vague_tokens` during one step
+        self.in_recent = 0                       # tokens in Recent
 
     def vague_tokens(self) -> Tensor:
-        """(B, H, a): all that have no slot of their own, in order. Found once a step, and then forgotten."""
-        if self.found is None:
-            free = torch.ones_like(self.score[:, :, :self.seen], dtype=torch.int64)
-            free.scatter_(2, self.pos.long(), 0)
-            place = free.cumsum(-1) * free  # 1, 2, … of the vague ones; all others go to place 0
+        """Return all tokens without a slot of their own, (B, H, a), in order; computed once per step."""
+        if self.cached_vague is None:
+            # Example: of tokens 0 … 3, tokens 0 and 2 have slots. vague = 0 1 0 1, so place = 0 1 0 2:
+            # token 1 goes to place 1, token 3 to place 2; place 0 collects the others and is cut off.
+            vague = torch.ones_like(self.score[:, :, :self.seen], dtype=torch.int64)
+            vague.scatter_(2, self.pos.long(), 0)
+            place = vague.cumsum(-1) * vague
             order = place.new_empty(*place.shape[:2], self.seen - self.length + 1)
             token = torch.arange(self.seen, device=place.device).expand_as(place)
-            self.found = order.scatter_(2, place, token)[..., 1:]
-        return self.found
+            self.cached_vague = order.scatter_(2, place, token)[..., 1:]
+        return self.cached_vague
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         super().write(k, v, pos)
         self.in_recent += k.shape[2]
         if self.seen == k.shape[2]:
             self.score = k.new_zeros(*k.shape[:2], self.seen, dtype=torch.float32)
-        elif self.seen > self.score.shape[2]:  # grows by a tenth, as the slots do
+        elif self.seen > self.score.shape[2]:  # grows by a tenth, like the slots
             self.score = F.pad(self.score, (0, self.seen + self.seen // 10 - self.score.shape[2]))
         if self.sketch is not None:
             self.sketch.tokens = self.seen
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Algorithm 4: exact and revived tokens."""
+        """Return the exact tokens, then the revived ones (Algorithm 4)."""
         k, v, pos, _ = super().read()
         if self.sketch is not None and self.length < self.seen:
             tokens = self.vague_tokens()
@@ -85,13 +91,13 @@ class KVReviver(LayerCache):
         return k, v, pos, None
 
     def revives(self, q: Tensor) -> bool:
-        """Whether q is one new token's, and some tokens are in the sketch."""
+        """Return whether q is a single new token and the sketch contains tokens."""
         return q.shape[2] == 1 and self.sketch is not None and self.length < self.seen
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read` and attention, without a copy of the exact tokens beside the revived ones.
+        """Attend to exact and revived tokens without copying them into one tensor, as `read` does.
 
-        On a GPU a kernel revives tile by tile, and there are no revived keys and values in memory.
+        On a GPU a kernel revives tile by tile, so revived keys and values are never in memory.
         """
         if not self.revives(q):
             return super().attention(q, pos)
@@ -107,13 +113,17 @@ class KVReviver(LayerCache):
         return y.view_as(q), p.unsqueeze(3)
 
     def observe(self, q: Tensor, p: Tensor):
-        at = self.pos if p.shape[-1] == self.length else torch.cat((self.pos, self.vague_tokens()), 2)
-        self.score.scatter_add_(2, at.long(), p.sum((2, 3), dtype=torch.float32))
+        revived = p.shape[-1] > self.length
+        tokens = torch.cat((self.pos, self.vague_tokens()), 2) if revived else self.pos
+        self.score.scatter_add_(2, tokens.long(), p.sum((2, 3), dtype=torch.float32))
         super().observe(q, p)
 
     def sizes(self, beside: int = 0) -> tuple[int, int, int]:
-        """Slots of a row of the sketch, of Recent and of Candidate, where `beside` bytes are taken."""
-        vector = 2 * self.k.shape[-1] * self.k.element_size()  # bytes of a key and a value
+        """Return three numbers of slots: in a row of the sketch, in Recent, in Candidate.
+
+        beside: bytes per head that something else takes.
+        """
+        vector = 2 * self.k.shape[-1] * self.k.element_size()  # bytes of one key and one value
         all_bytes = self.budget * (vector + 4)
         width = max(int(self.vague * all_bytes // (self.rows * vector)), 1) if self.vague else 0
         free = all_bytes - self.rows * width * vector - beside - 4 * self.seen
@@ -121,11 +131,11 @@ class KVReviver(LayerCache):
         newest = round(self.recent / (1 - self.vague) * room)
         if not 1 <= newest < room:
             raise ValueError(f"budget {self.budget} has no room for exact tokens beside {self.rows} rows, "
-                             f"{self.seen} scores and a slack of {self.slack}; raise it, or lower these")
+                             f"{self.seen} scores and a slack of {self.slack}; raise it, or lower rows or slack")
         return width, newest, room - newest
 
     def evict(self):
-        """Algorithm 3: the candidates with the lowest scores leave, of equal ones the oldest."""
+        """Move the candidates with the lowest scores into the sketch (Algorithm 3); ties: the oldest."""
         width, newest, candidates = self.sizes()
         if self.length > newest + candidates + self.slack:
             self.in_recent = min(self.in_recent, newest)
@@ -133,34 +143,35 @@ class KVReviver(LayerCache):
             if width:
                 self.move_out(indices(~stays), width)
             self.keep(indices(stays))
-            self.found = None
+            self.cached_vague = None
         if self.sketch is not None and self.length < self.seen:
             self.swap()
-        self.found = None
+        self.cached_vague = None
 
     def slot_scores(self) -> Tensor:
-        """Scores (B, H, S) of the slots, Recent's infinite."""
+        """Return the scores of the slots, (B, H, S); infinite in Recent."""
         score = self.score.gather(2, self.pos.long())
         return score.masked_fill(self.pos >= self.seen - self.in_recent, math.inf)
 
     def move_out(self, i: Tensor, width: int):
-        """Add the slots i (B, H, n) to the sketch, which is made when it is first needed."""
+        """Add the slots i (B, H, n) to the sketch; the first call makes the sketch."""
         if self.sketch is None:
             self.sketch = self.kind(self.k, self.rows, width, 1000 * self.seed + self.layer)
         k, v = (x.gather(2, expand_index(i, x)) for x in (self.k, self.v))
         self.sketch.insert(self.pos.gather(2, i), k, v)
 
     def swap(self):
-        """While a vague token beats the lowest candidate, its estimate takes that one's slot.
+        """Exchange vague tokens and candidates while a vague token beats the lowest candidate.
 
-        What is deleted from the sketch is the estimate, so that the estimate's error stays in the sketch.
+        The vague token's estimate takes the candidate's slot. The estimate, not the true value, is deleted
+        from the sketch, so the error of the estimate stays in the sketch.
         """
         tokens = self.vague_tokens()
         while True:
             score, vague = self.slot_scores(), self.score.gather(2, tokens)
             lowest, highest = score.amin(-1, keepdim=True), vague.amax(-1, keepdim=True)
-            slot = self.pos.masked_fill(score > lowest, NEVER).argmin(-1, keepdim=True)  # if equal: oldest
-            best = tokens.masked_fill(vague < highest, -1).argmax(-1, keepdim=True)      # if equal: newest
+            slot = self.pos.masked_fill(score > lowest, NEVER).argmin(-1, keepdim=True)  # ties: the oldest
+            best = tokens.masked_fill(vague < highest, -1).argmax(-1, keepdim=True)      # ties: the newest
             swaps = lowest * self.replace_rate < highest  # (B, H, 1)
             if not swaps.any():
                 return
@@ -174,7 +185,7 @@ class KVReviver(LayerCache):
             for x, old, new in zip((self.k, self.v), leaving, revived):
                 x.scatter_(2, expand_index(slot, x), torch.where(swaps.unsqueeze(-1), new, old))
             self.pos.scatter_(2, slot, torch.where(swaps, token.int(), out))
-            tokens.scatter_(2, best, torch.where(swaps, out.long(), token))  # no longer in order
+            tokens.scatter_(2, best, torch.where(swaps, out.long(), token))  # not sorted any more
 
     def stored(self) -> list[Stored]:
         scores = self.score[:, :, :self.seen].numel()

@@ -1,12 +1,13 @@
-"""A fairer reading of KVReviver: slots are read as the mean of what is in them, not as the sum.
+"""A fairer reading of KVReviver: a query reads the mean of the tokens in a slot, not their sum.
 
-Algorithm 2 prints the sum, and the text calls it an estimate of a token, which a sum of hundreds is not. How
-many share a slot costs no bytes to know: the indices of all vague tokens tell.
+Algorithm 2 prints the sum, and the text calls it an estimate of one token. But a sum of hundreds of tokens
+estimates none of them. The number of tokens in a slot costs no bytes: it follows from the indices of all
+vague tokens.
 
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)]) / tokens in S_i[h_i(J)]
 
-All else is as printed: keys have no signs, values have. So a key is read as the mean of those that share its
-slots, and the mean of signed values, divided by their number, is near 0.
+Everything else is as printed: values have signs, keys have none. So a key is read as the mean key of its
+slot. A value is read as a mean of values with random signs, which is near 0.
 """
 from dataclasses import dataclass
 
@@ -21,11 +22,17 @@ from nanollm.kernel_switch import kernel_for
 class MeanSketch(Sketch):
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Estimates of tokens J among all that are in (B, H, a); J itself, if not given."""
+        """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n).
+
+        among (B, H, a): all tokens in the sketch; J if not given.
+        """
         return self.median(self.means(J if among is None else among), J).chunk(2, -1)
 
     def means(self, J: Tensor) -> Tensor:
-        """Slots (B, H, r·b, 2D) divided by how many of the tokens J, all that are in, each has."""
+        """Return the slots, (B, H, r·b, 2D), each divided by its number of tokens.
+
+        J (B, H, a): all tokens in the sketch.
+        """
         slot = self.bucket(J).flatten(2)
         count = torch.zeros(self.x.shape[:3], device=slot.device)
         count.scatter_add_(2, slot, torch.ones_like(slot, dtype=count.dtype))
@@ -37,7 +44,7 @@ class MeanReviver(KVReviver):
     kind = MeanSketch
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """On a GPU the kernel reads means where it would read sums."""
+        """On a GPU, give the kernel the means instead of the sums."""
         fast = kernel_for(q, "revive_attention", "attend_one")
         if not self.revives(q) or fast is None:
             return super().attention(q, pos)
