@@ -131,7 +131,7 @@ class KVReviver(LayerCache):
         newest = round(self.recent / (1 - self.vague) * room)
         if not 1 <= newest < room:
             raise ValueError(f"budget {self.budget} has no room for exact tokens beside {self.rows} rows, "
-                             f"{self.seen} scores and a slack of {self.slack}; raise it, or lower rows or slack")
+                             f"{self.seen} scores and a slack of {self.slack}; raise it, or lower the others")
         return width, newest, room - newest
 
     def evict(self):

@@ -60,7 +60,8 @@ class FastKVzip(KVzip):
     def __post_init__(self):
         super().__post_init__()
         if self.gates is not None and not self.gates.isfinite().all():
-            raise ValueError("gates contain NaN or infinite numbers; use those that FastKVzip.calibrate makes")
+            raise ValueError("gates contain NaN or infinite numbers; "
+                             "use those that FastKVzip.calibrate makes")
 
     def observe(self, q: Tensor, p: Tensor | None):
         if not self.prompt_done:

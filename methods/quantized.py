@@ -1,17 +1,20 @@
-"""The whole cache in few bits: KIVI (Liu et al., ICML 2024, arXiv 2402.02750).
+"""KIVI: the whole cache in few bits (Liu et al., ICML 2024, arXiv 2402.02750).
 
-No token is dropped; every number of it is rounded. Keys have a few channels that are always large, so they
-are rounded channel by channel over a group of tokens. Values have none, and are rounded token by token over a
-group of channels.
+No token is evicted; every number is rounded to a few bits. Some channels of the keys are always large, so
+keys are rounded per channel, over a group of tokens. Values have no such channels, so they are rounded per
+token, over a group of channels.
 
     x ≈ zero + scale · code,   code ∈ {0 … 2^bits − 1}
     zero = min of the group,   scale = (max − min)/(2^bits − 1)
 
 The newest tokens stay exact: they matter most, and a group of keys can be rounded only when it is full.
 
-Differs from the authors' code: of keys and values alike, the newest R to R + `group_size` − 1 are exact, with
-R = `residual_length`. There, R values and 0 to R − 1 keys are. Codes are packed bit by bit, so that a 3-bit
-code takes 3 bits. There is no budget of entries: the size follows from `bits`.
+Differs from the authors' code:
+- The newest R to R + `group_size` − 1 keys and values are exact, with R = `residual_length`. There R values
+  and 0 to R − 1 keys are exact.
+- Codes are packed bit by bit, so a 3-bit code takes 3 bits.
+
+There is no budget of entries: the size follows from `bits`.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +24,14 @@ from torch import Tensor
 
 from nanollm.cache import LayerCache
 
-WIDTHS = 8, 4, 2, 1  # whose codes fill a byte; a code of other bits is cut into parts of these, as 3 = 2 + 1
+WIDTHS = 8, 4, 2, 1  # bits that divide a byte; other codes are split into parts of these widths, 3 = 2 + 1
 
 
 def pack(code: Tensor, bits: int) -> Tensor:
-    """Codes (..., n) below 2^bits, n a multiple of 8 → uint8 (..., n·bits/8).
+    """Pack codes (..., n) below 2^bits, n a multiple of 8, into uint8 (..., n·bits/8).
 
-    Each part lies by itself. A byte of a part of w bits holds 8/w codes that are n·w/8 apart.
+    The parts (see WIDTHS) follow one another. In a part of w bits, a byte holds 8/w codes that are n·w/8
+    apart. Example: 8 codes of 4 bits take 4 bytes; byte 0 holds codes 0 and 4, byte 1 codes 1 and 5.
     """
     parts, code = [], code.to(torch.uint8)
     for w in (w for w in WIDTHS if bits & w):
@@ -39,7 +43,7 @@ def pack(code: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """packed (..., n·bits/8) → codes (..., n), uint8. The longer the rows, the faster."""
+    """Unpack (..., n·bits/8) into codes (..., n), uint8. Long rows are faster."""
     widths, code, shift = [w for w in WIDTHS if bits & w], 0, 0
     for w, part in zip(widths, packed.split([packed.shape[-1] * w // bits for w in widths], -1)):
         part = torch.cat([part >> i & 2 ** w - 1 for i in range(0, 8, w)], -1)
@@ -49,23 +53,26 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x; and zero and scale, in 16 bits, of each group along `dim`, where they have size 1."""
+    """Return the codes of x, and zero and scale of each group along `dim`, in 16 bits.
+
+    The codes have x's shape; zero and scale have size 1 along `dim`.
+    """
     zero, high = x.amin(dim, keepdim=True).half(), x.amax(dim, keepdim=True)
     scale = ((high - zero.to(x)) / (2 ** bits - 1)).half()
-    if not scale.isfinite().all():  # as when zero is not
+    if not scale.isfinite().all():  # nor is it if zero is infinite
         raise ValueError(f"keys or values between {x.min():g} and {x.max():g} are too large "
-                         "for ranges of 16 bits")
+                         "for ranges of 16 bits; use a method that does not round this model's cache")
     code = ((x - zero.to(x)) / scale.to(x).clamp(min=2 ** -24)).round().clamp(0, 2 ** bits - 1)
     return code.to(torch.uint8), zero, scale
 
 
 @dataclass(eq=False)
 class Quantized(LayerCache):
-    """Exact tokens are in the slots; rounded ones, which came before them, in `rounded`."""
+    """Older tokens are in `rounded`, as codes. Newer tokens are exact, in the slots."""
     keeps_all = True
-    bits: int = 2              # of a number, 1 to 8
-    group_size: int = 32       # tokens that share a key channel's range, and channels that share a value's
-    residual_length: int = 32  # newest tokens that are never rounded
+    bits: int = 2              # bits per number, 1 to 8
+    group_size: int = 32       # tokens that share a key channel's range; channels that share a value's range
+    residual_length: int = 32  # newest tokens, which are never rounded, R
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,7 +94,7 @@ class Quantized(LayerCache):
         super().write(k, v, pos, **state)
 
     def evict(self):
-        """Round the oldest exact tokens, whole groups only."""
+        """Round the oldest exact tokens, in whole groups."""
         n = (self.length - self.residual_length) // self.group_size * self.group_size
         if n <= 0:
             return
@@ -105,7 +112,7 @@ class Quantized(LayerCache):
         self.keep(torch.arange(n, self.length, device=self.pos.device).expand(*self.pos.shape[:2], -1))
 
     def codes(self, name: str) -> Tensor:
-        """Of keys or values, (B, H, groups of tokens, tokens, D)."""
+        """Return the codes of "k" or "v", (B, H, groups of tokens, tokens, D)."""
         return unpack(self.rounded[name], self.bits).unflatten(3, (self.group_size, -1))
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -123,8 +130,9 @@ class Quantized(LayerCache):
         return k, v, torch.cat((self.rounded_pos(), pos), 2), None
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """One new token's attention to the codes: what all of a group share is multiplied once, and not into
-        each number.
+        """Attend from one new token to the codes, without restoring keys and values.
+
+        A group shares its scale and zero. So they are multiplied into the query once, not into every key:
 
             keys:    q·(zero + scale·code_i) = (q·scale)·code_i + q·zero,  scale and zero channel by channel
             values:  Σ_i p_i (zero_i + scale_i code_i) = Σ_i (p_i scale_i) code_i + Σ_i p_i zero_i
@@ -132,7 +140,7 @@ class Quantized(LayerCache):
         if not self.rounded or q.shape[2] > 1:
             return super().attention(q, pos)
         k, v, (B, _, _, D) = self.k, self.v, q.shape
-        exact = torch.promote_types(q.dtype, torch.float32)  # in 16 bits the sum of the two would lose much
+        exact = torch.promote_types(q.dtype, torch.float32)  # in 16 bits the sum below would lose much
         r = {name: x.to(exact) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}
         grouped = q.view(B, k.shape[1], 1, -1, D).to(exact) * D ** -0.5  # (B, H, 1, G, D)
 
@@ -142,7 +150,7 @@ class Quantized(LayerCache):
         p = torch.cat((old.transpose(2, 3).flatten(3), new), -1).softmax(-1)  # (B, H, G, S)
         old, new = p.split((p.shape[-1] - self.length, self.length), -1)
 
-        # values: (B, H, groups of channels, rounded tokens, channels), a range for each token
+        # values: (B, H, groups of channels, rounded tokens, channels); one range per token and group
         scale, zero = (r[name].flatten(2, 3).transpose(2, 3) for name in ("v_scale", "v_zero"))
         code = self.codes("v").to(exact).flatten(2, 3).unflatten(-1, (scale.shape[2], -1)).transpose(2, 3)
         old = old.unsqueeze(2)  # (B, H, 1, G, rounded tokens)
@@ -151,7 +159,7 @@ class Quantized(LayerCache):
         return y.reshape(q.shape).to(q), p.unsqueeze(3).to(q) if self.watch else None
 
     def rounded_pos(self) -> Tensor:
-        """Positions of the rounded tokens, (B, H, n): all from the first one on."""
+        """Return the positions of the rounded tokens, (B, H, n), which are consecutive."""
         return self.start + torch.arange(self.seen - self.length, device=self.pos.device, dtype=torch.int32)
 
     def beside(self) -> list[Tensor]:

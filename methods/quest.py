@@ -1,23 +1,29 @@
 """Quest: keep every entry, read only the pages that the query may need (Tang et al., arXiv 2406.10774).
 
-What an entry is worth depends on the query. So nothing is evicted. The cache is cut into pages of 16 tokens,
-and of each page every channel's least and largest key are known. From these two vectors follows how large a
-score in the page can be at most. Attention reads the pages with the highest bound, `budget` entries in all.
+Which entries matter depends on the query, so nothing is evicted. The cache is cut into pages of 16 tokens.
+Each page stores the smallest and the largest key value of every channel. From these two vectors and a query
+follows an upper bound of the scores in the page. Attention reads the pages with the highest bounds, `budget`
+entries in all.
 
     u_j = max_g Σ_d max(q_gd · min_jd, q_gd · max_jd) ≥ max_g q_g·k_i  for every key i of page j
     read the b/16 pages with the highest u
 
-So 25 % is what is *read*: a quarter of the entries, and beside them two vectors a page, 1/16 of a full
-cache's bytes. What is *held* is more than the full cache, and `bytes` says so.
+So a keep ratio of 25 % means that a quarter of the entries is *read*, and two vectors per page, 1/16 of a
+full cache's bytes. The memory is larger than the full cache, and `bytes` says so.
 
-Differs from the paper: a group's query heads (g) read the same pages, since they share the entries; their
-largest bound decides. In the authors' evaluation each query head has pages of its own. The query's own page
-is always read, as one of the b/16. So it is by the authors' kernel, but not in their evaluation, which reads
-three pages at least; here one may be all. A question after the prompt selects too, each token its own pages;
-there, as part of the prompt, it sees everything. There the first two layers read everything. Of six layers
-that is a third of all entries, more than the budget, so here `dense` is 0. Prompts of 512 tokens have 32
-pages, not thousands. A budget of 6.25 % is one page, and no needle is found; with `page` 4 it is seven, and
-0.97 are found, but then two vectors a page are a quarter of a full cache.
+Differs from the paper:
+- The query heads of a group (g) share their entries, so they read the same pages; their largest bound
+  decides. In the authors' evaluation each query head has pages of its own.
+- The query's own page is always read, as one of the b/16. The authors' kernel does so too, their evaluation
+  does not. Their evaluation reads at least three pages; here one page is possible.
+- A question after the prompt selects pages, each token its own. There the question is part of the prompt and
+  sees everything.
+- There the first two layers read everything. Two of our six layers are a third of all entries, more than the
+  budget, so here `dense` is 0.
+
+Prompts of 512 tokens have 32 pages, not thousands. A keep ratio of 6.25 % is one page, and no needle is
+found. With `page=4` it is seven pages, and 0.97 of the needles are found. But then two vectors per page are a
+quarter of a full cache's bytes.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,9 +40,9 @@ from nanollm.ranking import taken
 
 @dataclass(eq=False)
 class Quest(LayerCache):
-    budget: int     # entries per key/value head that a query reads, whole pages
-    page: int = 16  # tokens that share two vectors
-    dense: int = 0  # first layers that read everything; the paper: 2
+    budget: int     # entries per key/value head that a query reads, in whole pages
+    page: int = 16  # tokens per page
+    dense: int = 0  # first layers, which read everything; the paper: 2
     keeps_all = True
 
     def __post_init__(self):
@@ -44,19 +50,20 @@ class Quest(LayerCache):
         whole("page", self.page, 1)
         whole("dense", self.dense, 0)
         check_budget(self.budget, self.page, f"a page has {self.page} tokens (page)")
-        self.low = self.high = None  # (B, H, pages, D): of each page and channel, the least and largest key
-        self.covered = 0             # slots that they are of
+        self.low = self.high = None  # (B, H, pages, D): smallest and largest key of each page and channel
+        self.covered = 0             # slots that `low` and `high` cover
 
     def pieces(self, *new: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """After the prompt one by one: each query has its own pages."""
+        """Return the tokens after the prompt one by one, because each query has its own pages."""
         return split(1, *new) if self.by_pages else super().pieces(*new)
 
     @property
     def by_pages(self) -> bool:
+        """Whether this layer reads pages now, not the whole cache."""
         return self.prompt_done and self.layer >= self.dense
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Attention over the pages with the highest bounds: the only entries that are read."""
+        """Attend to the pages with the highest bounds; no other entry is read."""
         if not self.by_pages:
             return super().attention(q, pos)
         self.bound()
@@ -64,18 +71,18 @@ class Quest(LayerCache):
         u[..., -1] = torch.inf  # the query's own page
         token = torch.arange(self.page, device=q.device)
         i = (u.topk(n).indices[..., None] * self.page + token).flatten(2)  # (B, H, n · page)
-        there, i = i < self.length, i.clamp(max=self.length - 1)           # the last page may not be full
-        k, v = (taken(self.slots[name], i) for name in "kv")               # of the whole buffer: no copy
-        return fused(q, k, v, there.unsqueeze(2), causal=False), None
+        used, i = i < self.length, i.clamp(max=self.length - 1)            # the last page may not be full
+        k, v = (taken(self.slots[name], i) for name in "kv")               # not self.k, which would be copied
+        return fused(q, k, v, used.unsqueeze(2), causal=False), None
 
     def bounds(self, q: Tensor) -> Tensor:
-        """What no score in a page exceeds, of one query (B, H·G, 1, D): (B, H, pages)."""
+        """Return the upper bound of the scores in each page: one query (B, H·G, 1, D) → (B, H, pages)."""
         q = q.unflatten(1, (self.low.shape[1], -1)).flatten(2, 3)  # (B, H, G, D)
         return (q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT).amax(2)
 
     def bound(self):
-        """Bring `low` and `high` up to date: of the pages with keys that came since."""
-        done = 0 if self.low is None else self.covered // self.page  # full pages stay as they are
+        """Update `low` and `high` with the keys that came since the last call."""
+        done = 0 if self.low is None else self.covered // self.page  # full pages, which stay the same
         new, self.covered = self.k[:, :, done * self.page:], self.length
         room = -new.shape[2] % self.page
         pages = lambda value: F.pad(new, (0, 0, 0, room), value=value).unflatten(2, (-1, self.page))

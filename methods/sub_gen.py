@@ -1,22 +1,27 @@
-"""SubGen: attention estimated from samples, in memory that stops growing where keys cluster.
+"""SubGen: attention estimated from samples, in memory that stops growing if keys cluster.
 
-Zandieh et al., arXiv 2402.06082. D is the paper's d.
+Zandieh et al., arXiv 2402.06082. SubGen keeps t random keys of each cluster of keys, to estimate the
+softmax's denominator τ. It keeps s random values with their keys, to estimate the numerator z. A value v is
+drawn with probability ‖v‖²/‖V‖_F².
 
     o = Σ_i e^⟨q,k_i⟩ v_i / Σ_i e^⟨q,k_i⟩ ≈ z/τ
     τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩        z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
 
-Keys are clustered as they come, and of the n_c in each cluster t uniform samples are kept. Values are drawn,
-with their keys, with probability ‖v‖²/‖V‖_F². τ and z are unbiased, their ratio is not.
+Keys are clustered as they come; n_c is the number of keys in cluster c. τ and z are unbiased, their ratio is
+not.
 
 For tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1, 5.2) the keys are pairs of tokens.
-`SubGen2Cache` applies it to the stream of all pairs, `SubGen4Cache` to one stream for each side of a pair:
+`SubGen2Cache` uses the stream of all pairs. `SubGen4Cache` uses one stream for each side of a pair:
 
     τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩,   the same for z and the draws of both sides
 
-Differs from the papers: a key joins the oldest cluster that it may, not the nearest, so that clusters do not
-depend on how a text is cut into chunks. Scores are scaled by 1/√D as in the decoder (`scale=1`: the papers).
-Lemma 5.1 gives no algorithm, so SubGen4Cache is ours. theory/clustering.py has the constants that the lemmas
-leave open.
+Differs from the papers:
+- A key joins the oldest cluster near it, not the nearest. So clusters do not depend on how a text is cut into
+  pieces.
+- Scores are scaled by 1/√D, as in the decoder (`scale=1`: the papers).
+- Lemma 5.1 gives no algorithm, so SubGen4Cache is ours.
+
+theory/clustering.py has the constants that the lemmas leave open. D is the paper's d.
 """
 from dataclasses import dataclass
 import math
@@ -31,14 +36,15 @@ from nanollm.ranking import expand_index
 
 
 class Stream:
-    """What is remembered of a stream of keys and values.
+    """The samples of one stream of keys and values.
 
-    Clusters: `centre` (B, H, M, D), `count` (B, H, M) and `sample` (B, H, M, t, D), the first so many as a
-    head has. Draws: `k` and `v` (B, H, s, D), and `total` (B, H) = ‖V‖_F².
+    - Clusters: `centre` (B, H, M, D), `count` (B, H, M) and `sample` (B, H, M, t, D). A head with fewer than
+      M clusters uses the first places; in the others `count` is 0.
+    - Draws: `k` and `v` (B, H, s, D), and `total` (B, H), which is ‖V‖_F².
     """
 
     def __init__(self, like: Tensor, radius: float, samples: int, draws: int, generator: torch.Generator):
-        """like (B, H, _, D): what keys and values look like."""
+        """like (B, H, _, D): a tensor with the shape, type and device of the keys."""
         self.radius, self.samples, self.draws, self.generator = radius, samples, draws, generator
         B, H, _, D = like.shape
         self.centre, self.sample = like.new_zeros(B, H, 0, D), like.new_zeros(B, H, 0, samples, D)
@@ -47,31 +53,34 @@ class Stream:
         self.total = like.new_zeros(B, H, dtype=torch.float64)
 
     def add(self, k: Tensor, v: Tensor):
-        """k and v (B, H, T, D)."""
+        """Add keys and values (B, H, T, D) to the clusters and draws."""
         self.renew(k, self.join(k))
         self.draw(k, v)
 
     def uniform(self, below: Tensor, n: int) -> Tensor:
-        """n numbers in [0, below) for each of `below`, (..., n)."""
+        """Return n random numbers in [0, below) for each number in `below` (...): (..., n)."""
         u = torch.rand(*below.shape, n, generator=self.generator, dtype=torch.float64)
         return u.to(below.device) * below.unsqueeze(-1)
 
     def near(self, k: Tensor, centre: Tensor) -> Tensor:
-        """(B, H, T, M): which keys lie in which clusters. NaN is near to all, so `join` ends."""
+        """Return whether each key is within the radius of each centre, (B, H, T, M)."""
         distance = torch.cdist(k.double(), centre.double(), compute_mode="donot_use_mm_for_euclid_dist")
-        return ~(distance > self.radius)
+        return ~(distance > self.radius)  # not <=: a NaN then counts as near, so the loop in `join` ends
 
     def join(self, k: Tensor) -> Tensor:
-        """Each key's cluster, (B, H, T): the oldest whose centre, its first key, is near, else a new one."""
+        """Return each key's cluster, (B, H, T): the oldest one near it, or else a new one.
+
+        A cluster's centre is its first key.
+        """
         used = (self.count > 0).sum(-1)
         near = self.near(k, self.centre) & (self.count > 0).unsqueeze(2)
         cluster = (near.cumsum(-1) == 0).sum(-1)  # the first that is near; M if none is
         homeless = cluster == near.shape[-1]
 
-        # the first homeless key of each head opens a cluster, and takes in those near it
+        # the first homeless key of each head opens a cluster; the homeless keys near it join
         while (opens := homeless.any(-1)).any():
             if used.max() == self.count.shape[2]:
-                more = int(used.max()) // 10 + 1  # room for so many more clusters
+                more = int(used.max()) // 10 + 1  # new places for clusters
                 for name in ("centre", "count", "sample"):
                     x = getattr(self, name)
                     setattr(self, name, torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2))
@@ -85,19 +94,22 @@ class Stream:
         return cluster
 
     def renew(self, k: Tensor, cluster: Tensor):
-        """If m of a cluster's n keys are new, a sample turns into one of them with chance m/n (reservoir)."""
+        """Update the samples: if m of a cluster's n keys are new, each becomes a new key with chance m/n.
+
+        This is reservoir sampling: every sample stays uniform among the cluster's keys.
+        """
         new = torch.zeros_like(self.count).scatter_add_(2, cluster, torch.ones_like(cluster))
         self.count += new
         u = self.uniform(self.count, self.samples)
 
-        start = (new.cumsum(2) - new).unsqueeze(-1)  # of a cluster's new keys, in the order of clusters
+        start = (new.cumsum(2) - new).unsqueeze(-1)  # where a cluster's new keys start, sorted by cluster
         place = (start + u.long()).clamp(max=k.shape[2] - 1).flatten(2)
         i = cluster.argsort(2).gather(2, place)
         fresh = k.gather(2, expand_index(i, k)).view_as(self.sample)
         self.sample = torch.where((u < new.unsqueeze(-1)).unsqueeze(-1), fresh, self.sample)
 
     def draw(self, k: Tensor, v: Tensor):
-        """The same for the draws, by ‖v‖² in place of counts."""
+        """Update the draws: like `renew`, with ‖v‖² instead of counts."""
         weight = v.double().square().sum(-1).cumsum(-1)
         self.total = self.total + weight[..., -1]
         u = self.uniform(self.total, self.draws)
@@ -108,10 +120,13 @@ class Stream:
         self.v = torch.where(renewed, v.gather(2, expand_index(i, v)), self.v)
 
     def kept(self):
-        """Samples (B, H, M·t, D) with log n_c/t, and keys of draws (B, H, s, D) with log ‖V‖_F²/(s ‖v‖²)."""
+        """Return two pairs: the samples with log n_c/t, and the draws' keys with log ‖V‖_F²/(s ‖v‖²).
+
+        Samples are (B, H, M·t, D), keys (B, H, s, D); the logarithms lack the last dimension.
+        """
         share = (self.count.to(self.k) / self.samples).log().repeat_interleave(self.samples, 2)
         weight = self.total.unsqueeze(-1) / (self.draws * self.v.double().square().sum(-1))
-        weight = weight.nan_to_num(0).log().to(self.k)  # 0/0: there was no value but 0
+        weight = weight.nan_to_num(0).log().to(self.k)  # 0/0 if all values are 0
         return (self.sample.flatten(2, 3), share), (self.k, weight)
 
     def stored(self) -> list[Stored]:
@@ -123,13 +138,13 @@ class Stream:
 
 @dataclass(eq=False)
 class SubGen(LayerCache):
-    """SubGen, for ordinary attention."""
-    radius: float               # δ, of a cluster around its centre
-    samples: int                # t, of each cluster
-    draws: int                  # s, of all values
-    seed: int = 0
-    scale: float | None = None  # of the scores; None: 1/√D, as in the decoder; the papers have 1
-    sides = 1                   # streams that k and v are split into
+    """SubGen for ordinary attention."""
+    radius: float               # radius of a cluster around its centre, δ
+    samples: int                # keys kept per cluster, t
+    draws: int                  # values kept in all, s
+    seed: int = 0               # of samples and draws; each layer has its own
+    scale: float | None = None  # factor of the scores; None: 1/√D, as in the decoder; the papers: 1
+    sides = 1                   # streams into which k and v are split
 
     def __post_init__(self):
         super().__post_init__()
@@ -162,18 +177,21 @@ class SubGen(LayerCache):
         self.seen += k.shape[2]
 
     def estimate(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled q (B, H, G, D) → z (B, H, G, D) and τ (B, H, G, 1), times e^−top, and top (B, H, G, 1)."""
+        """Return z (B, H, G, D) and τ (B, H, G, 1), both times e^−top, and top (B, H, G, 1).
+
+        q (B, H, G, D) is scaled already. top is the largest exponent, so nothing overflows.
+        """
         terms, rows = self.logs(q)
         top = torch.maximum(terms.amax(-1, keepdim=True), rows.amax(-1, keepdim=True))
         return self.weigh((rows - top).exp()), (terms - top).exp().sum(-1, keepdim=True), top
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the terms of τ, (B, H, G, M·t), and of what the drawn values are weighed with, (B, H, G, s)."""
+        """Return the logarithms of τ's terms (B, H, G, M·t) and of the draws' weights in z (B, H, G, s)."""
         (sampled, share), (drawn, weight) = self.streams[0].kept()
         return q @ sampled.mT + share.unsqueeze(2), q @ drawn.mT + weight.unsqueeze(2)
 
     def weigh(self, p: Tensor) -> Tensor:
-        """Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
+        """Return Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
         return p @ self.streams[0].v
 
     def stored(self) -> list[Stored]:
@@ -182,7 +200,10 @@ class SubGen(LayerCache):
 
 @dataclass(eq=False)
 class SubGen2Cache(SubGen):
-    """Lemma 5.2: the stream of all pairs. To form them it needs every earlier token, so its memory grows."""
+    """Lemma 5.2: SubGen on the stream of all pairs.
+
+    New pairs are formed from every earlier token, so all tokens are stored and the memory grows.
+    """
     check = PairCache.check
 
     def __post_init__(self):
@@ -200,27 +221,27 @@ class SubGen2Cache(SubGen):
 
 @dataclass(eq=False)
 class SubGen4Cache(SubGen):
-    """Lemma 5.1: K₁ and K₂ are clustered apart, V₁ and V₂ drawn apart.
+    """Lemma 5.1: K₁ and K₂ have their own clusters, V₁ and V₂ their own draws.
 
-    Every left sample meets every right one, and every left draw every right one, in the factored form: no
-    pair is formed, neither of the text nor of what was kept.
+    Every left sample is combined with every right sample, and every left draw with every right draw. The
+    factored form does this without forming a pair.
     """
     sides = 2
     check = PairCache.check
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """As in SubGen, (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
-        found = []
+        """Return the same as SubGen.logs, here (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
+        logs = []
         for (x1, log1), (x2, log2) in zip(*(stream.kept() for stream in self.streams)):  # samples, then draws
             score = (q.unsqueeze(3) * x1.unsqueeze(2)) @ x2.unsqueeze(2).mT  # (K₁ ∘ q) K₂ᵀ
-            found.append((score + log1[:, :, None, :, None] + log2[:, :, None, None]).flatten(3))
-        return tuple(found)
+            logs.append((score + log1[:, :, None, :, None] + log2[:, :, None, None]).flatten(3))
+        return tuple(logs)
 
     def weigh(self, p: Tensor) -> Tensor:
-        """Σ_a V₁[a] ∘ (P V₂)[a]."""
+        """Return Σ_a V₁[a] ∘ (P V₂)[a]."""
         one, two = self.streams
         p_v2 = p.unflatten(-1, (self.draws, -1)) @ two.v.unsqueeze(2)
         return (one.v.unsqueeze(2) * p_v2).sum(3)
 
 
-variants = {}  # nothing here has a budget of entries
+variants = {}  # not in the tables: none has a budget of entries

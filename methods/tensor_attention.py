@@ -1,17 +1,21 @@
 """Tensor attention with two or four cache matrices (Chen et al., arXiv 2503.11108).
 
-A token has two keys and two values, and a query attends to *pairs* of tokens: all i² of them at step i.
+Each token has two keys and two values. A query attends to *pairs* of tokens: at step i, to all i² pairs.
 
     out = (V₁ ⊘ V₂)ᵀ softmax((K₁ ⊘ K₂) q),   row (a, b) of K₁ ⊘ K₂ is k_{1,a} ∘ k_{2,b}
 
-The paper caches either four matrices of i·D numbers, and forms the pairs at each step (`FourCache`), or the
-two matrices of pairs, i²·D numbers each (`TwoCache`). It finds a trade-off of time against memory. But no
-pair need be formed: all scores are one small matrix product, and so is the output (`FactoredFourCache`):
+The paper has two caches. `FourCache` stores four matrices of i·D numbers and forms the pairs at each step.
+`TwoCache` stores the two matrices of pairs, i²·D numbers each. The paper sees a trade-off between time and
+memory. But no pair has to be formed: all scores are one small matrix product, and so is the output
+(`FactoredFourCache`):
 
     score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b},    out_j = Σ_a V₁[a, j] (P V₂)[a, j]
 
-Differs from the paper: scores are scaled by 1/√D as in the decoder; the paper has no scale (`scale=1`). Ours,
-not the paper's: the factored form, which holds a tile of scores at a time, and the decoder of pairs.
+Differs from the paper: scores are scaled by 1/√D, as in the decoder. The paper has no scale (`scale=1`).
+
+Ours:
+- The factored form. It needs one tile of scores at a time.
+- The decoder of pairs (`pair_decoder`).
 """
 from dataclasses import dataclass
 import math
@@ -26,12 +30,18 @@ from nanollm.model import Attention, Config, Decoder
 
 
 def pairs(x: Tensor, y: Tensor) -> Tensor:
-    """x ⊘ y (Def. 3.6's order): (..., n, D) and (..., m, D) → (..., n·m, D), row a·m + b is x_a ∘ y_b."""
+    """Return x ⊘ y: (..., n, D) and (..., m, D) → (..., n·m, D).
+
+    Row a·m + b is x_a ∘ y_b, the order of Def. 3.6.
+    """
     return (x.unsqueeze(-2) * y.unsqueeze(-3)).flatten(-3, -2)
 
 
 def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
-    """Def. 3.6, every query sees every pair: q (..., T, D), the others (..., n, D) → (..., T, D)."""
+    """Return tensor attention in which every query sees every pair (Def. 3.6), (..., T, D).
+
+    q is (..., T, D); k1, k2, v1, v2 are (..., n, D).
+    """
     return (q @ pairs(k1, k2).mT).softmax(-1) @ pairs(v1, v2)
 
 
@@ -40,8 +50,8 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) 
 
 @dataclass(eq=False)
 class PairCache(LayerCache):
-    """What the caches for pairs share: k = [k₁ | k₂] and v = [v₁ | v₂], each (B, H, T, 2D)."""
-    scale: float | None = None  # of the scores; None: 1/√D, as in the decoder; the paper has 1
+    """Base of the caches for pairs, which take k = [k₁ | k₂] and v = [v₁ | v₂], each (B, H, T, 2D)."""
+    scale: float | None = None  # factor of the scores; None: 1/√D, as in the decoder; the paper: 1
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
         check_attend(self, q, k, v, pos, vectors=2)
@@ -49,10 +59,13 @@ class PairCache(LayerCache):
 
 @dataclass(eq=False)
 class FourCache(PairCache):
-    """Def. 3.7: caches K₁, K₂, V₁, V₂, 4·i·D numbers, and forms the pairs for each query, as described."""
+    """Def. 3.7: stores K₁, K₂, V₁, V₂, 4·i·D numbers, and forms all pairs for each query."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """q (B, H·G, T, D), k and v (B, H, T, 2D) → (B, H·G, T, D). A pair is as late as its later token."""
+        """Attend causally: q (B, H·G, T, D), k and v (B, H, T, 2D) → (B, H·G, T, D).
+
+        A query sees a pair if it sees both tokens.
+        """
         self.check(q, k, v, pos)
         self.write(k, v, pos)
         B, heads, T, D = q.shape
@@ -68,19 +81,19 @@ class FourCache(PairCache):
         return torch.stack(outputs, 2)
 
     def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
-        """q (B, H, G, D) over n tokens, the others (B, H, n, D) → (B, H, G, D)."""
+        """Attend with q (B, H, G, D) to all pairs of n tokens, (B, H, n, D) each → (B, H, G, D)."""
         return tensor_attention(q, k1, k2, v1, v2)
 
 
 @dataclass(eq=False)
 class FactoredFourCache(FourCache):
-    """The same four matrices, and no pair is ever formed."""
-    tile: int = 2 ** 18  # pairs in a tile, at most, but at least one row: in float32 a MiB of scores a head
+    """FourCache that never forms a pair."""
+    tile: int = 2 ** 18  # most pairs in a tile (but at least one row): in float32 1 MiB of scores per head
 
     def __post_init__(self):
         super().__post_init__()
         if self.tile < 1:
-            raise ValueError(f"tile {self.tile} must be at least 1 pair")
+            raise ValueError(f"tile is {self.tile}; it must be at least 1 pair")
 
     def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
         if fast := kernel_for(q, "pair_attention", "tensor_attention"):
@@ -96,7 +109,7 @@ class FactoredFourCache(FourCache):
             k1_q = a.unsqueeze(2) * q.unsqueeze(3)                     # (B, H, G, rows, D)
             score = (k1_q.flatten(2, 3) @ k2.mT).unflatten(2, G_rows)  # (B, H, G, rows, n)
 
-            # what came before was weighed against a lower maximum
+            # earlier tiles were weighted against a lower maximum: rescale them by e^(top − new)
             new = torch.maximum(top, score.amax((-2, -1)).unsqueeze(-1))
             p, keep = (score - new.unsqueeze(-1)).exp_(), (top - new).exp()
 
@@ -110,9 +123,9 @@ class FactoredFourCache(FourCache):
 
 @dataclass(eq=False)
 class TwoCache(PairCache):
-    """Def. 3.8: caches the pairs, 2·i²·D numbers. Token i adds 2i − 1 of them, in the order they come.
+    """Def. 3.8: stores the pairs, 2·i²·D numbers. Token i adds 2i − 1 pairs.
 
-    To form them it needs every earlier k₁, k₂, v₁, v₂ as well, so it holds the four matrices too (`tokens`).
+    New pairs are formed from every earlier k₁, k₂, v₁, v₂, so the four matrices are stored too (`tokens`).
     """
 
     def __post_init__(self):
@@ -120,7 +133,7 @@ class TwoCache(PairCache):
         self.tokens = LayerCache()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """As in FourCache. Pairs are slots like any others."""
+        """Attend as in FourCache. Each pair has a slot, so LayerCache's attention does it."""
         if self.scale is not None:
             q = q * (self.scale * q.shape[-1] ** 0.5)  # LayerCache multiplies by 1/√D
         return super().attend(q, k, v, pos)
@@ -135,14 +148,14 @@ class TwoCache(PairCache):
 
 
 def remember(tokens: LayerCache, k: Tensor, v: Tensor, pos: Tensor):
-    """Write k and v (B, H, T, 2D) to `tokens`; yields the keys and values of each token's new pairs."""
+    """Write k and v (B, H, T, 2D) to `tokens`, and yield keys and values of each token's new pairs."""
     tokens.write(k, v, pos)
     for n in range(tokens.length - k.shape[2] + 1, tokens.length + 1):
         yield tuple(new_pairs(*x[:, :, :n].chunk(2, -1)) for x in (tokens.k, tokens.v))
 
 
 def new_pairs(x: Tensor, y: Tensor) -> Tensor:
-    """The pairs whose later token is the last one: x and y (B, H, n, D) → (B, H, 2n − 1, D)."""
+    """Return the pairs that contain the last token: x and y (B, H, n, D) → (B, H, 2n − 1, D)."""
     return torch.cat((x * y[:, :, -1:], x[:, :, -1:] * y[:, :, :-1]), 2)
 
 
@@ -150,9 +163,10 @@ def new_pairs(x: Tensor, y: Tensor) -> Tensor:
 
 
 def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal tensor attention over a whole text: q (B, H·G, T, D), k and v (B, H, T, 2D) → (B, H·G, T, D).
+    """Return causal tensor attention over a whole text, (B, H·G, T, D).
 
-    Query i attends to all pairs of tokens a, b ≤ i. Makes T³ scores per head: for training, on short texts.
+    q is (B, H·G, T, D), k and v are (B, H, T, 2D). Query i attends to all pairs of tokens a, b ≤ i. It
+    computes T³ scores per head, so it is for training on short texts.
     """
     T, D = q.shape[2:]
     G = q.shape[1] // k.shape[1]
@@ -167,17 +181,17 @@ def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class PairAttention(nn.Module):
-    """Takes the place of the decoder's Attention. A key is [k₁ | k₂] and a value [v₁ | v₂].
+    """The attention layer of a decoder of pairs. A key is [k₁ | k₂] and a value [v₁ | v₂].
 
-    Keys are not rotated: a product of *three* rotated vectors depends on where the text begins, not on
-    distances alone. So a llama has no positions here but the order that causality tells.
+    Keys are not rotated: a product of *three* rotated vectors depends on absolute positions, not only on
+    distances. So a Llama knows positions here only through the causal mask.
     """
     w_o = Attention.w_o
 
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.heads = c.n_heads, 2 * c.n_kv_heads, 2 * c.n_kv_heads  # of q, k, v: one above the other in qkv
+        self.heads = c.n_heads, 2 * c.n_kv_heads, 2 * c.n_kv_heads  # of q, k, v, stacked in qkv
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
@@ -185,7 +199,7 @@ class PairAttention(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, sum of heads, T, D)
         q, k, v = qkv.split(self.heads, 1)
-        k = torch.cat((k[:, ::2], k[:, 1::2]), -1)  # (B, H, T, 2D): head by head, first vector and second
+        k = torch.cat((k[:, ::2], k[:, 1::2]), -1)  # (B, H, T, 2D): each head's two vectors
         v = torch.cat((v[:, ::2], v[:, 1::2]), -1)
 
         y = pair_attention(q, k, v) if cache is None else cache.attend(q, k, v, pos)
@@ -193,8 +207,8 @@ class PairAttention(nn.Module):
 
 
 def pair_decoder(config: Config) -> Decoder:
-    """A decoder whose layers attend to pairs of tokens. Only the caches for pairs are for it."""
+    """Return a decoder whose layers attend to pairs of tokens. It works with the caches for pairs only."""
     return Decoder(config, PairAttention)
 
 
-variants = {}  # these keep every token
+variants = {}  # not in the tables: these caches keep every token
