@@ -14,7 +14,7 @@ Differs from the paper:
   finally leaves no room (ValueError).
 - The paper gives no slack; here it is 8.
 
-No code was published. Related files: theory/kv_reviver.py has the paper's budgets by layer,
+No code was published. Related files: theory/sketch_error.py has the paper's budgets by layer,
 kv_reviver_mean.py a fairer reading of the sketch, ours/kv_reviver_shrunk.py our repair of it.
 """
 from dataclasses import dataclass

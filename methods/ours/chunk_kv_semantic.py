@@ -1,8 +1,8 @@
-"""Semantic chunks: ChunkKV whose chunks end where a line, sentence or clause does. Ours.
+"""Ours: semantic chunks. ChunkKV with chunks that end where a line, sentence or clause ends.
 
-Such chunks differ in length, so their mean vote decides: it is what a slot of the chunk gathers. Window scores are
-pooled, so that one beside a cut counts on both sides. The chunks are as good as the marks in the text: a list
-without any falls into chunks of the longest length, and few have room.
+Such chunks differ in length, so a chunk's score is the mean of its tokens' window scores. The scores are
+pooled first, so a token beside a cut counts on both sides of it. The method needs separators in the text: a
+list without any is cut into chunks of the longest length, and few of these fit into the budget.
 """
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ from nanollm.window import Selection, WindowCache
 
 @dataclass(frozen=True)
 class SemanticChunks(Chunks):
-    """Any budget will do: a chunk that could never be kept is cut shorter."""
-    chunk_size: int = 32        # of the longest (chosen on our own tasks)
+    """Select chunks by their mean score. A chunk longer than the whole budget is split."""
+    chunk_size: int = 32        # most tokens per chunk (chosen on our own tasks)
     score: str = "mean"
-    fill: bool = False          # none is cut
-    again = False               # the ends are known of the prompt alone
+    fill: bool = False          # keep only whole chunks
+    again = False               # chunk ends are known for the prompt only
 
     def check(self, cache: WindowCache):
         pass
@@ -30,15 +30,19 @@ class SemanticChunks(Chunks):
         ends = getattr(cache, "chunk_ends", None)  # (B, T) of bool, from `tell_chunk_ends`
         known = 0 if ends is None else ends.shape[1]
         if known < cache.seen:
-            raise ValueError(f"ends tell of {known} tokens and the prompt has {cache.seen}; call "
-                             "tell_chunk_ends(caches, ends) of nanollm.generate with those of all its tokens")
+            raise ValueError(f"chunk ends are known for {known} of the prompt's {cache.seen} tokens; "
+                             "call nanollm.generate.tell_chunk_ends(caches, ends) for all of them")
         longest = min(self.chunk_size, cache.budget - cache.window_size)
         ends = ends[:, :scores.shape[-1]].to(scores.device)
         return cut_at(ends, longest).unsqueeze(1).expand(scores.shape)
 
 
 def cut_at(ends: Tensor, longest: int) -> Tensor:
-    """Number of the chunk of every token, (..., n): one ends at each of `ends` and after `longest` tokens."""
+    """Return the chunk number of every token, (..., n).
+
+    A chunk ends where `ends` (..., n) is True, and after `longest` tokens. Example with longest = 3: ends 0 1
+    0 0 0 0 → chunks 0 0 1 1 1 2.
+    """
     i = torch.arange(ends.shape[-1], device=ends.device)
     after_end = F.pad(ends, (1, 0), value=True)[..., :-1]
     begin = torch.where(after_end, i, 0).cummax(-1).values
@@ -47,8 +51,8 @@ def cut_at(ends: Tensor, longest: int) -> Tensor:
 
 @dataclass(eq=False)
 class SemanticChunkKV(SnapKV):
-    """SnapKV's window and semantic chunks. `tell_chunk_ends(caches, ends)` says where they end."""
-    select: Selection = SemanticChunks()
+    """SnapKV with semantic chunks. Call `tell_chunk_ends(caches, ends)` before the prompt ends."""
+    select: Selection = SemanticChunks()  # chooses the entries beside the window
 
 
 variants = {"chunk_kv_semantic": SemanticChunkKV}

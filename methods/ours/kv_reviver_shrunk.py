@@ -1,17 +1,19 @@
 """Ours, beyond KVReviver: a sketch that is read back with less noise.
 
-Signed: keys get signs as well. What is read back is then right on average over the hashes. The paper's keys
-have a mean, and all that share a slot add theirs.
+Signed (`SignedReviver`): keys get signs, as values do. Estimates are then right on average over the hashes.
+Without signs, the keys' common mean is added once for every token in a slot.
 
-Shrunk: the mean of the vague tokens is kept exactly, and what is left of each token is sketched. What is read
-is shrunk towards that mean by as much as collisions ask for (Wiener). With a tokens on b slots a row:
+Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and the sketch stores each token's
+difference from it. An estimate is shrunk towards the mean; the more tokens share a slot, the more it is
+shrunk (a Wiener filter). With a tokens on b slots per row:
 
     k̂_J = mean + median_i(g_i(J) S_i[h_i(J)]) / (1 + variance of the median · (a − 1)/b),   v̂_J likewise
 
-On average over the hashes its squared error is at most that of the mean alone: with one row by construction,
-whatever the vectors are. A single token may be farther off, and swaps leave residues that spoil it.
+On average over the hashes, the squared error is at most that of the mean alone. With one row this holds by
+construction, for any vectors. A single token may have a larger error, and swaps leave errors in the sketch.
 
-One row: without a median reading is linear. So a new token attends to the slots, and nothing is read back.
+One row: without a median, reading is linear. So a new token can attend to the slots directly, and no token is
+read back.
 """
 from dataclasses import dataclass
 import math
@@ -24,29 +26,30 @@ from methods.kv_reviver import KVReviver
 from nanollm.cache import Stored
 from nanollm.kernel_switch import kernel_for
 
-MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of so many normals (Lemma 2)
+MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of 1 or 3 normals (Lemma 2)
 
 
 class SignedSketch(Sketch):
     signed_keys = True
 
     def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor | None, float]:
-        """What is read is mean + factor · median of x: x, mean (B, H, 1, 2D), factor. Here there is no mean.
+        """Return x, mean (B, H, 1, 2D) and factor; an estimate is mean + factor · median of x.
 
-        bucket and sign (B, H, a, r) are those of all tokens that are in.
+        bucket and sign (B, H, a, r): those of all tokens in the sketch. Here there is no mean.
         """
         return self.x, None, 1.0
 
     def signs(self, J: Tensor) -> Tensor:
-        """±1, (B, H, n, r)."""
+        """Return g(J), ±1, of tokens J (B, H, n) in every row: (B, H, n, r)."""
         return 1 - 2 * self.sign_bit(J)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention to the slots of one row: nothing is read back, and nothing is approximated.
+        """Attend to exact tokens and to the slots of one row; return the output and the probabilities.
 
-        q (B, H, G, D) over exact tokens k, v (B, H, S, D) and tokens J (B, H, a), all that are in → output
-        (B, H, G, D) and probabilities (B, H, G, S + a). All tokens of a slot have its score, but for signs.
-        The slot's value goes out once, with the sum of their signed weights:
+        q (B, H, G, D), exact tokens k and v (B, H, S, D), all tokens J in the sketch (B, H, a) → output (B,
+        H, G, D) and probabilities (B, H, G, S + a). The result equals attention to the estimates, but no
+        estimate is formed. All tokens in a slot have the slot's score, up to their signs. The slot's value is
+        multiplied once, by the sum of their signed weights:
 
             score of J   = q·mean + g(J) q·S[h(J)]
             Σ_J p_J v̂_J = Σ_J p_J · mean + Σ_slots (Σ_{J in slot} g(J) p_J) S
@@ -54,17 +57,17 @@ class SignedSketch(Sketch):
         (*shape, D), bucket, sign = q.shape, self.bucket(J), self.signs(J)
         x, mean, factor = self.centred(bucket, sign)
         slot_k, slot_v = x.chunk(2, -1)
-        at, sign = bucket.mT.expand(*shape, -1), sign.to(q).mT  # (B, H, G, a) and (B, H, 1, a)
+        slot, sign = bucket.mT.expand(*shape, -1), sign.to(q).mT  # (B, H, G, a) and (B, H, 1, a)
 
         q = q * D ** -0.5
-        vague = (factor * q @ slot_k.mT).gather(3, at) * sign
+        vague = (factor * q @ slot_k.mT).gather(3, slot) * sign
         if mean is not None:
             vague = vague + q @ mean[..., :D].mT
         p = torch.cat((q @ k.mT, vague), -1).softmax(-1, dtype=torch.float32).to(q)
 
         exact, vague = p.split((k.shape[2], J.shape[2]), -1)
         weight = vague.new_zeros(*shape, x.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
-        weight.scatter_add_(3, at, (vague * sign).to(weight))  # 16 bits would lose the sum of many
+        weight.scatter_add_(3, slot, (vague * sign).to(weight))  # in 16 bits a sum of many would lose digits
         y = exact @ v + factor * weight.to(q) @ slot_v
         if mean is not None:
             y = y + vague.sum(-1, keepdim=True) * mean[..., D:]
@@ -72,28 +75,35 @@ class SignedSketch(Sketch):
 
 
 class ShrunkSketch(SignedSketch):
+    """A signed sketch of the differences from the exact mean."""
 
     def __init__(self, k: Tensor, rows: int, width: int, seed: int):
         super().__init__(k, rows, width, seed)
-        exact = torch.promote_types(k.dtype, torch.float32)  # 16 bits would lose the mean of thousands
-        self.sum = k.new_zeros(*k.shape[:2], 2 * k.shape[-1], dtype=exact)  # of all that is in
+        exact = torch.promote_types(k.dtype, torch.float32)  # 16 bits are too few for a sum of thousands
+        self.sum = k.new_zeros(*k.shape[:2], 2 * k.shape[-1], dtype=exact)  # of all tokens in it
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
         super().insert(J, k, v, times)
         self.sum += (torch.cat((k, v), -1) * times).to(self.sum).sum(2)
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Estimates of tokens J among all that are in (B, H, a); J itself, if not given."""
+        """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n).
+
+        among (B, H, a): all tokens in the sketch; J if not given.
+        """
         among = J if among is None else among
         x, mean, factor = self.centred(self.bucket(among), self.signs(among))
         return (mean + factor * self.median(x, J)).chunk(2, -1)
 
     def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor, float]:
-        """What the mean has put into each slot is known: take it off."""
+        """Return x without the mean's part, the mean (B, H, 1, 2D), and the factor that shrinks.
+
+        Each token of a slot has added the mean once, with its sign. So the mean's part is known exactly.
+        """
         a, mean = bucket.shape[2], (self.sum / bucket.shape[2]).unsqueeze(2).to(self.x)
         signs = self.x.new_zeros(self.x.shape[:3])
         signs.scatter_add_(2, bucket.flatten(2), sign.flatten(2).to(self.x))
-        noise = MEDIAN[self.rows] * (a - 1) / self.width  # of (a − 1)/b others in a slot, to a signal of 1
+        noise = MEDIAN[self.rows] * (a - 1) / self.width  # per slot (a − 1)/b other tokens
         return self.x - mean * signs.unsqueeze(3), mean, 1 / (1 + noise)
 
 
@@ -102,7 +112,7 @@ class SignedReviver(KVReviver):
     kind = SignedSketch
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """By slots, if the sketch has one row, else by a kernel."""
+        """Attend to slots directly if the sketch has one row; otherwise on a GPU by a kernel."""
         if not self.revives(q):
             return super().attention(q, pos)
 
@@ -118,11 +128,12 @@ class SignedReviver(KVReviver):
 
 @dataclass(eq=False)
 class ShrunkReviver(SignedReviver):
-    rows: int = 1
+    """SignedReviver with a shrunk sketch; the variant `kv_reviver_shrunk`."""
+    rows: int = 1  # rows of the sketch, r: 1 or 3
     kind = ShrunkSketch
 
     def sizes(self) -> tuple[int, int, int]:
-        """The mean takes bytes of its own, in 32 bits."""
+        """Return the sizes of KVReviver, minus the bytes of the mean (at least 32 bits per number)."""
         mean = 2 * self.k.shape[-1] * max(self.k.element_size(), 4) if self.vague else 0
         return super().sizes(beside=mean)
 

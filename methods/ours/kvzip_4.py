@@ -1,14 +1,14 @@
-"""Eviction, and few bits for what stays. Ours: KIVI's rounding (quantized.py) on what another method keeps.
+"""Ours: evict, then round. Another method chooses the entries; KIVI's rounding (quantized.py) shrinks them.
 
-A token that is gone is lost; one in few bits is still there, if a little wrong. So at equal bytes a method
-may keep several times as many. What stays of the prompt is rounded once, at its end. What comes after it is
-exact.
+An evicted token is lost; a rounded one is only a little wrong. So with the same bytes a method may keep
+several times as many entries in few bits. The prompt's kept entries are rounded once, at its end. New tokens
+stay exact.
 
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
 
-Heads may keep unlike numbers of entries. Where a method compresses again (methods/compress_again.py), what
-was rounded is rounded again.
+Heads may keep different numbers of entries. If a method compresses again (methods/compress_again.py), rounded
+entries are rounded again.
 """
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,24 +23,25 @@ from nanollm.cache import LayerCache, Stored
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 
-GROUP = 32  # entries that share a key channel's range, and channels that share a value's
+GROUP = 32  # entries that share a key channel's range; channels that share a value's range
 
 
 @dataclass(eq=False)
 class Rounded(PackedCache):
-    """To stand before a method that packs what it keeps."""
-    bits: int = field(default=4, kw_only=True)  # of a number, 1 to 8; 16: as it is
+    """Mix-in for a PackedCache method: class RoundedX(Rounded, X)."""
+    bits: int = field(default=4, kw_only=True)  # bits per number, 1 to 8; 16: no rounding
 
     def __post_init__(self):
         super().__post_init__()
         if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
-            raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for numbers as they are")
+            raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for no rounding")
 
     def link(self, model, layer: int, previous):
         super().link(model, layer, previous)
         D = self.w_o.shape[-1]
         if D % 8 or D % min(GROUP, D):
-            raise ValueError(f"head dim {D} must be a multiple of 8, and of {GROUP} where it is larger")
+            raise ValueError(f"head dim {D} must be a multiple of 8, and of {GROUP} if it is larger; "
+                             "use the method without rounding for this model")
 
     @property
     def packs(self) -> bool:
@@ -69,7 +70,7 @@ class Rounded(PackedCache):
             self.packed = packed
 
     def restored(self, name: str) -> Tensor:
-        """k or v of all packed entries, (N, D)."""
+        """Return "k" or "v" of all packed entries, restored from codes, (N, D)."""
         like = self.slots[name]
         code, zero, scale = (self.packed[f"{name}_{part}"] for part in ("code", "zero", "scale"))
         code = unpack(code, self.bits).view(-1, like.shape[-1])
@@ -80,7 +81,7 @@ class Rounded(PackedCache):
         return (code.unflatten(1, (zero.shape[1], -1)) * scale + zero).flatten(1)
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        codes = "k_code" in self.packed  # which no kernel reads
+        codes = "k_code" in self.packed  # no kernel reads codes
         return LayerCache.attention(self, q, pos) if codes else super().attention(q, pos)
 
     def stored(self) -> list[Stored]:
@@ -94,7 +95,7 @@ class Rounded(PackedCache):
 
 @dataclass(eq=False)
 class RoundedWindow(Rounded, SnapKV):
-    """SnapKV, or any other selection, in few bits."""
+    """SnapKV in few bits, or any other selection on its window."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
-"""KVzip without its second reading. Ours.
+"""Ours: KVzip without its reread.
 
-What counts is the largest attention that an entry got from a token of the prompt that comes at least 8 later.
-The newest 8, at which none could look yet, stay.
+An entry's score is the largest attention that it gets from a token of the prompt at least 8 places later. For
+the newest 8 entries no such token exists yet, so they stay.
 """
 from dataclasses import dataclass
 import math
@@ -16,8 +16,8 @@ from nanollm.check import check_budget, whole
 
 @dataclass(eq=False)
 class OneReading(KVzip):
-    """Ours: no second reading. What counts is the attention of tokens that come later in the prompt."""
-    later: int = 8  # by at least so many tokens; the newest so many stay
+    """KVzip scored in the first pass, by the attention of later tokens."""
+    later: int = 8  # least distance of a token that scores an entry; this many newest entries stay
     rereads = 0
     watch = ALL
 
@@ -33,8 +33,8 @@ class OneReading(KVzip):
         self.add(p.masked_fill(near, 0))
 
     def scores(self) -> Tensor:
-        """The newest tokens, at which none could look yet, stay."""
-        return self.looked.masked_fill(self.pos >= self.seen - self.later, math.inf)
+        """Return the scores, infinite for the newest entries, which no token could score yet."""
+        return self.entry_scores.masked_fill(self.pos >= self.seen - self.later, math.inf)
 
 
 variants = {"one_reading": OneReading}

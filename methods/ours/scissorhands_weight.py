@@ -1,12 +1,12 @@
-"""Ours, on Scissorhands' budget cache: what has had the largest mean attention weight stays.
+"""Ours, on Scissorhands' budget cache: keep the entries with the largest mean attention weight.
 
-Scissorhands counts how often an entry was unimportant, and such a count grows with age. A mean does not.
+Scissorhands counts how often an entry was unimportant. Such a count grows with age; a mean does not.
 
     importance of entry j = (Σ_s α_{s,j}) / (steps since j arrived)
     drop the m entries with the lowest, outside the newest r
 
-RoCo (Ren and Zhu, arXiv 2402.06262) scores entries alike. Of Scissorhands it keeps the budget that holds from
-the first token on. It drops 8 entries at a time, where Scissorhands drops half of the budget.
+RoCo (Ren and Zhu, arXiv 2402.06262) scores entries in the same way. As in Scissorhands, the budget holds from
+the first token on. Here 8 entries are dropped at a time; Scissorhands drops half of the budget.
 """
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ from nanollm.cache import ALL, PerEntry
 
 @dataclass(eq=False)
 class MeanWeight(BudgetCache):
-    """A slot also remembers the sum of its weights: 4 bytes."""
+    """A slot also stores the sum of its attention weights: 4 bytes."""
     at_a_time: int | None = 8  # entries dropped when the cache is full, m
-    weight = PerEntry()        # the sum of its weights
+    weight = PerEntry()        # Σ_s α_{s,j}
     watch = ALL
 
     def observe(self, q: Tensor, p: Tensor):
