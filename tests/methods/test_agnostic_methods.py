@@ -173,7 +173,7 @@ def test_a_second_reading_must_fit_into_the_models_length():
 
 @pytest.mark.parametrize("Method, options, message", [
     (KVzip, dict(budget=0), "budget 0 must be at least 1"),
-    (KVzip, dict(budget=9, score="mean"), "score 'mean'"),
+    (KVzip, dict(budget=9, score="mean"), "score is 'mean'"),
     (KVzip, dict(budget=9, recent=-1), "recent -1"),
     (KVzip, dict(budget=9, sinks=-1), "sinks -1"),
     (KVzip, dict(budget=12, recent=8, sinks=4), "budget 12 must be at least 13: 4 sinks and the newest 8"),
@@ -183,7 +183,7 @@ def test_a_second_reading_must_fit_into_the_models_length():
     (ExpectedAttention, dict(budget=9, future=0), "future 0"),
     (ExpectedAttention, dict(budget=9, future=2 ** 40), "future 1099511627776 must be .* to 65536"),
     (ExpectedAttention, dict(budget=9, sinks=-1), "sinks -1"),
-    (ExpectedAttention, dict(budget=9, epsilon=-0.1), "epsilon -0.1")])
+    (ExpectedAttention, dict(budget=9, epsilon=-0.1), "epsilon is -0.1")])
 def test_bad_options_are_refused(Method, options, message):
     with pytest.raises(ValueError, match=message):
         Method(**options)

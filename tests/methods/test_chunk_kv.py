@@ -83,21 +83,21 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
 def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay():
     assert Chunks().fill and not ChunksCode().fill and not SemanticChunks().fill
     assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
-    assert [at % 13 for at in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
+    assert [position % 13 for position in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
     ends = torch.zeros(2, 59, dtype=torch.bool)
     assert kept(select=SemanticChunks(32), ends=ends) == kept(select=Chunks(12, "mean", fill=False))
 
 
 @pytest.mark.parametrize("make, message", [
     (lambda: Chunks(0), "chunk 0 must be a whole number of at least 1"),
-    (lambda: Chunks(score="median"), "score 'median' must be 'sum', 'mean' or 'max'"),
+    (lambda: Chunks(score="median"), "score is 'median'; it must be 'sum', 'mean' or 'max'"),
     (lambda: ChunkKV(20, 8, reuse=0), "reuse 0 must be"), (lambda: LaterGroups(20, 8, first=-1), "first -1"),
-    (lambda: AdaKV(20, 8, select=Chunks(13, fill=False)), "no room for a chunk of 13 .* at least 21, or set"),
+    (lambda: AdaKV(20, 8, select=Chunks(13, fill=False)), "no room for a chunk of 13 .* to 21, or set"),
     (lambda: Chunks(fill=1), "fill 1 of Chunks must be True or False"),
-    (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse 2 needs Chunks; use 1 with Residual"),
+    (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse is 2, .* set reuse=1 with Residual"),
     (lambda: tell_chunk_ends([], torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
-    (lambda: kept(SemanticChunkKV), "ends tell of 0 tokens and the prompt has 59"),
-    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "ends tell of 58 .*; call tell_chunk_ends"),
+    (lambda: kept(SemanticChunkKV), "chunk ends are known for 0 of the prompt's 59 tokens"),
+    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "known for 58 .*; call nanollm.generate.tell_chunk_ends"),
 ])
 def test_bad_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -154,7 +154,7 @@ def test_the_first_chunk_begins_with_the_text_wherever_that_begins():
 
 def test_a_text_may_begin_anywhere_for_layers_that_follow():
     caches = reads(ChunkKV, start=9, select=Chunks(4), reuse=2, **ROOM)
-    with pytest.raises(ValueError, match="layer 1 takes the indices of layer 0, whose prompt is not over"):
+    with pytest.raises(ValueError, match="layer 1 uses the indices of layer 0, which has not compressed yet"):
         caches[1].end_prefill()
     k = caches[1].k
     end_prefill(caches)

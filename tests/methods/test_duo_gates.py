@@ -91,8 +91,8 @@ def test_the_gated_forward_is_a_mixture_of_full_and_streaming_attention(sinks, w
 
 def test_gates_are_the_loop_s():
     model, train = decoder(**SIZE).requires_grad_(False), tasks("test")
-    given = dict(sinks=3, window=9, seed=5, of=("copy", "needle"))
-    batches = [train.batch(task, 5, 3, 150) for task in given["of"]]
+    given = dict(sinks=3, window=9, seed=5, task_names=("copy", "needle"))
+    batches = [train.batch(task, 5, 3, 150) for task in given["task_names"]]
     parts = [(batch, rows) for rows in (slice(0, 2), slice(2, 3)) for batch in batches]
     alpha = torch.ones(2, 2, requires_grad=True)
     adam = torch.optim.Adam([alpha], 0.1)

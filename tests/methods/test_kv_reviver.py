@@ -213,7 +213,7 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
     cache, heads, entry = Method(**options), {at: Head(Method, options) for at in EACH}, 2 * D * 8 + 4
     for part in parts_of(T, *walk):
         y = step(cache, q, k, v, part, prompt).unflatten(1, (H, G))
-        assert cache.found is None  # nothing that `bytes` does not count is held between steps
+        assert cache.cached_vague is None  # `bytes` does not count it
         keys, values, pos, bias = cache.read()
         for at, head in heads.items():
             asked, x = (x[at][..., part, :].numpy() for x in (q.unflatten(1, (H, G)), torch.cat((k, v), -1)))
@@ -301,8 +301,8 @@ def test_the_variants_are_the_papers_its_means_and_ours_of_one_row():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(rows=2), "rows 2 must be 1 or 3"), (dict(vague=-0.1), "vague -0.1"), (dict(slack=-1), "slack -1"),
-    (dict(vague=0.5, recent=0.5), "leave some for candidates"), (dict(replace_rate=0.9), "replace_rate 0.9"),
+    (dict(rows=2), "rows 2 must be 1 or 3"), (dict(vague=-0.1), "vague is -0.1"), (dict(slack=-1), "slack -1"),
+    (dict(vague=0.5, recent=0.5), "their sum below 1"), (dict(replace_rate=0.9), "replace_rate 0.9"),
     # nothing exact is left; the newest tokens take all
     (dict(budget=10), "budget 10 has no room"),
     (dict(budget=20, vague=0.0, recent=0.99, slack=0), "budget 20 has no room")])

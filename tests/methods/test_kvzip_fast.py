@@ -55,17 +55,17 @@ def test_lessons_are_projections_and_kvzips_scores():
     x, y = lessons(model, tasks("test"), 3, 512, 3, rows=2)  # read twice, so of 61 tokens
     tokens = torch.from_numpy(batch.tokens)
     torch.testing.assert_close(x, projections(model, tokens).flatten(1, 2), rtol=1e-4, atol=1e-4)
-    found = []
+    recorded = []
 
-    class Told(KVzip):
+    class Recording(KVzip):
         def scores(self):
-            found.append(self.looked)
-            return self.looked
+            recorded.append(self.entry_scores)
+            return self.entry_scores
 
-    caches = make_cache(model, Told, budget=60)
+    caches = make_cache(model, Recording, budget=60)
     prefill(model, tokens, caches)
     end_prompt(model, tokens, caches)
-    expected = torch.stack(found).mT.flatten(1, 2)  # (L, B · T, H)
+    expected = torch.stack(recorded).mT.flatten(1, 2)  # (L, B · T, H)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -102,10 +102,10 @@ def test_without_gates_the_newest_stay_and_gates_of_another_decoder_are_refused(
     caches = make_cache(model, FastKVzip, budget=13)
     prefill(model, TOKENS, caches, 7)
     end_prefill(caches)
-    held = torch.tensor([*range(4), *range(31, 40)])  # and four sinks
-    assert all(cache.pos.sort(-1).values.eq(held).all() for cache in caches)
+    kept = torch.tensor([*range(4), *range(31, 40)])  # four sinks and the newest nine
+    assert all(cache.pos.sort(-1).values.eq(kept).all() for cache in caches)
     for gates in (GATES[:2], GATES[:, 1:], GATES[..., :1]):
-        with pytest.raises(ValueError, match=r"gates .* must be \(3, 81, 2\) for this decoder; take"):
+        with pytest.raises(ValueError, match=r"gates .* must be \(3, 81, 2\) for this decoder; use"):
             model(TOKENS, make_cache(model, FastKVzip, budget=13, gates=gates))
 
 
@@ -122,5 +122,5 @@ def test_gates_of_any_type_are_numbers_or_refused():
     for dtype in (torch.int64, torch.float64, torch.float16):
         assert all(map(torch.equal, kept(whole.to(dtype)), kept(whole)))
     for wrong in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="^gates hold NaN or infinite numbers; take those that"):
+        with pytest.raises(ValueError, match="^gates contain NaN or infinite numbers; use those that"):
             FastKVzip(budget=13, gates=GATES.clone().index_fill_(1, torch.tensor(3), wrong))

@@ -399,7 +399,7 @@ def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
 @torch.inference_mode()
 def test_streaming_on_learned_positions_needs_them_absolute():
     model = decoder(family="gpt2", n_kv_heads=6)
-    with pytest.raises(ValueError, match="which this model has not; take streaming_llm_absolute"):
+    with pytest.raises(ValueError, match="which this model does not have; use streaming_llm_absolute"):
         make_cache(model, StreamingLLM, budget=8)
     caches = make_cache(model, StreamingLLM, budget=40, relative=False)
     assert torch.allclose(model(TOKENS, caches), model(TOKENS), atol=1e-5)
@@ -407,9 +407,9 @@ def test_streaming_on_learned_positions_needs_them_absolute():
 
 @pytest.mark.parametrize("Method, options, message", [
     (H2O, dict(budget=1), "budget 1 must be at least 2"),
-    (H2O, dict(budget=8, recent=1.5), "recent 1.5"),
+    (H2O, dict(budget=8, recent=1.5), "recent is 1.5"),
     (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
-    (StreamingLLM, dict(budget=8, sinks=-1), "sinks -1"),
+    (StreamingLLM, dict(budget=8, sinks=-1), "sinks is -1"),
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
     (Scissorhands, dict(budget=20, recent=-1), "recent -1 must be at least 0"),
     (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 at least 1"),
@@ -418,12 +418,12 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (CaM, dict(budget=1), "budget 1 must be at least 2"),
     (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 23: the newest 22 stay"),
     (CaM, dict(budget=16, targets=0), "targets 0 must be a whole number of at least 1"),
-    (DuoAttention, dict(budget=40, sinks=16), "sinks 16 .* less than the 16"),
+    (DuoAttention, dict(budget=40, sinks=16), "sinks is 16; .* below least .16."),
     (DuoAttention, dict(budget=15), "budget 15 must be at least 16"),
-    (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "name a head twice"),
+    (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "contain a head twice; list each once"),
     (Quantized, dict(bits=0), "bits 0"), (Quantized, dict(bits=9), "bits 9"),
     (Quantized, dict(group_size=0), "group_size 0"), (Quantized, dict(residual_length=-1), "length -1"),
-    (FactoredFourCache, dict(tile=0), "tile 0 must be at least 1"),
+    (FactoredFourCache, dict(tile=0), "tile is 0; it must be at least 1"),
     *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
       for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
 def test_bad_options_are_refused_at_construction(Method, options, message):

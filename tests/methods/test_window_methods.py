@@ -198,17 +198,18 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
 
 @pytest.mark.parametrize("make, message", [
     (partial(SnapKV, 8, 8), "budget 8 must exceed the window 8"), (partial(SnapKV, 20, 0), "window_size 0"),
-    (partial(AdaKV, 20, 8, 2), "kernel_size 2"), (partial(PyramidKV, 20, 8, beta=0), "beta 0"),
-    (partial(AdaKV, 20, 8, floor=1.5), "floor 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
-    (partial(Critical, alpha=math.nan), "alpha nan"), (partial(CriticalCode, alpha=-0.5), "alpha -0.5"),
+    (partial(AdaKV, 20, 8, 2), "kernel_size 2"), (partial(PyramidKV, 20, 8, beta=0), "beta is 0"),
+    (partial(AdaKV, 20, 8, floor=1.5), "floor is 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
+    (partial(Critical, alpha=math.nan), "alpha nan of Critical"),
+    (partial(CriticalCode, alpha=-0.5), "alpha is -0.5"),
     (partial(LeastTheta, steps=-1), "steps -1"), (partial(LeastTheta, steps=10**9), "steps 1000000000 must"),
     (partial(again(SnapKV), 20, 8, every=0), "every 0 must be a whole number of at least 1"),
     (partial(again(AdaKV), 20, 8, every=2.5), "every 2.5"),
-    (partial(again(SnapKV), 20, 8, select=LeastTheta()), "LeastTheta cannot choose again"),
-    (partial(again(SemanticChunkKV), 20, 8), "SemanticChunks cannot choose again"),
-    (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "every 4 needs a choice by each layer"),
+    (partial(again(SnapKV), 20, 8, select=LeastTheta()), "LeastTheta cannot be applied to its own output"),
+    (partial(again(SemanticChunkKV), 20, 8), "SemanticChunks cannot be applied to its own output"),
+    (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "reuse is 2; it must be 1 if a method compresses again"),
     (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=10**9), "rounds 1000000000 must"),
-    (partial(Residual, share=0), "share 0"), (partial(Residual, inner=SnapKV), "inner")])
+    (partial(Residual, share=0), "share is 0"), (partial(Residual, inner=SnapKV), "inner")])
 def test_bad_options_are_refused_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()
