@@ -1,4 +1,4 @@
-"""Methods that do not go by the prompt's last queries: what they keep, by loops from their papers."""
+"""Compare Expected Attention, KVzip and OneReading, which use no observation window, with loops."""
 import math
 
 import pytest
@@ -18,7 +18,7 @@ W_O = torch.randn(20, H * G, D, generator=g)
 
 
 def kept(cache):
-    """Positions by row and head."""
+    """Return the kept positions by row and head."""
     return [[sorted(i for i in head if i != NEVER) for head in row] for row in cache.pos.tolist()]
 
 
@@ -26,7 +26,7 @@ def kept(cache):
 
 
 def expected(sinks, future, epsilon, rotated=True):
-    """Section 3: (â + ε) ‖W_O v‖ of every entry, averaged over the group, one number at a time."""
+    """Section 3: (â + ε) ‖W_O v‖ of every entry, mean over the group, one number at a time."""
     ahead = torch.arange(n, n + future)
     score = torch.zeros(B, H, n, dtype=torch.float64)
     for b in range(B):
@@ -38,7 +38,7 @@ def expected(sinks, future, epsilon, rotated=True):
                 mean = x.mean(0)
                 spread = sum(torch.outer(y - mean, y - mean) for y in x) / len(x)
                 R = torch.eye(D, dtype=torch.float64)
-                if rotated:  # the mean of the rotations' matrices
+                if rotated:  # R̄, the mean of the rotation matrices
                     R = sum(turn(torch.eye(D), at.expand(D)).double().T for at in ahead) / future
                 mean, spread = R @ mean, R @ spread @ R.T
                 keys = K[b, h].double()
@@ -55,6 +55,7 @@ def expected(sinks, future, epsilon, rotated=True):
     (dict(sinks=2, future=7, epsilon=0.5), None)])
 @pytest.mark.parametrize("cut", [[n], [11, 1, 18]])
 def test_expected_attention_is_the_loop(options, freq, cut):
+    """Expected Attention keeps the loop's entries, however the prompt is cut."""
     cache = ExpectedAttention(budget=12, **options)
     link(cache, w_o=W_O, freq=freq)
     for part in torch.arange(n).split(cut):
@@ -64,7 +65,7 @@ def test_expected_attention_is_the_loop(options, freq, cut):
     torch.testing.assert_close(cache.score().double(), score, rtol=1e-4, atol=1e-6)
     cache.end_prefill()
     assert kept(cache) == [[sorted(head.topk(12).indices.tolist()) for head in row] for row in score]
-    assert not cache.beside()  # what was counted is gone
+    assert not cache.beside()  # the sums over queries were freed
     cache.attend(Q[:, :, :1], K[:, :, :1], V[:, :, :1], torch.tensor([[n]]))
     with pytest.raises(ValueError, match="already called"):
         cache.end_prefill()
@@ -74,8 +75,9 @@ def test_expected_attention_is_the_loop(options, freq, cut):
 
 
 def looks(caches):
-    """Of the last queries that each layer was told: {(b, layer, h): [(t, weights of all slots), …]}."""
-    found = {}
+    """Return the attention of each layer's recorded queries: {(b, layer, h): [(t, weights of all slots), …]}.
+    """
+    rows_by_head = {}
     for layer, (q, k) in enumerate(caches):
         total = k.shape[2]
         for b in range(B):
@@ -83,15 +85,15 @@ def looks(caches):
                 rows = []
                 for query in range(h * G, h * G + G):
                     for t in range(total - q.shape[2], total):
-                        at = q[b, query, t - total + q.shape[2]]
-                        p = (k[b, h, :t + 1] @ at / math.sqrt(D)).softmax(0).tolist()
+                        one_query = q[b, query, t - total + q.shape[2]]
+                        p = (k[b, h, :t + 1] @ one_query / math.sqrt(D)).softmax(0).tolist()
                         rows.append((t, p + [0.0] * (total - t - 1)))
-                found[b, layer, h] = rows
-    return found
+                rows_by_head[b, layer, h] = rows
+    return rows_by_head
 
 
 def ranked(score, budget, layers, across):
-    """Kept positions by row, layer and head, from {(b, l, h): scores}; of equals the later entry."""
+    """Return kept positions by (row, layer, head), from scores by the same key; ties: the later entry."""
     stays = {key: [] for key in score}
     for b in range(B):
         groups = [[(b, la, h) for la in range(layers) for h in range(H)]] if across else \
@@ -110,26 +112,27 @@ def ranked(score, budget, layers, across):
                                                    (OneReading, 0, 1)])
 @torch.no_grad()
 def test_kvzip_is_the_loop(Method, recent, sinks, how, across):
-    """By the decoder itself: the prompt is read, read again behind itself, and compressed."""
+    """KVzip and OneReading keep the loop's entries after the decoder read and reread the prompt."""
     model, prompt, budget = decoder(), TOKENS[:, :24], 10
-    watched = []
+    recorded = []
 
-    class Told(Method):
+    class Recording(Method):
         def attend(self, q, k, v, pos):
             y = super().attend(q, k, v, pos)
-            watched[self.layer].append((q.clone(), self.k.clone()))
+            recorded[self.layer].append((q.clone(), self.k.clone()))
             return y
 
-    watched[:] = [[] for _ in range(3)]
-    caches = make_cache(model, Told, budget=budget, score=how, across=across, recent=recent, sinks=sinks)
+    recorded[:] = [[] for _ in range(3)]
+    caches = make_cache(model, Recording, budget=budget, score=how, across=across, recent=recent, sinks=sinks)
     prefill(model, prompt, caches)
     end_prompt(model, prompt, caches)
 
     score = {}
-    for key, rows in looks([told[-1] for told in watched]).items():
+    for key, rows in looks([pieces[-1] for pieces in recorded]).items():
         column = [[p[i] for t, p in rows if Method is KVzip or t - i >= 8] for i in range(24)]
-        of = max if how == "max" else sum
-        score[key] = [of(x) if x and (Method is KVzip or i < 16) else math.inf for i, x in enumerate(column)]
+        combine = max if how == "max" else sum
+        score[key] = [combine(x) if x and (Method is KVzip or i < 16) else math.inf
+                      for i, x in enumerate(column)]
         score[key][24 - recent:], score[key][:sinks] = [math.inf] * recent, [math.inf] * sinks
     stays = ranked(score, budget, 3, across)
     for layer, cache in enumerate(caches):
@@ -139,7 +142,10 @@ def test_kvzip_is_the_loop(Method, recent, sinks, how, across):
 
 @torch.no_grad()
 def test_a_long_prompt_is_read_again_in_parts():
-    """Each part with the 8 tokens before it, behind the whole prompt; afterwards the cache is as before."""
+    """The reread comes in pieces, each with the 8 tokens before it, at positions after the prompt.
+
+    Afterwards the cache is the same as before.
+    """
     class Short(KVzip):
         rereads = 10
 
@@ -158,6 +164,7 @@ def test_a_long_prompt_is_read_again_in_parts():
 
 
 def test_a_prompt_that_was_not_read_again_is_refused():
+    """KVzip without a reread raises ValueError at the prompt's end."""
     model = decoder()
     caches = make_cache(model, KVzip, budget=5)
     prefill(model, TOKENS, caches)
@@ -166,6 +173,7 @@ def test_a_prompt_that_was_not_read_again_is_refused():
 
 
 def test_a_second_reading_must_fit_into_the_models_length():
+    """A prompt whose reread exceeds the model's length raises ValueError."""
     model = decoder(max_len=70)
     with pytest.raises(ValueError, match="78 tokens exceed the model's length of 70"):
         generate(model, TOKENS, 5, make_cache(model, KVzip, budget=5))
@@ -185,5 +193,6 @@ def test_a_second_reading_must_fit_into_the_models_length():
     (ExpectedAttention, dict(budget=9, sinks=-1), "sinks -1"),
     (ExpectedAttention, dict(budget=9, epsilon=-0.1), "epsilon is -0.1")])
 def test_bad_options_are_refused(Method, options, message):
+    """A wrong option raises ValueError when the cache is made."""
     with pytest.raises(ValueError, match=message):
         Method(**options)

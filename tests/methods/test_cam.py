@@ -1,4 +1,4 @@
-"""CaM against a loop over tokens: who stays, what its value becomes, and what queries get."""
+"""Compare CaM with a loop over tokens: kept tokens, merged values and outputs."""
 from itertools import product
 import math
 
@@ -18,9 +18,10 @@ def text():
 
 
 def by_loop(q, k, v, newest, leave, targets, coins):
-    """One head, q (G, T, D), k and v (T, D); coins: of each time that entries leave.
+    """Yield, after each token, the values by kept token and the outputs of the query heads.
 
-    Of each token the values that are held, by token, and every query head's output.
+    One key/value head: q (G, T, D), k and v (T, D). coins: for each eviction, one random number per entry
+    that leaves.
     """
     held, attention = {}, {}
     for t in range(T):
@@ -47,6 +48,7 @@ def by_loop(q, k, v, newest, leave, targets, coins):
     (0.5, 1, 4), (0.5, 6, 1), (0.0, 5, 3), (0.25, 4, 100), (0.75, 1, 100)])
 @pytest.mark.parametrize("chunk", [1, 7, T])
 def test_values_and_outputs_are_the_loops_however_the_text_is_cut(recent, leave, targets, chunk):
+    """Kept tokens, merged values and outputs equal the loop's, however the text is cut."""
     (q, k, v), cache, outputs = text(), CaM(BUDGET, recent, leave, targets, seed=3), []
     cache.layer, generator = 2, torch.Generator().manual_seed(3002)
     coins = [torch.rand(B, H, leave, generator=generator) for _ in range(T)]
@@ -61,9 +63,9 @@ def test_values_and_outputs_are_the_loops_however_the_text_is_cut(recent, leave,
             held, _ = steps[part[-1]]
             assert cache.pos[b, h].tolist() == [*held] and torch.equal(cache.k[b, h], k[b, h, [*held]])
             assert torch.allclose(cache.v[b, h], torch.stack([*held.values()]), atol=1e-4)
-        assert cache.bytes()[0] == B * H * cache.length * (SLOT + 4)  # attention
+        assert cache.bytes()[0] == B * H * cache.length * (SLOT + 4)  # 4 bytes: accumulated attention
         if 20 in part:
-            cache.end_prefill()  # nothing leaves then
+            cache.end_prefill()  # evicts nothing
     y = torch.cat(outputs, 2)
     for (b, h), steps in loops.items():
         expected = torch.stack([y for _, y in steps], 1)

@@ -1,4 +1,4 @@
-"""ChunkKV: chunks cut, scored and taken as loops do it, and indices that serve several layers."""
+"""Compare ChunkKV's chunks, scores and choices with loops; check indices shared by layers."""
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,7 +23,7 @@ from windows import (GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress
 
 def by_chunk(A, norms, out, b, kernel_size, heads, chunk_size, score, fill, ends, semantic=False,
              together=False, **_):
-    """Down the ranking, each chunk that fits whole; to `fill`, all of them, cut to b tokens."""
+    """Take chunks by their scores: those that fit whole, or with `fill` all, cut to b tokens."""
     scores = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
     of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
     kept, chunks = [], chunks_of(out, chunk_size, range(out), ends if semantic else ())
@@ -34,7 +34,7 @@ def by_chunk(A, norms, out, b, kernel_size, heads, chunk_size, score, fill, ends
 
 
 def chunks(select):
-    """For a prompt: chunks no longer than there is room for."""
+    """Return a function of a prompt: `select` with chunks no longer than the prompt's room."""
     def made(prompt):
         if isinstance(select, Residual):
             return replace(select, inner=chunks(select.inner)(prompt))
@@ -62,6 +62,7 @@ WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "whole", "semantic
 
 @pytest.mark.parametrize("case, prompt", WALKS, ids=lambda x: x if isinstance(x, str) else name_of(x))
 def test_slots_and_bytes_equal_the_loops(case, prompt):
+    """A head keeps exactly the loop's tokens, and `bytes` counts them."""
     check_walk(CASES[case], prompt)
 
 
@@ -76,11 +77,13 @@ def kept(Method=ChunkKV, ends=None, **options):
 @pytest.mark.parametrize("kernel_size", [1, 7])
 @pytest.mark.parametrize("score", ["sum", "mean", "max"])
 def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
+    """With chunks of one token ChunkKV keeps SnapKV's tokens; with two it keeps others."""
     one, two = (kept(kernel_size=kernel_size, select=Chunks(n, score)) for n in (1, 2))
     assert one == kept(SnapKV, kernel_size=kernel_size) != two
 
 
 def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay():
+    """A chunk may fill the whole budget; a longer one is cut to its first tokens."""
     assert Chunks().fill and not ChunksCode().fill and not SemanticChunks().fill
     assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
     assert [position % 13 for position in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
@@ -97,9 +100,10 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse is 2, .* set reuse=1 with Residual"),
     (lambda: tell_chunk_ends([], torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
     (lambda: kept(SemanticChunkKV), "chunk ends are known for 0 of the prompt's 59 tokens"),
-    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "known for 58 .*; call nanollm.generate.tell_chunk_ends"),
+    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "known for 58 .*tell_chunk_ends"),
 ])
 def test_bad_options_are_refused(make, message):
+    """A wrong option raises ValueError."""
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -109,7 +113,7 @@ ENDS, ROOM = TOKENS[:, :35] % 6 == 0, dict(budget=14, window_size=5)
 
 @torch.inference_mode()
 def reads(Method, start=0, **options):
-    """The caches of five layers once they have read the prompt, 11 tokens at a time."""
+    """Return the caches of five layers after the prompt, read 11 tokens at a time."""
     model = decoder(n_layers=5)
     caches, pos = make_cache(model, Method, **options), torch.arange(start, start + 35)[None]
     tell_chunk_ends(caches, ENDS)
@@ -123,6 +127,8 @@ def reads(Method, start=0, **options):
 @pytest.mark.parametrize("select", [Chunks(4), SemanticChunks(5)], ids=["grid", "semantic"])
 @torch.inference_mode()
 def test_layers_of_a_group_take_the_lowest_ones_indices(reuse, first, leaders, select, monkeypatch):
+    """A layer that follows keeps its group's indices, with its own keys and values, and computes no scores.
+    """
     selects = [leader == layer for layer, leader in enumerate(leaders)]
     options = ROOM | dict(select=select)
     Method = partial(LaterGroups, first=first) if first else ChunkKV
@@ -131,21 +137,22 @@ def test_layers_of_a_group_take_the_lowest_ones_indices(reuse, first, leaders, s
     assert len({str(alone[layer].pos.tolist()) for layer in {*leaders}}) == len({*leaders})
     assert [cache.queries is not None for cache in caches] == selects
 
-    calls, plain = [], window.probabilities  # layers that follow work none out
+    calls, plain = [], window.probabilities  # layers that follow do not call it
     monkeypatch.setattr(window, "probabilities", lambda *x: calls.append(x) or plain(*x))
     end_prefill(caches)
     assert len(calls) == sum(selects)
 
     for layer, (cache, memory) in enumerate(zip(caches, full)):
-        assert torch.equal(cache.pos, alone[leaders[layer]].pos)  # up to here all have read the same
-        assert bool(cache.packed) == isinstance(select, SemanticChunks)  # then heads keep unlike numbers
+        assert torch.equal(cache.pos, alone[leaders[layer]].pos)  # both read the same prompt
+        assert bool(cache.packed) == isinstance(select, SemanticChunks)  # then heads differ in length
         memory.keep(torch.where(cache.pos == NEVER, -1, cache.pos).long())
     model = decoder(n_layers=5)
-    for t in range(35, 40):  # each layer's own keys and values at these places
+    for t in range(35, 40):  # each layer has its own keys and values
         assert torch.allclose(model(TOKENS[:, t:t + 1], caches), model(TOKENS[:, t:t + 1], full), atol=1e-4)
 
 
 def test_the_first_chunk_begins_with_the_text_wherever_that_begins():
+    """The first chunk begins with the text, also if the text begins at a later position."""
     one, other = (reads(ChunkKV, start=start, select=Chunks(4), **ROOM) for start in (0, 9))
     for caches in one, other:
         end_prefill(caches)
@@ -153,6 +160,7 @@ def test_the_first_chunk_begins_with_the_text_wherever_that_begins():
 
 
 def test_a_text_may_begin_anywhere_for_layers_that_follow():
+    """Layers that follow work for a text at any position, and refuse to compress before their leader."""
     caches = reads(ChunkKV, start=9, select=Chunks(4), reuse=2, **ROOM)
     with pytest.raises(ValueError, match="layer 1 uses the indices of layer 0, which has not compressed yet"):
         caches[1].end_prefill()

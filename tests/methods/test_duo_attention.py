@@ -1,4 +1,4 @@
-"""DuoAttention against loops: who holds what, and the split of the budget."""
+"""Compare DuoAttention with loops: kept tokens of each head, and the split of the budget."""
 from functools import cache as once
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from nanollm.measure.evaluate import held
 B, L, H, G, D, T = 2, 3, 3, 2, 8, 34
 SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
 SINKS, LEAST = 2, 6
-ORDER = (2, 2), (0, 1), (0, 0), (2, 0), (0, 2), (1, 1)  # of five: all of layer 0, none of 1, some of 2
+ORDER = (2, 2), (0, 1), (0, 0), (2, 0), (0, 2), (1, 1)  # m = 5: layer 0 whole, none of 1
 ALL_HEADS = tuple((layer, head) for head in (1, 2, 0) for layer in range(L))
 TOKENS = torch.randint(50, (B, T), generator=torch.Generator().manual_seed(0))
 
@@ -26,7 +26,10 @@ def decoder():
 
 
 def by_hand(n: int, budget: int, order, every=L * H, least=LEAST):
-    """Who keeps everything, and what the others keep: one more head, or entry, as the total allows."""
+    """Return the heads that keep everything, and the entries w of the others.
+
+    One head, then one entry, is added at a time as long as the total allows it.
+    """
     total, m, w = budget * every, 0, least
     while m < len(order) and (m + 1) * n + (every - m - 1) * least <= total:
         m += 1
@@ -36,7 +39,7 @@ def by_hand(n: int, budget: int, order, every=L * H, least=LEAST):
 
 
 def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
-    """Parts of the text, and what a head holds before the first and after each, [part][layer][head]."""
+    """Return the parts of the text, and the tokens of a head before and after each: [part][layer][head]."""
     parts = [range(a, b) for a, b in pairwise([*range(0, prompt, chunk_size), *range(prompt, T, block), T])]
     (whole, w), held = by_hand(prompt, budget, order), [[[[]] * H] * L]
     for part in parts:
@@ -47,7 +50,7 @@ def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
     return parts, held
 
 
-# prompt tokens, how many come at a time before its end, and after it; budget; heads that retrieve
+# tokens of the prompt; tokens per part in the prompt and after it; budget; retrieval heads
 @pytest.mark.parametrize("prompt, chunk, block, budget, order", [
     (20, 7, 1, 14, ORDER), (20, 8, 5, 14, ORDER),           # m = 5 keep everything, the others w = 6
     (20, 6, 4, 8, ORDER), (20, 6, 1, 6, ORDER),             # 1, 6 and 0, 6
@@ -56,6 +59,7 @@ def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
     (20, 7, 4, T, ORDER),                                   # a budget of all tokens is full attention
     (10, 4, 5, 14, ORDER), (0, 1, 1, 7, ORDER), (0, 1, 6, 7, ALL_HEADS[:8])])  # prompts within the budget
 def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order):
+    """Every head keeps the loop's tokens after each part, and `bytes` counts them."""
     model, (parts, held_by_hand) = decoder(), walk(prompt, chunk, block, budget, order)
     caches = make_cache(model, DuoAttention, budget=budget, heads=order, sinks=SINKS, least=LEAST)
     if not prompt:
@@ -80,6 +84,7 @@ def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order
 
 @pytest.mark.parametrize("head", [(L, 0), (0, H), (-1, 0), (0, -1)])
 def test_heads_that_the_decoder_does_not_have_are_refused(head):
+    """A head outside the decoder raises ValueError at the prompt's end."""
     caches = make_cache(decoder(), DuoAttention, budget=16, heads=((1, 1), head))
     prefill(decoder(), TOKENS[:, :9], caches)
     with pytest.raises(ValueError, match="must be among 3 layers of 3 key/value heads"):
@@ -87,8 +92,9 @@ def test_heads_that_the_decoder_does_not_have_are_refused(head):
 
 
 def test_the_least_options_work_and_the_defaults_are_four_sinks_of_sixteen():
+    """The smallest options work; by default a streaming head keeps 4 sinks and 12 new tokens."""
     caches = make_cache(decoder(), DuoAttention, budget=2, heads=((0, 1),), sinks=0, least=1)
-    generate(decoder(), TOKENS[:, :9], 3, caches)  # 9 heads, 18 entries: one keeps 9, 9 are left for eight
+    generate(decoder(), TOKENS[:, :9], 3, caches)  # 9 heads share 18 entries: one keeps 9, eight share 9
     expected = (torch.arange(11) == 10).repeat(B, L, H, 1)
     expected[:, 0, 1] = True
     assert torch.equal(held(caches, 11), expected)

@@ -1,6 +1,4 @@
-"""Who retrieves: the gated forward, importance and the training of gates against loops with dense masks; what
-calibration gives.
-"""
+"""Compare the gated forward, `importance` and the training of gates with loops; check calibration."""
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,9 +23,7 @@ SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
 
 
 class Mixture(LayerCache):
-    """Of each key/value head, `alpha` (H,) of attention to all tokens and the rest of attention to those that
-    `visible` (T, T) shows.
-    """
+    """Per key/value head: alpha (H,) of full attention, the rest of attention masked by `visible` (T, T)."""
     def attend(self, q, k, v, pos):
         B, H, T, _ = k.shape
         full, streaming = (dense(q, k, v, mask.expand(B, H, -1, -1))
@@ -37,7 +33,7 @@ class Mixture(LayerCache):
 
 
 def mixed(model, batch, alpha, sinks, window):
-    """log p of the answer (B, n, V), in one pass over the documents; alpha (L, H)."""
+    """Return log p of the answer (B, n, V), in one pass over the documents; alpha (L, H)."""
     tokens, answer, T = torch.from_numpy(batch.tokens), batch.answers[0], batch.tokens.shape[1]
     caches, visible = make_cache(model, Mixture), torch.ones(T, T, dtype=torch.bool).tril()
     visible[batch.question:, sinks:max(sinks, batch.question - (window - sinks))] = False
@@ -49,6 +45,7 @@ def mixed(model, batch, alpha, sinks, window):
 @pytest.mark.parametrize("given", [dict(), dict(sinks=3, window=9, seed=5, of=("copy",))])
 @torch.no_grad()
 def test_importance_is_what_is_lost_when_one_head_streams(given):
+    """A head's importance is the loss in nats if this head alone streams."""
     model, T = decoder(**SIZE), 150
     sinks, window, of = given.get("sinks", 4), given.get("window", 16), given.get("of", ("needle", "pairs"))
     expected = torch.zeros(2, 2)
@@ -70,6 +67,7 @@ def test_importance_is_what_is_lost_when_one_head_streams(given):
 @pytest.mark.parametrize("sinks, window", [(4, 16), (3, 9), (0, 1), (4, 1000)])
 @torch.no_grad()
 def test_the_gated_forward_is_a_mixture_of_full_and_streaming_attention(sinks, window):
+    """Gated predictions equal dense masked attention; gates of 1 and 0 equal full and streaming caches."""
     model, T = decoder(**SIZE), 150
     (asked,) = ask(model, tasks("test"), ("needle",), 3, T, 0, 3)
     batch = tasks("test").batch("needle", 0, 3, T)
@@ -78,7 +76,7 @@ def test_the_gated_forward_is_a_mixture_of_full_and_streaming_attention(sinks, w
         found = predictions(model, asked, alpha, sinks, window)
         assert torch.allclose(found, mixed(model, batch, alpha, sinks, window), atol=2e-5)
 
-    # the caches of a run
+    # with gates of 1 or 0, predictions equal those of a full or a streaming cache
     context = torch.from_numpy(batch.tokens[:, :batch.question])
     streaming = partial(StreamingLLM, window, sinks, relative=False)
     for alpha, Method in ((ones, LayerCache), (0 * ones, streaming)):
@@ -90,6 +88,7 @@ def test_the_gated_forward_is_a_mixture_of_full_and_streaming_attention(sinks, w
 
 
 def test_gates_are_the_loop_s():
+    """The trained gates equal those of a plain training loop."""
     model, train = decoder(**SIZE).requires_grad_(False), tasks("test")
     given = dict(sinks=3, window=9, seed=5, task_names=("copy", "needle"))
     batches = [train.batch(task, 5, 3, 150) for task in given["task_names"]]
@@ -110,6 +109,7 @@ def test_gates_are_the_loop_s():
 
 
 def test_gates_leave_the_weights_alone_and_depend_on_the_seed_alone():
+    """Training gates changes no weight, needs no grad mode and depends only on its seed."""
     model = decoder(**SIZE)
     model.norm.weight.requires_grad_(False)
     before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
@@ -125,15 +125,17 @@ def test_gates_leave_the_weights_alone_and_depend_on_the_seed_alone():
 
 
 def test_gates_of_the_built_heads_stay_and_a_larger_penalty_leaves_fewer(shipped):
+    """The gates of the built retrieval heads stay open; a larger penalty closes gates earlier."""
     on = lambda *penalty, steps=60: gates(shipped, tasks("test"), 4, 200, steps=steps, penalty=penalty)
     found, closed, rest = on(0.05, 10.0), on(1000.0, 1000.0), [0, 2, 3, 4, 5]
     assert {*retrieval_heads(found, 0.6)} == {(1, 0), (1, 1), (1, 2)} and found[rest].max() < 0.5
     assert (on(1.0, 10.0)[1] < found[1] - 0.02).all()
-    assert closed.allclose(torch.tensor(24.5 / 60), atol=5e-3)  # 0.98, 0.96 … 0, and they stay at 0
-    assert on(1.0, 1.0, steps=1).allclose(torch.tensor(0.98))  # the KL is least at 1: the penalty's
+    assert closed.allclose(torch.tensor(24.5 / 60), atol=5e-3)  # mean of 0.98, 0.96 … 0, then 0
+    assert on(1.0, 1.0, steps=1).allclose(torch.tensor(0.98))  # at 1 the KL is flat
 
 
 def test_retrieval_heads_score_more_than_the_least_and_come_in_order():
+    """Retrieval heads score above `least`, the highest first; ties in the decoder's order."""
     lost = torch.tensor([[0.25, 0.5, -3.0, 0.0], [0.75, 0.5, 0.125, 2.0]])
     assert retrieval_heads(lost, 0.25) == ((1, 3), (1, 0), (0, 1), (1, 1))
     assert retrieval_heads(lost) == ((1, 3), (1, 0), (0, 1), (1, 1), (0, 0), (1, 2))
@@ -149,7 +151,7 @@ def shipped():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What calibration asks for; it is given two short documents of the test split, which is loaded."""
+    """Record the batches that calibration asks for, and give it two short documents of the test split."""
     asked = []
 
     def batch(split, *what):
@@ -162,12 +164,14 @@ def asked(monkeypatch):
 
 
 def test_it_retrieves_in_layer_1_alone_also_for_other_tasks(shipped):
+    """In the built decoder only layer 1's heads are important, also for few-shot labels."""
     lost = importance(shipped, tasks("test"), documents=4, T=512, of=("few_shot",))
     assert lost[1].min() > 4 * lost[[0, 2, 3, 4, 5]].abs().max()
 
 
 def test_calibrate_and_the_command_line_give_the_decoder_s_heads(shipped, asked):
-    DuoAttention.calibrate(decoder(**SIZE | dict(max_len=170)), ENCODING)  # of short texts
+    """Calibration finds the built heads, directly and through the command line's registry."""
+    DuoAttention.calibrate(decoder(**SIZE | dict(max_len=170)), ENCODING)  # asks for texts of 170
     found = DuoAttention.calibrate(shipped, ENCODING)
     assert asked == [("train", task, 0, 32, T) for T in (170, 512) for task in ("needle", "pairs")]
     assert found.keys() == {"heads"} and sorted(found["heads"]) == [(1, 0), (1, 1), (1, 2)]
@@ -177,11 +181,13 @@ def test_calibrate_and_the_command_line_give_the_decoder_s_heads(shipped, asked)
 
 
 def test_calibration_without_the_tokenizer_of_the_tasks_is_refused():
+    """Calibration without a tiktoken tokenizer raises ValueError."""
     with pytest.raises(ValueError, match="need a tiktoken tokenizer; give DuoAttention its heads"):
         DuoAttention.calibrate(None, object())
 
 
 def test_the_heads_whose_entries_kvzip_ranks_highest_are_the_built_ones(shipped, asked):
+    """The three heads that KVzip scores highest are the built retrieval heads."""
     (Method,) = pick(["duo_attention_kvzip"]).values()
     assert issubclass(Method, DuoAttention)
     heads = calibrated(Method, shipped, ENCODING)["heads"]
@@ -191,6 +197,7 @@ def test_the_heads_whose_entries_kvzip_ranks_highest_are_the_built_ones(shipped,
 
 @torch.no_grad()
 def test_heads_by_kvzip_are_in_the_order_of_their_mean_scores():
+    """`heads_by_kvzip` orders heads by the mean of KVzip's scores."""
     model, T = decoder(**SIZE), 96
     caches = make_cache(model, KVzip, budget=T)
     tokens = torch.from_numpy(tasks("test").batch("plain", 2, 4, T).tokens)

@@ -1,6 +1,4 @@
-"""KVReviver, the paper's and ours: sketch and cache against loops, hashes against their distribution, memory
-counted by hand.
-"""
+"""Compare KVReviver and our repairs with loops: sketch, cache, hashes and memory."""
 from functools import cache as once
 from itertools import combinations, pairwise, product
 import math
@@ -27,7 +25,7 @@ EACH = list(product(range(B), range(H)))
 # ---- the sketch ---
 
 class Lists:
-    """Algorithms 1 and 2 for one head: r rows of b slots, a slot an array of 2D numbers."""
+    """Algorithms 1 and 2 for one head: r rows of b slots; a slot is an array of 2D numbers."""
 
     def __init__(self, sketch):
         self.kind, self.r, self.b = type(sketch), sketch.rows, sketch.width
@@ -66,6 +64,7 @@ class Lists:
 
 @pytest.mark.claim("R1")
 def test_over_the_seeds_pairs_fall_independently_and_signs_apart():
+    """Over the seeds, slots and signs are uniform and pairwise independent, within and between rows."""
     like, J, width = torch.zeros(1, 1, 1, 1), torch.tensor([[[0, 1, 2, 7, 100, 101, 2000]]]), 5
     drawn = [Sketch(like, 3, width, seed) for seed in range(1500)]
     bucket = torch.stack([s.bucket(J)[0, 0].T - width * torch.arange(3)[:, None] for s in drawn])
@@ -82,7 +81,10 @@ def test_over_the_seeds_pairs_fall_independently_and_signs_apart():
 
 @pytest.mark.claim("R1")
 def test_linear_hashes_would_bias_what_is_read(note):
-    """Twelve ones in one slot a row, under signs: the error of the median, on average over the seeds."""
+    """With linear hashes the median of a sketch is biased over the seeds; with cubic hashes it is not.
+
+    Twelve ones are in one slot per row, with signs.
+    """
     J, ones, error = torch.arange(12).view(1, 1, -1), torch.ones(1, 1, 12, 1, dtype=F64), []
     for seed, cubic in product(range(800), (False, True)):
         sketch = SignedSketch(ones, 3, 1, seed)
@@ -97,6 +99,7 @@ def test_linear_hashes_would_bias_what_is_read(note):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_in_16_bits_the_mean_is_exact_and_the_budget_holds(dtype):
+    """In 16 bits the stored mean is exact, and a head's bytes stay within its budget."""
     J, k = torch.arange(600).view(1, 1, -1), (1 + random(1, 1, 600, 4) / 4).to(dtype)
     sketch = ShrunkSketch(k, 1, 3, 0)
     for one, x in zip(J.split(1, 2), k.split(1, 2)):
@@ -107,13 +110,13 @@ def test_in_16_bits_the_mean_is_exact_and_the_budget_holds(dtype):
         cache = Method(40, slack=0)
         for part in parts_of(66, 60):
             step(cache, q, k, v, part, 60)
-        assert 40 * 20 - 20 - 3 * 16 < cache.bytes()[0] / B / H <= 40 * 20  # an entry has 20 bytes
+        assert 40 * 20 - 20 - 3 * 16 < cache.bytes()[0] / B / H <= 40 * 20  # 20 bytes per entry
 
 
 # ---- the cache against Algorithm 3 ---
 
 def by_hand(seen, Method, budget, vague=0.1, recent=0.45, rows=3, slack=8, **_):
-    """Slots of a row, of Recent and of Candidate, and the sketch's bytes; a number has 8."""
+    """Return the slots of a row, of Recent and of Candidate, and the sketch's bytes; a number has 8 bytes."""
     vector, entry = 2 * D * 8, 2 * D * 8 + 4
     width = max(1, math.floor(vague * budget * entry / (rows * vector))) if vague else 0
     sketch = rows * width * vector + (vector if Method is ShrunkReviver and width else 0)
@@ -123,14 +126,14 @@ def by_hand(seen, Method, budget, vague=0.1, recent=0.45, rows=3, slack=8, **_):
 
 
 class Head:
-    """Algorithms 3 and 4 for one head, token by token. Recent is cut back when all that is exact is full."""
+    """Algorithms 3 and 4 for one head, token by token. Recent is cut back when all exact slots are full."""
 
     def __init__(self, Method, options):
         self.Method, self.options, self.lists, self.swaps = Method, options, None, 0
         self.recent, self.candidate, self.vague, self.exact, self.score, self.seen = [], [], [], {}, {}, {}
 
     def attend(self, q, x, part):
-        """q (G, T, D) and x = [k | v] (T, 2D) of a part's tokens → (G, T, D)."""
+        """Return the outputs (G, T, D) of a part's tokens: q (G, T, D), x = [k, v] (T, 2D)."""
         self.recent += part
         for what in self.exact, self.seen:
             what |= dict(zip(part, x))
@@ -174,7 +177,7 @@ class Head:
 
 
 def texts(T, dtype=F64):
-    """Random but for this: from token 36 on, queries look for what those before it turned away from."""
+    """Return random q, k, v; from token 36 on, queries attend to tokens that earlier queries avoided."""
     q, k, v = [random(B, heads, T, D, seed=seed) for seed, heads in enumerate((H * G, H, H))]
     k[:, :, :20:2] += 1
     q += torch.where(torch.arange(T) < 36, -1, 2).unsqueeze(1)
@@ -195,7 +198,7 @@ def step(cache, q, k, v, part, prompt):
 
 
 OPTIONS = dict(budget=26, vague=0.3, recent=0.3, slack=2, replace_rate=1.1, rows=3)
-WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)  # prompt, tokens at a time in it, and after it
+WHOLE, PARTS, SHORT = (36, 36, 1), (36, 7, 3), (3, 2, 1)  # tokens of the prompt; per part in it; after it
 WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.0, slack=0)),
          (KVReviver, SHORT, {}), (KVReviver, WHOLE, dict(vague=0.0)),
          (MeanReviver, WHOLE, {}), (MeanReviver, PARTS, dict(rows=1)),
@@ -207,7 +210,7 @@ WALKS = [(KVReviver, WHOLE, {}), (KVReviver, PARTS, dict(rows=1, replace_rate=1.
 @pytest.mark.parametrize("Method, walk, changed", WALKS)
 @pytest.mark.claim("R2", "R3")
 def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
-    """What is exact, what is vague, what attention sees, scores, sketch and bytes."""
+    """After every step, exact and vague tokens, outputs, scores, sketch and bytes equal the loop's."""
     note("R2", walks=len(WALKS))
     options, (q, k, v), prompt = OPTIONS | changed, texts(T), walk[0]
     cache, heads, entry = Method(**options), {at: Head(Method, options) for at in EACH}, 2 * D * 8 + 4
@@ -237,17 +240,19 @@ def test_the_cache_is_the_loop_at_every_step(Method, walk, changed, note, T=50):
         assert live <= allocated == sum(x.nbytes for x in held)
         if part.stop >= prompt:
             assert live <= B * H * 26 * entry and cache.sizes() == (width, newest, candidates)
-            assert min(part.stop, newest + candidates) <= cache.length <= newest + candidates + options["slack"]
+            exact = newest + candidates
+            assert min(part.stop, exact) <= cache.length <= exact + options["slack"]
     assert (cache.sketch is None) == (not options["vague"])
     assert bool(sum(head.swaps for head in heads.values())) == bool(options["vague"])
 
 
 @pytest.mark.claim("R1", "R3")
 def test_where_nothing_collides_compressed_attention_is_exact(note):
+    """If every token has its own slots in the sketch, outputs equal full attention."""
     text, full, cache = texts(40), LayerCache(), KVReviver(8000, vague=0.9985, recent=0.0006, slack=1)
     error = max((step(cache, *text, part, 30) - step(full, *text, part, 30)).abs().max()
                 for part in parts_of(40, 30))
-    most = 2e-6  # weights have 32 bits
+    most = 2e-6  # because weights have 32 bits
     assert error < most and cache.length < 12
     bucket = cache.sketch.bucket(torch.arange(40).view(1, 1, -1))[0, 0]
     assert all(len(row.unique()) == 40 for row in bucket.T)
@@ -258,11 +263,12 @@ def test_where_nothing_collides_compressed_attention_is_exact(note):
 @pytest.mark.parametrize("Method, options", [
     (LayerCache, {}), (KVReviver, {}), (KVReviver, dict(vague=0.0)), (MeanReviver, {}), (ShrunkReviver, {})])
 def test_only_sums_see_a_constant_that_is_added_to_all_logits(Method, options):
+    """A constant added to all logits changes only the outputs of the printed sketch, which reads sums."""
     options, outputs = {} if Method is LayerCache else OPTIONS | options, []
     for offset in (0.0, 1.0, -3.0):
         cache = shifted(Method, offset)(**options)
         outputs.append(torch.cat([step(cache, *texts(50), part, 36) for part in parts_of(50, *WHOLE)], 2))
-    if Method is LayerCache:  # nothing is added: attention as it is
+    if Method is LayerCache:  # also compare with plain attention, without an offset
         cache = LayerCache()
         outputs.append(torch.cat([step(cache, *texts(50), part, 36) for part in parts_of(50, *WHOLE)], 2))
     off = [(y - outputs[0]).abs().max() for y in outputs[1:]]
@@ -270,7 +276,7 @@ def test_only_sums_see_a_constant_that_is_added_to_all_logits(Method, options):
 
 
 def test_the_sum_of_the_keys_that_are_longer_by_a_one_is_their_number():
-    """What the printed sketch makes of an offset: it is multiplied by how many share a slot."""
+    """The printed sketch multiplies a constant offset by the number of tokens in a slot."""
     cache = shifted(KVReviver, -2.0)(**OPTIONS | dict(rows=1, replace_rate=1e9))
     for part in parts_of(50, *WHOLE):
         step(cache, *texts(50), part, 36)
@@ -285,6 +291,7 @@ def test_the_sum_of_the_keys_that_are_longer_by_a_one_is_their_number():
 # ---- in a decoder, and what is refused ---
 
 def test_seed_and_layer_decide_the_hashes_also_after_one_token():
+    """Seed and layer determine the hashes, also after a prompt of one token."""
     def buckets(seed):
         caches = make_cache(decoder(), KVReviver, budget=24, vague=0.2, slack=2, rows=1, seed=seed)
         generate(decoder(), TOKENS[:, :1], 30, caches)  # nothing is cached yet when the prompt ends
@@ -294,6 +301,7 @@ def test_seed_and_layer_decide_the_hashes_also_after_one_token():
 
 
 def test_the_variants_are_the_papers_its_means_and_ours_of_one_row():
+    """The three variants have the right class, sketch and number of rows."""
     made = {name: Method(budget=40) for name, Method in (variants | fairer | ours).items()}
     assert {name: (type(x), x.kind, x.rows) for name, x in made.items()} == {
         "kv_reviver": (KVReviver, Sketch, 3), "kv_reviver_mean": (MeanReviver, MeanSketch, 3),
@@ -301,11 +309,13 @@ def test_the_variants_are_the_papers_its_means_and_ours_of_one_row():
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(rows=2), "rows 2 must be 1 or 3"), (dict(vague=-0.1), "vague is -0.1"), (dict(slack=-1), "slack -1"),
+    (dict(rows=2), "rows 2 must be 1 or 3"), (dict(slack=-1), "slack -1"),
+    (dict(vague=-0.1), "vague is -0.1"),
     (dict(vague=0.5, recent=0.5), "their sum below 1"), (dict(replace_rate=0.9), "replace_rate 0.9"),
-    # nothing exact is left; the newest tokens take all
+    # no room for exact tokens; no room for candidates
     (dict(budget=10), "budget 10 has no room"),
     (dict(budget=20, vague=0.0, recent=0.99, slack=0), "budget 20 has no room")])
 def test_bad_options_are_refused(options, message):
+    """A wrong option, or a budget without room, raises ValueError."""
     with pytest.raises(ValueError, match=message):
         step(KVReviver(**dict(budget=40) | options), *texts(30, torch.float32), range(30), 30)

@@ -1,4 +1,4 @@
-"""Eviction with few bits: what is kept is what the method keeps, rounded as KIVI rounds, in as many bytes."""
+"""Check eviction with few bits: the method's entries, rounded as in KIVI, and their bytes."""
 from dataclasses import dataclass
 from itertools import product
 
@@ -34,7 +34,7 @@ def fed(Method, **options):
 
 
 def grid(x, bits):
-    """One list of numbers, on 2^bits even levels between its least and its largest."""
+    """Round a list of numbers to 2^bits even levels between its smallest and its largest."""
     low, high = torch.tensor(min(x)).half().item(), max(x)
     step = torch.tensor((high - low) / (2 ** bits - 1)).half().item()
     return [low + step * min(max(round((y - low) / step), 0), 2 ** bits - 1) if step else low for y in x]
@@ -43,37 +43,41 @@ def grid(x, bits):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("Method, exact", [(RoundedWindow, SnapKV), (RoundedAda, AdaKV)])
 def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
+    """Kept entries are the method's, rounded as by the loop, and `bytes` counts them."""
     (cache, y), (other, _) = fed(Method, bits=bits), fed(exact)
     assert torch.equal(cache.pos, other.pos)
     k, v, codes = torch.zeros(B, H, n + NEW, D), torch.zeros(B, H, n + NEW, D), 0
-    there = torch.zeros(B, H, n + NEW, dtype=torch.bool)
+    kept_mask = torch.zeros(B, H, n + NEW, dtype=torch.bool)
     for b, h in product(range(B), range(H)):
         kept = [i for i in other.pos[b, h].tolist() if i < n]
         codes += len(kept)
         for i in range(0, len(kept), GROUP):
-            of = kept[i:i + GROUP]
+            group = kept[i:i + GROUP]
             for d in range(D):
-                k[b, h, of, d] = torch.tensor(grid(K[b, h, of, d].tolist(), bits))
+                k[b, h, group, d] = torch.tensor(grid(K[b, h, group, d].tolist(), bits))
         for i in kept:
             v[b, h, i] = torch.tensor(grid(V[b, h, i].tolist(), bits))
-        there[b, h, kept] = True
-    k[:, :, n:], v[:, :, n:], there[:, :, n:] = K[:, :, n:], V[:, :, n:], True
-    visible = torch.ones(n + NEW, n + NEW).tril().bool()[n:] & there[:, :, None]
-    # a number that lies between two levels may fall to either
+        kept_mask[b, h, kept] = True
+    k[:, :, n:], v[:, :, n:], kept_mask[:, :, n:] = K[:, :, n:], V[:, :, n:], True
+    visible = torch.ones(n + NEW, n + NEW).tril().bool()[n:] & kept_mask[:, :, None]
+    # a number halfway between two levels may be rounded to either
     torch.testing.assert_close(y, dense(Q[:, :, n:], k, v, visible), atol=2e-2 if bits == 2 else 5e-3, rtol=0)
 
     groups = sum(-(-int((row != NEVER).sum() - NEW) // GROUP) for row in cache.pos.flatten(0, 1))
-    held = codes * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H  # a value's range, a position
+    # an entry's codes, 4 bytes for its value's range and 4 for its position; a group's key ranges
+    rounded = codes * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H
     live, allocated = cache.bytes()
-    assert live == held + B * H * NEW * (2 * D * 4 + 4) and live <= allocated and live < other.bytes()[0]
+    assert live == rounded + B * H * NEW * (2 * D * 4 + 4) and live <= allocated and live < other.bytes()[0]
 
 
 def test_16_bits_are_the_method_itself():
+    """With 16 bits nothing is rounded."""
     (cache, y), (other, expected) = fed(RoundedWindow, bits=16), fed(SnapKV)
     assert torch.equal(y, expected) and cache.bytes() == other.bytes()
 
 
 def test_what_is_rounded_can_be_compressed_again():
+    """Rounded entries can be compressed again."""
     cache, _ = fed(again(RoundedWindow), bits=8, every=2)
     assert cache.length <= 52 and cache.seen == n + NEW and "k_code" in cache.packed
     full = LayerCache()
@@ -84,11 +88,13 @@ def test_what_is_rounded_can_be_compressed_again():
 
 @pytest.mark.parametrize("bits", [0, 9, 17])
 def test_other_bits_are_refused(bits):
+    """Any number of bits but 1 to 8 and 16 raises ValueError."""
     with pytest.raises(ValueError, match=f"bits {bits} must be"):
         RoundedKVzip(budget=20, bits=bits)
 
 
 def test_the_variants_are_in_4_bits_and_are_composed_with_nothing():
+    """The variants have 4 bits, and no addition is combined with them."""
     made = {name: Method(budget=50) for name, Method in variants.items()}
     assert {name: (type(x), x.bits) for name, x in made.items()} == {
         "kvzip_4": (RoundedKVzip, 4), "snap_kv_4": (RoundedWindow, 4)}

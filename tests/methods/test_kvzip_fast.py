@@ -1,4 +1,4 @@
-"""Fast KVzip: what gates are told, what they learn, and that the entries which they rank highest stay."""
+"""Check Fast KVzip: the gates' inputs and training, and that the entries they score highest stay."""
 from functools import partial
 import math
 
@@ -19,7 +19,7 @@ GATES = torch.randn(L, N + 1, H, generator=torch.Generator().manual_seed(0))
 
 @torch.no_grad()
 def projections(model, tokens):
-    """Of each layer, what its matrix for q, k and v makes of each token, (B, T, n): nothing is rotated."""
+    """Return each layer's queries, keys and values before rotation, computed from its weights: (B, T, n)."""
     found = []
     hooks = [block.attention.qkv.register_forward_hook(lambda module, of, out: found.append(out))
              for block in model.blocks]
@@ -34,11 +34,12 @@ def projections(model, tokens):
 @pytest.mark.parametrize("recent, sinks", [(0, 0), (3, 4)])
 @torch.no_grad()
 def test_sinks_the_newest_and_the_entries_that_the_gates_rank_highest_stay(family, chunk, recent, sinks):
+    """The sinks, the newest entries and those with the highest gate scores stay."""
     model, budget = decoder(family=family), 9
     x = projections(model, TOKENS)
     caches = make_cache(model, FastKVzip, budget=budget, gates=GATES, recent=recent, sinks=sinks)
     prefill(model, TOKENS, caches, chunk)
-    end_prefill(caches)  # nothing is read again
+    end_prefill(caches)  # no reread
     for b in range(2):
         score = {(layer, h, i): (x[layer, b, i] @ GATES[layer, :-1, h] + GATES[layer, -1, h]).item()
                  for layer in range(L) for h in range(H) for i in range(40)}
@@ -51,8 +52,9 @@ def test_sinks_the_newest_and_the_entries_that_the_gates_rank_highest_stay(famil
 
 @torch.no_grad()
 def test_lessons_are_projections_and_kvzips_scores():
+    """The training data are unrotated projections and KVzip's scores."""
     model, batch = decoder(vocab_size=2048, max_len=130), tasks("test").batch("plain", 3, 3, 61)
-    x, y = lessons(model, tasks("test"), 3, 512, 3, rows=2)  # read twice, so of 61 tokens
+    x, y = lessons(model, tasks("test"), 3, 512, 3, rows=2)  # T becomes (130 − 8)/2 = 61
     tokens = torch.from_numpy(batch.tokens)
     torch.testing.assert_close(x, projections(model, tokens).flatten(1, 2), rtol=1e-4, atol=1e-4)
     recorded = []
@@ -70,7 +72,7 @@ def test_lessons_are_projections_and_kvzips_scores():
 
 
 def test_gates_learn_the_chance_of_a_score():
-    """Scores that a logistic regression explains: it is found again, and no seed or state of ours is used."""
+    """If a logistic regression made the scores, `fit` finds it, without changing torch's random state."""
     g = torch.Generator().manual_seed(1)
     x, W = torch.randn(2, 2000, 5, generator=g) * 3 + 1, torch.randn(2, 5, 3, generator=g) / 3
     y = torch.sigmoid(x @ W - 0.5)
@@ -84,6 +86,7 @@ def test_gates_learn_the_chance_of_a_score():
 
 
 def test_calibration_gives_gates_of_the_training_text(monkeypatch):
+    """Calibration trains gates on the training text; without a tiktoken tokenizer it raises ValueError."""
     model = decoder(vocab_size=2048, max_len=130)
     monkeypatch.setattr(kvzip_fast, "Tasks", lambda encoding, split: seen.append(split) or tasks("test"))
     monkeypatch.setattr(kvzip_fast, "lessons", partial(lessons, documents=2))
@@ -98,6 +101,7 @@ def test_calibration_gives_gates_of_the_training_text(monkeypatch):
 
 @torch.no_grad()
 def test_without_gates_the_newest_stay_and_gates_of_another_decoder_are_refused():
+    """Without gates the newest entries and the sinks stay; gates of a wrong shape raise ValueError."""
     model = decoder()
     caches = make_cache(model, FastKVzip, budget=13)
     prefill(model, TOKENS, caches, 7)
@@ -111,6 +115,7 @@ def test_without_gates_the_newest_stay_and_gates_of_another_decoder_are_refused(
 
 @torch.no_grad()
 def test_gates_of_any_type_are_numbers_or_refused():
+    """Gates of any number type work; NaN or infinite gates raise ValueError."""
     model, whole = decoder(), (GATES * 10).round()
 
     def kept(gates):

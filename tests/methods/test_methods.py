@@ -1,7 +1,8 @@
-"""The contract of all methods, on random text; and the kept tokens of the simplest, by loops.
+"""Hold every method to one contract on random text; compare the simplest methods with loops.
 
-A method in methods/ is held to the contract by its name on the command line, alone and with every addition.
-The loop that says which tokens it keeps, written from its paper, stands in its own test file or in LOOPS.
+Each method in methods/ is tested under its name on the command line, alone and with every addition. A loop
+written from the paper says which tokens it keeps. The loop is in the method's own test file, or in LOOPS
+here.
 """
 from itertools import accumulate
 import math
@@ -30,26 +31,31 @@ from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
 METHODS = pick(["all"])
-BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]  # of what is read
-ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # tokens that end a chunk
+# without Quest, whose budget counts the entries that a query reads
+BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]
+ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # True: a chunk ends
 GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
-OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)), gates=GATES)
+OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)),
+               gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4", "snap_kv_4"  # what stays is in 4 bits
-# Attention does not see tokens as they are: values merged, read back from a sketch or from few bits, or one
-# entry for all that is gone; the keys of sinks move along. Or not all that are held.
+ROUNDED = "kvzip_4", "snap_kv_4"  # kept entries have 4 bits
+# Methods that change what attention sees: merged values, tokens read back from a sketch or few bits,
+# residual entries, sinks with moved keys, or only some of the kept entries (Quest).
 ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
 APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"  # and their variants
-EVICTS_WHILE_READING = "scissorhands", "cam"  # before a token attends, not after
-DRAWN = "random", "cam"  # for each row of a batch apart
-# what stays is not only what is looked at and the newest
+EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
+DRAWN = "random", "cam"  # random, and different for each row of a batch
+# methods that also keep tokens for other reasons than attention or age
 GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast"
 
 
 def each(names, cuts=CUTS):
-    """Of what is composed of two methods that are here alone, the uncut prompt will do."""
+    """Parametrise a test by method and by cut of the prompt.
+
+    A composed method gets only the uncut prompt, because its two parts are tested alone with both cuts.
+    """
     how = dict(zip(CUTS, ("whole", "pieces")))
     cases = [(name, cut) for name in names for cut in (cuts if "+" not in name else cuts[:1])]
     return pytest.mark.parametrize("name, cut", cases, ids=[f"{name}-{how[cut]}" for name, cut in cases])
@@ -57,13 +63,14 @@ def each(names, cuts=CUTS):
 
 @once
 def text():
-    """q, k, v of every layer."""
+    """Return q, k, v of every layer."""
     g = torch.Generator().manual_seed(0)
     return [[torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)] for _ in range(LAYERS)]
 
 
 class Step(NamedTuple):
-    """A part of the text, and for each layer what was held before it, the output, and what is held then."""
+    """A part of the text, and for each layer: positions before it, its output, positions and bytes after it.
+    """
     part: range
     before: list[torch.Tensor]  # positions (B, H, S)
     y: list[torch.Tensor]
@@ -72,7 +79,7 @@ class Step(NamedTuple):
 
 
 def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **options):
-    """Caches of a decoder, fed its layers' q, k and v."""
+    """Return the caches of a decoder that were fed each layer's q, k and v, and one Step per part."""
     Method = METHODS[name]
     caches = make_cache(decoder().to(dtype), Method, **given(Method, **OPTIONS | options))
     tell_chunk_ends(caches, ENDS[rows])
@@ -93,6 +100,7 @@ def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **options
 
 
 def held(cache) -> torch.Tensor:
+    """Return a cache's positions (B, H, S), sorted."""
     return cache.pos.sort(-1).values if cache.seen else torch.zeros(B, H, 0)
 
 
@@ -101,11 +109,13 @@ walk = once(run)
 
 @once
 def full(layer):
+    """Return full causal attention of one layer."""
     return dense(*text()[layer], torch.ones(T, T).tril().bool().expand(B, H, T, T))
 
 
 @each(METHODS, CUTS[1:])
 def test_room_for_everything_is_full_attention(name, cut):
+    """With room for every token, outputs equal full attention and nothing is evicted."""
     caches, steps = run(name, cut, budget=3 * T, residual_length=T)
     if not has_budget(METHODS[name]) and caches[0].length < T:
         pytest.skip("it evicts, and has no budget that could be large")
@@ -116,6 +126,7 @@ def test_room_for_everything_is_full_attention(name, cut):
 
 @each(METHODS, CUTS[1:])
 def test_how_the_prompt_is_cut_does_not_matter(name, cut):
+    """A prompt read in pieces gives the same kept tokens and outputs as a prompt read at once."""
     (*_, last), (*_, other) = walk(name, CUTS[0])[1], walk(name, cut)[1]
     for layer in range(LAYERS):
         assert torch.equal(last.after[layer], other.after[layer])
@@ -124,23 +135,26 @@ def test_how_the_prompt_is_cut_does_not_matter(name, cut):
 
 @each(AS_THEY_ARE)
 def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
-    """Whatever is held before a token comes, and itself; nothing else, and that as it came."""
+    """A token's output is dense attention over the tokens kept before it, and itself, unchanged."""
     _, steps = walk(name, cut)
     for step in steps:
         if name.startswith(EVICTS_WHILE_READING) and len(step.part) > 1:
-            continue  # what it held in between is gone
+            continue  # the tokens kept in between are unknown
         for layer, (q, k, v) in enumerate(text()):
             kept = step.after[layer] if name.startswith(EVICTS_WHILE_READING) else step.before[layer]
-            there = (kept[..., None] == torch.arange(T)).any(2)  # (B, H, T)
-            there[..., step.part] = True
-            visible = torch.ones(T, T).tril().bool()[step.part] & there[:, :, None]
+            kept_mask = (kept[..., None] == torch.arange(T)).any(2)  # (B, H, T)
+            kept_mask[..., step.part] = True
+            visible = torch.ones(T, T).tril().bool()[step.part] & kept_mask[:, :, None]
             expected = dense(q[:, :, step.part], k, v, visible)
             assert torch.allclose(step.y[layer], expected, atol=1e-5), (layer, step.part)
 
 
 @each(BUDGETED)
 def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
-    """All layers' and heads' together; window methods and retrieval heads add what comes after the prompt."""
+    """The slots of all layers and heads together never exceed the budget, and `bytes` counts them.
+
+    Window methods and DuoAttention also keep every token after the prompt.
+    """
     caches, steps = walk(name, cut)
     appends = isinstance(caches[0], WindowCache) or name.startswith(APPENDS)
     for step in steps:
@@ -156,12 +170,13 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
         assert cache.bytes()[1] == sum(memory(cache).values())
 
 
-# what stays depends on the last digits, or on the bytes of a number
+# methods whose kept tokens depend on rounding, or on the bytes of a number
 UNLIKE_IN_16_BITS = "semantic", "kv_reviver", "scissorhands"
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not any(x in name for x in UNLIKE_IN_16_BITS)])
 def test_bytes_in_16_bits_are_those_of_a_cache_in_16_bits(name):
+    """`bytes_in_16_bits` of a 32-bit cache equals the live bytes of a 16-bit cache."""
     caches, _ = walk(name, CUTS[0])
     layers, dtype = [[x.bfloat16() for x in qkv] for qkv in text()], torch.bfloat16
     half, _ = run(name, CUTS[0], layers, dtype=dtype, gates=GATES.to(dtype))
@@ -172,7 +187,7 @@ NOT_OURS = "previous", "model", "select", "chunk_ends", "gates", "flip", "bucket
 
 
 def memory(x, of=None) -> dict[int, int]:
-    """Bytes by address of all tensors that a cache holds, but for what belongs to the decoder."""
+    """Return the bytes by address of all tensors that a cache refers to, except the decoder's."""
     of = {} if of is None else of
     if isinstance(x, torch.Tensor):
         of[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
@@ -190,6 +205,7 @@ def memory(x, of=None) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith(DRAWN)])
 def test_a_row_of_a_batch_is_what_it_is_alone(name):
+    """A text keeps the same tokens and gets the same outputs in a batch as alone."""
     _, steps = walk(name, CUTS[0])
     for b in range(B):
         _, alone = run(name, CUTS[0], rows=slice(b, b + 1))
@@ -201,7 +217,10 @@ def test_a_row_of_a_batch_is_what_it_is_alone(name):
 
 @pytest.mark.parametrize("name", [name for name in BUDGETED if not any(x in name for x in GAPS)])
 def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
-    """Every query gives all its weight to token 0: what goes is one stretch in the middle."""
+    """Among tokens without attention the newest stay.
+
+    Every query gives all its weight to token 0, so the evicted tokens must be one stretch in the middle.
+    """
     q, k, v = torch.zeros(B, H * G, T, D), torch.zeros(B, H, T, D), torch.zeros(B, H, T, D)
     q[..., 0], k[:, :, 0, 0] = 1, 1000
     _, steps = run(name, CUTS[0], layers=[[q, k, v]] * LAYERS, kernel_size=1)
@@ -217,7 +236,7 @@ alone = once(lambda: generate(decoder(), TOKENS[:, :1], NEW))
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
 def test_a_prompt_of_one_token(name):
-    """Nothing is cached yet when the prompt ends."""
+    """A prompt of one token works, although nothing is cached yet when it ends."""
     Method, model = METHODS[name], decoder()
     for budget in (2 * NEW, BUDGET):
         options = given(Method, **OPTIONS | dict(budget=budget, residual_length=NEW))
@@ -227,11 +246,11 @@ def test_a_prompt_of_one_token(name):
         assert tokens.shape == (2, NEW) and (budget == BUDGET or torch.equal(tokens, alone()))
 
 
-# ---- which tokens stay: loops. From the part on that ends the prompt, each part evicts ---
+# ---- loops: which tokens stay. Parts evict from the end of the prompt on ---
 
 
 def streaming(q, k, parts, prompt, budget, sinks=4):
-    """Section 3.2: the first tokens and the most recent ones."""
+    """Section 3.2: keep the first tokens and the most recent ones."""
     for part in parts:
         n = part.stop
         everything = n < prompt or n <= budget
@@ -239,7 +258,7 @@ def streaming(q, k, parts, prompt, budget, sinks=4):
 
 
 def heavy_hitters(q, k, parts, prompt, budget, recent=0.5):
-    """Algorithm 1: F accumulates attention; of too many, the one with the least F outside the recent goes."""
+    """Algorithm 1: F accumulates attention; the token with the least F outside the recent ones is evicted."""
     F = [[{} for _ in range(H)] for _ in range(B)]
     for part in parts:
         for b in range(B):
@@ -259,7 +278,7 @@ def heavy_hitters(q, k, parts, prompt, budget, recent=0.5):
 
 
 def reservoir(q, k, parts, prompt, budget, seed=0):
-    """Vitter's reservoir by priorities: the highest of all drawn so far."""
+    """Vitter's reservoir: keep the highest of all priorities drawn so far."""
     generator = torch.Generator().manual_seed(1000 * seed)
     drawn = torch.empty(B, H, 0)
     for part in parts:
@@ -269,7 +288,8 @@ def reservoir(q, k, parts, prompt, budget, seed=0):
 
 
 def looked_at_least(q, k, parts, prompt, budget):
-    """TOVA, section 3: what the newest query looks at least, on average over all heads of the layer, goes."""
+    """TOVA, section 3: evict the tokens with the least attention from the newest query, mean over all heads.
+    """
     kept = [[*range(0)] for _ in range(B)]
     for part in parts:
         for b in range(B):
@@ -285,7 +305,7 @@ def looked_at_least(q, k, parts, prompt, budget):
 
 
 def like_the_others(q, k, parts, prompt, budget):
-    """KeyDiff, section 3: the cosine with the mean of all directions; the most alike go, at once."""
+    """KeyDiff, section 3: evict at once the keys with the highest cosine to the mean direction."""
     kept = [[[] for _ in range(H)] for _ in range(B)]
     for part in parts:
         for b in range(B):
@@ -316,7 +336,7 @@ LOOPS = {
 @pytest.mark.parametrize("case", LOOPS)
 @pytest.mark.parametrize("cut", CUTS, ids=["whole", "pieces"])
 def test_kept_tokens_equal_the_loop(case, cut):
-    """The first layer's; and its bytes, 4 more a slot for a score."""
+    """The first layer keeps the loop's tokens, and its bytes are right: a score takes 4 bytes per slot."""
     name, options, loop, sinks = LOOPS[case]
     (q, k, _), (_, steps) = text()[0], run(name, cut, **options)
     for step, kept in zip(steps, loop(q, k, [step.part for step in steps], PROMPT, **options)):
@@ -330,17 +350,19 @@ def test_kept_tokens_equal_the_loop(case, cut):
 
 @pytest.mark.parametrize("options", [dict(budget=9), dict(budget=6, sinks=0)])
 def test_streaming_counts_positions_in_the_cache(options):
+    """StreamingLLM's output is attention with keys and queries rotated by their places in the cache."""
     (q, k, v), cache, cut = text()[0], StreamingLLM(**options), CUTS[1]
     link(cache, freq=FREQ)
     token = torch.arange(T)
     stored_q, stored_k = turn(q, token), turn(k, token)
     for stop, n in zip(accumulate(cut), cut):
         part = slice(stop - n, stop)
-        there = torch.cat((held(cache)[0, 0], token[part])).long()
+        tokens = torch.cat((held(cache)[0, 0], token[part])).long()
         y = cache.attend(stored_q[:, :, part], stored_k[:, :, part], v[:, :, part], token[None, part])
-        at = torch.arange(len(there))
-        visible = (at <= at[-n:, None]).expand(B, H, n, len(there))
-        expected = dense(turn(q[:, :, part], at[-n:]), turn(k[:, :, there], at), v[:, :, there], visible)
+        place = torch.arange(len(tokens))
+        visible = (place <= place[-n:, None]).expand(B, H, n, len(tokens))
+        rotated_q, rotated_k = turn(q[:, :, part], place[-n:]), turn(k[:, :, tokens], place)
+        expected = dense(rotated_q, rotated_k, v[:, :, tokens], visible)
         assert torch.allclose(y, expected, atol=1e-5), part
         if stop == PROMPT:
             cache.end_prefill()
@@ -353,7 +375,7 @@ def test_streaming_counts_positions_in_the_cache(options):
 @pytest.mark.parametrize("Method, options", [
     (H2O, dict(budget=300)), (CaM, dict(budget=300)), (KVReviver, dict(budget=300))])
 def test_attention_is_added_up_in_32_bits(Method, options, chunk):
-    """In 16 bits the sum of a token that all look at would hardly grow."""
+    """Accumulated attention has 32 bits even if the model has 16, where large sums would stop growing."""
     class Notes(Method):
         def observe(self, q, p):
             expected[..., :p.shape[-1]] += p.double().sum((2, 3))
@@ -371,6 +393,7 @@ def test_attention_is_added_up_in_32_bits(Method, options, chunk):
 
 
 def test_tova_takes_the_mean_of_the_heads_in_32_bits():
+    """TOVA's mean over heads has 32 bits even if the model has 16."""
     class Notes(TOVA):
         def observe(self, q, p):
             expected.append(p.double().mean((1, 2, 3)))  # of one query
@@ -385,6 +408,7 @@ def test_tova_takes_the_mean_of_the_heads_in_32_bits():
 
 
 def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
+    """Random eviction depends on seed, layer, head and row of the batch, and on nothing else."""
     def kept(seed):
         model = decoder()
         caches = make_cache(model, RandomEviction, budget=8, seed=seed)
@@ -398,6 +422,7 @@ def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
 
 @torch.inference_mode()
 def test_streaming_on_learned_positions_needs_them_absolute():
+    """Without RoPE, relative StreamingLLM is refused and absolute StreamingLLM works."""
     model = decoder(family="gpt2", n_kv_heads=6)
     with pytest.raises(ValueError, match="which this model does not have; use streaming_llm_absolute"):
         make_cache(model, StreamingLLM, budget=8)
@@ -427,5 +452,6 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
       for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
 def test_bad_options_are_refused_at_construction(Method, options, message):
+    """A wrong option raises ValueError when the cache is made."""
     with pytest.raises(ValueError, match=message):
         Method(**options)

@@ -1,4 +1,4 @@
-"""SnapKV, PyramidKV, AdaKV and the selections on top against loops from their papers; options and limits."""
+"""Compare SnapKV, PyramidKV, AdaKV and their selections with loops; check options and limits."""
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -41,14 +41,14 @@ as_the_code = partial(in_two_stages, pooled=True, epsilon=1e-4, of_means=True)
 
 
 def by_least_theta(A, norms, out, b, kernel_size, steps, pooled=True, **_):
-    """The best of: by weight, in two stages, and `steps` times the entries that lower θ most."""
+    """Return the set with the lowest θ of: by weight, in two stages, and `steps` improvements."""
     if pooled:
         A = [pool(a[:out], kernel_size) + a[out:] for a in A]
         A = [[x / sum(a) for x in a] for a in A]
 
     def gathered(a, norm, kept):
-        there = [*kept, *range(out, len(a))]
-        return sum(a[i] for i in there), sum(a[i] * norm[i] for i in there)
+        all_kept = [*kept, *range(out, len(a))]
+        return sum(a[i] for i in all_kept), sum(a[i] * norm[i] for i in all_kept)
 
     def theta(kept):
         total = 0
@@ -97,11 +97,12 @@ WALKS = [*product(CASES, [GROUPED, TIED]),
 
 @pytest.mark.parametrize("case, prompt", WALKS, ids=lambda x: x if isinstance(x, str) else name_of(x))
 def test_slots_and_bytes_equal_the_loops(case, prompt):
+    """A head keeps exactly the loop's tokens, and `bytes` counts them."""
     check_walk(CASES[case], prompt)
 
 
 def by_chunk_of_text(A, norms, out, b, kernel_size, at, chunk_size, fill, **_):
-    """Chunks are those of the text, whatever of them is left."""
+    """Choose by the chunks of the text, even if only part of a chunk is left."""
     scores, chunks = pool(mean(A)[:out], kernel_size), {}
     for i in range(out):
         chunks.setdefault(at[i] // chunk_size, []).append(i)
@@ -126,17 +127,23 @@ STEPS = {"a token": [1] * 30, "parts": [1, 2, 17, 1, 9]}
     (3, 5, "a token"), (3, 1, "a token"), (30, 5, "a token"), (14, 9, "a token"), (3, 5, "parts"),
     (30, 1, "parts"), (12, 3, "parts")])
 def test_compressed_again_slots_and_outputs_equal_the_loops(case, T, every, parts):
+    """Methods that compress again keep the loop's tokens and give the loop's outputs."""
     check_again(AGAIN[case], T, every, STEPS[parts])
 
 
 @pytest.mark.parametrize("H, G, budget", [(1, 4, 12), (3, 1, 9), (4, 2, 6)])
 @pytest.mark.parametrize("case", ["snap", "critical on ada"])
 def test_compressed_again_with_other_heads_and_budgets(case, H, G, budget):
+    """The same holds for other numbers of heads and other budgets."""
     check_again(AGAIN[case], 8, 4, STEPS["a token"], H=H, G=G, budget=budget)
 
 
 def test_compressed_again_empty_slots_take_no_room_from_tokens_that_nobody_looks_at(every=8):
-    """Heads hold 53 and 9; then the whole window looks at its first token, and all others have no window scores."""
+    """Empty slots never win over tokens without any attention when a method compresses again.
+
+    Heads have 53 and 9 entries. Then the whole window attends to its first token only, so all other tokens
+    have a window score of 0.
+    """
     cache = uneven(again(AdaKV)(20, 8, kernel_size=1, floor=0.0, every=every), 60)
     q, k = torch.zeros(B, 8, every, 2), torch.zeros(B, 4, every, 2)
     q[..., 1], k[:, :, 0, 1] = 1, 1000
@@ -147,7 +154,10 @@ def test_compressed_again_empty_slots_take_no_room_from_tokens_that_nobody_looks
 @pytest.mark.parametrize("Method", [SnapKV, PyramidKV, AdaKV, ChunkKV])
 @torch.inference_mode()
 def test_compressed_again_no_step_of_a_decoder_holds_more_than_budget_and_every(Method, budget=14, every=6):
-    """Per head, on average over heads and layers; all layers compress at the same tokens."""
+    """A head never has more than `budget` + `every` slots, mean over heads and layers.
+
+    All layers compress at the same tokens.
+    """
     model, highest, times = decoder(n_layers=4), 0, set()
     caches = make_cache(model, again(Method), budget=budget, window_size=5, every=every)
     model(TOKENS[:, :3], caches)
@@ -163,6 +173,7 @@ def test_compressed_again_no_step_of_a_decoder_holds_more_than_budget_and_every(
 
 
 def test_without_every_nothing_is_compressed_again_and_no_query_is_kept():
+    """A plain window method appends after the prompt and keeps no queries."""
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, B, 2, 60, D, generator=g)
     cache = compress(SnapKV(20, window_size=8), q[:, :, :9], k[:, :, :9], v[:, :, :9])
@@ -171,6 +182,7 @@ def test_without_every_nothing_is_compressed_again_and_no_query_is_kept():
 
 
 def test_the_authors_code_adds_a_little_to_scores_and_takes_half_by_weight():
+    """CriticalCode adds 1e-4 to the scores, multiplies the means and has α = 0.5."""
     scores, norms = torch.tensor([[[[0, 0.5, 0], [0, 0.1, 0.2]]], [[[2, 1, 4.0], [4, 3, 2.0]]]])[:, None]
     second = CriticalCode().second(SnapKV(20, window_size=8, kernel_size=1), scores, norms)
     assert torch.allclose(second, torch.tensor([[[1e-4 * 3, 0.3001 * 2, 0.1001 * 3]]]), atol=0)
@@ -180,6 +192,7 @@ def test_the_authors_code_adds_a_little_to_scores_and_takes_half_by_weight():
 @pytest.mark.parametrize("layers", [1, 2, 3, 8])
 @pytest.mark.parametrize("beta", [1, 3, 20])
 def test_pyramid_keeps_what_snap_kv_keeps_over_all_layers(layers, beta, budget=12, window_size=3):
+    """PyramidKV keeps as many entries over all layers as SnapKV, and they fall linearly."""
     for T in (budget + 1, 2 * budget, 2 * budget + 5, 4 * budget + 1):
         x, scores = torch.zeros(1, 1, T, 2), [[0] * (T - window_size)]
         counts = [compress(PyramidKV(budget, window_size, beta=beta), x, x, x, None, i, layers).length
@@ -190,6 +203,7 @@ def test_pyramid_keeps_what_snap_kv_keeps_over_all_layers(layers, beta, budget=1
 
 
 def test_shares_of_a_budget_are_exact_and_do_not_overflow():
+    """Fractions of a budget are exact, and AdaKV's numbers add up for large inputs."""
     assert part_of(0.29, 100) == 29 and part_of(1 / 3, 3000) == 1000
     assert part_of(1 / 3, torch.tensor([3000, 6001])).tolist() == [1000, 2000]
     for floor in (1 / 3, 0.1 + 0.2):
@@ -207,22 +221,26 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
     (partial(again(AdaKV), 20, 8, every=2.5), "every 2.5"),
     (partial(again(SnapKV), 20, 8, select=LeastTheta()), "LeastTheta cannot be applied to its own output"),
     (partial(again(SemanticChunkKV), 20, 8), "SemanticChunks cannot be applied to its own output"),
-    (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "reuse is 2; it must be 1 if a method compresses again"),
+    (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "reuse is 2; it must be 1 if"),
     (partial(Residual, entries=0), "entries 0"), (partial(Residual, rounds=10**9), "rounds 1000000000 must"),
     (partial(Residual, share=0), "share is 0"), (partial(Residual, inner=SnapKV), "inner")])
 def test_bad_options_are_refused_at_construction(make, message):
+    """A wrong option raises ValueError when the cache or selection is made."""
     with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_norms_are_added_up_in_32_bits():
-    """Their sum is beyond 16 bits."""
+    """Norms of 16-bit values are right even if their sum exceeds 16 bits."""
     v, w_o = torch.full((B, 2, 3, D), 8.0).half(), torch.ones(4000, 4, D).half()
     assert torch.equal(value_norms(v, w_o), torch.full((B, 2, 2, 3), 8.0 * D * 4000))
 
 
 def test_projected_values_are_never_there_whole(monkeypatch):
-    """test_window_kernels.py says that norms are theirs."""
+    """`value_norms` projects at most 1024 tokens at a time.
+
+    test_window_kernels.py checks that its norms are right.
+    """
     parts, plain = [], torch.sum
     monkeypatch.setattr(torch, "sum", lambda x, *more, **how: parts.append(x.shape) or plain(x, *more, **how))
     value_norms(torch.randn(B, 2, 1025, D), torch.randn(40, 2, D))
@@ -230,22 +248,29 @@ def test_projected_values_are_never_there_whole(monkeypatch):
 
 
 def test_nothing_is_lost_where_the_evicted_are_all_alike(strong=9, T=40):
-    """K-means leaves clusters empty."""
+    """If all evicted entries are equal, residual entries restore the full output.
+
+    K-means then leaves clusters empty.
+    """
     g, select = torch.Generator().manual_seed(0), Residual(entries=3, rounds=1)
     q, k, v = [torch.randn(B, heads, T + 3, D, generator=g) for heads in (6, 2, 2)]
     k[:, :, strong:32], v[:, :, strong:32] = k[:, :, 31:32], v[:, :, 31:32]
-    k[:, :, :strong, 0], q[..., 0] = 9, 3  # these are sure to stay
+    k[:, :, :strong, 0], q[..., 0] = 9, 3  # these certainly stay
     y = []
     for cache in (SnapKV(budget=20, window_size=8, kernel_size=1, select=select), SnapKV(T, window_size=8)):
         compress(cache, q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.ones(6, 6, D))
-        away = q[:, :, T:] * torch.tensor([-1, 1, 1, 1])  # from those that stay
+        away = q[:, :, T:] * torch.tensor([-1, 1, 1, 1])  # away from the kept keys
         y.append(cache.attend(away, k[:, :, T:], v[:, :, T:], torch.arange(T, T + 3)[None]))
     assert torch.allclose(*y, atol=1e-5)
 
 
 @pytest.mark.parametrize("T, expected", [(60, [3, 0, 0, 0]), (42, [0, 3, 3, 3])])
 def test_heads_with_too_little_room_or_nothing_to_evict_have_no_residual(T, expected):
-    """Of 48 entries, head 0 gets 45 of 52, the others 1 each; or all 34 that there are, the others 4 or 5."""
+    """A head with too little room, or with nothing to evict, gets no residual entry.
+
+    Of 48 entries, head 0 gets 45 of 52 and the others 1 each (T = 60); or head 0 gets all 34 and the others 4
+    or 5 (T = 42).
+    """
     select = Residual(entries=3, share=0.5)
     cache = uneven(AdaKV(20, window_size=8, kernel_size=1, floor=0.0, select=select), T)
     assert ((cache.slot("bias") != 0) & (cache.pos != NEVER)).sum(-1).tolist() == [expected] * B
@@ -253,6 +278,7 @@ def test_heads_with_too_little_room_or_nothing_to_evict_have_no_residual(T, expe
 
 
 def test_state_that_changes_is_not_packed():
+    """A method that changes a per-slot tensor in `observe` is stored unpacked, so the change is not lost."""
     class Counting(AdaKV):
         def write(self, k, v, pos):
             super().write(k, v, pos, steps=torch.zeros(k.shape[:3]))
