@@ -1,4 +1,4 @@
-"""Hold CLAIMS.md to the tests: a run of all of them fails if it is stale; `pytest --write-claims` writes it.
+"""Fail a full run of the tests if CLAIMS.md is stale; `pytest --write-claims` writes it.
 
 `@pytest.mark.claim("S3")` marks a test of claim S3, and note("S3", draws=80) records what the files in
 experiments/claims/ call {S3.draws}.
@@ -12,34 +12,34 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "claim(*ids): the numbered claims of papers that this test checks")
-    if not hasattr(config, "workerinput"):  # not in xdist's workers, but where their reports arrive
+    if not hasattr(config, "workerinput"):  # in the process that gets the reports, not in xdist's workers
         if config.option.write_claims and not is_whole(config):
             raise pytest.UsageError("--write-claims needs a run of all tests, without names, -k or -m")
         config.pluginmanager.register(Claims(config))
 
 
 def is_whole(config) -> bool:
-    """Whether nothing on the command line leaves tests out."""
+    """Return whether the command line leaves no test out."""
     fewer = "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "collectonly", "lf"
     return (config.args == config.getini("testpaths")
             and not any(getattr(config.option, name, False) for name in fewer))
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:  # these travel to where the reports arrive
+    for item in items:  # properties are sent with the reports
         item.user_properties += [("claim", x) for mark in item.iter_markers("claim") for x in mark.args]
 
 
 @pytest.fixture
 def note(record_property):
     def noted(claim, **values):
-        for name, x in values.items():  # numpy's and torch's numbers cannot travel
+        for name, x in values.items():  # numbers of numpy and torch cannot be sent
             record_property(f"{claim}.{name}", x.item() if hasattr(x, "item") else x)
     return noted
 
 
 class Claims:
-    """What the tests of this run recorded."""
+    """The values and claims that the tests of this run recorded."""
 
     def __init__(self, config):
         self.config, self.recorded = config, []

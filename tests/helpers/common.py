@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Share decoders, loops and tensors among test files."""
 from functools import cache as once
 from itertools import product
 import math
@@ -15,24 +15,25 @@ from nanollm.measure import corpus
 from nanollm.measure.tasks import Tasks
 from nanollm.model import Config, Decoder
 
-# ---- where kernels run: a GPU, or a CPU in Triton's interpreter, which TRITON_INTERPRET=1 asks for ---
+# ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
 
 DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET", "0") == "0" else "cpu"
 interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: TRITON_INTERPRET=1")
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=2e-6), torch.float16: dict(rtol=2e-3, atol=2e-3)}
-if DEVICE == "cuda":  # the interpreter gets it wrong
-    TOLERANCE[torch.bfloat16] = dict(rtol=16e-3, atol=16e-3)  # 3 bits less
+if DEVICE == "cuda":  # Triton's interpreter computes it wrong
+    TOLERANCE[torch.bfloat16] = dict(rtol=16e-3, atol=16e-3)  # 3 bits less than float16
 
 
 def amid_nan(x):
-    """The same numbers, with NaN before and after them in memory, which nobody may read."""
+    """Return x as a view with NaN before and after it in memory, which no code may read."""
     storage = torch.full((x.numel() + 2 ** 15,), math.nan, dtype=x.dtype, device=DEVICE)
     storage[2 ** 14:-2 ** 14] = x.flatten()
     return storage[2 ** 14:-2 ** 14].view(x.shape)
 
 
 def segment(counts, D, dtype, seed, bias=False, gap=1):
-    """Heads one after the other, not in their order, `gap` rows of NaN around each, which nobody may read."""
+    """Return a segment of heads in another order, with `gap` rows of NaN around each, which no code may read.
+    """
     from kernels.decode_attention import Segment  # Triton: Linux only
 
     g = torch.Generator().manual_seed(seed)
@@ -53,7 +54,10 @@ def segment(counts, D, dtype, seed, bias=False, gap=1):
 
 
 def attended(q, segments):
-    """One head at a time, in float64: y (B, H, G, D), and the weight of every slot, 0 if it is nobody's."""
+    """Return y (B, H, G, D) and the weight of every slot, one head at a time in float64.
+
+    A slot of no head has weight 0.
+    """
     B, H, _, D = q.shape
     segments = [s._replace(k=s.k.double(), v=s.v.double()) for s in segments]
     y, weights = torch.zeros_like(q, dtype=torch.float64), [torch.zeros_like(s.k[:, 0]) for s in segments]
@@ -76,28 +80,28 @@ SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
 
 
 def turn(x, pos):
-    """RoPE as complex numbers: x (..., D) at positions pos (...)."""
+    """Rotate x (..., D) at positions pos (...): RoPE as complex numbers."""
     z = torch.complex(x[..., :D // 2], x[..., D // 2:])
     z = z * torch.polar(torch.ones(()), pos.float()[..., None] * FREQ)
     return torch.cat((z.real, z.imag), -1)
 
 
 def dense(q, k, v, visible):
-    """Attention from the definition: q (B, H·G, T, D), k and v (B, H, S, D), visible (B, H, T, S)."""
+    """Return attention by definition: q (B, H·G, T, D), k and v (B, H, S, D), visible (B, H, T, S)."""
     k, v, visible = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, visible))
     score = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~visible, -math.inf)
     return score.softmax(-1) @ v
 
 
 def feed(cache, q, k, v, chunk=None, first=0):
-    """The output (B, H·G, n, D) of a text that comes in chunks, at positions from `first` on."""
+    """Return the output (B, H·G, n, D) of a text fed in chunks, at positions from `first` on."""
     chunk, pos = chunk or q.shape[2], torch.arange(first, first + q.shape[2])[None]
     parts = zip(*(x.split(chunk, 2) for x in (q, k, v)), pos.split(chunk, 1))
     return torch.cat([cache.attend(*part) for part in parts], 2)
 
 
 def chunks_of(n, longest, tokens=(), ends=()):
-    """Tokens 0 … n − 1 in chunks of `longest`; one also ends at each token that is in `ends`."""
+    """Cut tokens 0 … n − 1 into chunks of at most `longest`; one also ends at each token in `ends`."""
     chunks = [[]]
     for i in range(n):
         if len(chunks[-1]) == longest or i and len(ends) and ends[tokens[i - 1]]:
@@ -112,7 +116,7 @@ TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1
 
 
 def decoder(**changed) -> Decoder:
-    """Three layers, six heads over two key/value heads, every parameter random."""
+    """Return a random decoder: three layers, six query heads over two key/value heads."""
     torch.manual_seed(0)
     size = dict(vocab_size=50, max_len=64, n_layers=3, n_heads=6, n_kv_heads=2, d_model=48, d_ff=64)
     model = Decoder(Config(**size | changed))
@@ -122,14 +126,14 @@ def decoder(**changed) -> Decoder:
 
 
 def checkpoint_of_two_layers(folder):
-    """A decoder of random weights with the tokenizer that ships, as a folder that commands take."""
+    """Return the folder of a small random decoder with our tokenizer, as commands take it."""
     size = dict(vocab_size=2048, max_len=800, n_layers=2, n_heads=4, d_model=32, d_ff=32)
     to_hf(decoder(**size), folder)
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     return folder
 
 
-# ---- the tokenizer that ships, and the tasks in it ---
+# ---- our tokenizer, and the tasks encoded with it ---
 
 ENCODING = tokenizer.load(TINY / "tokenizer.tiktoken")
 
@@ -140,7 +144,7 @@ def decode(tokens) -> str:
 
 @once
 def tasks(split: str) -> Tasks:
-    """Return the library's tasks, but for training from every tenth document: to encode all takes 8 s."""
+    """Return the library's tasks; for training only every tenth document, because encoding all takes 8 s."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
             pool = corpus.documents()[::10]
@@ -151,7 +155,7 @@ def tasks(split: str) -> Tasks:
 
 
 def clusters_of(keys, radius):
-    """Of keys, a list of rows: each one's cluster, the oldest that it may join, and the first keys of all."""
+    """Return each key's cluster, the oldest near it, and all first keys; keys is a list of rows."""
     of, centres = [], []
     for key in keys:
         may = [c for c, centre in enumerate(centres) if math.dist(key, centre) <= radius]
@@ -161,7 +165,7 @@ def clusters_of(keys, radius):
 
 
 def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None, previous=None):
-    """Link a cache to a decoder that has nothing but output projections and RoPE's angles."""
+    """Link a cache to a decoder that has only output projections and RoPE's angles."""
     w_o = torch.zeros(1, G * H, D) if w_o is None else w_o
     block = SimpleNamespace(attention=SimpleNamespace(w_o=w_o))
     cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer, previous)

@@ -1,4 +1,4 @@
-"""What tests of theory share: float64, draws, and closeness up to rounding or chance."""
+"""Share float64 draws and comparisons among the tests of theory."""
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -10,7 +10,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def check(claims, *strategies, examples=30):
-    """Of drawn values; and the claims that it checks."""
+    """Decorate a test that runs on drawn values and checks these claims."""
     def of(test):
         test = settings(max_examples=examples, deadline=None)(given(*strategies)(test))
         return pytest.mark.claim(*claims.split())(test)
@@ -40,6 +40,6 @@ def at_most(x, y):
 
 
 def near(runs, expected, errors=4.5):
-    """The mean over runs (R, ...) is the expected (...), within so many standard errors."""
+    """Return whether the mean over runs (R, ...) is the expected (...), within `errors` standard errors."""
     error = errors * runs.std(0) / math.sqrt(len(runs)) + 1e-12 * (1 + abs(expected))
     return ((runs.mean(0) - expected).abs() <= error).all()

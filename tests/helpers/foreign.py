@@ -1,4 +1,4 @@
-"""A checkpoint of a family and with a tokenizer that are not ours."""
+"""A checkpoint whose family and tokenizer are not ours."""
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import torch
 import transformers as hf
@@ -12,7 +12,7 @@ KINDS = {"bytes": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False
 
 
 def foreign_checkpoint(folder, kind="bytes"):
-    """A tiny random Qwen3 with a tokenizer trained here: its family is not one that `from_hf` reads."""
+    """Save a tiny random Qwen3 and a tokenizer trained here; `from_hf` does not read this family."""
     model, pre, decoder, Trainer, more = KINDS[kind]
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder

@@ -1,6 +1,7 @@
-"""Commands in processes of their own, which know only PATH and HOME: forks of one that has imported torch.
+"""Run commands in separate processes that get only PATH and HOME.
 
-To import torch takes 2 s, to fork nothing. Nothing of the repository is imported before the fork.
+Importing torch takes 2 s and a fork takes no time, so each command is a fork of a process that imported
+torch. Nothing of the repository is imported before the fork.
 """
 import json
 import os
@@ -23,10 +24,10 @@ class Forks:
         return self
 
     def __exit__(self, *_):
-        self.process.communicate()  # no further order: it ends
+        self.process.communicate()  # closes its stdin, so it ends
 
     def run(self, words: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess:
-        """`python -m MODULE ARGUMENTS`, as a user types it in `cwd`; `folder` gets what it prints."""
+        """Run `python -m MODULE ARGUMENTS` in `cwd`, as a user types it; `folder` gets stdout and stderr."""
         assert words[:2] == ["python", "-m"]
         streams = [str(folder / name) for name in ("stdout", "stderr")]
         print(json.dumps([words[2:], streams, str(cwd)]), file=self.process.stdin, flush=True)
@@ -44,10 +45,10 @@ def serve():
 
 
 def begin(words, streams, cwd):
-    signal.alarm(300)  # seconds, and no more
+    signal.alarm(300)  # at most 300 seconds
     for stream, file in enumerate([os.devnull, *streams]):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), stream)
-    sys.stdin = open(os.devnull)  # what the other had read ahead is not for it
+    sys.stdin = open(os.devnull)  # drop input that the parent has read ahead
     os.chdir(cwd)
     sys.argv, sys.path[0] = words, cwd
     return words[0]

@@ -1,4 +1,4 @@
-"""transformers as the oracle of what the decoder computes and of checkpoints: tiny random models."""
+"""Tiny random models of transformers, to check the decoder's outputs and checkpoints against."""
 import torch
 from transformers import (AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config,
                           logging as transformers_logging)
@@ -10,7 +10,7 @@ transformers_logging.disable_progress_bar()
 IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)  # generate() does not stop early
 SIZE = dict(vocab_size=61, num_hidden_layers=2, max_position_embeddings=64, **IDS)
 SMALL = dict(vocab_size=61, n_layer=2, n_positions=64, **IDS)
-# angles of θ=100 over D=16 turn 5 to 0.1 times in 32 tokens: some stay, some are on the ramp, some stretched
+# with θ = 100 and D = 16 the angles turn 5 to 0.1 times in 32 tokens, so all three cases of Llama 3 occur
 LLAMA3 = dict(rope_type="llama3", rope_theta=100.0, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
 
@@ -35,13 +35,13 @@ CASES = {
     "llama3.1": LlamaConfig(**shape(32, 4, 2, head_dim=16, rope_parameters=LLAMA3)),
     "mistral": MistralConfig(**shape(32, 4, 2, sliding_window=None, head_dim=4)),
     "qwen2": Qwen2Config(**shape(32, 4, 2, rope_parameters=dict(rope_type="default", rope_theta=300.0))),
-    "qwen2 heads of 14": Qwen2Config(**shape(20, 3, 3, head_dim=14)),  # which do not divide 20
+    "qwen2 heads of 14": Qwen2Config(**shape(20, 3, 3, head_dim=14)),  # 3 · 14 is not 20
     "qwen2 tied 1 kv": Qwen2Config(**shape(24, 6, 1, tie_word_embeddings=True)),
 }
 
 
 def oracle(case: str):
-    """transformers' model of a case, every parameter random: its own initialisation leaves biases zero."""
+    """Return transformers' model of a case with random parameters; its own initialisation has zero biases."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CASES[case]).eval()
     for name, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Wrong solutions planted into the functions of this process, and the course's tests on them."""
+"""Plant wrong solutions into functions of this process, and run the course's tests on them."""
 from contextlib import contextmanager
 from importlib import import_module
 import inspect
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def planted(problem, old: str, new: str):
-    """The function's code is another while this lasts, wherever it was imported."""
+    """Replace a part of the function's code inside a `with` block, wherever the function was imported."""
     source = (ROOT / problem.file).read_text()
     body = "\n".join(source.split("\n")[slice(*place(source, problem.function))])
     assert old in body, f"{problem.name}: {old!r} is not in {problem.function}"
@@ -34,7 +34,7 @@ def planted(problem, old: str, new: str):
 
 
 def direct(assignment: str):
-    """The `run` of tests without a process of its own, with all that it checks."""
+    """Return the `run` of an assignment's tests without a separate process, with all its checks."""
     adapter = import_module(f"course.{assignment}.adapter")
 
     def run(call: str, may_change: tuple[str, ...] = (), **args):

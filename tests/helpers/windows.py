@@ -1,8 +1,8 @@
-"""A prompt through a window method, held against loops written from the papers.
+"""Run a prompt through a window method, and compare the result with loops written from the papers.
 
-`Case` pairs a method with the loops that say what it keeps; `check_walk(case, prompt)` compares slots,
-positions and bytes; of outputs test_methods.py tells. Loops work on lists: scores [i] or [h][i],
-weights A and norms [g][i] of a head.
+`Case` pairs a method with the loops that say what it keeps. `check_walk(case, prompt)` compares slots,
+positions and bytes; test_methods.py compares outputs. Loops work on lists: scores [i] or [h][i], weights A
+and norms [g][i] of a head.
 """
 from common import link
 from collections.abc import Callable
@@ -29,7 +29,7 @@ B, D, LAYER, LAYERS = 2, 4, 1, 4
 
 
 def highest(score, n, but=()):
-    """The n highest scores; of equals the newest."""
+    """Return the n highest scores; ties: the newest."""
     return sorted(set(range(len(score))) - set(but), key=lambda i: (-score[i], -i))[:n]
 
 
@@ -43,7 +43,7 @@ def mean(heads):
 
 
 def fair(exact):
-    """Whole numbers with the same sum: the largest remainders are rounded up, of equals the first."""
+    """Round to whole numbers with the same sum: the largest remainders up, the first of equal ones."""
     counts = [math.floor(x) for x in exact]
     while sum(counts) < sum(exact):
         counts[max(range(len(exact)), key=lambda i: exact[i] - counts[i])] += 1
@@ -55,7 +55,7 @@ def same_for_all(scores, b, **_):
 
 
 def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
-    """PyramidKV: the layers' mean is b, so the last lies as far below b as the first above."""
+    """PyramidKV: the layers' mean is b, so the last layer is as far below b as the first is above."""
     top = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
     step = Fraction(2 * (top - b), layers - 1)
     budgets = fair([top - i * step for i in range(layers)])
@@ -63,7 +63,7 @@ def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
 
 
 def by_head(scores, b, floor=0.2, **_):
-    """AdaKV: what a head has among the layer's highest, over a floor."""
+    """AdaKV: a head gets a floor, and its entries among the layer's highest scores."""
     H, floor = len(scores), Fraction(str(floor))
     everywhere = sorted((-score, -i, -h) for h in range(H) for i, score in enumerate(scores[h]))[:H * b]
     return fair([floor * b + (1 - floor) * sum(h == -minus for *_, minus in everywhere) for h in range(H)])
@@ -75,7 +75,7 @@ def by_weight(A, norms, out, b, kernel_size, **_):
 
 
 def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
-    """Slots that stand for the tokens `gone` of one head: q (G, w, D), k and v (T, D), rows (G, w, T)."""
+    """Return slots for the evicted tokens `gone` of one head: q (G, w, D), k, v (T, D), rows (G, w, T)."""
     groups = [[] for _ in range(entries)]
     for j, i in enumerate(gone):
         groups[j * entries // len(gone)].append(i)
@@ -101,15 +101,15 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
 
 class Case(NamedTuple):
     Method: type = SnapKV
-    options: dict = {}               # of the cache
-    select: Selection | Callable | None = None  # or from a prompt; None: the Method's own
+    options: dict = {}               # options of the cache
+    select: Selection | Callable | None = None  # a selection, or a function of a prompt; None: the Method's own
     deal: Callable = same_for_all  # entries per head, from [h][i] pooled window scores
     choose: Callable = by_weight   # entries of a head
 
 
 class Prompt(NamedTuple):
     T: int
-    chunk_size: int  # tokens that come at a time
+    chunk_size: int  # tokens per part
     H: int
     G: int
     window_size: int
@@ -123,7 +123,7 @@ PROMPTS = [
     GROUPED, TIED, Prompt(53, 1, 2, 2, 8, 20), Prompt(53, 5, 2, 2, 8, 20), Prompt(37, 37, 3, 1, 4, 13, 1),
     Prompt(37, 34, 2, 4, 4, 9, 3), Prompt(37, 9, 2, 4, 5, 6), Prompt(38, 38, 4, 1, 7, 37),
     Prompt(9, 2, 3, 2, 1, 4), Prompt(53, 53, 2, 2, 8, 20, 7, True), Prompt(37, 37, 4, 1, 4, 13, 1, True),
-    Prompt(13, 13, 2, 2, 4, 14), Prompt(13, 4, 2, 1, 8, 13), Prompt(5, 3, 2, 2, 8, 9)]  # room for all
+    Prompt(13, 13, 2, 2, 4, 14), Prompt(13, 4, 2, 1, 8, 13), Prompt(5, 3, 2, 2, 8, 9)]  # everything fits
 
 
 def name_of(prompt: Prompt) -> str:
@@ -131,7 +131,7 @@ def name_of(prompt: Prompt) -> str:
 
 
 def options_of(select) -> dict:
-    """Those of a selection and of the one that it wraps."""
+    """Return the options of a selection and of the one inside it."""
     own = dict(vars(select))
     return options_of(own.pop("inner")) | own if "inner" in own else own
 
@@ -156,7 +156,7 @@ class Walk(NamedTuple):
 
 
 def live(cache, b, h) -> Slots:
-    """What one head holds."""
+    """Return the slots of one head that hold an entry."""
     bias = cache.slot("bias") if "bias" in cache.slots else torch.zeros(cache.pos.shape)
     there = cache.pos[b, h] != NEVER
     return Slots(*(x[b, h, there] for x in (cache.pos, cache.k, cache.v, bias)))
@@ -167,7 +167,7 @@ def every_slot(cache) -> list[list[Slots]]:
 
 
 def walk(case: Case, prompt: Prompt) -> Walk:
-    """The prompt in parts, its end, and six more tokens."""
+    """Feed the prompt in parts, end it, and feed six more tokens."""
     T, chunk_size, H, G, w, budget, kernel_size, tied = prompt
     g = torch.Generator().manual_seed(T)
     q, k, v = [torch.randn(B, heads, T + 6, D, generator=g) for heads in (H * G, H, H)]
@@ -192,7 +192,7 @@ def walk(case: Case, prompt: Prompt) -> Walk:
         cache.attend(q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], torch.arange(a, z)[None])
         if z == T:
             assert tied or torch.allclose(window.window_rows(cache.queries, cache.k), rows, atol=1e-6)
-            with pytest.MonkeyPatch.context() as patch:  # ties are not to be broken by rounding
+            with pytest.MonkeyPatch.context() as patch:  # rounding must not break ties
                 for module in ("nanollm.window", "methods.ours.theta"):
                     patch.setattr(f"{module}.window_rows", lambda q, k, empty=None: rows)
                 cache.end_prefill()
@@ -203,7 +203,7 @@ def walk(case: Case, prompt: Prompt) -> Walk:
 
 
 def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
-    """[b][h]: what Algorithm 2 of CriticalKV leaves of the prompt."""
+    """Return the slots that Algorithm 2 of CriticalKV leaves of the prompt, [b][h]."""
     (T, _, H, G, w, budget, kernel_size, _), (q, k, v) = prompt, got.raw
     if T <= budget:
         at, bias = torch.arange(T), torch.zeros(T)
@@ -229,7 +229,7 @@ def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
 
 
 def check_walk(case: Case, prompt: Prompt):
-    """Slots are the loops', decoding only adds, at absolute positions, and bytes say so."""
+    """Check that slots are the loops', that decoding only appends, and that `bytes` counts the slots."""
     T, H, got = prompt.T, prompt.H, walk(case, prompt)
     slots = slots_by_loop(case, prompt, got)
     for b, h in product(range(B), range(H)):
@@ -247,11 +247,14 @@ def check_walk(case: Case, prompt: Prompt):
     assert got.cache.seen == T + 6
 
 
-# ---- compressed again every n new tokens ---
+# ---- methods that compress again every n new tokens ---
 
 
 def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, budget=12, kernel_size=3):
-    """A prompt of T tokens and what follows, so many at a time: slots, outputs and room are the loop's."""
+    """Check a method that compresses again against loops: slots, outputs and bytes.
+
+    The prompt has T tokens; after it come parts of the given lengths.
+    """
     new, w = sum(parts), window_size
     g = torch.Generator().manual_seed(T)
     q, k, v = [torch.randn(B, heads, T + new, D, generator=g) for heads in (H * G, H, H)]
@@ -265,7 +268,7 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
         seen = [i for i in at if i <= t]
         return dict(zip(seen, (k[b, h, seen] @ q[b, h * G + j, t] / math.sqrt(D)).softmax(0).tolist()))
 
-    def compressed(held, n):  # [b][h]: the tokens that stay of n
+    def compressed(held, n):  # [b][h]: the kept ones of n tokens
         for b, heads in enumerate(held):
             rows = [[[attention(b, h, j, t, at) for t in range(n - w, n)] for j in range(G)]
                     for h, at in enumerate(heads)]
@@ -310,11 +313,11 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
     assert cache.seen == n and cache.queries.shape == (B, H, G, w, D) and times > 1
 
 
-# ---- caches that are given a prompt ---
+# ---- caches after a prompt ---
 
 
 def compress(cache, q, k, v, w_o=None, layer=0, layers=1):
-    """The whole prompt at once."""
+    """Return the cache after a prompt fed at once."""
     link(cache, layer, layers, w_o=w_o)
     cache.attend(q, k, v, torch.arange(q.shape[2])[None])
     cache.end_prefill()
@@ -322,7 +325,7 @@ def compress(cache, q, k, v, w_o=None, layer=0, layers=1):
 
 
 def uneven(cache, T, H=4, G=2, d=2):
-    """Head 0 attends to every token alike, the others give all their weight to token 5, none to the rest."""
+    """Feed a prompt in which head 0 attends to all tokens alike, and the other heads only to token 5."""
     q, k, v = torch.zeros(B, H * G, T, d), torch.zeros(B, H, T, d), torch.randn(B, H, T, d)
     q[..., 0], k[:, 1:, 5, 0] = 1, 1000
     return compress(cache, q, k, v, torch.randn(3, H * G, d))

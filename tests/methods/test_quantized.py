@@ -1,4 +1,4 @@
-"""KIVI's rounded cache against loops: codes, what is rounded when, attention, bytes."""
+"""Compare KIVI's rounded cache with loops: codes, what is rounded when, attention, bytes."""
 from functools import cache as once
 from itertools import pairwise, product
 import struct
@@ -18,7 +18,7 @@ every_bits = pytest.mark.parametrize("bits", range(1, 9))
 
 @once
 def drawn(dtype=F64):
-    """q, k, v; as in decoders, some channels of the keys are always large."""
+    """Return q, k, v; as in real decoders, some channels of the keys are always large."""
     k = random(B, H, T, D, seed=1)
     k[..., 3] += 20
     k[..., 8] -= 9
@@ -29,17 +29,17 @@ def drawn(dtype=F64):
 
 
 def half(x):
-    """By way of 32 bits, as in torch."""
+    """Round to 16 bits by way of 32 bits, as torch does."""
     for form in "fe":
         x, = struct.unpack(form, struct.pack(form, x))
     return x
 
 
 def by_loop(group, bits):
-    """A list of numbers that share a range: their codes, zero and scale."""
+    """Return the codes, zero and scale of a list of numbers that share a range."""
     zero = half(min(group))
     scale = half((max(group) - zero) / (2 ** bits - 1))
-    if scale <= 0:  # one number, of which a half says too little, or too much
+    if scale <= 0:  # equal numbers, whose zero was rounded down or up in 16 bits
         return [0] * len(group), zero, scale
     return [min(max(round((x - zero) / scale), 0), 2 ** bits - 1) for x in group], zero, scale
 
@@ -51,7 +51,11 @@ def restored(group, bits):
 
 @every_bits
 def test_codes_zero_and_scale_are_the_loops(bits):
-    """Whole steps, down to the smallest of a half, and groups of one number are kept exactly."""
+    """Codes, zero and scale equal the loop's.
+
+    Numbers on whole steps, down to the smallest 16-bit step, and groups of equal numbers are restored
+    exactly.
+    """
     for dim, far in product((2, 4), (0, 30, -30)):
         x = far + random(2, 1, 7, 3, 5, seed=bits) * 10.0 ** torch.arange(-1, 2).view(-1, 1)
         groups = [part.movedim(dim, -1).flatten(0, -2) for part in quantise(x, bits, dim)]
@@ -70,7 +74,7 @@ def test_codes_zero_and_scale_are_the_loops(bits):
 @pytest.mark.parametrize("numbers, bits", [
     ([1e5, 1e5], 2), ([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
 def test_what_no_half_holds_is_refused(numbers, bits):
-    """Zero or scale would be infinite and attention NaN."""
+    """Numbers beyond the range of 16 bits raise ValueError; otherwise attention would be NaN."""
     for dtype in torch.float32, torch.bfloat16:
         with pytest.raises(ValueError, match="large"):
             quantise(torch.tensor(numbers, dtype=dtype), bits, 0)
@@ -80,7 +84,7 @@ def test_what_no_half_holds_is_refused(numbers, bits):
 
 
 def rounded(x, bits, group, dim):
-    """Keys (dim 0) or values (dim 1) of one head, (n, D), each group of them along dim rounded."""
+    """Round keys (dim 0) or values (dim 1) of one head, (n, D), in groups along dim."""
     rows = (x.T if dim == 0 else x).tolist()
     done = torch.stack([torch.cat([restored(row[i:i + group], bits) for i in range(0, len(row), group)])
                         for row in rows])
@@ -88,7 +92,7 @@ def rounded(x, bits, group, dim):
 
 
 def old(n, group, exact):
-    """How many of n tokens are rounded: a group at a time, as long as so many exact ones remain."""
+    """Return how many of n tokens are rounded: whole groups, as long as enough exact tokens remain."""
     return max(n - exact, 0) // group * group
 
 
@@ -99,11 +103,11 @@ CASES = {  # options, tokens of the prompt
     "one too few": (dict(bits=8, group_size=8, residual_length=8), 15),
     "nothing exact, prompt of none": (dict(bits=1, group_size=4, residual_length=0), 0),
 }
-FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)  # position at which each row of the batch starts
+FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)  # where each row of the batch starts
 
 
 def feed(cache, prompt, chunk, block):
-    """A text in parts, `chunk` tokens at a time, then `block`: yields each part and its output."""
+    """Feed a text, `chunk` tokens at a time in the prompt, then `block`; yield each part and its output."""
     if not prompt:
         cache.end_prefill()
     for a, b in pairwise([*range(0, prompt, chunk), *range(prompt, T, block), T]):
@@ -114,8 +118,11 @@ def feed(cache, prompt, chunk, block):
 
 
 def check_bytes(cache, seen, before, after, more, bits, group_size, **_):
-    """By hand, when `before` tokens were rounded and now `after` are. A buffer grows by a tenth at most."""
-    channels = D / min(group_size, D)  # groups of a value's channels, 2 · 2 bytes each
+    """Compare `bytes` with a count by hand, if `before` tokens were rounded and now `after` are.
+
+    A buffer is at most a tenth too large.
+    """
+    channels = D / min(group_size, D)  # groups of a value's channels, 4 bytes each
     token = 2 * bits * D / 8 + channels * 4 + D * 4 / group_size + more
     size = lambda exact: B * H * (exact * (2 * D * 8 + 4 + more) + after * token)
     live, allocated = cache.bytes()
@@ -126,7 +133,7 @@ def check_bytes(cache, seen, before, after, more, bits, group_size, **_):
 @pytest.mark.parametrize("chunk, block", [(100, 1), (7, 1), (4, 5)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chunk, block):
-    """What a part pushes out is rounded after its attention."""
+    """The oldest whole groups are rounded as by the loop, after the attention of the part that fills them."""
     options, prompt = CASES[case]
     cache, (q, *kv) = Quantized(**options), drawn()
     n, bits, group = old(T, options["group_size"], 0), options["bits"], options["group_size"]
@@ -155,6 +162,7 @@ def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chun
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_other_types_of_numbers(dtype):
+    """In 16 and 32 bits restored numbers have the model's type and lie within half a step."""
     cache, (q, k, v) = Quantized(bits=3, group_size=8, residual_length=4), drawn(dtype)
     y = cache.attend(q, k, v, torch.arange(T)[None])
     cache.end_prefill()
@@ -170,7 +178,10 @@ def test_other_types_of_numbers(dtype):
 @pytest.mark.parametrize("bits", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, bits):
-    """In 16 bits, too: the two parts of a score are large and cancel where a channel is always large."""
+    """Attention to codes equals attention to the restored numbers, also in 16 bits.
+
+    The two parts of a score are large and cancel if a channel is always large.
+    """
     cache, (q, k, v) = Quantized(bits=bits, group_size=8, residual_length=4), drawn(dtype)
     cache.attend(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], torch.arange(T - 1)[None])
     cache.end_prefill()
@@ -181,13 +192,14 @@ def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, 
             for x in part.values() if torch.is_tensor(x) and x is not cache.start}
     assert sum(held.values()) == cache.bytes()[1]
 
-    cache.slots |= {name: cache.slots[name].to(F64) for name in "kv"}  # so that `read` does not round
+    cache.slots |= {name: cache.slots[name].to(F64) for name in "kv"}  # then `read` does not round
     keys, values, at, _ = cache.read()
     expected = dense(q[:, :, -1:].to(F64), keys, values, at[:, :, None] < T)
     assert torch.allclose(y.to(F64), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_the_variants_options():
+    """The variants have 2, 3 and 4 bits and keep 16 tokens exact."""
     made = {name: Method() for name, Method in variants.items()}
     assert {name: (x.bits, x.group_size, x.residual_length) for name, x in made.items()} == {
         f"quantized_{bits}": (bits, 32, 16) for bits in (2, 3, 4)}
@@ -196,6 +208,7 @@ def test_the_variants_options():
 @pytest.mark.parametrize("head_dim, group, fits", [
     (12, 4, False), (16, 12, False), (8, 1, True), (8, 9, True), (24, 12, True)])
 def test_head_dims_are_multiples_of_8_and_of_the_group(head_dim, group, fits):
+    """A head dim must be a multiple of 8 and of the group; any other raises ValueError."""
     model = decoder(head_dim=head_dim)
     if not fits:
         with pytest.raises(ValueError, match=f"{head_dim} must be a multiple of 8 and of group_size {group}"):

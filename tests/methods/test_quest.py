@@ -1,4 +1,4 @@
-"""Quest against loops: which pages a query reads, and that it reads no other."""
+"""Compare Quest with loops: the pages that a query reads, and that it reads no others."""
 from itertools import product
 import math
 
@@ -22,7 +22,7 @@ def after_the_prompt(chunk=None, **options):
 
 
 def pages_read(b, h, t, n):
-    """Of query t: its own page, and the n − 1 others whose keys may score highest, channel by channel."""
+    """Return query t's pages: its own, and the n − 1 others with the highest possible scores."""
     bound = {}
     for page in range(t // PAGE):
         keys = [K[b, h, i].tolist() for i in range(page * PAGE, (page + 1) * PAGE)]
@@ -38,6 +38,7 @@ def pages_read(b, h, t, n):
 @pytest.mark.parametrize("chunk", [1, 5, None])
 @pytest.mark.parametrize("budget", [4, 14, 40])
 def test_attention_is_that_over_the_pages_of_the_loop(budget, chunk):
+    """A query's output is attention over exactly the loop's pages."""
     _, y = after_the_prompt(chunk, budget=budget)
     visible = torch.zeros(B, H, T, T, dtype=torch.bool)
     for b, h, t in product(range(B), range(H), range(N, T)):
@@ -48,6 +49,7 @@ def test_attention_is_that_over_the_pages_of_the_loop(budget, chunk):
 
 
 def test_no_score_in_a_page_exceeds_its_bound_and_one_of_a_single_key_meets_it():
+    """No score exceeds its page's bound; a page with one key meets it."""
     for page in (PAGE, 1):
         cache, _ = after_the_prompt(page=page)
         for t in range(T):
@@ -58,12 +60,12 @@ def test_no_score_in_a_page_exceeds_its_bound_and_one_of_a_single_key_meets_it()
 
 
 def test_what_is_not_chosen_is_not_read():
-    """Spoilt entries spoil nothing, as long as their pages are not among those of the highest bounds."""
+    """NaN in entries outside the chosen pages changes no output."""
     cache, _ = after_the_prompt(1)
     new = [torch.randn(B, heads, 1, D, generator=g) for heads in (H * G, H, H)]
     other, _ = after_the_prompt(1)
     expected = other.attend(*new, torch.tensor([[T]]))
-    u = cache.bounds(new[0])[..., :T // PAGE]  # the last page, of the newest tokens, is always read
+    u = cache.bounds(new[0])[..., :T // PAGE]  # without the last page, which is always read
     unread = u.argsort(descending=True)[..., 2:]
     for b, h in product(range(B), range(H)):
         for page in unread[b, h].tolist():
@@ -73,6 +75,7 @@ def test_what_is_not_chosen_is_not_read():
 
 
 def test_dense_layers_read_everything():
+    """The first `dense` layers read the whole cache."""
     full = dense(Q, K, V, torch.ones(T, T).tril().bool().expand(B, H, T, T))[:, :, N:]
     cache, y = after_the_prompt(dense=1)
     assert torch.allclose(y, full, atol=1e-5) and cache.bytes()[0] == B * H * T * SLOT
@@ -81,6 +84,7 @@ def test_dense_layers_read_everything():
 
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_bytes_are_those_of_all_entries_and_of_two_vectors_a_page(chunk):
+    """`bytes` counts all entries and two vectors per page."""
     cache, _ = after_the_prompt(chunk)
     held = B * H * (T * SLOT + 2 * -(-T // PAGE) * D * 4)
     live, allocated = cache.bytes()
@@ -91,5 +95,6 @@ def test_bytes_are_those_of_all_entries_and_of_two_vectors_a_page(chunk):
     (dict(budget=15), "budget 15 must be at least 16: a page has 16 tokens"),
     (dict(budget=15, page=0), "page 0"), (dict(budget=16, dense=-1), "dense -1")])
 def test_bad_options_are_refused(options, message):
+    """A wrong option raises ValueError."""
     with pytest.raises(ValueError, match=message):
         Quest(**options)

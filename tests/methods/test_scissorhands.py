@@ -1,4 +1,4 @@
-"""Scissorhands and MeanWeight against a loop over tokens; the budget always holds; what counts can keep."""
+"""Compare Scissorhands and MeanWeight with a loop over tokens; check the budget and claims on counts."""
 from functools import cache as once
 import math
 import random
@@ -16,7 +16,7 @@ T = 64
 
 
 def importance(j, past, Method, history):
-    """Minus I_j, or what a variant has in its place. past: at each step 1, 2, …, {entry: weight}."""
+    """Return −I_j, or the variant's importance; past: {entry: weight} of steps 1, 2, …"""
     if Method is MeanWeight:
         had = [weights[j] for weights in past if j in weights]
         return sum(had) / len(had)
@@ -29,7 +29,10 @@ def importance(j, past, Method, history):
 
 
 def algorithm_1(q, k, v, Method, history, budget, recent, m):
-    """One key/value head, q (G, T, D), k, v (T, D): of each token what is kept, importances, output."""
+    """Return the kept tokens, importances and output at each token.
+
+    One key/value head: q (G, T, D), k and v (T, D).
+    """
     kept, past = [], []
     for t in range(len(k)):
         if len(kept) == budget:
@@ -54,7 +57,7 @@ CASES = {
 
 @once
 def text():
-    """Rotated q and k, and v; sharp attention, so that counts differ."""
+    """Return rotated q and k, and v, with sharp attention, so counts differ."""
     g = torch.Generator().manual_seed(0)
     q, k, v = [torch.randn(B, heads, T, D, generator=g) for heads in (H * G, H, H)]
     return turn(3 * q, torch.arange(T)), turn(k, torch.arange(T)), v
@@ -72,7 +75,8 @@ def expected(case):  # [b][h][t]
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("case", CASES)
 def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
-    """What is kept, its importance, position, key and value, and every query's output."""
+    """Kept tokens, importance, positions, keys, values and outputs equal the loop's, however the text is cut.
+    """
     (Method, *options), (q, k, v), outputs = CASES[case], text(), []
     cache = Method(*options)
     for i in torch.arange(T).split(chunk):
@@ -94,7 +98,7 @@ def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
 @pytest.mark.parametrize("Method, more, slot", [
     (Scissorhands, dict(history=100), SLOT + 4 + 13), (MeanWeight, {}, SLOT + 4)])
 def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, note):
-    """In slots, bytes and keys attended to; late costs what early does."""
+    """Slots, bytes and attended keys never exceed the budget, and late tokens cost as much as early ones."""
     budget, m, n, read_at = 64, 20, 1000, {}
 
     class Watched(Method):
@@ -115,7 +119,7 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, not
     cache, g = Watched(budget=budget, at_a_time=m, **more), torch.Generator().manual_seed(2)
     for i in torch.arange(n).split([1, 90, 7, 102, *[1] * (n - 200)]):
         cache.attend(*(torch.randn(B, x, len(i), D, generator=g) for x in (H * G, H, H)), i[None])
-    # as few pieces as there is room for
+    # the text is cut into as few pieces as the room allows
     assert [*read_at][:11] == [1, 64, 84, 91, 98, 104, 124, 144, 164, 184, 200]
     early, late = ([read_at[t + 1] for t in range(*span)] for span in ((200, 400), (n - 200, n)))
     assert cache.seen == n and early == late and sorted({*late}) == [*range(budget - m + 1, budget + 1)]
@@ -123,7 +127,7 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, not
 
 
 def weigh(cache, strength, group=2):
-    """Tokens of weights in proportion to `strength`, whatever the query; yields what each leaves."""
+    """Give tokens weights in proportion to `strength` for every query; yield the kept tokens after each."""
     k = torch.zeros(1, 1, len(strength), D)
     k[..., 0] = torch.tensor(strength).log()
     q = torch.zeros(1, group, len(strength), D)
@@ -134,13 +138,14 @@ def weigh(cache, strength, group=2):
 
 
 def largest_so_far(v, budget):
-    """After each token: it and, of those before, the budget − 1 largest."""
+    """Yield, after each token, that token and the budget − 1 largest before it."""
     return [sorted([*sorted(range(t), key=v.__getitem__)[-(budget - 1):], t]) for t in range(len(v))]
 
 
 @pytest.mark.claim("S2")
 @pytest.mark.parametrize("seed, history", [(0, 1), (1, 5), (2, 400)])
 def test_counts_keep_the_largest_if_just_these_exceed_1_over_t(seed, history):
+    """If exactly the largest weights exceed 1/t, counts keep the largest so far."""
     budget, n, draw = 6, 60, random.Random(seed)
     counts = lambda v: [*weigh(Scissorhands(budget=budget, recent=0, at_a_time=1, history=history), v)]
     strong = {0, *draw.sample(range(2 * budget, n), budget - 2)}
@@ -156,6 +161,7 @@ def test_counts_keep_the_largest_if_just_these_exceed_1_over_t(seed, history):
 
 @torch.inference_mode()
 def test_budgets_may_rise_over_layers():
+    """`tilted` gives later layers larger budgets with the same total."""
     model = decoder()
     model(TOKENS, caches := tilted(model, 10, 0.3, recent=2))
     assert [(cache.layer, cache.budget) for cache in caches] == [(0, 7), (1, 10), (2, 13)]
@@ -164,6 +170,7 @@ def test_budgets_may_rise_over_layers():
 
 @torch.inference_mode()
 def test_half_leave_by_default_and_a_budget_alone_keeps_the_newest():
+    """By default half of the budget leaves at a time; BudgetCache alone keeps the newest."""
     assert [Scissorhands(budget=n).at_a_time for n in (101, 14)] == [50, 4]
     decoder()(TOKENS, caches := make_cache(decoder(), BudgetCache, budget=9, recent=2, at_a_time=1))
     assert all((cache.pos.sort(-1).values == torch.arange(31, 40)).all() for cache in caches)

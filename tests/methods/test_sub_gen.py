@@ -1,4 +1,5 @@
-"""SubGen: clusters against a loop, attention where it is exact, memory counted by hand."""
+"""Compare SubGen's clusters with a loop, its attention in exact cases, and its memory with a count by hand.
+"""
 from itertools import combinations, product
 import math
 
@@ -19,7 +20,7 @@ each_chunk = pytest.mark.parametrize("chunk", [1, 3, None])
 
 
 def streamed(k, v=None, *, radius=0.0, samples=1, draws=1, chunk=None, seed=0):
-    """k, v (B, H, T, D) in chunks: the stream, and the cluster of each key."""
+    """Feed k, v (B, H, T, D) in chunks; return the stream and the cluster of each key."""
     stream, clusters = Stream(k, radius, samples, draws, seeded(seed)), []
     for x, y in zip(*(x.split(chunk or k.shape[2], 2) for x in (k, k if v is None else v))):
         clusters.append(stream.join(x))
@@ -33,7 +34,10 @@ def streamed(k, v=None, *, radius=0.0, samples=1, draws=1, chunk=None, seed=0):
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 4), st.sampled_from([1, 5, None]),
        st.sampled_from([0.0, 1.0, 1.3, 2.0, 5.0, 100.0, math.inf]))
 def test_a_key_joins_the_oldest_cluster_it_may_however_the_text_is_cut(seed, n, D, chunk, radius):
-    """Whole numbers, so that many distances are the radius exactly. Heads open clusters of their own."""
+    """A key joins the oldest cluster near it, however the text is cut; heads have their own clusters.
+
+    Keys are whole numbers, so many distances equal the radius exactly.
+    """
     k = torch.randint(-3, 4, (2, 2, n, D), generator=seeded(seed)).double()
     k[1, 1] *= 4
     stream, cluster = streamed(k, radius=radius, chunk=chunk)
@@ -47,7 +51,7 @@ def test_a_key_joins_the_oldest_cluster_it_may_however_the_text_is_cut(seed, n, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_a_key_at_the_very_edge_joins_or_not_however_the_text_is_cut(dtype):
-    """Rounding must be the same for old centres and new ones. What is no number has a cluster, too."""
+    """A key at the edge of a cluster is treated alike however the text is cut; a NaN also gets a cluster."""
     for seed in range(20):
         k = random(1, 1, 30, 64, seed=seed).to(dtype)  # from 26 on cdist would multiply matrices
         edge = torch.cdist(k[:, :, :1], k[:, :, 1:2], compute_mode="donot_use_mm_for_euclid_dist").item()
@@ -58,14 +62,17 @@ def test_a_key_at_the_very_edge_joins_or_not_however_the_text_is_cut(dtype):
 
 @pytest.mark.claim("T9")
 def test_texts_and_heads_are_drawn_apart():
-    """theory/test_clustering.py tests means and variances of what is drawn."""
+    """Every text and head has its own random draws.
+
+    theory/test_clustering.py checks means and variances of the draws.
+    """
     held, _ = streamed(random(1, 1, 50, 1).expand(2, 2, -1, -1), radius=math.inf, samples=20, draws=20)
     for drawn in held.sample[:, :, 0], held.k:
         assert len(drawn.flatten(0, 1).unique(dim=0)) == 4
 
 
 def test_a_long_stream_loses_no_bits():
-    """10⁸ + 1 is no float32, nor is a random number below it that tells its parts apart."""
+    """Counts and sums stay exact in a long stream: float32 cannot represent 10⁸ + 1."""
     stream, _ = streamed(torch.ones(1, 1, 2, 1), torch.tensor([1e4, 1]).view(1, 1, 2, 1))
     assert stream.total.item() == 10 ** 8 + 1
     u = stream.uniform(torch.tensor([2 ** 40, 3]), 1000)
@@ -74,13 +81,13 @@ def test_a_long_stream_loses_no_bits():
 
 
 def text(name, B=2, H=2, G=3, n=9, D=3):
-    """q, k, v as the decoder lays them out, heads inside tokens."""
+    """Return q, k, v in the decoder's layout, heads inside tokens."""
     q, both = random(B, n, H * G, D), random(2, B, n, H, VECTORS[name] * D, seed=1)
     return q.transpose(1, 2), *both.transpose(2, 3)
 
 
 def exactly(q, k, v, scale, vectors):
-    """Causal (tensor) attention, as defined."""
+    """Return causal attention, or tensor attention, by definition."""
     G, rows = q.shape[1] // k.shape[1], []
     for i in range(q.shape[2]):
         k_, v_ = (x[:, :, :i + 1].repeat_interleave(G, 1).chunk(vectors, -1) for x in (k, v))
@@ -93,7 +100,11 @@ def exactly(q, k, v, scale, vectors):
 @each_cache
 @each_chunk
 def test_with_a_cluster_for_each_key_and_one_value_attention_is_exact(name, chunk):
-    """Every draw is then the same: only token 2 has a value, or a first and token 4 a second one."""
+    """With a cluster for every key and a single nonzero value, SubGen's attention is exact.
+
+    Then every draw is the same: only token 2 has a value, or for pairs token 2 a first and token 4 a second
+    one.
+    """
     q, k, v = text(name)
     k[:, :, 5] = k[:, :, 3]  # a cluster of two
     for half, token in zip(v.chunk(VECTORS[name], -1), (2, 4)):
@@ -110,8 +121,9 @@ def test_with_a_cluster_for_each_key_and_one_value_attention_is_exact(name, chun
 @each_cache
 @pytest.mark.parametrize("chunk", [1, None])
 def test_values_of_nothing_but_zeros_give_zero(name, chunk):
+    """If all values are 0 the output is 0, and other texts are not affected."""
     q, k, v = text(name)
-    v[0] = 0  # another text is not disturbed
+    v[0] = 0  # only in the first text
     y = feed(CACHES[name](0.5, 2, 3), q, k, v, chunk)
     assert (y[0] == 0).all() and y[1].isfinite().all() and (y[1] != 0).all()
 
@@ -119,6 +131,7 @@ def test_values_of_nothing_but_zeros_give_zero(name, chunk):
 @each_cache
 @pytest.mark.parametrize("sign", [1, -1])
 def test_terms_whose_exp_overflows_are_finite(name, sign):
+    """Scores whose exp overflows or underflows give finite outputs."""
     k = torch.tensor([0.0, 1000, -1000]).view(1, 1, 3, 1)
     k = (k if VECTORS[name] == 1 else torch.cat((k, torch.ones_like(k)), -1)).expand(300, -1, -1, -1)
     cache = CACHES[name](3000.0, 1, 1)
@@ -130,6 +143,7 @@ def test_terms_whose_exp_overflows_are_finite(name, sign):
 
 @each_cache
 def test_seed_and_layer_decide_what_is_kept(name):
+    """Seed and layer determine the samples and draws."""
     def one(layer=0, **options):
         cache = CACHES[name](2.0, 2, 3, **options)
         cache.layer = layer
@@ -141,14 +155,14 @@ def test_seed_and_layer_decide_what_is_kept(name):
 
 
 def of_pairs(k):
-    """All pairs of k (B, H, n, 2D) in the order in which they come."""
+    """Return all pairs of k (B, H, n, 2D), in the order in which they are formed."""
     x, y = k.chunk(2, -1)
     order = sorted(product(range(k.shape[2]), repeat=2), key=lambda at: (max(at), at[0] == max(at) > at[1]))
     return torch.stack([x[:, :, a] * y[:, :, b] for a, b in order], 2)
 
 
 def holds(cache):
-    """Bytes of every tensor that the cache, its streams or its caches hold."""
+    """Return the bytes of every tensor of the cache, its streams and its caches."""
     inner = [x for x in vars(cache).values() if isinstance(x, LayerCache)]
     held = [x for one in (*cache.streams, cache) for x in vars(one).values()]
     held += [x for one in (cache, *inner) for x in one.slots.values()]
@@ -159,7 +173,10 @@ def holds(cache):
 @each_cache
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
-    """A cluster has a centre, a count and t samples; a draw a key and a value; a stream ‖V‖_F²."""
+    """`bytes` equals a count by hand.
+
+    A cluster has a centre, a count and t samples; a draw has a key and a value; a stream has ‖V‖_F².
+    """
     t, s, n, number, D = 3, 4, 20, dtype.itemsize, 2
     k, v = random(2, 2, 2, n, D * VECTORS[name]).to(dtype)
     k[1] *= 0.1
@@ -170,7 +187,7 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
         assert cache.seen == i
         if i in (1, 2, 9, n):
             sides = [of_pairs(k[:, :, :i])] if name == "two" else k[:, :, :i].chunk(VECTORS[name], -1)
-            by_hand = 2 * 2 * i * (4 * D * number + 4) if name == "two" else 0  # its tokens
+            by_hand = 2 * 2 * i * (4 * D * number + 4) if name == "two" else 0  # SubGen2Cache also stores the tokens
             for keys in (keys for side in sides for keys in side.flatten(0, 1).tolist()):
                 clusters = len(clusters_of(keys, 0.7)[1])
                 by_hand += clusters * (D * number + 8 + t * D * number) + s * 2 * D * number + 8
@@ -182,7 +199,10 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
 
 @pytest.mark.claim("T9", "T10")
 def test_a_text_of_known_keys_costs_four_nothing_and_two_its_tokens(note):
-    """The keys are 4 in each head of two."""
+    """If keys repeat, SubGen4Cache's memory stays the same and SubGen2Cache's grows by the tokens.
+
+    Each head has 4 different keys.
+    """
     four, two, size = SubGen4Cache(0.1, 5, 6), SubGen2Cache(0.1, 5, 6), []
     for seed in range(4):
         token = torch.randint(4, (30,), generator=seeded(seed))

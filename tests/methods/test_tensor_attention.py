@@ -1,4 +1,4 @@
-"""Tensor attention against plain loops over pairs of tokens; what the caches hold; a decoder of pairs."""
+"""Compare tensor attention with plain loops over pairs; check the caches' bytes and a decoder of pairs."""
 from functools import cache as once
 from itertools import product
 import math
@@ -33,7 +33,7 @@ def equal(x, y, atol=1e-12):
 
 
 def attend_to(these, q, k1, k2, v1, v2, scale):
-    """Lists of rows, q one row: softmax over `these` pairs (a, b) of k₁ₐ ∘ k₂ᵦ, and the mean of v₁ₐ ∘ v₂ᵦ."""
+    """Return softmax attention of one query row to the pairs (a, b) of k₁ₐ ∘ k₂ᵦ, over values v₁ₐ ∘ v₂ᵦ."""
     score = {(a, b): scale * math.fsum(x * y * z for x, y, z in zip(q, k1[a], k2[b])) for a, b in these}
     top = max(score.values())
     weight = {pair: math.exp(s - top) for pair, s in score.items()}
@@ -42,17 +42,17 @@ def attend_to(these, q, k1, k2, v1, v2, scale):
 
 
 def text(n=N, integer=False):
-    """q (B, H·G, n, D), k and v (B, H, n, 2D), laid out as the decoder has them: heads inside tokens."""
+    """Return q (B, H·G, n, D), k and v (B, H, n, 2D) in the decoder's layout, heads inside tokens."""
     q, k, v = (random(B, n, heads, width, seed=seed).transpose(1, 2)
                for seed, (heads, width) in enumerate(((H * G, D), (H, 2 * D), (H, 2 * D))))
-    if integer:  # exact even in float32; exp of most scores would overflow, or all of a query be 0
+    if integer:  # exact in float32; most exps overflow, or all exps of a query are 0
         q, k = (8 * q).round(), (3 * k).round()
     return q, k, v
 
 
 @once
 def expected(n, scale, integer=False):
-    """(B, H·G, n, D): query i attends to the pairs a, b ≤ i."""
+    """Return the loop's output (B, H·G, n, D): query i attends to the pairs a, b ≤ i."""
     q, k, v = (x.tolist() for x in text(n, integer))
 
     def one(z, h, i):
@@ -71,7 +71,10 @@ def new(name, **more):
 @pytest.mark.claim("T1")
 @pytest.mark.parametrize("n, m", [(3, 4), (4, 4)])
 def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
-    """Def. 3.1 has row a + b·n, Def. 3.6 row a·m + b."""
+    """Both printed orders of pairs give the same attention.
+
+    Def. 3.1 has row a + b·n, Def. 3.6 row a·m + b.
+    """
     k1, v1, k2, v2 = (random(2, 3, rows, D, seed=seed) for seed, rows in enumerate((n, n, m, m)))
     q = random(2, 3, 4, D, seed=9)
     K, V, y = pairs(k1, k2), pairs(v1, v2), tensor_attention(q, k1, k2, v1, v2)
@@ -85,20 +88,21 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
     assert equal(permuted, y) and equal(tensor_attention(q, k2, k1, v2, v1), y)
     if m == 4 == n:
         note("T1", moved=sum(i != j for i, j in enumerate(order.tolist())))
-        assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)  # keys alone is something else
+        assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)  # not keys alone
 
 
 @pytest.mark.claim("T2", "T3")
 @each_cache_and_tile
 @each_chunk
 def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chunk):
-    for scale, first in (None, 0), (1.0, 0), (0.3, 1000):  # None is the decoder's; a text begins anywhere
+    """Every cache's outputs equal the loop's, however a text is cut."""
+    for scale, first in (None, 0), (1.0, 0), (0.3, 1000):  # None: 1/√D; a text may begin anywhere
         loop = expected(N, D ** -0.5 if scale is None else scale)
         y = feed(new(cache, scale=scale), *text(), chunk, first=first)
         single = feed(new(cache, scale=scale), *(x.float() for x in text()), chunk)
         assert y.dtype == F64 and single.dtype == torch.float32
         assert equal(y, loop) and equal(single, loop, atol=2e-6)
-    rows = torch.arange(N).expand(B, N) + torch.tensor([[0], [7]])  # each at positions of its own
+    rows = torch.arange(N).expand(B, N) + torch.tensor([[0], [7]])  # each row has its own positions
     assert equal(new(cache).attend(*text(), rows), expected(N, D ** -0.5))
 
 
@@ -106,14 +110,17 @@ def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chu
 @pytest.mark.parametrize("chunk", [1, N])
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 5e-6), (F64, 1e-12)])
 def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype, within):
-    """Integer scores are exact in either type, so that tolerances stay tight. But fused attention (two)
-    scales them: some processors round a score s there, by up to |s|·ε, and its weight in that proportion."""
+    """Scores whose exp overflows or vanishes give the loop's outputs.
+
+    Integer scores are exact in both types, so tolerances are tight. But fused attention (two) scales them:
+    some processors round a score s there by up to |s|·ε, and its weight changes in that proportion.
+    """
     q, k, v = text(integer=True)
     k1, k2 = (x.repeat_interleave(G, 1) for x in k.chunk(2, -1))
     score = torch.einsum("zhid,zhad,zhbd->zhiab", q, k1, k2)
     score = [score[:, :, i, :i + 1, :i + 1].flatten(2) for i in range(N)]
     assert score[-1].amax() > 1000 and score[-1].amin() < -1000  # 88 overflows in float32, 709 in float64
-    assert any((s.amax(-1) < -110).any() for s in score)  # all of one query's would be 0 in float32
+    assert any((s.amax(-1) < -110).any() for s in score)  # then all exps of a query are 0
     y = feed(new(cache, scale=1.0), *(x.to(dtype) for x in (q, k, v)), chunk)
     if cache == "two":
         within = max(s.abs().max() for s in score).item() * torch.finfo(dtype).eps
@@ -124,7 +131,10 @@ def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype
 @each_cache
 @each_chunk
 def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk, note):
-    """A pair comes with its later token, and stays."""
+    """i tokens take 4·i·D numbers, and in TwoCache 2·i²·D more.
+
+    A pair is formed with its later token, and stays.
+    """
     (q, k, v), held = text(), new(cache)
     for part in torch.arange(N).split(chunk):
         feed(held, *(x[:, :, part] for x in (q, k, v)), chunk, first=int(part[0]))
@@ -157,7 +167,10 @@ each_family = pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.claim("T13")
 @each_family
 def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
-    """The rows of qkv: H·G queries, then k₁ and k₂ of head 0, of head 1, the same of v. None is rotated."""
+    """PairAttention equals the loop over pairs computed from its weights, without rotation.
+
+    The rows of qkv are: H·G queries, then k₁ and k₂ of head 0, of head 1, then v in the same order.
+    """
     attention = model_of_pairs(family, head_dim=4).blocks[0].attention
     assert isinstance(attention, PairAttention)
     x = random(2, 5, 48, seed=1)
@@ -175,6 +188,7 @@ def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
 
 @pytest.mark.claim("T13")
 def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins(note):
+    """A product of three rotated vectors depends on absolute positions; a decoder of pairs does not."""
     x = torch.randn(3, 1, 1, 16, generator=seeded(0))
     scores = {shift: rotated_scores(*x, shift) for shift in (0, 1, 10, 100)}
     for shift in (1, 10, 100):
@@ -184,16 +198,17 @@ def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins(note):
 
     model = model_of_pairs()
     assert torch.equal(model(TOKENS[:, :9], pos=torch.arange(9)[None] + 5), model(TOKENS[:, :9]))
-    assert not torch.allclose(model(TOKENS[:, :9]), model(TOKENS[:, :9].flip(1)))  # causality tells an order
+    assert not torch.allclose(model(TOKENS[:, :9]), model(TOKENS[:, :9].flip(1)))  # order matters
 
 
 @pytest.mark.claim("T13")
 @each_family
 @torch.no_grad()
 def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
+    """A decoder of pairs generates the same tokens with every cache, and without one."""
     model = model_of_pairs(family)
     whole, loop = model(TOKENS), TOKENS
-    for _ in range(8):  # no cache at all
+    for _ in range(8):  # without a cache
         loop = torch.cat((loop, model(loop)[:, -1:].argmax(-1)), 1)
     assert len(loop[:, 13:].unique()) > 4
     for Method, options in CACHES.values():
@@ -205,6 +220,7 @@ def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
 
 @pytest.mark.claim("T13")
 def test_a_head_of_pairs_has_the_parameters_of_1_5_and_is_not_exported(tmp_path):
+    """A head of pairs has the parameters of 1.5 ordinary heads, and its export raises ValueError."""
     def count(build, heads):
         size = dict(vocab_size=9, max_len=9, n_layers=2, d_model=16, d_ff=8, head_dim=8)
         return sum(p.numel() for p in build(Config(**size, n_heads=heads, n_kv_heads=heads)).parameters())
@@ -215,6 +231,7 @@ def test_a_head_of_pairs_has_the_parameters_of_1_5_and_is_not_exported(tmp_path)
 
 
 def test_caches_for_pairs_are_for_decoders_of_pairs_and_for_no_others():
+    """Caches for pairs refuse ordinary decoders, and ordinary caches refuse decoders of pairs."""
     pair, single = model_of_pairs(), Decoder(model_of_pairs().config).double()
     wrong = [(pair, Method, "D") for Method in (LayerCache, SubGen)]
     wrong += [(single, Method, "2D") for Method in (FourCache, TwoCache, SubGen2Cache, SubGen4Cache)]
