@@ -101,8 +101,8 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
 
 class Case(NamedTuple):
     Method: type = SnapKV
-    options: dict = {}               # options of the cache
-    select: Selection | Callable | None = None  # a selection, or a function of a prompt; None: the Method's own
+    options: dict = {}             # options of the cache
+    select: Selection | Callable | None = None  # or a function of a prompt; None: the Method's own
     deal: Callable = same_for_all  # entries per head, from [h][i] pooled window scores
     choose: Callable = by_weight   # entries of a head
 

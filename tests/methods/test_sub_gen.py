@@ -187,7 +187,7 @@ def test_bytes_of_clusters_samples_and_draws_are_counted_by_hand(name, dtype):
         assert cache.seen == i
         if i in (1, 2, 9, n):
             sides = [of_pairs(k[:, :, :i])] if name == "two" else k[:, :, :i].chunk(VECTORS[name], -1)
-            by_hand = 2 * 2 * i * (4 * D * number + 4) if name == "two" else 0  # SubGen2Cache also stores the tokens
+            by_hand = 2 * 2 * i * (4 * D * number + 4) if name == "two" else 0  # all tokens
             for keys in (keys for side in sides for keys in side.flatten(0, 1).tolist()):
                 clusters = len(clusters_of(keys, 0.7)[1])
                 by_hand += clusters * (D * number + 8 + t * D * number) + s * 2 * D * number + 8
