@@ -1,50 +1,64 @@
 # %% [markdown]
 # # 1. The cache itself
 #
-# **3 to 5 hours; 16 points by tests, and 3 for the written question at the end.** You write eight functions: two in `nanollm/attention.py`, four in `nanollm/cache.py`, one in `nanollm/ranking.py`, and the score of a first method in `methods/h2o.py`.
+# **3 to 5 hours; 16 points by tests, and 3 for the written question.**
 #
-# **Read before:** `nanollm/cache.py` from top to bottom, `LayerCache.attend` twice, and `attention` in `nanollm/attention.py`. Then H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
+# H2O deletes three quarters of a prompt's entries and still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (`python -m nanollm --all`). Here you write the cache that makes such methods possible, and then H2O itself.
 #
 # ## The idea
 #
-# A decoder keeps a key and a value for every token that it has read. This is the KV cache. Here it is made of **slots**. A slot holds the key, the value and the position of one token. Each head has its own slots, and two heads may hold different tokens.
+# A decoder keeps a key and a value of every token it has read: the KV cache. Ours consists of **slots**. A slot holds one token's key, value and position. Each head has its own slots, and two heads may hold different tokens.
 #
-# The decoder calls `attend` with new tokens. The tokens are written into slots. Then the queries see slots: a query sees those whose position is at most its own. That is the only rule. It makes attention causal, and it goes on working when slots were evicted or moved.
+# The decoder calls `attend` with new tokens. `attend` writes them into slots. Then each query sees the slots whose position is at most its own. This one rule makes attention causal, and it still works when slots were evicted or moved.
 #
-# To compress is to choose slots that stay. The others are removed and their memory is freed. H2O adds up the attention that each token gets. Tokens that got much of it, and the newest tokens, stay.
+# H2O adds up the attention that each token receives. It keeps the tokens with the highest sum, and the newest.
 #
-# ## Words
-#
-# - **per-slot tensor**: a tensor of shape (B, H, slots, ...) with an entry for each slot. `k`, `v` and `pos` are three. Methods add others, for instance the attention that was added up.
-# - **buffer**: the tensor `self.slots[name]` as it is allocated. Its first `self.length` slots are in use. The rest is **slack**, which anything may stand in.
-# - **`self.slot(name)`**: a view of the slots in use.
-# - **`self.seen`**: how many tokens have ever been written, evicted ones too.
-# - **empty slot**: a slot whose position is `NEVER`, the largest whole number of 32 bits. No query sees it. It is there because a tensor has the same number of slots for each head, and another head keeps more. It counts as a slot in use.
-# - **`self.ragged`**: whether there may be empty slots.
-#
-# ## On paper
-#
-# One head, H2O with a budget of three slots of which one is for the newest token. Tokens 0 to 3 are held, one too many.
+# **Example.** One head, budget 3, one slot reserved for the newest token. The cache holds tokens 0 to 3, one too many.
 #
 # | slot | 0 | 1 | 2 | 3 |
 # |---|---|---|---|---|
 # | position | 0 | 1 | 2 | 3 |
-# | attention, added up | 2.0 | 0.5 | 0.9 | 0.6 |
+# | accumulated attention | 2.0 | 0.5 | 0.9 | 0.6 |
 #
-# The newest, position 3, stays whatever it got. Of the others position 1 got least, so it leaves. The last slot moves into the hole, and nothing else is copied:
+# Position 3 is the newest and stays. Of the others, position 1 has the least attention and leaves. The last slot moves into the hole; nothing else is copied:
 #
 # | slot | 0 | 1 | 2 |
 # |---|---|---|---|
 # | position | 0 | 3 | 2 |
-# | attention, added up | 2.0 | 0.6 | 0.9 |
+# | accumulated attention | 2.0 | 0.6 | 0.9 |
 #
-# The order of slots is now not that of tokens. Does that matter? Attention is a sum over slots, so it has no order. What is *newer* must from now on be read from positions, not from slots.
+# The slots are now out of order. Attention does not care: it is a sum over slots. But from now on, read a token's age from its position, never from its slot.
 #
-# ## How it is graded
+# ## What you write
 #
-# Shapes: B rows of a batch, H key/value heads, G query heads for each of them, T new tokens, S slots, D numbers a key, w queries. Each row and head is on its own: nothing of one may reach another. Do not change a tensor that you are given, unless it says so. Signatures stay. Loops in Python are right, if slow.
+# | check | function | file | points |
+# |---|---|---|---|
+# | `visible` | `visible` | `nanollm/attention.py` | 1 |
+# | `probabilities` | `probabilities` | `nanollm/attention.py` | 2 |
+# | `write` | `LayerCache.write` | `nanollm/cache.py` | 3 |
+# | `keep` | `LayerCache.keep` | `nanollm/cache.py` | 2 |
+# | `drop` | `LayerCache.drop` | `nanollm/cache.py` | 2 |
+# | `indices` | `indices` | `nanollm/ranking.py` | 1 |
+# | `shrink` | `LayerCache.shrink` | `nanollm/cache.py` | 3 |
+# | `score` | `H2O.score` | `methods/h2o.py` | 2 |
 #
-# The cell after each problem runs its public tests. The hidden tests try the same specification at other sizes, with ties, at its edges, and inside the whole cache. Write the functions in this order: in your copy later tests call earlier functions. When it is graded, each function stands among right ones.
+# **Read first:** `nanollm/cache.py`, above all `LayerCache.attend`; `attention` in `nanollm/attention.py`; H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
+#
+# ## How to check it
+#
+# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
+#
+# Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, S slots, D numbers per key, w queries. Rows and heads are independent. Do not change a tensor that you are given, unless the problem says so. Keep the signatures. Python loops are fine.
+#
+# | word | meaning |
+# |---|---|
+# | per-slot tensor | a tensor (B, H, slots, …): `k`, `v`, `pos`, and others that a method adds, such as the accumulated attention |
+# | buffer | the allocated tensor `self.slots[name]`; its first `self.length` slots are in use |
+# | slack | the rest of a buffer; it may hold anything |
+# | `self.slot(name)` | a view of the slots in use |
+# | `self.seen` | how many tokens were ever written, evicted ones included |
+# | empty slot | a slot in use whose position is `NEVER` = 2³¹ − 1; no query sees it. It fills up a head that keeps fewer tokens than another |
+# | `self.ragged` | whether there may be empty slots |
 
 # %%
 from course.command import checker
@@ -54,13 +68,16 @@ check = checker("cache")
 # %% [markdown]
 # ## 1. `visible` in `nanollm/attention.py` (1 point)
 #
-# `slot_pos` is (B, H, S), the positions of slots in any order. `pos` is (B, T) or (1, T), the positions of queries; one row serves the whole batch. Return a mask (B, H, T, S).
+# A query sees a slot if the slot's position is at most its own.
 #
-# A slot is seen if its position is at most the query's. Without `bias` (`None`) the mask is `torch.bool`, true where a slot is seen.
+# `slot_pos` is (B, H, S): the slots' positions, in any order. `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask (B, H, T, S).
 #
-# A slot that stands for several tokens has a number that is added to its score. With `bias` (B, H, S) the mask has floats of the dtype of `bias`: the slot's bias where it is seen, −∞ where it is not.
+# - `bias` is `None`: the mask is `torch.bool`, true where the query sees the slot.
+# - `bias` is (B, H, S), a number to add to the slot's score: the mask has the dtype of `bias`. It holds the slot's bias where the query sees the slot, and −∞ elsewhere.
 #
-# <details><summary>Hint</summary>Give both sides four dimensions, with <code>unsqueeze</code> or <code>None</code> as an index. <code>torch.where</code> takes a number as its third argument.</details>
+# Example: slots at 0 5 2 7 and a query at 4 give 1 0 1 0.
+#
+# <details><summary>Hint</summary>Give both sides four dimensions, with <code>unsqueeze</code> or with <code>None</code> as an index. <code>torch.where</code> accepts a number as its third argument.</details>
 
 # %%
 check("visible")
@@ -70,11 +87,13 @@ check("visible")
 #
 # `q` is (B, H·G, w, D), `k` is (B, H, S, D); `slot_pos`, `bias` and `pos` are as above. Return softmax(q kᵀ / √D + bias) over the visible slots, (B, H, G, w, S).
 #
-# - Query head h·G + g reads key/value head h. So the G heads of a group lie side by side in `q`.
-# - A slot that is not visible gets exactly 0. At least one slot is visible to each query.
-# - The product q kᵀ may be in the dtype of `q`. The softmax is computed in `torch.float32`, whatever the dtype. The result has the dtype of `q`.
+# - Query head h·G + g reads key/value head h: the G heads of a group lie side by side in `q`.
+# - A slot that is not visible gets exactly 0. Each query sees at least one slot.
+# - You may compute q kᵀ in the dtype of `q`. Compute the softmax in `torch.float32`. Return the dtype of `q`.
 #
-# <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> puts a group's heads side by side. <code>softmax</code> takes a <code>dtype</code>.</details>
+# Example: a query of zeros at position 1 over slots at 0 1 2 3 gives ½ ½ 0 0.
+#
+# <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> separates the groups. <code>softmax</code> accepts a <code>dtype</code>.</details>
 
 # %%
 check("probabilities")
@@ -82,19 +101,21 @@ check("probabilities")
 # %% [markdown]
 # ## 3. `LayerCache.write` (3 points)
 #
-# Remember T new tokens. `k` and `v` are (B, H, T, D), `pos` is (B, T) or (1, T), and holds for every head. `state` are more per-slot tensors by name, (B, H, T, ...), of any dtype.
+# Append T new tokens. `k` and `v` are (B, H, T, D). `pos` is (B, T) or (1, T) and holds for every head. `state` holds further per-slot tensors by name, (B, H, T, …), of any dtype.
 #
-# - Afterwards every per-slot tensor has T more slots in use, after those that were in use. `self.length` and `self.seen` grow by T.
-# - `pos` is stored as `torch.int32`; each other tensor has the dtype of its first write, or the one that the method declares.
-# - A method may declare tensors (B, H, S): `self.per_entry` has their names and dtypes. They are there from the first write on.
-# - A tensor that the cache has and that is not given this time is 0 in the new slots, even where the buffer still holds numbers of a slot that was freed.
-# - A tensor that the cache has not had so far is 0 in the earlier slots.
-# - A new buffer is allocated only if the slots do not fit into the old one. It has `self.capacity(n)` slots, n being the slots needed. What is in use is copied. A tensor that is new gets a buffer that holds at least the slots needed.
-# - Nothing that you are given is stored itself. The caller may write to it afterwards.
+# - Every per-slot tensor gets T more slots in use, at its end. `self.length` and `self.seen` grow by T.
+# - Store `pos` as `torch.int32`. Every other tensor keeps the dtype of its first write, or the one the method declares.
+# - `self.per_entry` holds names and dtypes of the tensors (B, H, S) that the method declares. They exist from the first write on.
+# - If an existing tensor is not given this time, its new slots are 0, even where the buffer still holds numbers of a freed slot.
+# - If a tensor is given for the first time, its earlier slots are 0.
+# - Allocate new buffers only if the slots no longer fit. A new buffer has `self.capacity(n)` slots, where n is the number of slots needed; copy the slots in use. The buffer of a new tensor holds at least the slots needed.
+# - Copy what you are given: the caller may overwrite it afterwards.
 #
-# <details><summary>Hint</summary>Ask <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives each tensor that is there room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code>, and takes a <code>dtype</code>.</details>
+# Example: write two tokens with `score` 5 5, then one without `score`. `score` is then 5 5 0.
 #
-# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> and in <code>self.per_entry</code> with <code>None</code>, and over these what is given. <code>pos[:, None]</code> has a head dimension of 1, which broadcasts when it is assigned.</details>
+# <details><summary>Hint</summary>Call <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives every existing tensor room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code> and accepts a <code>dtype</code>.</details>
+#
+# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> and <code>self.per_entry</code> with <code>None</code>, then overwrite it with what is given. <code>pos[:, None]</code> broadcasts over heads when you assign it.</details>
 
 # %%
 check("write")
@@ -102,14 +123,16 @@ check("write")
 # %% [markdown]
 # ## 4. `LayerCache.keep` (2 points)
 #
-# `i` is (B, H, n), `torch.int64`: the slots that stay, in the order in which they are to stand. −1 is an empty slot.
+# `i` is (B, H, n), `torch.int64`: the slots to keep, in their new order. −1 makes an empty slot.
 #
-# - Every per-slot tensor moves, also those with more dimensions. Afterwards each has n slots, all in use and no slack, and its dtype as before.
-# - An empty slot has the position `NEVER`. What it holds otherwise does not matter.
-# - `self.length` is n. `self.ragged` becomes true if there is an empty slot in `i`, and stays true if it was. `self.seen` does not change.
-# - A `ValueError` if `i` has another shape or dtype, or has a number of `self.length` or more. `check_kept(i, self.pos.shape)` raises it.
+# - Move every per-slot tensor, also those with more dimensions. Each then has n slots, all in use, no slack, and its old dtype.
+# - Give an empty slot the position `NEVER`. Its other contents do not matter.
+# - Set `self.length` to n. Set `self.ragged` to true if `i` has an empty slot; otherwise leave it. Leave `self.seen`.
+# - Raise a `ValueError` if `i` has a wrong shape or dtype, or names a slot that is not in use. `check_kept(i, self.pos.shape)` raises it.
 #
-# <details><summary>Hint</summary><code>gather</code> wants an index of the shape of its result, and no −1. See <code>expand_index</code> in <code>nanollm/ranking.py</code>.</details>
+# Example: positions 0 3 6 9 and `i` = 2 0 −1 give the positions 6 0 `NEVER`.
+#
+# <details><summary>Hint</summary><code>gather</code> wants an index of the result's shape, without −1. See <code>expand_index</code> in <code>nanollm/ranking.py</code>.</details>
 
 # %%
 check("keep")
@@ -117,11 +140,13 @@ check("keep")
 # %% [markdown]
 # ## 5. `LayerCache.drop` (2 points)
 #
-# After each new token of an answer one slot must go. `keep` would copy the whole cache. So `drop` evicts one slot of each head, `i` (B, H, 1), in place: the last slot *in use* moves into the hole, in every per-slot tensor. If the evicted slot is the last one, nothing moves.
+# After each generated token one slot must go. `keep` would copy the whole cache. `drop` evicts one slot of each head in place.
 #
-# `self.length` is one less. `self.seen` does not change. The buffers are the same tensors as before, of the same size.
+# `i` is (B, H, 1): the slot to evict. Move the last slot *in use* into the hole, in every per-slot tensor. If the evicted slot is the last one, nothing moves. `self.length` falls by one, `self.seen` stays, and the buffers remain the same tensors.
 #
-# <details><summary>Hint</summary><code>scatter_</code> writes in place. Is its source a view of what it writes to?</details>
+# Example: positions 0 1 2 3 and `i` = 1 give 0 3 2.
+#
+# <details><summary>Hint</summary><code>scatter_</code> writes in place. Is its source a view of its target?</details>
 
 # %%
 check("drop")
@@ -129,9 +154,11 @@ check("drop")
 # %% [markdown]
 # ## 6. `indices` in `nanollm/ranking.py` (1 point)
 #
-# `kept` is a mask (B, H, S). Return the slots where it is true, (B, H, n), `torch.int64`, in ascending order, n being the count of the head that keeps most. Heads that keep fewer are filled up with −1 at the end. A mask that is true nowhere gives (B, H, 0).
+# `kept` is a mask (B, H, S). Return the slots where it is true, in ascending order: (B, H, n), `torch.int64`. n is the count of the head that keeps most; fill the other heads up with −1 at the end. A mask without a true gives (B, H, 0).
 #
-# <details><summary>Hint</summary>A stable sort of "is not kept" puts the kept slots first and leaves their order: <code>argsort(dim=-1, stable=True)</code>, where <code>dim</code> must be named.</details>
+# Example: two heads with the masks 1 0 1 1 and 0 1 0 0 give 0 2 3 and 1 −1 −1.
+#
+# <details><summary>Hint</summary>A stable sort of "is not kept" puts the kept slots first, in their order: <code>argsort(dim=-1, stable=True)</code>. Name <code>dim</code>.</details>
 
 # %%
 check("indices")
@@ -139,17 +166,19 @@ check("indices")
 # %% [markdown]
 # ## 7. `LayerCache.shrink` (3 points)
 #
-# `score` is (B, H, S), a finite or +∞ number for each slot in use. Keep the `budget` slots with the highest score of each head.
+# `score` is (B, H, S): a finite or +∞ number for each slot in use. In each head, keep the `budget` slots with the highest score.
 #
-# - Of equal scores the newest token stays: that with the largest position. It need not be in the last slot.
-# - An empty slot is kept only if the head has fewer tokens than the budget, whatever its score. It then stays empty; whether `keep` is told its number or −1 does not matter. Where `self.ragged` is false there is none.
-# - Afterwards `budget` slots are in use. With at most `budget` slots in use, nothing is done.
-# - If exactly one slot is too many and the cache is not ragged, call `self.drop`, so that no buffer is new. Else call `self.keep`. The order of the slots is up to you.
-# - A `ValueError` if `score` has another shape. `check_score(score, self.pos.shape)` raises it. The shape is checked first, even if nothing is to be done.
+# - Of equal scores, keep the newest token: the one with the largest position, wherever it lies.
+# - Keep an empty slot only if the head has fewer tokens than the budget, whatever the empty slot's score. It stays empty; you may pass `keep` its index or −1. If `self.ragged` is false, no slot is empty.
+# - Do nothing if at most `budget` slots are in use. Otherwise `budget` slots are in use afterwards, in any order.
+# - If exactly one slot is too many and the cache is not ragged, call `self.drop`, which allocates nothing. Otherwise call `self.keep`.
+# - Before anything else, raise a `ValueError` if `score` has a wrong shape. `check_score(score, self.pos.shape)` raises it.
 #
-# `rank(score, pos)` in `nanollm/ranking.py` gives each slot its rank, 0 for the highest, of equals the newest first.
+# Example: scores 5 1 9 1 at positions 0 3 2 1, budget 3. One of the two slots with score 1 leaves: the older, at position 1.
 #
-# <details><summary>Hint</summary>For <code>drop</code> you need one slot a head: among those with the lowest score that with the smallest position.</details>
+# `rank(score, pos)` in `nanollm/ranking.py` ranks each slot: 0 for the highest, of equal scores the newest first.
+#
+# <details><summary>Hint</summary><code>drop</code> needs one slot per head: among those with the lowest score, the one with the smallest position.</details>
 
 # %%
 check("shrink")
@@ -157,25 +186,26 @@ check("shrink")
 # %% [markdown]
 # ## 8. `H2O.score` (2 points)
 #
-# `evict` of `ScoredCache` is given. It is called at the end of the prompt, and then after each `attend`. If more than `self.budget` slots are in use, it calls `self.shrink(self.score(), self.budget)`. Return this score, (B, H, S) of floats. The slots with the highest score stay; of equals the newest.
+# `evict` of `ScoredCache` is given. It runs at the prompt's end and then after each `attend`. If more than `self.budget` slots are in use, it calls `self.shrink(self.score(), self.budget)`. Write `score`: return floats (B, H, S).
 #
-# `self.accumulated`, (B, H, S), holds the attention that each token has had from all queries. `observe`, which is given, adds it up.
+# - `self.accumulated`, (B, H, S), holds the attention that each token received from all queries. `observe`, which is given, adds it up.
+# - Keep the newest r = `round(self.recent * self.budget)` tokens seen, with Python's `round`, but at least one. Positions count from 0: a slot is among the newest if its position is at least `self.seen` − r.
+# - Give the remaining places to the slots with the most accumulated attention.
+# - Leave `self.accumulated` unchanged: a token that is no longer among the newest competes with its own sum.
 #
-# - The newest tokens stay: `round(self.recent * self.budget)` of those seen so far, with Python's `round`, but at least one. Positions count from 0. So with r newest tokens, a slot is among them if its position is at least `self.seen` − r. Slots may have any order.
-# - The other places go to those with the most accumulated attention.
-# - `self.accumulated` itself does not change: a token that is no longer among the newest must stand by what it had.
+# Example: positions 0 1 2 3 with sums 1 9 5 0, budget 2, `recent` = 0. Position 3 stays as the newest, position 1 by its sum.
 
 # %%
 check("score")
 
 # %% [markdown]
-# ## 9. Predict, then measure (written, 3 points, not graded by the tests)
+# ## 9. Predict, then measure (written, 3 points, graded by hand)
 #
-# The command below compares four caches of a small decoder at a quarter of the prompt's tokens. `random` keeps random tokens, `streaming_llm` the first four and the newest. **First write down** what you expect, with a reason, before you run the cell:
+# The cell compares four caches of a small decoder. Each method keeps a quarter of the prompt's entries. `random` keeps random tokens; `streaming_llm` keeps the first four and the newest. **Before you run it, write down** what you expect, and why:
 #
-# 1. The column *KiB*, counted with numbers of 16 bits, is measured at the end of a text of 512 tokens, the last 64 of which came after the prompt. What share of the full cache's bytes should `h2o` have? A quarter, more or less? (Keys and values have 32 numbers of 2 bytes each; a position and an accumulated weight take 4 bytes each. The budget is a quarter of the 448 tokens of the prompt.)
-# 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or is there no difference that can be told? Does it help H2O if it knows the question when it compresses (*aware*)?
-# 3. *KL* says how far predictions move from those of the full cache, 0 being not at all. In which order are the three methods?
+# 1. *KiB* counts 16-bit numbers at the end of a text of 512 tokens; the last 64 came after the prompt. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers of 2 bytes each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 448 prompt tokens.)
+# 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or can you not tell? Does H2O gain if the question is part of the compressed prompt (*aware*)?
+# 3. *KL* measures how far predictions move from the full cache's; 0 means not at all. In which order do the three methods come?
 #
 # Your prediction:
 #
@@ -189,6 +219,6 @@ command = "-m nanollm --methods full random streaming_llm h2o --keep 25 --docume
 subprocess.run([sys.executable, *command.split()]);
 
 # %% [markdown]
-# What you measured, and where your prediction was wrong, and why (at most ten sentences; accuracies differ if they differ by more than two standard errors, which stand above the table; for KL let 0.05 count; the command also writes the figure `compare.png`):
+# What you measured, where your prediction was wrong, and why, in at most ten sentences. Two accuracies differ if they differ by more than two standard errors (printed above the table); for KL take 0.05. The command also writes the figure `compare.png`.
 #
 #

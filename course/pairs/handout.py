@@ -1,32 +1,47 @@
 # %% [markdown]
 # # 5. Pairs
 #
-# **3 to 4 hours; 18 points by tests, and 4 for the written question at the end.** You write six functions of `methods/tensor_attention.py` and two of `methods/theory/index_game.py`.
+# **3 to 4 hours; 18 points by tests, and 4 for the written question.**
 #
-# **Read before:** Tensor attention ([arXiv 2503.11108](https://arxiv.org/abs/2503.11108)), sections 3 and 4, and Theorem B.1. Then the docstring of `methods/tensor_attention.py`, and `attend` and `write` of `LayerCache` in `nanollm/cache.py`.
+# Tensor attention looks at *pairs* of tokens. A cache that stores all pairs of 512 tokens takes 136 MB; a cache that stores the tokens takes 0.53 MB and gives the same outputs. The paper calls this a trade-off: less memory, more work. You will find that no pair ever has to be formed.
 #
 # ## The idea
 #
-# In ordinary attention a query looks at tokens. In tensor attention it looks at *pairs* of tokens. Each token has two keys and two values. The pair (a, b) has the key k₁ₐ ∘ k₂ᵦ and the value v₁ₐ ∘ v₂ᵦ, where ∘ multiplies number by number. Of n tokens there are n² pairs, (a, b) and (b, a) apart, (a, a) too.
+# In tensor attention each token has two keys and two values. The pair (a, b) has the key k₁ₐ ∘ k₂ᵦ and the value v₁ₐ ∘ v₂ᵦ, where ∘ multiplies number by number. n tokens have n² pairs: (a, b) and (b, a) differ, and (a, a) counts.
 #
-# What should the cache hold? The paper has two answers. Four matrices of n·D numbers, K₁, K₂, V₁ and V₂: little memory, but all pairs must be formed at each step. Or two matrices of pairs, n²·D numbers each: much memory, less to do. It calls this a trade-off. You will find that pairs need never be formed.
+# The paper offers two caches. One holds four matrices, K₁, K₂, V₁ and V₂, with n·D numbers each: little memory, but every step forms all pairs. The other holds two matrices of pairs, with n²·D numbers each: much memory, less work per step.
 #
-# Then the other end: how little can a cache hold? The paper answers with a game. Alice puts bits into a cache, and Bob reads any of them. So the cache must hold that many bits.
+# Then comes the lower end: how small can a cache be? The paper answers with a game. Alice stores bits in a cache, and Bob may read any of them. So the cache must hold that many bits.
 #
-# ## On paper
-#
-# Two tokens, one number each: K₁ = (1, 3), K₂ = (5, 7), and a query q = 2.
+# **Example.** Two tokens, one number each: K₁ = (1, 3), K₂ = (5, 7), query q = 2.
 #
 # | pair | (0, 0) | (0, 1) | (1, 0) | (1, 1) |
 # |---|---|---|---|---|
 # | key k₁ₐ·k₂ᵦ | 5 | 7 | 15 | 21 |
 # | score, times q | 10 | 14 | 30 | 42 |
 #
-# The same scores without any key of a pair: multiply K₁ by q, which gives (2, 6). The table of (2, 6) times (5, 7) is 10 14 / 30 42. For D numbers it is the matrix product (K₁ ∘ q) K₂ᵀ, n × n. The output works likewise: with P the n × n weights, out = Σₐ v₁ₐ ∘ (P V₂)ₐ.
+# The same scores without the key of any pair: multiply K₁ by q, which gives (2, 6). The table of (2, 6) times (5, 7) is 10 14 / 30 42. For D numbers it is the n × n matrix product (K₁ ∘ q) K₂ᵀ. The output works likewise: with the n × n weights P, out = Σₐ v₁ₐ ∘ (P V₂)ₐ.
 #
-# ## How it is graded
+# ## What you write
 #
-# Shapes: B rows of a batch, H key/value heads, G query heads to each of them, T new tokens, n tokens in all, D numbers a head. Query head i belongs to key/value head ⌊i/G⌋. `(...)` stands for any leading dimensions, none included. A key of (.., 2D) is [k₁ | k₂] side by side, and a value [v₁ | v₂]. Do not change a tensor that you are given. Signatures stay. Outputs have the dtype of `q`. No test needs speed.
+# | check | function | file | points |
+# |---|---|---|---|
+# | `pairs` | `pairs` | `methods/tensor_attention.py` | 1 |
+# | `dense` | `tensor_attention` | `methods/tensor_attention.py` | 1 |
+# | `attend` | `FourCache.attend` | `methods/tensor_attention.py` | 3 |
+# | `new` | `new_pairs` | `methods/tensor_attention.py` | 2 |
+# | `factored` | `FactoredFourCache.one_query` | `methods/tensor_attention.py` | 5 |
+# | `causal` | `pair_attention` | `methods/tensor_attention.py` | 2 |
+# | `alice` | `index_game_four` | `methods/theory/index_game.py` | 1 |
+# | `play` | `play` | `methods/theory/index_game.py` | 3 |
+#
+# **Read first:** Tensor attention ([arXiv 2503.11108](https://arxiv.org/abs/2503.11108)), sections 3 and 4, and Theorem B.1; the docstring of `methods/tensor_attention.py`; `attend` and `write` of `LayerCache` in `nanollm/cache.py`.
+#
+# ## How to check it
+#
+# The cell after each problem runs its public tests. In grading, every other function is ours, so one mistake costs one problem. No test needs speed.
+#
+# Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, n tokens in all, D numbers per head. Query head i reads key/value head ⌊i/G⌋. `(...)` means any leading dimensions, or none. A key (…, 2D) is [k₁ | k₂] side by side, a value [v₁ | v₂]. Return the dtype of `q`. Do not change a tensor that you are given. Keep the signatures.
 
 # %%
 from course.command import checker
@@ -36,9 +51,11 @@ check = checker("pairs")
 # %% [markdown]
 # ## 1. `pairs` (1 point)
 #
-# x ⊘ y. `x` is (..., n, D) and `y` is (..., m, D), with the same leading dimensions. Return (..., n·m, D): row a·m + b is x_a ∘ y_b.
+# `x` is (..., n, D), `y` is (..., m, D), with the same leading dimensions. Return (..., n·m, D): row a·m + b is x_a ∘ y_b.
 #
-# <details><summary>Hint</summary>Two <code>unsqueeze</code> make (..., n, m, D) of the product. <code>flatten</code> makes one dimension of two.</details>
+# Example: x = 1 10 and y = 1 2 (D = 1) give 1 2 10 20.
+#
+# <details><summary>Hint</summary>Two <code>unsqueeze</code> give the product (..., n, m, D). <code>flatten</code> merges two dimensions.</details>
 
 # %%
 check("pairs")
@@ -46,7 +63,9 @@ check("pairs")
 # %% [markdown]
 # ## 2. `tensor_attention` (1 point, check `dense`)
 #
-# `q` is (..., T, D), the others are (..., n, D). Return (..., T, D). Every query sees all n² pairs: the weights are the softmax of q·(k₁ₐ ∘ k₂ᵦ) over all pairs, and the output is the weighted sum of v₁ₐ ∘ v₂ᵦ. Scores are not scaled, and nothing is masked.
+# `q` is (..., T, D), the others are (..., n, D). Return (..., T, D). Every query sees all n² pairs: the weights are the softmax of q·(k₁ₐ ∘ k₂ᵦ) over all pairs, and the output is the weighted sum of v₁ₐ ∘ v₂ᵦ. No scale, no mask.
+#
+# Example: a query of zeros, v₁ = 1 3 and v₂ = 2 4 (D = 1). The pairs have the values 2 4 6 12 and equal weights; return their mean, 6.
 
 # %%
 check("dense")
@@ -56,15 +75,16 @@ check("dense")
 #
 # The cache with four matrices. `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, 2D), `pos` is (B or 1, T). Return (B, H·G, T, D). In this order:
 #
-# - Call `self.check(q, k, v, pos)`. It raises `ValueError` if these do not belong together; then nothing may have been written.
-# - Write the new tokens: `self.write(k, v, pos)`. Then `self.k` and `self.v` hold all tokens, (B, H, `self.length`, 2D), in the order in which they came, the new ones last. There is nothing to `observe`: these caches keep every token.
-# - Multiply the queries by `self.scale`, or by 1/√D if that is `None`. D is that of `q`.
-# - A pair is as late as its later token. So query t of the T sees the pairs of all tokens up to its own, in the order in which they came; `pos` is stored but not compared.
-# - For each of the T queries call `self.one_query(q, k1, k2, v1, v2)` once, the first first: q (B, H, G, D) after the scale, the others (B, H, n, D) of the n tokens that it sees. It returns (B, H, G, D). Other caches override it.
+# 1. Call `self.check(q, k, v, pos)`. It raises a `ValueError` if shapes do not fit; nothing may have been written by then.
+# 2. Call `self.write(k, v, pos)`. Then `self.k` and `self.v`, (B, H, `self.length`, 2D), hold all tokens in order, the new ones last. There is nothing to `observe`: these caches keep every token.
+# 3. Multiply the queries by `self.scale`, or by 1/√D if that is `None`. D is that of `q`.
+# 4. For each of the T queries, in order, call `self.one_query(q, k1, k2, v1, v2)` once: q is (B, H, G, D), scaled; the others are (B, H, n, D), the n tokens up to the query's own. It returns (B, H, G, D). Other caches override it.
 #
-# The tokens may come in pieces, and the outputs are the same.
+# A pair is as late as its later token, so query t sees the pairs of all tokens up to its own, in order of arrival. `pos` is stored, not compared. The outputs must not depend on how the tokens are split into pieces.
 #
-# <details><summary>Hint</summary><code>q.view(B, H, G, T, D)</code> puts the heads of a group side by side. Query t sees <code>self.length - T + t + 1</code> tokens. <code>chunk(2, -1)</code> cuts [k₁ | k₂].</details>
+# Example: two tokens, queries of zeros, all values 1 and 2. Token 0 sees one pair, with the value 1. Token 1 sees the four pairs 1 2 2 4: their mean is 2.25.
+#
+# <details><summary>Hint</summary><code>q.view(B, H, G, T, D)</code> separates the groups. Query t sees <code>self.length - T + t + 1</code> tokens. <code>chunk(2, -1)</code> splits [k₁ | k₂].</details>
 
 # %%
 check("attend")
@@ -72,9 +92,9 @@ check("attend")
 # %% [markdown]
 # ## 4. `new_pairs` (2 points, check `new`)
 #
-# The cache with two matrices adds, with each token, the pairs that have it as their later one. `x` and `y` are (B, H, n, D), the newest token last. Return (B, H, 2n − 1, D), in this order: first the pairs (a, n − 1) for a = 0, …, n − 1, which are x_a ∘ y_{n−1}. Then the pairs (n − 1, b) for b = 0, …, n − 2.
+# With each token the cache of pairs adds the pairs in which this token is the later one. `x` and `y` are (B, H, n, D), the newest token last. Return (B, H, 2n − 1, D), in this order: the pairs (a, n − 1) for a = 0, …, n − 1, that is x_a ∘ y_{n−1}; then the pairs (n − 1, b) for b = 0, …, n − 2. The pair of the newest token with itself appears once. Keys and values use the same order, so each key stands beside its value.
 #
-# The pair of the newest token with itself is there once. The order is for the keys as for the values, so each key stands at the place of its value.
+# Example: x = 1 2 3 and y = 10 20 30 give 30 60 90 30 60.
 
 # %%
 check("new")
@@ -82,17 +102,19 @@ check("new")
 # %% [markdown]
 # ## 5. `FactoredFourCache.one_query` (5 points, check `factored`)
 #
-# The same output as `tensor_attention`, but no pair is formed. `q` is (B, H, G, D), the others (B, H, n, D). Return (B, H, G, D). Scores are not scaled here. Numbers are float32 or float64.
+# Compute the output of `tensor_attention` without forming a pair. `q` is (B, H, G, D), the others are (B, H, n, D). Return (B, H, G, D). Do not scale. Numbers are float32 or float64.
 #
-# Hold a *tile* of scores at a time: some rows a, and all n columns b. A tile has ⌊`self.tile` / n⌋ rows, at least one; the last may be shorter. `self.tile` is thus a number of pairs. `zip(k1.split(rows, 2), v1.split(rows, 2))` are the rows of each tile; all of K₂ and V₂ belong to every tile.
+# Hold one *tile* of scores at a time: ⌊`self.tile` / n⌋ rows a, at least one, and all n columns b. So `self.tile` counts pairs; the last tile may be shorter. `zip(k1.split(rows, 2), v1.split(rows, 2))` gives the rows of each tile; all of K₂ and V₂ belong to every tile.
 #
-# **Memory is graded.** No tensor that you make may have more than 2·B·H·G·max(`self.tile`, n·D) numbers. All n² scores at once are too many in the tests of this, and pairs are more.
+# **Memory is graded.** No tensor that you make may have more than 2·B·H·G·max(`self.tile`, n·D) numbers. The test does not admit all n² scores at once, let alone pairs.
 #
-# The softmax goes over all tiles, but you see them one by one. So keep three things for each query: the largest score so far, the sum of exp(score − largest), and the same sum with the values. When a tile has a larger score, what came before was weighed against a lower one: multiply both sums by exp(old largest − new largest). Scores may be in the thousands, positive or negative, and no NaN may come of it.
+# The softmax runs over all tiles, but you see one at a time. For each query keep three things: the largest score so far, the sum of exp(score − largest), and the same sum weighted by values. When a tile has a larger score, multiply both sums by exp(old largest − new largest). Scores may be in the thousands, positive or negative; no NaN may result.
 #
-# The import of `kernel_for` is for a GPU; leave it.
+# Example: two rows, a row per tile; the first row's scores are 0 0, the second's 1000 1000. After row one: largest 0, sum 2. Row two multiplies this by exp(−1000) = 0 and adds 2.
 #
-# <details><summary>Hint</summary>Begin with one tile of all rows: score = (K₁ ∘ q) K₂ᵀ for each query. Let it pass the tests that do not measure memory, then split.</details>
+# Leave the import of `kernel_for`; it is for a GPU.
+#
+# <details><summary>Hint</summary>Begin with one tile of all rows: score = (K₁ ∘ q) K₂ᵀ for each query. Pass the tests that do not measure memory, then split.</details>
 
 # %%
 check("factored")
@@ -100,7 +122,9 @@ check("factored")
 # %% [markdown]
 # ## 6. `pair_attention` (2 points, check `causal`)
 #
-# All of a text at once, as in training. `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, 2D). Return (B, H·G, T, D). Query i sees the pairs (a, b) with a ≤ i **and** b ≤ i. Scores are scaled by 1/√D. D is the last dimension of `q`, half that of `k`. The softmax goes over all pairs that a query sees, together. T³ scores a head are allowed.
+# The whole text at once, as in training. `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, 2D). Return (B, H·G, T, D). Query i sees the pairs (a, b) with a ≤ i **and** b ≤ i. Scale scores by 1/√D, with the D of `q`. The softmax runs over all pairs that a query sees. You may hold T³ scores per head.
+#
+# Example: the two tokens of problem 3 give 1 and 2.25 again.
 #
 # <details><summary>Hint</summary><code>torch.einsum</code> with three factors gives scores (B, H·G, T, T, T). <code>repeat_interleave</code> gives each query head its keys.</details>
 
@@ -110,9 +134,11 @@ check("causal")
 # %% [markdown]
 # ## 7. `index_game_four` (1 point, check `alice`)
 #
-# Alice has bits (n, d), true or false. She stores token i with k₁ = the i-th of her keys, v₁ = her i-th row of bits, and k₂ = v₂ = 1 everywhere. Keys (n, d) are vectors that are nearly orthogonal and have about the length 1.
+# Alice has bits (n, d), true or false, and keys (n, d): nearly orthogonal vectors of length about 1. For token i she stores k₁ = her i-th key, v₁ = her i-th row of bits, and k₂ = v₂ = 1 everywhere.
 #
-# Make k and v, (n, 2d) each, of the dtype of `keys`. Make a cache of the class `Cache` with `scale=1.0`, and return what `play` returns for that cache, k, v, `keys` and `C`. Pass on `how`.
+# Make k and v, (n, 2d) each, of the dtype of `keys`. Make a cache of the class `Cache` with `scale=1.0`. Return what `play` returns for this cache, k, v, `keys` and `C`. Pass on `how`.
+#
+# Example: the keys (1, 0), (0, 1) and the bits 1 0 / 0 1 make k = 1 0 1 1 / 0 1 1 1, and v the same.
 
 # %%
 check("alice")
@@ -120,27 +146,29 @@ check("alice")
 # %% [markdown]
 # ## 8. `play` (3 points)
 #
-# The game with any cache. `k` and `v` are (n, 2d), or (n, d) for a plain `LayerCache`. `keys` is (n, d).
+# The game, with any cache. `k` and `v` are (n, 2d), or (n, d) for a plain `LayerCache`. `keys` is (n, d).
 #
-# - Alice writes her n tokens into `cache`, one row, one head, positions 0 to n − 1. She asks nothing, so `cache.write` is enough.
-# - If `compress` is given, call `compress(cache)` once.
-# - For each i Bob asks: one token at position n, with as many columns as k, all 0 (n is the number of Alice's tokens, also if `compress` dropped some). Where k has d columns the cache is plain: it divides scores by √d, so the query is √d · C · keys[i]. Where k has 2d columns the cache has `scale=1.0`, and the query is C · keys[i]. He asks in a copy of the cache (`copy.deepcopy`), so that no question leaves a token behind. What he gets, (d,), is row i of `read`, (n, d).
-# - `C` is 2 ln n if it is `None`.
-# - If `eta` is not 0, each number of `read` is multiplied by 1 + η or 1 − η: draw `torch.randint(0, 2, read.shape, generator=generator)` once. 1 means +, 0 means −.
+# 1. Alice writes her n tokens into `cache`: one row, one head, positions 0 to n − 1. She asks nothing, so call `cache.write`.
+# 2. If `compress` is given, call `compress(cache)` once.
+# 3. For each i Bob asks with one token at position n (the number of Alice's tokens, even if `compress` dropped some). His key and value have as many columns as k, all 0. If k has d columns, the cache divides scores by √d, so his query is √d · C · keys[i]. If k has 2d columns, the cache has `scale=1.0`, and his query is C · keys[i]. He asks a copy of the cache (`copy.deepcopy`), so that no question leaves a token behind. His answer, (d,), is row i of `read`, (n, d).
+# 4. `C` is 2 ln n if it is `None`.
+# 5. If `eta` is not 0, multiply each number of `read` by 1 + η or 1 − η. Draw `torch.randint(0, 2, read.shape, generator=generator)` once: 1 means +, 0 means −.
 #
-# Return `Game(read, zero, one)`. What to expect of a 0 and of a 1 comes from `separation(n, distortion(keys), C, four)`, with `four` true where k has 2d columns. Noise loosens it: `zero` is 1 + η times the first number, `one` is 1 − η times the second.
+# Return `Game(read, zero, one)`. `separation(n, distortion(keys), C, four)` bounds what Bob reads for a 0 and for a 1; `four` is true if k has 2d columns. Noise loosens the bounds: `zero` is 1 + η times the first number, `one` is 1 − η times the second.
+#
+# Example: n = 2, the keys (1, 0), (0, 1), bits 1 0 / 0 1 in four matrices, C = 2 ln 2. With Bob's own token there are nine pairs. Two of them begin with the token he asks for and weigh 4, the other seven weigh 1. So he reads 8/15 for the 1 and 2/15 for the 0.
 
 # %%
 check("play")
 
 # %% [markdown]
-# ## 9. Predict, then measure (written, 4 points, not graded by the tests)
+# ## 9. Predict, then measure (written, 4 points, graded by hand)
 #
-# **First write down** what you expect, with a reason, before you run the cells:
+# **Before you run the cells, write down** what you expect, and why:
 #
-# 1. From 128 to 256 to 512 tokens: by which factor do a decoding step's multiplications grow in `TwoCache`, in `FourCache` and in `FactoredFourCache`, and by which the bytes that each holds? Time need not follow the multiplications: where does it not, and what else moves? Which is the fastest?
-# 2. Bob's guesses with all of Alice's cache, with one bit a number, and with every other token evicted: which share of 16 · 512 bits is right?
-# 3. With fewer dimensions d her 16 keys are less orthogonal. At which d of 128, 32, 8, 4 do guesses fail?
+# 1. From 128 to 256 to 512 tokens: by which factor do the multiplications of a decoding step grow in `TwoCache`, in `FourCache` and in `FactoredFourCache`? By which factor the bytes that each holds? Where does time not follow the multiplications, and what else moves? Which cache is the fastest?
+# 2. Bob guesses 16 · 512 bits: from all of Alice's cache, from one bit per number, and with every other token evicted. Which fraction is right?
+# 3. With fewer dimensions d, Alice's 16 keys are less orthogonal. At which of d = 128, 32, 8, 4 do guesses fail?
 #
 # Your prediction:
 #
@@ -153,21 +181,25 @@ from methods.theory import index_game as theory
 
 torch.set_num_threads(1)
 for n in 128, 256, 512:
-    for Cache, seconds, held, count in theory.race(n, 64, (TwoCache, FourCache, FactoredFourCache)):
-        print(f"{n:4} tokens  {Cache.__name__:18} {1e3 * seconds:8.2f} ms {held / 1e6:8.2f} MB held"
-              f"{count.multiplications / 1e6:8.2f} M multiplied {count.bytes / 1e6:8.2f} MB read and written")
+    race = theory.race(n, 64, (TwoCache, FourCache, FactoredFourCache))
+    for Cache, seconds, size, count in race:
+        print(f"{n:4} tokens  {Cache.__name__:18} {1e3 * seconds:8.2f} ms {size / 1e6:8.2f} MB held"
+              f"{count.multiplications / 1e6:8.2f} M multiplied "
+              f"{count.bytes / 1e6:8.2f} MB read and written")
 
 # %%
 n, d = 16, 512
 bits, keys = theory.deal(n, d)
-for name, how in (("all", {}), ("one bit a number", dict(compress=theory.keep_rows(slice(n), n, 1))),
+for name, how in (("all", {}),
+                  ("one bit a number", dict(compress=theory.keep_rows(slice(n), n, 1))),
                   ("every other token", dict(compress=theory.keep_rows(slice(0, n, 2), n)))):
-    print(f"{name:20} {theory.index_game_four(bits, keys, **how).right(bits):.3f} of the bits are right")
+    right = theory.index_game_four(bits, keys, **how).right(bits)
+    print(f"{name:20} {right:.3f} of the bits are right")
 for d in 128, 32, 8, 4:
     games = [theory.deal(n, d, seed) for seed in range(5)]
     print(f"d = {d:4}", *(f"{theory.index_game_four(*x).right(x[0]):.3f}" for x in games))
 
 # %% [markdown]
-# What you measured, and where your prediction was wrong, and why (at most twelve sentences):
+# What you measured, where your prediction was wrong, and why, in at most twelve sentences:
 #
 #

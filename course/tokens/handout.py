@@ -1,37 +1,48 @@
 # %% [markdown]
 # # 2. Which tokens
 #
-# **3 to 5 hours; 15 points by tests, and 3 for the written question at the end.** You write eight functions that together are SnapKV, AdaKV and CriticalKV: how tokens are voted for, how heads share a budget, and what a bound on the lost output adds.
+# **3 to 5 hours; 15 points by tests, and 3 for the written question.**
 #
-# **Read before:** SnapKV ([arXiv 2404.14469](https://arxiv.org/abs/2404.14469)), section 4. AdaKV ([arXiv 2407.11550](https://arxiv.org/abs/2407.11550)), section 3. CriticalKV ([arXiv 2502.03805](https://arxiv.org/abs/2502.03805)), sections 3 and 4. Then `nanollm/window.py`, and the docstrings of `methods/ada_kv.py` and `methods/critical_kv.py`.
+# SnapKV throws away fifteen of every sixteen entries of a prompt and still finds 31 of 32 facts hidden in it, if the question is part of the prompt (`python -m nanollm --all`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
 #
 # ## The idea
 #
-# A prompt was read, and of its tokens only a budget may stay in the cache. Which? The last w tokens of the prompt are the **window**. Their queries **vote**: each earlier token gets the attention that they give it, on average. The window stays, and of the earlier tokens those with the most window scores. This is SnapKV.
+# The prompt has been read, and each head may keep `budget` entries. The last w tokens of the prompt are the **observation window**. Its queries score each earlier token: a token's **window score** is the attention that it receives from them, on average. **SnapKV** keeps the window and the tokens with the highest window scores.
 #
-# - **AdaKV** asks how many tokens each head may keep. Some heads gather their attention on a few tokens, others spread it. So the heads of a layer share one budget.
-# - **CriticalKV** asks what is lost. A token may have many window scores and a value that adds nothing to the output. So the second part of a budget goes by window scores × size of the value.
+# - **AdaKV** asks how much each head may keep. Some heads gather their attention on few tokens, others spread it. So the heads of a layer share one budget.
+# - **CriticalKV** asks what is lost. A token may have a high window score and a value that hardly changes the output. So part of the budget goes by window score × size of the value.
 #
-# ## On paper
-#
-# Two heads, four tokens before the window, room for two tokens a head.
+# **Example.** Two heads, four tokens before the window, two entries per head.
 #
 # | token | 0 | 1 | 2 | 3 |
 # |---|---|---|---|---|
 # | window scores, head 0 | 5 | 4 | 3 | 0 |
 # | window scores, head 1 | 6 | 1 | 0 | 1 |
 #
-# **SnapKV**: two for each. Head 0 keeps 0 and 1. Head 1 keeps 0, and of the equals 1 and 3 the *newest*, so 3. Of equals the newest stays, in this repository always.
+# - **SnapKV**: two per head. Head 0 keeps 0 and 1. Head 1 keeps 0 and, of the equal tokens 1 and 3, the newest: 3. In this repository the newest always wins a tie.
+# - **AdaKV**: four in all. The four highest window scores are 6, 5, 4 and 3: three in head 0, one in head 1. With a **floor** of ½, half of the budget is dealt evenly, one per head. The other half follows the scores: 1.5 and 0.5. The sums 2.5 and 1.5 round down to 2 and 1. One entry is left. Both remainders are ½, so the lower head gets it: 3 and 1.
+# - **CriticalKV**, in head 0: half of the budget goes by window scores alone, to token 0. Let the sizes of the values be 1, 1, 2, 9. The products are 5, 4, 6, 0. Token 0 is already in, so the other half goes to token 2. SnapKV would have kept token 1.
 #
-# **AdaKV**: four in all. The four highest window scores are 6, 5, 4 and 3. So three fall on head 0 and one on head 1. With a **floor** of ½, half of the budget is dealt out evenly, one for each head, and half of it goes by the window scores: 1.5 and 0.5. That makes 2.5 and 1.5. Rounded down these are 2 and 1, one less than four. Both remainders are ½, and the lower head gets the one that is left: 3 and 1.
+# ## What you write
 #
-# **CriticalKV**, in head 0, half of the budget by window scores alone: token 0. For the other half let the sizes of the values be 1, 1, 2, 9. The products are 5, 4, 6, 0. Token 0 is in already, so token 2 follows. SnapKV would have kept token 1.
+# | check | function | file | points |
+# |---|---|---|---|
+# | `window_scores` | `window_scores` | `nanollm/window.py` | 1 |
+# | `pool` | `max_pool` | `nanollm/window.py` | 1 |
+# | `top` | `top` | `nanollm/ranking.py` | 2 |
+# | `shares` | `shared` | `methods/ada_kv.py` | 4 |
+# | `norms` | `value_norms` | `methods/critical_kv.py` | 2 |
+# | `two_stage` | `two_stage` | `methods/critical_kv.py` | 1 |
+# | `critical` | `Critical.__call__` | `methods/critical_kv.py` | 3 |
+# | `theta` | `theta` | `methods/ours/theta.py` | 1 |
 #
-# ## How it is graded
+# **Read first:** SnapKV ([arXiv 2404.14469](https://arxiv.org/abs/2404.14469)), section 4; AdaKV ([arXiv 2407.11550](https://arxiv.org/abs/2407.11550)), section 3; CriticalKV ([arXiv 2502.03805](https://arxiv.org/abs/2502.03805)), sections 3 and 4. Then `nanollm/window.py` and the docstrings of `methods/ada_kv.py` and `methods/critical_kv.py`.
 #
-# Shapes: B rows of a batch, H key/value heads, G query heads for each of them, S tokens, w of them in the window, n = S − w before it, D numbers a head. `(..., n)` stands for any leading dimensions, none included. Each row and head is on its own, where nothing else is said. Do not change a tensor that you are given. Signatures stay. Loops in Python are right, if slow; one call may take ten seconds. Kernels for a GPU (`kernel_for`) are not asked for.
+# ## How to check it
 #
-# The cell after each problem runs its public tests. The hidden tests try the same specification at other sizes, with ties, at its edges, and inside the whole cache. Write the functions in this order: in your copy later tests call earlier functions. When it is graded, each function stands among right ones.
+# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
+#
+# Shapes: B batch rows, H key/value heads, G query heads per key/value head, S tokens, w of them in the window, n = S − w before it, D numbers per head. `(..., n)` means any leading dimensions, or none. Rows and heads are independent unless the problem says otherwise. Do not change a tensor that you are given. Keep the signatures. Python loops are fine; a call may take ten seconds. Skip the GPU kernels (`kernel_for`).
 
 # %%
 from course.command import checker
@@ -41,21 +52,27 @@ check = checker("tokens")
 # %% [markdown]
 # ## 1. `window_scores` in `nanollm/window.py` (1 point)
 #
-# `q` is (B, H, G, w, D), the queries of the last w tokens, and `k` is (B, H, S, D), the keys of all tokens. Both are rotated already. Return the window scores (B, H, G, S − w): what each key *before the window* gets from a query, on average over the w queries. G query heads share a key head; their window scores stay apart here.
+# `q` is (B, H, G, w, D): the queries of the last w tokens. `k` is (B, H, S, D): the keys of all tokens. Both are already rotated. Return the window scores (B, H, G, S − w): for each key *before the window*, the mean of the attention that the w queries give it. Keep the G query heads apart.
 #
-# A query gives each key the probability softmax(q kᵀ / √D) over the keys that it sees: query t of the window, 0 ≤ t < w, sees the keys 0 … S − w + t. `window_rows(q, k, empty)`, above it, returns these probabilities. `empty` (B, H, S) marks slots that hold no token and that nobody sees; it is None where there are none, as in all tests. Hand it on.
+# Query t of the window (0 ≤ t < w) sees the keys 0 … S − w + t and gives them softmax(q kᵀ / √D). `window_rows(q, k, empty)`, above this function, returns these probabilities. `empty` marks slots that hold no token; it is `None` in all tests. Pass it on.
 #
-# The mean is computed, and returned, in `torch.float32` if `q` has 16 bits, and otherwise in the dtype of `q`.
+# Compute and return the mean in `torch.float32` if `q` has 16 bits, otherwise in the dtype of `q`.
 #
-# <details><summary>Hint</summary>Which axis of <code>window_rows</code> are the queries of the window? <code>mean</code> takes a <code>dtype</code>, and <code>torch.promote_types</code> returns the larger of two.</details>
+# Example: four equal keys and w = 2. The first query gives ⅓ to each of three keys, the second ¼ to each of four. The two keys before the window have the window score (⅓ + ¼)/2 = 7/24.
+#
+# <details><summary>Hint</summary>Which axis of <code>window_rows</code> holds the queries? <code>mean</code> accepts a <code>dtype</code>, and <code>torch.promote_types</code> returns the larger of two.</details>
 
 # %%
 check("window_scores")
 
 # %% [markdown]
-# ## 2. `max_pool` in `nanollm/window.py` (1 point)
+# ## 2. `max_pool` in `nanollm/window.py` (1 point, check `pool`)
 #
-# A digit of a number is no use without the others. So window scores are pooled. `score` is (..., n) with at least one leading dimension, of real numbers of any sign. Return a tensor of the same shape: for each token the largest score among those at most ⌊`width` / 2⌋ tokens away, itself included. `width` is odd. At both ends there are fewer neighbours; nothing takes their place. The width may be larger than the text.
+# One digit of a number is useless without the others. So SnapKV pools the window scores: each token takes the highest score in its neighbourhood.
+#
+# `score` is (..., n) with at least one leading dimension; numbers may be negative. Return the same shape: for each token, the largest score among the tokens at most ⌊`width` / 2⌋ away, itself included. `width` is odd and may exceed the text. At the ends, pool over the neighbours that exist; do not pad with 0.
+#
+# Example: 1 5 2 0 3 with width 3 gives 5 5 5 3 3.
 #
 # <details><summary>Hint</summary><code>F.max_pool1d</code> wants (rows, n), and its padding counts as −∞.</details>
 
@@ -65,41 +82,49 @@ check("pool")
 # %% [markdown]
 # ## 3. `top` in `nanollm/ranking.py` (2 points)
 #
-# `score` is (..., S), of finite numbers and +∞. Return a mask (..., S) of `torch.bool`, true for the `budget` highest. Of equals the newest, that with the larger number, comes first. `budget` is a number for all heads or a tensor of shape (...), at least 0. If it is larger than S, all stay. So exactly min(budget, S) stay in each head, whatever the ties.
+# `score` is (..., S), finite or +∞. Return a mask (..., S) of `torch.bool`, true for the `budget` highest scores. Of equal scores, prefer the newest: the larger index. `budget` is a number, or a tensor (...) with one number per head, at least 0. Exactly min(budget, S) are true in each head, whatever the ties.
 #
-# <details><summary>Hint</summary>The score in place <code>budget</code> of the sorted scores is the least that stays. All above it stay. How many of those that equal it do, and which?</details>
+# Example: scores 2 2 5 2 with budget 3 give 0 1 1 1.
+#
+# <details><summary>Hint</summary>Sort the scores. The one at place <code>budget</code> is the lowest that stays, and all above it stay. How many equal to it stay, and which?</details>
 
 # %%
 check("top")
 
 # %% [markdown]
-# ## 4. `shared` in `methods/ada_kv.py` (4 points)
+# ## 4. `shared` in `methods/ada_kv.py` (4 points, check `shares`)
 #
-# `score` is (B, H, S), the pooled window scores of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S, the entries of a head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H) of `torch.int64`, H · m in every row of the batch:
+# `score` is (B, H, S): the pooled window scores of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S: entries per head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H), `torch.int64`. Each row of the batch sums to H · m.
 #
-# - In each row, take the H · m highest of all H · S scores. Head h has n_h of them. Of equal scores that of the newer token comes first. Of equal scores of the same token (two heads) that of the head with the *larger* number comes first.
-# - Exactly, head h should get f · m + (1 − f) · n_h. These numbers are rounded down.
-# - What is then missing to H · m goes, one each, to the heads with the largest remainders (what was cut off). Of equal remainders the head with the *smaller* number comes first.
+# 1. In each row, take the H · m highest of all H · S scores. Head h has n_h of them. Of equal scores, prefer the newer token; for the same token, the *larger* head index.
+# 2. Head h should get exactly f · m + (1 − f) · n_h. Round down.
+# 3. Hand out what is missing to H · m, one each, to the heads with the largest remainders (the parts cut off). Of equal remainders, prefer the *smaller* head index.
 #
-# `floor` is meant as `Fraction(str(floor)).limit_denominator(10**6)`: 0.2 is exactly 1/5, and 0.3333333333333333 is 1/3. With floats 0.2 · 5 + 0.8 · 10 may be a little less than 9. Equal remainders must be equal.
+# Read `floor` as `Fraction(str(floor)).limit_denominator(10**6)`: 0.2 is exactly 1/5, and 0.3333333333333333 is 1/3. In floats, 0.2 · 5 + 0.8 · 10 may fall just below 9. Equal remainders must be equal.
 #
-# <details><summary>Hint</summary>Multiply everything by the denominator of that fraction, and all that is left are whole numbers.</details>
+# Example: f = 0.2, m = 2, three heads with n_h = 4 1 1. Exactly: 3.6 1.2 1.2. Rounded down: 3 1 1. One is missing, and head 0 has the largest remainder: 4 1 1.
 #
-# <details><summary>Hint</summary>In <code>score.mT.flatten(1)</code> a later place is a newer token, and of one token the larger head. So <code>top</code> does the first part.</details>
+# <details><summary>Hint 1</summary>Multiply everything by the fraction's denominator: only whole numbers remain.</details>
+#
+# <details><summary>Hint 2</summary>In <code>score.mT.flatten(1)</code>, a later place is a newer token, and for the same token a larger head. So <code>top</code> does step 1.</details>
 
 # %%
 check("shares")
 
 # %% [markdown]
-# ## 5. `value_norms` in `methods/critical_kv.py` (2 points)
+# ## 5. `value_norms` in `methods/critical_kv.py` (2 points, check `norms`)
 #
-# A head's output is multiplied by its part of the matrix W_O. So the size of a value is that of its product. `v` is (B, H, n, D) and `w_o` is (d, H·G, D), of the same dtype, where d is the width of the model. For every query head return ‖v_i W_O‖₁, (B, H, G, n): the sum over o of |Σ_j v[b, h, i, j] · w_o[o, h·G + g, j]|.
+# A head's output is multiplied by the head's part of W_O. So measure a value by its product with W_O.
 #
-# Query head h·G + g reads value head h. The products may be in the dtype of `v`. The sum over o is computed, and returned, in `torch.float32` if `v` has 16 bits, and otherwise in the dtype of `v`.
+# `v` is (B, H, n, D). `w_o` is (d, H·G, D), of the same dtype; d is the model width. Return ‖v_i W_O‖₁ for every query head, (B, H, G, n): the sum over o of |Σ_j v[b, h, i, j] · w_o[o, h·G + g, j]|.
 #
-# n × d numbers for all heads at once would be the largest tensor of all. Ours goes head by head. You need not.
+# Query head h·G + g reads value head h. You may compute the products in the dtype of `v`. Compute and return the sum over o in `torch.float32` if `v` has 16 bits, otherwise in the dtype of `v`.
 #
-# <details><summary>Hint</summary><code>w_o.unflatten(1, (H, -1))</code> splits the heads. <code>torch.sum</code> takes a <code>dtype</code>.</details>
+# Example: the value (1, 2) and rows (1, 0), (0, −1), (1, 1) of W_O give 1, −2, 3. The norm is 6.
+#
+# The products of all heads at once, n × d each, would be the largest tensor of all. Our solution goes head by head; yours need not.
+#
+# <details><summary>Hint</summary><code>w_o.unflatten(1, (H, -1))</code> separates the heads. <code>torch.sum</code> accepts a <code>dtype</code>.</details>
 
 # %%
 check("norms")
@@ -107,7 +132,9 @@ check("norms")
 # %% [markdown]
 # ## 6. `two_stage` in `methods/critical_kv.py` (1 point)
 #
-# `first` is a mask (..., n) of what stage 1 took, and `score` is (..., n), finite numbers of any size and sign. Return the mask of both stages: all of `first`, and of the others those with the highest scores, of equals the newest, so that `budget` entries stay. `budget`, a number or a tensor (...), is at least as large as stage 1, and at most n.
+# `first` is a mask (..., n): the choice of stage 1. `score` is (..., n): finite numbers of any size and sign. Return the mask of both stages: all of `first`, then the highest scores of the others, of equal scores the newest, until `budget` entries are true. `budget`, a number or a tensor (...), is at least the size of stage 1 and at most n.
+#
+# Example: first 1 0 0 0 0, scores 0 3 1 2 5, budget 3 give 1 1 0 0 1.
 #
 # <details><summary>Hint</summary>Which score would put an entry before all others?</details>
 
@@ -115,14 +142,14 @@ check("norms")
 check("two_stage")
 
 # %% [markdown]
-# ## 7. `Critical.__call__` in `methods/critical_kv.py` (3 points)
+# ## 7. `Critical.__call__` in `methods/critical_kv.py` (3 points, check `critical`)
 #
-# This is CriticalKV's selection. `scores` is (B, H, G, n), and `budget`, a number or (B, H), at most n, says how many of the n tokens before the window stay. Return the mask (B, H, n).
+# The selection of CriticalKV. `scores` is (B, H, G, n). `budget`, a number or (B, H), is at most n: how many of the n tokens before the window stay. Return the mask (B, H, n). The G query heads of a group share their entries.
 #
-# - The G query heads of a group share their entries. Stage 1 takes the highest of the mean of their window scores, pooled by `cache.pool`: first the mean over the group, then the pool. It takes ⌊α · budget⌋ entries, which `part_of(self.alpha, budget)` computes exactly, for a number or a tensor.
-# - Stage 2 takes what is left of the budget from the others, by the score that `self.second(cache, scores, norms)` returns. The norms are those of `value_norms`, with the values `cache.v` and the matrix `cache.w_o`. `cache.v` holds the window's values as well, at its end; they have no window scores.
+# - **Stage 1** takes the ⌊α · budget⌋ highest window scores: first average over the group, then pool with `cache.pool`. `part_of(self.alpha, budget)` computes the number exactly, for a number or a tensor.
+# - **Stage 2** fills up the budget from the other tokens, by the score that `self.second(cache, scores, norms)` returns. Subclasses override `second`, so call it. `norms` are the `value_norms` of `cache.v` and `cache.w_o`. `cache.v` ends with the window's values; leave them out, for they have no window scores.
 #
-# Subclasses override `second`. So it must be asked.
+# Example: one head, window scores 4 3 2 1, norms 0 1 1 9, α = ½, budget 2. Stage 1 takes token 0, stage 2 token 3.
 
 # %%
 check("critical")
@@ -132,21 +159,23 @@ check("critical")
 #
 # CriticalKV proves that an eviction changes a head's output by at most θ, in the L1 norm:
 #
-# θ = C − (2 − 1/S) · W, with C = Σ A_i ‖𝒱_i‖₁ over all entries, S = Σ A_i and W = Σ A_i ‖𝒱_i‖₁ over the entries that stay.
+# θ = C − (2 − 1/S) · W, where C = Σ A_i ‖𝒱_i‖₁ over all entries, and S = Σ A_i and W = Σ A_i ‖𝒱_i‖₁ over the entries that stay.
 #
-# `weights` A and `norms` ‖𝒱‖₁ are (..., n), and `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of the weights. At least one entry with weight stays. `gathered`, above it, returns S and W.
+# `weights` A and `norms` ‖𝒱‖₁ are (..., n). `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of `weights`. At least one kept entry has weight. `gathered`, above this function, returns S and W.
+#
+# Example: weights ½ ¼ ¼, norms 2 4 8, only the first stays. C = 4, W = 1, S = ½, so θ = 4 − (2 − 2) · 1 = 4.
 
 # %%
 check("theta")
 
 # %% [markdown]
-# ## 9. Predict, then measure (written, 3 points, not graded by the tests)
+# ## 9. Predict, then measure (written, 3 points, graded by hand)
 #
-# The command below compares SnapKV, AdaKV and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's tokens. A **needle** is a fact hidden in text. *Aware*: the question is part of the prompt, so the window window scores with it in mind. *Agnostic*: the question comes after the compression. *L1* is the change of the heads' outputs, which θ bounds. *KiB* at 6 % is more than 6 % of the full cache's, since the window and what came after the prompt stay. **First write down** what you expect, with a reason, before you run the cell:
+# The cell compares SnapKV, AdaKV, and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's entries. A **needle** is a fact hidden in the text; **pairs** asks for one of 16 listed pairs. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. *L1* is the change of the heads' outputs, which θ bounds. (*KiB* at 6 % exceeds 6 % of the full cache, because the window and the tokens after the prompt stay.) **Before you run it, write down** what you expect, and why:
 #
 # 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
-# 2. Does CriticalKV's selection lower L1? It chooses by a bound on it.
-# 3. Does it find more or fewer answers than SnapKV, aware (the mean over the three tasks in the last rows)? Remember what is pooled in stage 1 and what in stage 2.
+# 2. CriticalKV's selection chooses by a bound on L1. Does it lower L1?
+# 3. Does it find more or fewer answers than SnapKV, aware (mean over the three tasks, in the last rows)? Remember which stage pools.
 #
 # Your prediction:
 #
@@ -160,6 +189,6 @@ command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --keep 25 6
 subprocess.run([sys.executable, *command.split()]);
 
 # %% [markdown]
-# What you measured, and where your prediction was wrong, and why (at most ten sentences). The rows at the end compare SnapKV with and without CriticalKV's selection on the same documents, ± one standard error; a difference counts if it is larger than two. For AdaKV go by the standard error above the table.
+# What you measured, where your prediction was wrong, and why, in at most ten sentences. The last rows compare SnapKV with and without CriticalKV's selection on the same documents, ± one standard error. A difference counts if it exceeds two of them. For AdaKV use the standard error above the table.
 #
 #
