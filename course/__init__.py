@@ -1,1 +1,1 @@
-"""Six assignments on the methods of this repository: handouts, tests, and a grader."""
+"""Six assignments on the methods of this repository: handouts, tests and a grader."""

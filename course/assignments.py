@@ -1,7 +1,7 @@
-"""The course's one table: assignments, their problems, the points, and the function that each stands for.
+"""The table of the course: assignments, their problems, and the points and function of each.
 
-A problem's tests are those marked @problem(NAME) in course/ASSIGNMENT/public.py, which students get, and in
-hidden.py. What a test may ask of a submission stands in adapter.py beside them.
+The tests of a problem are marked @problem(NAME). Students get those in course/ASSIGNMENT/public.py, not
+those in hidden.py. adapter.py holds the functions that a test may call in a submission.
 """
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Assignment(NamedTuple):
     title: str
     hours: str
     problems: list[Problem]
-    beside: list[str] = []  # methods that the written question compares with
+    beside: list[str] = []  # more files for a student's copy: methods that the written question compares with
 
 
 def of(file: str, **problems: tuple[int, str]) -> list[Problem]:
@@ -66,7 +66,7 @@ ASSIGNMENTS = {
 }
 PROBLEMS = {f"{name}.{problem.name}": problem
             for name, each in ASSIGNMENTS.items() for problem in each.problems}
-COMPARE = "nanollm/commands/compare.py"  # with what it imports, the decoder and all that measures it
+COMPARE = "nanollm/commands/compare.py"  # its imports include the decoder and all measurements
 
 
 def assignment_of(problem: str) -> str:
@@ -74,14 +74,17 @@ def assignment_of(problem: str) -> str:
 
 
 def chosen(names: list[str] | None) -> list[str]:
-    """The problems ("chunks.grid") that are named, or whose assignment is; all for none; or ValueError."""
+    """Return the problems ("chunks.grid") that these names select, all if there are none.
+
+    A name is a problem's or an assignment's. Raise ValueError for any other.
+    """
     for name in names or []:
         if name not in [*ASSIGNMENTS, *PROBLEMS]:
             known = [each for each in PROBLEMS if assignment_of(each) == assignment_of(name)] or ASSIGNMENTS
-            raise ValueError(f"{name!r} is not there; known are {', '.join(known)}")
+            raise ValueError(f"{name!r} is not an assignment or a problem; choose from {', '.join(known)}")
     return [each for each in PROBLEMS if not names or {each, assignment_of(each)} & {*names}]
 
 
 def asked(file: str) -> list[str]:
-    """All functions of a file that some problem asks for."""
+    """Return the functions of a file that students write."""
     return [problem.function for problem in PROBLEMS.values() if problem.file == file]

@@ -1,8 +1,8 @@
-"""python -m nanollm course: make a student's copy, check it, grade it.
+"""Make a student's copy of the course, check it, grade it.
 
-    python -m nanollm course make FOLDER         # a copy without the answers, with handouts
-    python -m nanollm course check               # in that copy: the public tests
-    python -m nanollm course grade FOLDER ...    # public and hidden tests: points, results.json, a CSV
+    python -m nanollm course make FOLDER         # write a copy with handouts and without solutions
+    python -m nanollm course check               # in that copy: run the public tests
+    python -m nanollm course grade FOLDER ...    # run public and hidden tests; print or write the points
 """
 import argparse
 from collections import Counter
@@ -29,23 +29,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def make(args):
     if not (ROOT / "course" / "make.py").exists():
-        raise ValueError("this is a student's copy; make others from the repository itself")
+        raise ValueError("this is a student's copy; run `course make` in the repository itself")
     from course.make import make
     assignments = {assignment_of(problem): None for problem in chosen(args.only)}
     make(args.folder, [*assignments])
-    print(f"{args.folder}: {', '.join(assignments)}. README.md in it says what to do.")
+    print(f"wrote {args.folder} with {', '.join(assignments)}; its README.md says what to do")
 
 
 def check(args):
     problems = [problem for problem in chosen(args.only)
                 if (ROOT / "course" / assignment_of(problem) / "public.py").exists()]
     if not problems:
-        raise ValueError(f"this copy has nothing of {', '.join(args.only)}; leave --only out")
+        raise ValueError(f"this copy has no tests of {', '.join(args.only)}; leave out --only")
     tests = [test | dict(worth=1) for test in tested(ROOT, problems, ["public"], args.seconds)]
     failed = sum(not test["passed"] for test in tests)
     print(f"{'':<28}   tests\n{table(tests)}\n")
     print(f"{len(tests) - failed} of {len(tests)} public tests pass."
-          + ("" if failed else " The hidden ones try other sizes, ties, and the edges of what is specified."))
+          + ("" if failed else " The hidden tests try other sizes, ties and edge cases."))
     sys.exit(1 if failed else 0)
 
 
@@ -55,16 +55,16 @@ def grade(args):
     problems = [problem for problem in PROBLEMS if assignment_of(problem) in names]
     header = ["submission", *problems, "total"]
     if not all((ROOT / "course" / name / "hidden.py").exists() for name in names):
-        raise ValueError("this copy has no hidden tests; grade where the copy was made")
+        raise ValueError("this copy has no hidden tests; grade in the repository that made it")
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder; name that of a submission")
+            raise ValueError(f"{folder} is not a folder; name the folder of a submission")
     if args.json:
         if len(folders) > 1:
-            raise ValueError(f"results.json is of one submission, not of {len(folders)}; use --csv")
+            raise ValueError(f"--json takes one submission, not {len(folders)}; use --csv")
         shell.check_output(args.json, "results", is_results)
         if args.csv and os.path.realpath(args.csv) == os.path.realpath(args.json):
-            raise ValueError(f"results and points cannot both go to {args.csv}; name two files")
+            raise ValueError(f"--json and --csv cannot both write {args.csv}; name two files")
     if args.csv:
         ours = ",".join(header).encode() + b"\n"  # a teacher may have added a column
         shell.check_output(args.csv, "table of points", lambda data: data.startswith(ours))
@@ -91,17 +91,18 @@ def grade(args):
 
 
 def tested(folder: Path, problems: list[str], files: list[str], seconds: float) -> list[dict]:
-    """What came of each test of one submission, in a process of its own (grader.py), and what it is worth: a
-    problem's points are shared out evenly over its tests.
+    """Return the result of each test of one submission, and the points it is worth.
+
+    The tests run in a separate process (grader.py). The tests of a problem share its points equally.
     """
     order = dict(folder=str(folder.resolve()), problems=problems, files=files, seconds=seconds)
     with tempfile.TemporaryDirectory() as scratch:
-        # points depend on no variable of whoever grades (-E: PYTHONOPTIMIZE, PYTHONPATH, PYTHONWARNINGS …)
+        # -E ignores PYTHONOPTIMIZE, PYTHONPATH, … : the grader's shell must not change the points
         done = subprocess.run([sys.executable, "-E", "-m", "course.grader", json.dumps(order)], cwd=ROOT,
                               env=os.environ | dict(TMPDIR=scratch), capture_output=True, text=True)
     if done.returncode == os.EX_IOERR:
         raise OSError(f"a copy of {folder} cannot be written to {tempfile.gettempdir()}; "
-                      "make room there, or set TMPDIR to another folder")
+                      "free some space there, or set TMPDIR to another folder")
     if done.returncode:
         raise RuntimeError(f"the tests did not run:\n{done.stderr[-4000:]}")
     found = json.loads(done.stdout)
@@ -110,18 +111,18 @@ def tested(folder: Path, problems: list[str], files: list[str], seconds: float) 
 
 
 def points(tests: Iterable[dict]) -> tuple[float, float]:
-    """Those that were got, and the most."""
+    """Return the points scored, and the maximum."""
     each = [(test["worth"] * test["passed"], test["worth"]) for test in tests]
-    return sum(got for got, _ in each), sum(most for _, most in each)
+    return sum(scored for scored, _ in each), sum(most for _, most in each)
 
 
 def line(name: str, tests: list[dict]) -> str:
-    got, most = points(tests)
-    return f"{name:<28}{round(got, 2):6g} of {round(most, 2):g}"
+    scored, most = points(tests)
+    return f"{name:<28}{round(scored, 2):6g} of {round(most, 2):g}"
 
 
 def table(tests: list[dict]) -> str:
-    """Points, and below a problem each test that failed."""
+    """Return a table of points; below each problem, the tests that failed, and why."""
     lines, named = [], ""
     for key in dict.fromkeys(test["problem"] for test in tests):
         if assignment_of(key) != named:
@@ -137,7 +138,7 @@ def table(tests: list[dict]) -> str:
 
 
 def gradescope(tests: list[dict]) -> dict:
-    """Gradescope's results.json; students see the hidden tests when the grades are published."""
+    """Return Gradescope's results.json. Students see hidden tests when the grades are published."""
     return dict(tests=[dict(
         name=f"{test['problem']}: {test['says']}", score=test["worth"] * test["passed"],
         max_score=test["worth"], status="passed" if test["passed"] else "failed", output=test["why"],
@@ -146,7 +147,7 @@ def gradescope(tests: list[dict]) -> dict:
 
 
 def checker(assignment: str) -> Callable:
-    """check("grid"), for a handout: the public tests of that problem, as the command shows them."""
+    """Return check(problem), which runs a problem's public tests from a handout."""
     def check(problem: str):
         only = ["--only", f"{assignment}.{problem}"]
         subprocess.run([sys.executable, "-m", "nanollm", "course", "check", *only])
@@ -154,8 +155,8 @@ def checker(assignment: str) -> Callable:
 
 
 def is_results(data: bytes) -> bool:
-    held = shell.read_json(data)
-    tests = held["tests"] if isinstance(held, dict) and held.keys() == {"tests"} else None
+    results = shell.read_json(data)
+    tests = results["tests"] if isinstance(results, dict) and results.keys() == {"tests"} else None
     keys = {"name", "score", "max_score", "status", "output", "visibility", "extra_data"}
     return isinstance(tests, list) and tests != [] and all(
         isinstance(test, dict) and test.keys() == keys for test in tests)
@@ -165,26 +166,33 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm course", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="make | check | grade")
-    for run, what in ((make, "a student's copy"), (check, "the public tests, in a student's copy"),
-                      (grade, "all tests of submissions, and their points")):
+    for run, what in ((make, "Write a student's copy: handouts, public tests, and functions to fill in."),
+                      (check, "Run the public tests on this copy."),
+                      (grade, "Run public and hidden tests on submissions, and count points.")):
         command = commands.add_parser(run.__name__, help=what, description=what)
         command.set_defaults(run=run, seconds=10.0)
-        command.add_argument("--only", nargs="+", metavar="NAME", help="assignments: "
-                             f"{', '.join(ASSIGNMENTS)}; or a problem, as in chunks.grid; default all")
+        command.add_argument("--only", nargs="+", metavar="NAME", help="assignments ("
+                             f"{', '.join(ASSIGNMENTS)}) or problems (such as chunks.grid); default: all")
         if run is make:
-            command.add_argument("folder", type=Path, help="a new folder")
+            command.add_argument("folder", type=Path, metavar="FOLDER",
+                                 help="the folder to write; it must not exist, or be empty")
         else:
-            command.add_argument("--seconds", type=float, help="that one call may take; default 10")
+            command.add_argument("--seconds", type=float, metavar="SECONDS",
+                                 help="stop a call that takes longer; default: 10")
         if run is grade:
-            command.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a submission each")
-            command.add_argument("--json", type=Path, help="write Gradescope's results.json of one")
-            command.add_argument("--csv", type=Path, help="write the points, a row a submission")
-            command.add_argument("--jobs", type=int, default=0, help="at once; default: as many as cores")
+            command.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="one folder per submission")
+            command.add_argument("--json", type=Path, metavar="FILE",
+                                 help="write Gradescope's results.json here; for one submission")
+            command.add_argument("--csv", type=Path, metavar="FILE",
+                                 help="write the points here, one row per submission")
+            command.add_argument("--jobs", type=int, default=0, metavar="N",
+                                 help="grade N submissions at a time; default: one per core")
     args = parser.parse_args(argv)
     if args.run is grade:
         whole("jobs", args.jobs, 0)
     if not 0 < args.seconds <= 3600:
-        raise ValueError(f"--seconds {args.seconds} must lie above 0 and be at most 3600")
-    if args.run is not make and (seen := [x for x in (*SYSTEM, *libraries()) if below(ROOT, [x])]):
-        raise ValueError(f"{ROOT} lies below {seen[0]}, which a submission may read; move it")
+        raise ValueError(f"--seconds is {args.seconds}; it must be above 0 and at most 3600")
+    if args.run is not make and (open_to := [x for x in (*SYSTEM, *libraries()) if below(ROOT, [x])]):
+        raise ValueError(f"{ROOT} lies in {open_to[0]}, which a submission may read; "
+                         "move the repository")
     args.run(args)

@@ -1,13 +1,13 @@
-"""What tests say: which problem they belong to, and in words what they expected."""
+"""Comparisons for the course's tests. A failed one says in words what it expected and what it got."""
 import torch
 
 
 class Wrong(Exception):
-    """A test's judgement of what it got, in words."""
+    """Raised by a test that fails; the message is for the student."""
 
 
 def problem(name: str):
-    """Marks a test of one of the assignment's problems. Its docstring says what it expects."""
+    """Mark a test as one of this problem's. The test's docstring says what it expects."""
     def mark(test):
         test.problem = name
         return test
@@ -19,7 +19,7 @@ def wrong(why: str):
 
 
 def raises(run, call: str, **args):
-    """Fails in words unless the call raises a ValueError."""
+    """Fail unless the call raises a ValueError."""
     try:
         got = run(call, **args)
     except Wrong as error:
@@ -30,7 +30,10 @@ def raises(run, call: str, **args):
 
 
 def same(got, expected, what: str, atol: float | None = None):
-    """Fails in words unless `got` is the tensor or value expected: exactly, or within atol if given."""
+    """Fail unless `got` is the tensor or value expected: exactly, or within atol if given.
+
+    what: the name of the result in the message.
+    """
     if not isinstance(expected, torch.Tensor):
         if type(got) is not type(expected) or got != expected:
             wrong(f"{what}: expected {expected!r}, got {got!r:.300}")
@@ -40,20 +43,20 @@ def same(got, expected, what: str, atol: float | None = None):
     if got.shape != expected.shape:
         wrong(f"{what}: expected the shape {tuple(expected.shape)}, got {tuple(got.shape)}")
     if atol is None and got.dtype != expected.dtype:
-        wrong(f"{what}: expected numbers of {expected.dtype}, got {got.dtype}")
+        wrong(f"{what}: expected the dtype {expected.dtype}, got {got.dtype}")
     near = got == expected
     if atol is not None:
         near = torch.isclose(got.double(), expected.double(), rtol=0, atol=atol)
     if not near.all():
-        at = tuple((~near).nonzero()[0].tolist())
+        first = tuple((~near).nonzero()[0].tolist())
         values = f"expected {shown(expected)}, got {shown(got)}" if expected.numel() <= 40 else \
             f"{int((~near).sum())} of {near.numel()} numbers differ"
-        wrong(f"{what}: {values}; the first that differs is at {list(at)}: "
-              f"expected {expected[at].item():.6g}, got {got[at].item():.6g}")
+        wrong(f"{what}: {values}; the first difference is at index {list(first)}: "
+              f"expected {expected[first].item():.6g}, got {got[first].item():.6g}")
 
 
 def shown(x: torch.Tensor) -> str:
-    """Up to four decimals; true and false as 1 and 0."""
+    """Return the numbers with up to four decimals; true and false as 1 and 0."""
     def rounded(y):
         return [*map(rounded, y)] if isinstance(y, list) else int(y) if isinstance(y, bool) else round(y, 4)
     return str(rounded(x.tolist()))

@@ -1,4 +1,4 @@
-"""Functions of a source file by name ("Chunks.cut"): emptied for a student, and put back for grading."""
+"""Find functions in a source file by name ("Chunks.cut"), empty them for students, swap them for grading."""
 import ast
 from collections.abc import Iterable
 from functools import cache
@@ -6,9 +6,9 @@ from pathlib import Path
 import re
 
 
-@cache  # a grader asks for every function of a file, one by one
+@cache  # the grader calls this for every function of a file
 def parsed(source: str) -> ast.Module | None:
-    """None if it is no Python."""
+    """Return the syntax tree, or None if the source is not valid Python."""
     try:
         return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -23,9 +23,9 @@ def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
 
 
 def place(source: str, name: str) -> tuple[int, int] | None:
-    """The lines of a function, decorators included, as a slice of source.split("\n"); None if there is none.
+    """Return the lines of a function as a slice of source.split("\n"), decorators included; None if missing.
 
-    A file that is no Python is read line by line: the function is then what is indented below its `def`.
+    If the file is not valid Python, the function is the block indented below its `def`.
     """
     if tree := parsed(source):
         node = find(tree, name)
@@ -45,19 +45,22 @@ def place(source: str, name: str) -> tuple[int, int] | None:
 
 
 def needed(root: Path, files: Iterable[str]) -> set[str]:
-    """These files below `root`, with all below it that they import, and what that imports."""
-    found, left = set(), [*files]
+    """Return these files below `root` and all files below it that they import, directly or indirectly."""
+    all_files, left = set(), [*files]
     while left:
         file = left.pop()
-        if file not in found and (root / file).is_file():
-            found.add(file)
+        if file not in all_files and (root / file).is_file():
+            all_files.add(file)
             left += imported((root / file).read_text())
-    return found
+    return all_files
 
 
 @cache
 def imported(source: str) -> list[str]:
-    """The files that its imports may mean: `from a.b import c` is a/__init__.py, a/b.py, or a/b/c.py."""
+    """Return the files that its imports may name.
+
+    `from a.b import c` may name a/__init__.py, a/b.py and a/b/c.py.
+    """
     modules = []
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -69,13 +72,13 @@ def imported(source: str) -> list[str]:
 
 
 def emptied(source: str, names: list[str]) -> str:
-    """The same file, its functions of these names without a body: signature and docstring stay."""
+    """Return the source with the bodies of these functions removed; signature and docstring stay."""
     lines, tree = source.split("\n"), parsed(source)
     for node in sorted((find(tree, name) for name in names), key=lambda node: -node.lineno):
         first = node.body[0]
         if ast.get_docstring(node) is not None:
             start = first.end_lineno
-        else:  # comments above the first statement go as well
+        else:  # also remove comments above the first statement: they may give the answer
             start = first.lineno - 1
             while lines[start - 1].lstrip().startswith("#"):
                 start -= 1
@@ -84,13 +87,13 @@ def emptied(source: str, names: list[str]) -> str:
 
 
 def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
-    """A submitted file in which one function is theirs to answer for, with whatever helpers it has there.
+    """Return the submitted file, helpers included, with our version of the `others`.
 
-    All other functions that are asked for are ours, so that no mistake costs twice. Where their file is no
-    Python, or has lost one of these, it is our file with their function. ValueError if that is not there.
+    So only the function `mine` is graded, and no mistake costs twice. If their file is not valid Python, or
+    lacks one of the others, return our file with their function. Raise ValueError if it lacks `mine`.
     """
     if place(theirs, mine) is None:
-        raise ValueError(f"there is no function {mine}")
+        raise ValueError(f"the file has no function {mine}; write it under this name")
     into, put, taken = ours, theirs, [mine]
     if parsed(theirs) and all(place(theirs, name) for name in others):
         into, put, taken = theirs, ours, others

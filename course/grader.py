@@ -1,10 +1,10 @@
-"""Tests of assignments on one submission.
+"""Run the tests of assignments on one submission.
 
-    python -E -m course.grader ORDER    # JSON with the arguments of `results`; prints these as JSON
+    python -E -m course.grader ORDER    # ORDER: the arguments of `results` as JSON; prints JSON
 
-A test asks `run("grid", place=x, size=3)` and gets what the function `grid` of course/ASSIGNMENT/adapter.py
-returns in a process of the submission (submission.py), one for each problem. Nothing of a submission ever
-runs in this process, where the expected values are.
+A test calls `run("grid", place=x, size=3)`. This calls `grid` of course/ASSIGNMENT/adapter.py in another
+process (submission.py, one per problem) and returns its result. The expected values are in this process, and
+no code of a submission runs here.
 """
 from collections.abc import Callable
 from functools import partial
@@ -29,12 +29,15 @@ from course.functions import needed, spliced
 from course.messages import packed, unpacked
 
 ROOT = Path(__file__).resolve().parents[1]
-LARGEST = 2 ** 26  # bytes of an answer
+LARGEST = 2 ** 26  # bytes that one answer may have
 
 
 def results(folder: str, problems: list[str], files: list[str], seconds: float) -> list[dict]:
-    """What came of each test of these problems. files: public, hidden; seconds: that one call may take."""
-    found = []
+    """Return the result of each test of these problems.
+
+    files: "public" and "hidden", or one of them; seconds: the time limit of one call.
+    """
+    tests = []
     with Forks() as forks:
         for problem in problems:
             function = Submitted(forks, Path(folder), problem, seconds)
@@ -42,14 +45,14 @@ def results(folder: str, problems: list[str], files: list[str], seconds: float) 
                 run = runner(function, trace=file == "public")
                 for says, test in cases(problem, file).items():
                     why = failure(test, run)
-                    found.append(dict(problem=problem, says=says, passed=why is None, why=plain(why or ""),
+                    tests.append(dict(problem=problem, says=says, passed=why is None, why=plain(why or ""),
                                       public=file == "public"))
             function.stop()
-    return found
+    return tests
 
 
 def cases(problem: str, file: str) -> dict[str, Callable]:
-    """The tests of a problem in course/ASSIGNMENT/FILE.py, by what they say, parameters included."""
+    """Return the tests of a problem in course/ASSIGNMENT/FILE.py, by docstring and parameters."""
     assignment, _, name = problem.partition(".")
     found = {}
     for test in vars(import_module(f"course.{assignment}.{file}")).values():
@@ -67,7 +70,7 @@ def cases(problem: str, file: str) -> dict[str, Callable]:
 
 
 def failure(test: Callable, run: Callable) -> str | None:
-    """Why a test fails, in words; None if it passes."""
+    """Run a test and return why it fails, or None if it passes."""
     try:
         test(run)
     except Wrong as error:
@@ -78,31 +81,34 @@ def failure(test: Callable, run: Callable) -> str | None:
 
 
 def runner(function: "Submitted", trace: bool) -> Callable:
-    """run(call, **args): what the submission's function returns. Wrong, in words, where it fails.
+    """Return run(call, **args), which calls the submission and returns its result.
 
-    Tensors that were given must be as they were, unless they are named in `may_change`.
+    run raises Wrong if the call fails, or changes a tensor of args that `may_change` does not name.
+    trace: add the traceback to the message.
     """
     def run(call: str, may_change: tuple[str, ...] = (), **args):
         answer = function.call(call, args)
         if raised := answer.get("raised"):
             says = f": {raised['message']}" if raised["message"] else ""
             where = f" ({raised['where']})" if raised["where"] else ""
+            if raised["kind"] == "NotImplementedError" and not says:
+                wrong(f"NotImplementedError{where}: write this function first")
             wrong(f"{raised['kind']}{says}{where}" + (f"\n{raised['trace']}" if trace else ""))
         for changed in answer["changed"]:
             if changed not in may_change:
-                wrong(f"{changed} was changed in place; leave it as it is given")
+                wrong(f"your function changed its argument {changed} in place; work on a copy")
         return answer["value"]
     return run
 
 
 def plain(text: str) -> str:
-    """At most 5000 characters, and none that would move a terminal's cursor or cannot be printed."""
+    """Return at most 5000 characters, all printable: none can move a terminal's cursor."""
     text = text.strip()[:5000]
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 class Forks:
-    """A process that has imported torch, and forks."""
+    """A process that imports torch once and forks for each problem."""
 
     def __init__(self):
         self.control, theirs = socket.socketpair()
@@ -120,7 +126,7 @@ class Forks:
         self.process.wait()
 
     def fork(self, folder: Path, package: str) -> Connection:
-        """The way to a new process that answers calls of a package's adapter."""
+        """Fork a process that answers calls of the package's adapter; return the connection to it."""
         ours, theirs = socket.socketpair()
         order = json.dumps(dict(folder=str(folder), package=package)).encode()
         socket.send_fds(self.control, [order], [theirs.fileno()])
@@ -129,7 +135,7 @@ class Forks:
         return Connection(ours.detach())
 
     def kill(self):
-        """All that was forked, and whatever came of it: one problem's process lives at a time."""
+        """Kill all forked processes and their children; only one problem's process runs at a time."""
         while family := psutil.Process(self.process.pid).children(recursive=True):
             for process in family:
                 try:
@@ -140,7 +146,7 @@ class Forks:
 
 
 class Submitted:
-    """One problem of a submission: a copy of the repository with one function of theirs, and a process."""
+    """One problem of a submission: a copy of our repository with the submitted function, and its process."""
 
     def __init__(self, forks: Forks, folder: Path, problem: str, seconds: float):
         self.forks, self.seconds, self.assignment = forks, seconds, problem.partition(".")[0]
@@ -157,7 +163,7 @@ class Submitted:
         (self.folder / problem.file).write_text(source)
 
     def call(self, name: str, args: dict) -> dict:
-        """The answer of the submission's process. Wrong, with the reason, if there is none."""
+        """Return the answer of the submission's process, or raise Wrong with the reason."""
         if self.why:
             wrong(self.why)
         if self.connection is None:
@@ -170,26 +176,26 @@ class Submitted:
             if not is_answer(answer):
                 raise ValueError("no answer")
         except (EOFError, ConnectionError):
-            failed = "its process ended before it gave an answer"
-        except Exception:  # whatever a stranger may send
-            failed = "its process sent something that is no answer"
+            failed = "the process ended before your function returned"
+        except Exception:  # an attacker may send anything
+            failed = "the process sent something other than the result of your function"
         finally:
             clock.cancel()
             clock.join()
         if self.why:
-            failed = f"it ran for more than {self.seconds:g} s, and was stopped"
+            failed = f"stopped: your function ran for more than {self.seconds:g} s"
         if failed:
             self.stop()
             wrong(failed)
         return answer
 
     def late(self):
-        """Stop the call that runs, also in the middle of an answer."""
+        """Stop the running call, even while it sends its answer."""
         self.why = f"not run: an earlier call took more than {self.seconds:g} s"
         self.forks.kill()
 
     def stop(self):
-        """End its process and all that came of it."""
+        """End the process and its children."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -206,22 +212,22 @@ def is_answer(x) -> bool:
 
 
 def handed_in(folder: Path, file: str) -> str:
-    """The text of a submitted file. ValueError where there is none to be read."""
+    """Return the text of a submitted file, or raise ValueError with the reason."""
     path = folder / file
     if any(each.is_symlink() for each in [path, *path.parents][:len(Path(file).parts)]):
         raise ValueError(f"{file} is a link; hand in the file itself")
     if not path.is_file():
-        raise ValueError(f"{file} was not handed in")
+        raise ValueError(f"{file} was not handed in; put it into the submitted folder under this path")
     if path.stat().st_size > 2 ** 20:
-        raise ValueError(f"{file} has more than a megabyte")
+        raise ValueError(f"{file} is larger than a megabyte; remove data from it")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8") from error
+        raise ValueError(f"{file} is not UTF-8 text; save it as UTF-8") from error
 
 
 def copy(folder: Path, assignment: str):
-    """What a submission may import: the adapter, what is asked for, the decoder, and what these import."""
+    """Copy what a submission may import: the adapter, the students' files, the decoder, and their imports."""
     files = [f"course/{assignment}/adapter.py", *(each.file for each in ASSIGNMENTS[assignment].problems)]
     for file in needed(ROOT, [*files, COMPARE]):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -231,6 +237,6 @@ def copy(folder: Path, assignment: str):
 if __name__ == "__main__":
     try:
         print(json.dumps(results(**json.loads(sys.argv[1]))))
-    except OSError as error:  # no fault of the submission, so it costs no points
+    except OSError as error:  # not the submission's fault, so it must not cost points
         print(error, file=sys.stderr)
         sys.exit(os.EX_IOERR)

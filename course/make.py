@@ -1,4 +1,4 @@
-"""A student's copy of the repository: what is asked for is emptied, what would tell it is left out."""
+"""Make a student's copy of the repository: without solutions, and without files that reveal them."""
 from pathlib import Path
 import shutil
 
@@ -15,13 +15,13 @@ COMMANDS = ("nanollm/__main__.py", COMPARE, "methods/snap_kv.py",
 
 
 def make(folder: Path, assignments: list[str]):
-    """Write the copy to `folder`, which must not be there or be empty.
+    """Write the copy to `folder`, which must not exist or must be empty.
 
-    It has what is asked for, what the handouts and tests import, and what the written questions compare it
-    with. Kernels, other tests, notebooks and results stay behind.
+    The copy holds the emptied functions, the imports of handouts and public tests, and the methods that the
+    written questions compare. It leaves out kernels, other tests, notebooks and results.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already; name a new folder")
+        raise ValueError(f"{folder} exists already; name a new folder")
 
     roots = [*COMMANDS]
     for name in assignments:
@@ -48,7 +48,7 @@ def number(name: str) -> int:
 
 
 def handout(name: str):
-    """The notebook of an assignment, not yet run."""
+    """Return the notebook of an assignment, not yet run."""
     book = jupytext.read(ROOT / "course" / name / "handout.py")
     book.metadata = dict(kernelspec=dict(name="python3", display_name="Python 3", language="python"))
     for i, cell in enumerate(book.cells):
@@ -63,22 +63,29 @@ def readme(chosen: dict[str, Assignment]) -> str:
                      for name, each in chosen.items())
     return f"""# KV-cache compression: assignments
 
-| handout | what | time | points | files to hand in |
+A language model keeps a key and a value of every token it reads. You write the functions that decide which of
+them it may forget, and measure what it still knows afterwards.
+
+| handout | title | time | points | files to hand in |
 |---|---|---|---|---|
 {rows}
 
 Python 3.11 or newer, Linux or macOS, no GPU. In this folder:
 
 ```
-pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu    # on Linux: saves gigabytes
+pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu    # Linux only: saves gigabytes
 pip install -r requirements.txt
-jupyter lab                          # open the first handout
-python -m nanollm course check       # the public tests of all, or --only {next(iter(chosen))}
+jupyter lab                          # open the first handout and read it
+python -m nanollm course check       # run all public tests; one assignment: --only {next(iter(chosen))}
 ```
 
-Write where `raise NotImplementedError` stands. Signatures stay as they are. Helpers and imports go into the
-same file. When it is graded, each problem is tried with the rest being right: a mistake in one does not cost
-another. The check here runs your own files, so a problem that calls an earlier one needs that first.
+1. Read a problem in the handout. It names a function and its file.
+2. In that file, replace `raise NotImplementedError` by your code. Keep the signature. Put helpers and imports
+   into the same file.
+3. Run the problem's `check` cell. Until you have written the function, its tests say so.
+
+The check runs your own files, so write the functions in order: later ones call earlier ones. The grader
+combines each of your functions with our solutions of the others, so a mistake in one costs no points in another.
 """
 
 

@@ -1,6 +1,7 @@
-"""What goes between the grader and a submission's process: plain data and tensors, nothing that can run.
+"""Messages between the grader and a submission's process: plain data and tensors, never code.
 
-JSON and its tensors in one safetensors file. Unpickling what a stranger sends would run the stranger's code.
+A message is one safetensors file that holds JSON and its tensors. Pickle would be unsafe: unpickling a
+message of the submission could run its code in the grader.
 """
 import json
 
@@ -9,7 +10,10 @@ from safetensors.torch import load, save
 
 
 def packed(x) -> bytes:
-    """Numbers, strings, None, tensors, lists and string-keyed dicts of these. TypeError for anything else."""
+    """Return the bytes of x: numbers, strings, None, tensors, and lists and string-keyed dicts of these.
+
+    Raise TypeError for anything else.
+    """
     tensors = {}
 
     def plain(x):
@@ -25,6 +29,7 @@ def packed(x) -> bytes:
 
 
 def unpacked(data: bytes):
+    """Return what `packed` made the bytes of."""
     tensors = load(data)
 
     def whole(x):

@@ -1,10 +1,10 @@
-"""What a process that runs a submission may do from here on: read, compute, answer.
+"""Confine the process that runs a submission: it may read, compute and answer.
 
-Linux's Landlock leaves it the libraries and its own copy to read, and nothing to write. A seccomp filter
-leaves it no sockets, no other processes, no signals, and no changes of a file's mode or time, which Landlock
-does not know. It has no capabilities of root. Limits bound its memory and processor time. Where there is no
-Landlock (macOS, Linux before 5.13) only Python's audit hook stands there, which a determined student can get
-round: grade inside a container there.
+Linux's Landlock lets it read the libraries and its own copy, and write nothing. A seccomp filter denies
+sockets, other processes, signals, and changes of a file's mode or time, which Landlock does not cover. The
+process has no capabilities of root. Limits bound its memory and processor time. Without Landlock (macOS,
+Linux before 5.13) only Python's audit hook remains, which a determined student can circumvent: grade inside
+a container there.
 """
 import ctypes
 import os
@@ -39,9 +39,9 @@ def lock_in(folder: str):
 
 
 def libraries() -> list[str]:
-    """The folders of Python and of what is installed for it.
+    """Return the folders of Python and of its installed packages.
 
-    Not all of sys.path: an editable install puts a repository there, maybe one with the hidden tests.
+    These are not all of sys.path: an editable install adds a repository, perhaps one with the hidden tests.
     """
     installed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     return [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *installed)]
@@ -58,7 +58,7 @@ REFUSED = """socket.connect socket.bind socket.sendto socket.sendmsg socket.geta
 
 
 def refuse(folders: list[str]):
-    """An audit hook: PermissionError for the network, other processes, and files that are not to be read."""
+    """Return an audit hook that raises PermissionError for network, processes and files outside `folders`."""
     roots = [Path(os.path.realpath(x)) for x in [*folders, os.devnull]]
 
     def hook(event: str, args: tuple):
@@ -91,7 +91,7 @@ def syscall(number: int, *args) -> int:
 
 
 def landlock() -> int:
-    """Landlock's version, 0 where there is none."""
+    """Return Landlock's version, or 0 if the system has none."""
     if platform.system() != "Linux":
         return 0
     try:
@@ -101,7 +101,7 @@ def landlock() -> int:
 
 
 def restrict(allowed: dict[str, int]):
-    """From here on this process and its children have these rights below these paths, and none elsewhere."""
+    """Give this process and its children these rights below these paths, and none elsewhere, from now on."""
     version = landlock()
     files = 2 ** {1: 13, 2: 14}.get(version, 15) - 1  # all rights that there are
     rules = struct.pack("QQQ", files, TCP, SCOPED)[:8 if version < 4 else 16 if version < 6 else 24]
@@ -137,7 +137,7 @@ ALLOW, DENY, NOT_THERE = 0x7FFF0000, 0x00050001, 0x00050026  # EPERM; ENOSYS: li
 
 
 def filter_calls():
-    """From here on no call of these, and threads but no processes. Root loses what root may."""
+    """Deny the refused calls and new processes (not threads), and drop root's capabilities, from now on."""
     LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
     if platform.machine() not in MACHINES:
         return

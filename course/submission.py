@@ -1,7 +1,7 @@
-"""The process that runs a submission: it is asked by the grader, and never sees a test or an expected value.
+"""The process that runs a submission for the grader; it never sees a test or an expected value.
 
-`python submission.py FD` imports torch once and then forks for each problem it is told of on that socket. The
-fork locks itself in (sandbox.py) before it reads a line of the submission.
+`python submission.py FD` imports torch once. For each order that arrives on the socket FD it forks. The fork
+locks itself in (sandbox.py) before it reads a line of the submission.
 """
 import ctypes
 from importlib import import_module
@@ -49,11 +49,11 @@ def serve(folder: str, package: str, connection: Connection):
 
 
 def raised(error: BaseException, folder: str) -> dict:
-    """What the error is, the line of the submission where it arose, and the traceback as students need it."""
+    """Return the error's kind, message and line, and a traceback of the submission's own files."""
     theirs = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
               if (file := frame.f_code.co_filename).startswith(folder) and "/course/" not in file]
     where = ""
-    if theirs:  # lines are counted from the function's own, as the file may be put together
+    if theirs:  # count lines from the function's start: the file may be put together from two
         frame, line = theirs[-1]
         where = f"line {line - frame.f_code.co_firstlineno + 1} of {frame.f_code.co_name}"
     trace = "".join(traceback.StackSummary.extract(theirs).format()).replace(folder + "/", "")
@@ -61,7 +61,7 @@ def raised(error: BaseException, folder: str) -> dict:
 
 
 def main():
-    """Fork for each order on the socket: JSON with what `serve` takes, and the file to answer on."""
+    """Fork for each order on the socket: the arguments of `serve` as JSON, and the file to answer on."""
     control = socket.socket(fileno=int(sys.argv[1]))
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.ones(64, 64, dtype=dtype)

@@ -279,18 +279,18 @@ def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
     foreign = {tmp_path / "tests.json": '{"tests": [{"name": "grid"}]}', tmp_path / "points.csv": header}
     for file, text in foreign.items():
         file.write_text(text)
-    for says, line in {"none is no folder": "grade TMP/none", "'chunk'": "check --only chunk",
-                       "there already": "make TMP", "--seconds": "grade . --seconds 0",
+    for says, line in {"none is not a folder": "grade TMP/none", "'chunk'": "check --only chunk",
+                       "exists already": "make TMP", "--seconds": "grade . --seconds 0",
                        "one submission": "grade . . --json TMP/x",
-                       "known are .*chunks.grid": "grade . --only chunks.none",
+                       "choose from .*chunks.grid": "grade . --only chunks.none",
                        "tests.json holds": "grade . --json TMP/tests.json",
                        "points.csv holds": "grade . --csv TMP/points.csv --only chunks",
                        "cannot both": "grade . --json TMP/x --csv TMP/./x"}.items():
         with pytest.raises(ValueError, match=says):
             command.main(line.replace("TMP", str(tmp_path)).split())
     assert {file: file.read_text() for file in foreign} == foreign
-    for root, says, line in ((Path(sys.prefix) / "copy", "lies below .*; move it", f"grade {ROOT}"),
-                             (tmp_path, "nothing of cache", "check --only cache")):
+    for root, says, line in ((Path(sys.prefix) / "copy", "lies in .*; move the", f"grade {ROOT}"),
+                             (tmp_path, "no tests of cache", "check --only cache")):
         with monkeypatch.context() as patch, pytest.raises(ValueError, match=says):
             patch.setattr(command, "ROOT", root)
             command.main(line.split())
