@@ -180,7 +180,8 @@ def main(argv: list[str]):
             command.add_argument("--seconds", type=float, metavar="SECONDS",
                                  help="stop a call that takes longer; default: 10")
         if run is grade:
-            command.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="one folder per submission")
+            command.add_argument("folders", type=Path, nargs="+", metavar="FOLDER",
+                                 help="one folder per submission")
             command.add_argument("--json", type=Path, metavar="FILE",
                                  help="write Gradescope's results.json here; for one submission")
             command.add_argument("--csv", type=Path, metavar="FILE",

@@ -85,7 +85,7 @@ python -m nanollm course check       # run all public tests; one assignment: --o
 3. Run the problem's `check` cell. Until you have written the function, its tests say so.
 
 The check runs your own files, so write the functions in order: later ones call earlier ones. The grader
-combines each of your functions with our solutions of the others, so a mistake in one costs no points in another.
+combines each of your functions with our solutions of the others, so one mistake costs one problem.
 """
 
 

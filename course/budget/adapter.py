@@ -1,4 +1,4 @@
-"""What a test may ask of a submission to `budget`. Runs in the submission's process, and knows no answers."""
+"""Functions that the tests of `budget` call. They run in the submission's process and hold no answers."""
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from methods.theory import persistence as theory
 
 @dataclass(eq=False)
 class Marked(scissorhands.BudgetCache):
-    """Importance is looked up by position: `marks` (B, H, N), or the newest where there are none."""
+    """A BudgetCache with given importance by position, `marks` (B, H, N); without marks the newest stay."""
     marks = None
 
     def write(self, k, v, pos):
@@ -20,20 +20,20 @@ class Marked(scissorhands.BudgetCache):
         return super().importance() if self.marks is None else self.marks.gather(2, self.pos.long())
 
 
-def fed(cache, q, k, v, pieces, tell):
-    """The outputs of all pieces, and what `tell` says after each."""
-    outputs, told, start = [], [], 0
+def fed(cache, q, k, v, pieces, record):
+    """Feed all pieces. Return the outputs, and the result of `record()` after each piece."""
+    outputs, records, start = [], [], 0
     for n in pieces:
         one = slice(start, start + n)
         pos = torch.arange(start, start + n)[None]
         outputs.append(cache.attend(q[:, :, one], k[:, :, one], v[:, :, one], pos))
-        told.append(tell())
+        records.append(record())
         start += n
-    return torch.cat(outputs, 2), told
+    return torch.cat(outputs, 2), records
 
 
 def attend(q, k, v, pieces, budget, recent, at_a_time, marks=None):
-    """Outputs, the positions kept after each piece, in rising order, and the most slots ever in use."""
+    """Return the outputs, the sorted positions kept after each piece, and the most slots ever in use."""
     cache = Marked(budget=budget, recent=recent, at_a_time=at_a_time)
     cache.marks = marks
     y, kept = fed(cache, q, k, v, pieces, lambda: cache.pos.sort(-1).values)
@@ -41,7 +41,7 @@ def attend(q, k, v, pieces, budget, recent, at_a_time, marks=None):
 
 
 def observe(p, history):
-    """Counts (B, H, tokens so far) after each piece of p, a list of (B, H, G, w, S); how often `evict` ran.
+    """Return counts (B, H, tokens so far) after each piece of p, a list of (B, H, G, w, S), and evictions.
 
     The tokens of a piece are those by which S grows. w may be smaller than their number.
     """
@@ -65,14 +65,14 @@ def observe(p, history):
 
 
 def scissorhands_kept(q, k, v, pieces, budget, recent, at_a_time, history):
-    """Positions kept after each piece, in rising order, and their counts."""
+    """Return the sorted positions kept after each piece, and their counts."""
     cache = scissorhands.Scissorhands(budget=budget, recent=recent, at_a_time=at_a_time, history=history)
 
-    def tell():
-        at, order = cache.pos.sort(-1)
-        return at, cache.slot("count").gather(2, order)
+    def record():
+        position, order = cache.pos.sort(-1)
+        return position, cache.slot("count").gather(2, order)
 
-    return fed(cache, q, k, v, pieces, tell)[1]
+    return fed(cache, q, k, v, pieces, record)[1]
 
 
 def share(v, beta):

@@ -1,4 +1,4 @@
-"""The hidden tests: loops written from the handout, on random sizes, ties and corners."""
+"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
 import math
 
 import pytest
@@ -21,9 +21,9 @@ def texts(seed, B, H, G, T, D=4):
 
 
 def by_token(q, k, v, budget, recent, m, worth):
-    """One head: outputs of its queries (G, T, D), and what is held after each token.
+    """Feed one head token by token. Return outputs (G, T, D), the entries held after each token, weights.
 
-    worth(held, t, weights so far): a number for each entry held, the lowest leave. Of equals the oldest do.
+    worth(held, t, weights so far): a number for each entry held; the lowest leave, of equal ones the oldest.
     """
     held, after, outputs, weights = [], [], torch.zeros_like(q), []
     for t in range(q.shape[1]):
@@ -41,7 +41,7 @@ def by_token(q, k, v, budget, recent, m, worth):
 
 
 def everywhere(q, k, v, pieces, budget, recent, m, worth):
-    """by_token of all rows and heads: outputs, positions after each piece, and the weights of all steps."""
+    """Return by_token of all rows and heads: outputs, positions after each piece, weights of all steps."""
     B, H, G = *k.shape[:2], q.shape[1] // k.shape[1]
     y, ends = torch.zeros_like(q), [sum(pieces[:i + 1]) - 1 for i in range(len(pieces))]
     kept, weights = [[] for _ in ends], []
@@ -63,7 +63,7 @@ def everywhere(q, k, v, pieces, budget, recent, m, worth):
 @pytest.mark.parametrize("pieces", [[1] * 29, [29], [5, 11, 1, 12], [8, 8, 13]])
 @pytest.mark.parametrize("budget, recent, m", [(8, 2, 3), (8, 0, 8), (5, 4, 1), (7, 3, 1)])
 def test_as_single_tokens(run, pieces, budget, recent, m):
-    """Two rows, two heads with groups of three, many ties: pieces of any length give what tokens give."""
+    """Batch 2, two heads, groups of three, many ties: pieces give the outputs of single tokens."""
     x = texts(0, 2, 2, 3, 29)
     marks = torch.randint(4, (2, 2, 29), generator=torch.Generator().manual_seed(3)).float()
     y, kept, _ = everywhere(**x, pieces=pieces, budget=budget, recent=recent, m=m,
@@ -74,12 +74,12 @@ def test_as_single_tokens(run, pieces, budget, recent, m):
     same(got["y"], y, "the outputs", atol=1e-5)
     same(got["seen"], 29, "the tokens seen")
     if got["most"] > budget:
-        wrong(f"{got['most']} slots were in use, and the budget is {budget}")
+        wrong(f"{got['most']} slots were in use; the budget is {budget}")
 
 
 @problem("pieces")
 def test_room_for_all(run):
-    """A budget larger than the text: nothing leaves, and the outputs are those of full attention."""
+    """A budget beyond the text: nothing leaves, and the outputs are those of full attention."""
     x = texts(10, 1, 2, 2, 9)
     y, kept, _ = everywhere(**x, pieces=[4, 5], budget=50, recent=3, m=2, worth=None)
     got = run("attend", **x, pieces=[4, 5], budget=50, recent=3, at_a_time=2)
@@ -89,7 +89,7 @@ def test_room_for_all(run):
 
 @problem("pieces")
 def test_full_is_not_yet_too_much(run):
-    """A piece that fills the cache exactly drops nothing; the next token does."""
+    """A piece that fills the cache exactly drops nothing; the next token makes room."""
     x = texts(11, 1, 1, 1, 7)
     got = run("attend", **x, pieces=[6, 1], budget=6, recent=1, at_a_time=4)
     same(got["kept"][0], torch.arange(6, dtype=torch.int32)[None, None], "the positions kept by a full cache")
@@ -100,7 +100,7 @@ def test_full_is_not_yet_too_much(run):
 
 
 def probabilities(seed, B, H, G, sizes, history):
-    """Drawn p of pieces of these sizes: causal, of the last `history` queries, sharper than even."""
+    """Draw p for pieces of these sizes: causal weights of the last `history` queries."""
     p, start = [], 0
     for n in sizes:
         score = 2 * drawn(seed + start, B, H, G, n, start + n)
@@ -111,8 +111,8 @@ def probabilities(seed, B, H, G, sizes, history):
 
 
 def counts(p, sizes, history):
-    """The counts after each piece, by loops over steps and tokens."""
-    B, H, below, told, end = *p[0].shape[:2], set(), [], 0
+    """Return the counts after each piece, by loops over steps and tokens."""
+    B, H, below, after, end = *p[0].shape[:2], set(), [], 0
     for one, n in zip(p, sizes):
         end += n
         w, mean = one.shape[3], one.double().mean(2)
@@ -125,32 +125,32 @@ def counts(p, sizes, history):
         for b, h, s, j in below:
             if s > end - history:
                 count[b, h, j] += 1
-        told.append(count)
-    return told
+        after.append(count)
+    return after
 
 
 @problem("observe")
 @pytest.mark.parametrize("history", [1, 3, 8, 13, 400])
 @pytest.mark.parametrize("sizes", [[1] * 20, [20], [3, 1, 9, 1, 1, 5]])
 def test_counts(run, sizes, history):
-    """Two rows, two heads, groups of three; single tokens and pieces, also longer than the history."""
+    """Batch 2, two heads, groups of three; single tokens and pieces, also pieces longer than the history."""
     p = probabilities(20, 2, 2, 3, sizes, history)
     got = run("observe", p=p, history=history)
     for i, (count, right) in enumerate(zip(got["counts"], counts(p, sizes, history))):
         same(count, right, f"the counts after piece {i} of {sizes}, w = {history}")
-    same(got["ran"], len(sizes), "how often evict was called")
+    same(got["ran"], len(sizes), "calls of evict")
 
 
 @problem("observe")
 def test_even_weights(run):
-    """A weight of exactly 1/s is not below it."""
+    """A weight of exactly 1/s is not below 1/s."""
     p = [torch.full((1, 1, 1, 1, s), 1 / s) for s in (1, 2)] + [torch.full((1, 1, 1, 1, 4), 0.25)]
     same(run("observe", p=p, history=9)["counts"][-1], torch.zeros(1, 1, 4, dtype=torch.int32), "the counts")
 
 
 @problem("observe")
 def test_the_mean_is_taken_in_float32(run):
-    """Weights in bfloat16: of .25 .25 .249 the mean is below 1/4, and bfloat16 would round it to 1/4."""
+    """Weights in bfloat16: the mean of .25 .25 .249 is below 1/4; bfloat16 would round it up to 1/4."""
     low = [0.25, 0.25, 0.2490234375]
     rows = [[x, 0.25, 0.25, 1 - 0.5 - x] for x in low]
     p = tensor(rows, dtype=torch.bfloat16).view(1, 1, 3, 1, 4)
@@ -161,7 +161,7 @@ def test_the_mean_is_taken_in_float32(run):
 @problem("observe")
 @pytest.mark.parametrize("history, m", [(6, 1), (20, 4)])
 def test_the_rule_as_a_whole(run, history, m):
-    """In a cache: the entries most often below 1/s in the last w steps leave, of equals the oldest."""
+    """In a cache: the entries most often below 1/s in the last w steps leave, of equal counts the oldest."""
     x, pieces, budget, recent = texts(30, 2, 2, 2, 40), [3, 1, 1, 9, 1, 1, 1, 12, 11], 10, 3
 
     def worth(b, h, held, t, past):
@@ -174,8 +174,8 @@ def test_the_rule_as_a_whole(run, history, m):
     for i, ((at, count), right) in enumerate(zip(got, kept)):
         same(at, right, f"the positions kept after piece {i}")
         end = sum(pieces[:i + 1])
-        found = [worth(0, 0, after[end - 1], end, seen) for after, seen in weights]
-        expected = [[-each[j] for j in sorted(each)] for each in found]
+        worths = [worth(0, 0, after[end - 1], end, seen) for after, seen in weights]
+        expected = [[-each[j] for j in sorted(each)] for each in worths]
         same(count, tensor(expected, dtype=torch.int32).view(right.shape), f"the counts after piece {i}")
 
 
@@ -183,7 +183,7 @@ def test_the_rule_as_a_whole(run, history, m):
 
 
 def integral(order, y, k, points=40_001):
-    """∫ x^order (x + 1)^−k dx from 0 to y − 1, y may be inf: Simpson's rule over ln(x + 1)."""
+    """Integrate x^order (x + 1)^−k from 0 to y − 1 by Simpson's rule over ln(x + 1); y may be inf."""
     end = math.log(y) if y < math.inf else 45 / (k - 1 - order)
     s = torch.linspace(0, end, points, dtype=F64)
     f = torch.expm1(s) ** order * torch.exp((1 - k) * s)
@@ -191,12 +191,12 @@ def integral(order, y, k, points=40_001):
 
 
 def below(x, k, u):
-    """P(v ≤ x)."""
+    """Return P(v ≤ x)."""
     return integral(0, x + 1, k) / integral(0, u, k)
 
 
 def lost(beta, k, u):
-    """The share below the x with P(v ≤ x) = 1 − β, which bisection finds."""
+    """Return the mass below the x with P(v ≤ x) = 1 − β, found by bisection."""
     low, high = 0.0, min(u - 1, 1e9)
     for _ in range(80):
         x = (low + high) / 2
@@ -208,7 +208,7 @@ def lost(beta, k, u):
 @problem("share")
 @pytest.mark.parametrize("beta", [0.1, 0.3, 0.55, 0.9, 1])
 def test_any_shape(run, beta):
-    """Sorted draws (2, 3, 17); (1 − β)·17 is rounded."""
+    """Sorted draws (2, 3, 17); (1 − β) · 17 is rounded."""
     v = drawn(40, 2, 3, 17).abs().sort(-1).values
     expected = torch.zeros(2, 3, dtype=F64)
     for i in range(2):
@@ -221,14 +221,14 @@ def test_any_shape(run, beta):
 @problem("share")
 @pytest.mark.parametrize("n, m", [(5, 2), (7, 4), (9, 4)])
 def test_halves_are_rounded_to_even(run, n, m):
-    """β = 0.5 of 5, 7 and 9: 2.5, 3.5 and 4.5 are rounded to 2, 4 and 4."""
+    """β = 0.5 and n = 5, 7, 9: 2.5, 3.5 and 4.5 round to 2, 4 and 4."""
     got = run("share", v=torch.arange(1, n + 1).double(), beta=0.5)
     same(got, tensor(m * (m + 1) / (n * (n + 1)), dtype=F64), f"the share of {n}", atol=1e-9)
 
 
 @problem("share")
 def test_one_row(run):
-    """(n,) gives a single number, of v's dtype."""
+    """v of shape (n,) gives a single number of its dtype."""
     v = torch.arange(1, 11).float()
     got = run("share", v=v, beta=0.5)
     same(got, tensor(15 / 55), "the share", atol=1e-6)
@@ -239,7 +239,7 @@ def test_one_row(run):
 @problem("draw")
 @pytest.mark.parametrize("k, u", [(2.5, 5), (3, 50), (1.5, 20), (5, 1000), (2.1, math.inf)])
 def test_from_uniform_numbers(run, k, u):
-    """Each draw is the x at which P(v ≤ x) is the uniform number: float64, of the shape asked for."""
+    """Each draw is the x at which P(v ≤ x) is the uniform number; float64, of the given shape."""
     v = run("draw", shape=[3, 7], k=k, u=u, seed=11)
     uniform = torch.rand(3, 7, dtype=F64, generator=torch.Generator().manual_seed(11))
     if not isinstance(v, torch.Tensor) or v.shape != (3, 7) or v.dtype != F64:
@@ -250,7 +250,7 @@ def test_from_uniform_numbers(run, k, u):
 
 @problem("draw")
 def test_no_law(run):
-    """k = 2 with u = ∞ has no mean: ValueError."""
+    """k = 2 with u = ∞ has no mean: a ValueError."""
     raises(run, "draw", shape=[3], k=2, u=math.inf, seed=0)
 
 
@@ -258,20 +258,20 @@ def test_no_law(run):
 @pytest.mark.parametrize("k", [2.3, 3, 4.5])
 @pytest.mark.parametrize("u", [5, 200, math.inf])
 def test_by_integration(run, k, u):
-    """Numerical integration finds the same share, for a small, a middle and a large budget."""
+    """Numerical integration gives the same fraction, for β = 0.05, 0.5 and 0.9."""
     for beta in (0.05, 0.5, 0.9):
         near(run("mass", beta=beta, k=k, u=u), lost(beta, k, u), f"k = {k}, u = {u}, β = {beta}", rtol=1e-4)
 
 
 @problem("mass")
 def test_exponents_below_two(run):
-    """With an end, k may lie between 1 and 2."""
+    """With a finite u, k may lie between 1 and 2."""
     near(run("mass", beta=0.3, k=1.5, u=30), lost(0.3, 1.5, 30), "k = 1.5, u = 30, β = 0.3", rtol=1e-4)
 
 
 @problem("mass")
 def test_all_kept(run):
-    """β = 1 loses nothing; β = 0 is no budget: ValueError."""
+    """β = 1 loses nothing; β = 0 is not allowed: a ValueError."""
     near(run("mass", beta=1, k=3, u=20), 0.0, "the share lost at β = 1")
     raises(run, "mass", beta=0, k=3, u=20)
 
@@ -280,7 +280,7 @@ def test_all_kept(run):
 @pytest.mark.parametrize("beta, k, u, eps", [(0.25, 3, 50, 0.1), (0.8, 2.5, 5, 0.2), (0.5, 4, 1000, 0.01),
                                              (0.6, 2.1, 7, 0)])
 def test_line_by_line(run, beta, k, u, eps):
-    """Δ from integrals, then each line as the handout has it."""
+    """Δ by numerical integration; the other fields by the handout's formulas."""
     got = run("steps", beta=beta, k=k, u=u, eps=eps)
     gamma = ((1 - eps) / (beta - eps)) ** (1 / (k - 1)) - 1
     delta = (k - 2) * integral(1, u, k) / integral(0, u, k)
@@ -296,7 +296,7 @@ def test_line_by_line(run, beta, k, u, eps):
 
 @problem("slips")
 def test_no_eps(run):
-    """ε must be at least 0: ValueError."""
+    """ε = −0.1 is below 0: a ValueError."""
     raises(run, "steps", beta=0.2, k=3, u=5, eps=-0.1)
 
 
@@ -313,7 +313,7 @@ def bound(beta, k, u, eps, n):
     (0.5, 3, 5, 0.2, 200), (0.5, 3, 5, 0.25, 150), (0.8, 4, 5, 0.3, 300),
     (0.8, 4, 5, 0.01, 100), (0.3, 5, 10, 0.1, 2000)])
 def test_both_terms(run, beta, k, u, eps, n):
-    """Where events are rare, where they are not, and where nothing but 1 − β is left."""
+    """Cases where `failure` is small, where it matters, and where the bound is 1 − β."""
     got = run("repaired", beta=beta, k=k, u=u, eps=eps, n=n)
     near(got, bound(beta, k, u, eps, n), "the bound", rtol=1e-4)
 
@@ -321,5 +321,5 @@ def test_both_terms(run, beta, k, u, eps, n):
 @problem("repaired")
 @pytest.mark.parametrize("eps", [0.2, 1.0, -0.1])
 def test_no_budget_left(run, eps):
-    """ε = β leaves nothing to keep, ε = 1 is above β, and ε = −0.1 is below 0: ValueError."""
+    """ε = β, ε = 1 above β, and ε = −0.1: a ValueError."""
     raises(run, "repaired", beta=0.2, k=3, u=50, eps=eps, n=1000)

@@ -1,4 +1,4 @@
-"""What a test may ask of a submission to `cache`. Runs in the submission's process, and knows no answers."""
+"""Functions that the tests of `cache` call. They run in the submission's process and hold no answers."""
 import torch
 
 from methods.h2o import H2O
@@ -19,7 +19,7 @@ def indices(kept):
 
 
 def attended(q, k, v, pieces, watch=0):
-    """Outputs, side by side, of full attention that is told of the tokens in pieces of so many."""
+    """Return the outputs of full attention that receives the tokens in pieces of these sizes."""
     cache, start, parts = LayerCache(), 0, []
     cache.watch = watch
     for n in pieces:
@@ -34,9 +34,9 @@ class Declaring(LayerCache):
 
 
 def written(steps, declares=False):
-    """The cache after each step: a `write` of what the step holds, or with {"forget": n} n slots less.
+    """Return the cache after each step: a `write` of the step's tensors; {"forget": n} frees n slots.
 
-    declares: it is the cache of a method that declares `flags`, of torch.uint8.
+    declares: the cache's class declares a tensor `flags` of torch.uint8.
     """
     cache, after = Declaring() if declares else LayerCache(), []
     for step in steps:
@@ -45,7 +45,7 @@ def written(steps, declares=False):
         else:
             given = {name: x.clone() for name, x in step.items()}
             cache.write(**given)
-            for x in given.values():  # it is the caller's, who goes on to use it
+            for x in given.values():  # the caller may overwrite its tensors
                 x.fill_(88)
         after.append(held(cache))
     return after
@@ -61,7 +61,7 @@ def dropped(slots, i, **state):
     cache = filled(LayerCache(), slots, **state)
     buffers = {name: x.data_ptr() for name, x in cache.slots.items()}
     cache.drop(i)
-    in_place = all(cache.slots[name].data_ptr() == at for name, at in buffers.items())
+    in_place = all(cache.slots[name].data_ptr() == address for name, address in buffers.items())
     return held(cache) | dict(in_place=in_place)
 
 
@@ -72,14 +72,14 @@ def shrunk(slots, score, budget, **state):
 
 
 def evicted(slots, budget, recent, **state):
-    """An H2O cache that holds these slots, `accumulated` among them, after `evict`, which asks `score`."""
+    """Return an H2O cache with these slots (`accumulated` included) after `evict`, which calls `score`."""
     cache = filled(H2O(budget=budget, recent=recent), slots, **state)
     cache.evict()
     return held(cache)
 
 
 def h2o(q, k, v, budget, recent, pieces):
-    """The positions held at the end of a prompt in pieces, and then after each token; and all outputs."""
+    """Feed a prompt in pieces, then single tokens. Return the positions after each step, and all outputs."""
     cache, start, parts, positions = H2O(budget=budget, recent=recent), 0, [], []
     for n in [*pieces, *[1] * (q.shape[2] - sum(pieces))]:
         here, pos = slice(start, start + n), torch.arange(start, start + n)[None]
@@ -93,7 +93,7 @@ def h2o(q, k, v, budget, recent, pieces):
 
 
 def filled(cache, slots, slack=0, ragged=False, seen=None):
-    """A cache of these slots, in buffers that have `slack` more, which are not in use."""
+    """Return the cache with these slots, in buffers with `slack` more slots that are not in use."""
     cache.slots = {name: torch.cat((x, x[:, :, :1].expand(-1, -1, slack, *x.shape[3:])), 2)
                    for name, x in slots.items()}
     cache.length, cache.ragged = slots["pos"].shape[2], ragged

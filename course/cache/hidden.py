@@ -1,4 +1,4 @@
-"""The hidden tests: loops written from the handout, on random sizes, ties and corners."""
+"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
 import math
 
 import pytest
@@ -18,12 +18,12 @@ def drawn(seed, *shape, values=None):
 
 
 def shuffled(seed, B, H, S):
-    """Positions 0 … S − 1 of each head, in an order of its own."""
+    """Return the positions 0 … S − 1, shuffled in each head."""
     return drawn(seed, B, H, S).argsort(-1)
 
 
 def slots(seed, pos, **state):
-    """Random keys and values; and two state tensors, of vectors and of whole numbers."""
+    """Return random keys and values, and two state tensors: vectors and whole numbers."""
     B, H, S = pos.shape
     return dict(k=drawn(seed, B, H, S, 3), v=drawn(seed + 1, B, H, S, 3), pos=pos.int(),
                 code=drawn(seed + 2, B, H, S, 2, values=100).to(torch.uint8),
@@ -31,7 +31,7 @@ def slots(seed, pos, **state):
 
 
 def attention(q, k, v, see):
-    """Output and weights of one query over the slots of which `see` is true, in Python's numbers."""
+    """Return output and weights of one query over the slots where `see` is true, in Python's numbers."""
     weight = [math.exp(sum(a * b for a, b in zip(q, each)) / math.sqrt(len(q))) if seen else 0.0
               for each, seen in zip(k, see)]
     weight = [w / sum(weight) for w in weight]
@@ -39,7 +39,7 @@ def attention(q, k, v, see):
 
 
 def holds(got, before, at, what):
-    """That each head holds just the slots `at` (B, H, n) of `before`, in any order, all tensors in step."""
+    """Fail unless each head holds exactly the slots `at` (B, H, n) of `before`, in any order."""
     for name in before:
         now = got["slots"].get(name)
         if now is None or now.shape[:3] != at.shape:
@@ -55,7 +55,7 @@ def holds(got, before, at, what):
 
 
 def full_attention(q, k, v):
-    """By a loop: q (B, 2H, T, D), k and v (B, H, T, D)."""
+    """Compute attention by a loop: q (B, 2H, T, D), k and v (B, H, T, D)."""
     B, heads, T, _ = q.shape
     expected = torch.zeros(q.shape)
     for b in range(B):
@@ -72,7 +72,7 @@ def full_attention(q, k, v):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 def test_every_pair(run, rows, biased):
-    """Slots in any order, some empty, heads that differ; positions of one row for all, or a row each."""
+    """Slots in any order, some empty; heads differ; one row of positions for all, or one each."""
     at, pos = drawn(0, 2, 3, 7, values=9), drawn(1, rows, 4, values=9)
     at = torch.where(drawn(2, 2, 3, 7, values=4) == 0, NEVER, at).int()
     bias = drawn(3, 2, 3, 7) if biased else None
@@ -88,7 +88,7 @@ def test_every_pair(run, rows, biased):
 
 @problem("visible")
 def test_a_prompt_in_pieces(run):
-    """Full attention of a prompt told in pieces of 3, 4 and 2 tokens is that of the whole prompt."""
+    """A prompt in pieces of 3, 4 and 2 tokens gives the outputs of the whole prompt."""
     q, k, v = drawn(4, 2, 4, 9, 4), drawn(5, 2, 2, 9, 4), drawn(6, 2, 2, 9, 4)
     same(run("attended", q=q, k=k, v=v, pieces=[3, 4, 2]), full_attention(q, k, v), "the outputs", atol=1e-5)
 
@@ -97,7 +97,7 @@ def test_a_prompt_in_pieces(run):
 @pytest.mark.parametrize("H, G, w, S, rows", [(1, 1, 1, 5, 1), (2, 3, 4, 7, 2), (3, 2, 2, 6, 1)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_each_row(run, H, G, w, S, rows, biased):
-    """Each query's softmax, by a loop: groups, batch 2, hidden and empty slots, with and without a bias."""
+    """Each query's softmax: groups, batch 2, hidden and empty slots, with and without a bias."""
     B, D = 2, 5
     q, k = drawn(0, B, H * G, w, D), drawn(1, B, H, S, D)
     at = drawn(2, B, H, S, values=6)
@@ -178,7 +178,7 @@ def test_one_row_of_positions(run):
 
 @problem("write")
 def test_state_that_comes_and_goes(run):
-    """A state that comes late is 0 before; one that is not given is 0, also where a slot was in use."""
+    """A state given late is 0 before; one not given is 0, even in a slot that was freed and reused."""
     k, one = torch.ones(1, 2, 2, 3), torch.ones(1, 2, 2)
     k3 = torch.ones(1, 2, 3, 3)
     got = run("written", steps=[
@@ -195,7 +195,7 @@ def test_state_that_comes_and_goes(run):
 
 @problem("write")
 def test_state_that_is_declared(run):
-    """A tensor that the method declares is 0 from the first write on, unless it is given."""
+    """A tensor that the method declares exists from the first write on; it is 0 unless given."""
     k = torch.ones(1, 2, 2, 3)
     got = run("written", declares=True, steps=[
         dict(k=k, v=k.clone(), pos=tensor([[0, 1]])),
@@ -210,7 +210,7 @@ def test_state_that_is_declared(run):
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("empty", [False, True])
 def test_any_slots_in_any_order(run, ragged, empty):
-    """Slots in the order of i, in every tensor and every head; −1 is empty; ragged stays if it was."""
+    """Slots in the order of i, in every tensor and head; −1 is empty; a ragged cache stays ragged."""
     before = slots(0, shuffled(0, 2, 3, 8))
     i = shuffled(1, 2, 3, 8)[:, :, :5]
     if empty:
@@ -228,12 +228,12 @@ def test_any_slots_in_any_order(run, ragged, empty):
                     elif name == "pos":
                         same(int(now[b, h, n]), NEVER, "the position of an empty slot")
     same((got["length"], got["seen"], got["ragged"]), (5, 30, ragged or empty), "length, seen and ragged")
-    same(got["allocated"], dict.fromkeys(before, 5), "the slots of the buffers")
+    same(got["allocated"], dict.fromkeys(before, 5), "slots of the buffers")
 
 
 @problem("keep")
 def test_bad_slots(run):
-    """ValueError for a slot that is not in use, one head too few, or i of 32 bits."""
+    """A slot not in use, a missing head, or i of 32 bits: a ValueError."""
     before = slots(2, shuffled(2, 1, 2, 4))
     for i in (tensor([[[0, 4], [0, 1]]]), tensor([[[0, 1]]]), tensor([[[0, 1], [0, 1]]]).int()):
         raises(run, "kept", slots=before, i=i, slack=4)
@@ -241,7 +241,7 @@ def test_bad_slots(run):
 
 @problem("keep")
 def test_none(run):
-    """No slot stays: the cache is empty, and not ragged."""
+    """No slot stays: the cache is empty and not ragged."""
     got = run("kept", slots=slots(3, shuffled(3, 1, 2, 4)), i=torch.zeros(1, 2, 0, dtype=torch.int64))
     same((got["length"], got["seen"], got["ragged"]), (0, 4, False), "length, seen and ragged")
 
@@ -249,7 +249,7 @@ def test_none(run):
 @problem("drop")
 @pytest.mark.parametrize("slack", [0, 1, 4])
 def test_a_slot_of_each_head(run, slack):
-    """Each head's slot, batch 2; the last one moves, in every tensor; no buffer is new."""
+    """Batch 2, another slot in each head: the last slot moves in every tensor; the buffers stay the same."""
     before, i = slots(0, shuffled(0, 2, 3, 5)), drawn(1, 2, 3, 1, values=5)
     got = run("dropped", slots=before, i=i, slack=slack, seen=20)
     for name, x in before.items():
@@ -261,12 +261,12 @@ def test_a_slot_of_each_head(run, slack):
         same(got["slots"].get(name), expected, f"{name}")
     same((got["length"], got["seen"]), (4, 20), "slots in use and tokens seen")
     same(got["allocated"], dict.fromkeys(before, 5 + slack), "the slots of the buffers")
-    same(got["in_place"], True, "that the buffers are those that were there")
+    same(got["in_place"], True, "whether the buffers are the same tensors")
 
 
 @problem("drop")
 def test_the_only_slot(run):
-    """A cache of one slot is empty afterwards."""
+    """A cache with one slot becomes empty."""
     got = run("dropped", slots=slots(2, torch.zeros(2, 2, 1)), i=torch.zeros(2, 2, 1, dtype=torch.int64))
     same((got["length"], got["seen"]), (0, 1), "slots in use and tokens seen")
 
@@ -274,7 +274,7 @@ def test_the_only_slot(run):
 @problem("indices")
 @pytest.mark.parametrize("B, H, S", [(1, 1, 1), (2, 3, 9), (3, 2, 40)])
 def test_random_masks(run, B, H, S):
-    """Where the mask is true, in order, and −1 for what a head has less than the longest."""
+    """The slots where the mask is true, in order; shorter heads are filled up with −1."""
     kept = drawn(0, B, H, S, values=3) == 0
     kept[0, 0, 0] = True
     rows = [[[s for s in range(S) if kept[b, h, s]] for h in range(H)] for b in range(B)]
@@ -286,7 +286,7 @@ def test_random_masks(run, B, H, S):
 @problem("indices")
 @pytest.mark.parametrize("value", [False, True])
 def test_all_and_nothing(run, value):
-    """A mask that is true everywhere has all slots; one that is true nowhere (B, H, 0)."""
+    """An all-true mask gives all slots, an all-false mask (B, H, 0)."""
     expected = torch.arange(4 if value else 0).expand(2, 3, -1)
     same(run("indices", kept=torch.full((2, 3, 4), value)), expected, "the slots")
 
@@ -294,15 +294,15 @@ def test_all_and_nothing(run, value):
 # ---- eviction -------------------------------------------------------------------------------------------
 
 def best(score, pos, budget):
-    """The slots of a head that stay: the highest, of equals the newest, and no empty one."""
-    there = [s for s in range(len(score)) if pos[s] != NEVER]
-    return sorted(sorted(there, key=lambda s: (-score[s], -pos[s]))[:budget])
+    """Return the slots of a head that stay: highest score, of equal scores the newest, none empty."""
+    used = [s for s in range(len(score)) if pos[s] != NEVER]
+    return sorted(sorted(used, key=lambda s: (-score[s], -pos[s]))[:budget])
 
 
 @problem("shrink")
 @pytest.mark.parametrize("S, budget", [(9, 8), (9, 7), (9, 4), (12, 1), (30, 11)])
 def test_many_ties(run, S, budget):
-    """Scores with many ties, slots in any order, heads and rows that differ."""
+    """Many ties; slots in any order; rows and heads differ."""
     before = slots(0, shuffled(0, 2, 3, S))
     score = drawn(1, 2, 3, S, values=4) + tensor([0., 10, 20]).view(3, 1)
     at = tensor([[best(score[b, h].tolist(), before["pos"][b, h].tolist(), budget) for h in range(3)]
@@ -316,7 +316,7 @@ def test_many_ties(run, S, budget):
 @problem("shrink")
 @pytest.mark.parametrize("budget", [7, 9])
 def test_within_the_budget(run, budget):
-    """As many slots as the budget, or fewer: nothing is done."""
+    """At most as many slots as the budget: nothing changes."""
     before = slots(2, shuffled(2, 1, 2, 7))
     got = run("shrunk", slots=before, score=drawn(3, 1, 2, 7), budget=budget, slack=3)
     for name, x in before.items():
@@ -327,7 +327,7 @@ def test_within_the_budget(run, budget):
 @problem("shrink")
 @pytest.mark.parametrize("budget", [1, 3, 6, 7])
 def test_heads_with_empty_slots(run, budget):
-    """Empty slots may have any score, and none stays for a token; a head may have less than the budget."""
+    """Empty slots have any score but never displace a token; a head may have fewer tokens than the budget."""
     pos = shuffled(4, 2, 2, 8)
     pos[0, 0, 2:5], pos[1, 1, 0], pos[1, 0, 7] = NEVER, NEVER, NEVER
     before, score = slots(4, pos), drawn(5, 2, 2, 8, values=3).float()
@@ -347,7 +347,7 @@ def test_heads_with_empty_slots(run, budget):
 
 @problem("shrink")
 def test_bad_scores(run):
-    """ValueError unless there is a score for each slot."""
+    """A score that lacks a head: a ValueError."""
     raises(run, "shrunk", slots=slots(6, shuffled(6, 1, 2, 5)), score=torch.zeros(1, 1, 5), budget=2)
 
 
@@ -355,7 +355,7 @@ def test_bad_scores(run):
 @pytest.mark.parametrize("budget", [2, 5, 7, 9])
 @pytest.mark.parametrize("recent", [0.0, 0.3, 0.5, 1.0])
 def test_one_eviction(run, budget, recent):
-    """Ties, slots in any order, gaps: the newest stay, then the heaviest, of equals the newer."""
+    """Ties, gaps, slots in any order: the newest stay, then the heaviest, of equal sums the newer."""
     pos = (3 * shuffled(0, 2, 3, 10) + 2).int()
     before = slots(0, pos, accumulated=drawn(1, 2, 3, 10, values=4).float())
     newest = 30 - max(1, round(recent * budget))
@@ -370,12 +370,12 @@ def test_one_eviction(run, budget, recent):
 @pytest.mark.parametrize("budget, recent, pieces",
                          [(4, 0.5, [9]), (5, 0.3, [4, 6]), (6, 0.0, [3]), (3, 1.0, [5, 1])])
 def test_every_step(run, budget, recent, pieces):
-    """A prompt and then token by token: the positions held after each step, and the outputs, by a loop."""
+    """A prompt, then token by token: the positions held after each step, and the outputs."""
     B, H, G, n, D = 2, 2, 2, 16, 4
     q, k, v = 2 * drawn(2, B, H * G, n, D), drawn(3, B, H, n, D), drawn(4, B, H, n, D)
     prompt = sum(pieces)
     got = run("h2o", q=q, k=k, v=v, budget=budget, recent=recent, pieces=pieces)
-    same(len(got["positions"]), n - prompt + 1, "how often the positions were asked for")
+    same(len(got["positions"]), n - prompt + 1, "number of steps")
     outputs = torch.zeros(B, H * G, n, D)
     for b in range(B):
         for h in range(H):

@@ -1,4 +1,4 @@
-"""The tests that students have. Each says in words what it expects."""
+"""The public tests, which students have. Each docstring says what the test expects."""
 from math import inf, log
 
 import torch
@@ -10,7 +10,7 @@ NEVER = 2 ** 31 - 1
 
 
 def slots(pos, **state):
-    """Keys and values that say which slot they are from: slot s of head h of row b has 100 b + 10 h + s."""
+    """Return slots whose keys tell their origin: slot s of head h of row b has the key 100 b + 10 h + s."""
     B, H, S = pos.shape
     name = 100 * torch.arange(B)[:, None, None] + 10 * torch.arange(H)[:, None] + torch.arange(S)
     k = name[..., None].expand(B, H, S, 2).float()
@@ -18,37 +18,37 @@ def slots(pos, **state):
 
 
 def by_position(got, name):
-    """One tensor of what a cache holds, (B, H, n), each head's slots in the order of their positions."""
+    """Return one tensor (B, H, n) of a cache, each head's slots sorted by position."""
     x, pos = (got["slots"].get(each) for each in (name, "pos"))
     if x is None or pos is None or x.shape != pos.shape:
-        wrong(f"{name}: expected a tensor of one number a slot")
+        wrong(f"{name}: expected a tensor with one number per slot, (B, H, slots)")
     return x.gather(2, pos.argsort(-1))
 
 
 @problem("visible")
 def test_no_later_slot(run):
-    """Slots at 0 1 2 3. The query at 2 sees three of them, that at 3 sees all four."""
+    """Slots at 0 1 2 3: the query at 2 sees three of them, the query at 3 all four."""
     got = run("visible", slot_pos=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[2, 3]]))
     same(got, tensor([[[[1, 1, 1, 0], [1, 1, 1, 1]]]]).bool(), "the mask")
 
 
 @problem("visible")
 def test_heads_hold_other_tokens(run):
-    """Head 0 holds 0 and 5, head 1 holds 3 and an empty slot. The query at 5 sees what there is."""
+    """Head 0 holds 0 and 5, head 1 holds 3 and an empty slot. The query at 5 sees 0 and 5, and 3."""
     got = run("visible", slot_pos=tensor([[[0, 5], [3, NEVER]]]).int(), bias=None, pos=tensor([[4, 5]]))
     same(got, tensor([[[[1, 0], [1, 1]], [[1, 0], [1, 0]]]]).bool(), "the mask")
 
 
 @problem("visible")
 def test_a_bias(run):
-    """With a bias the mask has floats: the slot's bias where it is seen, −inf where it is not."""
+    """With a bias the mask holds floats: the bias of a visible slot, −inf for others."""
     got = run("visible", slot_pos=tensor([[[0, 1]]]).int(), bias=tensor([[[0.5, 2]]]), pos=tensor([[0, 1]]))
     same(got, tensor([[[[0.5, -inf], [0.5, 2]]]]), "the mask")
 
 
 @problem("probabilities")
 def test_equal_scores(run):
-    """A query of zeros at position 1 gives slots 0 and 1 one half each, and the later ones nothing."""
+    """A query of zeros at position 1 gives slots 0 and 1 one half each, and later slots 0."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.ones(1, 1, 4, 4),
               slot_pos=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[1]]))
     same(got, tensor([[[[[0.5, 0.5, 0, 0]]]]]), "the probabilities", atol=1e-6)
@@ -65,7 +65,7 @@ def test_the_scale(run):
 
 @problem("probabilities")
 def test_a_bias_of_ln_3(run):
-    """Equal scores; the second slot has the bias ln 3 and so three times the weight of the first."""
+    """Equal scores; the second slot has the bias ln 3, so three times the weight: 1/4 and 3/4."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.zeros(1, 1, 2, 4),
               slot_pos=tensor([[[0, 1]]]).int(), bias=tensor([[[0, log(3)]]]), pos=tensor([[1]]))
     same(got, tensor([[[[[0.25, 0.75]]]]]), "the probabilities", atol=1e-6)
@@ -84,7 +84,7 @@ def test_groups(run):
 
 @problem("write")
 def test_two_writes(run):
-    """Two tokens, then one: three slots in the order of the tokens, and three tokens seen."""
+    """Write two tokens, then one: three slots in order, three tokens seen."""
     k = tensor([1., 2, 3]).view(1, 1, 3, 1)
     _, got = run("written", steps=[dict(k=k[:, :, :2], v=-k[:, :, :2], pos=tensor([[0, 1]])),
                                    dict(k=k[:, :, 2:], v=-k[:, :, 2:], pos=tensor([[2]]))])
@@ -96,7 +96,7 @@ def test_two_writes(run):
 
 @problem("write")
 def test_what_is_not_given(run):
-    """A write with a state tensor and then one without: 5 5 0."""
+    """Write two tokens with the state 5 5, then one without: the state is 5 5 0."""
     k = torch.ones(1, 1, 3, 1)
     _, got = run("written", steps=[
         dict(k=k[:, :, :2], v=k[:, :, :2], pos=tensor([[0, 1]]), score=tensor([[[5., 5]]])),
@@ -106,18 +106,18 @@ def test_what_is_not_given(run):
 
 @problem("write")
 def test_buffers(run):
-    """Ten tokens take ten slots. The next needs a buffer of capacity(11) = 12; the 12th fits into it."""
+    """Ten tokens take ten slots. The 11th needs a buffer of capacity(11) = 12 slots; the 12th fits in."""
     k = torch.ones(1, 1, 12, 1)
     got = run("written", steps=[dict(k=k[:, :, a:b], v=k[:, :, a:b], pos=torch.arange(a, b)[None])
                                 for a, b in ((0, 10), (10, 11), (11, 12))])
     for each, slots_in_all in zip(got, (10, 12, 12)):
         same(each["allocated"], dict.fromkeys(("k", "v", "pos"), slots_in_all),
-             f"the buffers' slots with {each['length']} in use")
+             f"slots of each buffer with {each['length']} in use")
 
 
 @problem("write")
 def test_slots_that_were_freed(run):
-    """Three tokens, of which one slot was freed, and one more: two and one are three slots, of four seen."""
+    """Write three tokens, free one slot, write one more: three slots in use, four tokens seen."""
     k = tensor([1., 2, 3, 4]).view(1, 1, 4, 1)
     *_, got = run("written", steps=[dict(k=k[:, :, :3], v=k[:, :, :3], pos=tensor([[0, 1, 2]])),
                                     dict(forget=1), dict(k=k[:, :, 3:], v=k[:, :, 3:], pos=tensor([[3]]))])
@@ -127,7 +127,7 @@ def test_slots_that_were_freed(run):
 
 @problem("keep")
 def test_everything_moves(run):
-    """Of slots 0 1 2 3 the first head keeps 0 and 2, the second 1 and 3; a state tensor moves along."""
+    """Of slots 0 1 2 3 head 0 keeps 0 and 2, head 1 keeps 1 and 3; the state moves along."""
     held = slots(tensor([[[0, 1, 2, 3], [0, 1, 2, 3]]]), score=tensor([[[5., 6, 7, 8], [1, 2, 3, 4]]]))
     got = run("kept", slots=held, i=tensor([[[0, 2], [1, 3]]]))
     same(got["slots"].get("pos"), tensor([[[0, 2], [1, 3]]]).int(), "the positions")
@@ -138,7 +138,7 @@ def test_everything_moves(run):
 
 @problem("keep")
 def test_an_empty_slot(run):
-    """−1 is an empty slot: its position is NEVER, and the cache is ragged from then on."""
+    """−1 makes an empty slot: its position is NEVER, and the cache is ragged."""
     got = run("kept", slots=slots(tensor([[[0, 1, 2], [0, 1, 2]]])), i=tensor([[[0, 2], [1, -1]]]))
     same(got["slots"].get("pos"), tensor([[[0, 2], [1, NEVER]]]).int(), "the positions")
     same((got["length"], got["ragged"]), (2, True), "length and ragged")
@@ -146,13 +146,13 @@ def test_an_empty_slot(run):
 
 @problem("keep")
 def test_a_slot_that_is_not_there(run):
-    """Slot 3 of three slots: a ValueError, as check_kept raises it."""
+    """Slot 3 of a cache with three slots: a ValueError, raised by check_kept."""
     raises(run, "kept", slots=slots(tensor([[[0, 1, 2]]])), i=tensor([[[0, 3]]]))
 
 
 @problem("drop")
 def test_the_last_fills_the_hole(run):
-    """Four slots; slot 1 goes. The last slot, with position 3, moves into its place."""
+    """Positions 0 1 2 3, slot 1 goes: the last slot moves into the hole, 0 3 2."""
     held = slots(tensor([[[0, 1, 2, 3]]]), score=tensor([[[5., 6, 7, 8]]]))
     got = run("dropped", slots=held, i=tensor([[[1]]]))
     same(got["slots"].get("pos"), tensor([[[0, 3, 2]]]).int(), "the positions")
@@ -163,28 +163,29 @@ def test_the_last_fills_the_hole(run):
 
 @problem("drop")
 def test_another_in_each_head(run):
-    """Head 0 loses its first slot and head 1 its last, which leaves no hole."""
+    """Head 0 drops its first slot, head 1 its last, which leaves no hole."""
     got = run("dropped", slots=slots(tensor([[[0, 1, 2], [0, 1, 2]]])), i=tensor([[[0], [2]]]))
     same(got["slots"].get("pos"), tensor([[[2, 1], [0, 1]]]).int(), "the positions")
 
 
 @problem("drop")
 def test_the_buffer_has_more(run):
-    """Three slots in use of buffers of five: the last slot in use moves, and the buffers stay as they are."""
+    """Buffers of five slots, three in use: the last slot in use moves; the buffers stay the same."""
     got = run("dropped", slots=slots(tensor([[[0, 1, 2]]])), i=tensor([[[0]]]), slack=2)
     same(got["slots"].get("pos"), tensor([[[2, 1]]]).int(), "the positions")
-    same((got["allocated"]["k"], got["in_place"]), (5, True), "the buffers, and that none is new")
+    same((got["allocated"]["k"], got["in_place"]), (5, True),
+         "slots of the buffers, and whether they are the same tensors")
 
 
 @problem("indices")
 def test_in_order(run):
-    """The mask 1 0 1 1 has the slots 0 2 3."""
+    """The mask 1 0 1 1 gives the slots 0 2 3."""
     same(run("indices", kept=tensor([[[True, False, True, True]]])), tensor([[[0, 2, 3]]]), "the slots")
 
 
 @problem("indices")
 def test_filled_up(run):
-    """The second head keeps one slot where the first keeps two: the place that is left is −1."""
+    """Head 0 keeps slots 0 and 2, head 1 only slot 1: 0 2 and 1 −1."""
     got = run("indices", kept=tensor([[[1, 0, 1], [0, 1, 0]]]).bool())
     same(got, tensor([[[0, 2], [1, -1]]]), "the slots")
 
@@ -199,14 +200,14 @@ def test_the_highest(run):
 
 @problem("shrink")
 def test_ties(run):
-    """Equal scores, positions 3 0 2 1, budget 2: the newest stay, 2 and 3, wherever they lie."""
+    """Equal scores, positions 3 0 2 1, budget 2: the newest, 2 and 3, stay."""
     got = run("shrunk", slots=slots(tensor([[[3, 0, 2, 1]]])), score=torch.ones(1, 1, 4), budget=2)
     same(by_position(got, "pos"), tensor([[[2, 3]]]).int(), "the positions")
 
 
 @problem("shrink")
 def test_one_too_many(run):
-    """Three slots, budget 2. Where the lowest score is there twice, the older goes; by `drop`, in place."""
+    """Three slots, budget 2: the lowest goes, of equal scores the oldest. Use `drop`: no new buffers."""
     held = slots(tensor([[[4, 2, 3], [2, 3, 4]]]))
     got = run("shrunk", slots=held, score=tensor([[[9., 1, 1], [7, 5, 6]]]), budget=2)
     same(by_position(got, "pos"), tensor([[[3, 4], [2, 4]]]).int(), "the positions")
@@ -215,7 +216,7 @@ def test_one_too_many(run):
 
 @problem("shrink")
 def test_empty_slots_go_first(run):
-    """The second head has an empty slot with a high score, budget 2: it goes, not a token."""
+    """Budget 2; one of head 1's three slots is empty and has a high score: the empty slot goes."""
     got = run("shrunk", slots=slots(tensor([[[0, 1, 2], [0, 1, NEVER]]])), ragged=True, budget=2,
               score=tensor([[[3., 1, 2], [1, 2, 9]]]))
     same(by_position(got, "pos"), tensor([[[0, 2], [0, 1]]]).int(), "the positions")
@@ -223,7 +224,7 @@ def test_empty_slots_go_first(run):
 
 @problem("score")
 def test_heavy_and_recent(run):
-    """Six tokens, budget 4, half of it recent: 4 and 5. Of the others 0 and 2 had most attention."""
+    """Six tokens, budget 4, half of it recent: 4 and 5 stay, and 0 and 2, which have the most attention."""
     held = slots(tensor([[[0, 1, 2, 3, 4, 5]]]), accumulated=tensor([[[9., 2, 5, 3, 1, 0]]]))
     got = run("evicted", slots=held, budget=4, recent=0.5)
     same(by_position(got, "pos"), tensor([[[0, 2, 4, 5]]]).int(), "the positions")
@@ -232,7 +233,7 @@ def test_heavy_and_recent(run):
 
 @problem("score")
 def test_the_newest_stays(run):
-    """recent = 0 means at least the newest one: of four tokens, budget 2, token 3 and the heaviest stay."""
+    """recent = 0 still protects the newest. Four tokens, budget 2: token 3 and the heaviest, 1, stay."""
     got = run("evicted", slots=slots(tensor([[[0, 1, 2, 3]]]), accumulated=tensor([[[1., 9, 5, 0]]])),
               budget=2, recent=0.0)
     same(by_position(got, "pos"), tensor([[[1, 3]]]).int(), "the positions")
@@ -240,7 +241,7 @@ def test_the_newest_stays(run):
 
 @problem("score")
 def test_after_evictions(run):
-    """Ten tokens have been seen, of which 0 3 6 8 9 are held; budget 4: 8 and 9 are recent, 6 is lightest."""
+    """Of ten tokens the cache holds 0 3 6 8 9; budget 4. 8 and 9 are recent; 6 has the least and leaves."""
     got = run("evicted", slots=slots(tensor([[[0, 9, 6, 3, 8]]]), accumulated=tensor([[[4., 0, 2, 3, 1]]])),
               budget=4, recent=0.5, seen=10)
     same(by_position(got, "pos"), tensor([[[0, 3, 8, 9]]]).int(), "the positions")

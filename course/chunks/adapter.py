@@ -1,4 +1,4 @@
-"""What a test may ask of a submission to `chunks`. Runs in the submission's process, and knows no answers."""
+"""Functions that the tests of `chunks` call. They run in the submission's process and hold no answers."""
 from types import SimpleNamespace
 
 import torch

@@ -1,4 +1,4 @@
-"""The hidden tests: loops written from the handout, on random sizes, ties and corners."""
+"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
 import pytest
 import torch
 from torch import tensor
@@ -16,18 +16,19 @@ def drawn(seed, *shape, values=None):
 
 
 def order(score):
-    """Indices, the highest first, of equals the last."""
+    """Return the indices, highest score first, of equal scores the last."""
     return sorted(range(len(score)), key=lambda i: (-score[i], -i))
 
 
 def chunks(lengths):
+    """Return the chunk of each token."""
     return [i for i, n in enumerate(lengths) for _ in range(n)]
 
 
 @problem("grid")
 @pytest.mark.parametrize("n, size", [(1, 1), (12, 4), (13, 4), (3, 10), (5, 1)])
 def test_a_grid(run, n, size):
-    """Place i is in chunk ⌊i/size⌋ + 1, whatever remains; empty slots anywhere are in chunk 0."""
+    """Place i is in chunk ⌊i/size⌋ + 1; an empty slot, wherever it is, is in chunk 0."""
     place = drawn(0, 2, 2, n, values=40).long() - 6
     expected = tensor([i // size + 1 if i >= 0 else 0 for i in place.flatten().tolist()]).view(2, 2, n)
     same(run("grid", place=place, size=size), expected, f"{n} tokens in chunks of {size}")
@@ -36,7 +37,7 @@ def test_a_grid(run, n, size):
 @problem("chunk_scores")
 @pytest.mark.parametrize("how", HOW)
 def test_unlike_chunks(run, how):
-    """Rows and heads with chunks of unlike length, (2, 3, 12)."""
+    """Two rows and three heads, (2, 3, 12), each with chunks of other lengths."""
     scores, cuts = drawn(1, 2, 3, 12), [[3, 4, 5], [1, 10, 1], [6, 1, 5], [4, 4, 4], [10, 1, 1], [2, 3, 7]]
     chunk = tensor([chunks(each) for each in cuts]).view(2, 3, 12)
     score, length = run("chunk_scores", scores=scores, chunk=chunk, how=how)
@@ -53,7 +54,7 @@ def test_unlike_chunks(run, how):
 @problem("chunk_scores")
 @pytest.mark.parametrize("how", HOW)
 def test_a_head_with_fewer_chunks(run, how):
-    """A head that has fewer chunks than another: those it has not are 0, of length 0, and not NaN."""
+    """One head has fewer chunks than the other: the chunks it lacks have score 0 and length 0, not NaN."""
     scores, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 1, 2], [0, 0, 0]])
     score, length = run("chunk_scores", scores=scores, chunk=chunk, how=how)
     same(score, tensor([[1., 2, 3], [HOW[how]([4., 5, 6]), 0, 0]]), f"each chunk's {how}")
@@ -63,7 +64,7 @@ def test_a_head_with_fewer_chunks(run, how):
 @problem("ranking")
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 40)])
 def test_many_ties(run, shape):
-    """Any shape, many ties: the highest first, of equals the newest."""
+    """Many ties, any shape: the highest score first, of equal scores the newest."""
     score = drawn(2, *shape, values=4)
     expected = tensor([order(row) for row in score.view(-1, shape[-1]).tolist()]).view(shape)
     same(run("ranking", score=score), expected, "the order")
@@ -72,7 +73,7 @@ def test_many_ties(run, shape):
 @problem("cut_to")
 @pytest.mark.parametrize("budget", [0, 1, 5, 11, 12, 20])
 def test_down_the_ranking(run, budget):
-    """Chunk after chunk, each from its first token on, until the budget is used: no more, no less."""
+    """Chunk after chunk, each from its first token on, until exactly the budget is used."""
     lengths, score = [[3, 4, 5], [6, 1, 5]], drawn(3, 1, 2, 3)
     chunk = tensor([chunks(each) for each in lengths])[None]
     expected = torch.zeros(1, 2, 12, dtype=torch.bool)
@@ -84,26 +85,26 @@ def test_down_the_ranking(run, budget):
 
 @problem("cut_to")
 def test_equal_chunks_are_not_mixed(run):
-    """Of chunks with equal scores the newest comes first, whole, before the other begins."""
+    """Equal scores: all of the newest chunk stays before the next one begins."""
     got = run("cut_to", score=tensor([[2., 2, 2]]), chunk=tensor([chunks([2, 2, 2])]), budget=3)
     same(got, tensor([[False, False, True, False, True, True]]), "what stays")
 
 
 @problem("cut_to")
 def test_budgets_by_row_and_head(run):
-    """A tensor (B, H) of budgets, none equal."""
+    """A tensor (B, H) of budgets, all different."""
     score, budget = drawn(4, 2, 2, 4), tensor([[1, 4], [7, 10]])
     chunk = tensor(chunks([3, 3, 3, 1])).expand(2, 2, 10)
     kept = run("cut_to", score=score, chunk=chunk, budget=budget)
     if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != chunk.shape:
-        wrong("expected a mask of the shape of chunk")
-    same(kept.sum(-1), budget, "how many stay in each row and head")
+        wrong(f"expected a torch.bool mask of the shape {tuple(chunk.shape)}, got {kept!r:.200}")
+    same(kept.sum(-1), budget, "tokens that stay in each row and head")
 
 
 @problem("fit")
 @pytest.mark.parametrize("budget", [0, 3, 7, 10, 16, 40])
 def test_greedy(run, budget):
-    """Down the ranking, each chunk that still fits whole; a shorter one may fit after a longer did not."""
+    """In ranking order, each chunk that fits stays; a shorter one may fit after a longer one did not."""
     score, length = drawn(5, 2, 2, 8, values=5), drawn(6, 2, 2, 8, values=6).long() + 1
     expected = torch.zeros(2, 2, 8, dtype=torch.bool)
     for b in range(2):
@@ -125,34 +126,34 @@ def test_fit_budgets_by_head(run):
 
 @problem("fit")
 def test_chunks_without_tokens(run):
-    """Chunks of length 0 need no room; whether they stay changes nothing, and the search ends."""
+    """Chunks of length 0 need no room; the mask may have either value there, and the search ends."""
     got = run("fit", score=tensor([3., 0, 0]), length=tensor([4, 0, 0]), budget=3)
     if not isinstance(got, torch.Tensor) or bool(got[0]):
-        wrong(f"a chunk of 4 does not fit into 3, and stays: {got!r}")
+        wrong(f"a chunk of length 4 does not fit into a budget of 3, but it stays: {got!r}")
 
 
 @problem("reuse")
 def test_a_text_that_begins_later(run):
-    """Positions need not begin at 0: a slot is a position less the first."""
+    """Positions begin at 100: a slot is a position minus the first position."""
     slots = run("chosen", tokens=torch.arange(100, 108), below=tensor([[[100, 103, 107]]]))
     same(slots, tensor([[[0, 3, 7]]]), "the slots")
 
 
 @problem("reuse")
 def test_empty_slots(run):
-    """A head that kept fewer has empty slots, and they are −1 here. Rows and heads differ."""
+    """Heads that kept fewer tokens have empty slots: −1. Rows and heads differ."""
     below = tensor([[[0, 2, 5], [1, 4, -1]], [[3, -1, -1], [0, 1, 2]]])
     same(run("chosen", tokens=torch.arange(6), below=below), below, "the slots")
 
 
 @problem("reuse")
 def test_the_order_below(run):
-    """Slots stand in the order in which the layer below has them."""
+    """Slots stand in the previous layer's order."""
     slots = run("chosen", tokens=torch.arange(20, 28), below=tensor([[[27, 21, 24], [22, -1, 20]]]))
     same(slots, tensor([[[7, 1, 4], [2, -1, 0]]]), "the slots")
 
 
 @problem("reuse")
 def test_the_order_of_layers(run):
-    """Where the prompt of the layer below is not over, ValueError."""
+    """The previous layer's prompt is not over: a ValueError."""
     raises(run, "chosen", tokens=torch.arange(4), below=tensor([[[1, 2]]]), prompt_done=False)

@@ -1,4 +1,4 @@
-"""The tests that students have. Each says in words what it expects."""
+"""The public tests, which students have. Each docstring says what the test expects."""
 import torch
 from torch import tensor
 
@@ -13,7 +13,7 @@ def test_seven_tokens(run):
 
 @problem("grid")
 def test_places_not_slots(run):
-    """Two heads hold tokens of their own: places 0 4 5 and, with an empty slot, 3 8 −1, in chunks of four."""
+    """Two heads in chunks of four: places 0 4 5 give 1 2 2; places 3 8 −1 (empty) give 1 3 0."""
     place = tensor([[[0, 4, 5], [3, 8, -1]]])
     same(run("grid", place=place, size=4), tensor([[[1, 2, 2], [1, 3, 0]]]), "the chunks")
 
@@ -21,14 +21,15 @@ def test_places_not_slots(run):
 @problem("chunk_scores")
 def test_sums_and_lengths(run):
     """Window scores 1 2 3 4 5 in chunks 0 0 1 1 2: the sums are 3 7 5 and the lengths 2 2 1."""
-    score, length = run("chunk_scores", scores=tensor([1., 2, 3, 4, 5]), chunk=tensor([0, 0, 1, 1, 2]), how="sum")
+    scores, chunk = tensor([1., 2, 3, 4, 5]), tensor([0, 0, 1, 1, 2])
+    score, length = run("chunk_scores", scores=scores, chunk=chunk, how="sum")
     same(score, tensor([3., 7, 5]), "the sums")
     same(length, tensor([2, 2, 1]), "the lengths")
 
 
 @problem("chunk_scores")
 def test_means_and_maxima(run):
-    """Of the same window scores the means are 1.5 3.5 5 and the maxima 2 4 5."""
+    """Window scores 1 2 3 4 5 in chunks 0 0 1 1 2: the means are 1.5 3.5 5 and the maxima 2 4 5."""
     scores, chunk = tensor([1., 2, 3, 4, 5]), tensor([0, 0, 1, 1, 2])
     mean = run("chunk_scores", scores=scores, chunk=chunk, how="mean")[0]
     same(mean, tensor([1.5, 3.5, 5]), "the means", atol=1e-6)
@@ -37,7 +38,7 @@ def test_means_and_maxima(run):
 
 @problem("chunk_scores")
 def test_heads_are_cut_apart(run):
-    """Two heads with chunks of their own: 0 0 1 and 0 1 1. Each chunk sums the window scores of its own head."""
+    """Two heads with the chunks 0 0 1 and 0 1 1: each chunk sums the window scores of its own head."""
     scores, chunk = tensor([[1., 2, 3], [4, 5, 6]]), tensor([[0, 0, 1], [0, 1, 1]])
     score, length = run("chunk_scores", scores=scores, chunk=chunk, how="sum")
     same(score, tensor([[3., 3], [4, 11]]), "the sums")
@@ -52,35 +53,35 @@ def test_highest_first(run):
 
 @problem("ranking")
 def test_of_equals_the_newest(run):
-    """Scores 5 1 5 1: of equal chunks the later comes first, so 2 0 3 1."""
+    """Scores 5 1 5 1: of equal scores the newest chunk comes first, so 2 0 3 1."""
     same(run("ranking", score=tensor([5., 1, 5, 1])), tensor([2, 0, 3, 1]), "the order")
 
 
 @problem("cut_to")
 def test_the_last_chunk_is_cut(run):
-    """Chunks 0 0 0 1 1 1 score 1 and 9, budget 4: all of chunk 1, then the first token of chunk 0."""
+    """Chunks 0 0 0 1 1 1, scores 1 and 9, budget 4: chunk 1 and the first token of chunk 0 stay."""
     same(run("cut_to", score=tensor([1., 9]), chunk=tensor([0, 0, 0, 1, 1, 1]), budget=4),
-         tensor([True, False, False, True, True, True]), "what stays")
+         tensor([True, False, False, True, True, True]), "the mask")
 
 
 @problem("cut_to")
 def test_a_budget_for_each_head(run):
-    """Two heads with the budgets 2 and 3, as a tensor."""
+    """Two heads with a tensor of budgets, 2 and 3."""
     score, chunk = tensor([[[3., 1], [1, 3]]]), tensor([0, 0, 1, 1]).expand(1, 2, 4)
     expected = tensor([[[True, True, False, False], [True, False, True, True]]])
-    same(run("cut_to", score=score, chunk=chunk, budget=tensor([[2, 3]])), expected, "what stays")
+    same(run("cut_to", score=score, chunk=chunk, budget=tensor([[2, 3]])), expected, "the mask")
 
 
 @problem("fit")
 def test_each_that_fits(run):
-    """Lengths 3 3 2, scores 5 9 1, budget 5: chunk 1 fits, chunk 0 no longer, chunk 2 does."""
+    """Lengths 3 3 2, scores 5 9 1, budget 5: chunk 1 fits, then chunk 0 does not, chunk 2 does."""
     same(run("fit", score=tensor([5., 9, 1]), length=tensor([3, 3, 2]), budget=5),
          tensor([False, True, True]), "the chunks that stay")
 
 
 @problem("fit")
 def test_heads_with_other_lengths(run):
-    """Two heads, budget 4: each goes down its own ranking, with its own lengths."""
+    """Two heads, budget 4: each head follows its own ranking and lengths."""
     score, length = tensor([[[1., 9, 5], [5, 1, 9]]]), tensor([[[1, 3, 2], [2, 1, 3]]])
     expected = tensor([[[True, True, False], [False, True, True]]])
     same(run("fit", score=score, length=length, budget=4), expected, "the chunks that stay")
@@ -88,21 +89,21 @@ def test_heads_with_other_lengths(run):
 
 @problem("fit")
 def test_no_room(run):
-    """A budget of 1 has no room for a chunk of 2."""
+    """Two chunks of length 2, budget 1: none fits."""
     got = run("fit", score=tensor([5., 9]), length=tensor([2, 2]), budget=1)
     same(got, tensor([False, False]), "the chunks that stay")
 
 
 @problem("reuse")
 def test_the_positions_below(run):
-    """A prompt of eight tokens, of which the layer below kept 1, 4 and 7: slots 1 4 7."""
+    """Positions 0 to 7; the previous layer kept 1 4 7: return the slots 1 4 7."""
     slots = run("chosen", tokens=torch.arange(8), below=tensor([[[1, 4, 7]]]))
     same(slots, tensor([[[1, 4, 7]]]), "the slots")
 
 
 @problem("reuse")
 def test_heads_of_unlike_length(run):
-    """Positions from 10 on; the second head kept one token less: its last slot is −1."""
+    """Positions 10 to 15; two heads of the previous layer kept 10 12 15 and 11 14: 0 2 5 and 1 4 −1."""
     below = tensor([[[10, 12, 15], [11, 14, -1]]])
     slots = run("chosen", tokens=torch.arange(10, 16), below=below)
     same(slots, tensor([[[0, 2, 5], [1, 4, -1]]]), "the slots")

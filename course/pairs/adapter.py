@@ -1,4 +1,4 @@
-"""What a test may ask of a submission to `pairs`. Runs in the submission's process, and knows no answers."""
+"""Functions that the tests of `pairs` call. They run in the submission's process and hold no answers."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +20,7 @@ def new_pairs(x, y):
 
 
 def two_caches(k, v):
-    """Keys and values of the pairs in a TwoCache after single tokens, and their positions."""
+    """Return keys, values and positions of the pairs in a TwoCache that read the tokens one by one."""
     cache = ours.TwoCache()
     for t in range(k.shape[2]):
         cache.write(k[:, :, t:t + 1], v[:, :, t:t + 1], torch.tensor([[t]]))
@@ -28,7 +28,7 @@ def two_caches(k, v):
 
 
 def attend(q, k, v, pieces, scale=None):
-    """Outputs of a FourCache fed in pieces, and the shapes of (q, k1) in each call of `one_query`."""
+    """Return the outputs of a FourCache fed in pieces, and the shapes of (q, k1) in calls of one_query."""
     shapes = []
 
     class Counted(ours.FourCache):
@@ -45,7 +45,7 @@ def attend(q, k, v, pieces, scale=None):
 
 
 def attend_wrong(q, k, v):
-    """The tokens seen, and whether this raised a ValueError."""
+    """Return the tokens seen, and whether the call raised a ValueError."""
     cache = ours.FourCache()
     try:
         cache.attend(q, k, v, torch.arange(q.shape[2])[None])
@@ -55,15 +55,15 @@ def attend_wrong(q, k, v):
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that a tensor made meanwhile has in memory; views count as what they show."""
+    """Records the size of the largest tensor made meanwhile; a view counts by its own size."""
     numbers = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **kwargs or {})
         for x in made if isinstance(made, (tuple, list)) else [made]:
             if isinstance(x, torch.Tensor):
-                held = x.untyped_storage().nbytes() // x.element_size()
-                self.numbers = max(self.numbers, min(held, x.numel()))
+                stored = x.untyped_storage().nbytes() // x.element_size()
+                self.numbers = max(self.numbers, min(stored, x.numel()))
         return made
 
 
@@ -78,7 +78,7 @@ def causal(q, k, v):
 
 
 def alice(bits, keys, C):
-    """What Bob reads, and what the cache that Alice gives him holds."""
+    """Return what Bob reads, and the contents of Alice's cache."""
     given = {}
 
     def look(cache):
@@ -89,7 +89,7 @@ def alice(bits, keys, C):
 
 
 def play(k, v, keys, C=None, kept=None, eta=0.0, seed=0):
-    """A game on four matrices, or on a plain cache where k has as many columns as keys."""
+    """Play on four matrices; on a plain cache if k has as many columns as keys."""
     cache = ours.FourCache(scale=1.0) if k.shape[1] == 2 * keys.shape[1] else LayerCache()
     seen = []
 

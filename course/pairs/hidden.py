@@ -1,4 +1,4 @@
-"""The hidden tests: loops written from the handout, on random sizes, groups, remainders and corners."""
+"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
 import math
 
 import pytest
@@ -15,18 +15,18 @@ def drawn(seed, *shape, dtype=F64):
 
 
 def read(q, k1, k2, v1, v2):
-    """One query (D,) over all pairs of n tokens, (n, D) each: by loops over pairs. Scores are not scaled."""
+    """Return one query's output (D,) over all pairs of n tokens, (n, D) each, by loops; no scale."""
     pairs = [(a, b) for a in range(len(k1)) for b in range(len(k1))]
     q, k1, k2, x, y = (z.tolist() for z in (q, k1, k2, v1, v2))
     score = {(a, b): sum(q[i] * k1[a][i] * k2[b][i] for i in range(len(q))) for a, b in pairs}
     top = max(score.values())
-    weight = {at: math.exp(s - top) for at, s in score.items()}
+    weight = {pair: math.exp(s - top) for pair, s in score.items()}
     out = [sum(w * x[a][i] * y[b][i] for (a, b), w in weight.items()) for i in range(v1.shape[-1])]
     return (tensor(out, dtype=F64) / sum(weight.values())).to(v1)
 
 
 def reads(q, k, v, scale):
-    """Every query of q (B, H·G, T, D) over the pairs of the tokens up to its own; k and v (B, H, T, 2D)."""
+    """Return the outputs of q (B, H·G, T, D), each over the pairs up to its token; k, v (B, H, T, 2D)."""
     y, G = torch.zeros_like(q), q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
@@ -45,7 +45,7 @@ def reads(q, k, v, scale):
 @pytest.mark.parametrize("lead, n, m, D",
                          [((), 3, 5, 2), ((2, 3), 4, 1, 3), ((2, 1, 2), 1, 4, 1), ((), 1, 1, 4)])
 def test_row_by_row(run, lead, n, m, D):
-    """Any leading dimensions, n and m unlike: row a·m + b is x_a ∘ y_b."""
+    """Any leading dimensions, n and m differ: row a·m + b is x_a ∘ y_b."""
     x, y = drawn(0, *lead, n, D), drawn(1, *lead, m, D)
     expected = torch.stack([x[..., a, :] * y[..., b, :] for a in range(n) for b in range(m)], -2)
     same(run("pairs", x=x, y=y), expected, f"pairs of {n} and {m} rows")
@@ -77,7 +77,7 @@ def text(seed, B, H, G, T, D):
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3]])
 @pytest.mark.parametrize("scale", [None, 1.0, 0.3])
 def test_pieces_and_scales(run, pieces, scale):
-    """Two rows, two heads, groups of three, D = 4: a query sees all pairs of the tokens up to its own."""
+    """Batch 2, two heads, groups of three, D = 4: a query sees all pairs of the tokens up to its own."""
     x = text(10, 2, 2, 3, 7, 4)
     got = run("attend", **x, pieces=pieces, scale=scale)
     same(got["y"], reads(**x, scale=0.5 if scale is None else scale), f"the outputs of {pieces}", atol=1e-8)
@@ -88,14 +88,14 @@ def test_pieces_and_scales(run, pieces, scale):
 
 @problem("attend")
 def test_one_query_is_asked(run):
-    """Each query goes through one_query, as (B, H, G, D), over the tokens up to its own: caches differ."""
+    """Each query calls one_query with q (B, H, G, D) and the tokens up to its own."""
     got = run("attend", **text(20, 2, 2, 3, 4, 5), pieces=[3, 1])
     same(got["shapes"], [[[2, 2, 3, 5], [2, 2, n, 5]] for n in (1, 2, 3, 4)], "the shapes of q and k1")
 
 
 @problem("attend")
 def test_one_key_in_place_of_two(run):
-    """Keys and values (B, H, T, D) are no pairs: ValueError, and nothing is written."""
+    """Keys and values of D columns instead of 2D: a ValueError, and nothing is written."""
     x = drawn(21, 1, 2, 3, 4)
     got = run("attend_wrong", q=x, k=x, v=x)
     same(got["raised"], True, "whether a ValueError was raised")
@@ -114,14 +114,15 @@ def test_in_their_order(run, B, H, n, D):
 
 @problem("new")
 def test_a_cache_of_pairs(run):
-    """After four tokens TwoCache holds 16 pairs: each once, keys beside values, as late as its later."""
+    """After four tokens TwoCache holds 16 pairs, each once, at the position of its later token."""
     k, v = drawn(32, 1, 2, 4, 6), drawn(33, 1, 2, 4, 6)
-    order = [at for t in range(4) for at in [*((a, t) for a in range(t + 1)), *((t, b) for b in range(t))]]
+    order = [pair for t in range(4)
+             for pair in [*((a, t) for a in range(t + 1)), *((t, b) for b in range(t))]]
     got = run("two_caches", k=k, v=v)
-    for name, held, x in (("keys", got[0], k), ("values", got[1], v)):
+    for name, pairs, x in (("keys", got[0], k), ("values", got[1], v)):
         expected = torch.stack([x[:, :, a, :3] * x[:, :, b, 3:] for a, b in order], 2)
-        same(held, expected, f"the {name} of the pairs")
-    same(got[2], tensor([max(at) for at in order], dtype=torch.int32).expand(1, 2, 16), "their positions")
+        same(pairs, expected, f"the {name} of the pairs")
+    same(got[2], tensor([max(pair) for pair in order], dtype=torch.int32).expand(1, 2, 16), "their positions")
 
 
 def tiles(seed, B, H, G, n, D, tile, sharp=1.0):
@@ -138,7 +139,7 @@ def tiles(seed, B, H, G, n, D, tile, sharp=1.0):
 @problem("factored")
 @pytest.mark.parametrize("tile", [1, 10, 11, 29, 30, 77, 100, 2 ** 18])
 def test_tiles(run, tile):
-    """Eleven tokens, two rows, two heads, groups of three: remainders, tiles below a row, one for all."""
+    """Eleven tokens, batch 2, two heads, groups of three: short last tiles, tiles below a row, one tile."""
     args, expected = tiles(40, 2, 2, 3, 11, 4, tile)
     same(run("one_query", **args)["y"], expected, f"the outputs, tiles of {tile}", atol=1e-8)
 
@@ -146,14 +147,14 @@ def test_tiles(run, tile):
 @problem("factored")
 @pytest.mark.parametrize("seed", range(3))
 def test_large_scores(run, seed):
-    """Scores in the thousands, the largest of each query in any tile: no overflow, no NaN."""
+    """Scores in the thousands, the largest in any tile: no overflow, no NaN."""
     args, expected = tiles(50 + 10 * seed, 1, 2, 2, 9, 3, 18, sharp=1000.0)
     same(run("one_query", **args)["y"], expected, "the outputs", atol=1e-8)
 
 
 @problem("factored")
 def test_low_scores(run):
-    """All scores near −2000: a maximum of 0 would leave nothing."""
+    """All scores near −2000: with a maximum of 0 all weights would vanish."""
     one = torch.ones(1, 1, 5, 2)
     v = drawn(80, 1, 1, 5, 2, dtype=torch.float32)
     got = run("one_query", q=torch.full((1, 1, 1, 2), -1000.), k1=one, k2=one, v1=v, v2=one, tile=10)
@@ -163,17 +164,17 @@ def test_low_scores(run):
 @problem("factored")
 @pytest.mark.parametrize("G, n, D, tile", [(1, 64, 8, 256), (2, 48, 8, 1), (3, 40, 4, 400)])
 def test_memory(run, G, n, D, tile):
-    """No tensor of more than 2·B·H·G·max(tile, n·D) numbers is made."""
+    """No tensor has more than 2·B·H·G·max(tile, n·D) numbers."""
     args, expected = tiles(90, 1, 2, G, n, D, tile)
     got, most = run("one_query", **args), 2 * 2 * G * max(tile, n * D)
     same(got["y"], expected, "the outputs", atol=1e-8)
     if got["numbers"] > most:
-        wrong(f"a tensor of {got['numbers']} numbers was made; {most} are allowed for tiles of {tile}")
+        wrong(f"you made a tensor of {got['numbers']} numbers; tiles of {tile} allow at most {most}")
 
 
 @problem("factored")
 def test_float32(run):
-    """The output is of the dtype of q."""
+    """The output has the dtype of q."""
     args, expected = tiles(95, 1, 1, 2, 6, 4, 12)
     args = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in args.items()}
     y = run("one_query", **args)["y"]
@@ -185,14 +186,14 @@ def test_float32(run):
 @problem("causal")
 @pytest.mark.parametrize("B, H, G, T, D", [(1, 1, 1, 1, 3), (2, 2, 3, 6, 4), (1, 3, 1, 5, 2)])
 def test_whole_texts(run, B, H, G, T, D):
-    """Rows, heads and groups: query t sees the pairs of tokens up to t, scores by 1/√D."""
+    """Rows, heads, groups: query t sees the pairs of tokens up to t; scores are scaled by 1/√D."""
     x = text(100, B, H, G, T, D)
     same(run("causal", **x), reads(**x, scale=D ** -0.5), "the outputs", atol=1e-9)
 
 
 @problem("causal")
 def test_the_future_is_nothing(run):
-    """Another last token changes nothing before it, be it in keys or in values."""
+    """Another last token does not change the outputs before it."""
     x = text(110, 1, 2, 1, 5, 4)
     other = {name: each.clone() for name, each in x.items()}
     for each in other.values():
@@ -214,7 +215,7 @@ def four(bits, keys):
 
 
 def bob(k, v, keys, C):
-    """What Bob reads of four matrices k, v (n, 2d), by loops over pairs: his own token is zero."""
+    """Return what Bob reads from k, v (n, 2d), by loops over pairs; his own token is zero."""
     d = keys.shape[1]
     k, v = (torch.cat((x, torch.zeros(1, 2 * d, dtype=F64))) for x in (k, v))
     return torch.stack([read(C * key, k[:, :d], k[:, d:], v[:, :d], v[:, d:]) for key in keys])
@@ -229,7 +230,7 @@ def expectations(n, keys, C, repeats, nothing):
 @problem("alice")
 @pytest.mark.parametrize("n, d, C", [(5, 12, 3.0), (4, 8, None), (1, 3, 2.0)])
 def test_what_bob_reads(run, n, d, C):
-    """Bits under drawn keys: what is stored, and what Bob reads, by loops over pairs."""
+    """Random bits and keys: what Alice stores, and what Bob reads."""
     bits, keys = dealt(120, n, d)
     got = run("alice", bits=bits, keys=keys, C=C)
     k, v = four(bits, keys)
@@ -241,7 +242,7 @@ def test_what_bob_reads(run, n, d, C):
 
 @problem("alice")
 def test_keys_in_float32(run):
-    """Bits become numbers of the dtype of the keys."""
+    """Bits become numbers of the keys' dtype."""
     bits, keys = dealt(130, 3, 6)
     got = run("alice", bits=bits, keys=keys.float(), C=2.0)
     k, v = four(bits, keys)
@@ -252,7 +253,7 @@ def test_keys_in_float32(run):
 @problem("play")
 @pytest.mark.parametrize("C", [None, 1.5])
 def test_four_matrices(run, C):
-    """Any values in all four: Bob's readings, `zero` and `one`, and Alice's cache as it was."""
+    """Random numbers in all four matrices: Bob's readings, `zero`, `one`; Alice's cache stays unchanged."""
     n, d = 5, 6
     keys = drawn(140, n, d) / 4
     k, v = drawn(141, n, 2 * d), drawn(142, n, 2 * d)
@@ -266,7 +267,7 @@ def test_four_matrices(run, C):
 
 @problem("play")
 def test_ordinary_attention(run):
-    """k and v (n, d), in a plain LayerCache: it divides scores by √d, and Bob undoes that."""
+    """k and v (n, d) in a plain LayerCache: it divides scores by √d, and Bob's query compensates."""
     n, d, C = 6, 5, 2.5
     keys, v = drawn(150, n, d) / 3, drawn(151, n, d)
     got = run("play", k=keys, v=v, keys=keys, C=C)
@@ -279,19 +280,19 @@ def test_ordinary_attention(run):
 
 @problem("play")
 def test_what_is_kept(run):
-    """`compress` sees all of Alice's tokens and keeps three; the others are gone from every reading."""
+    """`compress` sees all of Alice's tokens and keeps three; Bob reads these only."""
     n, d, C, kept = 6, 8, 3.0, tensor([1, 2, 5])
     bits, keys = dealt(160, n, d)
     k, v = four(bits, keys)
     got = run("play", k=k, v=v, keys=keys, C=C, kept=kept)
     same(got["read"], bob(k[kept], v[kept], keys, C), "what Bob reads", atol=1e-8)
-    same(got["compressed"], [n], "the tokens seen each time that compress was called")
+    same(got["compressed"], [n], "the tokens seen at each call of compress")
     same(got["pos"], kept.int()[None, None], "the positions that Alice's cache holds")
 
 
 @problem("play")
 def test_chance(run):
-    """η = 0.3: a factor 1 ± η for each number, by one draw of torch.randint from the generator."""
+    """η = 0.3: a factor 1 ± η for each number, from one torch.randint of the generator."""
     n, d, C = 4, 7, 2.0
     bits, keys = dealt(170, n, d)
     k, v = four(bits, keys)

@@ -1,11 +1,11 @@
-"""What a test may ask of a submission to `sketch`. Runs in the submission's process, and knows no answers."""
+"""Functions that the tests of `sketch` call. They run in the submission's process and hold no answers."""
 from methods import count_sketch, kv_reviver_mean
 from methods.ours import kv_reviver_shrunk
 from methods.theory import sketch_error
 
 
 def made(x, rows, bucket_by=None, sign_by=None, kind=count_sketch.Sketch):
-    """A sketch of `rows` rows over the slots x (B, H, r·b, 2D), its hashes by the coefficients (4, r)."""
+    """Return a sketch of `rows` rows with the slots x (B, H, r·b, 2D) and hashes of coefficients (4, r)."""
     sketch = kind(x[..., :x.shape[-1] // 2], rows, x.shape[2] // rows, seed=0)
     sketch.x = x
     if bucket_by is not None:
@@ -32,14 +32,14 @@ def bucket(J, bucket_by, width):
 
 
 def insert(x, rows, bucket_by, sign_by, J, k, v, times=None, signed_keys=False):
-    """The slots after one insertion into x."""
+    """Return the slots after one insertion into x."""
     sketch = made(x, rows, bucket_by, sign_by, kind(signed_keys))
     sketch.insert(J, k, v) if times is None else sketch.insert(J, k, v, times)
     return sketch.x
 
 
 def median(x, rows, bucket_by, sign_by, J, signed_keys=False):
-    """Of slots x while the sketch's own are others."""
+    """Read from x while the sketch's own slots differ."""
     sketch = made(x, rows, bucket_by, sign_by, kind(signed_keys))
     sketch.x = x + 1000
     return sketch.median(x, J)

@@ -1,4 +1,4 @@
-"""The hidden tests: loops written from the handout, on random sizes, heads that differ, and corners."""
+"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
 from itertools import product
 import math
 
@@ -23,13 +23,13 @@ def coefficients(seed, rows):
 
 
 def tokens(seed, B, H, n, most=100_000):
-    """Different ones in every head, (B, H, n)."""
+    """Draw token numbers (B, H, n), no number twice in a head."""
     drawn = [torch.randperm(most, generator=seeded(1000 * seed + i))[:n] for i in range(B * H)]
     return torch.stack(drawn).view(B, H, n)
 
 
 def whole(seed, *shape, dtype=torch.float32):
-    """Whole numbers, so that no order of adding changes a sum; in float64 a little more, lost in float32."""
+    """Draw whole numbers: sums do not depend on the order. In float64 they have a part that float32 loses."""
     x = torch.randint(-8, 9, shape, generator=seeded(seed)).to(dtype)
     return x * (1 + 2 ** -40) if dtype == torch.float64 else x
 
@@ -44,7 +44,7 @@ def slot_of(J, by, row, width):
 
 
 def signs(J, by, row, D, signed_keys):
-    """(2D,)."""
+    """Return the signs of a token's key and value in a row, (2D,)."""
     sign = -1 if number(J, by, row) % 2 else 1
     return tensor([sign if signed_keys else 1] * D + [sign] * D, dtype=torch.float64)
 
@@ -64,7 +64,7 @@ def close(got, expected, dtype, what, atol):
 @pytest.mark.parametrize("rows, dtype, tokens_seen", [(1, torch.int64, 0), (3, torch.int32, 0),
                                                       (3, torch.int64, 2 ** 20)])
 def test_any_token(run, rows, dtype, tokens_seen):
-    """Tokens up to 2²⁰, by coefficients up to p: as whole numbers without end give it."""
+    """Tokens below 2²⁰ and coefficients below p: exact integer arithmetic gives the same."""
     J, by = tokens(1, 2, 3, 5, 2 ** 20), coefficients(2, rows)
     expected = [[[[number(t, by, i) for i in range(rows)] for t in head] for head in text]
                 for text in J.tolist()]
@@ -82,7 +82,7 @@ def test_the_largest_token_and_coefficients(run):
 
 @problem("hash")
 def test_no_token(run):
-    """J (2, 1, 0) gives (2, 1, 0, 3)."""
+    """No token: J (2, 1, 0) gives (2, 1, 0, 3)."""
     got = run("number", J=torch.zeros(2, 1, 0, dtype=torch.int64), coefficients=coefficients(3, 3))
     same(got, torch.zeros(2, 1, 0, 3, dtype=torch.int64), "the numbers")
 
@@ -90,7 +90,7 @@ def test_no_token(run):
 @problem("slots")
 @pytest.mark.parametrize("rows, width", [(1, 1), (1, 9), (3, 1), (3, 6)])
 def test_any_slots(run, rows, width):
-    """Row i of b slots begins at i·b, and each row has hashes of its own."""
+    """Row i begins at slot i·b, and each row has its own hash."""
     J, by = tokens(4, 2, 2, 6), coefficients(5, rows)
     expected = [[[[slot_of(t, by, i, width) for i in range(rows)] for t in head] for head in text]
                 for text in J.tolist()]
@@ -101,7 +101,7 @@ def test_any_slots(run, rows, width):
 @each_case
 @pytest.mark.parametrize("times", [None, -1.0, "drawn"])
 def test_into_what_is_there(run, rows, width, signed, dtype, times):
-    """Added to slots that hold something, in every row; times: one for all, or one a token of −1, 0 and 1."""
+    """Adds to slots that already hold something, in every row; `times` is a number, or −1, 0, 1 per token."""
     B, H, n, D = 2, 2, 11, 3
     x, k, v = (whole(seed, B, H, size, d, dtype=dtype)
                for seed, size, d in ((6, rows * width, 2 * D), (7, n, D), (8, n, D)))
@@ -122,7 +122,7 @@ def test_into_what_is_there(run, rows, width, signed, dtype, times):
 @problem("insert")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_many_into_few_in_16_bits(run, dtype):
-    """3000 tokens on two slots: the sum is taken in 32 bits and rounded once."""
+    """3000 tokens in two slots: sum in 32 bits, and round once."""
     n, by, sign_by = 3000, coefficients(13, 1), coefficients(14, 1)
     k, v, J = (1 + torch.arange(n) % 2).to(dtype).view(1, 1, n, 1), torch.ones(1, 1, n, 1, dtype=dtype), \
         torch.arange(n)[None, None]
@@ -137,35 +137,35 @@ def test_many_into_few_in_16_bits(run, dtype):
 @problem("median")
 @each_case
 def test_between_rows(run, rows, width, signed, dtype):
-    """The middle of what a token's slots say, each turned by its sign, number by number. x is as given."""
+    """The median of a token's slots times their signs, number by number, of the given x."""
     B, H, n, D = 2, 3, 9, 2
     x = (4 * torch.randn(B, H, rows * width, 2 * D, generator=seeded(15), dtype=torch.float64)).to(dtype)
     J, by, sign_by = tokens(16, B, H, n), coefficients(17, rows), coefficients(18, rows)
     expected = torch.zeros(B, H, n, 2 * D, dtype=dtype)
     for b, h, j, d in product(range(B), range(H), range(n), range(2 * D)):
         token = int(J[b, h, j])
-        told = [float(x[b, h, slot_of(token, by, i, width), d] * signs(token, sign_by, i, D, signed)[d])
-                for i in range(rows)]
-        expected[b, h, j, d] = sorted(told)[rows // 2]
+        readings = [float(x[b, h, slot_of(token, by, i, width), d] * signs(token, sign_by, i, D, signed)[d])
+                    for i in range(rows)]
+        expected[b, h, j, d] = sorted(readings)[rows // 2]
     got = run("median", x=x, rows=rows, bucket_by=by, sign_by=sign_by, J=J, signed_keys=signed)
     same(got, expected, "what is read")
 
 
 @problem("median")
 def test_of_equals(run):
-    """Two rows that say the same win over the third, whichever it is."""
+    """Two equal readings are the median, whatever the third."""
     zero = torch.zeros(4, 3, dtype=torch.int64)
     for x in ([2., 2, 9], [2., 9, 2], [-9., 2, 2], [2., 2, 2]):
         got = run("median", x=tensor(x).view(1, 1, 3, 1).expand(1, 1, 3, 2), rows=3, bucket_by=zero,
                   sign_by=zero, J=tensor([[[5]]]))
-        same(got, torch.full((1, 1, 1, 2), 2.), f"of {x}")
+        same(got, torch.full((1, 1, 1, 2), 2.), f"the median of {x}")
 
 
 @problem("variance")
 @pytest.mark.parametrize("a, width, rows", [(1, 6, 3), (2, 1, 1), (1024, 64, 3), (1800, 18, 1),
                                             (100.5, 7, 3)])
 def test_fellows_in_a_slot(run, a, width, rows):
-    """The median's share of (a − 1)/b. A token alone has no error."""
+    """MEDIAN[r] · (a − 1)/b. A token alone has no error."""
     share = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}[rows]
     got = run("variance", a=a, width=width, rows=rows)
     near(got, share * (a - 1) / width, f"a {a}, b {width}, r {rows}")
@@ -174,7 +174,7 @@ def test_fellows_in_a_slot(run, a, width, rows):
 @problem("load")
 @pytest.mark.parametrize("budget, vague", [(0.5, 0.5), (0.1, 0.1), (0.05, 0.9), (1.0, 0.3), (0.25, 1.0)])
 def test_count_the_tokens(run, budget, vague):
-    """Of 10 000 tokens: those in the sketch, per slot."""
+    """10 000 tokens: those in the sketch, divided by the number of slots."""
     n = 10_000
     slots = vague * budget * n
     got = run("load", budget=budget, vague=vague)
@@ -184,8 +184,7 @@ def test_count_the_tokens(run, budget, vague):
 @problem("means")
 @each_case
 def test_divided_by_who_is_there(run, rows, width, signed, dtype):
-    """Each slot over the number of its tokens, other ones in each row and head; as it is where there is none.
-    """
+    """Each slot divided by its number of tokens; rows and heads differ; a slot without tokens stays."""
     B, H, n, D = 2, 2, 8, 2
     x, J, by = whole(19, B, H, rows * width, 2 * D, dtype=dtype), tokens(20, B, H, n), coefficients(21, rows)
     expected = x.double().clone()
@@ -199,7 +198,7 @@ def test_divided_by_who_is_there(run, rows, width, signed, dtype):
 @problem("means")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_count_beyond_16_bits(run, dtype):
-    """5000 tokens in one slot that holds 10 000: the mean is 2."""
+    """A slot with the sum 10 000 of 5000 tokens: the mean is 2."""
     by = torch.zeros(4, 1, dtype=torch.int64)
     x = torch.full((1, 1, 1, 2), 10_000., dtype=dtype)
     got = run("means", x=x, rows=1, bucket_by=by, J=torch.arange(5000)[None, None])
@@ -209,7 +208,7 @@ def test_a_count_beyond_16_bits(run, dtype):
 @problem("shrink")
 @each_case
 def test_the_mean_taken_off(run, rows, width, signed, dtype):
-    """Slots less the mean, as often as signs put it there; the mean; the factor. Rows and heads differ."""
+    """The slots minus the mean times the sum of their signs; the mean; the factor. Rows and heads differ."""
     B, H, n, D = 2, 2, 9, 2
     x = whole(22, B, H, rows * width, 2 * D, dtype=dtype)
     bucket = torch.zeros(B, H, n, rows, dtype=torch.int64)

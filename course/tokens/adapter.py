@@ -1,4 +1,4 @@
-"""What a test may ask of a submission to `tokens`. Runs in the submission's process, and knows no answers."""
+"""Functions that the tests of `tokens` call. They run in the submission's process and hold no answers."""
 from types import SimpleNamespace
 
 import torch
@@ -41,7 +41,7 @@ def theta(weights, norms, kept):
 
 
 def selected(scores, v, w_o, budget, alpha, kernel_size=1, how="critical"):
-    """The mask that a selection returns, of a cache that holds the values v (B, H, n + w, D)."""
+    """Return the mask of a selection on a cache with the values v (B, H, n + w, D)."""
     cache = SnapKV(budget=64, kernel_size=kernel_size)
     cache.write(v, v, torch.arange(v.shape[2])[None])
     cache.link(SimpleNamespace(blocks=[SimpleNamespace(attention=SimpleNamespace(w_o=w_o))]), 0, None)
@@ -49,7 +49,7 @@ def selected(scores, v, w_o, budget, alpha, kernel_size=1, how="critical"):
 
 
 def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="scores"):
-    """The positions (B, H, n) that a cache holds when the prompt is over: SnapKV, or with a floor AdaKV."""
+    """Return the positions (B, H, n) in SnapKV at the prompt's end; with a floor, in AdaKV."""
     options = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
     cache = SnapKV(**options) if floor is None else ada_kv.AdaKV(**options, floor=floor)
     cache.link(SimpleNamespace(blocks=[SimpleNamespace(attention=SimpleNamespace(w_o=w_o))]), 0, None)

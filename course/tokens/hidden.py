@@ -1,4 +1,4 @@
-"""The hidden tests: loops written from the handout, on random sizes, ties, remainders and corners."""
+"""The hidden tests: plain loops that follow the handout, on random sizes, ties and edge cases."""
 from fractions import Fraction
 import math
 
@@ -17,7 +17,7 @@ def drawn(seed, *shape, values=None):
 
 
 def highest(score, budget):
-    """The numbers of the `budget` highest, of equals the last."""
+    """Return the indices of the `budget` highest scores, of equal scores the last."""
     return sorted(range(len(score)), key=lambda i: (-score[i], -i))[:budget]
 
 
@@ -26,12 +26,12 @@ def mask(chosen, n):
 
 
 def by_head(f, B, H):
-    """A tensor of f(b, h) for each row and head."""
+    """Stack f(b, h) of each row and head."""
     return torch.stack([torch.stack([torch.as_tensor(f(b, h)) for h in range(H)]) for b in range(B)])
 
 
 def scores_of(q, k):
-    """What each key before the window gets on average, q (w, D), k (S, D), in Python's numbers."""
+    """Return the window scores of q (w, D) and k (S, D), in Python's numbers."""
     w, D, S = len(q), len(q[0]), len(k)
     sums = [0.0] * (S - w)
     for t in range(w):
@@ -48,7 +48,7 @@ def pooled(score, kernel):
 
 
 def share(score, mean, floor):
-    """AdaKV's shares of one row, from its heads' scores."""
+    """Return how many entries AdaKV gives each head of a row."""
     H, S = len(score), len(score[0])
     ranked = sorted(((score[h][i], i, h) for h in range(H) for i in range(S)), reverse=True)[:H * mean]
     exact = [floor * mean + (1 - floor) * sum(each[2] == h for each in ranked) for h in range(H)]
@@ -62,7 +62,7 @@ def share(score, mean, floor):
 @pytest.mark.parametrize("B, H, G, w, S, D", [(1, 1, 1, 1, 2, 3), (2, 3, 2, 4, 11, 5), (2, 1, 4, 7, 9, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_by_a_loop(run, B, H, G, w, S, D, dtype):
-    """Each query head's mean over the window, causal inside it, of the keys before it."""
+    """Each query head's mean over the window; inside the window attention is causal."""
     q, k = 2 * drawn(0, B, H, G, w, D).to(dtype), drawn(1, B, H, S, D).to(dtype)
     expected = by_head(lambda b, h: tensor([scores_of(x, k[b, h].tolist()) for x in q[b, h].tolist()]), B, H)
     got = run("window_scores", q=q, k=k)
@@ -74,7 +74,7 @@ def test_by_a_loop(run, B, H, G, w, S, D, dtype):
 @problem("window_scores")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits(run, dtype):
-    """Window scores of 16-bit numbers are means in 32 bits."""
+    """Queries and keys of 16 bits: the mean is computed in 32."""
     q, k = torch.zeros(1, 2, 2, 48, 4, dtype=dtype), torch.zeros(1, 2, 50, 4, dtype=dtype)
     got = run("window_scores", q=q, k=k)
     if not isinstance(got, torch.Tensor) or got.dtype != torch.float32:
@@ -85,7 +85,7 @@ def test_16_bits(run, dtype):
 @problem("window_scores")
 @pytest.mark.parametrize("kernel", [1, 5])
 def test_snap_kv(run, kernel):
-    """SnapKV keeps the window and the tokens with the highest pooled mean of a group's window scores."""
+    """In SnapKV: the window stays, and the tokens with the highest pooled mean of a group's window scores."""
     B, H, G, S, D, w, budget = 2, 2, 2, 20, 4, 3, 9
     q, k = 2 * drawn(2, B, H * G, S, D), drawn(3, B, H, S, D)
 
@@ -103,7 +103,7 @@ def test_snap_kv(run, kernel):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 9), (2, 3, 2, 12)])
 @pytest.mark.parametrize("kernel", [1, 3, 7, 15])
 def test_windows(run, shape, kernel):
-    """Any number of heads, also kernels wider than the text; the shape stays."""
+    """Any shape, and widths beyond the text; the shape stays."""
     score = drawn(0, *shape).abs()
     rows = [pooled(row, kernel) for row in score.view(-1, shape[-1]).tolist()]
     same(run("pool", score=score, kernel_size=kernel), tensor(rows).view(shape), "the pooled scores")
@@ -111,7 +111,7 @@ def test_windows(run, shape, kernel):
 
 @problem("pool")
 def test_below_0(run):
-    """Nothing is assumed beyond the ends, not even 0: numbers below 0 are pooled alike."""
+    """Negative scores: do not pad the ends with 0."""
     got = run("pool", score=tensor([[[-5., -3, -9]]]), kernel_size=3)
     same(got, tensor([[[-3., -3, -3]]]), "the pooled numbers")
 
@@ -120,7 +120,7 @@ def test_below_0(run):
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 10), (2, 2, 2, 33)])
 @pytest.mark.parametrize("budget", [0, 1, 4, 7, 50])
 def test_ties(run, shape, budget):
-    """Any shape, many ties: just as many as the budget or as there are, of equals the newest."""
+    """Many ties, any shape: exactly min(budget, S) stay, of equal scores the newest."""
     score = drawn(0, *shape, values=4)
     rows = [mask(highest(row, budget), shape[-1]) for row in score.view(-1, shape[-1]).tolist()]
     same(run("top", score=score, budget=budget), torch.stack(rows).view(shape), "the mask")
@@ -140,7 +140,7 @@ def test_budgets(run):
 @pytest.mark.parametrize("B, H, S, mean, values", [(1, 1, 4, 2, None), (2, 3, 9, 4, 4), (3, 7, 12, 5, None),
                                                    (2, 5, 6, 6, 3), (2, 4, 30, 1, None)])
 def test_by_fractions(run, floor, B, H, S, mean, values):
-    """In exact numbers: the sum is always mean × heads; ties and remainders as specified."""
+    """Exact fractions: the sum is always mean × heads; ties and remainders as specified."""
     score = drawn(0, B, H, S, values=values) * (1 + torch.arange(H)).view(H, 1) ** 0.5
     expected = tensor([share(row, mean, Fraction(str(floor))) for row in score.tolist()])
     same(run("shared", score=score, mean=mean, floor=floor), expected, f"a floor of {floor}: the entries")
@@ -149,7 +149,7 @@ def test_by_fractions(run, floor, B, H, S, mean, values):
 @problem("shares")
 @pytest.mark.parametrize("mean", [1, 2, 3])
 def test_equal_scores(run, mean):
-    """Of equal scores the newest token comes first, of one token the higher head."""
+    """Equal scores: the newest token comes first; for the same token, the larger head index."""
     score = torch.ones(1, 4, 5)
     expected = tensor([share(score[0].tolist(), mean, Fraction(0))])
     same(run("shared", score=score, mean=mean, floor=0.0), expected, "the entries")
@@ -160,7 +160,7 @@ def test_equal_scores(run, mean):
 
 @problem("shares")
 def test_ada_kv(run):
-    """AdaKV: each head keeps the window and as many of its own highest as its share says."""
+    """In AdaKV: each head keeps the window and as many of its own highest tokens as `shared` gives it."""
     B, H, G, S, D, w, budget = 2, 3, 2, 24, 4, 3, 9
     q, k = drawn(1, B, H * G, S, D), drawn(2, B, H, S, D) * tensor([0.3, 1, 3]).view(3, 1, 1)
     got = run("kept", q=q, k=k, v=k.clone(), w_o=torch.ones(8, H * G, D), budget=budget, window_size=w,
@@ -181,7 +181,7 @@ def test_ada_kv(run):
                                               (1, 1, 1, 1500, 2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_l1(run, B, H, G, n, D, d, dtype):
-    """The sum of absolute numbers of each value times its query head's part of W_O."""
+    """The L1 norm of each value times its query head's part of W_O."""
     v, w_o = drawn(0, B, H, n, D).to(dtype), drawn(1, d, H * G, D).to(dtype)
     expected = torch.zeros(B, H, G, n, dtype=dtype)
     for h in range(H):
@@ -197,7 +197,7 @@ def test_l1(run, B, H, G, n, D, d, dtype):
 @problem("norms")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_in_32_bits(run, dtype):
-    """The sum over d_model is in 32 bits: 4099 ones are 4099, and not 4096 or ∞."""
+    """Values of 16 bits: sum over d in 32 bits, so that 4099 ones are 4099, not 4096 or ∞."""
     got = run("value_norms", v=torch.ones(2, 1, 3, 1, dtype=dtype), w_o=torch.ones(4099, 2, 1, dtype=dtype))
     same(got, torch.full((2, 1, 2, 3), 4099.0), "the norms")
 
@@ -206,7 +206,7 @@ def test_sums_in_32_bits(run, dtype):
 @pytest.mark.parametrize("shape", [(8,), (2, 3, 12)])
 @pytest.mark.parametrize("budget", [2, 4, 8])
 def test_both_stages(run, shape, budget):
-    """All of stage 1 stays, whatever its score, and the highest of the others fill up; many ties."""
+    """All of stage 1 stays, whatever its scores; the highest of the others fill the budget; many ties."""
     score, n = drawn(0, *shape, values=3), shape[-1]
     first = torch.zeros(shape, dtype=torch.bool)
     first[..., 1], first[..., 4] = True, True
@@ -220,14 +220,14 @@ def test_both_stages(run, shape, budget):
 
 @problem("two_stage")
 def test_large_scores(run):
-    """Scores of any size: an entry of stage 1 with the lowest stays before one with 1e30. Budgets differ."""
+    """Scores of any size: stage 1's entry stays even before a score of 1e30. Budgets differ."""
     score, first = tensor([[1e30, 5, 1e30], [-1e30, 0, 2]]), tensor([[0, 1, 0], [1, 0, 0]]).bool()
     got = run("two_stage", first=first, score=score, budget=tensor([1, 2]))
     same(got, tensor([[0, 1, 0], [1, 0, 1]]).bool(), "the mask")
 
 
 def critical(scores, norms, budget, alpha, kernel, how):
-    """The two stages of one head, window scores and norms (G, n), in Python's numbers."""
+    """Return both stages' choice of one head; window scores and norms are (G, n) lists."""
     G, n = len(scores), len(scores[0])
     mean = [sum(each) / G for each in zip(*scores)]
     chosen = highest(pooled(mean, kernel), math.floor(Fraction(str(alpha)) * budget))
@@ -248,7 +248,7 @@ def critical(scores, norms, budget, alpha, kernel, how):
 @pytest.mark.parametrize("budget, kernel, how", [(7, 1, "critical"), (10, 5, "critical"), (8, 3, "pooled"),
                                                  (8, 3, "code")])
 def test_by_stages(run, alpha, budget, kernel, how):
-    """Rows, heads, groups that differ; the window's values do not count; a subclass's `second` is asked."""
+    """Rows, heads and groups differ; the window's values are left out; a subclass's `second` is called."""
     B, H, G, n, w, D, d = 2, 3, 2, 20, 4, 3, 5
     scores, v = drawn(0, B, H, G, n).double().exp(), drawn(1, B, H, n + w, D).double()
     w_o = drawn(2, d, H * G, D).double()
@@ -258,14 +258,15 @@ def test_by_stages(run, alpha, budget, kernel, how):
         norms = [(v[b, h, :n] @ w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
         return critical(scores[b, h].tolist(), norms, budget, alpha, kernel, how)
 
-    got = run("selected", scores=scores, v=v, w_o=w_o, budget=budget, alpha=alpha, kernel_size=kernel, how=how)
+    got = run("selected", scores=scores, v=v, w_o=w_o, budget=budget, alpha=alpha, kernel_size=kernel,
+              how=how)
     same(got, by_head(expected, B, H), "the mask")
 
 
 @problem("critical")
 @pytest.mark.parametrize("budget", [100, tensor([[100, 7], [0, 3]])])
 def test_budgets_of_heads(run, budget):
-    """A budget for each row and head, as AdaKV gives it: α of each, rounded down; 0.29 of 100 is 29."""
+    """A budget per row and head, as AdaKV gives it: ⌊α · budget⌋ of each; 0.29 of 100 is 29."""
     scores, v = drawn(3, 2, 2, 1, 120).double().exp(), drawn(4, 2, 2, 123, 3).double()
     w_o, budgets = drawn(5, 4, 2, 3).double(), torch.as_tensor(budget).expand(2, 2)
     for b in range(2):
@@ -282,7 +283,7 @@ def test_budgets_of_heads(run, budget):
 
 @problem("critical")
 def test_in_a_cache(run):
-    """SnapKV with this selection, at the end of a prompt: the window and the two stages' tokens."""
+    """In SnapKV, at the end of a prompt: the window and the tokens of both stages stay."""
     B, H, G, S, D, w, budget = 2, 2, 2, 20, 4, 3, 11
     q, k, v = (x.double() for x in (2 * drawn(6, B, H * G, S, D), drawn(7, B, H, S, D), drawn(8, B, H, S, D)))
     w_o = drawn(9, 6, H * G, D).double()
@@ -300,7 +301,7 @@ def test_in_a_cache(run):
 @problem("theta")
 @pytest.mark.parametrize("shape", [(6,), (2, 3, 2, 9)])
 def test_theta_by_a_loop(run, shape):
-    """θ of each head, (...), by a loop."""
+    """θ of each head, any leading dimensions."""
     weights, norms = drawn(0, *shape).double().softmax(-1), drawn(1, *shape).double().abs()
     kept = drawn(2, *shape, values=2).bool()
     kept[..., 0] = True
@@ -313,7 +314,7 @@ def test_theta_by_a_loop(run, shape):
 
 @problem("theta")
 def test_one_set_for_a_group(run):
-    """A set (B, 1, n) is that of all query heads of weights (B, G, n)."""
+    """`kept` (B, 1, n) serves all query heads of weights (B, G, n)."""
     weights, norms = drawn(3, 2, 3, 8).softmax(-1), drawn(4, 2, 3, 8).abs()
     kept = tensor([[1, 0, 1, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1, 1, 1]]).bool().view(2, 1, 8)
     S, W = (weights * kept).sum(-1), (weights * norms * kept).sum(-1)
@@ -323,7 +324,7 @@ def test_one_set_for_a_group(run):
 
 @problem("theta")
 def test_all_stay(run):
-    """Where everything stays the output does not change, and θ is 0."""
+    """Everything stays: the output does not change, and θ is 0."""
     weights, norms = drawn(5, 2, 8).softmax(-1), drawn(6, 2, 8).abs()
     got = run("theta", weights=weights, norms=norms, kept=torch.ones(2, 8, dtype=torch.bool))
     same(got, torch.zeros(2), "θ", atol=1e-5)

@@ -1,4 +1,4 @@
-"""The tests that students have. Each says in words what it expects."""
+"""The public tests, which students have. Each docstring says what the test expects."""
 from math import log
 
 import torch
@@ -9,9 +9,9 @@ from course.expect import problem, same
 
 @problem("window_scores")
 def test_keys_alike(run):
-    """Four keys of zeros, window of two: the first query gives each of three keys 1/3, the second four 1/4.
+    """Four equal keys, w = 2: the first query gives three keys 1/3 each, the second four keys 1/4 each.
 
-    The window scores of the two keys before the window are the means, 7/24.
+    The two keys before the window have the mean of these as window score, 7/24.
     """
     got = run("window_scores", q=torch.ones(1, 1, 1, 2, 4), k=torch.zeros(1, 1, 4, 4))
     same(got, tensor([[[[7 / 24, 7 / 24]]]]), "the window scores", atol=1e-6)
@@ -19,7 +19,7 @@ def test_keys_alike(run):
 
 @problem("window_scores")
 def test_two_query_heads(run):
-    """D = 4. Query head 0 is zero and window scores 1/3 1/3. Head 1 has the scores ln 3, 0 and 0: 3/5 1/5."""
+    """D = 4, w = 1. Query head 0 is zero: 1/3 1/3. Head 1 has the products ln 3, 0 and 0: 3/5 1/5."""
     q, k = tensor([0., 1]).view(1, 1, 2, 1, 1), tensor([log(3) / 2, 0, 0]).view(1, 1, 3, 1)
     got = run("window_scores", q=q.expand(1, 1, 2, 1, 4), k=k.expand(1, 1, 3, 4))
     same(got, tensor([[[[1 / 3, 1 / 3], [3 / 5, 1 / 5]]]]), "the window scores", atol=1e-6)
@@ -27,56 +27,56 @@ def test_two_query_heads(run):
 
 @problem("window_scores")
 def test_32_bits(run):
-    """Of queries and keys of 16 bits the window scores have 32."""
+    """Queries and keys of 16 bits: the window scores have 32."""
     q, k = torch.zeros(1, 1, 1, 1, 2).bfloat16(), torch.zeros(1, 1, 4, 2).bfloat16()
     same(run("window_scores", q=q, k=k), torch.full((1, 1, 1, 3), 0.25), "the window scores")
 
 
 @problem("pool")
 def test_three_neighbours(run):
-    """Window scores 1 5 2 0 3 with a kernel of 3: each becomes the largest of itself and its neighbours."""
+    """Window scores 1 5 2 0 3, width 3: each becomes the largest of itself and its neighbours, 5 5 5 3 3."""
     got = run("pool", score=tensor([[[1., 5, 2, 0, 3]]]), kernel_size=3)
     same(got, tensor([[[5., 5, 5, 3, 3]]]), "the pooled scores")
 
 
 @problem("pool")
 def test_no_pool(run):
-    """A kernel of 1 changes nothing."""
+    """Width 1 changes nothing."""
     score = tensor([[[1., 5, 2], [4, 0, 3]]])
     same(run("pool", score=score, kernel_size=1), score, "the pooled scores")
 
 
 @problem("pool")
 def test_the_next_head_is_no_neighbour(run):
-    """Two heads, kernel 5: the end of one is not beside the beginning of the other."""
+    """Two heads, width 5: the end of one head is no neighbour of the other's beginning."""
     got = run("pool", score=tensor([[[9., 1, 1, 1], [2, 2, 2, 7]]]), kernel_size=5)
     same(got, tensor([[[9., 9, 9, 1], [2, 7, 7, 7]]]), "the pooled scores")
 
 
 @problem("top")
 def test_highest(run):
-    """Scores 3 1 4 1 5, two stay: those with 4 and 5."""
+    """Scores 3 1 4 1 5, budget 2: 4 and 5 stay."""
     got = run("top", score=tensor([3., 1, 4, 1, 5]), budget=2)
     same(got, tensor([0, 0, 1, 0, 1]).bool(), "the mask")
 
 
 @problem("top")
 def test_of_equals_the_newest(run):
-    """Scores 2 2 5 2, three stay: 5, and of the equals the last two."""
+    """Scores 2 2 5 2, budget 3: 5 stays, and the newest two of the equal scores."""
     got = run("top", score=tensor([2., 2, 5, 2]), budget=3)
     same(got, tensor([0, 1, 1, 1]).bool(), "the mask")
 
 
 @problem("top")
 def test_a_budget_for_each_head(run):
-    """Two heads with the budgets 1 and 2."""
+    """Two heads with a tensor of budgets, 1 and 2."""
     got = run("top", score=tensor([[[3., 1, 2], [3, 1, 2]]]), budget=tensor([[1, 2]]))
     same(got, tensor([[[1, 0, 0], [1, 0, 1]]]).bool(), "the mask")
 
 
 @problem("top")
 def test_more_than_there_are(run):
-    """A budget of 5 keeps all of three, one of 0 none."""
+    """Three scores: a budget of 5 keeps all, a budget of 0 none."""
     score = tensor([[1., 2, 3], [1, 2, 3]])
     got = run("top", score=score, budget=tensor([5, 0]))
     same(got, tensor([[1, 1, 1], [0, 0, 0]]).bool(), "the mask")
@@ -84,35 +84,35 @@ def test_more_than_there_are(run):
 
 @problem("shares")
 def test_without_a_floor(run):
-    """Heads with the scores 9 8 7 and 6 1 0, two entries a head: of the four highest three are head 0's."""
+    """Scores 9 8 7 and 6 1 0, two entries per head: of the four highest scores, head 0 has three: 3 1."""
     got = run("shared", score=tensor([[[9., 8, 7], [6, 1, 0]]]), mean=2, floor=0.0)
     same(got, tensor([[3, 1]]), "the entries of each head")
 
 
 @problem("shares")
 def test_half_is_dealt_out(run):
-    """Floor 0.5, four a head: half of 4 for each, and half of 6 and of 2. That is 5 and 3."""
+    """Floor 0.5, four per head, n_h = 6 2: half of 4 for each, plus half of 6 and of 2: 5 3."""
     score = tensor([[[9., 9, 9, 9, 9, 9], [1, 1, 0, 0, 0, 0]]])
     same(run("shared", score=score, mean=4, floor=0.5), tensor([[5, 3]]), "the entries of each head")
 
 
 @problem("shares")
 def test_remainders(run):
-    """Floor 0.2, two a head, of the highest 4 1 1: exactly 3.6 1.2 1.2, so 3 1 1, and one more for head 0."""
+    """Floor 0.2, two per head, n_h = 4 1 1: exactly 3.6 1.2 1.2, so 3 1 1, and one more for head 0."""
     score = tensor([[[9., 9, 9, 9], [5, 0, 0, 0], [5, 0, 0, 0]]])
     same(run("shared", score=score, mean=2, floor=0.2), tensor([[4, 1, 1]]), "the entries of each head")
 
 
 @problem("shares")
 def test_equal_remainders(run):
-    """Floor 0.5, one a head, of the highest 2 0: exactly 1.5 0.5. The lower head gets what is left."""
+    """Floor 0.5, one per head, n_h = 2 0: exactly 1.5 0.5. The lower head gets the missing entry: 2 0."""
     score = tensor([[[9., 9], [1, 1]], [[1, 1], [9, 9]]])
     same(run("shared", score=score, mean=1, floor=0.5), tensor([[2, 0], [1, 1]]), "the entries of each head")
 
 
 @problem("norms")
 def test_one_head(run):
-    """The value (1, 2) and W_O of the rows (1, 0), (0, −1), (1, 1): it becomes 1 −2 3, of the norm 6."""
+    """The value (1, 2) and the rows (1, 0), (0, −1), (1, 1) of W_O: the product is 1 −2 3, its norm 6."""
     got = run("value_norms", v=tensor([1., 2]).view(1, 1, 1, 2),
               w_o=tensor([[1., 0], [0, -1], [1, 1]]).view(3, 1, 2))
     same(got, tensor([[[[6.]]]]), "the norms", atol=1e-6)
@@ -120,7 +120,7 @@ def test_one_head(run):
 
 @problem("norms")
 def test_norms_of_a_group(run):
-    """Two texts, two value heads, four query heads, W_O of 1 2 3 4: heads 0 and 1 read value head 0."""
+    """Two texts, two value heads, four query heads with W_O = 1 2 3 4: heads 0 and 1 read value head 0."""
     v = tensor([[[1.], [-2]], [[10], [20]]])
     got = run("value_norms", v=torch.stack((v, 2 * v)), w_o=tensor([1., 2, 3, 4]).view(1, 4, 1))
     expected = tensor([[[1., 2], [2, 4]], [[30, 60], [40, 80]]])
@@ -130,21 +130,21 @@ def test_norms_of_a_group(run):
 
 @problem("norms")
 def test_norms_of_16_bits(run):
-    """Of values of 16 bits the norms have 32."""
+    """Values of 16 bits: the norms have 32."""
     got = run("value_norms", v=torch.ones(1, 1, 2, 1).bfloat16(), w_o=torch.ones(300, 1, 1).bfloat16())
     same(got, torch.full((1, 1, 1, 2), 300.0), "the norms")
 
 
 @problem("two_stage")
 def test_the_first_stage_stays(run):
-    """Token 0 is in by stage 1, with the lowest score. Of the others the two highest fill up three."""
+    """Stage 1 took token 0, which has the lowest score. The two highest of the others fill a budget of 3."""
     got = run("two_stage", first=tensor([1, 0, 0, 0, 0]).bool(), score=tensor([0., 3, 1, 2, 5]), budget=3)
     same(got, tensor([1, 1, 0, 0, 1]).bool(), "the mask")
 
 
 @problem("two_stage")
 def test_equal_scores(run):
-    """Equal scores, token 1 is in: of the others the newest fill the budgets of two and three."""
+    """Equal scores; stage 1 took token 1. The newest of the others fill budgets of 2 and 3."""
     got = run("two_stage", first=tensor([[0, 1, 0, 0]] * 2).bool(), score=torch.full((2, 4), 1e9),
               budget=tensor([2, 3]))
     same(got, tensor([[0, 1, 0, 1], [0, 1, 1, 1]]).bool(), "the mask")
@@ -152,7 +152,7 @@ def test_equal_scores(run):
 
 @problem("critical")
 def test_scores_times_norms(run):
-    """Window scores 4 3 2 1 and values 0 1 1 9, two stay, α = 0.5: stage 1 takes token 0, stage 2 token 3."""
+    """Window scores 4 3 2 1, values 0 1 1 9, budget 2, α = 0.5: stage 1 takes token 0, stage 2 token 3."""
     got = run("selected", scores=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
               v=tensor([0., 1, 1, 9, 50, 50]).view(1, 1, 6, 1), w_o=torch.ones(1, 1, 1), budget=2, alpha=0.5)
     same(got, tensor([[[1, 0, 0, 1]]]).bool(), "the mask")
@@ -160,7 +160,7 @@ def test_scores_times_norms(run):
 
 @problem("critical")
 def test_rounded_down(run):
-    """The same with α = 0.25: a quarter of two is no token, rounded down. Stage 2 takes tokens 1 and 3."""
+    """The same with α = 0.25: a quarter of 2 rounds down to 0. Stage 2 takes tokens 1 and 3."""
     got = run("selected", scores=tensor([4., 3, 2, 1]).view(1, 1, 1, 4),
               v=tensor([0., 1, 1, 9, 50, 50]).view(1, 1, 6, 1), w_o=torch.ones(1, 1, 1), budget=2,
               alpha=0.25)
@@ -169,8 +169,8 @@ def test_rounded_down(run):
 
 @problem("critical")
 def test_only_stage_1_is_pooled(run):
-    """Window scores 0 9 0 0 0 3, a pool of three, α = 0.5 of two. Stage 1 takes token 2, the newest of the three that
-    have 9 then. Stage 2 goes by the window scores as they were: token 1, though token 0 has a larger value.
+    """Window scores 0 9 0 0 0 3, pool width 3, budget 2, α = 0.5. Stage 1 pools and takes token 2, the newest
+    of three with 9. Stage 2 does not pool and takes token 1, though token 0 has a larger value.
     """
     got = run("selected", scores=tensor([0., 9, 0, 0, 0, 3]).view(1, 1, 1, 6),
               v=tensor([2., 1, 1, 1, 1, 1, 1]).view(1, 1, 7, 1), w_o=torch.ones(1, 1, 1), budget=2, alpha=0.5,
@@ -180,7 +180,7 @@ def test_only_stage_1_is_pooled(run):
 
 @problem("theta")
 def test_half_the_weight(run):
-    """Weights ½ ¼ ¼, norms 2 4 8, the first stays: C = 4, W = 1 and S = ½, so 2 − 1/S = 0 and θ is 4."""
+    """Weights ½ ¼ ¼, norms 2 4 8, the first stays: C = 4, W = 1, S = ½, so 2 − 1/S = 0 and θ = 4."""
     got = run("theta", weights=tensor([0.5, 0.25, 0.25]), norms=tensor([2., 4, 8]),
               kept=tensor([1, 0, 0]).bool())
     same(got, tensor(4.), "θ", atol=1e-6)
@@ -188,9 +188,9 @@ def test_half_the_weight(run):
 
 @problem("theta")
 def test_three_quarters(run):
-    """Of the same the first and the last stay: W = 3, S = ¾, 2 − 1/S = ⅔, and θ = 4 − ⅔ · 3 = 2.
+    """The first and the last of the same stay: W = 3, S = ¾, 2 − 1/S = ⅔, and θ = 4 − ⅔ · 3 = 2.
 
-    In another head the weights are ¼ ½ ¼: C = 4½, W = 2½, S = ½, and θ = 4½.
+    Another head has the weights ¼ ½ ¼: C = 4½, W = 2½, S = ½, and θ = 4½.
     """
     got = run("theta", weights=tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]), norms=tensor([[2., 4, 8]] * 2),
               kept=tensor([[1, 0, 1]] * 2).bool())

@@ -1,4 +1,4 @@
-"""The course's commands hold what they promise, to who writes nothing, to mistakes, and to attackers."""
+"""The course's commands: copies, points, error messages, and submissions that are empty, broken or hostile."""
 import csv
 import json
 import os
@@ -24,12 +24,12 @@ from forks import Forks
 from wrong.attacks import ATTACKS, HELPERS
 
 ROOT = Path(__file__).parents[2]
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python's audit hook stands alone")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="without Landlock only Python's audit hook protects the grader")
 
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    """course(*words): exit code, stdout and stderr of `python -m nanollm`, as a user types it."""
+    """Return course(*words), which runs `python -m nanollm`: exit code, stdout, stderr."""
     with Forks(OMP_NUM_THREADS="1") as forks:
         def course(*args, cwd=ROOT):
             words = ["python", "-m", "nanollm", *map(str, args)]
@@ -40,7 +40,7 @@ def course(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def graded(course):
-    """graded(folder, file): the tests in results.json, by problem."""
+    """Return graded(folder, file), which grades a submission: the tests in results.json, by problem."""
     def graded(folder, file, *args) -> dict[str, list[dict]]:
         code, _, error = course("course", "grade", folder, "--json", file, *args)
         assert code == 0, error
@@ -81,7 +81,7 @@ def test_the_repository_has_all_points(graded, tmp_path):
 
 
 def attacked(folder, sentinel):
-    """A submission: the repository's files with these bodies."""
+    """Write a submission: the repository's files with the attacks as bodies."""
     for name, body in ATTACKS.items():
         problem, empty = PROBLEMS[name], r"^( +)raise NotImplementedError$"
         file = folder / problem.file
@@ -150,7 +150,7 @@ def submission(folder: Path, more: str = "") -> Path:
 
 @pytest.fixture
 def points(tmp_path):
-    """points(folder): of the problem chunks.grid, as the table has them."""
+    """Return points(folder), which grades chunks.grid: the row of the CSV."""
     def points(folder):
         command.main(["grade", str(folder), "--only", "chunks.grid", "--csv", str(tmp_path / "points.csv")])
         _, row = csv.reader((tmp_path / "points.csv").open())
@@ -160,7 +160,7 @@ def points(tmp_path):
 
 @LINUX
 def test_points_do_not_depend_on_the_shell(monkeypatch, tmp_path, points):
-    (tmp_path / "safetensors.py").write_text("")  # in place of the library
+    (tmp_path / "safetensors.py").write_text("")  # would shadow the library
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(submission(tmp_path / os.fsdecode(b"n\xff")))
     assert points(".") == ["n\N{REPLACEMENT CHARACTER}", "1.00", *["0.00"] * 5, "1.00"]
@@ -232,17 +232,17 @@ def test_a_submission_runs_beside_no_test(tmp_path):
 
 def test_files_that_cannot_be_read(tmp_path):
     file, secret = "methods/theory/sketch_error.py", tmp_path / "secret.py"
-    at = tmp_path / file
-    at.parent.mkdir(parents=True)
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
     secret.write_text("x = 1")
-    for says, spoil in {"was not handed in": lambda: None, "is a link": lambda: at.symlink_to(secret),
-                        "UTF-8": lambda: at.write_bytes(b"'\xff'"), "not handed in": lambda: os.mkfifo(at),
-                        "megabyte": lambda: at.write_bytes(b"#" * 2 ** 21)}.items():
+    for says, spoil in {"was not handed in": lambda: None, "is a link": lambda: path.symlink_to(secret),
+                        "UTF-8": lambda: path.write_bytes(b"'\xff'"), "not handed in": lambda: os.mkfifo(path),
+                        "megabyte": lambda: path.write_bytes(b"#" * 2 ** 21)}.items():
         spoil()
         with pytest.raises(ValueError, match=says):
             handed_in(tmp_path, file)
-        at.unlink(missing_ok=True)
-    at.write_bytes(b"\xef\xbb\xbfx = 1\r\n")
+        path.unlink(missing_ok=True)
+    path.write_bytes(b"\xef\xbb\xbfx = 1\r\n")
     assert handed_in(tmp_path, file) == "x = 1\n"
 
 

@@ -1,4 +1,4 @@
-"""The course's tests see what is wrong: right solutions pass, and planted wrong ones are caught."""
+"""The course's tests accept right solutions and catch planted mistakes."""
 from importlib import import_module
 
 import pytest
@@ -10,7 +10,7 @@ from planted import direct, planted
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_right_solutions_pass_and_wrong_ones_are_caught(name):
-    """Hidden tests catch every wrong one, public tests some of each problem, and not all."""
+    """Hidden tests catch every mistake; public tests catch some of each problem, but not all mistakes."""
     run, wrong, only_hidden = direct(name), import_module(f"wrong.{name}").WRONG, []
     problems = {problem.name: problem for problem in ASSIGNMENTS[name].problems}
     assert {problem for problem, *_ in wrong} == problems.keys()
@@ -19,10 +19,10 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name):
         assert public and hidden
         assert not any(failure(test, run) for test in public + hidden), problem
         by_public = []
-        for _, what, old, new in (x for x in wrong if x[0] == problem):
+        for _, mistake, old, new in (x for x in wrong if x[0] == problem):
             with planted(each, old, new):
                 by_public.append(any(failure(test, run) for test in public))
-                assert any(failure(test, run) for test in hidden), (problem, what)
+                assert any(failure(test, run) for test in hidden), (problem, mistake)
         assert any(by_public) and len(by_public) >= 3, problem
-        only_hidden += [found for found in by_public if not found]
+        only_hidden += [caught for caught in by_public if not caught]
     assert only_hidden

@@ -1,4 +1,4 @@
-"""Plant wrong solutions into functions of this process, and run the course's tests on them."""
+"""Plant wrong solutions into the functions of this process, and run the course's tests on them."""
 from contextlib import contextmanager
 from importlib import import_module
 import inspect
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def planted(problem, old: str, new: str):
-    """Replace a part of the function's code inside a `with` block, wherever the function was imported."""
+    """Replace a piece of the function's code, wherever it was imported; restore it afterwards."""
     source = (ROOT / problem.file).read_text()
     body = "\n".join(source.split("\n")[slice(*place(source, problem.function))])
     assert old in body, f"{problem.name}: {old!r} is not in {problem.function}"
@@ -34,7 +34,7 @@ def planted(problem, old: str, new: str):
 
 
 def direct(assignment: str):
-    """Return the `run` of an assignment's tests without a separate process, with all its checks."""
+    """Return the tests' `run` without a separate process, with the same checks."""
     adapter = import_module(f"course.{assignment}.adapter")
 
     def run(call: str, may_change: tuple[str, ...] = (), **args):

@@ -1,6 +1,6 @@
-"""What a submission may try: bodies of functions that are asked for. `refused` says which went through.
+"""Attacks of a submission on the grader: a function body for each problem. `refused` lists those that succeeded.
 
-ROOT, SENTINEL and SUBMISSION are paths: the grader's repository, a file in its course/, what was handed in.
+ROOT, SENTINEL and SUBMISSION are paths: the grader's repository, a file in its course/, the submitted folder.
 """
 HELPERS = '''
 import ctypes, json, os, pathlib, safetensors.torch, signal, socket, struct, sys, threading, time
@@ -28,7 +28,7 @@ def refused(**attacks):
     raise RuntimeError(f"went through: {went_through}")
 
 def say(data):
-    """To whoever holds the other end of anything."""
+    """Write to every open file and socket."""
     for fd in range(3, 64):
         try:
             os.write(fd, data)
