@@ -1,4 +1,4 @@
-"""The course's commands: copies, points, error messages, and submissions that are empty, broken or hostile."""
+"""The course's commands: copies, points, error messages; submissions that are empty, broken or hostile."""
 import csv
 import json
 import os
@@ -24,7 +24,7 @@ from forks import Forks
 from wrong.attacks import ATTACKS, HELPERS
 
 ROOT = Path(__file__).parents[2]
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="without Landlock only Python's audit hook protects the grader")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="without Landlock only the audit hook protects us")
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def grid(place, size):
 
 
 @LINUX
-def test_an_editable_install_of_any_copy_opens_and_hides_nothing(monkeypatch, tmp_path, points):
+def test_an_editable_install_opens_no_hidden_tests(monkeypatch, tmp_path, points):
     other = tmp_path / "other"
     shutil.copytree(ROOT / "course", other / "course")
     venv.create(tmp_path / "venv", symlinks=True)
@@ -202,7 +202,7 @@ def test_no_room_for_a_copy_costs_no_points():
 
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
-def test_a_copy_has_what_its_files_import_and_nothing_that_tells(name, tmp_path):
+def test_a_copy_has_all_imports_and_no_solutions(name, tmp_path):
     each, handout = ASSIGNMENTS[name], (ROOT / "course" / name / "handout.py").read_text()
     make(tmp_path / "copy", [name])
     files = {str(path.relative_to(tmp_path / "copy")): path for path in (tmp_path / "copy").rglob("*.*")}
@@ -219,13 +219,13 @@ def test_a_copy_has_what_its_files_import_and_nothing_that_tells(name, tmp_path)
 
 
 @pytest.mark.parametrize("above", ["", '    """Two\n    lines."""\n'])
-def test_of_a_function_nothing_stays_below_its_docstring(above):
+def test_emptied_removes_everything_below_the_docstring(above):
     head, rest = f"def f(\n        x):\n{above}", "\n# of g\ndef g():\n    return 0\n"
     answer = "    # the answer,\n    # in words\n    y = x\n\n    return y\n"
     assert emptied(head + answer + rest, ["f"]) == head + "    raise NotImplementedError\n" + rest
 
 
-def test_a_submission_runs_beside_no_test(tmp_path):
+def test_the_submission_process_gets_no_tests(tmp_path):
     copy(tmp_path, "chunks")
     assert [*(tmp_path / "course").rglob("*.py")] == [tmp_path / "course" / "chunks" / "adapter.py"]
 
@@ -236,7 +236,8 @@ def test_files_that_cannot_be_read(tmp_path):
     path.parent.mkdir(parents=True)
     secret.write_text("x = 1")
     for says, spoil in {"was not handed in": lambda: None, "is a link": lambda: path.symlink_to(secret),
-                        "UTF-8": lambda: path.write_bytes(b"'\xff'"), "not handed in": lambda: os.mkfifo(path),
+                        "UTF-8": lambda: path.write_bytes(b"'\xff'"),
+                        "not handed in": lambda: os.mkfifo(path),
                         "megabyte": lambda: path.write_bytes(b"#" * 2 ** 21)}.items():
         spoil()
         with pytest.raises(ValueError, match=says):
@@ -246,7 +247,7 @@ def test_files_that_cannot_be_read(tmp_path):
     assert handed_in(tmp_path, file) == "x = 1\n"
 
 
-def test_a_submission_has_the_limits_that_are_named(tmp_path):
+def test_a_submission_has_the_stated_limits(tmp_path):
     script = ("import resource, sys; from course import sandbox;"
               "sandbox.landlock = lambda: 0; sandbox.lock_in(sys.argv[1]);"  # which would refuse the question
               "print(*resource.getrlimit(resource.RLIMIT_CPU), *resource.getrlimit(resource.RLIMIT_NOFILE))")
@@ -267,7 +268,7 @@ def test_one_function_of_a_file_that_is_broken_or_odd(theirs):
     assert (found["f"](), found["A"]().g()) == (1, 2)
 
 
-def test_a_function_is_put_back_with_its_decorators_and_no_other_s():
+def test_a_function_keeps_its_own_decorators():
     theirs = "@nowhere\n" + TWO.format(9, 2).replace("    def g", "    @property\n    def g")
     found = {}
     exec(spliced(TWO.format(1, 0), theirs, "A.g", ["f"]), found)

@@ -1,4 +1,4 @@
-"""Attacks of a submission on the grader: a function body for each problem. `refused` lists those that succeeded.
+"""Attacks on the grader: a function body for each problem. `refused` lists the attacks that succeeded.
 
 ROOT, SENTINEL and SUBMISSION are paths: the grader's repository, a file in its course/, the submitted folder.
 """
