@@ -43,7 +43,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. In grading, every other function is ours, so one mistake costs one problem. No test needs speed.
+# The cell after each problem runs its public tests. If your copy also holds earlier assignments, finish them first: tests and experiments call their functions. In grading, every other function is ours, so one mistake costs one problem. No test needs speed.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, T new tokens, S slots in use, D numbers per head. Rows and heads are independent. Do not change a tensor that you are given. Keep the signatures.
 

@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases. In grading, every other function is ours, so one mistake costs one problem.
+# The cell after each problem runs its public tests. If your copy also holds earlier assignments, finish them first: tests and experiments call their functions. The hidden tests try other sizes, ties and edge cases. In grading, every other function is ours, so one mistake costs one problem.
 #
 # Shapes: B batch rows, H key/value heads, n tokens. `(..., n)` means any leading dimensions, or none. Rows and heads are independent. Do not change a tensor that you are given. Keep the signatures. Python loops over chunks or tokens are fine.
 

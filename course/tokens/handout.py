@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# Write the functions in this order: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
+# Write the functions in this order, after those of assignment 1: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, S tokens, w of them in the window, n = S − w before it, D numbers per head. `(..., n)` means any leading dimensions, or none. Rows and heads are independent unless the problem says otherwise. Do not change a tensor that you are given. Keep the signatures. Python loops are fine; a call may take ten seconds. Skip the GPU kernels (`kernel_for`).
 
