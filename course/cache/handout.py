@@ -113,9 +113,9 @@ check("probabilities")
 #
 # Example: write two tokens with `score` 5 5, then one without `score`. `score` is then 5 5 0.
 #
-# <details><summary>Hint</summary>Call <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives every existing tensor room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code> and accepts a <code>dtype</code>.</details>
+# <details><summary>Hint 1</summary>Call <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives every existing tensor room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code> and accepts a <code>dtype</code>.</details>
 #
-# <details><summary>Hint</summary>Begin with one dict of all names: those in <code>self.slots</code> and <code>self.per_entry</code> with <code>None</code>, then overwrite it with what is given. <code>pos[:, None]</code> broadcasts over heads when you assign it.</details>
+# <details><summary>Hint 2</summary>Begin with one dict of all names: those in <code>self.slots</code> and <code>self.per_entry</code> with <code>None</code>, then overwrite it with what is given. <code>pos[:, None]</code> broadcasts over heads when you assign it.</details>
 
 # %%
 check("write")

@@ -3,7 +3,7 @@
 #
 # **3 to 4 hours; 18 points by tests, and 4 for the written question.**
 #
-# Most methods forget the tokens that they evict. KVReviver adds them up, many tokens into one slot, and reads them back. With the paper's budget 31 tokens share a slot's memory. Can anything be read back? You will compute the answer, then measure it.
+# Most methods forget the tokens that they evict. KVReviver adds them up, many tokens into one slot, and reads them back. With the paper's budget there are 31 tokens for each slot of memory. Can any of them still be read? You will compute the answer, then measure it.
 #
 # ## The idea
 #
