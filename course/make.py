@@ -85,8 +85,8 @@ python -m nanollm course check       # run all public tests; one assignment: --o
 3. Run the problem's `check` cell. Until you have written the function, its tests say so.
 
 The check and the experiments run your own files, so do assignments and problems in order: later ones call
-earlier ones. The grader combines each of your functions with our solutions of the others, so one mistake costs
-one problem.
+earlier ones. The grader combines each of your functions with our solutions of the others. So one mistake
+costs one problem.
 """
 
 
