@@ -1,1 +1,1 @@
-"""The papers' numbered claims: in words (*.md), by rules on measurements, as a command and as CLAIMS.md."""
+"""The papers' numbered claims: words (*.md), rules on measurements, the command, and CLAIMS.md."""

@@ -1,15 +1,15 @@
-"""Make text of claims: for the command, and CLAIMS.md with the numbers that tests record.
+"""Lay out the claims as text: the command's tables, and CLAIMS.md with the numbers that tests record.
 
-Each paper has a file beside this one: `# Paper`, which version was read, then for each claim
+Each paper has a file beside this one: `# Paper`, the version that was read, symbols, then for each claim
 
     ## S3 · holds after a fix · notebook 03
     Theorem 3.1: attended to now, attended to next.
     Rule: the rule in words, if a trained model decides the claim; rules.py has it as code.
-    > One line with the number: the smallest ε of {S3.draws} draws is {S3.smallest_eps:.2f}.
+    > The deciding number, one line: the smallest ε of {S3.draws} draws is {S3.smallest_eps:.2f}.
 
     Details.
 
-A test that is marked `@pytest.mark.claim("S3")` records these numbers: note("S3", draws=80, smallest_eps=x).
+A test marked `@pytest.mark.claim("S3")` records the numbers: note("S3", draws=80, smallest_eps=x).
 """
 from itertools import groupby
 import json
@@ -25,6 +25,7 @@ from nanollm.commands.text_table import text_table
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+NAMED = 3  # tests of a claim that are named; of more, only the files
 VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
 CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
                    r"((?s:.*))")
@@ -47,15 +48,15 @@ def texts() -> str:
 
 
 def parse(text: str) -> dict[str, list[Claim]]:
-    """Return the claims of each paper, whose name is followed by the version that was read."""
+    """Return each paper's claims; the keys are the texts before the first claim."""
     papers = {}
     for paper in re.split(r"^# ", text, flags=re.M)[1:]:
         head, *parts = re.split(r"^## ", paper, flags=re.M)
         papers[head.strip()] = claims = []
         for part in parts:
             if not (found := CLAIM.fullmatch(part)):
-                raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', then "
-                                 "a line with the claim, perhaps one with its rule, then '> ' and the number")
+                raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', followed "
+                                 "by the claim's line, perhaps its 'Rule' line, and the number's line '> …'")
             claims.append(Claim(*((x or "").strip() for x in found.groups())))
     return papers
 
@@ -65,30 +66,35 @@ def listed() -> dict[str, Claim]:
     return {claim.id: claim for claims in parse(texts()).values() for claim in claims}
 
 
-# ---- what was found on models ---
+# ---- the command's tables ---
 
-def table(found: list[dict]) -> str:
-    """Return the verdicts on a claim and their numbers: a row for each, with a column for each model."""
-    rows = [["{documents} documents of {tokens} tokens".format(**found[0]), *(row["model"] for row in found)],
-            ["by the rule", *(row["verdict"] for row in found)]]
-    for name in dict.fromkeys(name for row in found for name in row["numbers"]):
-        numbers = [row["numbers"].get(name) for row in found]
+def table(judged: list[dict]) -> str:
+    """Return a claim's verdicts and numbers as a table with a column for each model."""
+    rows = [["{documents} documents of {tokens} tokens".format(**judged[0]), *(row["model"] for row in judged)],
+            ["verdict by the rule", *(row["verdict"] for row in judged)]]
+    for name in dict.fromkeys(name for row in judged for name in row["numbers"]):
+        numbers = [row["numbers"].get(name) for row in judged]
         rows.append([name, *("{:.3g} ± {:.1g}".format(*x) if x else "" for x in numbers)])
-    why = [f"{row['model']}: {row['why']}" for row in found if row["why"]]
-    return "\n".join([text_table(rows, [36] + [16] * len(found)), *why])
+    why = [f"{row['model']}: {row['why']}" for row in judged if row["why"]]
+    return "\n".join([text_table(rows, [36] + [16] * len(judged)), *why])
 
 
-def show(rows: list[dict]) -> str:
-    """Return each claim of the command's rows, and its table."""
-    claims = [list(found) for _, found in groupby(rows, key=lambda row: row["claim"])]
-    return "\n\n".join(fill("{claim}  {says}".format(**found[0]), 100, subsequent_indent="    ") + "\n"
-                       + indent(table(found), "    ") for found in claims)
+def show(rows: list[dict], rule: bool = False) -> str:
+    """Return each claim of the command's rows with its table, and if asked for with its rule."""
+    texts = []
+    for _, judged in groupby(rows, key=lambda row: row["claim"]):
+        judged = list(judged)
+        texts.append(fill("{claim}  {says}".format(**judged[0]), 100, subsequent_indent="    ") + "\n")
+        if rule:
+            texts[-1] += fill(judged[0]["rule"], 100, initial_indent="    ", subsequent_indent="    ") + "\n"
+        texts[-1] += indent(table(judged), "    ")
+    return "\n\n".join(texts)
 
 
 # ---- CLAIMS.md ---
 
 def filled(text: str, values: dict[str, object]) -> str:
-    """Put the recorded values, by "ID.name", in the place of {ID.name:format}."""
+    """Replace each {ID.name:format} by the recorded value of that name."""
     def formatted(found: re.Match) -> str:
         value = values[found[1]]
         return value if isinstance(value, str) else format(value, found[2] or "").replace("-", "−")
@@ -96,23 +102,23 @@ def filled(text: str, values: dict[str, object]) -> str:
 
 
 def notebook(claim: Claim) -> str:
-    """Return the path of a claim's notebook, "" if there is none."""
+    """Return the path of a claim's notebook, or "" without one."""
     return "".join(str(x.relative_to(ROOT)) for x in ROOT.glob(f"notebooks/{claim.notebook}_*.ipynb"))
 
 
 def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stored: list[dict]):
-    """ValueError unless the papers' files, tests, rules, notebooks and stored rows fit together."""
+    """Raise a ValueError unless files, tests, rules, notebooks and stored rows fit together."""
     claims = sum(parse(text).values(), [])
     ids = [claim.id for claim in claims]
     decided = {(x.id, model, x.rule) for x in claims if x.rule for model in SHIPPED}
     wrong = {
-        "claims that are there twice": {name for name in ids if ids.count(name) > 1},
+        "claims that appear twice": {name for name in ids if ids.count(name) > 1},
         "claims without a test": {x.id for x in claims if x.verdict != UNTESTED} - tests.keys(),
-        "markers of no claim": tests.keys() - ids,
-        "claims with a rule in words or in code alone": {x.id for x in claims if x.rule} ^ CLAIMS.keys(),
-        "claims whose notebook is not there": {x.id for x in claims if x.notebook and not notebook(x)},
+        "markers of unknown claims": tests.keys() - ids,
+        "claims with a rule only in words or only in code": {x.id for x in claims if x.rule} ^ CLAIMS.keys(),
+        "claims whose notebook does not exist": {x.id for x in claims if x.notebook and not notebook(x)},
         "values that no test recorded": {name for name, _ in PLACEHOLDER.findall(text)} - values.keys(),
-        "claims of which experiments/stored/claims.json has no row, or one of another rule or model":
+        "claims without a row in experiments/stored/claims.json, or with another rule or model there":
             {name for name, *_ in decided ^ {(x["claim"], x["model"], x["rule"]) for x in stored}},
     }
     wrong = [f"{what}: {', '.join(sorted(which))}" for what, which in wrong.items() if which]
@@ -120,30 +126,49 @@ def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stor
         raise ValueError("; ".join(wrong))
 
 
-def section(claim: Claim, tests: set[str], found: list[dict]) -> tuple[str, str]:
-    """Return a claim's row in the first table, and its section, from its tests and its stored rows."""
-    files = groupby(sorted(tests), key=lambda test: test.partition("::")[0])
-    files = {file: ", ".join(f"`{test.partition('::')[2]}`" for test in those) for file, those in files}
-    links = ", ".join(f"[{Path(file).stem}]({file})" for file in files)
-    sources = [f"- [{file}]({file}): {names}" for file, names in files.items()]
-    if book := notebook(claim):
-        sources.append(f"- [{book}]({book})")
+def verdict(claim: Claim, rows: list[dict]) -> str:
+    """Return a claim's verdict; both decoders' if their stored rows differ."""
+    verdicts = [row["verdict"] for row in rows]
+    return f"{claim.verdict} (built); {verdicts[1]} (learned)" if len({*verdicts}) > 1 else claim.verdict
 
-    verdict, verdicts, judged = claim.verdict, [row["verdict"] for row in found], []
-    if found:
-        judged = [claim.rule, f"```\n{table(found)}\n```"]
-    if len({*verdicts}) > 1:
-        verdict = f"{verdict} (built); {verdicts[1]} (learned)"
-    cells = [f"[{claim.id}](#{claim.id.lower()}) {claim.says}", verdict, *(verdicts or "––"), claim.number,
-             links, f"[{claim.notebook}]({book})" if book else ""]
-    parts = [f"### {claim.id}", claim.says, f"**{verdict.capitalize()}.** {claim.number}",
-             claim.details, *judged, "\n".join(sources)]
-    row = " | ".join(cell.replace("|", "\\|") for cell in cells)
-    return f"| {row} |", "\n\n".join(filter(None, parts))
+
+def sources(claim: Claim, tests: set[str]) -> str:
+    """Return a line with links to a claim's tests and its notebook."""
+    files = [(file, [test.partition("::")[2] for test in those])
+             for file, those in groupby(sorted(tests), key=lambda test: test.partition("::")[0])]
+    few = len(tests) <= NAMED
+    links = [f"[{Path(file).stem}]({file})" + (": " + ", ".join(f"`{name}`" for name in names) if few else
+                                               f", {len(names)} test" + "s" * (len(names) > 1))
+             for file, names in files]
+    if book := notebook(claim):
+        links.append(f"[notebook {claim.notebook}]({book})")
+    return "; ".join(links)
+
+
+def section(claim: Claim, tests: set[str], rows: list[dict]) -> str:
+    """Return the details of a claim."""
+    decided = ""
+    if rows:
+        verdicts = {row["verdict"]: f"*{row['model']}*" for row in rows}
+        verdicts = {x: "both" for x in verdicts} if len(verdicts) == 1 else verdicts
+        decided = f"{claim.rule} {'; '.join(f'{models}: {x}' for x, models in verdicts.items()).capitalize()}."
+    parts = f"### {claim.id}", claim.details, decided, sources(claim, tests)
+    return "\n\n".join(filter(None, parts))
+
+
+def of_paper(paper: str, claims: list[Claim], tests: dict[str, set[str]], stored: list[dict]) -> str:
+    """Return a paper's table, a row a claim, and the details below it."""
+    rows, sections = ["| ID | claim | verdict | number |", "|---" * 4 + "|"], []
+    for claim in claims:
+        judged = [row for row in stored if row["claim"] == claim.id]
+        cells = f"[{claim.id}](#{claim.id.lower()})", claim.says, verdict(claim, judged), claim.number
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        sections.append(section(claim, tests.get(claim.id, set()), judged))
+    return "\n\n".join([f"## {paper}", "\n".join(rows), *sections])
 
 
 def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
-    """Return CLAIMS.md. ValueError if something is missing or unknown.
+    """Return the text of CLAIMS.md; ValueError if something is missing or unknown.
 
     recorded: a test's node id, and ("claim", "S3") of its marker or ("S3.draws", 80) of what it measured.
     stored: rows that `python -m nanollm claims` wrote of the two decoders.
@@ -153,28 +178,20 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
         if name == "claim":
             tests.setdefault(value, set()).add(node.partition("[")[0])
         elif values.setdefault(name, value) != value:
-            raise ValueError(f"{name} is {values[name]} in one test and {value} in {node}")
+            raise ValueError(f"{name} is {values[name]} in one test and {value} in {node}; "
+                             "give one of them another name")
     check(texts(), tests, values, stored)
-
-    rows = [f"| claim | verdict | {' | '.join(SHIPPED)} | number | tests | notebook |",
-            "|---" * (5 + len(SHIPPED)) + "|"]
-    sections = []
-    for paper, claims in parse(filled(texts(), values)).items():
-        sections.append(f"## {paper}")
-        for claim in claims:
-            found = [row for row in stored if row["claim"] == claim.id]
-            row, text = section(claim, tests.get(claim.id, set()), found)
-            rows.append(row)
-            sections.append(text)
-    head = f"# Claims of the papers\n\n{(FOLDER / 'head.md').read_text()}"
-    return "\n\n".join([head + "\n" + "\n".join(rows), *sections]) + "\n"
+    head = f"# Claims of the papers\n\n{(FOLDER / 'head.md').read_text().strip()}"
+    papers = [of_paper(paper, claims, tests, stored)
+              for paper, claims in parse(filled(texts(), values)).items()]
+    return "\n\n".join([head, *papers]) + "\n"
 
 
 def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md") -> str:
-    """Write CLAIMS.md, or raise a ValueError if it is not what would be written. Return what was done."""
+    """Write CLAIMS.md, or raise a ValueError if it is stale; return a message."""
     text = page(recorded, json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text())["rows"])
     if write:
         file.write_text(text)
     elif not file.exists() or file.read_text() != text:
-        raise ValueError(f"{file.name} is not what these tests would write; run pytest --write-claims")
-    return f"{file.name} is {'written' if write else 'what the tests say'}"
+        raise ValueError(f"{file.name} is stale: these tests would write another text; run pytest --write-claims")
+    return f"{file.name} is {'written' if write else 'up to date'}"

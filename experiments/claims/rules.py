@@ -1,12 +1,13 @@
-"""The rules as code: a function for each claim that a trained model decides, named as the claim.
+"""The rules as code: one function for each claim that can be tested on a trained model.
 
     judge("P6", Subject(model, Tasks(encoding, "test")))    # or: python -m nanollm claims --model FOLDER
 
-The papers' files beside this one have the claims and the rules in words. Of claims about equations or random
-draws there is no function. A number within two standard errors of a rule's limit leaves a claim undecided.
+A function has its claim's ID as its name; the papers' files beside this one have the rule in words. Claims
+about equations or random draws have no rule. If a number lies within two standard errors of a rule's limit,
+the claim is undecided.
 
-A level that a paper measured on models of billions of parameters is not testable on a smaller one
-(`of_large`): how much quality is left, which share of the tokens does something, how fast they are.
+Some claims state a number of models with billions of parameters: the quality that is left, a share of the
+tokens, a speed. They are not testable on a smaller model (`of_large`).
 """
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ from nanollm.tokenizer import boundaries
 # ---- CriticalKV ---
 
 def P2(on: Subject) -> Finding:
-    """Compare attention after a random half is evicted with attention that is masked and renormalised."""
+    """Compare attention after evicting a random half with masked, renormalised attention."""
     g, off = torch.Generator().manual_seed(on.seed), []
     for layer, told, later in zip(make_cache(on.model), on.text.recording, on.text.continuation):
         q, k, v, pos = next(later.split(1))
@@ -74,9 +75,9 @@ def P5(on: Subject) -> Finding:
     """Count the needles and pairs that each budget rule finds, plain and with three selections."""
     plain = {Rule.__name__: on.facts(Rule.__name__) for Rule in RULES}
     pooled, paper, code = (
-        {f"{name}, {label}": mean(on.facts(name, select=select) - x) for name, x in plain.items()}
-        for label, select in (("pooled", PooledCritical()), ("the paper's rule", Critical()),
-                              ("the authors' code", CriticalCode())))
+        {f"change of {name}, {label}": mean(on.facts(name, select=select) - x) for name, x in plain.items()}
+        for label, select in (("pooled", PooledCritical()), ("paper's rule", Critical()),
+                              ("authors' code", CriticalCode())))
     return Finding(both(*map(above, pooled.values())), means(plain) | pooled | paper | code)
 
 
@@ -95,7 +96,7 @@ def P6(on: Subject) -> Finding:
 
 
 def P7(on: Subject) -> Finding:
-    """Count the heads whose L is lower than SnapKV's."""
+    """Measure the share of heads whose L is lower than with SnapKV."""
     lower = lambda x, y: (x.mean(0) < y.mean(0)).double().mean()
     plain = on.of_text("SnapKV")["alone"]
     paper, pooled, neither = (over_texts(lower, on.of_text(f"SnapKV{more}")["alone"], plain)
@@ -119,7 +120,7 @@ def P8(on: Subject) -> Finding:
 def P10(on: Subject) -> Finding:
     """Correlate L and KL over methods."""
     numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0).numpy(), kl.mean(0).numpy())
-    for what, names in {"rank correlation, all methods": COMPARED, "window methods": WINDOW_METHODS}.items():
+    for what, names in {"rank correlation, all methods": COMPARED, "rank correlation, window methods": WINDOW_METHODS}.items():
         rows = [on.of_text(name) for name in names]
         L, kl = [row["alone"].mean((1, 2)) for row in rows], [row["kl"] for row in rows]
         numbers[what] = over_texts(correlation, torch.stack(L, 1), torch.stack(kl, 1))
@@ -127,32 +128,32 @@ def P10(on: Subject) -> Finding:
 
 
 def P12(on: Subject) -> Finding:
-    """Measure the KL of twice as many texts, compressed again whenever the cache holds half of one."""
+    """Measure the KL of texts that are compressed again whenever the cache holds half of one."""
     texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(on.text.tokens.device)
     plain, norms, code = (long_answer(on.model, texts, {}, select=select)
                           for select in (SnapKV.select, Critical(), CriticalCode()))
     change = mean(norms["kl"] - plain["kl"])
     return Finding(below(change), {
-        "KL of SnapKV": mean(plain["kl"]), "by the paper's rule": change,
-        "by the authors' code": mean(code["kl"] - plain["kl"]),
+        "KL of SnapKV": mean(plain["kl"]), "change by the paper's rule": change,
+        "change by the authors' code": mean(code["kl"] - plain["kl"]),
         "largest KiB of a text (16 bits)": (plain["most"], 0.0)})
 
 
 def P13(on: Subject) -> Finding:
-    """Compare what the paper's rule gains in the last layer, alone and above compressed layers."""
+    """Compare the paper's gain in the last layer alone and after compressed layers."""
     critical, plain = (on.of_text(f"SnapKV{more}") for more in ("+critical", ""))
     gain = lambda x, y: 1 - x[:, -1].mean() / y[:, -1].mean()
     more = lambda x, y, alone, base: gain(x, y) - gain(alone, base)
     alone, together = ((critical[key], plain[key]) for key in ("alone", "together"))
     grown = over_texts(more, *together, *alone)
     return Finding(above(grown), {"last layer's advantage, alone": over_texts(gain, *alone),
-                                  "after compressed layers": over_texts(gain, *together), "more": grown})
+                                  "after compressed layers": over_texts(gain, *together), "difference": grown})
 
 
 # ---- ChunkKV ---
 
 def C1(on: Subject) -> Finding:
-    """Count the needles of long values that tokens and chunks find."""
+    """Count the needles with long values that single tokens and chunks find."""
     ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
     found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | options)
              for name, Method, options in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
@@ -162,7 +163,7 @@ def C1(on: Subject) -> Finding:
 
 
 def C2(on: Subject) -> Finding:
-    """Compare which entries neighbouring layers keep, and the pairs found if they must keep the same."""
+    """Compare the choices of neighbouring layers, and the pairs found if two layers share one."""
     alike, prompt = {}, on.text.tokens.shape[1] - WINDOW["window_size"]
     for name, Method, options in ("tokens", SnapKV, dict(kernel_size=1)), ("SnapKV", SnapKV, {}), (
             "chunks", ChunkKV, {}):
@@ -181,13 +182,13 @@ def R4(on: Subject) -> Finding:
     paper, shrunk, none = on.kl(KVReviver), on.kl(ShrunkReviver), on.kl(KVReviver, vague=0.0)
     more, most = (on.kl(KVReviver, vague=x, recent=(1 - x) / 2) - paper for x in (0.2, 0.4))
     return Finding(both(above(mean(more)), above(mean(most))), means({
-        "KL at 0.1": paper, "at 0.2 less that": more, "at 0.4 less that": most,
-        "no sketch less the paper's": none - paper, "KL of the shrunk": shrunk,
-        "no sketch less the shrunk": none - shrunk}))
+        "KL at 0.1": paper, "change at 0.2": more, "change at 0.4": most,
+        "change without a sketch": none - paper, "KL of the shrunk sketch": shrunk,
+        "change from shrunk to no sketch": none - shrunk}))
 
 
 def R5(on: Subject) -> Finding:
-    """Measure the change of the KL by layer budgets, as in the paper and with half shared out evenly."""
+    """Measure how layer budgets change the KL: the paper's, and ours with half shared out evenly."""
     # between the texts that are measured
     text = text_windows(on.tasks, 2 * on.documents - 1, on.T, on.model)[1:16:2]
     alone, mixed = (fisher_shares(on.model, text.to(on.text.tokens.device), even) for even in (0.0, 0.5))
@@ -201,7 +202,7 @@ def R5(on: Subject) -> Finding:
 
 
 def R6(on: Subject) -> Finding:
-    """Measure the squared errors of keys and values that a sketch of five tokens a slot gives back."""
+    """Measure the squared errors of keys and values revived from a sketch of five tokens a slot."""
     (B, a), errors = on.text.prompt.shape, []
     for _, k, v, _ in on.text.recording:
         sketch, J = Sketch(k, 3, a // 15, on.seed), torch.arange(a).expand(*k.shape[:2], -1)
@@ -232,13 +233,13 @@ def R9(on: Subject) -> Finding:
     often, much, often_chance, much_chance = torch.tensor(found).T
     aware, agnostic = on.answered(SnapKV, 0.25, "needle", **WINDOW), on.agnostic(SnapKV, **WINDOW)
     return Finding(both(above(mean(often), 0.1), above(mean(aware - agnostic))), means({
-        "activated, outside H2O's": often, "outside a random 40 %": often_chance,
-        "over 2 %, outside H2O's": much, "over 2 %, outside a random 40 %": much_chance,
+        "over 0.5 %, outside H2O's 40 %": often, "over 0.5 %, outside a random 40 %": often_chance,
+        "over 2 %, outside H2O's 40 %": much, "over 2 %, outside a random 40 %": much_chance,
         "needles, aware": aware, "needles, agnostic": agnostic}))
 
 
 def R10(on: Subject) -> Finding:
-    """Count the needles that each method finds if the question comes later."""
+    """Count the needles that each method finds, query-agnostic."""
     found = {Method.__name__: on.agnostic(Method) for Method in (KVReviver, H2O, StreamingLLM, CaM)}
     paper, *others = found.values()
     found |= {"the shrunk sketch": on.agnostic(ShrunkReviver), "full cache": on.agnostic(LayerCache, None),
@@ -259,7 +260,7 @@ def R11(on: Subject) -> Finding:
 
 
 def R12(on: Subject) -> Finding:
-    """Count the needles, pairs and labels that each method finds, with the question in the prompt."""
+    """Count the needles, pairs and labels that each method answers, query-aware."""
     tasks = "needle", "pairs", "few_shot"
     found = {name: on.answered(Method, keep_ratio, *tasks) for name, Method, keep_ratio in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None), ("H2O", H2O, 0.25),
@@ -270,7 +271,7 @@ def R12(on: Subject) -> Finding:
 
 
 def R13(on: Subject) -> Finding:
-    """Count the needles that each method finds, with the question in the prompt."""
+    """Count the needles that each method finds, query-aware."""
     found = {name: on.answered(Method, keep_ratio, "needle") for name, Method, keep_ratio in (
         ("KVReviver", KVReviver, 0.25), ("full cache", LayerCache, None),
         ("means of slots", MeanReviver, 0.25), ("the shrunk sketch", ShrunkReviver, 0.25))}
@@ -284,7 +285,7 @@ def R14(on: Subject) -> Finding:
     often, seldom = (mean(on.kl(KVReviver, replace_rate=rate) - paper) for rate in (1.0, 1.5))
     limit = 0.1 * paper.mean().item()
     return Finding(both(within(often, limit), within(seldom, limit)), {
-        "KL at 1.1": mean(paper), "at 1.0 less that": often, "at 1.5 less that": seldom})
+        "KL at 1.1": mean(paper), "change at 1.0": often, "change at 1.5": seldom})
 
 
 def R15(on: Subject) -> Finding:
@@ -293,13 +294,13 @@ def R15(on: Subject) -> Finding:
     few, many = (mean(on.kl(KVReviver, recent=share) - paper) for share in (0.2, 0.6))
     limit = 0.1 * paper.mean().item()
     return Finding(both(above(few, -limit), above(many, -limit)), {
-        "KL at 0.45": mean(paper), "at 0.2 less that": few, "at 0.6 less that": many})
+        "KL at 0.45": mean(paper), "change at 0.2": few, "change at 0.6": many})
 
 
 # ---- Scissorhands ---
 
 def S7(on: Subject) -> Finding:
-    """Measure how far importance persists, the cosine of x and F(x), and the weights' power law."""
+    """Measure the persistence of importance, the cosine of x and F(x), and the power law."""
     found = observed(on.model, on.text.tokens)
     low = found.mean(1).argmin(1)  # a layer for each
     ratio, cosine, k = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
@@ -315,7 +316,7 @@ CLAIMS = {f.__name__: f for f in (P2, P3, P5, P6, P7, P8, P10, P12, P13, C1, C2,
 
 @torch.no_grad()
 def judge(claim: str, on: Subject) -> Finding:
-    """Return what is found of a claim; where a model fails at its task or lacks what it asks for, why."""
+    """Return the finding on a claim, or the reason why this model cannot judge it."""
     try:
         check_size(on.model, on.documents, 2, on.T)
         return CLAIMS[claim](on)

@@ -1,4 +1,4 @@
-"""A model on which claims are judged: what several rules measure of it, and verdicts from numbers."""
+"""A model on which claims are judged: measurements that several rules share, and verdicts from numbers."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,47 +28,50 @@ Number = tuple[float, float]  # a mean and its standard error
 
 class Finding(NamedTuple):
     verdict: str
-    numbers: dict[str, Number]  # by which it is decided, and others beside them
-    why: str = ""               # there is no verdict, or why a claim cannot hold
+    numbers: dict[str, Number]  # the deciding numbers, and others for comparison
+    why: str = ""               # why there is no verdict, or why the claim cannot hold
 
 
 # ---- verdicts ---
 
 def means(x: dict[str, Tensor]) -> dict[str, Number]:
+    """Return the mean and standard error of each row."""
     return {name: mean(each) for name, each in x.items()}
 
 
 def over_texts(of: Callable, *x: Tensor, draws: int = 200) -> Number:
-    """Return of(*x), x (texts, …) each. Its standard error is how it varies if the texts are drawn anew."""
+    """Return of(*x) and its standard error by bootstrap over texts; x are (texts, …)."""
     again = torch.randint(len(x[0]), (draws, len(x[0])), generator=torch.Generator().manual_seed(0))
     return float(of(*x)), torch.tensor([float(of(*(y[i] for y in x))) for i in again]).std().item()
 
 
 def above(x: Number, limit: float = 0.0) -> str:
-    """Return whether a number lies above the limit; it is undecided within two standard errors."""
+    """Return "holds" if x lies above the limit, "undecided" within two standard errors of it."""
     off, error = x[0] - limit, 2 * x[1]
     return HOLDS if off > error else NOT if off < -error else OPEN
 
 
 def below(x: Number, limit: float = 0.0) -> str:
+    """Return "holds" if x lies below the limit, "undecided" within two standard errors of it."""
     return above((-x[0], x[1]), -limit)
 
 
 def within(x: Number, limit: float) -> str:
+    """Return "holds" if x lies between −limit and limit."""
     return both(above(x, -limit), below(x, limit))
 
 
 def both(*verdicts: str) -> str:
-    """Join several conditions: one that fails refutes, one that is not testable decides nothing."""
+    """Return the verdict of conditions that must all hold; untestable ones are left out."""
     return next((verdict for verdict in (NOT, OPEN, HOLDS) if verdict in verdicts), UNTESTED)
 
 
 def of_large(model, verdict: str) -> str:
-    """Return the verdict on what a paper claims of models of billions of parameters alone, if this is one."""
+    """Return the verdict if the model has a billion parameters, else "not testable here"."""
     return verdict if sum(x.numel() for x in model.parameters()) >= LARGE else UNTESTED
 
 
-# ---- a model, and what several claims measure of it ---
+# ---- a model, and measurements that several claims share ---
 
 @dataclass(eq=False)
 class Subject:
@@ -85,7 +88,7 @@ class Subject:
 
     @cached_property
     def text(self) -> Reference:
-        """Texts of T tokens, of which the last eighth, at most 64, is what comes after the prompt."""
+        """Texts of T tokens; the last eighth, at most 64 tokens, is the continuation."""
         tokens = text_windows(self.tasks, self.documents, self.T, self.model)
         return reference(self.model, tokens.to(self.model.embed.weight.device), min(64, self.T // 8))
 
@@ -97,12 +100,12 @@ class Subject:
         return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
 
     def row(self, task: str, Method, keep_ratio: float | None, **options) -> dict[str, Tensor]:
-        """Return the share of right answers of every document, (documents,), "aware" and "agnostic"."""
+        """Return each document's share of right answers, (documents,), "aware" and "agnostic"."""
         rows = [answers(self.model, bench, Method, keep_ratio, **options) for bench in self.bench(task)]
         return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
     def answered(self, Method, keep_ratio: float | None, *tasks: str, setting="aware", **options) -> Tensor:
-        """Return the mean over the tasks that the full cache does, (documents,). ValueError if none."""
+        """Return the mean over the tasks that the full cache solves, (documents,); ValueError if none."""
         full = {f"{task}_aware": self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
         fit = [task for task in tasks if judges(full, task)]
         if not fit:
@@ -111,7 +114,7 @@ class Subject:
         return torch.stack([self.row(task, Method, keep_ratio, **options)[setting] for task in fit]).mean(0)
 
     def facts(self, name: str, keep_ratio: float = 1 / 16, **more) -> Tensor:
-        """Return the needles and pairs found, aware, by a method of METHODS with a share of the entries."""
+        """Return the needles and pairs that a method of METHODS finds, query-aware."""
         Method, options = METHODS[name]
         return self.answered(Method, keep_ratio, "needle", "pairs", **options | more)
 
@@ -124,11 +127,11 @@ class Subject:
         return by_text(self.model, self.text, name, 0.25)
 
     def kl(self, Method, shares: tuple | None = None, **options) -> Tensor:
-        """Return the KL of each text, (texts,), at a quarter of the bytes; `shares` divide it by layer."""
+        """Return each text's KL, (texts,), at a quarter of the bytes; `shares` divide them by layer."""
         return self.continued(Method, 0.25, shares, **options)["kl"].cpu()
 
     def continued(self, Method, keep_ratio: float, shares: tuple | None = None, **options) -> dict:
-        """Return `continuation` of the texts at a share of the bytes, every one of them used."""
+        """Return `continuation` of the texts at a share of the bytes, without slack."""
         make = maker(self.model, Method, keep_ratio, **dict(slack=0) | options)
         shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
         return replayed_or_read(continuation, self.model, self.text, shared, self.text.recording)

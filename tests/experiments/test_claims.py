@@ -1,4 +1,4 @@
-"""The claims: verdicts turn with the numbers, the command on real checkpoints, and what CLAIMS.md refuses."""
+"""The claims: verdicts follow the numbers, the command runs on checkpoints, CLAIMS.md refuses what is stale."""
 from functools import cache
 import json
 import os
@@ -33,7 +33,7 @@ STORED = json.loads((ROOT / "experiments" / "stored" / "claims.json").read_text(
 # ---- rules ---
 
 def around(x, spread=0.01):
-    """Ten numbers of this mean."""
+    """Return ten numbers with this mean."""
     return x + spread * torch.linspace(-1, 1, 10)
 
 
@@ -52,7 +52,7 @@ def parameters(n):
 
 
 def kl(more=1.2, most=1.2, few=1.0, many=1.0, often=1.0, seldom=1.0):
-    """The KL is 1 by the paper's shares and rate."""
+    """Return a subject whose KL is 1 with the paper's shares and rate."""
     found = {(0.2, 0.4): more, (0.4, 0.3): most, (0.1, 0.2): few, (0.1, 0.6): many}
     def measured(Method, vague=0.1, recent=0.45, replace_rate=1.1):
         return around(found.get((vague, recent), 1.0) * {1.0: often, 1.5: seldom}.get(replace_rate, 1.0))
@@ -66,7 +66,7 @@ def answers(reviver, h2o, n=10**9):
 
 
 def likelihood(more, n=10**9):
-    """−log p of a token is 1 by the full cache; by KVReviver it is higher by `more`."""
+    """Return a subject whose nll is 1 with the full cache and 1 + `more` with KVReviver."""
     text = SimpleNamespace(new=2, tokens=torch.zeros(10, 5, dtype=torch.long),
                            log_p=torch.full((10, 2, 1), -1.0))
     return SimpleNamespace(model=parameters(n), text=text,
@@ -74,7 +74,7 @@ def likelihood(more, n=10**9):
 
 
 def ranked(kl=lambda rank: rank):
-    """L of the compared methods rises from one to the next; so does KL, or not."""
+    """Return a subject in which L rises from method to method, and the KL follows `kl`."""
     def found(name):
         rank = torch.full((10,), float(rules.COMPARED.index(name)))
         return dict(alone=rank[:, None, None].expand(-1, 2, 4), kl=kl(rank))
@@ -162,7 +162,7 @@ def test_every_claim_has_a_row_on_a_foreign_checkpoint(tmp_path, monkeypatch, ca
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """A folder with checkpoints in the place of those that ship."""
+    """Return a folder with small checkpoints in place of the shipped ones."""
     folders = {name: checkpoint_of_two_layers(tmp_path / "two" / name) for name in SHIPPED}
     monkeypatch.setattr(claims_command, "SHIPPED", folders)
     monkeypatch.setattr(shell, "TINY", folders["built"])  # the default
@@ -216,7 +216,7 @@ def test_what_is_wrong_is_one_line(options, message, tmp_path, monkeypatch, caps
 
 @pytest.fixture
 def recorded():
-    """What a run of all tests records, with numbers made up."""
+    """Return the records of a run of all tests, with made-up numbers."""
     marks = [(f"tests/test_{name[0]}.py::test_{name}[1]", "claim", name) for name in listed()]
     return marks + [("tests/test_P.py::test_P1", name, -0.126) for name, _ in PLACEHOLDER.findall(texts())]
 
@@ -224,23 +224,22 @@ def recorded():
 def test_a_claim_has_its_sentence_verdicts_number_rule_tests_and_notebook(recorded):
     text = page(recorded, STORED)
     for part in (
-            "\n| [P7](#p7) L is lower in 74.3 % of the attention heads. | holds | holds | holds | lower",
-            "any norms. | [test_P](tests/test_P.py) | [01](notebooks/01_critical_kv.ipynb) |\n",
-            "\n\n### P12\n\nTable 7: with short", "\n\nRule: L over θ is at most 1 in every head, ",
-            "\n\n**Does not hold (built); undecided (learned).** the KL of the answer is −0.126 with",
-            "\nby the rule                                      holds             holds\nheads with a lo",
-            "\n\n- [tests/test_P.py](tests/test_P.py): `test_P7`\n- [notebooks/01_critical_kv.ipynb]("):
+            "\n| [P7](#p7) | With the norms L is lower in 74.3 % of the attention heads. | holds | L is lower",
+            " | does not hold (built); undecided (learned) | The norms change the KL by −0.126 ± −0.126 nats. |\n",
+            "\n\n### P12\n\nThe setting", "\n\nRule: L over θ is at most 1 in every head, ",
+            " half of the text. Twice as many texts. *built*: does not hold; *learned*: undecided.\n\n",
+            "\n\n[test_P](tests/test_P.py): `test_P7`; [notebook 01](notebooks/01_critical_kv.ipynb)\n\n"):
         assert part in text
 
 
 @pytest.mark.parametrize("without, more, changed, message", [
     (("claim", "T1"), [], "", "claims without a test: T1$"),
-    (None, [("a.py::test_a", "claim", "T99")], "", "markers of no claim: T99$"),
+    (None, [("a.py::test_a", "claim", "T99")], "", "markers of unknown claims: T99$"),
     (("P1.sink_kept", -0.126), [], "", "values that no test recorded: P1.sink_kept$"),
-    (None, [("a.py::test_a", "P1.sink_kept", 0.5)], "", "P1.sink_kept is -0.126 in one test and 0.5 in a"),
-    (None, [], "rule", "experiments/stored/claims.json has no row, or one of another rule or model: C1$"),
-    (None, [], "model", "no row, or one of another rule or model: C1$"),
-    (None, [], "claim", "no row, or one of another rule or model: C1, other$")])
+    (None, [("a.py::test_a", "P1.sink_kept", 0.5)], "", "P1.sink_kept is -0.126 in one test and 0.5 in a.py::test_a;"),
+    (None, [], "rule", "claims without a row in experiments/stored/claims.json, or with another .*: C1$"),
+    (None, [], "model", "or with another rule or model there: C1$"),
+    (None, [], "claim", "or with another rule or model there: C1, other$")])
 def test_what_is_missing_unknown_or_of_another_rule_is_refused(without, more, changed, message, recorded):
     stored = [row | {changed: "other"} if changed and row["claim"] == "C1" else row for row in STORED]
     with pytest.raises(ValueError, match=message):
@@ -248,9 +247,9 @@ def test_what_is_missing_unknown_or_of_another_rule_is_refused(without, more, ch
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ("## T1 · holds", "## T1 · hold", "'## T1 · hold' must be"), ("## T2", "## T1", "there twice: T1;"),
-    ("Rule: L over", "L over", "'## P3 · "), ("notebook 03", "notebook 77", "notebook is not there: S2, S3"),
-    ("Rule: L over θ is at most 1 in every head, at a quarter of the entries.\n", "", "code alone: P3;")])
+    ("## T1 · holds", "## T1 · hold", "'## T1 · hold' must be"), ("## T2", "## T1", "appear twice: T1;"),
+    ("Rule: L over", "L over", "'## P3 · "), ("notebook 03", "notebook 77", "notebook does not exist: S2, S3"),
+    ("Rule: L over θ is at most 1 in every head, at a quarter of the entries.\n", "", "only in code: P3;")])
 def test_a_file_of_claims_with_a_slip_is_refused(old, new, message, recorded, monkeypatch):
     changed = texts().replace(old, new)
     monkeypatch.setattr(claims_renderer, "texts", lambda: changed)
@@ -262,7 +261,7 @@ def test_a_stale_number_is_refused(recorded, tmp_path):
     write_or_compare(recorded, True, tmp_path / "CLAIMS.md")
     write_or_compare(recorded, False, tmp_path / "CLAIMS.md")
     other = [(node, name, 0.5 if name == "S9.nll" else x) for node, name, x in recorded]
-    with pytest.raises(ValueError, match="CLAIMS.md is not what these tests would write"):
+    with pytest.raises(ValueError, match="CLAIMS.md is stale: these tests would write another text"):
         write_or_compare(other, False, tmp_path / "CLAIMS.md")
 
 
@@ -280,6 +279,6 @@ def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(tmp_path):
         return done.returncode, done.stdout
 
     code, out = run_pytest("-n", "1")
-    assert code == 1 and "1 passed" in out and "markers of no claim: T99" in out and "S9.few_shot" in out
+    assert code == 1 and "1 passed" in out and "markers of unknown claims: T99" in out and "S9.few_shot" in out
     assert "S9.nll" not in out
     assert run_pytest("-k", "a")[0] == 0 and run_pytest("-k", "a", "--write-claims")[0] == 4
