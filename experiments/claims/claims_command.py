@@ -33,9 +33,12 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     shell.model_options(parser)
-    parser.add_argument("--claims", nargs="+", metavar="ID", help="the claims to test; default: all that have a rule")
-    parser.add_argument("--documents", type=int, default=32, help="documents of each task, and texts; default 32")
-    parser.add_argument("--length", type=int, default=256, metavar="TOKENS", help="length of each document; default 256")
+    parser.add_argument("--claims", nargs="+", metavar="ID",
+                        help="the claims to test; default: all that have a rule")
+    parser.add_argument("--documents", type=int, default=32,
+                        help="documents of each task, and texts; default 32")
+    parser.add_argument("--length", type=int, default=256, metavar="TOKENS",
+                        help="length of each document; default 256")
     parser.add_argument("--seed", type=int, default=0, help="seed of documents and random draws; default 0")
     parser.add_argument("--json", type=Path, help="write the findings to this file, claim by claim")
     args = parser.parse_args(argv)

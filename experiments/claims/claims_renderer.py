@@ -55,8 +55,8 @@ def parse(text: str) -> dict[str, list[Claim]]:
         papers[head.strip()] = claims = []
         for part in parts:
             if not (found := CLAIM.fullmatch(part)):
-                raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', followed "
-                                 "by the claim's line, perhaps its 'Rule' line, and the number's line '> …'")
+                raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', "
+                                 "followed by the claim's line, its 'Rule' line if any, and '> ' with the number")
             claims.append(Claim(*((x or "").strip() for x in found.groups())))
     return papers
 
@@ -70,7 +70,8 @@ def listed() -> dict[str, Claim]:
 
 def table(judged: list[dict]) -> str:
     """Return a claim's verdicts and numbers as a table with a column for each model."""
-    rows = [["{documents} documents of {tokens} tokens".format(**judged[0]), *(row["model"] for row in judged)],
+    size = "{documents} documents of {tokens} tokens".format(**judged[0])
+    rows = [[size, *(row["model"] for row in judged)],
             ["verdict by the rule", *(row["verdict"] for row in judged)]]
     for name in dict.fromkeys(name for row in judged for name in row["numbers"]):
         numbers = [row["numbers"].get(name) for row in judged]
@@ -151,7 +152,8 @@ def section(claim: Claim, tests: set[str], rows: list[dict]) -> str:
     if rows:
         verdicts = {row["verdict"]: f"*{row['model']}*" for row in rows}
         verdicts = {x: "both" for x in verdicts} if len(verdicts) == 1 else verdicts
-        decided = f"{claim.rule} {'; '.join(f'{models}: {x}' for x, models in verdicts.items()).capitalize()}."
+        verdicts = "; ".join(f"{models}: {x}" for x, models in verdicts.items())
+        decided = f"{claim.rule} {verdicts.capitalize()}."
     parts = f"### {claim.id}", claim.details, decided, sources(claim, tests)
     return "\n\n".join(filter(None, parts))
 
@@ -193,5 +195,6 @@ def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file=
     if write:
         file.write_text(text)
     elif not file.exists() or file.read_text() != text:
-        raise ValueError(f"{file.name} is stale: these tests would write another text; run pytest --write-claims")
+        raise ValueError(f"{file.name} is stale: these tests would write another text; "
+                         "run pytest --write-claims")
     return f"{file.name} is {'written' if write else 'up to date'}"

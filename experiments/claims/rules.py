@@ -120,7 +120,8 @@ def P8(on: Subject) -> Finding:
 def P10(on: Subject) -> Finding:
     """Correlate L and KL over methods."""
     numbers, correlation = {}, lambda L, kl: rank_correlation(L.mean(0).numpy(), kl.mean(0).numpy())
-    for what, names in {"rank correlation, all methods": COMPARED, "rank correlation, window methods": WINDOW_METHODS}.items():
+    compared = {"rank correlation, all methods": COMPARED, "rank correlation, window methods": WINDOW_METHODS}
+    for what, names in compared.items():
         rows = [on.of_text(name) for name in names]
         L, kl = [row["alone"].mean((1, 2)) for row in rows], [row["kl"] for row in rows]
         numbers[what] = over_texts(correlation, torch.stack(L, 1), torch.stack(kl, 1))
@@ -147,7 +148,8 @@ def P13(on: Subject) -> Finding:
     alone, together = ((critical[key], plain[key]) for key in ("alone", "together"))
     grown = over_texts(more, *together, *alone)
     return Finding(above(grown), {"last layer's advantage, alone": over_texts(gain, *alone),
-                                  "after compressed layers": over_texts(gain, *together), "difference": grown})
+                                  "after compressed layers": over_texts(gain, *together),
+                                  "difference": grown})
 
 
 # ---- ChunkKV ---
@@ -252,9 +254,10 @@ def R11(on: Subject) -> Finding:
     """Measure −log p of the texts' last eighth at a tenth of the bytes."""
     new = on.text.new
     true = -on.text.log_p.gather(-1, on.text.tokens[:, -new:, None])[..., 0].mean(-1)
-    more = {name: on.continued(Method, 0.1, **options)["nll"].cpu() - true.cpu() for name, Method, options in (
-        ("by the paper's sketch", KVReviver, {}), ("by means of slots", MeanReviver, {}),
-        ("by no sketch", KVReviver, dict(vague=0.0)))}
+    caches = (("by the paper's sketch", KVReviver, {}), ("by means of slots", MeanReviver, {}),
+              ("by no sketch", KVReviver, dict(vague=0.0)))
+    more = {name: on.continued(Method, 0.1, **options)["nll"].cpu() - true.cpu()
+            for name, Method, options in caches}
     paper, *_ = more.values()
     return Finding(of_large(on.model, below(mean(paper), 0.02)), means(more))
 

@@ -1,4 +1,4 @@
-"""The claims: verdicts follow the numbers, the command runs on checkpoints, CLAIMS.md refuses what is stale."""
+"""The claims: verdicts follow numbers, the command runs on checkpoints, CLAIMS.md must be up to date."""
 from functools import cache
 import json
 import os
@@ -224,8 +224,8 @@ def recorded():
 def test_a_claim_has_its_sentence_verdicts_number_rule_tests_and_notebook(recorded):
     text = page(recorded, STORED)
     for part in (
-            "\n| [P7](#p7) | With the norms L is lower in 74.3 % of the attention heads. | holds | L is lower",
-            " | does not hold (built); undecided (learned) | The norms change the KL by −0.126 ± −0.126 nats. |\n",
+            "\n| [P7](#p7) | With the norms L is lower in 74.3 % of the attention heads. | holds | L is",
+            " | does not hold (built); undecided (learned) | The norms change the KL by −0.126 ± −0.126 n",
             "\n\n### P12\n\nThe setting", "\n\nRule: L over θ is at most 1 in every head, ",
             " half of the text. Twice as many texts. *built*: does not hold; *learned*: undecided.\n\n",
             "\n\n[test_P](tests/test_P.py): `test_P7`; [notebook 01](notebooks/01_critical_kv.ipynb)\n\n"):
@@ -236,7 +236,7 @@ def test_a_claim_has_its_sentence_verdicts_number_rule_tests_and_notebook(record
     (("claim", "T1"), [], "", "claims without a test: T1$"),
     (None, [("a.py::test_a", "claim", "T99")], "", "markers of unknown claims: T99$"),
     (("P1.sink_kept", -0.126), [], "", "values that no test recorded: P1.sink_kept$"),
-    (None, [("a.py::test_a", "P1.sink_kept", 0.5)], "", "P1.sink_kept is -0.126 in one test and 0.5 in a.py::test_a;"),
+    (None, [("a.py::test_a", "P1.sink_kept", 0.5)], "", "P1.sink_kept is -0.126 in .* and 0.5 in a.py:"),
     (None, [], "rule", "claims without a row in experiments/stored/claims.json, or with another .*: C1$"),
     (None, [], "model", "or with another rule or model there: C1$"),
     (None, [], "claim", "or with another rule or model there: C1, other$")])
@@ -247,8 +247,8 @@ def test_what_is_missing_unknown_or_of_another_rule_is_refused(without, more, ch
 
 
 @pytest.mark.parametrize("old, new, message", [
-    ("## T1 · holds", "## T1 · hold", "'## T1 · hold' must be"), ("## T2", "## T1", "appear twice: T1;"),
-    ("Rule: L over", "L over", "'## P3 · "), ("notebook 03", "notebook 77", "notebook does not exist: S2, S3"),
+    ("## T1 · holds", "## T1 · hold", "'## T1 · hold' must"), ("## T2", "## T1", "twice: T1;"),
+    ("Rule: L over", "L over", "'## P3 · "), ("notebook 03", "notebook 77", "does not exist: S2, S3"),
     ("Rule: L over θ is at most 1 in every head, at a quarter of the entries.\n", "", "only in code: P3;")])
 def test_a_file_of_claims_with_a_slip_is_refused(old, new, message, recorded, monkeypatch):
     changed = texts().replace(old, new)
@@ -279,6 +279,7 @@ def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(tmp_path):
         return done.returncode, done.stdout
 
     code, out = run_pytest("-n", "1")
-    assert code == 1 and "1 passed" in out and "markers of unknown claims: T99" in out and "S9.few_shot" in out
+    assert code == 1 and "1 passed" in out and "S9.few_shot" in out
+    assert "markers of unknown claims: T99" in out
     assert "S9.nll" not in out
     assert run_pytest("-k", "a")[0] == 0 and run_pytest("-k", "a", "--write-claims")[0] == 4

@@ -33,7 +33,7 @@ thetas = st.tuples(*[st.floats(0.05, 0.95)] * 2)
 
 
 def tables(seed, k):
-    """Two tables of k tokens, of 2 to 4 values each; the first has zeros."""
+    """Return two tables of k tokens with 2 to 4 values each; the first has zeros."""
     g = torch.Generator().manual_seed(seed)
     shape = torch.randint(2, 5, (k,), generator=g).tolist()
     p, q = torch.rand(2, *shape, generator=g, dtype=F64)**3 + 1e-3
@@ -43,7 +43,7 @@ def tables(seed, k):
 
 
 def marginal(p, kept):
-    """{values of the kept tokens: probability}, by enumeration."""
+    """Return {values of the kept tokens: probability}, by enumeration."""
     out = defaultdict(float)
     for values in product(*map(range, p.shape)):
         out[tuple(values[j] for j in kept)] += float(p[values])
@@ -51,7 +51,7 @@ def marginal(p, kept):
 
 
 def kl(p, q, kept, given=()):
-    """E_p log p(kept | given) / q(kept | given), over tokens `kept` that begin with `given`."""
+    """Return E_p log p(kept | given) / q(kept | given); the tokens `kept` begin with `given`."""
     (p, q), (known, wrong) = ([marginal(x, of) for x in (p, q)] for of in (kept, given))
     return sum(chance * log(chance / known[at[:len(given)]] / (q[at] / wrong[at[:len(given)]]))
                for at, chance in p.items() if chance)
@@ -62,14 +62,14 @@ def subsets(k):
 
 
 def step(table, theta, delta):
-    """KL_j and I_j of the tokens 2 … k, their remainder, and ‖δ‖²."""
+    """Return KL_j and I_j of the tokens 2 … k, their remainder, and ‖δ‖²."""
     each, information = token_divergences(table(theta), table(theta + delta))[1:], fisher(table, theta)[1:]
     return each, information, float(remainder(each, information, delta)), delta @ delta
 
 
 @check("C3", seeds, sizes, st.integers(1, 9))
 def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
-    """Noise: what the lost tokens say beyond the kept, and all that the lost examples say."""
+    """Divergences and noises equal sums over all values of the tokens."""
     p, q = tables(seed, k)
     whole, each = kl(p, q, range(k)), token_divergences(p, q)
     assert close(divergence(p, q), whole) and close(each.sum(), whole)
@@ -102,7 +102,10 @@ def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, sha
 
 @pytest.mark.claim("C3")
 def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden(note):
-    """Both states are as frequent, so I_j = 1/2 / (0.2 · 0.8) in both directions, KL_j = log 2 − H(0.2)."""
+    """Eq. 12 fails without the remainder, for open and hidden chains.
+
+    Both states are equally frequent, so I_j = 1/2 / (0.2 · 0.8) both ways and KL_j = log 2 − H(0.2).
+    """
     each, information, R, distance = step(lambda x: markov(x, 5), vector(0.2, 0.8), vector(0.3, -0.3))
     says = 0.2 * log(0.4) + 0.8 * log(1.6)
     assert close(information, torch.eye(2, dtype=F64) * 3.125) and close(distance, 0.18) and close(each, says)
@@ -129,7 +132,7 @@ def test_equation_15_needs_its_o_1_above_and_below(note):
 
 
 def test_lessons_are_counted_by_document(monkeypatch):
-    """Two examples of two tokens, the label last: a head keeps one whole and both labels, another nothing."""
+    """One head keeps one of two examples whole and both labels (their last tokens), another nothing."""
     kept = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0]]).bool()[None, None]  # (B, L, H, tokens)
     p, q = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.25, 0.75]])
     told = iter([(p.log(), None), (q.log(), kept)])
@@ -146,7 +149,7 @@ def test_lessons_are_counted_by_document(monkeypatch):
 
 @pytest.mark.claim("C3")
 def test_noise_where_tokens_say_all_together_or_each_or_a_part():
-    """Values that none has add nothing to I_j."""
+    """The noise is right in hand-made cases; values of probability 0 add nothing to I_j."""
     says = 0.9 * log(1.5) + 0.1 * log(0.25)
     pair, copy, coins = ([table(vector(x)) for x in (0.9, 0.6)] for table in (
         together, copies, lambda theta: independent([theta[0]] * 3)))
@@ -174,7 +177,7 @@ def asked(task):
 
 @once
 def found(Method, task="needle", place=None, **options):
-    """Per document, whether its question is answered, aware."""
+    """Return whether each document's question is answered, query-aware."""
     batch, recordings = asked(task)
     if Method is SemanticChunkKV:
         options |= dict(ends=tokenizer.boundaries(ENCODING, 2048))
@@ -192,7 +195,7 @@ def fewer(one, other):
 
 @once
 def on():
-    """The documents of all these tests, and 4 texts of 512 tokens."""
+    """Return the documents of these tests, and 4 texts of 512 tokens."""
     on = Subject(shipped(), tasks("test"), seed=1)
     on.text = Subject(shipped(), tasks("test"), documents=4, T=512).text
     return on
@@ -214,7 +217,8 @@ def test_chunks_keep_long_facts_and_the_more_the_longer_they_are(note):
 def test_values_of_two_tokens_are_lost_where_the_grid_cuts_them(task, note):
     cut, inside = (torch.cat([found(ChunkKV, task, place=x) for x in places]) for places in ((0, 9), (4, 8)))
     snap, grid, semantic = (found(Method, task) for Method in (SnapKV, ChunkKV, SemanticChunkKV))
-    pooled = found(ChunkKV, task, kernel_size=7, select=Chunks(score="max"))  # window scores count beside a cut, too
+    # pooled window scores count beside a cut, too
+    pooled = found(ChunkKV, task, kernel_size=7, select=Chunks(score="max"))
     right = dict(cut=cut, inside=inside, grid=grid, pooled=pooled, semantic=semantic)
     note("C1", **{f"{task}_{name}": 100 * x.mean() for name, x in right.items()})
     assert cut.mean() < 0.3 and min(inside.mean(), pooled.mean(), snap.mean()) > 0.95 and fewer(grid, pooled)

@@ -17,7 +17,10 @@ CACHES = {"tokens": SubGen, "two": SubGen2Cache, "four": SubGen4Cache}
 
 
 def sampled(ks, radius, q, t=1):
-    """τ of t samples a cluster, for every choice, all as likely: (choices, G). ks: each side's keys."""
+    """Return τ of t samples a cluster for every equally likely choice, (choices, G).
+
+    ks: each side's keys.
+    """
     sides = []
     for k in (*ks, torch.ones(1, q.shape[1], dtype=F64))[:2]:  # one side alone meets ones
         of, centres = clusters_of(k.tolist(), radius)
@@ -30,7 +33,7 @@ def sampled(ks, radius, q, t=1):
 
 
 def drawn(ks, vs, q, s):
-    """z of s draws (of either side), for every choice of them: (choices, G, D), and how likely it is."""
+    """Return z of s draws for every choice, (choices, G, D), and each choice's probability."""
     sides, one = [], torch.ones(1, q.shape[1], dtype=F64)
     for k, v in [*zip((*ks, one), (*vs, torch.ones_like(vs[0][:1])))][:2]:
         p = v.square().sum(1) / v.square().sum()
@@ -48,7 +51,7 @@ RADIUS, RUNS = 0.8, 20_000
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("samples, chunk", [(1, 9), (2, 2)])
 def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(name, samples, chunk):
-    """And they are uncorrelated: so z/τ is too large by E[1/τ] E[τ]."""
+    """Means and variances equal those over all choices; z and τ are uncorrelated."""
     n, vectors = 4 if name == "two" else 5, 1 if name == "tokens" else 2
     centres = torch.tensor([[0.9, 0.2], [-0.5, 0.8]], dtype=F64)  # of a few wide clusters
     ks = [centres[torch.arange(n) % (2 + i) // 2] + 0.35 * random(n, 2, seed=i) for i in range(vectors)]
@@ -81,7 +84,7 @@ def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(name, sa
 
 @pytest.mark.claim("T10")
 def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
-    """One cluster of pairs, half their scores +a and half −a: of t samples a binomial number is +a."""
+    """The bias is exact for a cluster of scores ±a, whose +a are binomial."""
     a, n, bias = 0.6, 4, []
     k = torch.tensor([[1.0, 0, a, 0], [1, 0, -a, 0]], dtype=F64).repeat(n // 2, 1)
     q, v = torch.tensor([[1.0, 0]], dtype=F64), 1 + 0.2 * random(n, 4, seed=1)
@@ -99,7 +102,7 @@ def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
 
 
 def standard_error(name, q, k, v, s):
-    """√E‖z − E z‖²/τ in the lemmas' unit: of draws of pairs, or of both sides, where all meet all."""
+    """Return √E‖z − E z‖²/τ in the lemmas' unit: for draws of pairs, or of both sides crossed."""
     (k1, k2), (v1, v2) = k.chunk(2, 1), v.chunk(2, 1)
     e = torch.einsum("ad,bd,d->ab", k1, k2, q[0]).exp()
     p1, p2 = (x.square().sum(1) / x.square().sum() for x in (v1, v2))
@@ -121,7 +124,7 @@ def standard_error(name, q, k, v, s):
 @pytest.mark.parametrize("name, claim, eps, many, part", [
     ("two", "T10", 0.5, 32, 1), ("four", "T9", 0.75, 128, 4)])
 def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, eps, many, part, note):
-    """In 1 of 100 runs at most the error may be beyond ε. At the sizes it is that of the draws, no less."""
+    """At the lemma's sizes the error is that of the draws; far smaller sizes exceed ε."""
     k, v, q, radius = clusters_of_text(32, 2)  # as in the notebook's table
     values = v.double().chunk(2, 1)
     t, s = sizes(eps, radius * q.norm().item(), *([pairs(*values)] if name == "two" else values))
@@ -191,7 +194,7 @@ def test_value_ratios_are_those_of_the_pairs_formed(seed, n, m, D):
 
 
 def clusters(k, radius):
-    """How many clusters k (n, D) make."""
+    """Return the number of clusters of the keys k (n, D)."""
     stream = Stream(k[None, None], radius, 1, 1, None)
     stream.add(k[None, None], k[None, None])
     return int((stream.count > 0).sum())
@@ -199,7 +202,7 @@ def clusters(k, radius):
 
 @check("T11", st.integers(1, 5), st.sampled_from([0.25, 0.5, math.e / 3, 1.0, 1.9, 2.0]))
 def test_never_more_clusters_than_half_balls_that_do_not_overlap(D, radius):
-    """On a grid, whose steps are just longer than the radius."""
+    """A grid with steps just above the radius makes no more clusters than the bound."""
     step = torch.arange(-4, 5) * (radius * (1 + 1e-9))
     k = torch.cartesian_prod(*[step[step.abs() <= 1]] * D).view(-1, D).double()
     k = k[k.norm(dim=1) <= 1]

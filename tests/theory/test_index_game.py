@@ -17,7 +17,7 @@ CACHES = {"four": FourCache, "two": TwoCache, "factored": FactoredFourCache}
 
 
 def under(mode, cache, n, width, batch=1, heads=1, group=G):
-    """A cache of n − 1 tokens with room for one more takes that one, under this mode."""
+    """Run a cache's n-th token under this mode, and return the mode."""
     shapes = (heads * group, width), (heads, 2 * width), (heads, 2 * width)
     q, k, v = (random(batch, count, n, size, seed=seed).float() for seed, (count, size) in enumerate(shapes))
     pos = torch.arange(n)[None]
@@ -60,7 +60,7 @@ def test_count_gives_what_is_counted_by_hand(what):
 @pytest.mark.claim("T4")
 @pytest.mark.parametrize("n, d, batch, heads", [(32, 16, 1, 1), (22, 5, 2, 3)])
 def test_a_step_takes_the_multiplications_of_the_formulas(n, d, batch, heads):
-    """2n²d per query for the products; to form all pairs as many for a group, the new ones 2(2n − 1)d."""
+    """A step takes 2n²d products a query, and pairs as many a group (new ones 2(2n − 1)d)."""
     products = G * 2 * n * n * d
     counted = lambda cache: under(Count(), cache, n, d, batch, heads).multiplications / batch / heads
     assert counted(FourCache()) == products + 2 * n * n * d + G * n * n + G * d  # the softmax; q by the scale
@@ -75,7 +75,7 @@ def test_a_step_takes_the_multiplications_of_the_formulas(n, d, batch, heads):
 
 @pytest.mark.claim("T4")
 def test_the_factored_form_multiplies_as_two_matrices_and_moves_less(note):
-    """Of the two algorithms of Figure 1 the one with two matrices does half the work: Theorem 4.3."""
+    """The factored form multiplies as two matrices do; Figure 1's four take twice as much."""
     n = d = 64
     four, two, factored = (under(Count(), CACHES[name](), n, d, group=1) for name in CACHES)
     saved = four.multiplications - two.multiplications
@@ -87,7 +87,7 @@ def test_the_factored_form_multiplies_as_two_matrices_and_moves_less(note):
 
 
 def rows_right(game, bits):
-    """The share of right guesses, row by row."""
+    """Return each row's share of right guesses."""
     return (game.guesses() == bits).double().mean(1)
 
 
@@ -118,7 +118,7 @@ def test_every_bit_comes_back_from_four_matrices_within_the_margins(note):
 
 @pytest.mark.claim("T6")
 def test_bob_learns_as_many_bits_as_are_kept(note):
-    """n·d bits are what the theorem asks for: one for each number of V₁ is enough, and none can be spared."""
+    """Bob learns one bit for each number of V₁ that is kept: n·d in all, as Theorem 4.1 says."""
     n, d = 32, 2048
     bits, keys = deal(n, d)
     for kept, precision in (32, 1), (16, None), (8, 1):
@@ -131,12 +131,7 @@ def test_bob_learns_as_many_bits_as_are_kept(note):
 
 @pytest.mark.claim("T7", "T8")
 def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
-    """A bound of the format, and Corollary 4.5 falls with it: what is exact is right up to any 1 ± η.
-
-    Theorem 4.2's game is that of ordinary attention: n² rows of bits under as many keys are K̃ and Ṽ, and its
-    C of 4 ln n is 2 ln n². But in K₁ ⊘ K₂ the rows (a, b) ∘ (c, d) equal (a, d) ∘ (c, b); four matrices of
-    n·d numbers answer for all.
-    """
+    """All bits come back, but the rows are not a K₁ ⊘ K₂, so the bound is one of the format."""
     n = 8
     for seed in range(3):
         bits, keys = deal(n ** 2, 2048, seed)
@@ -162,7 +157,7 @@ def test_rows_that_come_back_from_two_matrices_are_no_kronecker_product(note):
 @pytest.mark.claim("T8")
 @pytest.mark.parametrize("factor", [2, 3])
 def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, note):
-    """C = 2 ln n as in the proof, and 3 ln n."""
+    """Bits survive a relative error up to the margin, with C = 2 ln n and 3 ln n."""
     bits, keys = deal(32, 2048)
     C = factor * math.log(32)
     zero, one = separation(32, distortion(keys), C, four=True)
@@ -211,7 +206,7 @@ def test_match_3_and_its_simple_rules_are_loops():
 
 @pytest.mark.claim("T13")
 def test_a_layer_of_pairs_learns_match_3_and_ordinary_attention_does_not(note, monkeypatch):
-    """What one can tell from the place and from pairs with a = b or b = i is all that the latter learns."""
+    """A layer of pairs beats ordinary attention, which learns only pairs with a = b or b = i."""
     common = dict(T=6, p=13, lr=1e-2, d_model=64, n_layers=1, d_ff=64)
     of_pairs = dict(n_heads=1, n_kv_heads=1, head_dim=64, build=pair_decoder)
     made = []

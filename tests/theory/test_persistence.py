@@ -47,25 +47,27 @@ def draw(seed, norms, d=5, p=3, hidden=7):
 
 
 def tokens(seed, n, d=5):
-    """Rows of norm at most 1; the first has norm 1."""
+    """Return rows of norm at most 1; the first has norm 1."""
     return unit(random(n, d, seed=seed + 1)) * torch.cat((torch.ones(1), uniform(seed, n - 1)))[:, None]
 
 
 def scalar(*weights):
-    """The layer of dimension 1 with these six weights."""
+    """Return the layer of dimension 1 with these six weights."""
     return OneLayer(*(vector(w)[:, None] for w in weights))
 
 
 def scaled(norms, gain=1.0, condition=None):
-    """These norms with the λ_O that makes λ_V λ_O (1 + λ_1 λ_2) the gain, or `condition` so much."""
+    """Return the norms, with λ_O set so that λ_V λ_O (1 + λ_1 λ_2) is the gain or `condition` met."""
     lq, lk, lv, _, l1, l2 = norms
     gain = gain if condition is None else condition / (1 + lq * lk)
     return lq, lk, lv, gain / (lv * (1 + l1 * l2)), l1, l2
 
 
 def loop(layer, start, T, budget=None, strength=None, normalise=False):
-    """Eq. 5, 6, 8 and 9 token by token, numbered from 1: tokens, mass lost, and by what part of its weight
-    the entry that left was at least below those that stayed."""
+    """Return tokens, mass lost and gap by Eq. 5, 6, 8 and 9, token by token.
+
+    The gap is the least part of its weight by which the evicted entry was below those that stayed.
+    """
     x, kept, lost, gap = dict(enumerate(start, 1)), list(range(1, len(start))), [], 1.0
     for t in range(len(start), T):
         if strength is None:
@@ -89,7 +91,7 @@ def loop(layer, start, T, budget=None, strength=None, normalise=False):
 @check("S1 S2", seeds, norms, starts, st.sampled_from([None, *range(1, 13)]), st.booleans(), st.booleans(),
        examples=60)
 def test_tokens_follow_the_equations_and_the_lowest_score_leaves(seed, norms, n, budget, ranked, normalise):
-    """Under a stable ranking the largest weights stay: no other set of B keys loses less."""
+    """Tokens equal the loop; with a stable ranking the B largest weights stay."""
     layer, T = draw(seed, scaled(norms, 1.0)), n + 7  # a larger gain, and tokens may outgrow exp
     start = unit(tokens(seed, n)) if normalise else tokens(seed, n)
     strength = uniform(seed, T) + 0.01 if ranked else None
@@ -112,7 +114,7 @@ def inside(bounds):
 
 
 def pieces(layer, x, after):
-    """a_t, α_t, all x_j A x_ℓᵀ [j][ℓ], the last j = t, δ and λ_Q λ_K λ_V λ_O, by loops over tokens."""
+    """Return a_t, α_t, all x_j A x_ℓᵀ [j][ℓ] (the last j = t), δ and λ_Q λ_K λ_V λ_O, by loops."""
     t, A = len(x), layer.v @ layer.o @ layer.q @ layer.k.T
     weight = [exp(float((x[-1] @ layer.q) @ (x[j] @ layer.k)) / t) for j in range(t - 1)]
     alpha = [w / sum(weight) for w in weight]
@@ -124,7 +126,7 @@ def pieces(layer, x, after):
 
 
 def check_persistence(layer, x, after):
-    """Everything that `persistence_bounds` claims about one step, and Lemmas B.1 and B.2."""
+    """Check all that `persistence_bounds` says about one step, and Lemmas B.1 and B.2."""
     bounds = persistence_bounds(layer, x, after)
     a, alpha, product, delta, total = pieces(layer, x, after)
     assert close(bounds.alpha, alpha) and inside(bounds).all()
@@ -151,7 +153,7 @@ def test_theorem_b1_holds_with_the_least_eps_that_meets_its_conditions(seed, t, 
 
 @pytest.mark.claim("S3")
 def test_b1_says_something_where_it_was_constructed_but_by_chance_never(note):
-    """A token has a lower bound above 0 if ε < α/3; so even weights of n tokens need 1/3n."""
+    """Only built tokens have a lower bound above 0: it needs ε < α/3."""
     g, found = seeded(0), []
     for noise in (0.001, 0.01, 0.03):
         found.append([next_step(*nearly_orthogonal(noise, sharp, g)) for sharp in (2, 4, 8, 12)])
@@ -171,8 +173,10 @@ EYE, NONE = torch.eye(4, dtype=F64), torch.zeros(4, 4, dtype=F64)
 
 @pytest.mark.claim("S3")
 def test_the_papers_condition_without_absolute_values_is_not_enough(note):
-    """W = 1: x_1 = e_1, x_2 and x_3 point away from it, and a query at right angles to all, whose weights are
-    1/3. No x_j A x_1ᵀ is positive, so any ε > 0 will do; but a_t points away from x_1 too."""
+    """The printed condition allows any ε, but a_t points away from x_1.
+
+    W = 1, x_1 = e_1; x_2 and x_3 point away from it, the query is at right angles to all: weights 1/3.
+    """
     layer = OneLayer(EYE, EYE, EYE, EYE, NONE, NONE)
     x = vector(1, 0, 0, 0, -0.6, 0.8, 0, 0, -0.6, 0.8, 0, 0, 0, 0, 1, 0).view(4, 4)
     bounds, after = next_step(layer, x), rollout(layer, x, 5, normalise=True)[0][-1]
@@ -189,7 +193,7 @@ def test_the_papers_condition_without_absolute_values_is_not_enough(note):
 
 @pytest.mark.claim("S3")
 def test_the_papers_condition_with_j_up_to_t_excludes_a_query_like_its_key():
-    """Then x_t A x_ℓᵀ = x_ℓ A x_ℓᵀ, so that ε ≥ 1. The sum in Lemma B.2 ends with t − 1."""
+    """With j = t a query equal to its key needs ε ≥ 1; the sum in Lemma B.2 ends with t − 1."""
     layer, x = OneLayer(50 * EYE, EYE, EYE, EYE, NONE, NONE), torch.cat((EYE, EYE[1:2]))
     bounds = next_step(layer, x)
     *_, product, _, _ = pieces(layer, x, x[0])
@@ -217,13 +221,13 @@ def b5(norms, drift):
 
 
 def condition(norms):
-    """Theorem B.2 wants it to be at most 1/2."""
+    """Return the quantity that Theorem B.2 wants to be at most 1/2."""
     lq, lk, lv, lo, l1, l2 = norms
     return lv * lo * (1 + l1 * l2) * (1 + lq * lk)
 
 
 def evict(layer, x, kept):
-    """‖ã_t − b_t‖ of Lemma B.4 and the mass lost."""
+    """Return ‖ã_t − b_t‖ of Lemma B.4 and the mass lost."""
     beta = layer.weights(x)
     full, part = beta @ x[:-1], beta[kept] @ x[:-1][kept] / beta[kept].sum()
     return ((part - full) @ layer.v @ layer.o).norm(), 1 - beta[kept].sum()
@@ -231,7 +235,10 @@ def evict(layer, x, kept):
 
 @check("S4", seeds, norms, st.integers(3, 9), st.floats(0.001, 2), st.sampled_from([1, 3]), st.integers(1, 8))
 def test_lemmas_b3_b4_and_b5_bound_the_weights_eviction_and_the_mlp(seed, norms, t, far, p, budget):
-    """Rank 1 (p = 1) makes W_Q W_Kᵀ as large as λ_Q λ_K. Softmax is ½-Lipschitz; the proof uses 1."""
+    """B.3 to B.5, repaired, hold on draws.
+
+    Rank 1 (p = 1) makes W_Q W_Kᵀ as large as λ_Q λ_K. Softmax is ½-Lipschitz; the proof uses 1.
+    """
     layer, x = draw(seed, norms, p=p, hidden=p), tokens(seed, t)
     y = x + far * unit(random(t, 5, seed=seed + 2))
     y = y / y.norm(dim=1, keepdim=True).clamp(min=1)
@@ -266,7 +273,7 @@ def test_what_the_lemmas_reach_and_where_the_paper_prints_them_too_small(note):
 @check("S6", seeds, norms, st.floats(0.01, 0.999), starts, st.integers(1, 6), st.booleans(),
        st.sampled_from([1, 3]), st.booleans(), examples=60)
 def test_the_drift_stays_below_its_bound_at_every_step(seed, norms, gain, n, budget, ranked, p, conditioned):
-    """conditioned: B.2's condition holds, and the bound is at most twice the largest mass lost."""
+    """The drift stays below its bound: with B.2's condition, twice the largest mass lost."""
     norms = scaled(norms, condition=gain / 2) if conditioned else scaled(norms, gain)
     layer, start, T = draw(seed, norms, p=p), tokens(seed, n), n + 10
     strength = uniform(seed, T) ** 3 + 1e-6 if ranked else None
@@ -288,16 +295,20 @@ def test_the_drift_stays_below_its_bound_at_every_step(seed, norms, gain, n, bud
 
 
 def paper_failure(beta, k, u, eps, n):
-    """The probability of failure that the paper prints with Eq. 11, of one step with n = t − 1 draws.
+    """Return the failure probability that the paper prints with Eq. 11, for n = t − 1 draws.
 
-    The second term has lost the ε² of its proof, and the first needs Δ ≥ b/√2."""
+    The second term has lost the ε² of its proof, and the first needs Δ ≥ b/√2.
+    """
     return exp(-eps ** 2 * n / ((k - 2) * (u - 1)) ** 2) + exp(-2 * n * (1 - beta) ** 2 / (1 - eps) ** 2)
 
 
 @pytest.mark.claim("S5", "S6")
 @pytest.mark.parametrize("share, printed, mass", [(0.25, -3.615, 0.389), (0.51, 0.00814, 0.130)])
 def test_mass_and_drift_exceed_bounds_that_fail_almost_never(share, printed, mass, note):
-    """ε → 0 alone would not do: the paper's probability is then no less than 1."""
+    """Mass and drift exceed bounds that are printed to fail almost never.
+
+    ε → 0 alone would not do: the paper's probability is then no less than 1.
+    """
     k, u, eps, n, found = 2.02, 5, 0.02, 2000, []
     assert (n + 1) * paper_failure(share, k, u, eps, n - 1) < 1e-6
     lost = smallest_share(draw_power_law((500, n), k, u, seeded(0)).sort().values, share)
@@ -348,13 +359,13 @@ def test_under_the_condition_a_quarter_of_the_keys_loses_most_mass(note):
 
 
 def integral(order, y, k):
-    """∫_0^{y−1} x^order (x + 1)^{−k} dx by Gauss and Legendre, with x + 1 = e^s."""
+    """Return ∫_0^{y−1} x^order (x + 1)^{−k} dx by Gauss-Legendre, with x + 1 = e^s."""
     s = (NODES + 1) / 2 * log(y)
     return float(WEIGHTS @ (np.expm1(s)**order * np.exp(s * (1 - k))) * log(y) / 2)
 
 
 def integrated_tail(beta, k, u):
-    """The share of E[v] below the quantile 1 − β, which bisection finds."""
+    """Return the share of E[v] below the quantile 1 − β, found by bisection."""
     low, high = 1.0, float(u)
     for _ in range(60):
         y = (low + high) / 2
@@ -396,7 +407,7 @@ def test_equation_11_is_negative_below_a_threshold_and_mended_a_bound(beta, part
 
 @pytest.mark.claim("S5")
 def test_the_papers_probability_of_failure_is_wrong(note):
-    """Each event by itself happens in a third of all samples: Δ is 0.02 b, not b/√2, and ε² is lost."""
+    """Each bad event happens in a third of the samples: Δ is 0.02 b, not b/√2, and ε² is lost."""
     beta, k, u, eps, n = 0.5, 2.02, 5, 0.02, 500
     printed = paper_failure(beta, k, u, eps, n)
     v = draw_power_law((8000, n), k, u, seeded(0))
@@ -417,8 +428,11 @@ def test_the_papers_probability_of_failure_is_wrong(note):
 
 @pytest.mark.claim("S5")
 def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(note):
-    """48 cells. The error of all draws as one sample is that of 32 rows over √32; by fours cells are alike;
-    one beyond 3.5 errors has a chance of a few percent."""
+    """The exact share agrees with the simulation in 48 cells; the repaired bound is above it.
+
+    The standard error is that of 32 rows over √32; cells are alike by fours. One beyond 3.5 errors has a
+    chance of a few percent.
+    """
     generator, z, ratios, printed = seeded(0), [], [], 0
     for k, u in product((2.1, 2.5, 3, 5), (5, 50, 1000)):
         v = draw_power_law((32, 5000), k, u, generator)
@@ -481,7 +495,7 @@ def test_newest_share_and_the_cost_of_reading_under_a_budget():
 
 
 def fit_by_loops(x, candidates):
-    """Clauset, Shalizi and Newman: k, error, least, most, n and distance for the best of so many starts."""
+    """Return the best power-law fit by loops (Clauset, Shalizi and Newman)."""
     x, best = sorted(x), None
     for c in range(candidates):
         tail = x[int(c * (0.99 * len(x) - 1) / (candidates - 1)):]
@@ -506,7 +520,7 @@ def test_tail_exponent_is_the_fit_that_is_closest_to_the_values_it_fits(seed, ca
 @pytest.mark.claim("S2", "S7")
 @torch.no_grad()
 def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
-    """Eight texts of 512 tokens, as in the notebook."""
+    """On eight texts of 512 tokens only high weights persist more often than by chance."""
     model, text = checkpoint.from_hf(TINY), text_windows(tasks("test"), windows=8, T=512)
     p = attention_maps(model, text)
     mean = lambda *options: [x.nanmean((1, 2)) for x in persistence_ratio(p, *options)]
@@ -531,7 +545,7 @@ def test_in_the_shipped_decoder_only_high_weights_outlive_chance(note):
 
 @dataclass(eq=False)
 class FourBits(Scissorhands):
-    """Keys and values are rounded to 4 bits, each head of a token by itself."""
+    """Round keys and values to 4 bits, each head of a token by itself."""
 
     def write(self, k, v, pos):
         groups = [quantise(x, 4, -1) for x in (k, v)]
@@ -540,7 +554,7 @@ class FourBits(Scissorhands):
 
 @pytest.mark.claim("S8", "S9")
 def test_a_fifth_of_the_entries_costs_quality_and_four_bits_on_top_little(note):
-    """32 texts and 24 documents of 256 tokens; the questions come later."""
+    """A fifth of the entries loses quality, 4 bits on top little (query-agnostic)."""
     model, source, rows = checkpoint.from_hf(TINY), tasks("test"), {}
     full = reference(model, text_windows(source, 32, 256), 32)
     documents = source.batch("few_shot", 0, 24, 256)
@@ -563,7 +577,7 @@ def test_a_fifth_of_the_entries_costs_quality_and_four_bits_on_top_little(note):
 @pytest.mark.claim("S2")
 @torch.inference_mode()
 def test_counts_over_every_step_let_a_sink_go_where_rates_or_a_short_record_keep_it(note):
-    """Layer 1 of the decoder that has sinks, a quarter of the entries."""
+    """Counts evict the sink of learned's layer 1; rates and a short record keep it."""
     model, kept = checkpoint.from_hf(LEARNED), {}
     tokens = text_windows(tasks("test"), 8, 224, model)
     for name, Method, options in (("counts", Scissorhands, {}), ("rate", Rate, {}), ("padded", Padded, {}),

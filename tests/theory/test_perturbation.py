@@ -22,14 +22,14 @@ sizes, sharpness = st.integers(2, 9), st.sampled_from([0.3, 1.0, 3.0])
 
 
 def draw(seed, n, sharp=1.0):
-    """Logits (n,), values (n, 3) and W_O (3, 5) of a head. Some values are zero, some are equal."""
+    """Return a head's logits (n,), values (n, 3), some zero or equal, and W_O (3, 5)."""
     g = seeded(seed)
     q, k, v, w_o = (torch.randn(*shape, generator=g, dtype=F64) for shape in ((3,), (n, 3), (n, 3), (3, 5)))
     return sharp * k @ q, v.round(), w_o
 
 
 def head(seed, n, sharp=1.0):
-    """Weights A (n,), projected values 𝒱 (n, 5), their norms (n,)."""
+    """Return weights A (n,), projected values 𝒱 (n, 5) and their norms (n,)."""
     logits, v, w_o = draw(seed, n, sharp)
     return logits.softmax(-1), v @ w_o, (v @ w_o).abs().sum(-1)
 
@@ -39,7 +39,7 @@ def mask(n, *kept):
 
 
 def sets(n, size):
-    """Every set of this size, (sets, n)."""
+    """Return every set of this size, (sets, n)."""
     return torch.stack([mask(n, *kept) for kept in combinations(range(n), size)])
 
 
@@ -73,7 +73,7 @@ def test_l_is_the_change_under_a_softmax_over_the_kept_keys_alone(seed, n, sharp
 
 @check("P3", seeds, sizes, sharpness)
 def test_theta_is_eq_10_a_bound_and_tight_where_nothing_cancels(seed, n, sharp):
-    """What goes pulls one way, what stays the other: tight if their values never point the same way."""
+    """θ is Eq. 10 and bounds L; both are equal if kept and evicted values oppose."""
     weights, values, norms = head(seed, n, sharp)
     for size in range(1, n + 1):
         bound = theta(weights, norms, kept := sets(n, size))
@@ -88,7 +88,7 @@ def test_theta_is_eq_10_a_bound_and_tight_where_nothing_cancels(seed, n, sharp):
 
 @check("P4", seeds, sizes, sharpness)
 def test_stage_2_has_the_least_theta_hat_above_half_else_the_most(seed, n, sharp):
-    """θ̂ bounds θ either way: S ≥ σ suffices, as 2 − 1/x grows for every x > 0, not only beyond 1/2."""
+    """Stage 2 has the least θ̂ if σ > 1/2, else the largest; θ̂ ≥ θ either way."""
     weights, _, norms = head(seed, n, sharp)
     first, seconds = top(weights, taken := 1 + seed % (n // 2)), sets(n, 1 + seed // n % (n - taken))
     seconds = seconds[~(seconds & first).any(-1)]  # every stage 2 that may follow
@@ -124,7 +124,7 @@ def test_without_assumption_1_stage_2_may_be_worst_and_theorem_4_no_bound(note):
 
 @pytest.mark.claim("P9")
 def test_with_values_independent_of_weights_two_stages_are_mostly_worse(note):
-    """The 300 heads of 512 entries of notebook 01, at 64 entries."""
+    """With values independent of weights, two stages mostly have a higher θ."""
     A, norms, values = drawn_heads()
     (two_stages, *_), (_, below_weights, below_two_stages) = heads_that_win(A, norms, values, 64)
     assert two_stages < 0.1 and below_two_stages > 0.9 and below_weights < 0.5
@@ -143,7 +143,7 @@ def test_with_values_independent_of_weights_two_stages_are_mostly_worse(note):
 @pytest.fixture(scope="module")
 @torch.inference_mode()
 def heads():
-    """Weights, norms and projected values of the 16 prompts of notebook 01."""
+    """Return weights, norms and projected values of notebook 01's 16 prompts."""
     batch = tasks("test").batch("needle", seed=0, B=16, T=256)
     tokens = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
     return seen_by_window(checkpoint.from_hf(TINY), tokens, 8)

@@ -37,13 +37,13 @@ each_rows = pytest.mark.parametrize("rows", MEDIAN)
 
 
 def unit(*shape, seed=0):
-    """Random numbers of mean 0 and variance 1 exactly."""
+    """Return random numbers with mean 0 and variance 1, exactly."""
     x = random(*shape, seed=seed)
     return (x - x.mean()) / x.std(correction=0)
 
 
 def errors(kind, rows, width, x, runs):
-    """Estimate minus truth of the vectors x (a, 2D), by seed: (runs, a, 2D)."""
+    """Return estimate minus truth of the vectors x (a, 2D) by seed, (runs, a, 2D)."""
     (k, v), J, found = (y[None, None] for y in x.chunk(2, -1)), torch.arange(len(x)).view(1, 1, -1), []
     for seed in range(runs):
         sketch = kind(k, rows, width, seed)
@@ -54,10 +54,11 @@ def errors(kind, rows, width, x, runs):
 
 @pytest.mark.claim("R6")
 def test_the_printed_density_of_the_median_is_half_of_one(note):
-    """Lemmas 1 and 2 print 3 Φ(1 − Φ)φ for the median of three normals; 6 makes it a density.
+    """The printed density 3 Φ(1 − Φ)φ of Lemmas 1 and 2 integrates to 1/2; the factor must be 6.
 
-    Lemma 3: attention weights whose logits have independent errors of variance σ_A² have errors of variance
-    σ_A² [p_i²(1 − p_i)² + Σ_{j ≠ i} p_j² p_i²], to first order."""
+    Lemma 3: independent logit errors of variance σ_A² give attention weights errors of variance
+    σ_A² [p_i²(1 − p_i)² + Σ_{j ≠ i} p_j² p_i²], to first order.
+    """
     x = torch.linspace(-10, 10, 200_001, dtype=F64)
     below = torch.special.ndtr(x)
 
@@ -79,7 +80,7 @@ def test_the_printed_density_of_the_median_is_half_of_one(note):
 
 @check("R6", st.lists(st.tuples(st.integers(0, 40), st.integers(1, 100)), min_size=1, max_size=4))
 def test_the_median_of_three_varies_no_more_than_one_if_symmetric(half):
-    """Not 3/4 as the proof gives: for coins as much. In whole numbers, exactly."""
+    """The median of three varies at most as one value; for coins equally, against the proof's 3/4."""
     p = Counter([sign * x for x, w in half for sign in (1, -1) for _ in range(w)])
     one = sum(w * x * x for x, w in p.items()) * p.total() ** 2
     median = sum(p[x] * p[y] * p[z] * sorted((x, y, z))[1] ** 2 for x, y, z in product(p, repeat=3))
@@ -99,7 +100,7 @@ def test_signs_make_estimates_unbiased_and_keys_without_are_off(rows):
 @pytest.mark.parametrize("ratio, N", [(0.1, 600), (1, 120), (5, 24), (20, 12)])  # a/N and N
 @pytest.mark.claim("R6")
 def test_squared_errors_of_numbers_of_mean_0(ratio, N, note):
-    """Above one token a slot of memory, 0 is nearer than what is read, and one row is better than three."""
+    """Above one token a slot, reading 0 has a smaller error, and one row is better than three."""
     a = round(ratio * N)
     one, three = (errors(SignedSketch, r, N // r, unit(a, 32), 100).square().mean((1, 2)) for r in MEDIAN)
     assert near(one, collision_variance(a, N, 1)) and (one.mean() > three.mean()) == (ratio < 1)
@@ -142,7 +143,7 @@ def test_a_single_token_may_be_farther_off_than_the_mean_of_all(note):
 
 
 def rank(sketch, J, slots):
-    """How many of the tokens J are independent in a sketch of so many slots."""
+    """Return the number of independent tokens among J in a sketch with this many slots."""
     pattern = torch.zeros(J.shape[2], slots, dtype=F64)
     pattern.scatter_add_(1, sketch.bucket(J)[0, 0], sketch.sign(J)[0, 0, ..., -1].double())
     return int(torch.linalg.matrix_rank(pattern))
@@ -175,7 +176,7 @@ def test_least_squares_needs_a_tenth_more_slots_than_tokens(note):
 
 @once
 def shipped():
-    """The decoder, 4 texts of 447 tokens with 16 more to come, and 6 needle documents of 512 tokens."""
+    """Return the decoder with 4 texts of 447 + 16 tokens and 6 needle documents of 512."""
     on = Subject(checkpoint.from_hf(TINY), tasks("test"), documents=6, T=512)
     on.text = evaluate.reference(on.model, evaluate.text_windows(tasks("test"), 4, 512)[:, :464], 16)
     return on
@@ -267,7 +268,7 @@ def test_all_that_a_shrunk_sketch_gains_is_the_mean(note):
 
 @once
 def real(n):
-    """n tokens (L, H, n) of the shipped decoder's text and their keys and values (L, H, n, D)."""
+    """Return n tokens (L, H, n) of the decoder's text, and their keys and values (L, H, n, D)."""
     model, text = shipped().model, evaluate.text_windows(tasks("test"), 1, 1024)
     recording = record(model, make_cache(model, Recorder), text)
     k, v = (torch.cat([getattr(layer, name) for layer in recording])[:, :, :n] for name in "kv")
@@ -276,7 +277,7 @@ def real(n):
 
 @pytest.mark.claim("R7")
 def test_of_real_keys_the_shrunk_are_nearest_and_sums_farther_than_the_mean(note):
-    """1024 tokens on 1536 and 192 slots: squared errors of keys and values over their variance."""
+    """Of real tokens the shrunk sketch errs least, and the paper's more than the mean."""
     J, *true = real(1024)
     for N in 1536, 192:
         error = {}
@@ -357,7 +358,7 @@ def test_many_are_activated_later_but_chance_leaves_hardly_more(note):
 
 @pytest.mark.claim("R9", "R10")
 def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
-    """Or where the question is seen first: others forget."""
+    """Query-agnostic, DuoAttention and 2 bits find all needles; SnapKV, KVReviver, H2O do not."""
     right = shipped().row("needle", SnapKV, 0.25, window_size=8)
     aware, agnostic = (right[setting].mean().item() for setting in ("aware", "agnostic"))
     assert aware > 0.9 and agnostic < 0.3
@@ -373,7 +374,7 @@ def test_a_quarter_of_the_bytes_finds_needles_in_two_bits_alone(note):
 
 @pytest.mark.claim("R11")
 def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
-    """KL over the 16 tokens that follow each of 3 texts."""
+    """At a tenth of 2048 tokens the KL of the next 16 exceeds 0.05, even without a sketch."""
     model, text = shipped().model, evaluate.text_windows(tasks("test"), 3, 2065)
     full, kl = evaluate.reference(model, text, 16), {}
     for name, Method, options in (("paper", KVReviver, {}), ("means", MeanReviver, {}),
@@ -386,7 +387,7 @@ def test_a_tenth_of_2048_tokens_is_not_the_full_cache(note):
 
 @pytest.mark.claim("R12")
 def test_a_quarter_of_the_bytes_loses_more_than_two_of_a_hundred_answers(note):
-    """The question is in the prompt."""
+    """Query-aware, KVReviver at a quarter of the bytes loses over half of each task's answers."""
     for task in ("needle", "pairs", "few_shot"):
         full, paper, means, h2o = (shipped().row(task, Method, share)["aware"].mean() for Method, share in (
             (LayerCache, None), (KVReviver, 0.25), (MeanReviver, 0.25), (H2O, 0.25)))
