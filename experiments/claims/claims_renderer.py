@@ -56,7 +56,7 @@ def parse(text: str) -> dict[str, list[Claim]]:
         for part in parts:
             if not (found := CLAIM.fullmatch(part)):
                 raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', "
-                                 "followed by the claim's line, its 'Rule' line if any, and '> ' with the number")
+                                 "then the claim's line, its 'Rule' line if any, and '> ' with the number")
             claims.append(Claim(*((x or "").strip() for x in found.groups())))
     return papers
 
