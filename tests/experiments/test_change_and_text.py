@@ -33,7 +33,8 @@ def on():
 def test_the_papers_rule_loses_answers_and_pooled_norms_gain_on_two_of_three(on, rule, note):
     found = P5(on)
     plain, paper, pooled, code = (found.numbers[name] for name in (
-        rule, f"change of {rule}, paper's rule", f"change of {rule}, pooled", f"change of {rule}, authors' code"))
+        rule, f"change of {rule}, paper's rule", f"change of {rule}, pooled",
+        f"change of {rule}, authors' code"))
     assert found.verdict == OPEN and below(paper) == HOLDS  # PyramidKV leaves it open
     assert above(pooled) == above(code) == (OPEN if rule == "PyramidKV" else HOLDS)
     note("P5", **{rule: 100 * paper[0], f"{rule}_pooled": 100 * pooled[0], f"{rule}_plain": 100 * plain[0],
