@@ -311,7 +311,7 @@ axes[0].legend();
 # 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `exact_match` (`nanollm/measure/evaluate.py`) on `"needle"`.
 #    <details><summary>Hint</summary>Head h owns the columns h·D to (h+1)·D. Work on a copy of the model; then remove the next strongest head as well.</details>
 # 3. Does this model need its first token? Compare `StreamingLLM` with `sinks=0` and `sinks=4`.
-#    <details><summary>Hint</summary>`maker` passes options on to the method. `continuation` and `reference` in <code>nanollm/measure/evaluate.py</code> measure the perplexity.</details>
+#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>nanollm/measure/evaluate.py</code> measure the perplexity.</details>
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them.
 #    <details><summary>Hint</summary>The newest token is always kept.</details>
 # 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may its budget be before needles are lost, agnostic?

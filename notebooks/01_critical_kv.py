@@ -53,7 +53,7 @@ panels = {f"window scores, layer {i}": F.pad(scores[i] / scores[i].max(), (0, w)
 plot.text(pieces, panels, facts, "weight 0", "largest weight", columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for. Layer 5 looks elsewhere.
+# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, just before its value. In layer 5 it looks at the newest text.
 #
 # ## SnapKV in ten lines
 #
@@ -116,7 +116,7 @@ for axis, Method in zip(axes, (SnapKV, PyramidKV, AdaKV)):
     axis.set_xlabel("key/value head")
 
 # %% [markdown]
-# ## What attention weights do not see
+# ## Attention weights do not see values
 #
 # An entry adds its weight times its *projected value* to the head's output: $o = \sum_i A_i\,\mathcal V_i$ with $\mathcal V = V W^O$. The change of the output is $\mathcal L = \lVert o - \hat o\rVert_1$ (Definition 1), where $\hat o$ has the weights of the kept entries, scaled to sum to 1 again. Four entries, of which one must go:
 
@@ -147,12 +147,12 @@ relative = (norms / (A * norms).sum(-1, keepdim=True))[..., :-w]
 place = torch.where(A[..., :-w] > 0.05, relative, 9).argmin()
 row, layer, head, token = (i.item() for i in torch.unravel_index(place, relative.shape))
 a, norm = A[row, layer, head, :-w], norms[row, layer, head, :-w]
-figure, axis = plt.subplots(figsize=(6, 3), layout="constrained")
+figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
 axis.semilogx(a, norm, ".", color="0.6", label="entries of the prompt")
 axis.semilogx(a[token], norm[token], "D", color="#b03a00", label="the extreme entry")
 axis.set(xlabel="attention weight A", ylabel="‖projected value‖₁", ylim=(0, None),
          title=f"layer {layer}, head {head}")
-axis.legend(loc="lower left")
+figure.legend(loc="outside right upper")
 print(f"its norm is {norm[token] / norm.median():.0%} of the head's median")
 
 # %% [markdown]
@@ -186,7 +186,7 @@ assert torch.equal(positions(critical_kv(A, norms, 32)), library)
 #
 # $$\mathcal L \;\le\; \theta = C - \Bigl(2 - \tfrac1S\Bigr) \sum_i N_i A_i \lVert\mathcal V_i\rVert_1 \qquad\text{(Theorem 2)}$$
 #
-# θ depends on $N$ in two places. So the paper fixes one of them: it replaces $S$ by σ, the weight that stage 1 gathers. The new bound $\hat\theta$ (Theorem 3) is lowest for the entries with the largest $A_i\lVert\mathcal V_i\rVert_1$, if 2 − 1/σ is positive. This is **Assumption 1**: σ > 1/2. Replacing all norms of stage 2 by the smallest norm gives the looser bound $\hat\theta^{relax}$ (Theorem 4). It is lowest for the largest weights. On the weights of our 16 prompts:
+# θ depends on $N$ in two places. The paper fixes one of them: it replaces $S$ by σ, the weight that stage 1 gathers. The new bound $\hat\theta$ (Theorem 3) is lowest for the entries with the largest $A_i\lVert\mathcal V_i\rVert_1$, if 2 − 1/σ is positive. This is **Assumption 1**: σ > 1/2. Replacing all norms of stage 2 by the smallest norm gives the looser bound $\hat\theta^{relax}$ (Theorem 4). It is lowest for the largest weights. On the weights of our 16 prompts:
 
 # %%
 def bound(kept, weight, stage2=0):
@@ -219,7 +219,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# The order is as proven (claims P3, P4), but θ is 3 to 4.4 times $\mathcal L$. And Assumption 1 often fails (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. There σ > 1/2 holds in 73, 58 and 32 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
+# The order is as proven (claims P3, P4), but θ is 3 to 4.4 times $\mathcal L$. And Assumption 1 often fails (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 73, 58 and 32 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
 #
 # Could a better minimiser help? `least_theta`, ours, takes into account that a kept entry also raises $S$. At 64 entries:
 
@@ -257,7 +257,7 @@ for axis, (base, ratio) in zip(axes, panels):
 print(f"L is lower in {np.mean(lower):.1%} of the heads; the paper: 74.3 %")
 
 # %% [markdown]
-# As in the paper, $\mathcal L$ is lower in most heads (claim P7). But the selection changes *two* things: it multiplies by norms, and it drops the pool in stage 2. We take them apart:
+# $\mathcal L$ is lower in most heads, as the paper says (claim P7). But the selection changes *two* things: it multiplies by norms, and it drops the pool in stage 2. We take them apart:
 
 # %%
 ratios = 0.5, 0.25, 0.125, 0.0625
@@ -271,7 +271,7 @@ for words, (name, base) in pairs.items():
     print(f"{words:42}", *(f"{cell:9.0%}" for cell in cells))
 
 # %% [markdown]
-# Dropping the pool, without any norms, gains as many heads as CriticalKV does. With the pool in both stages, the norms gain in fewer than half of the heads. So the missing pool lowers $\mathcal L$, not the norms.
+# Dropping the pool, without any norms, gains nearly as many heads as CriticalKV does, or more. With the pool in both stages, the norms gain in fewer than half of the heads. The missing pool lowers $\mathcal L$; the norms do not.
 #
 # The paper also says that the advantage grows from layer to layer. In the last layer:
 
@@ -304,10 +304,11 @@ for rule, plain in found.items():
 for alpha in (0.0, 0.25):
     both = [subject.facts("SnapKV", select=x(alpha)).mean() for x in (Critical, PooledCritical)]
     print("SnapKV, α = {:4}: Critical {:.0%}, PooledCritical {:.0%}".format(alpha, *both))
-print(f"StreamingLLM {subject.facts('StreamingLLM').mean():.0%}")
+print(f"StreamingLLM {subject.facts('StreamingLLM').mean():.0%}; "
+      f"SnapKV with an eighth of the entries {subject.facts('SnapKV', 1 / 8).mean():.0%}")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ and *loses* answers. With a pool in stage 2 the norms do help, on SnapKV and AdaKV (claim P5), and stage 1 is not needed (claim P8). With an eighth of the entries or more, SnapKV finds everything and nothing is left to gain. Why does the pool matter?
+# The paper's rule lowers $\mathcal L$ and *loses* answers. With a pool in stage 2 the norms do help, on SnapKV and AdaKV (claim P5), and stage 1 is not needed (claim P8). With an eighth of the entries SnapKV finds everything, and the norms have nothing left to gain. Why does the pool matter?
 
 # %%
 panels = {}
@@ -317,7 +318,7 @@ for name, select in {"SnapKV": SnapKV.select, "Critical": Critical()}.items():
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# The question's last token comes after the compression. So no query of the window has looked for the *value* yet: they look at the words before it. The pool reaches three tokens further, to the value. Unpooled scores do not.
+# The question's last token comes after the compression. The window's queries therefore do not look for the *value* yet: they look at the words before it. The pool reaches three tokens further, to the value. Unpooled scores do not.
 #
 # With longer texts and a fixed budget of 32 entries, the gap grows:
 
@@ -342,39 +343,46 @@ for axis, name, values in zip(axes, names, shares):
 # The argument for a small $\mathcal L$ is that a small change of the attention output makes a small change of the prediction (Appendix I). We compare 19 methods at four keep ratios: $\mathcal L$ against the KL divergence of the next-token prediction from the full cache's.
 
 # %%
-from experiments.change_and_text import COMPARED, correlation_of_change_and_kl
+from experiments.change_and_text import COMPARED, WINDOW_METHODS, correlation_of_change_and_kl
 
 figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
 for ratio, marker in zip(ratios, "os^D"):
     L, kl = ([rows[name, ratio][key].mean() for name in COMPARED] for key in ("L", "kl"))
     axis.plot(L, kl, marker, alpha=0.7, label=f"{ratio:.2%}")
-    print("{:7.2%}: rank correlation {:+.2f}, 95 % interval {:+.2f} … {:+.2f}".format(
-        ratio, *correlation_of_change_and_kl(COMPARED, [ratio])))
-print("all: rank correlation {:+.2f}".format(correlation_of_change_and_kl(COMPARED, ratios)[0]))
+    print(f"{ratio:6.2%}, rank correlation and 95 % interval:", end="")
+    for names in (COMPARED, WINDOW_METHODS):
+        r, low, high = correlation_of_change_and_kl(names, [ratio])
+        print(f"  {len(names)} methods {r:+.2f} ({low:+.2f} … {high:+.2f})", end="")
+    print()
+print(f"all ratios together: {correlation_of_change_and_kl(COMPARED, ratios)[0]:+.2f}")
 axis.set(xlabel="L", ylabel="KL, nats")
 axis.grid(alpha=0.3)
 axis.legend(title="entries kept");
 
 # %% [markdown]
-# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, it does not (claim P10): the correlation is positive at 50 %, negative at 25 and 12.5 %, and near zero at 6.25 %. The four leftmost markers of each cloud at the lower ratios are residual entries (`methods/ours/residual.py`). They lower $\mathcal L$ by a quarter or more and the KL hardly.
+# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, it does not (claim P10): the correlation is positive at 50 %, negative at 25 and 12.5 %, and near zero at 6.25 %. Over the 15 methods that only choose entries by window scores, it is clearly negative from 25 % down. The leftmost markers of a cloud are methods with a residual entry (`methods/ours/residual.py`): they lower $\mathcal L$ a lot, and the KL hardly.
 #
 # We think the reason is this. $\mathcal L$ is a mean over all later queries, but an answer needs one entry for one query.
 #
 # ## The rest of the paper
 #
-# - Table 7 has short prompts and long answers, compressed while they are written. There the norms do not help either: with the paper's rule the KL rises a little (claim P12, below).
-# - In few-shot labelling the examples are the newest part of the prompt. There StreamingLLM keeps up with SnapKV down to 25 %.
+# - Table 7 has short prompts and long answers, compressed while they are written. The norms do not help in that case either: with the paper's rule the KL rises a little (claim P12, below).
+# - In few-shot labelling the examples are the newest part of the prompt. With a quarter of the entries StreamingLLM comes close to SnapKV in this task (below).
 # - One option of the authors' code at a time, all budget rules with all selections, and tasks one by one: `RESULTS.md`.
 
 # %%
 import json
 
 from experiments.claims.claims_renderer import ROOT
+from methods.streaming_llm import StreamingLLM
 
 for claim in json.loads((ROOT / "experiments/stored/claims.json").read_text())["rows"]:
     if claim["claim"] == "P12" and claim["model"] == "built":  # python -m nanollm claims
         (kl, _), (more, error), *_ = claim["numbers"].values()
         print(f"P12: KL {kl:.3f} with SnapKV, {more:+.3f} ± {error:.3f} with the paper's rule")
+labels = {"StreamingLLM": subject.answered(StreamingLLM, 1 / 4, "few_shot"),
+          "SnapKV": subject.answered(SnapKV, 1 / 4, "few_shot", window_size=w)}
+print("few-shot, 25 %:", *(f"{name} {right.mean():.0%}" for name, right in labels.items()))
 
 # %% [markdown]
 # ## Three things to remember
