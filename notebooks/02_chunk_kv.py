@@ -212,7 +212,7 @@ for name, Method, reuse in (("every layer chooses", ChunkKV, 1),
 # %% [markdown]
 # If layer 1 must take layer 0's indices, most answers are lost. If it chooses for itself, the five upper layers can share its choice. The place where a group begins matters more than its size. The similarity did not say so: layer 1 resembles the layers that it leads no more than it resembles layer 0.
 #
-# Sharing saves time (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens:
+# Sharing saves time (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens (on a busy machine the times vary):
 
 # %%
 from methods.theory.chunk_bounds import seconds
@@ -220,7 +220,10 @@ from methods.theory.chunk_bounds import seconds
 makes = {f"reuse {n}": maker(model, ChunkKV, 1 / 4, reuse=n) for n in (1, 2, 4)}
 makes["full cache"] = maker(model, LayerCache, None)
 prompt = torch.from_numpy(tasks.batch("needle", 0, 1, 1024).tokens)
-best = seconds(model, prompt, makes)
+threads = torch.get_num_threads()
+torch.set_num_threads(1)
+best = seconds(model, prompt, makes, rounds=15)
+torch.set_num_threads(threads)
 for n in (1, 2, 4):
     time = best[f"reuse {n}"] - best["full cache"]  # without writing keys and values
     print(f"reuse {n}: {1e3 * time:.1f} ms to choose, "
