@@ -82,11 +82,12 @@ SECTIONS = {
         "DuoAttention, by the heads of two calibrations; `seconds` is what each took."),
     "sketch": (
         "KVReviver's sketch taken apart", "python -m experiments.sketch_parts",
-        "Every cache of a budget fills the same bytes. *sum (printed)* reads a slot as the paper's Algorithm 2 "
-        "prints it, *slot means* divides by the tokens in the slot, *signed keys* gives keys signs as values "
-        "have them, and *shrunk* is ours. *mean only* stores the mean of the tokens that are not exact and one "
-        "slot. *no sketch* spends these bytes on exact tokens. `against no sketch` is the change of the KL, text "
-        "by text, ± one standard error. Needles are asked for after the compression."),
+        "Every cache of a budget fills the same bytes. *sum (printed)* reads a slot as the paper's Algorithm "
+        "2 prints it, *slot means* divides by the tokens in the slot, *signed keys* gives keys signs as "
+        "values have them, and *shrunk* is ours. *mean only* stores the mean of the tokens that are not "
+        "exact and one slot. *no sketch* spends these bytes on exact tokens. `against no sketch` is the "
+        "change of the KL, text by text, ± one standard error. Needles are asked for after the "
+        "compression."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
         "Two cache matrices, four, and four without ever forming a pair."),

@@ -102,12 +102,12 @@ axis.imshow(S.abs(), cmap="Blues", vmax=30, aspect="auto")
 for i in range(rows):
     for place in range(width):
         inside = [f"{sign[J, i] * x[J]:+.0f}" for J in range(8) if slot[J, i] == place]
-        label = f"{' '.join(inside)} = {S[i, place]:+.0f}" if inside else "empty"
-        axis.text(place, i, label, ha="center", va="center")
+        total = f" = {S[i, place]:+.0f}" if len(inside) > 1 else ""
+        axis.text(place, i, " ".join(inside) + total, ha="center", va="center")
 axis.set(xticks=range(width), yticks=range(rows), xlabel="slot", ylabel="row");
 
 # %% [markdown]
-# TODO
+# A token that is alone in two of its three slots is always read correctly: here token 7. Tokens 3, 5 and 6 are alone in one slot. They are read correctly by luck, because one of their other rows errs upwards and one downwards. Tokens 1, 2, 4 and 8 are never alone, and are read wrongly. This sketch has 12 slots for 8 tokens, so it does not even compress.
 #
 # ## The error grows with the tokens in a slot
 #
@@ -119,7 +119,8 @@ axis.set(xticks=range(width), yticks=range(rows), xlabel="slot", ylabel="row");
 recording = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 1024))
 k, v = (torch.cat([getattr(layer, name) for layer in recording]) for name in "kv")  # (L, H, n, D)
 tokens = torch.arange(1024).expand(c.n_layers, c.n_kv_heads, -1)
-kinds = {"sum (printed)": (Sketch, 3), "signed keys": (SignedSketch, 3), "shrunk": (ShrunkSketch, 1)}
+kinds = {"sum (printed)": (Sketch, 3), "signed keys": (SignedSketch, 3),
+         "shrunk": (ShrunkSketch, 1)}  # (class, rows)
 sizes = 12288, 3072, 1536, 768, 384, 192, 96, 48, 24, 12
 errors = {name: [] for name in kinds}
 for name, (Kind, rows) in kinds.items():
@@ -140,6 +141,7 @@ for n, pair in few_bits.items():
     print(f"{n} bits a number, the bytes of {256 / (8 * n + 8):.1f} tokens per slot: "
           "{:.2f} for keys, {:.2f} for values".format(*pair))
 
+# %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
 looks = {"sum (printed)": plot.style("kv_reviver"), "shrunk": plot.style("kv_reviver_shrunk"),
          "signed keys": plot.style("kv_reviver") | dict(marker="s", linestyle="--")}
@@ -150,18 +152,31 @@ for part, axis in enumerate(axes):
     axis.loglog([256 / (8 * n + 8) for n in few_bits], [pair[part] for pair in few_bits.values()],
                 label="4, 3, 2 bits a number", **plot.style("quantized_2") | dict(linestyle=""))
     axis.axhline(1, color="black", linewidth=1)
-    for tokens_per_slot, what in ((4, "any split"), (31, "paper's split")):
+    for tokens_per_slot, what in ((4, "at least"), (31, "paper's\nsplit")):
         axis.axvline(tokens_per_slot, color="0.6", linewidth=1)
-        axis.annotate(f"25 %,\n{what}", (tokens_per_slot, 0.02), xytext=(3, 0),
-                      textcoords="offset points", fontsize=8)
+        if part:
+            axis.text(1.1 * tokens_per_slot, 4e4, f"25 %,\n{what}", va="top", fontsize=8)
     axis.set(title=("keys", "values")[part], xlabel="tokens per slot of memory")
 axes[0].set_ylabel("squared error / variance")
 axes[0].legend(fontsize=8);
 
 # %% [markdown]
-# TODO
+# Far below one token per slot, reading works: most tokens are alone in their slots. Then the errors grow.
+#
+# - The printed sum of keys is farther off than the mean from 0.67 tokens per slot on. Keys have a mean, and without signs every token of a slot adds its own. At 10.67 tokens per slot the error is 607 variances.
+# - With signs the means cancel on average. Keys are farther off than the mean from 0.67 tokens per slot on, values from 1.33.
+# - The shrunk reading stays below 1 at every size. But from a few tokens per slot on it is nearly the mean: little is left to read.
+# - The stars are what the same bytes buy if every token stays, rounded to few bits. At the bytes of 10.7 tokens per slot, 2 bits have an error of 0.09 for keys and 0.18 for values. Rounding keeps the tokens apart; a sketch adds them up.
+#
+# Can another split of the budget help? Let a head have a budget of $B\,n$ entries for $n$ tokens, $N \le Bn$ of them slots of the sketch. The other $Bn - N$ entries hold exact tokens, so the sketch holds $a = n - Bn + N$ tokens, and
+#
+# $$\frac aN = 1 + \frac{(1-B)\,n}{N} \;\ge\; 1 + \frac{1-B}{B} = \frac1B.$$
+#
+# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines every reading is worse than the mean, or hardly better. **So no split of the budget makes the sketch useful** (claim R4).
 #
 # ## What the decoder makes of the readings
+#
+# A wrong key is worse than a missing one, because softmax picks the largest logit. Here are the logits of the revived tokens after 447 tokens, with a quarter of the bytes: how far they are off, how much the true logits vary, and how much attention the revived tokens get and should get.
 
 # %%
 full = evaluate.reference(model, text[:, :480], 32)
@@ -174,18 +189,22 @@ for name, Method in {"sum (printed)": KVReviver, "signed keys": SignedReviver,
 print(text_table(shown))
 
 # %% [markdown]
-# TODO
+# The errors of the printed sum are more than a hundred times as large as the differences between true logits, and the revived tokens get less than half of the attention that they should get. With signed keys they get nearly all attention: softmax picks the largest error. The shrunk readings are off by as much as the true logits vary, so they cannot tell one token from another.
 #
 # ## What the slots add
+#
+# `python -m experiments.sketch_parts` compares caches of the same bytes on 32 texts and 32 needle documents. *Slot means* is a fairer reading of the paper: it divides each sum by the tokens in the slot (`methods/kv_reviver_mean.py`). *Mean only* stores the mean of all tokens that are not exact, and a single slot. *No sketch* spends the bytes on exact tokens. RESULTS.md (`sketch`) has the smaller budgets.
 
 # %%
 quarter = [row for row in render.rows("sketch") if row["keep_ratio"] == 0.25]
 print(sketch_parts.show(quarter))
 
 # %% [markdown]
-# TODO
+# The slots add nothing. Read as printed they raise the KL by 4.060 nats on *built* and by 3.983 on *learned*, the second decoder of this repository. Read as means they raise it by 0.042 and 0.022. The shrunk sketch comes closest to no sketch. But on both decoders the mean alone has a lower KL than the shrunk sketch has: the slots beside it only cost bytes. No reading finds more than 6 % of the needles.
 #
 # ## What helps instead
+#
+# These rows come from the tables of all methods in RESULTS.md. Needles and pairs are asked for after the compression. KiB are of a text's cache at the end, after 64 more tokens, which KVzip appends.
 
 # %%
 names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "quantized_2",
@@ -214,4 +233,31 @@ for axis, decoder in zip(axes, SHIPPED):
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 axes[0].set_ylabel("needles found, question later")
-axes[1].legend(fontsize=8);
+figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper");
+
+# %% [markdown]
+# The three KVReviver rows keep a quarter of the bytes and find at most 3 % of the needles, fewer than H2O. Two other ways answer the questions:
+#
+# - **Few bits for every token.** `quantized_2` (KIVI) takes about as many bytes and finds 97 % of the needles on both decoders. With 3 bits it finds all.
+# - **A better choice.** KVzip rereads the prompt to find out which entries matter, and finds all needles with a quarter of the entries. With 4 bits on top (`kvzip_4`) it takes fewer bytes than KVReviver. Notebook 10 is about KVzip.
+#
+# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: with a constant added to all logits, which full attention does not notice, the harm nearly vanishes, since then no revived token gets any attention (claim R4). That a slot of memory holds at least $1/B$ tokens is true of every model.
+#
+# ## Three things to remember
+#
+# 1. **Eviction forgets.** If the question comes later, a choice made by the prompt's last queries loses the answer.
+# 2. **A sketch stores sums.** Beyond about one token per slot its readings are farther off than the mean of all tokens, and at a budget $B$ a slot holds at least $1/B$ tokens.
+# 3. **Bytes buy more elsewhere:** few bits for every token, or entries that are chosen better.
+#
+# ## Exercises
+#
+# 1. In the sketch by hand, use one row of 12 slots. How many tokens are read correctly? Then try other seeds, with three rows and with one.
+#    <details><summary>Hint</summary>Set <code>rows, width = 1, 12</code>. With one row a token is right if it is alone in its slot, or if the others cancel.</details>
+# 2. With the true vectors deleted, a sketch forgets a token completely. KVReviver deletes its *estimate* when it swaps a token out of the sketch. What happens to the others?
+#    <details><summary>Hint</summary><code>take_out</code> in <code>methods/theory/sketch_error.py</code> returns the error of the values that are still in the sketch. Claim R2 has the numbers for 120 tokens.</details>
+# 3. A sketch is linear: its slots are as many equations as there are slots. When can all tokens be computed exactly?
+#    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Use <code>solve</code> in <code>methods/theory/least_squares.py</code>.</details>
+# 4. Give neighbouring tokens the same slot: token $J$ goes to slot $\lfloor J b/a \rfloor$, and its reading is the mean of the slot. Is the error lower than that of the shrunk sketch?
+#    <details><summary>Hint</summary>No sketch is needed: <code>k.unflatten(2, (b, -1)).mean(3)</code> has the means. Repeat them and use <code>relative_error</code>.</details>
+# 5. With 1 bit a number, `quantise` in `methods/quantized.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
+#    <details><summary>Hint</summary>Group the tokens as <code>rounded</code> does, and compute <code>m ± (x − m).abs().mean()</code> in each group.</details>

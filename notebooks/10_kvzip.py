@@ -1,7 +1,9 @@
 # %% [markdown]
 # # KVzip: which entries will a question need that nobody has asked yet?
 #
-# TODO
+# **Before this:** notebook 00 (the KV cache, induction heads). **Runs:** a minute and a half. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
+#
+# The code: `methods/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/kvzip_fast.py` and `methods/ours/kvzip_4.py`. RESULTS.md has the long tables.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -23,11 +25,16 @@ from nanollm.measure.evaluate import maker, retrieve
 from nanollm.measure.replay import Recorder, record
 from nanollm.measure.tasks import Tasks
 
+# %% [markdown]
+# ## Why the question is unknown
+#
+# A cache is often compressed before anybody asks: a document is read once and kept for many questions. Such a compression is *query-agnostic*. In each of these 32 documents one of four facts is asked for, either inside the prompt that is compressed or after the compression:
+
 # %%
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
-batch = tasks.batch("needle", seed=0, B=32, T=512)  # four facts in each text; one is asked for
+batch = tasks.batch("needle", seed=0, B=32, T=512)
 snap_kv = partial(SnapKV, window_size=8)
 for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
     right = retrieve(model, batch, maker(model, Method, 0.25))
@@ -35,27 +42,38 @@ for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
           f"{right['aware'].mean():.2f}; if it comes later: {right['agnostic'].mean():.2f}")
 
 # %% [markdown]
+# SnapKV keeps the entries that the prompt's last queries look at. If these queries are the question, it finds every fact. If the question comes later, SnapKV keeps what the last lines of the document happen to need, and finds 12 %. KVzip finds every fact in both cases.
+#
 # ## The reread
+#
+# Nobody knows the question, but everybody knows the document. A cache from which the decoder can repeat the whole document has lost nothing that a question could need. So KVzip feeds the document a second time, behind the first, and records which entries of the first time the decoder looks at. An entry's score is the largest attention that any token of the reread gives it. The entries with the highest scores stay, those of all layers and heads in one ranking:
+#
+# $$S_i = \max_{t \,\in\, \text{reread}} \alpha_{t,i}, \qquad \text{keep the } L \cdot H \cdot b \text{ entries with the highest } S_i.$$
+#
+# Here $\alpha_{t,i}$ is the attention that token $t$ of the reread gives entry $i$, $b$ is the budget of a head on average, and the decoder has $L$ layers of $H$ key/value heads. The whole method, for one document:
 
 # %%
-def reread(text):
-    """Attention that each query of the second time gives each entry of the first, (L, H, G, n, n)."""
+def reread(model, text):
+    """Attention of each token of the reread to each entry of the first time, (L, H, G, n, n)."""
     n, attention = text.shape[1], []
     recording = record(model, make_cache(model, Recorder), torch.cat((text, text), 1))
     for layer in recording:
         q = layer.q[0, :, n:].unflatten(0, (c.n_kv_heads, -1))  # (H, G, n, D): the second time
-        logits = q @ layer.k[0, :, None].mT / c.head_dim ** 0.5  # (H, G, n, 2n): all that came before
+        logits = q @ layer.k[0, :, None].mT / c.head_dim ** 0.5  # (H, G, n, 2n): both times
         future = layer.pos[0] > layer.pos[0, n:, None]
         attention.append(logits.masked_fill(future, -torch.inf).softmax(-1)[..., :n])
     return torch.stack(attention)
 
 
-text = torch.from_numpy(batch.tokens)[:1, :batch.question]  # one text, without its question
+text = torch.from_numpy(batch.tokens)[:1, :batch.question]  # one document, without its question
 n = text.shape[1]
-attention = reread(text)
+attention = reread(model, text)
 score = attention.amax((2, 3))  # (L, H, n)
-entries = c.n_layers * c.n_kv_heads * (n // 8)  # what an eighth leaves, in all heads together
-kept = score >= score.flatten().topk(entries).values[-1]
+stay = c.n_layers * c.n_kv_heads * (n // 8)  # entries, in all heads together: an eighth
+kept = score >= score.flatten().topk(stay).values[-1]
+
+# %% [markdown]
+# The library does the same for a batch, in pieces of 512 tokens. It keeps the same entries:
 
 # %%
 caches = make_cache(model, KVzip, budget=n // 8)
@@ -70,60 +88,167 @@ for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
     plot.attention(axis, attention[layer, head, 0, :120, :120], f"layer {layer}, head {head}")
     axis.set(xlabel="entry of the first time", ylabel="token of the reread")
 
+# %% [markdown]
+# The head in the middle is an induction head. While a token is reread, the head finds the same token in the first copy and looks at the one after it, so its attention runs along the diagonal. The other two heads give each entry of the first copy little attention: for repeating they are hardly needed. The same induction heads answer a question such as *The code of mainly is*, and look at the same entries. For this reason the reread finds the entries of a question that nobody has asked.
+#
+# Below are the entries that stay in layer 1, where these heads are. The facts are underlined.
+
 # %%
 pieces = [encoding.decode([token]) for token in text[0].tolist()]
 caches = make_cache(model, snap_kv, budget=n // 8)
 prefill(model, text, caches)
 end_prompt(model, text, caches)
-panels = {"SnapKV, layer 1": plot.kept(caches, n)[1].mean(0), "KVzip, layer 1": kept[1].float().mean(0)}
+panels = {"SnapKV, layer 1": plot.kept(caches, n)[1].mean(0),
+          "KVzip, layer 1": kept[1].float().mean(0)}
 plot.text(pieces, panels, batch.facts[0, :n], columns=2, width=72);
 
 # %% [markdown]
+# Both caches hold an eighth of all entries. SnapKV has dropped the facts. KVzip has most of layer 1 left, for it takes the entries from other layers.
+#
 # ## The largest attention, not the sum
+#
+# H2O sums the attention that an entry gets. KVzip takes the largest. Each point below is an entry of one head. The lines are the two thresholds: right of the solid line are the entries that stay by the largest attention, above the dashed line those that would stay by the sum.
 
 # %%
-total = attention.sum((2, 3))
-facts = torch.from_numpy(batch.facts[0, :n])
-figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+total, facts = attention.sum((2, 3)), torch.from_numpy(batch.facts[0, :n])
+least, least_sum = (x.flatten().topk(stay).values[-1] for x in (score, total))
+figure, axis = plt.subplots(figsize=(7, 3.8), layout="constrained")
 axis.loglog(score.flatten(), total.flatten(), ".", color="0.8", markersize=2, label="all entries")
 axis.loglog(score[1][:, facts].flatten(), total[1][:, facts].flatten(), ".",
-            color=plot.style("kvzip")["color"], label="facts, in layer 1")
-axis.axvline(score.flatten().topk(entries).values[-1], color="black", linewidth=1)
-axis.axhline(total.flatten().topk(entries).values[-1], color="black", linewidth=1, linestyle="--")
-axis.set(xlabel="largest attention", ylabel="sum of the attention", xlim=(1e-4, 1.2))
-axis.legend();
-by_sum = total >= total.flatten().topk(entries).values[-1]
-for name, mask in {"largest": kept, "sum": by_sum}.items():
-    print(f"by the {name}: {mask[1][:, facts].float().mean():.0%} of the facts' entries in layer 1 stay")
+            color=plot.style("kvzip")["color"], label="entries of the facts, layer 1")
+axis.axvline(least, color="black", linewidth=1)
+axis.axhline(least_sum, color="black", linewidth=1, linestyle="--")
+axis.set(xlabel="largest attention", ylabel="sum of the attention", xlim=(1e-3, 1.2))
+axis.legend()
+for name, mask in {"largest attention": score >= least, "sum": total >= least_sum}.items():
+    print(f"By the {name}, {mask[1][:, facts].float().mean():.0%} of the facts' entries "
+          "in layer 1 stay.")
 
 # %% [markdown]
+# A fact is needed once: one token of the reread looks at it, with nearly all its attention. Other entries get a little from everybody, and their sum is as large. The largest attention tells the two apart, the sum does not: it keeps 18 % of the facts' entries where the largest attention keeps 91 %.
+#
 # ## One ranking for all layers
+#
+# The same eighth, as the percentage that stays in each head, on both decoders of this repository. *built* started training with induction heads in layer 1. *learned* had to learn them.
 
 # %%
-figure, axis = plt.subplots(figsize=(4, 4), layout="constrained")
-plot.heads(axis, kept.float().mean(-1) * 100, "% of the entries that stay", "{:.0f}")
-
-# %%
-import time
-t0=time.time()
-shown = [["facts found", "one ranking", "a budget per head"]]
-for name in ("max", "sum"):
-    found = [retrieve(model, batch, maker(model, KVzip, 0.125, score=name, across=across))
-             for across in (True, False)]
-    shown.append([name, *(f"{right['agnostic'].mean():.2f}" for right in found)])
-print(text_table(shown))
-print(time.time()-t0)
+figure, axes = plt.subplots(1, 2, figsize=(7, 3.8), layout="constrained")
+for axis, (name, folder) in zip(axes, SHIPPED.items()):
+    largest = reread(checkpoint.from_hf(folder), text).amax((2, 3))
+    stays = largest >= largest.flatten().topk(stay).values[-1]
+    plot.heads(axis, 100 * stays.float().mean(-1), f"{name}: % that stay", "{:.0f}")
+    axis.set_aspect("auto")
 
 # %% [markdown]
-# ## Gates
+# The heads that repeat the text get most of the entries. They are in layer 1 of *built*, and in layers 1 and 2 of *learned*. In all other layers a head keeps 2 % at most. With a budget per head, each of these heads would have to drop seven eighths of its entries, and the other heads would keep entries that repeating does not need.
+#
+# How much does each part add? Here are the needles and the pairs (one of 16 listed pairs is asked for) that are found with an eighth of the entries, 32 documents each. The rows are those of RESULTS.md, `kvzip`. *No reread* takes the largest attention of the first time, from tokens at least 8 later (`methods/ours/one_reading.py`).
 
 # %%
-t0=time.time()
-x, y = lessons(model, Tasks(encoding, "train"))
-print(x.shape, y.shape, time.time()-t0)
-gates = fit(x, y)
-print(gates.shape, time.time()-t0)
-for keep in (0.25, 0.125):
-    right = retrieve(model, batch, maker(model, FastKVzip, keep, gates=gates))
-    print(keep, right["agnostic"].mean())
-print(time.time()-t0)
+parts = {("max", "all", False): "KVzip", ("sum", "all", False): "the sum, not the largest",
+         ("max", "each head", False): "a budget per head", ("max", "all", True): "no reread"}
+shown = {part: [name] for part, name in parts.items()}
+for row in render.rows("kvzip"):
+    if row["table"] == "readings" and row["keep_ratio"] == 0.125:
+        part = row["score"], row["ranked"], row["reading"].startswith("first")
+        if part in parts:
+            shown[part] += [f"{row[task][0]:.2f}" for task in ("needle", "pairs")]
+head = ["keeps 12.5 %", *(f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs"))]
+print(text_table([head, *shown.values()]))
+
+# %% [markdown]
+# On *built* each part is needed: without any one of them at most 81 % of the needles are found. On *learned* the sum costs little. The budget per head and the missing reread cost most of the answers on both decoders.
+#
+# ## Gates that learn the scores
+#
+# The reread takes longer than the first time. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from its token's query, key and value:
+#
+# $$\hat S_i = \sigma(x_i W + b).$$
+#
+# The gates learn once for a decoder, from KVzip's scores of plain text without facts or questions. From then on no prompt is reread.
+
+# %%
+x, y = lessons(model, Tasks(encoding, "train"))  # queries, keys and values of tokens; their scores
+gates = fit(x, y)  # 600 steps of Adam on the cross-entropy
+for keep_ratio in (0.25, 0.125):
+    right = retrieve(model, batch, maker(model, FastKVzip, keep_ratio, gates=gates))
+    print(f"{x.shape[1]} tokens seen; keeps {keep_ratio:.1%}, question later: "
+          f"{right['agnostic'].mean():.2f} of the facts found")
+stored = {name: render.by_method(section) for name, section in zip(SHIPPED, ("all", "learned"))}
+shown = [["facts found, question later", "25 %", "12.5 %", "6.25 %"]]
+for name, method in ((name, method) for name in SHIPPED for method in ("kvzip", "kvzip_fast")):
+    found = [stored[name][method, share]["needle_agnostic"] for share in (0.25, 0.125, 0.0625)]
+    shown.append([f"{method}, {name}", *(f"{share:.2f}" for share in found)])
+print(text_table(shown))
+
+# %% [markdown]
+# The first lines are of the gates trained here, on *built*. They read 32,768 tokens. With a quarter of the entries the gates lose nothing on either decoder. With fewer entries they lose more than the reread does: on *learned* with 6.25 %, they find 25 % of the needles, where the reread finds 91 %.
+#
+# ## Few bits on top
+#
+# The entries that stay can be stored in fewer bits (`kvzip_4` has four). KiB are of one text after its answer:
+
+# %%
+shown = [["", "bits", "keep", "KiB", "needle", "pairs"]]
+for row in render.rows("kvzip"):
+    if (row["table"] == "bits" and row["decoder"] == "built"
+            and (row["method"], row["keep_ratio"]) in (("full", None), ("kvzip", 0.125),
+                                                       ("quantized_2", None))):
+        found = [f"{row[task][0]:.2f}" for task in ("needle", "pairs")]
+        shown.append([row["method"], f"{row['bits']}", "12.5 %" if row["keep_ratio"] else "all",
+                      f"{row['needle, KiB']:.0f}", *found])
+print(text_table(shown))
+
+# %% [markdown]
+# An eighth of the entries in 4 bits takes 77 KiB, less than a fifteenth of the full cache, and answers as many questions. With 2 bits it is 60 KiB, and some pairs are lost. The rest of the bytes are the tokens that come after the compression, which stay exact. KIVI (`quantized_2`), which keeps every token in 2 bits, takes 274 KiB.
+#
+# ## What the reread costs
+
+# %%
+growth = {(row["phase"], row["method"]): row for row in render.rows("growth")}
+lengths = "512", "2048", "8192", "16384"
+shown = [["milliseconds, one core", *(f"{length} tokens" for length in lengths)]]
+for phase, method in (("reading the prompt", "full"), ("the prompt's end", "kvzip"),
+                      ("the prompt's end", "snap_kv"), ("one step", "full"), ("one step", "kvzip")):
+    shown.append([f"{method}: {phase}", *(f"{growth[phase, method][x]:.0f}" for x in lengths)])
+print(text_table(shown))
+
+# %% [markdown]
+# These are times of random weights in the shape of *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens six and a half times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive for two reasons: each of its tokens sees the whole prompt, and KVzip needs all attention probabilities, which fused attention does not return. The cost is paid once for a document, and pays off if many questions follow. A decoding step is hardly faster here, or slower, since PyTorch pads all heads to the longest one.
+#
+# ## When it loses
+#
+# So far the question came later. Now it stands at the prompt's end, inside the text that is compressed, and each head keeps an eighth:
+
+# %%
+ASKED = "needle_aware", "pairs_aware", "few_shot_aware", "few_shot_agnostic"
+shown = [["keeps 12.5 %", *(task.replace("_", " ") for task in ASKED)]]
+for name in SHIPPED:
+    for method in ("snap_kv", "kvzip", "kvzip_recent"):
+        row = stored[name][method, 0.125]
+        shown.append([f"{method}, {name}", *(f"{row[task]:.2f}" for task in ASKED)])
+print(text_table(shown))
+
+# %% [markdown]
+# With the question at the prompt's end, KVzip loses labels on *built*: few-shot falls from 1.00 (question later) to 0.44. SnapKV has 0.81. The question's own entries compete with all others. They are needed for the *answer*, not for repeating the text, so the reread gives them low scores, and they are evicted. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then few-shot is back at 1.00 on *built*. On *learned* it rises from 0.38 to 0.56, still below SnapKV's 0.75.
+#
+# So the choice depends on the setting. If the question is known, an observation window is cheaper and as good. If it is not, the reread is worth its cost.
+#
+# ## Three things to remember
+#
+# 1. **To answer any question is as hard as to repeat the text.** The reread makes the decoder repeat it, and the entries that it looks at are the entries that questions need.
+# 2. **The largest attention and one ranking for all layers.** A fact is looked at once, so a sum overlooks it. Few heads retrieve, so equal budgets waste most entries.
+# 3. **The price is the reread,** paid once for a document. Gates avoid it at some loss, and few bits on top make the cache a fifteenth.
+#
+# ## Exercises
+#
+# 1. Compute the scores from the first time alone: the largest attention that an entry gets from tokens at least 8 later. How many of the facts' entries in layer 1 stay?
+#    <details><summary>Hint</summary>In <code>reread</code>, feed <code>text</code> once and mask the pairs of tokens that are less than 8 apart. Or look at <code>methods/ours/one_reading.py</code>.</details>
+# 2. Find the head and the token with the largest *sum* of attention. Why do so many tokens look at it?
+#    <details><summary>Hint</summary><code>total.flatten().argmax()</code>, then <code>pieces[…]</code>. Heavy hitters and sinks are in notebook 00.</details>
+# 3. How long must the reread be? Let only every second token of the reread count, then every fourth. Which entries are lost first?
+#    <details><summary>Hint</summary><code>attention[..., ::2, :].amax((2, 3))</code>, and compare with <code>kept</code>.</details>
+# 4. How much do two documents differ in the heads that keep most? If hardly, the budgets could be fixed once for a decoder, without any reread.
+#    <details><summary>Hint</summary>Compute the percentages of each head for several rows of <code>batch.tokens</code>. DuoAttention (<code>methods/duo_attention.py</code>) fixes them once.</details>
+# 5. Train the gates on needle documents in place of plain text. What happens at 6.25 %, on needles and on pairs?
+#    <details><summary>Hint</summary><code>lessons(model, tasks, of=("needle",))</code> with <code>Tasks(encoding, "train")</code>, then <code>fit</code> and <code>retrieve</code>.</details>

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from methods.count_sketch import Sketch
 from methods.ours.kv_reviver_shrunk import MEDIAN
 from methods.quantized import quantise
-from nanollm.cache import cache_bytes, end_prefill
+from nanollm.cache import end_prefill
 from nanollm.measure.evaluate import answer, prompt_and_question
-from nanollm.measure.replay import Recording, feed, replay
+from nanollm.measure.replay import feed, replay
 from nanollm.measure.tasks import Batch, Tasks
-from nanollm.measure.timing import best
 from nanollm.model import Decoder
 
 # ---- budgets by layer ---
@@ -215,17 +214,3 @@ def found_agnostic(model, batch, make, recording=None) -> Tensor:
     caches = make(batch.question)
     feed(model, context, caches) if recording is None else replay([recording], caches)
     return answer(model, tokens, batch.answers, batch.question, caches)
-
-
-def speed(model, make, recording: list, tokens: Tensor, batches: tuple) -> tuple[dict, float]:
-    """Tokens a second after a recorded prompt, by how many of its texts are decoded at once; MiB of a text.
-
-    tokens (B, 1): what comes next.
-    """
-    speeds = {}
-    for n in batches:
-        caches = make(recording[0].q.shape[2])
-        replay([[Recording(x.q[:n], x.k[:n], x.v[:n], x.pos) for x in recording]], caches)
-        end_prefill(caches)
-        speeds[n] = n * 8 / best(lambda: [model(tokens[:n], caches) for _ in range(8)], 2)
-    return speeds, cache_bytes(caches)[0] / n / 2 ** 20
