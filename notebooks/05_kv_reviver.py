@@ -1,9 +1,9 @@
 # %% [markdown]
 # # KVReviver: can an evicted token be read back?
 #
-# **Before this:** notebook 00 (the KV cache, H2O). **Runs:** one minute. **Afterwards you know** how a count sketch stores many tokens in few slots, how many tokens a slot can take before the reading is useless, and which other methods bring more answers for the same bytes.
+# **Before this:** notebook 00 (the KV cache, H2O). **Runs:** a quarter of a minute. **Afterwards you know** how a count sketch stores many tokens in few slots, how many tokens a slot can take before the reading is useless, and which other methods bring more answers for the same bytes.
 #
-# A method that evicts cannot take its decision back. If a later question needs an evicted token, the answer is lost. KVReviver calls this *contextual amnesia*. Its cure: add all tokens that would be evicted into a small shared memory, a **count sketch**, and read them back before each attention. The readings are noisy, since tokens share slots.
+# A method that evicts cannot take its decision back. If a later question needs an evicted token, the answer is lost. KVReviver calls this *contextual amnesia*. Its cure: add all tokens that would be evicted into a small shared memory, a **count sketch**, and read them back (*revive* them) before each attention. The readings are noisy, since tokens share slots.
 #
 # KVReviver divides a head's budget into three parts. *Recent* holds the newest tokens. *Candidate* holds the tokens with the most attention so far. The sketch, which the paper calls *Vague*, holds all others. Its share is a tenth of the budget.
 #
@@ -58,7 +58,7 @@ for name, score in {"H2O": so_far, "random": chance}.items():
           f"{more:.0%} more than 2 %")
 
 # %% [markdown]
-# About half of the evicted tokens are activated later. But a random choice leaves hardly more (claim R9). The threshold is low: 0.5 % is only two and a half times the even share of 480 tokens. The harm shows better in answers. In each of 16 documents one of four facts is asked for:
+# About half of the evicted tokens are activated later. But a random choice leaves hardly more (claim R9). The threshold is low: with 480 tokens to look at, 0.5 % is only about two and a half times the even share. The harm shows better in answers. In each of 16 documents one of four facts is asked for:
 
 # %%
 batch = tasks.batch("needle", 0, 16, 512)
@@ -68,7 +68,7 @@ for name, Method in {"H2O": H2O, "SnapKV": partial(SnapKV, window_size=8)}.items
           f"{right['aware'].mean():.2f}; if it comes later: {right['agnostic'].mean():.2f}")
 
 # %% [markdown]
-# SnapKV finds every fact if the question is in the prompt, and few if the question comes later. This is amnesia. H2O finds few either way.
+# SnapKV finds every fact if the question is in the prompt, and few if the question comes later. This is amnesia. H2O finds none either way.
 #
 # ## A sketch by hand
 #
@@ -152,10 +152,10 @@ for part, axis in enumerate(axes):
     axis.loglog([256 / (8 * n + 8) for n in few_bits], [pair[part] for pair in few_bits.values()],
                 label="4, 3, 2 bits a number", **plot.style("quantized_2") | dict(linestyle=""))
     axis.axhline(1, color="black", linewidth=1)
-    for tokens_per_slot, what in ((4, "at least"), (31, "paper's\nsplit")):
+    for tokens_per_slot, what in ((4, "at least 4"), (31, "paper: 31")):
         axis.axvline(tokens_per_slot, color="0.6", linewidth=1)
         if part:
-            axis.text(1.1 * tokens_per_slot, 4e4, f"25 %,\n{what}", va="top", fontsize=8)
+            axis.text(1.1 * tokens_per_slot, 4e4, f"keep 25 %,\n{what}", va="top", fontsize=8)
     axis.set(title=("keys", "values")[part], xlabel="tokens per slot of memory")
 axes[0].set_ylabel("squared error / variance")
 axes[0].legend(fontsize=8);
@@ -172,7 +172,7 @@ axes[0].legend(fontsize=8);
 #
 # $$\frac aN = 1 + \frac{(1-B)\,n}{N} \;\ge\; 1 + \frac{1-B}{B} = \frac1B.$$
 #
-# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines every reading is worse than the mean, or hardly better. **So no split of the budget makes the sketch useful** (claim R4).
+# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are farther off than the mean by far, and the shrunk reading is nearer than the mean by a fifth at most. **No split of the budget makes a sum of slots tell more than the mean of all tokens** (claim R4).
 #
 # ## What the decoder makes of the readings
 #
@@ -189,18 +189,18 @@ for name, Method in {"sum (printed)": KVReviver, "signed keys": SignedReviver,
 print(text_table(shown))
 
 # %% [markdown]
-# The errors of the printed sum are more than a hundred times as large as the differences between true logits, and the revived tokens get less than half of the attention that they should get. With signed keys they get nearly all attention: softmax picks the largest error. The shrunk readings are off by as much as the true logits vary, so they cannot tell one token from another.
+# The errors of the printed sum are more than a hundred times as large as the differences between true logits, and the revived tokens get less than half of the attention that they should get. With signed keys they get nearly all attention: softmax picks the largest error. The shrunk readings are off by more than the true logits vary, so they hardly tell one token from another.
 #
 # ## What the slots add
 #
-# `python -m experiments.sketch_parts` compares caches of the same bytes on 32 texts and 32 needle documents. *Slot means* is a fairer reading of the paper: it divides each sum by the tokens in the slot (`methods/kv_reviver_mean.py`). *Mean only* stores the mean of all tokens that are not exact, and a single slot. *No sketch* spends the bytes on exact tokens. RESULTS.md (`sketch`) has the smaller budgets.
+# `python -m experiments.sketch_parts` compares caches of the same bytes, on *built*, the decoder above, and on *learned*, the second decoder of this repository. KL tells how far the predictions of a text's next tokens move from the full cache's, in nats. A *needle* is the fact that is asked for, after the compression. *Slot means* is a fairer reading of the paper: it divides each sum by the tokens in the slot (`methods/kv_reviver_mean.py`). *Mean only* stores the mean of all tokens that are not exact, and a single slot. *No sketch* spends the bytes on exact tokens. RESULTS.md (`sketch`) has the smaller budgets.
 
 # %%
 quarter = [row for row in render.rows("sketch") if row["keep_ratio"] == 0.25]
 print(sketch_parts.show(quarter))
 
 # %% [markdown]
-# The slots add nothing. Read as printed they raise the KL by 4.060 nats on *built* and by 3.983 on *learned*, the second decoder of this repository. Read as means they raise it by 0.042 and 0.022. The shrunk sketch comes closest to no sketch. But on both decoders the mean alone has a lower KL than the shrunk sketch has: the slots beside it only cost bytes. No reading finds more than 6 % of the needles.
+# The slots add nothing. Read as printed they raise the KL by 4.060 nats on *built* and by 3.983 on *learned*. Read as means they raise it by 0.042 and 0.022. The shrunk sketch changes it least, by 0.007 and 0.019. But on both decoders the KL of the mean alone is lower still: the slots beside the mean only cost bytes. No reading finds more than 6 % of the needles.
 #
 # ## What helps instead
 #

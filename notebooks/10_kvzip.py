@@ -21,7 +21,7 @@ from nanollm.commands import plot
 from nanollm.commands.text_table import text_table
 from nanollm.generate import end_prompt, prefill
 from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import maker, retrieve
+from nanollm.measure.evaluate import held, maker, retrieve
 from nanollm.measure.replay import Recorder, record
 from nanollm.measure.tasks import Tasks
 
@@ -103,7 +103,7 @@ panels = {"SnapKV, layer 1": plot.kept(caches, n)[1].mean(0),
 plot.text(pieces, panels, batch.facts[0, :n], columns=2, width=72);
 
 # %% [markdown]
-# Both caches hold an eighth of all entries. SnapKV has dropped the facts. KVzip has most of layer 1 left, for it takes the entries from other layers.
+# Both caches hold an eighth of all entries. SnapKV has dropped the facts. KVzip keeps most of layer 1, and hardly anything in the other layers.
 #
 # ## The largest attention, not the sum
 #
@@ -161,7 +161,7 @@ print(text_table([head, *shown.values()]))
 #
 # ## Gates that learn the scores
 #
-# The reread takes longer than the first time. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from its token's query, key and value:
+# The reread takes longer than the first time. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from $x_i$, the queries, keys and values of its token in all heads of the layer:
 #
 # $$\hat S_i = \sigma(x_i W + b).$$
 #
@@ -182,7 +182,7 @@ for name, method in ((name, method) for name in SHIPPED for method in ("kvzip", 
 print(text_table(shown))
 
 # %% [markdown]
-# The first lines are of the gates trained here, on *built*. They read 32,768 tokens. With a quarter of the entries the gates lose nothing on either decoder. With fewer entries they lose more than the reread does: on *learned* with 6.25 %, they find 25 % of the needles, where the reread finds 91 %.
+# The first lines are of the gates trained here, on *built*. They read 32,768 tokens. With a quarter of the entries the gates lose no needle on either decoder. With fewer entries they lose more than the reread does: on *learned* with 6.25 %, they find 25 % of the needles, where the reread finds 91 %.
 #
 # ## Few bits on top
 #
@@ -200,7 +200,7 @@ for row in render.rows("kvzip"):
 print(text_table(shown))
 
 # %% [markdown]
-# An eighth of the entries in 4 bits takes 77 KiB, less than a fifteenth of the full cache, and answers as many questions. With 2 bits it is 60 KiB, and some pairs are lost. The rest of the bytes are the tokens that come after the compression, which stay exact. KIVI (`quantized_2`), which keeps every token in 2 bits, takes 274 KiB.
+# An eighth of the entries in 4 bits takes 77 KiB, less than a fifteenth of the full cache, and answers as many questions. With 2 bits it is 60 KiB, and some pairs are lost. Part of these bytes are the question and the answer, which stay exact. KIVI (`quantized_2`), which keeps every token in 2 bits, takes 274 KiB.
 #
 # ## What the reread costs
 
@@ -214,11 +214,11 @@ for phase, method in (("reading the prompt", "full"), ("the prompt's end", "kvzi
 print(text_table(shown))
 
 # %% [markdown]
-# These are times of random weights in the shape of *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens six and a half times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive for two reasons: each of its tokens sees the whole prompt, and KVzip needs all attention probabilities, which fused attention does not return. The cost is paid once for a document, and pays off if many questions follow. A decoding step is hardly faster here, or slower, since PyTorch pads all heads to the longest one.
+# These are times of random weights in the shape of *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens six and a half times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive for two reasons: each of its tokens sees the whole prompt, and KVzip needs all attention probabilities, which fused attention does not return. The cost is paid once for a document, and pays off if many questions follow. A decoding step becomes no faster in PyTorch, since all heads of a layer are padded to the longest one.
 #
 # ## When it loses
 #
-# So far the question came later. Now it stands at the prompt's end, inside the text that is compressed, and each head keeps an eighth:
+# So far the question came later. Now it stands at the prompt's end, inside the text that is compressed, and an eighth of the entries stays. *Few-shot* documents list labelled lines and ask for the label of a last one.
 
 # %%
 ASKED = "needle_aware", "pairs_aware", "few_shot_aware", "few_shot_agnostic"
@@ -229,14 +229,25 @@ for name in SHIPPED:
         shown.append([f"{method}, {name}", *(f"{row[task]:.2f}" for task in ASKED)])
 print(text_table(shown))
 
+# %%
+labels = tasks.batch("few_shot", seed=0, B=8, T=512)
+end = labels.answers[0].start - 1  # the prompt ends with the question
+prompts = torch.from_numpy(labels.tokens)[:, :end]
+caches = make_cache(model, KVzip, budget=end // 8)
+prefill(model, prompts, caches, 64)
+end_prompt(model, prompts, caches)
+stays = held(caches, end)[..., labels.question:].float().mean((0, 2, 3))
+print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5:",
+      *(f"{share:.0%}" for share in stays))
+
 # %% [markdown]
-# With the question at the prompt's end, KVzip loses labels on *built*: few-shot falls from 1.00 (question later) to 0.44. SnapKV has 0.81. The question's own entries compete with all others. They are needed for the *answer*, not for repeating the text, so the reread gives them low scores, and they are evicted. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then few-shot is back at 1.00 on *built*. On *learned* it rises from 0.38 to 0.56, still below SnapKV's 0.75.
+# With the question at the prompt's end, KVzip loses labels on *built*: few-shot falls from 1.00 (question later) to 0.44. SnapKV has 0.81. The question's own entries compete with all others, and lose: outside layer 1, at most 23 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then few-shot is back at 1.00 on *built*. On *learned* it rises from 0.38 to 0.56, still below SnapKV's 0.75.
 #
-# So the choice depends on the setting. If the question is known, an observation window is cheaper and as good. If it is not, the reread is worth its cost.
+# So the choice depends on the setting. If the question is known, SnapKV is much cheaper and finds at least as many needles and pairs. If it is not, the reread is worth its cost.
 #
 # ## Three things to remember
 #
-# 1. **To answer any question is as hard as to repeat the text.** The reread makes the decoder repeat it, and the entries that it looks at are the entries that questions need.
+# 1. **Answering a question about a text and repeating the text need the same entries.** The reread finds them without a question.
 # 2. **The largest attention and one ranking for all layers.** A fact is looked at once, so a sum overlooks it. Few heads retrieve, so equal budgets waste most entries.
 # 3. **The price is the reread,** paid once for a document. Gates avoid it at some loss, and few bits on top make the cache a fifteenth.
 #
