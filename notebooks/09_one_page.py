@@ -1,337 +1,243 @@
 # %% [markdown]
-# # One page
+# # One page: which method would you take?
 #
-# The other notebooks take one paper each. This one sets everything side by side: what ties the papers together, every method on one page, which one to take when, and what goes beyond the papers. At the end there is a playground.
+# You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has more than thirty methods. Which one would you take?
 #
-# **Read before:** `00_kv_cache.ipynb`; of the others, what you like. The code beside it: `experiments/fewest_bytes.py` and `nanollm/commands/playground.py`.
+# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods, then in bytes and time. It ends with a table to choose by, and a playground.
 #
-# **How long it takes:** half an hour to read, under three minutes to run. Long tables are not computed here: their rows are read from `experiments/stored/`, and RESULTS.md has the command of each.
+# **Before:** `00_kv_cache.ipynb`. **Runs:** under a minute. Long measurements are not repeated here; their rows are read from `experiments/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
 #
-# **What you will know:** what any cache must lose and what it need not; on what each paper bets; who answers a question that comes later, and in how few bytes; and which method to try first on your model.
+# Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes after the compression.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
-import math
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from experiments import fewest_bytes, kvzip_parts, readings, speed
-from experiments.render import additions, by_method, rows
-from methods.theory import index_game, persistence
-from methods.theory.index_game import deal, index_game_four, keep_rows
+
+from experiments import fewest_bytes
+from experiments.render import by_method, rows
 from nanollm import TINY
 from nanollm.cache import make_cache
 from nanollm.commands import plot
-from nanollm.commands.demo import PAGE, answer
+from nanollm.commands.demo import FACT, PAGE, QUESTION, answer, prompt
 from nanollm.commands.registry import given, load, pick
 from nanollm.commands.text_table import text_table
-from nanollm.generate import tell_chunk_ends
-from nanollm.measure.evaluate import budget_for
-from nanollm.tokenizer import boundaries
 
 # %%
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 model, encoding = load(TINY, "cpu")
-stored = {"built": by_method("all"), "learned": by_method("learned")}  # of nanollm --all
+print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 
 # %% [markdown]
-# ## The thread
+# ## Three bets
 #
-# Alice writes n rows of d random bits into a cache, row t under key t. Then Bob asks for any of the rows. This is the Index game of the tensor-attention paper (`04_tensor_attention.ipynb`). A cache from which every bit comes back holds n·d bits: no smaller one can.
-# So compress hers before Bob asks. In one cache rows are evicted, in the other every number is rounded.
+# A method that drops entries bets on what will be asked. It can know three things.
+#
+# 1. **The question.** If it is in the prompt, keep what it looks at. SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV make this bet: the prompt's last queries, the observation window, give each entry a score.
+# 2. **The past.** What was attended to often will be attended to again. H2O and Scissorhands make this bet.
+# 3. **The text.** Keep what the text can be rebuilt from, whatever the question. KVzip reads the prompt twice: what the reread looks at must stay.
+#
+# Two kinds of method drop no token for good. KIVI (`quantized`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
+#
+# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. ExpectedAttention guesses the queries to come. DuoAttention gives the whole cache to a few calibrated heads.
+#
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `one_reading`, which is KVzip without the reread; `kvzip_recent`, `kvzip_4` and `snap_kv_4`; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+#
+# ## One page of text, four caches
+#
+# The page states four codes. A quarter of its entries may stay. Then comes a question for one code, 2356. Guess first: which of the four caches can answer?
 
 # %%
-n, d = 16, 1024
-bits, keys = deal(n, d)
-game = {"evicted": {}, "rounded": {}}
-for kept in (1, 2, 4, 8, 12, 16):
-    played = index_game_four(bits, keys, compress=keep_rows(slice(0, kept), n))
-    game["evicted"][kept / n] = played.learned(bits)
-for levels in (1, 2, 3, 4, 6, 8):
-    played = index_game_four(bits, keys, compress=keep_rows(slice(0, n), n, levels))
-    game["rounded"][levels / 16] = played.learned(bits)
-for how, found in game.items():
-    cells = (f"{100 * part:6.1f} % → {bits_back:.2f}" for part, bits_back in found.items())
-    print(f"{how:8}", *cells)
+tokens, cuts = prompt(model, encoding, PAGE, QUESTION)  # cuts: how many tokens are compressed
+context = tokens[0, :cuts["agnostic"]].tolist()
+end = len(context) - len(encoding.encode_ordinary(PAGE.partition(FACT)[2]))
+start = end - len(encoding.encode_ordinary(FACT))
+
+panels = {}
+for name, setting in (("snap_kv", "aware"), ("snap_kv", "agnostic"),
+                      ("h2o", "agnostic"), ("kvzip", "agnostic")):
+    Method = pick([name])[name]
+    caches = make_cache(model, Method, budget=len(context) // 4, **given(Method, window_size=8))
+    kept, written = answer(model, tokens, cuts[setting], caches, new=2)
+    title = f"{name}, {setting}: answers {encoding.decode(written)}"
+    panels[title] = kept.float().mean((0, 1))[:len(context)]
+pieces = [encoding.decode([token]) for token in context]
+plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
+          low="kept by no head", mark="the fact asked for", columns=2, width=70);
 
 # %% [markdown]
-# Who evicts loses in proportion: half of the rows is half of the bits. Who rounds loses nothing, down to one bit a number. Each number of Alice's was a bit and took 16, so rounding threw away what nobody had put there.
-#
-# A cache of text is in between. It has room for many more bits than the text has, and a question asks for few of them. Three things may be known when it is compressed:
-#
-# 1. **The question.** *Aware*: it is part of the prompt. Then keep what it looks at, and forget the rest. This is what SnapKV's window, CriticalKV's norms and ChunkKV's chunks bet on.
-# 2. **The past.** What was asked for before will be asked for again. This is what Scissorhands bets on, and H2O.
-# 3. **The text.** *Agnostic*: any question may come. Either everything stays, in fewer bits (KIVI), or summed up with other tokens (KVReviver's sketch); or what stays is what the text can be rebuilt from (KVzip).
-#
-# Here is the game again, and beside it facts in real text, asked for agnostic: the mean of needles (one of four facts is asked for) and pairs (one of 16). *evicted* and *rounded* are Alice's; the others are rows of `python -m experiments.fewest_bytes`.
-
-# %%
-held = {}  # method → on built, of each budget: the share of the bytes, of needles and pairs found
-for row in rows("fewest_bytes"):
-    if row["decoder"] == "built":
-        found = (row["needle"] + row["pairs"]) / 2
-        held.setdefault(row["method"], []).append((row["bytes"], found))
-
-# %%
-def beside_the_game(methods: list[str]):
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
-    for how, look in {"evicted": "o-", "rounded": "s--"}.items():
-        axes[0].plot(*zip(*game[how].items()), look, color="black", label=how)
-    for name in methods:
-        axes[1].plot(*zip(*held[name]), label=name, **plot.style(name))
-    axes[0].set(title="the Index game: random bits", ylabel="what comes back")
-    axes[1].set(title="facts in a text, asked for later")
-    for axis in axes:
-        axis.plot(*2 * [np.geomspace(0.01, 1)], color="0.7", linewidth=1, zorder=0)
-        axis.set(xlabel="share of the bytes, numbers of 16 bits", xscale="log")
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-
-
-beside_the_game("snap_kv h2o kv_reviver_shrunk one_reading kvzip kvzip_4 quantized_2".split())
-
-# %% [markdown]
-# Left, the line of the Index game (grey, curved by the logarithmic axis): what comes back is what was kept. Right, of *built*, SnapKV and H2O lie below that line. They keep a quarter of the entries and find less than a quarter of the facts: what was looked at is not what will be asked for. The sketch is no better.
-# KVzip lies far above it. A text is not random bits: few of its tokens are such that nothing else in the text tells them, and a second reading finds these. What remains can be rounded, too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
-#
-# ## What each paper bets on
-#
-# | paper | keeps | its bet | what came of it here |
-# |---|---|---|---|
-# | Scissorhands | what was attended to in the last steps | importance persists | it keeps mostly what is newest; facts are lost aware and agnostic |
-# | Tensor attention | four matrices in place of all pairs of tokens | pairs tell more than tokens | they do (Match-3), and no pair need ever be formed |
-# | CriticalKV | the entries without which the output changes least | a smaller change means better text | the bound holds; the text is not better |
-# | ChunkKV | runs of ten tokens | meaning stands in neighbours | long facts stay whole; the grid cuts short ones |
-# | KVReviver | sums of evicted tokens, in a sketch | noise averages out | with many tokens in a slot it does not |
-#
-# Every claim has its verdict and number in CLAIMS.md.
+# Each token is as dark as the share of heads that keep it. Aware, SnapKV keeps the fact in some heads, and these are enough. Agnostic, its window is the page's end, which says nothing about codes; the answer is made up. H2O keeps the page's two ends and frequent words. KVzip keeps something of every fact, and little of what repeats or follows from the words before.
 #
 # ## All methods on one page
 #
-# Rows are families. The first two columns are the share of right answers, mean over needles, pairs and few-shot labels. KL is how far the predictions for real text move. All four are over the bytes of a text's cache, numbers of 16 bits, after it was continued by 64 tokens.
+# Here is every method with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one.
+#
+# *Needle*: one of four facts in a text is asked for. *Pairs*: the value of one of 16 listed keys. *Label*: the label of a line, after 16 examples. *KL*: how far predictions of plain text move from those of the full cache; less is better.
 
 # %%
 FAMILIES = {
-    "the last queries vote": "snap_kv pyramid_kv ada_kv chunk_kv chunk_kv_semantic tova",
-    "on top of SnapKV": "snap_kv snap_kv+critical snap_kv+theta snap_kv+residual",
-    "all attention so far": "h2o scissorhands scissorhands_weight cam one_reading random",
-    "no bet on a question": ("kvzip kvzip_fast duo_attention expected_attention key_diff "
-                             "streaming_llm quest"),
-    "sums in place of tokens": "kv_reviver kv_reviver_mean kv_reviver_shrunk cam",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4 kvzip snap_kv",
+    "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical snap_kv+theta "
+                     "snap_kv+residual tova",
+    "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
+    "the past": "h2o scissorhands scissorhands_weight cam",
+    "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
+    "the text": "kvzip kvzip_recent kvzip_fast one_reading",
+    "calibrated heads": "duo_attention duo_attention_kvzip",
+    "keys, places, chance": "expected_attention key_diff streaming_llm "
+                            "streaming_llm_absolute random",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4",
+    "everything held": "quest full",
 }
-COLUMNS = {"aware": "aware", "agnostic": "agnostic", "KL, nats a token": "kl", "tokens/s": "tokens_per_s"}
 
 # %%
-def page_of(stored: dict):
-    figure, axes = plt.subplots(len(FAMILIES), 4, figsize=(13, 15), layout="constrained",
-                                sharex=True, sharey="col")
-    for axis_row, (family, names) in zip(axes, FAMILIES.items()):
-        for axis, key in zip(axis_row, COLUMNS.values()):
-            for name in names.split():
-                points = sorted((row["live_16"] / 1024, row[key])
-                                for (method, _), row in stored.items() if method == name)
-                axis.plot(*zip(*points), label=name, **plot.style(name))
-            axis.axhline(stored["full", None][key], color="black", linewidth=1)
-            axis.grid(alpha=0.3)
-        axis_row[0].set_ylabel(family)
-        axis_row[3].legend(bbox_to_anchor=(1.02, 1), loc="upper left", fontsize=9)
-    for axis, title in zip(axes[0], COLUMNS):
-        axis.set_title(title)
-    figure.supxlabel("cache, KiB, numbers of 16 bits")
-    return axes[0]
+names = [name for family in FAMILIES.values() for name in family.split()]
+stored = by_method("all")  # python -m nanollm --all, on the decoder *built*
+page = [stored.get((name, 0.25)) or stored[name, None] for name in names]
+sizes = [len(family.split()) for family in FAMILIES.values()]
+height = -np.arange(len(names)) - np.repeat(range(len(sizes)), sizes)  # a gap between families
+documents = page[0]["documents"]
+print(f"{len(names)} rows, {documents} documents a task, standard error at most "
+      f"{0.5 / documents ** 0.5:.2f}")
 
 # %%
-aware, later, kl, steps = page_of(stored["built"])
-aware.set_xscale("log", base=2)
-aware.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-later.set_ylim(aware.get_ylim())
-kl.set_yscale("symlog", linthresh=0.01)
-kl.set_ylim(bottom=-0.002)
-steps.set_yscale("log")
-steps.set_yticks([300, 1000, 3000], ["300", "1000", "3000"])
-steps.minorticks_off()
+figure, axes = plt.subplots(1, 4, figsize=(11, 9.5), layout="constrained", sharey=True)
+for axis, task in zip(axes, ("needle", "pairs", "few_shot")):
+    aware, agnostic = ([row[f"{task}_{x}"] for row in page] for x in ("aware", "agnostic"))
+    axis.hlines(height, aware, agnostic, color="0.75")
+    axis.plot(aware, height, "o", markerfacecolor="white", color="#0072b2", label="aware")
+    axis.plot(agnostic, height, "o", color="#d55e00", markersize=4, label="agnostic")
+    axis.set(title=task.replace("few_shot", "label"), xlim=(-0.05, 1.05), xlabel="right answers")
+axes[3].plot([row["kl"] for row in page], height, "D", color="black", markersize=5)
+axes[3].set_xscale("symlog", linthresh=0.01)
+axes[3].set_xticks([0, 0.01, 0.1, 1], ["0", "0.01", "0.1", "1"])
+axes[3].set(title="KL", xlabel="nats a token", xlim=(-0.003, 9), ylim=(height[-1] - 1, 1))
+axes[0].set_yticks(height, names)
+for axis in axes:
+    axis.grid(alpha=0.3)
+for family, end, size in zip(FAMILIES, np.cumsum(sizes), sizes):
+    axes[3].text(1.04, height[end - size:end].mean(), family, va="center",
+                 transform=axes[3].get_yaxis_transform())
+axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 
 # %% [markdown]
-# Things to see. *Aware*, SnapKV, PyramidKV and AdaKV need a sixteenth of the entries for needles and pairs; labels suffer. *Agnostic*, they do no better than the sums of all attention, but for PyramidKV with half of the entries. Of what goes on top of SnapKV, the norms of CriticalKV lose answers by the paper's rule; a selection by the bound itself (`theta`, P9 in CLAIMS.md) and a residual entry change little. The printed KVReviver stands apart: its KL is above 1 at every budget. Its repair answers a little less than H2O, and with a sixteenth far fewer labels (0.12 against 0.41). With a quarter of the entries KVzip and DuoAttention have a tenth and a seventh of SnapKV's KL here, on *built*, although nothing in them was made for it; with an eighth DuoAttention loses that. (On *learned* it is a tenth and three quarters.) Quest holds everything at every budget, so its line stands upright: its budgets differ in what is read.
-# Bytes here are those after the continuation, which window methods and KVzip append to. The next table has those at the moment when the question comes.
+# Read one column at a time.
 #
-# ## Who keeps 95 %, in how few bytes
+# - **Long grey lines** are lost bets. Methods that go by window scores find nearly everything aware, and little agnostic. CriticalKV's norms on top (`critical`) do not change that.
+# - **No line, on the left**: the past does not know which fact will be asked for. It does keep enough of 16 examples to label a line, since many examples say the same.
+# - **No line, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits.
+# - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) come near H2O and do not pass it.
+# - Quest holds the whole cache and reads a quarter of it. It saves no memory.
 #
-# For each method the smallest of its budgets with which 95 % of the full cache's answers stay, mean of needles and pairs, asked agnostic: 256 documents of each, and it must be so by one standard error. On *built* and on *learned*; a method that fails on one of them is not in the list. Within one standard error of 95 % nothing is decided.
+# The standard error of a dot stands above the figure. Between two dots nearer than that nothing is decided.
+#
+# ## How few bytes?
+#
+# The page shows one budget. Now the budget shrinks, and the question comes later. Each line is the share of the full cache's answers that a method keeps, mean of needles and pairs. The left decoder, *built*, started with retrieval heads in its weights. The right one, *learned*, learned its own.
 
 # %%
-print(fewest_bytes.show_enough(rows("fewest_bytes")))
+figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+measured = rows("fewest_bytes")  # python -m experiments.fewest_bytes
+for axis, decoder in zip(axes, ("built", "learned")):
+    for name in ("snap_kv h2o one_reading duo_attention kvzip_fast kvzip kvzip_4").split():
+        line = sorted((row["bytes"], row["kept"]) for row in measured
+                      if (row["decoder"], row["method"]) == (decoder, name))
+        axis.plot(*zip(*line), label=name, **plot.style(name))
+    line = sorted((row["bytes"], row["kept"]) for row in measured
+                  if row["decoder"] == decoder and row["method"].startswith("quantized"))
+    axis.plot(*zip(*line), label="quantized, 2 to 4 bits", **plot.style("quantized_2"))
+    axis.plot(*[np.geomspace(0.02, 0.7)] * 2, color="0.6", linewidth=1)
+    axis.axhline(0.95, color="black", linewidth=0.8, linestyle=":")
+    axis.set(title=decoder, xscale="log", xlabel="share of a full cache's bytes, 16 bits",
+             xticks=[0.02, 0.05, 0.1, 0.2, 0.5], xticklabels=["2 %", "5 %", "10 %", "20 %", "50 %"])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+axes[0].set(ylabel="answers kept, agnostic")
+axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# Above the list, in the same table of RESULTS.md, stands every method at every budget, with the time until the question may come. What it costs to find out: KVzip reads the prompt twice, which takes three times as long as once. `kvzip_fast` learned KVzip's scores from plain text, by a linear gate for each head, in twenty seconds; then one reading is enough. DuoAttention asks even less of a prompt, but must be told once which heads retrieve.
-# No method of the five papers is in this list. They bet on a question that is known, or on the past.
+# On the grey curve a method keeps as many answers as bytes; the dotted line is 95 %. H2O lies below the curve on both decoders. SnapKV lies below it on *built*, and reaches it on *learned* with a quarter of the bytes. KVzip lies far above, because most tokens of a text follow from the others. What stays can be rounded too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
 #
-# ## What eight methods keep
+# ## What does it cost?
 #
-# The same text, a quarter of its entries, and then the same question.
+# Which methods keep 95 % of the answers on both decoders, and what do they ask in return? *Reading* is the time until a question may come, in units of the full cache's. *A step* is a decoding step of a batch of 8 after 2,048 tokens, with a quarter of the entries, in the same units. Both are times of a CPU.
 
 # %%
-text = PAGE.partition(" In spring")[0]
-question = "\nQ: The code of star is "
-context, asked = map(encoding.encode_ordinary, (text, question))
-tokens = torch.tensor([context + asked])
-fact = " The code of star is 6098."
-start = len(encoding.encode_ordinary(text.partition(fact)[0]))
-marked = [start <= i < start + len(encoding.encode_ordinary(fact)) for i in range(len(context))]
-ends, panels = boundaries(encoding, model.config.vocab_size)[tokens], {}
-EIGHT = [("snap_kv", "aware"), ("chunk_kv_semantic", "aware"),
-         *((name, "agnostic") for name in ("snap_kv", "h2o", "streaming_llm", "key_diff",
-                                        "one_reading", "kvzip"))]
-
-# %%
-for name, setting in EIGHT:
-    cut = tokens.shape[1] - 1 if setting == "aware" else len(context)
-    Method = pick([name])[name]
-    options = given(Method, window_size=8) | dict(budget=budget_for(0.25, len(context)))
-    caches = make_cache(model, Method, **options)
-    tell_chunk_ends(caches, ends[:, :cut])
-    kept, written = answer(model, tokens, cut, caches, 4)
-    title = f"{name}, {setting}: {encoding.decode(written)!r}"
-    panels[title] = kept.float().mean((0, 1))[:len(context)]
-pieces = [encoding.decode([token]) for token in context]
-plot.text(pieces, panels, marked, low="gone", mark="the fact asked for", columns=2, width=70);
+enough = {decoder: fewest_bytes.enough([row for row in measured if row["decoder"] == decoder])
+          for decoder in ("built", "learned")}
+ms = {row["method"]: row["batch 8 ms"] for row in rows("speed") if row["table"] == "step"}
+table = [["method", "bytes, built", "bytes, learned", "reading", "a step"]]
+for name, best in sorted(enough["built"].items(), key=lambda item: item[1]["bytes"]):
+    if name in enough["learned"]:
+        shares = (f"{enough[decoder][name]['bytes']:.0%}" for decoder in enough)
+        step = f"{ms[name] / ms['full']:.1f}" if name in ms else "–"
+        table.append([name, *shares, f"{best['reading']:.1f}", step])
+print(text_table(table))
 
 # %% [markdown]
-# Knowing the question, SnapKV and chunks hold the fact in some heads, and that is enough to answer. Agnostic, SnapKV has it here as well, but only because the text happens to end with another code, whose last queries look back at codes: of 32 texts it finds one fact in eight (above). StreamingLLM keeps the two ends, H2O the beginning, the end and frequent words. KVzip keeps little of the words that repeat or follow from what stands before them, and something of every fact, since any of them may be asked for.
+# Nobody saves memory for nothing. KVzip's reread makes reading three times as long. Fast KVzip and DuoAttention avoid the reread, but must learn something about the decoder first. Few bits must become numbers again at each step. KVzip's heads keep unlike numbers of entries, for which PyTorch has no fast attention (`kernels/decode_attention.py` has). No method of the five papers is in this list: they bet on a known question, or on the past.
 #
-# ## Which method when
+# ## Which one would you take?
 #
-# | what you know | try first | why | what it costs |
+# | you know | try first | because | it costs |
 # |---|---|---|---|
-# | the question is in the prompt, and no other comes | `snap_kv`, or `pyramid_kv` | a sixteenth of the entries answers it; labels need up to half | every later question |
-# | questions come later, a third of the memory is there | `quantized_3`, `quantized_4` | every token stays; nothing is chosen, so nothing is chosen wrongly | decoding takes 1.5 to 3 times as long (below) |
-# | questions come later, and there is less memory | `kvzip_4` | what the text can be rebuilt from, in few bits | a second reading, worth it if several questions follow; decoding takes twice as long |
-# | a quarter of the memory is there, and each prompt comes once | `kvzip_fast` | gates have learned what the second reading would say | twenty seconds, once for a decoder; on *built* twice KVzip's memory for the same answers |
-# | prompts of one kind, many of them | `duo_attention` | few heads retrieve; the others need little | a calibration on that kind of question; an eighth is too little |
-# | question in the prompt, and more questions later | `kvzip_recent` | KVzip alone drops the newest tokens | little |
-# | an endless stream; what is old may go | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
-# | memory is there, bandwidth is not | `quest` | holds everything, reads the pages that a query needs | more memory than the full cache |
-# | examples in the prompt, labels to follow | `scissorhands_weight` (an eighth), `h2o` (a quarter) | many lines say the same | facts |
+# | the question is in the prompt, and no other comes | `snap_kv`, `pyramid_kv` | the question says what to keep | every later question |
+# | other questions come; a third of the memory is there | `quantized_3` | nothing is chosen, so nothing is chosen wrongly | slower steps |
+# | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
+# | many prompts, each read once | `kvzip_fast`, `duo_attention` | they have learned what a reread would say | a calibration |
+# | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | a little memory for the newest |
+# | examples, then a label | `h2o` | many lines say the same | single facts |
+# | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
+# | enough memory, little bandwidth | `quest` | each query reads the pages that it needs | more memory than the full cache |
 #
-# On your model this may differ, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
-#
-# ## What it costs
-#
-# How much time goes where: a step of decoding with 512 slots in the full cache, operation by operation, 64 steps of one text.
-
-# %%
-caches, steps = make_cache(model), 64
-model(tokens.repeat(1, 3)[:, :512], caches)
-with torch.profiler.profile() as profile:
-    for _ in range(steps):
-        model(tokens[:, :1], caches)
-events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
-total = sum(event.self_cpu_time_total for event in events)
-print(f"{sum(event.count for event in events) / steps:.0f} operations a step")
-for event in events[:9]:
-    share_of = event.self_cpu_time_total / total
-    print(f"{event.key:42}{event.count / steps:6.0f} a step {share_of:6.0%}")
-
-# %% [markdown]
-# The products with the weights (`mm`) and attention are what no step can do without. They take about half of the time. The rest is a thousand small operations, many of which only look at a tensor otherwise, in a model whose largest weight has 0.4 M numbers. So a shorter cache saves little time here; in a large model the products and the slots are nearly all of a step. `python -m experiments.speed --compile` puts a step beside that floor, beside `torch.compile` (which gains next to nothing here) and beside `transformers`:
-
-# %%
-print(speed.show([row for row in rows("speed") if row["table"] in ("floor", "step")]))
-
-# %% [markdown]
-# The second of these tables has methods that read less, or otherwise. (Its full cache was timed at another moment than the first table's; compare within a table.) A quarter of the slots makes SnapKV's step faster, the more so in a batch. It does not make KVzip's faster: its heads have unlike lengths, for which PyTorch has no attention (`kernels/decode_attention.py` has). Few bits take their time to become numbers, and so does a sketch. So here, on a CPU and without kernels, all but Quest save bytes, and only equal heads save time, H2O's only in a batch.
-#
-# And this is how reading, compressing and a step grow with the text (`python -m experiments.speed --what growth`, RESULTS.md):
-#
-# ![time over tokens: reading the prompt, its end, one step](growth.png)
-#
-# Reading grows towards the square of the text for all of them, since attention does. H2O needs every single weight: reading 512 tokens takes it hardly longer than the full cache, reading 16,384 over twice as long. The end costs those that choose by a few queries, or by what is stored, next to nothing. KVzip's second reading grows as the square, and at 16,384 tokens takes six times as long as the first. A step grows with what is kept: least with SnapKV; most with few bits, which have to become numbers again. KVzip's keeps as little as SnapKV's and grows as the full cache's, because of its heads of unlike length.
-#
-# ## Beyond the papers
-#
-# What is ours, each beside what it changes. Where ours does not win, that is said as well.
-#
-# **What is kept.** `chunk_kv_semantic` ends chunks where the text does, `scissorhands_weight` goes by mean weights in place of counts, `one_reading` by the largest attention of later tokens, over all layers; `kv_reviver_shrunk` centres and shrinks what is read from the sketch. Columns: KiB; needles and pairs, aware and agnostic of each; KL.
-
-# %%
-def beside(part: float, names: str) -> str:
-    keys = "needle_aware", "needle_agnostic", "pairs_aware", "pairs_agnostic"
-    header = ["KiB", "needle", "agnostic", "pairs", "agnostic", "KL"]
-    table = [["", *(decoder for decoder in stored for _ in header)],
-             [f"{100 * part:g} % of the entries", *header * 2]]
-    for name in names.split():
-        table.append([name])
-        for of in stored.values():
-            row = of[name, part]
-            table[-1] += [f"{row['live_16'] / 1024:.0f}", *(f"{row[key]:.2f}" for key in keys),
-                          f"{row['kl']:.3f}"]
-    return text_table(table)
-
-
-print(beside(0.25, "chunk_kv chunk_kv_semantic scissorhands scissorhands_weight h2o snap_kv "
-                   "one_reading kv_reviver kv_reviver_mean kv_reviver_shrunk"), end="\n\n")
-print(beside(0.125, "kvzip kvzip_recent kvzip_fast"))
-
-# %% [markdown]
-# Chunks that end where the text does find what the grid cuts, in both decoders, if the question is known. Mean weights have a lower KL than counts. On *built* they hold more bytes, too, which may be why; on *learned* counts throw out the sink. Facts they do not find. `one_reading` is what the attention of one reading tells: half to three quarters of the facts, where SnapKV's window scores have a tenth on *built* and a fifth to a third on *learned*. Agnostic, on *learned*, `expected_attention` finds more, all needles and 0.72 of the pairs; aware it finds 0.34 and 0.31 (RESULTS.md). The repaired sketch is far better than the printed one, and no better than keeping the bytes for exact tokens, which is H2O. `kvzip_recent` keeps the 8 newest of each head, which KVzip may drop. That saves what stands at the end of a prompt: few-shot, whose question is there, goes from 0.44 to 1.00 on *built* and from 0.38 to 0.56 on *learned* with an eighth of the entries (RESULTS.md). Agnostic, with a sixteenth, it costs some answers.
-#
-# **What norms are worth.** Changes of answers (aware, agnostic), of nll, KL and L1 with an eighth of the entries, ± one standard error: the paper's rule (`critical`), our least θ (`theta`), and a residual entry that stands for all that went. Then the paper's rule taken apart, on *built* and on *learned*.
-
-# %%
-eighth = [row for row in rows("all") if row["keep_ratio"] == 0.125]
-print(additions([row for row in eighth if row["method"].split("+")[0] == "snap_kv"]))
-
-# %% [markdown]
-# The rule taken apart, one change at a time: an eighth of prompts of 256 tokens, which is half as many entries, the question known; answers to needles, pairs and labels together, KL, and L1 of all heads' outputs.
-
-# %%
-print(readings.show([row for row in rows("readings") if "+critical," in row["group"]]))
-
-# %% [markdown]
-# Neither helps: θ is lower by construction, and answers are the same within the error. The residual entry lowers L1 by a fourth, and answers stay. What hurts the paper's rule is that its second stage does not pool the window scores. Pooled, L1 is higher and answers are back, on both decoders. That is what SnapKV has without norms; with very few entries beside the window pooled norms do gain on *built* (P5 in CLAIMS.md).
-#
-# **Fewer entries or fewer bits?** Agnostic, on *built* and *learned*: KVzip with an eighth of the entries, as they are (16 bits), in 4 and in 2 bits a number, beside 2 bits for all entries.
-
-# %%
-for decoder in stored:
-    chosen = [row for row in rows("kvzip") if row["decoder"] == decoder and row["table"] == "bits"
-              and (row["method"], row["share"]) in (("quantized_2", None), ("kvzip", 0.125))]
-    print(decoder, kvzip_parts.columns(chosen), sep="\n", end="\n\n")
-
-# %% [markdown]
-# An eighth in four bits finds no less than two bits for every token, in less than a third of the bytes. (These KiB are of a text after its answer, with question and answer as they came; of the context alone it is a fifth.) The two do not disturb each other: within one document of 32, four bits lose nothing that eviction had kept.
-#
-# **Pairs without pairs.** A decoding step of tensor attention over 2048 tokens, by the papers' two algorithms and by the four matrices multiplied out: the trade-off of Remark 3.9 is gone. (Theorem 4.3, on two matrices, holds.)
-
-# %%
-print(index_game.show([row for row in rows("tensor") if row["tokens"] == 2048]))
-
-# %% [markdown]
-# **A bound that bounds.** The mass that the smallest weights of a power law hold, Theorem B.3 of Scissorhands: as printed, as it holds, and simulated.
-
-# %%
-drawn = persistence.draw_power_law((400, 1000), 3.0, math.inf, torch.Generator().manual_seed(0))
-drawn = drawn.sort(-1).values
-print("kept   printed   exact   simulated")
-for beta in (0.1, 0.25, 0.5, 0.75):
-    simulated = persistence.smallest_share(drawn, beta).mean()
-    print(f"{beta:4}   {persistence.paper_bound(beta, 3.0):7.3f}"
-          f" {persistence.tail_mass(beta, 3.0):7.3f}     {simulated:7.3f}")
-
-# %% [markdown]
-# The printed bound is negative where a quarter of the mass is lost; of this law it holds if half or more is kept (of others it does not: S5 in CLAIMS.md). The exact share is simple enough to be plotted; notebook 03 does.
+# All this was measured on two decoders of 2.8 M parameters. On your model the answer may differ, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #
 # ## The playground
 #
-# Change the text, the question, the method, the budget or the window: the text is read, compressed and asked anew. It runs where this notebook runs; a stored notebook shows only a picture.
+# Change the text, the question, the method, the budget or the window: the text is read, compressed and asked anew. It runs where this notebook runs; a stored notebook shows a picture.
 #
 # ![the playground in a browser](playground.png)
 #
-# Things to try. Take `snap_kv`, *agnostic*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Set `layer` to 1, where *built* retrieves. Write a text of your own with a fact in it: `The code of NAME is NUMBER.` is what this decoder was trained to be asked for.
+# Take `snap_kv`, *agnostic*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Write a text of your own: `The code of NAME is NUMBER.` is the kind of fact that this decoder was trained on.
 
 # %%
 from nanollm.commands.playground import Playground
 Playground(model, encoding)
+
+# %% [markdown]
+# ## Three things to remember
+#
+# 1. Ask first what is known about the question. Window scores answer the question in the prompt, and lose most others.
+# 2. If any question may come, keep every token in fewer bits, or keep what the text can be rebuilt from. The two multiply.
+# 3. Bytes are one price. Reading time, calibration and slower steps are the others.
+#
+# ## Exercises
+#
+# 1. At which budget does SnapKV, agnostic, find the code of the page above? Guess before you run it.
+#
+# <details><summary>Hint</summary>
+#
+# Replace `len(context) // 4` in the cell that draws the page of text, or use the playground.
+# </details>
+#
+# 2. Draw the page again for *learned*. Which families move?
+#
+# <details><summary>Hint</summary>
+#
+# `by_method("learned")` has the rows. Look at `expected_attention` first.
+# </details>
+#
+# 3. Draw the page with an eighth of the entries. Which dots fall, and why KVzip's ring for labels?
+#
+# <details><summary>Hint</summary>
+#
+# Replace 0.25 by 0.125. Aware, the question stands at the prompt's end, and KVzip protects no entry. Compare `kvzip_recent`.
+# </details>
+#
+# 4. A method of your own: which bet would it make? Write its `score` (README, "Your own method") and put it on the page.
+#
+# <details><summary>Hint</summary>
+#
+# `python -m nanollm --methods NAME --keep 25 --json rows.json` measures one row. A row has the keys that this notebook draws.
+# </details>
