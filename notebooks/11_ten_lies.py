@@ -105,9 +105,9 @@ for Method in (SnapKV, Masked):
           f"peak while reading {next(shares)}")
 
 # %% [markdown]
-# Both count a quarter. Only SnapKV frees the rest, and it frees it late: it compresses at the prompt's end, so at the peak it holds the whole cache and some slack. Nearly all methods of this repository do the same. The table at the end has them all.
+# Both count a quarter. Only SnapKV frees the rest, and it frees it late: it compresses at the prompt's end, so at the peak it holds the whole cache and some slack. Nearly all methods of this repository do the same. The table at the end has them all. The bytes that our tables call live are counted ones, too; `cache_bytes` returns both.
 #
-# In public: a request to kvpress asks for a budget of its own for each head ([#7](https://github.com/NVIDIA/kvpress/issues/7)). kvpress fakes such budgets with keys that no query sees. Its [code](https://github.com/NVIDIA/kvpress/blob/main/kvpress/attention_patch.py) says openly that this does not reduce the peak. VeloxQuant-MLX opened an issue on its own README ([#54](https://github.com/rajveer43/VeloxQuant-MLX/issues/54)); it now marks the methods whose savings are only computed ([#61](https://github.com/rajveer43/VeloxQuant-MLX/pull/61)). A [benchmark of seven methods](https://gahmed.com/projects/kv-cache-benchmark) found less than 1 GB saved at the peak.
+# In public: a request to kvpress asks for a budget of its own for each head ([#7](https://github.com/NVIDIA/kvpress/issues/7)). kvpress imitates such budgets with keys that no query sees, and its [code](https://github.com/NVIDIA/kvpress/blob/main/kvpress/attention_patch.py) says openly that this does not reduce the peak. VeloxQuant-MLX opened an issue on its own README ([#54](https://github.com/rajveer43/VeloxQuant-MLX/issues/54)); it now marks the methods whose savings are only computed ([#61](https://github.com/rajveer43/VeloxQuant-MLX/pull/61)). A [benchmark of seven methods](https://gahmed.com/projects/kv-cache-benchmark) found less than 1 GB saved at the peak.
 #
 # **Check:** ask for allocated bytes, and for the peak.
 
@@ -272,7 +272,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
     print(f"{name:12} mean {row['aware']:.2f}: {parts}")
 
 # %% [markdown]
-# ChunkKV loses some of everything. KVzip finds every needle and loses more than half of the labels, because it may drop the newest tokens, where the question stands. `kvzip_recent` keeps the newest 8 and loses no label. Notebook 09 and the list of `fewest_bytes` show means over tasks as well, and that list leaves labels out.
+# ChunkKV loses some of everything. KVzip finds every needle and loses more than half of the labels, because it may drop the newest tokens, where the question stands. `kvzip_recent` keeps the newest 8 and loses no label. The list of `fewest_bytes`, which notebook 09 draws, is a mean over needles and pairs as well, and leaves labels out.
 #
 # In public: the results of a reader in [kvpress #147](https://github.com/NVIDIA/kvpress/issues/147) differ from the leaderboard's graph. The reader posted every task: one stands at 1.6, another at 86.8. Now others can see where the gap lies.
 #
