@@ -1,13 +1,17 @@
-"""python -m nanollm: what compressing the KV cache costs.
+"""Compare methods that compress the KV cache: right answers, KL divergence, bytes and speed of each.
 
-    python -m nanollm                          a method a family, a quarter of the entries: forty seconds
-    python -m nanollm --all                    every method at four budgets: 25 minutes
+    python -m nanollm                  the short table: main methods, keep ratio 25 %: forty seconds
+    python -m nanollm --all            every method, keep ratios 50, 25, 12.5 and 6.25 %: 25 minutes
     python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
     python -m nanollm --model FOLDER --lengths 4096 --batch 4 --dtype bfloat16 --json rows.json --resume
-    python -m nanollm generate                 a page, what is kept of it, and what is answered
-    python -m nanollm generate --method h2o --budget 64 --file TEXT
-    python -m nanollm plan --model FOLDER --lengths 32768 --batch 8
-    python -m nanollm train --help
+
+The table explains its columns. Other commands, each with its own --help:
+
+    python -m nanollm generate         show the entries that a method keeps of a page, or continue a text
+    python -m nanollm plan             predict the memory of a model, its cache and each method
+    python -m nanollm claims           test the papers' claims on the decoders that ship, or on yours
+    python -m nanollm course           make, check or grade a student's copy of this repository
+    python -m nanollm train            train a decoder like the one that ships
 """
 import argparse
 from dataclasses import dataclass
@@ -20,19 +24,19 @@ from nanollm.commands import shell
 
 @dataclass(frozen=True)
 class Settings:
-    """What every row depends on, beside its method, budget and length; each row repeats it."""
+    """The settings that all rows of a run share; each row repeats them."""
     model: str       # the checkpoint's folder
     engine: str
     dtype: str
     documents: int   # per task
     seed: int
-    window: int      # queries that vote
-    text: str | None  # the file of --text, and its checksum
+    window: int      # observation window: how many of the prompt's last queries score the entries
+    text: str | None  # the file of --text with its checksum
     chat: bool
 
 
 def main(argv: list[str]):
-    """Read the options and the files that they name, and measure; rows and a figure go to files."""
+    """Check the options and files, then measure the rows, print them, and write them and a figure."""
     args = read_options(argv)
     stored = check_files(args.figure, args.json)
     text = shell.read_text(args.text) if args.text else None
@@ -43,37 +47,48 @@ def main(argv: list[str]):
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line. Without --methods, --keep, --all or --full the short table is asked for."""
+    """Return the command line. Without --all, --full, --methods and --keep, `short` is True."""
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every method, not one a family")
+    parser.add_argument("--all", action="store_true",
+                        help="run every method; without it, one method of each family")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
-                        help="these; all: every one, also with every addition, as in ada_kv+critical")
+                        help="run only these methods; ada_kv+critical is the window method ada_kv with the "
+                             "addition critical; 'all' is every method, and every window method with each "
+                             "addition")
     parser.add_argument("--keep", nargs="+", type=float, metavar="PERCENT",
-                        help="default 50 25 12.5 6.25; short table: 25")
+                        help="keep ratios: the budget of each head as a percentage of the prompt's tokens; "
+                             "default 50 25 12.5 6.25 (short table: 25)")
     parser.add_argument("--window", type=int, metavar="QUERIES",
-                        help="that vote, in methods with a window; default 8, for short prompts")
+                        help="observation window: how many of the prompt's last queries score the entries; "
+                             "default 8, which suits short prompts")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
-                        help="of the documents; default 512")
-    parser.add_argument("--documents", type=int, help="documents per task; default 32, short table: 8")
-    parser.add_argument("--full", action="store_true", help="256 documents per task, 512 and 1024 tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the documents")
-    parser.add_argument("--batch", type=int, default=32, metavar="DOCUMENTS", help="at a time; default 32")
+                        help="length of each document; one table per length; default 512")
+    parser.add_argument("--documents", type=int, help="documents per task; default 32 (short table: 8)")
+    parser.add_argument("--full", action="store_true",
+                        help="all methods, more precisely: 256 documents per task, of 512 and of 1024 tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random documents; default 0")
+    parser.add_argument("--batch", type=int, default=32, metavar="DOCUMENTS",
+                        help="how many documents the model reads at once; default 32")
     parser.add_argument("--memory", type=float, metavar="GB",
-                        help="of recorded prompts at most, or they are read again for each row; "
-                             "default: half of the memory that is free")
-    parser.add_argument("--text", type=Path, help="a file to read in place of the text that ships")
+                        help="memory for recordings of the prompts; if they need more, every row reads the "
+                             "prompts anew, which is slower; default: half of the free memory")
+    parser.add_argument("--text", type=Path, metavar="FILE",
+                        help="file of text to measure on; default: the text that ships")
     parser.add_argument("--chat", action="store_true",
-                        help="put documents into the tokenizer's chat template")
-    parser.add_argument("--json", type=Path, help="write the rows here, each as it is done")
+                        help="put each document into the tokenizer's chat template, for models tuned to chat")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to, after each row")
     parser.add_argument("--resume", action="store_true",
-                        help="go on with the rows in --json; those of a method that has changed since stay")
-    parser.add_argument("--figure", type=Path, default=Path("compare.png"), help="of the first length")
+                        help="keep the rows that --json already holds and measure the missing ones; a row "
+                             "stays even if its method has changed since")
+    parser.add_argument("--figure", type=Path, default=Path("compare.png"), metavar="FILE",
+                        help="file for a figure of the first length, .png, .pdf or .svg; default compare.png")
     shell.model_options(parser)
     args = parser.parse_args(argv)
 
     if args.all and args.methods:
-        raise ValueError(f"--all is every method; leave it or --methods {' '.join(args.methods)} out")
+        raise ValueError("--all already runs every method; leave out --all or --methods "
+                         f"{' '.join(args.methods)}")
     args.short = not (args.all or args.methods or args.keep or args.full)
     args.asked = [name for name in ("keep", "window") if getattr(args, name) is not None]
     args.window = 8 if args.window is None else args.window
@@ -83,29 +98,28 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         args.documents = 256 if args.full else 8 if args.short else 32
 
     if args.memory is not None and not args.memory >= 0:
-        raise ValueError(f"memory {args.memory:g} GB must be at least 0")
+        raise ValueError(f"--memory is {args.memory:g} GB; it must be at least 0")
     if args.resume and not args.json:
-        raise ValueError("--resume goes on with the rows of a file; name it with --json")
+        raise ValueError("--resume continues the rows of a file; name it with --json")
     for percent in args.keep:
         if not 0 < percent <= 100:
-            raise ValueError(f"keep {percent:g} % must lie above 0 and up to 100 percent of the prompt")
+            raise ValueError(f"--keep is {percent:g} %; it must be above 0 and at most 100")
     return args
 
 
 def check_files(figure: Path, rows: Path | None) -> bytes:
-    """Return what the file of the rows holds. ValueError or OSError, before any work, unless both can be
-    written.
-    """
+    """Return the content of the file of rows. ValueError or OSError if a file cannot be written."""
     if figure.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"figure {figure} must end in .png, .pdf or .svg")
+        raise ValueError(f"figure is {figure}; its name must end in .png, .pdf or .svg")
     if rows and realpath(rows) == realpath(figure):
-        raise ValueError(f"rows and figure cannot both go to {rows}; name two files")
-    is_figure = lambda data: shell.load_module("nanollm.commands.plot").is_ours(data)  # it takes a second
+        raise ValueError(f"rows and figure both go to {rows}; name two files")
+    is_figure = lambda data: shell.load_module("nanollm.commands.plot").is_ours(data)  # slow import
     shell.check_output(figure, "figure", is_figure)
     return shell.check_output(rows, "rows", is_rows) if rows else b""
 
 
 def is_rows(data: bytes) -> bool:
+    """Return whether data is a list of rows that this command wrote."""
     rows = shell.read_json(data)
     return isinstance(rows, list) and rows != [] and all(
         isinstance(row, dict) and {"method", "keep_ratio", "each"} <= row.keys() for row in rows)

@@ -1,4 +1,4 @@
-"""Show what a cache keeps of a page, and what it answers: python -m nanollm generate, without a text."""
+"""Show which tokens of a page a method keeps, and its answer: python -m nanollm generate."""
 import os
 import sys
 
@@ -25,16 +25,16 @@ is a horn as well. The glass is cleaned each morning with a soft cloth. The code
 hours; so he slept, and counted the birds."""
 QUESTION = "\nQ: The code of table is "
 FACT, ANSWER = " The code of table is 2356.", "2356"
-METHOD, BUDGET = "snap_kv", 32  # it finds the fact if it knows the question, and else does not
+METHOD, BUDGET = "snap_kv", 32  # finds the fact aware, loses it agnostic
 
 SETTINGS = {"aware": "the question is part of the prompt that is compressed",
-            "agnostic": "the page is compressed, then the question comes"}
+            "agnostic": "the question comes after the page is compressed"}
 
 
 def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str, int]]:
-    """Return the tokens (1, T) of page and question, and how many of them are compressed in each setting.
+    """Return the tokens (1, T) of page and question, and for each setting how many of them are compressed.
 
-    The last token is fed after the compression in both.
+    In both settings the last token is fed after the compression.
     """
     context = opening(encoding, model.config) + encoding.encode_ordinary(page)
     tokens = context + encoding.encode_ordinary(question)
@@ -44,10 +44,10 @@ def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str,
 
 @torch.no_grad()
 def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Tensor, list[int]]:
-    """Compress the first `cut` of tokens (1, T), read the rest one by one and write the `new` likeliest.
+    """Compress the first `cut` of tokens (1, T), feed the others, then decode `new` tokens.
 
-    Returns which of the first `cut` tokens each head held right after the compression, (L, H, cut), and the
-    new tokens.
+    The others are fed one by one, and decoding is greedy. Returns whether each head holds each of the
+    first `cut` tokens right after the compression, (L, H, cut) of bool, and the new tokens.
     """
     feed(model, tokens[:, :cut], caches)
     end_prompt(model, tokens[:, :cut], caches)
@@ -61,7 +61,7 @@ def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Ten
 
 
 def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
-    """The text of tokens, those that are gone dimmed, or in [brackets] where a terminal cannot."""
+    """Return the text of tokens, with evicted ones dimmed or, if `dim` is False, in [brackets]."""
     before, after = ("\033[2m", "\033[0m") if dim else ("[", "]")
     text, start = "", 0
     for end in range(1, len(tokens) + 1):
@@ -73,9 +73,9 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
 
 
 def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
-    """Print the page as a method keeps it, aware and agnostic, and its answers beside the full cache's.
+    """Print the page and mark its evicted tokens, aware and agnostic; print the answers and the full cache's.
 
-    figure: a file, for the page with each token as dark as the share of heads that keep it.
+    figure: file for a picture of the page; a token is darker if more heads keep it.
     """
     (tokens, cuts), new = prompt(model, encoding, PAGE, QUESTION), len(encoding.encode_ordinary(ANSWER))
     _, expected = answer(model, tokens, cuts["aware"], make_cache(model), new)
@@ -89,15 +89,16 @@ def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
         kept, written = answer(model, tokens, cut, caches, new)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]
-        told, full = encoding.decode(written), encoding.decode(expected)
-        panels[f"{setting}: {SETTINGS[setting]}; {name} answers {told}, the full cache {full}"] = shares
+        own, full = encoding.decode(written), encoding.decode(expected)
+        panels[f"{setting}: {SETTINGS[setting]}; {name} answers {own}, the full cache {full}"] = shares
 
         print(f"{setting}: {SETTINGS[setting]}\n\n{marked(encoding, tokens[0].tolist(), gone, dim)}\n")
-        print(f"{sum(gone)} of {cut} tokens evicted, {'dimmed' if dim else 'in [brackets]'}: no head of any "
-              f"layer has a slot for them; a head holds {100 * kept.float().mean():.0f} % of the tokens")
-        print(f"the full cache answers {full}, {name} {told}; the page says {ANSWER}\n", flush=True)
+        print(f"{sum(gone)} of {cut} tokens are evicted from all heads; they are "
+              f"{'dimmed' if dim else 'in [brackets]'}. "
+              f"On average a head keeps {100 * kept.float().mean():.0f} % of the tokens.")
+        print(f"Right answer: {ANSWER}; the full cache answers {full}, {name} answers {own}\n", flush=True)
 
-    if figure:  # the page once a setting, the fact that is asked for underlined
+    if figure:  # the page, once per setting; the fact that answers the question is underlined
         from nanollm.commands import plot
         after = encoding.encode_ordinary(PAGE.partition(FACT)[2])
         end = cuts["agnostic"] - len(after)

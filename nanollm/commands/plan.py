@@ -1,11 +1,10 @@
-"""python -m nanollm plan: the memory of a model, of its cache and of each method's, before one is loaded.
+"""Predict the memory of a model's weights and of each method's cache, without loading the model.
 
     python -m nanollm plan --model FOLDER --lengths 32768 --batch 8 --memory 80
 
-Only config.json is read. Weights are counted on a model without memory. Caches are not computed by formulas:
-each method compresses short random prompts in the model's shape, and its bytes are carried on in a straight
-line to the length that is asked for, with the budget a share of the prompt as in compare. Where
-whole chunks or a sketch's slots are kept this may be off by a few per cent.
+Only config.json is read. Each method compresses two short random prompts in the model's shape. A straight
+line through their bytes predicts longer prompts. For methods that keep whole chunks or slots of a sketch,
+the prediction may be off by a few per cent.
 """
 import argparse
 from pathlib import Path
@@ -25,17 +24,27 @@ from nanollm.hf.bridge import Bridged
 from nanollm.hf.checkpoint import hf_skeleton
 from nanollm.measure.evaluate import budget_for, slots
 
-SHORT = 576, 1152  # tokens of the prompts that are compressed; longer than what KVzip reads at a time
-HEADER = [["", "", "cache, GB", "peak, GB", "prompts"],
-          ["method", "keep", "after the prompt", "reading", "that fit"]]
-WIDTHS = 26, 6, 16, 8, 8
+SHORT = 576, 1152  # lengths of the two prompts; longer than the pieces that KVzip rereads
+HEADER = [["", "", "GB after", "GB at most", "prompts"],
+          ["method", "keep", "the prompt", "so far", "that fit"]]
+WIDTHS = 26, 6, 10, 10, 8
+TERMS = """\
+keep               keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if every
+                   token stays; in brackets the percentage that a method without a budget kept
+GB after           size of the caches once the prompts are compressed
+GB at most so far  largest size of the caches until then; many methods hold the whole prompt first
+prompts that fit   how many prompts fit into the memory of --memory, beside the weights. Activations and
+                   attention matrices are not counted, nor up to a tenth more if prompts come in pieces"""
 
 
 def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
-    """Return what `make_cache` asks of a decoder, made of config.json alone, and the bytes of its weights."""
+    """Return a stand-in for the decoder that `make_cache` accepts, and the bytes of the weights.
+
+    Both come from config.json alone.
+    """
     skeleton = hf_skeleton(folder)
     c = Bridged(skeleton).config
-    w_o = torch.zeros(1, c.n_kv_heads, c.head_dim, dtype=dtype)  # no method's bytes depend on more
+    w_o = torch.zeros(1, c.n_kv_heads, c.head_dim, dtype=dtype)  # no method's bytes depend on more rows
     blocks = [SimpleNamespace(attention=SimpleNamespace(w_o=w_o)) for _ in range(c.n_layers)]
     freq = torch.ones(c.head_dim // 2)
     numbers = sum(p.numel() for p in skeleton.parameters())
@@ -43,10 +52,10 @@ def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
 
 
 def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
-    """Compress one random prompt of T tokens.
+    """Compress one random prompt of T tokens, and return the bytes that its caches take.
 
-    Returns the bytes allocated `after` it and at most, `peak`, while it was read; and what `table.budget`
-    goes by.
+    after: bytes allocated after the compression. peak: most bytes allocated until then. The other keys are
+    those that `table.budget` needs.
     """
     options = {} if keep_ratio is None else dict(budget=budget_for(keep_ratio, T))
     caches = make_cache(shape, Method, **given(Method, window_size=window) | options)
@@ -58,7 +67,7 @@ def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dty
         new = pos[:, part] + caches[0].seen
         for cache in caches:
             qkv = torch.randn(3, 1, c.n_kv_heads, new.shape[1], c.head_dim, generator=g, dtype=dtype)
-            cache.attend(*qkv, new)  # with one query head each
+            cache.attend(*qkv, new)  # one query head per key/value head
 
     read(slice(None))
     peak = max(cache_bytes(caches)[1], reread(caches, read))
@@ -68,7 +77,7 @@ def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dty
 
 
 def planned(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
-    """Return `compressed` at T tokens, or what a line through two short prompts says if T is longer."""
+    """Return `compressed` at T tokens; for long T, its value on the line through two short prompts."""
     if T <= SHORT[1]:
         return compressed(shape, Method, keep_ratio, T, dtype, window)
     one, two = (compressed(shape, Method, keep_ratio, n, dtype, window) for n in SHORT)
@@ -80,21 +89,29 @@ def planned(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dtype,
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm plan", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=TINY, help="folder with a config.json")
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help="folder with a config.json; default nanollm/tiny, the small decoder that ships")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
-                        help="of the prompt; default 2048, or what the model reads")
-    parser.add_argument("--batch", type=int, default=1, help="texts at a time")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--memory", type=float, default=80, metavar="GB", help="what there is; default 80")
-    parser.add_argument("--methods", nargs="+", default=[*SHOWN], metavar="NAME")
+                        help="length of the prompts, a table each; default 2048, or the model's longest")
+    parser.add_argument("--batch", type=int, default=1, metavar="PROMPTS",
+                        help="number of prompts whose caches are held at once; default 1")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16",
+                        help="number format of weights, keys and values; default bfloat16")
+    parser.add_argument("--memory", type=float, default=80, metavar="GB",
+                        help="memory of the machine, to count the prompts that fit; default 80")
+    parser.add_argument("--methods", nargs="+", default=[*SHOWN], metavar="NAME",
+                        help="methods to plan, or 'all'; default: the main methods, as in python -m nanollm")
     parser.add_argument("--keep", type=float, default=25, metavar="PERCENT",
-                        help="of the prompt; default 25")
-    parser.add_argument("--window", type=int, default=32, metavar="QUERIES", help="that vote; default 32")
+                        help="keep ratio: the budget of each head as a percentage of the prompt's tokens; "
+                             "default 25")
+    parser.add_argument("--window", type=int, default=32, metavar="QUERIES",
+                        help="observation window: how many of the prompt's last queries score the entries; "
+                             "default 32")
     args = parser.parse_args(argv)
     whole("batch", args.batch, 1)
     if not 0 < args.keep <= 100 or not 0 < args.memory < 1e9:
-        raise ValueError(f"keep {args.keep:g} % and memory {args.memory:g} GB must lie above 0, "
-                         "the budget up to 100, the memory below 1e9")
+        raise ValueError(f"--keep is {args.keep:g} % and --memory {args.memory:g} GB; --keep must be above 0 "
+                         "and at most 100, --memory above 0 and below 1e9")
 
     dtype = getattr(torch, args.dtype)
     shape, weights = shape_of(args.model, dtype)
@@ -103,10 +120,10 @@ def main(argv: list[str]):
     for T in lengths:
         whole("length", T, 16, c.max_len)
     print(f"{c.n_layers} layers, {c.n_heads} query and {c.n_kv_heads} key/value heads of {c.head_dim}, "
-          f"{args.dtype}; weights {weights / 1e9:.3g} GB")
+          f"{args.dtype}; weights {weights / 1e9:.3g} GB\n\n{TERMS}")
 
     for T in lengths:
-        print(f"\n{args.batch} prompts of {T} tokens\n")
+        print(f"\n{args.batch} prompts of {T} tokens, {args.memory:g} GB of memory\n")
         print(text_table(HEADER, WIDTHS))
         for name, Method in methods.items():
             keep_ratio = args.keep / 100 if has_budget(Method) else None
@@ -117,5 +134,3 @@ def main(argv: list[str]):
             fit = max(0, int((args.memory * 1e9 - weights) // max(row["after"], row["peak"])))
             sizes = [f"{args.batch * row[key] / 1e9:.3g}" for key in ("after", "peak")]
             print(text_table([[name, budget(row), *sizes, str(fit)]], WIDTHS), flush=True)
-    print(f"\nThat fit: into {args.memory:g} GB beside the weights. Activations and matrices of attention\n"
-          "come on top, and up to a tenth of the peak where a prompt is read in pieces.")

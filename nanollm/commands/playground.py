@@ -1,4 +1,4 @@
-"""A playground for a notebook: choose text, question, method and budget; see what stays and is answered.
+"""A playground for notebooks: choose text, question and method; see what is kept and answered.
 
     Playground(*load(TINY, "cpu"))    # as the last line of a cell
 """
@@ -16,16 +16,16 @@ from nanollm.generate import tell_chunk_ends
 from nanollm.measure.evaluate import budget_for
 from nanollm.tokenizer import boundaries
 
-NEW = 4  # tokens of an answer
+NEW = 4  # tokens in an answer
 
 
 class Playground(widgets.VBox):
-    """After each change the text is read, compressed and asked anew. Errors are shown in the box."""
+    """Compress the text and answer the question, again after each change. Errors appear in it."""
 
     def __init__(self, model, encoding):
         self.model, self.encoding, self.methods = model, encoding, pick(["all"])
-        self.learned = {}   # by method: what it learned about the decoder
-        self.expected = {}  # by text and question: the full cache's answer and bytes
+        self.learned = {}   # by method: the options that it measured on the decoder
+        self.expected = {}  # by tokens of text and question: the full cache's answer and bytes
         wide = widgets.Layout(width="98%")
         self.text = widgets.Textarea(PAGE, layout=widgets.Layout(width="98%", height="9em"),
                                      continuous_update=False)
@@ -33,7 +33,7 @@ class Playground(widgets.VBox):
                                      continuous_update=False)
         self.method = widgets.Dropdown(options=[*self.methods], value="snap_kv", description="method")
         self.setting = widgets.ToggleButtons(options=[*SETTINGS], tooltips=[*SETTINGS.values()])
-        self.budget = widgets.IntSlider(8, 1, 100, description="budget, %", continuous_update=False)
+        self.budget = widgets.IntSlider(8, 1, 100, description="keep, %", continuous_update=False)
         self.window = widgets.IntSlider(8, 1, 64, description="window", continuous_update=False)
         layers = ["all", *map(str, range(model.config.n_layers))]
         self.layer = widgets.Dropdown(options=layers, description="layer")
@@ -53,18 +53,18 @@ class Playground(widgets.VBox):
             if name not in self.learned:
                 self.learned[name] = calibrated(Method, self.model, self.encoding)
             self.said.value, self.kept.value = self.read(Method, self.learned[name])
-        except Exception as error:  # of a method of your own, too; a browser would show none
+        except Exception as error:  # any error, for a browser shows no traceback
             self.said.value = f"<b>{escape(one_line(error))}</b>"
 
     @torch.no_grad()
     def read(self, Method, options: dict) -> tuple[str, str]:
-        """Return as HTML the answer, and the text, each token as dark as the share of heads that keep it."""
+        """Return two pieces of HTML: the answer, and the text; a token is darker if more heads keep it."""
         model = self.model
         tokens, cuts = prompt(model, self.encoding, self.text.value, f"\n{self.question.value}")
         cut = cuts[self.setting.value]
         if not self.text.value.strip() or len(tokens[0]) + NEW > model.config.max_len:
-            raise ValueError(f"a text has at least 1 token and, with question and answer, at most "
-                             f"{model.config.max_len}, not {len(tokens[0]) + NEW}")
+            raise ValueError(f"text, question and answer have {len(tokens[0]) + NEW} tokens; the text must "
+                             f"have at least 1 token, and all together at most {model.config.max_len}")
 
         budget = budget_for(self.budget.value / 100, cuts["agnostic"])
         options = options | given(Method, budget=budget, window_size=self.window.value)
@@ -79,25 +79,24 @@ class Playground(widgets.VBox):
         expected, most = self.expected[key]
         if self.layer.value != "all":
             kept = kept[int(self.layer.value)][None]
-        shares, held = kept.float().mean((0, 1)), bytes_in_16_bits(caches)
+        shares, size = kept.float().mean((0, 1)), bytes_in_16_bits(caches)
 
-        told, full = (escape(self.encoding.decode(x).strip()) for x in (written, expected))
-        said = (f"It answers <b>{told}</b>, the full cache <b>{full}</b>. After the answer it holds "
-                f"<b>{held / 1024:.0f} KiB</b> in numbers of 16 bits, {100 * held / most:.0f} % of the full "
-                f"cache's {most / 1024:.0f}. "
-                f"Of the {cut} tokens compressed, a head has a slot for {100 * shares.mean():.0f} %; "
-                f"{int((shares == 0).sum())} tokens are gone from all"
+        own, full = (escape(self.encoding.decode(x).strip()) for x in (written, expected))
+        said = (f"It answers <b>{own}</b>, the full cache <b>{full}</b>. After the answer its cache holds "
+                f"<b>{size / 1024:.0f} KiB</b> with 16-bit numbers, {100 * size / most:.0f} % of the full "
+                f"cache's {most / 1024:.0f} KiB. On average a head keeps {100 * shares.mean():.0f} % of the "
+                f"{cut} compressed tokens; {int((shares == 0).sum())} tokens are evicted from all heads"
                 f"{'' if self.layer.value == 'all' else f' of layer {self.layer.value}'}.")
         return said, self.shaded(tokens[0], shares)
 
     def shaded(self, tokens: Tensor, shares: Tensor) -> str:
-        """Return tokens (T,) as HTML, the first on a ground as dark as the root of their share."""
-        text, decoder = "", getincrementaldecoder("utf-8")("replace")  # a character may be of several tokens
+        """Return tokens (T,) as HTML; a compressed token is as dark as the root of its share."""
+        text, decoder = "", getincrementaldecoder("utf-8")("replace")  # a character may span tokens
         for i, token in enumerate(tokens.tolist()):
             piece = escape(decoder.decode(self.encoding.decode_bytes([token])))
             dark = 0.7 * float(shares[i]) ** 0.5 if i < len(shares) else None
             look = f"background:rgba(0,114,178,{dark:.2f})" if dark else "color:#aaa"
-            look = "color:#007a3d" if dark is None else look  # what came after the compression
+            look = "color:#007a3d" if dark is None else look  # came after the compression
             text += f'<span style="{look}">{piece}</span>'
         return ('<div style="white-space:pre-wrap;font-family:monospace;line-height:1.5;color:black;'
                 f'background:white;padding:6px">{text}</div>')

@@ -1,4 +1,4 @@
-"""Figures. A method has one colour, marker and dash in every figure; they also differ in grey."""
+"""Draw figures. A method has the same colour, marker and dash in all; they also differ in grey."""
 from io import BytesIO
 from pathlib import Path
 import re
@@ -11,8 +11,8 @@ import numpy as np
 from nanollm.commands.shell import replace
 from nanollm.measure.evaluate import held
 
-TITLE = "Figure of python -m nanollm"  # written into the file; only such a file is replaced
-MOST = 8                               # lines that can be told apart
+TITLE = "Figure of python -m nanollm"  # metadata of our files; only such files are replaced
+MOST = 8                               # lines in a figure; more cannot be told apart
 
 # A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {
@@ -23,7 +23,7 @@ FAMILIES = {
     "cam": ("#b0a000", "<"), "random": ("#bbbbbb", ">")}
 OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"), ("#f0027f", "4"))
 
-# A variant keeps its family's colour and marker; the rest of its name gives the dash, -- if it is not here.
+# A variant has its family's colour and marker. The rest of its name selects the dash; -- if not listed.
 DASHES = {"": "-", "critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
           "chunk": (0, (8, 2)), "semantic": (0, (3, 1, 1, 1)), "reuse": "--", "weight": "--", "shrunk": "--",
           "mean": ":", "absolute": "--", "fast": "--", "recent": "-.", "kvzip": (0, (1, 1)),
@@ -33,7 +33,7 @@ DASHES = {"": "-", "critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "
 def style(name: str) -> dict:
     """Return a method's color, marker and linestyle by its command-line name: plot(**style("h2o")).
 
-    "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name chooses its look.
+    "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name selects its look.
     """
     base, _, addition = name.partition("+")
     family = next((one for one in FAMILIES if f"{base}_".startswith(f"{one}_")), None)
@@ -43,7 +43,7 @@ def style(name: str) -> dict:
 
 
 def save(figure, file: Path, title: str = TITLE):
-    """Write a figure with a title in its metadata, by which `is_ours` knows it again."""
+    """Write a figure, with a title in its metadata that `is_ours` recognises."""
     data = BytesIO()
     figure.savefig(data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": title})
     plt.close(figure)
@@ -59,13 +59,13 @@ def is_ours(data: bytes, title: str = TITLE) -> bool:
 # ---- the comparison ----
 
 def comparison(rows: list[dict], file: Path):
-    """Draw a comparison: at most eight methods and the full cache, each named at the end of its line.
+    """Draw rows of at most eight methods and the full cache; each line has its name at the end.
 
-    With one budget per method: lines from its aware to its agnostic mean accuracy, and its KL over its bytes.
-    Otherwise all three over the bytes.
+    If every method has one row: lines from aware to agnostic mean accuracy, and KL over bytes. Otherwise
+    both accuracies and KL over bytes.
     """
     if not rows:
-        raise ValueError("there are no rows to draw")
+        raise ValueError("the list of rows is empty; measure at least one row to draw")
     full = next((row for row in rows if row["method"] == "full"), None)
     points = {name: sorted((row for row in rows if row["method"] == name), key=lambda row: row["live_16"])
               for name in drawn([row["method"] for row in rows])}
@@ -82,7 +82,7 @@ def comparison(rows: list[dict], file: Path):
 
 
 def drawn(names: list[str]) -> list[str]:
-    """Return at most eight methods, without the full cache: first those that head a family of FAMILIES."""
+    """Return at most eight names, without the full cache; plain members of FAMILIES come first."""
     names = [name for name in dict.fromkeys(names) if name != "full"]
     rank = {look: i for i, look in enumerate(FAMILIES.values())}
 
@@ -106,17 +106,17 @@ def slopes(axis, points: dict, full: dict | None):
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
-    """Draw rows[key] of each method over its cache's KiB; the full cache's value is a horizontal line."""
+    """Draw row[key] of each method over its cache's KiB; the full cache's value is a horizontal line."""
     kib = {name: [row["live_16"] / 1024 for row in mine] for name, mine in points.items()}
     for name, mine in points.items():
         axis.plot(kib[name], [row[key] for row in mine], label=name, markersize=7, **style(name))
     if full:
         axis.axhline(full[key], color="black", linewidth=1)
         axis.text(0.02, full[key], "full cache", transform=axis.get_yaxis_transform(), va="bottom")
-    axis.set(xlabel="cache after the text, KiB per sequence (numbers of 16 bits)", ylabel=label)
+    axis.set(xlabel="KiB of a text's cache, with 16-bit numbers", ylabel=label)
     axis.grid(alpha=0.3)
 
-    # a tick per power of two around all points; a cache of no bytes has no place on a logarithmic axis
+    # a tick per power of two around all points; 0 bytes cannot be drawn on a logarithmic axis
     live = [x for mine in kib.values() for x in mine] or [full["live_16"] / 1024]
     if min(live) > 0:
         low, high = np.floor(np.log2(min(live)) + 0.01), np.ceil(np.log2(max(live)))
@@ -136,7 +136,7 @@ def name_ends(axis, ends: dict[str, tuple[float, float]]):
     """Write each name at the right edge, at the height of its line's last point (x, y), without overlap."""
     place = axis.transScale + axis.transLimits
     heights = np.array([place.transform(end)[1] for end in ends.values()])
-    # from the lowest to the highest: at least `steps` above the one below, and none above 1
+    # from the lowest name up: at least 0.045 above the name below it, and none above 1
     order, steps = np.argsort(heights, kind="stable"), 0.045 * np.arange(len(heights))
     apart = np.maximum.accumulate(heights[order] - steps) + steps
     heights[order] = np.minimum(apart, 1 - steps[::-1])
@@ -149,21 +149,21 @@ def name_ends(axis, ends: dict[str, tuple[float, float]]):
 # ---- a text, heads, attention ----
 
 def kept(caches: list, tokens: int) -> np.ndarray:
-    """Return which of the first row's first `tokens` tokens each head holds, (L, H, tokens) of bool."""
+    """Return whether each head holds each of row 0's first `tokens` tokens, (L, H, tokens) of bool."""
     return held(caches, tokens)[0].cpu().numpy()
 
 
 def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", high: str = "kept by every head",
          mark: str = "fact", columns: int = 1, width: int = 110):
-    """Draw a text once per panel, each token on a ground as dark as its weight; tokens of weight 0 are grey.
+    """Draw a text once per panel. A token with a larger weight has a darker ground; weight 0 is grey text.
 
-    pieces: the tokens' strings; line breaks are drawn as ↵, several spaces as one. panels: title → weights
-    (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words for the key. width:
-    characters per line.
+    pieces: the tokens' strings; a line break is drawn as ↵, a run of spaces as one. panels: title → weights
+    (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words in the key below the
+    text. width: characters per line.
     """
     pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
     marked = np.zeros(len(pieces)) if marked is None else marked
-    places, x, y = [], 0, 0  # of each token, in characters and lines
+    places, x, y = [], 0, 0  # column and line of each token
     for piece in pieces:
         if x + len(piece) > width:
             x, y = 0, y + 1
@@ -171,7 +171,7 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
         x += len(piece)
     panel_width, panel_height = width + 4, y + 3
     across, down = columns * panel_width - 4, -(-len(panels) // columns) * panel_height
-    inch = 1100 // across / 100  # a character's width, whole pixels at 100 dpi
+    inch = 1100 // across / 100  # width of a character; whole pixels at 100 dpi
     size = 72 * inch / 0.602     # DejaVu Sans Mono is 0.602 em wide
     figure = plt.figure(figsize=(across * inch, 2.1 * inch * (down + 1.2)))
     axis = figure.add_axes((0, 0, 1, 1), xlim=(0, across), ylim=(down + 1, -0.2))
@@ -201,14 +201,14 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
 
 
 def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = False, most: float | None = None):
-    """Write a number per layer and head, (L, heads), on a ground as dark as it is large; `most` is darkest.
+    """Write values (L, heads) as a table of layers and heads. A larger number has a darker ground.
 
-    diverging: purple below 0, orange above.
+    most: the value of the darkest ground. diverging: purple below 0, orange above.
     """
     values = np.asarray(values)
-    if values.ndim != 2:  # a third dimension would be taken for colours
-        raise ValueError(f"{title!r} has values of shape {values.shape}, which must be (L, heads)")
-    most = 1.4 * (most or np.abs(values).max())  # so that black can be read on it
+    if values.ndim != 2:  # imshow reads a third dimension as colours
+        raise ValueError(f"values of {title!r} have shape {values.shape}; it must be (L, heads)")
+    most = 1.4 * (most or np.abs(values).max())  # keeps the ground light enough for black digits
     axis.imshow(values, cmap="PuOr_r" if diverging else "Blues", vmin=-most if diverging else 0, vmax=most)
     for (layer, head), value in np.ndenumerate(values):
         axis.text(head, layer, form.format(value), ha="center", va="center", fontsize=8)
@@ -217,6 +217,6 @@ def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = Fals
 
 
 def attention(axis, p, title: str):
-    """Draw one head's probabilities (T, S), a row per query, by their square root so that faint ones show."""
+    """Draw one head's probabilities (T, S), a row per query; their square roots, so that small ones show."""
     axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
     axis.set(title=title, xlabel="key", ylabel="query")

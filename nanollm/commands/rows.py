@@ -1,4 +1,4 @@
-"""The rows of python -m nanollm: each is measured, printed and stored before the next."""
+"""Measure the rows of python -m nanollm; print and store each before the next begins."""
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -26,19 +26,19 @@ from nanollm.measure.evaluate import Make, maker
 from nanollm.measure.tasks import Tasks
 from nanollm.tokenizer import boundaries
 
-Job = tuple[int, str, float | None]  # a length in tokens, a method's name, and its budget as a keep ratio, or None
+Job = tuple[int, str, float | None]  # length in tokens, name of the method, keep ratio (None: no budget)
 
 
 def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
-    """Measure the rows that the options ask for, and print a table of them.
+    """Measure the rows that the options select, and print them as a table.
 
-    text: that of --text. stored: what the file of the rows holds.
+    text: the content of --text. stored: the content of --json.
     """
     rank, world = shell.ranks()
     check_seed(settings.seed)
     whole("batch", args.batch, 1)
     rows = {job_of(row): row for row in earlier(stored, args.json, settings)} if args.resume else {}
-    if world > 1 and args.device == "cuda":  # a GPU a process
+    if world > 1 and args.device == "cuda":  # one GPU per process
         args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
 
     methods = pick([*table.SHOWN] if args.short else args.methods)
@@ -54,15 +54,15 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
 
     @lru_cache(maxsize=1)
     def read(T: int) -> Slices:
-        """Return documents of T tokens. What they cost is said where it matters."""
+        """Return the benchmark of documents of T tokens. Report its memory, unless a short table keeps it."""
         slices = Slices(model, tasks, T, settings.documents, settings.seed, args.batch, keep)
         if rank == 0 and not (args.short and slices.keeps):
             tqdm.write(str(slices), file=sys.stderr)
-        slices.benchmark(model, 0)  # what the model refuses is an error, not one of each row
+        slices.benchmark(model, 0)  # an error of the model ends the run here, not once per row
         return slices
 
     def measure(job: Job) -> dict | str:
-        """Return a row, or why there is none: one method's mistake costs only its own rows."""
+        """Return a row, or a message if the method fails: the other methods go on."""
         if job in rows:
             return rows[job]
         T, name, keep_ratio = job
@@ -78,9 +78,10 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
             print(f"{name} is left out: {error}", file=sys.stderr)
         for message in idle(methods, named and "keep" in args.asked, "window" in args.asked):
             print(message, file=sys.stderr)
-        whose = "a small trained decoder" if args.model == TINY else args.model
-        print(f"What compressing the KV cache of {whose} costs, measured on real text.\n\n{table.TERMS}",
-              flush=True)
+        model_name = "the small decoder that ships" if args.model == TINY else args.model
+        on_gpu = torch.device(args.device).type == "cuda"
+        print(f"Methods that compress the KV cache, compared on {model_name}.\n\n"
+              f"{table.terms(args.short, on_gpu)}", flush=True)
     began, shown, failed = time.time(), [], []
     for row, write in shared_out(jobs, measure, rank, world):
         if isinstance(row, str):
@@ -107,60 +108,61 @@ def job_of(row: dict) -> Job:
 
 
 def earlier(stored: bytes, file: Path, settings: Settings) -> list[dict]:
-    """Return the rows that a file holds. ValueError if one is broken or was made with other settings."""
+    """Return the rows of a file. ValueError if a row is broken or was measured with other settings."""
     rows = json.loads(stored or "[]")
     for row in rows:
         check_row(row, table.HOLDS, file)
         check_row(row["each"], table.EACH, file)
         for name in table.ACCURACIES:
             if not isclose(row[name], mean := fmean(row["each"][name]), abs_tol=1e-6):
-                raise ValueError(f"{name!r} of a row in {file} is {row[name]}, and the mean over its "
-                                 f"documents {mean}; name another file")
+                raise ValueError(f"{name!r} of a row in {file} is {row[name]}, but the mean over its "
+                                 f"documents is {mean}; name another file")
         for name, x in vars(settings).items():
             if row.get(name) != x:
-                raise ValueError(f"the rows in {file} were made with --{name} {row.get(name)}, not {x}; "
-                                 "give what they were made with, or name another file")
+                raise ValueError(f"the rows in {file} were measured with --{name} {row.get(name)}, not {x}; "
+                                 "give the same option, or name another file")
     return rows
 
 
 def idle(methods: dict, keep: bool, window: bool) -> list[str]:
-    """Return what was asked for, keep ratios or a window, and changes nothing for these methods."""
+    """Return a message for --keep and for --window if the option changes nothing for these methods."""
     messages = []
     without = [name for name, Method in methods.items() if name != "full" and not has_budget(Method)]
     if keep and without:
-        messages.append(f"--keep changes nothing for {', '.join(without)}: no budget there")
+        messages.append(f"--keep changes nothing for {', '.join(without)}: no budget to set")
     if window and not any(given(Method, window_size=0) for Method in methods.values()):
-        messages.append("--window changes nothing: none of these methods has a window")
+        messages.append("--window changes nothing: none of these methods has an observation window")
     return messages
 
 
 class Candidates:
-    """The methods to compare, on one model. window: queries that vote, in methods with a window."""
+    """The methods to compare on one model. window: queries in the observation window."""
 
     def __init__(self, model, encoding, methods: dict, window: int):
         self.model, self.encoding, self.methods = model, encoding, methods
         ends = boundaries(encoding, model.config.vocab_size)
         self.options = {name: dict(ends=ends) | given(Method, window_size=window)
                         for name, Method in methods.items()}
-        self.found = {}  # by name: options that a method has found out about the decoder
+        self.measured = {}  # by name: the options that a method measured on the decoder
 
     def jobs(self, lengths: list[int], percents: list[float]) -> list[Job]:
+        """Return a job for each length, method and keep ratio; one keep ratio, None, without a budget."""
         keep_ratios = [percent / 100 for percent in percents]
         return [(T, name, keep_ratio) for T in lengths for name, Method in self.methods.items()
                 for keep_ratio in (keep_ratios if has_budget(Method) else [None])]
 
     def calibrated(self, name: str, keep_ratio: float | None) -> Make:
-        """Return what makes a method's caches, with the options that it finds out about the decoder."""
-        if name not in self.found:
-            self.found[name] = calibrated(self.methods[name], self.model, self.encoding)
-        options = self.options[name] | self.found[name]
+        """Return a function that makes a method's caches, with the options that it measures."""
+        if name not in self.measured:
+            self.measured[name] = calibrated(self.methods[name], self.model, self.encoding)
+        options = self.options[name] | self.measured[name]
         return maker(self.model, self.methods[name], keep_ratio, **options)
 
     def fit(self, jobs: list[Job], named: bool) -> tuple[list[Job], dict[str, ValueError]]:
-        """Return the jobs that can be done, and by name why a method cannot work with this model.
+        """Return the jobs that can run, and the error of each method that cannot run on this model.
 
-        A budget that a method cannot work with is a ValueError before any work is done. So is a method that
-        cannot work with this model, if it was asked for by name.
+        ValueError if a budget is too small for a method. If `named`, also if a method cannot run on this
+        model: its name was on the command line.
         """
         unfit = {}
         for T, name, keep_ratio in jobs:
@@ -175,14 +177,14 @@ class Candidates:
         return [job for job in jobs if job[1] not in unfit], unfit
 
     def why_not(self, T: int, name: str, keep_ratio: float | None) -> ValueError | None:
-        """Return why a method cannot work with documents of T tokens and this budget, None if it can."""
+        """Return the error of a method with documents of T tokens and this budget; None if it can run."""
         try:
             make = maker(self.model, self.methods[name], keep_ratio, **self.options[name])
-            # of T tokens, an answer and the token before it come later
+            # the answer, at least one token, and the token before it are not part of the prompt
             check_rereads(self.model, make(shortest(T)), T - 2)
         except ValueError as error:
             return error
-        except Exception:  # a bug: its row will name it, and the others go on
+        except Exception:  # a bug in the method: its own row reports it
             return None
 
 
@@ -192,8 +194,9 @@ def shortest(T: int) -> int:
 
 
 def shared_out(jobs: list[Job], measure: Callable[[Job], dict | str], rank: int, world: int) -> Iterator:
-    """On rank 0 yield what `measure` returns for each job, in order, and a function that prints beside the
-    progress bar. `world` jobs are done at a time, one on each rank.
+    """Measure `world` jobs at a time, one on each rank. On rank 0, yield each result in order.
+
+    Each comes with a function that prints above the progress bar.
     """
     if world > 1:
         dist.init_process_group("gloo")
@@ -214,7 +217,7 @@ def shared_out(jobs: list[Job], measure: Callable[[Job], dict | str], rank: int,
 
 
 def finish(args: Namespace, rows: list[dict], seconds: float):
-    """Print what stands below the rows, and draw those of the first length."""
+    """Print the lines below the table, and draw the rows of the first length."""
     for message in (table.unfit(rows), table.findings(rows) if args.short else ""):
         if message:
             print(f"\n{message}")
@@ -225,5 +228,5 @@ def finish(args: Namespace, rows: list[dict], seconds: float):
         print(f"\n{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
               + (f", rows in {args.json}" if args.json else ""))
     if args.short and args.model == TINY:
-        print("All methods at four budgets: python -m nanollm --all. Tensor attention needs a decoder of\n"
-              "its own: notebooks/04_tensor_attention.ipynb.")
+        print("For all methods at four keep ratios: python -m nanollm --all. Tensor attention needs its\n"
+              "own decoder: see notebooks/04_tensor_attention.ipynb.")

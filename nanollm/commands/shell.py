@@ -1,6 +1,6 @@
-"""What all commands share: errors of one line, files read and written, options, processes and threads.
+"""Code that all commands share: one-line errors, reading and writing files, options, processes and threads.
 
-Importing this file takes no time: `--help` and mistakes on the command line are answered before torch loads.
+This file does not import torch. So `--help` and mistakes on the command line are answered at once.
 """
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,47 +14,51 @@ import sys
 
 from nanollm import TINY
 
-LONGEST = 10 ** 8  # bytes of a text that is read
+LONGEST = 10 ** 8  # bytes; a longer text is refused
 DTYPES = "float32", "bfloat16", "float16"
 
 
 def ranks() -> tuple[int, int]:
-    """This process's number and how many there are, as torchrun says it; (0, 1) for a process alone."""
+    """Return this process's rank and the number of processes; (0, 1) without torchrun."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ValueError(f"RANK {rank!r} must be a whole number below WORLD_SIZE {world!r}, as torchrun sets "
-                         "them; unset both for a process alone")
+        raise ValueError(f"RANK is {rank!r} and WORLD_SIZE {world!r}; RANK must be a whole number below "
+                         "WORLD_SIZE; torchrun sets both, unset both to run one process")
     return int(rank), int(world)
 
 
 def load_module(name: str):
-    """Import a module that takes seconds to load. Ctrl-C meanwhile ends the program silently."""
-    heard = signal.getsignal(signal.SIGINT)
-    if heard is signal.default_int_handler:
+    """Import a module that takes seconds to load. Until it is loaded, Ctrl-C ends the program silently."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return import_module(name)
     finally:
-        signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGINT, handler)
 
 
 def model_options(parser):
-    """Add the options of every command that runs a model; `registry.loaded` goes by them."""
+    """Add the options of every command that runs a model; `registry.loaded` reads them."""
     parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint in Hugging Face layout")
+                        help="folder of a checkpoint in Hugging Face layout; default nanollm/tiny, the small "
+                             "decoder that ships")
     parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
-                        help="whose decoder runs; auto: ours, if it knows the family")
-    parser.add_argument("--device", default="cpu", help="as torch names it; default cpu")
+                        help="the code that runs the model: this repository's decoder (ours) or the package "
+                             "transformers; default auto: ours if it supports the model's family")
+    parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda:0; default cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32",
-                        help="of weights, keys and values; default float32")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as suits the model's size")
+                        help="number format of weights, keys and values; default float32")
+    parser.add_argument("--threads", type=int, default=0,
+                        help="CPU threads; default 0: one for small models, all cores for large ones")
 
 
 def set_threads(asked: int, parameters: int):
-    """PyTorch's CPU threads: as many as asked for; by 0 what suits a decoder of so many parameters.
+    """Set PyTorch's CPU threads. asked: how many; 0 chooses by the model's number of parameters.
 
-    A small one gets one. A second thread with a core to itself saves a sixth of the time at 2048 tokens, and
-    none at 128 (RESULTS.md). But two wait for each other at every operation, which takes long on a busy core.
+    A model below 50 million parameters gets one thread. A second thread on a free core saves a sixth of the
+    time at 2048 tokens and nothing at 128 (RESULTS.md). On a busy core it costs time, because the two threads
+    wait for each other at every operation.
     """
     import torch
     from nanollm.check import whole
@@ -65,14 +69,15 @@ def set_threads(asked: int, parameters: int):
 
 
 def command(run: Callable, *arguments):
-    """Run a command of a shell: whatever its user can cause becomes one line and exit code 2. A bug keeps its
-    traceback.
+    """Run a command. An error that its user can cause becomes one line and exit code 2.
+
+    A bug keeps its traceback.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(*arguments)
-        print(end="", flush=True)  # where stdout is closed, nothing
+        print(end="", flush=True)  # prints nothing if stdout is closed
     except BrokenPipeError:
         fail("nobody reads the output any more")
     except KeyboardInterrupt:
@@ -84,71 +89,73 @@ def command(run: Callable, *arguments):
             raise
         fail(f"not enough memory ({error})")
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a tokenizer's own, in Rust; it is no Exception
+        if type(error).__name__ != "PanicException":  # raised by tokenizers written in Rust
             raise
-        fail(f"the tokenizer breaks off ({error}); give another text, or a model with another tokenizer")
+        fail(f"the tokenizer failed on this text ({error}); give another text, or a model with another one")
 
 
 def fail(why: str):
-    """One line on stderr and exit code 2."""
+    """Print one line on stderr and exit with code 2."""
     try:
-        print(end="", flush=True)  # where stdout is closed, nothing
-    except OSError:  # Python's own flush at the end would fail again, in other words and with another code
+        print(end="", flush=True)  # prints nothing if stdout is closed
+    except OSError:  # else Python's flush at exit fails again, with another message and exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
         print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
-    except OSError:  # it may be closed as well
+    except OSError:  # stderr is closed too
         os._exit(2)
     sys.exit(2)
 
 
 def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
-    """What `file` holds. ValueError or OSError, before any work, unless it can be written and holds nothing
-    or what this program wrote.
+    """Return the content of an output file. ValueError or OSError if it may not be replaced.
+
+    It must be writable, and absent, empty or written by this program. what: its content in a word, for
+    messages. ours: tells whether this program wrote the data.
     """
     if not file.parent.is_dir():
-        raise ValueError(f"folder {file.parent} for {file.name} is not there; make it first")
+        raise ValueError(f"folder {file.parent} for {file.name} does not exist; make it first")
     with suppress(FileNotFoundError):
-        file.stat()  # an OSError where a link leads to itself
+        file.stat()  # raises OSError if a link leads to itself
     if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is no file; name one for the {what}")
+        raise ValueError(f"{file} is not a file; name a file for the {what}")
     if file.exists() and not os.access(file, os.W_OK):
-        raise ValueError(f"{file} must not be written to; name another file for the {what}")
-    held = file.read_bytes() if file.exists() else b""
-    if held and not ours(held):
+        raise ValueError(f"{file} is write-protected; name another file for the {what}")
+    data = file.read_bytes() if file.exists() else b""
+    if data and not ours(data):
         raise ValueError(f"{file} holds something else than the {what} of an earlier run; "
                          "name another file or remove it")
     replace(file, None)
-    return held
+    return data
 
 
 def read_text(file: Path) -> str:
-    """The text of a file or a pipe. ValueError if it is none, is too long, or nobody writes to the pipe."""
+    """Return the text of a file or a pipe. ValueError if it is not text, too long, or without writer."""
     pipe = file.is_fifo()
-    opener = (lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) if pipe else None  # or it may wait
+    opener = (lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) if pipe else None  # or open() blocks
     with open(file, "rb", opener=opener) as source:
         data = b""
         if pipe:
             wait([source], [], [], 2)
-            with suppress(BlockingIOError):  # one who writes is there, and slow
+            with suppress(BlockingIOError):  # the pipe has a writer that has written nothing yet
                 if not (data := os.read(source.fileno(), 1)):
-                    raise ValueError(f"nobody writes to {file}; name a file that holds a text")
+                    raise ValueError(f"pipe {file} has no writer; name a file that holds a text")
             os.set_blocking(source.fileno(), True)
         data += source.read(LONGEST)
     if len(data) >= LONGEST:
-        raise ValueError(f"{file} is longer than a text may be, {LONGEST // 10 ** 6} MB; name a shorter one")
+        raise ValueError(f"{file} is longer than {LONGEST // 10 ** 6} MB; name a shorter text")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); "
                          "name another file") from error
     if "\0" in text:
-        raise ValueError(f"{file} is not text (it holds zeros); name another file")
+        raise ValueError(f"{file} is not text (it contains zero bytes); name another file")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(data: bytes):
-    """What JSON text holds; None for anything else."""
+    """Return the value of JSON text; None if data is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -156,14 +163,14 @@ def read_json(data: bytes):
 
 
 def replace(file: Path, data: bytes | None, before: bytes | None = None) -> bytes | None:
-    """Write data to a new file and put it in place at once, so that what was there is whole until then. None:
-    only try. Returns data.
+    """Write data to a new file, then rename it to `file`, so that `file` is always whole. Returns data.
 
-    before: what this run left there; ValueError if it is something else now.
+    data None: only check that the folder can be written. before: what this run wrote last; ValueError if
+    the file holds anything else now.
     """
     if before is not None and file.exists() and file.read_bytes() != before:
-        raise ValueError(f"{file} was changed by another program, perhaps a second run; it stays as it is, "
-                         "and this run stops: give each run a file of its own")
+        raise ValueError(f"{file} was changed by another program, perhaps a second run; this run stops and "
+                         "leaves it as it is; give each run its own file")
     part = file.resolve().with_name(f".{file.name}.{os.getpid()}")
     try:
         with part.open("xb") as out:

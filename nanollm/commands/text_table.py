@@ -1,10 +1,10 @@
-"""The one way in which every command lays out a table as text."""
+"""Lay out a table as text; all commands use this."""
 
 
 def text_table(rows: list[list[str]], widths: list[int] = ()) -> str:
-    """Lay out rows of cells, the first of them the header: column 0 to the left, the others to the right.
+    """Return rows of cells as lines: column 0 aligned left, the others right. The first row is the header.
 
-    widths: the least width of each column, for tables that are printed row by row.
+    widths: least width of each column, so that a table can be printed row by row.
     """
     columns = list(zip(*rows))
     least = [*widths, *[0] * (len(columns) - len(widths))]

@@ -1,4 +1,4 @@
-"""python -m nanollm generate: continue a text, or show what a cache keeps of the built-in page."""
+"""python -m nanollm generate: continue a text, or show the tokens of a built-in page that a method keeps."""
 import argparse
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from nanollm.commands.registry import calibrated, given, has_budget, loaded, pic
 from nanollm.generate import generate, stream, tell_chunk_ends
 from nanollm.tokenizer import boundaries, opening
 
-MARK = "▸"  # between a text and what is written
+MARK = "▸"  # between the prompt and its continuation
 
 
 def main(argv: list[str]):
@@ -20,17 +20,17 @@ def main(argv: list[str]):
     shows_page = args.prompt is None and not args.file
     name = (demo.METHOD if shows_page else "full") if args.method is None else args.method
     if name == "all":
-        raise ValueError("one method writes one text; name one")
+        raise ValueError("--method is all, but generate runs one method; name one")
     Method = pick([name])[name]
     budget = demo.BUDGET if args.budget is None and shows_page and has_budget(Method) else args.budget
     if budget is not None:
         whole("budget", budget, 1)
     if budget is None and has_budget(Method):
-        raise ValueError(f"{name} needs --budget, in slots per key/value head")
+        raise ValueError(f"{name} needs --budget: how many entries each key/value head may keep")
     if budget is not None and not has_budget(Method):
         raise ValueError(f"{name} has no budget; leave --budget out")
     if args.window is not None and not given(Method, window_size=args.window):
-        raise ValueError(f"{name} has no window; leave --window out")
+        raise ValueError(f"{name} has no observation window; leave --window out")
 
     text = shell.read_text(args.file) if args.file else args.prompt
     model, encoding = loaded(args)
@@ -44,24 +44,32 @@ def main(argv: list[str]):
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """Return the command line. ValueError for options that contradict each other or would change nothing."""
+    """Return the command line. ValueError if options contradict each other or would change nothing."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm generate",
-        description="Continue a text. Without one: read a page that holds facts, show which of its tokens a "
-                    "method evicts, and answer a question about it.")
+        description="Continue a text with a compressed KV cache. Without a text, read a built-in page, mark "
+                    "the tokens that the method evicts, and answer a question about the page.")
     parser.add_argument("prompt", nargs="?", help="the text to continue")
-    parser.add_argument("--file", type=Path, help="a file with the text to continue")
-    parser.add_argument("--method", help=f"default: full; for the page {demo.METHOD}")
-    parser.add_argument("--budget", type=int, help="slots per key/value head, for every method that has one; "
-                        f"for the page {demo.BUDGET}")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="file with the text to continue")
+    parser.add_argument("--method", metavar="NAME",
+                        help="method that compresses the cache, such as h2o or ada_kv+critical; "
+                             f"default: full (the full cache); for the built-in page {demo.METHOD}")
+    parser.add_argument("--budget", type=int, metavar="ENTRIES",
+                        help="how many entries each key/value head may keep; every method with a budget "
+                             f"needs it; default for the built-in page {demo.BUDGET}")
     parser.add_argument("--window", type=int, metavar="QUERIES",
-                        help="that vote, in methods with a window; default 8")
-    parser.add_argument("--tokens", type=int, default=100, help="how many new ones")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: the most likely")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from so many tokens; 0: from all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest, of this mass")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
-    parser.add_argument("--figure", type=Path, help="of the page: a file for its picture")
+                        help="observation window: how many of the prompt's last queries score the entries; "
+                             "default 8")
+    parser.add_argument("--tokens", type=int, default=100, help="how many tokens to write; default 100")
+    parser.add_argument("--temperature", type=float, default=0.0,
+                        help="temperature of the sampling; default 0: always the most likely token")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K",
+                        help="sample from the K most likely tokens; default 0: from all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                        help="sample from the most likely tokens that together have probability P; default 1")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default 0")
+    parser.add_argument("--figure", type=Path, metavar="FILE",
+                        help="file for a picture of the built-in page (.png, .pdf or .svg)")
     shell.model_options(parser)
     args = parser.parse_args(argv)
 
@@ -74,19 +82,20 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     if args.prompt is not None and args.file:
         raise ValueError(f"give the text or --file {args.file}, not both")
     if shows_page and (idle := changed("tokens", "temperature", "top_k", "top_p", "seed")):
-        raise ValueError(f"{idle} would change nothing on the built-in page; give a text, or leave it out")
+        raise ValueError(f"{idle} would change nothing on the built-in page; give a text or leave {idle} out")
     if args.temperature == 0 and (idle := changed("top_k", "top_p", "seed")):
-        raise ValueError(f"{idle} would change nothing at --temperature 0; set it above 0, or leave it out")
+        raise ValueError(f"{idle} would change nothing at --temperature 0; raise it or leave {idle} out")
     if args.figure and not shows_page:
-        raise ValueError("--figure is of the built-in page; leave it or the text out")
+        raise ValueError("--figure draws the built-in page; leave out --figure or the text")
     if args.figure:
         check_files(args.figure, None)
     return args
 
 
 def write(model, encoding, Method, options: dict, text: str, new: int, sampling: dict):
-    """Continue a text by `new` tokens, each printed as it comes. Then say what the cache holds, and what the
-    full cache would have written.
+    """Continue a text by `new` tokens, and print each as it comes.
+
+    Then print the size of the cache and the text that the full cache writes.
     """
     ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
     prompt = torch.tensor([ids], dtype=torch.long, device=model.embed.weight.device)
@@ -104,14 +113,14 @@ def write(model, encoding, Method, options: dict, text: str, new: int, sampling:
             if not all_of_it.endswith("\ufffd"):  # a character may span tokens
                 print(all_of_it[len(written):], end="", flush=True)
                 written = all_of_it
-    except ValueError:  # the text so far stays a line of its own
+    except ValueError:  # end the line of text before the error
         print()
         raise
     print(all_of_it[len(written):], end="")
 
     live, allocated = cache_bytes(caches)
-    print(f"\n\n[{caches[0].seen} tokens seen, at most {caches[0].length} slots kept per head in layer 0, "
-          f"{live / 1024:.0f} KiB live, {allocated / 1024:.0f} KiB allocated]")
+    print(f"\n\n[{caches[0].seen} tokens seen; a head of layer 0 keeps at most {caches[0].length}; the cache "
+          f"holds {live / 1024:.0f} KiB in {allocated / 1024:.0f} KiB of allocated memory]")
     if "budget" in options and caches[0].seen <= options["budget"]:
         print(f"[nothing was evicted: all tokens fit into the budget of {options['budget']}]")
     elif Method is not LayerCache:

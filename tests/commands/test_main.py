@@ -28,7 +28,8 @@ from nanollm.hf.checkpoint import from_hf
 from nanollm.measure.benchmark import Slices
 
 ROOT = Path(__file__).parents[2]
-SHARES = [f"{task}_{setting}" for task in ("needle", "pairs", "few_shot") for setting in ("aware", "agnostic")]
+SHARES = [f"{task}_{setting}" for task in ("needle", "pairs", "few_shot")
+          for setting in ("aware", "agnostic")]
 SMALL = ["--lengths", "288", "--documents", "4"]
 
 
@@ -218,9 +219,9 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     assert compare(checkpoint, "--methods h2o --keep 50 --documents 2 --resume") == rows  # none is lost
     assert len(measured) == 1
     arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *three.split(), "--resume"]
-    refused(capsys, [*arguments, "--dtype", "bfloat16"], "were made with --dtype float32, not bfloat16")
+    refused(capsys, [*arguments, "--dtype", "bfloat16"], "were measured with --dtype float32, not bfloat16")
     for broken, message in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is"), (
-            {"needle_agnostic": -7.0}, "'needle_agnostic' of a row in .* is -7.0, and the mean"), (
+            {"needle_agnostic": -7.0}, "'needle_agnostic' of a row in .* is -7.0, but the mean"), (
             {"l1_alone": [[]]}, "'l1_alone' of a row"), ({"each": {}}, "has no 'needle_aware'"):
         row = {key: x for key, x in (rows[1] | broken).items() if x is not ...}
         Path("rows.json").write_text(json.dumps([rows[0], row, rows[2]]))
@@ -242,11 +243,12 @@ def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, ca
 @pytest.mark.parametrize("options, message", [
     ("--json mine.json", "mine.json holds something else than the rows of an earlier run; name another file"),
     ("--figure photo.png", "photo.png holds something else than the figure of an earlier run"),
-    ("--json folder/../x.png --figure x.png", "rows and figure cannot both go to folder/../x.png"),
-    ("--text fifo", "nobody writes to fifo"), ("--text zeros", "it holds zeros"),
-    ("--text /dev/zero", "longer than a text may be"),
-    ("--json folder", "folder is no file; name one for the rows"), ("--figure table.txt", "must end in .png"),
-    ("--json nowhere/rows.json", "folder nowhere for rows.json is not there")])
+    ("--json folder/../x.png --figure x.png", "rows and figure both go to folder/../x.png"),
+    ("--text fifo", "pipe fifo has no writer"), ("--text zeros", "it contains zero bytes"),
+    ("--text /dev/zero", "/dev/zero is longer than"),
+    ("--json folder", "folder is not a file; name a file for the rows"),
+    ("--figure table.txt", "must end in .png"),
+    ("--json nowhere/rows.json", "folder nowhere for rows.json does not exist")])
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, options, message):
     Path("folder").mkdir()
     kept = {"mine.json": b'[{"method": "h2o", "keep_ratio": 0.5, "each": {}}, {"model_type": "llama"}]',
@@ -279,7 +281,7 @@ def test_rows_of_a_text_that_has_changed_since_are_not_gone_on_with(checkpoint, 
     assert compare(checkpoint, f"{command} --resume") == rows
     Path("text.txt").write_text("A text of other words.\n" * 99)
     refused(capsys, ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *command.split(), "--resume"],
-            "were made with --text")
+            "were measured with --text")
     assert json.loads(Path("rows.json").read_text()) == rows
 
 
@@ -334,7 +336,7 @@ def test_generate_continues_a_text_as_it_is_told(checkpoint, capsys):
         text, tail = capsys.readouterr().out.split("\n\n[")
         new = generate(from_hf(checkpoint), torch.tensor([ENCODING.encode(prompt)]), 12, **told)
         assert text == f"{prompt}{MARK}" + ENCODING.decode(new[0].tolist())
-        assert tail.startswith(f"{len(ENCODING.encode(prompt)) + 11} tokens seen, ")
+        assert tail.startswith(f"{len(ENCODING.encode(prompt)) + 11} tokens seen; ")
 
 
 def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
@@ -343,10 +345,10 @@ def test_generate_compresses_and_tells_what_the_cache_holds(checkpoint, capsys):
         return capsys.readouterr().out
 
     live = 2 * 2 * 6 * (2 * 8 * 4 + 8) / 1024
-    assert f"6 slots kept per head in layer 0, {live:.0f} KiB live" in written("h2o --budget 6")
+    assert f"a head of layer 0 keeps at most 6; the cache holds {live:.0f} KiB" in written("h2o --budget 6")
     # of the window, of the rest of the prompt, and since; layer 1 keeps none of the rest
-    assert f"at most {8 + 8 + 9} slots kept per head in layer 0" in written("pyramid_kv --budget 12")
-    assert "slots kept per head" in written("chunk_kv_semantic --budget 12")  # it hears of chunks
+    assert f"a head of layer 0 keeps at most {8 + 8 + 9};" in written("pyramid_kv --budget 12")
+    assert "a head of layer 0 keeps" in written("chunk_kv_semantic --budget 12")  # it hears of chunks
     assert "nothing was evicted" in written("h2o --budget 9", "x")
     full = written("full").partition(MARK)[2].partition("\n\n[")[0]
     own, _, tail = written("quantized_2").partition(MARK)[2].partition("\n\n[")
@@ -384,7 +386,8 @@ def test_text_appears_token_by_token_and_characters_whole(checkpoint, capsys, mo
 def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
     panic = type("PanicException", (BaseException,), {})("retry-limit")  # as Rust's, it is no Exception
     monkeypatch.setattr("nanollm.commands.demo.boundaries", lambda *_: (_ for _ in ()).throw(panic))
-    refused(capsys, ["generate", "--model", str(checkpoint)], "the tokenizer breaks off .retry-limit.; give")
+    refused(capsys, ["generate", "--model", str(checkpoint)],
+            "the tokenizer failed on this text .retry-limit.; give")
 
 
 # ---- generate: the page ---
@@ -392,14 +395,15 @@ def test_a_tokenizer_that_panics_is_one_line(checkpoint, capsys, monkeypatch):
 def test_the_page_is_answered_aware_and_not_agnostic(capsys):
     main(["generate", "--figure", "page.png"])
     out = capsys.readouterr().out
-    answers = re.findall(r"the full cache answers (\d+), snap_kv (\d+); the page says (\d+)\n", out)
-    assert answers[0] == ("2356",) * 3 and answers[1][0] == "2356" != answers[1][1] and len(answers) == 2
+    answers = re.findall(r"Right answer: (\d+); the full cache answers (\d+), snap_kv answers (\d+)\n", out)
+    assert len(answers) == 2 and answers[0] == ("2356",) * 3
+    assert answers[1][:2] == ("2356",) * 2 and answers[1][2] != "2356"
     texts = re.findall(r"(?:aware|agnostic): .*?\n\n(.*?)\n\n\d+ of", out, re.S)
     left = [re.sub(r"\[.*?\]", "", text, flags=re.S) for text in texts]
     assert "The code of table is 2356" in left[0]
     assert "The code of table is" not in left[1].partition("\nQ:")[0]
 
-    for text, evicted in zip(texts, re.findall(r"(\d+) of \d+ tokens evicted", out), strict=True):
+    for text, evicted in zip(texts, re.findall(r"(\d+) of \d+ tokens are evicted", out), strict=True):
         assert text.replace("[", "").replace("]", "") == demo.PAGE + demo.QUESTION
         bracketed = "".join(re.findall(r"\[(.*?)\]", text, re.S))
         assert 0 < int(evicted) <= len(bracketed)
@@ -424,9 +428,9 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
 
 @pytest.mark.parametrize("arguments, message", [
     ("--methods h2o nope", "unknown method 'nope'; known are full, .*h2o.*streaming_llm"),
-    ("--all --methods h2o", "--all is every method; leave it or --methods h2o out"),
-    ("--keep 50 0", "keep 0 % must lie above 0"), ("--keep nan", "keep nan %"),
-    ("--keep 101", "keep 101 % must lie above 0 and up to 100"),
+    ("--all --methods h2o", "--all already runs every method; leave out --all or --methods h2o"),
+    ("--keep 50 0", "--keep is 0 %; it must be above 0"), ("--keep nan", "--keep is nan %"),
+    ("--keep 101", "--keep is 101 %; it must be above 0 and at most 100"),
     ("--methods ada_kv+critical --window 28 --keep 50 12.5", "critical at 12.5 % .* 28 must exceed"),
     ("--documents 1", "documents 1 must be a whole number of at least 2"), ("--batch 0", "batch 0 must"),
     ("--methods full --lengths 30", r"need \d+ tokens more"), ("--resume", "name it with --json"),
@@ -436,12 +440,12 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("generate --method nope x", "unknown method 'nope'; known are"), ("generate --method all x", "name one"),
     ("--methods full kvzip --lengths 403", "kvzip at 50 % of 338 tokens: 802 tokens exceed"),
     ("generate --method= x", "unknown method ''"),
-    ("generate --method h2o x", "h2o needs --budget, in slots per key/value head"),
+    ("generate --method h2o x", "h2o needs --budget: how many entries each key/value head may keep"),
     ("generate --method quantized_2 --budget 5 x", "quantized_2 has no budget; leave --budget out"),
     ("generate --top-k 5 x", "--top-k would change"), ("generate --tokens 7", "--tokens would change"),
     ("generate --file text.txt x", "give the text or --file text.txt, not both"),
     ("generate --file text.txt", "No such file"), ("generate --device cuda x", "'cuda' is not available"),
-    ("generate --figure x.png x", "--figure is of the built-in page"),
+    ("generate --figure x.png x", "--figure draws the built-in page"),
     ("generate --figure x.txt", "must end in .png"), ("generate --tokens 800 x", "800 new ones exceed"),
     ("--device foo", "device 'foo' is not available"),
     ("nope", "unknown command 'nope'; known are claims, compare, course, generate, plan, train")])

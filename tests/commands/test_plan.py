@@ -65,7 +65,7 @@ def test_the_command_needs_a_config_alone(tmp_path, monkeypatch, capsys):
     assert [row[:2] for row in rows] == budgets * 2
     assert int(rows[0][-1]) > int(rows[4][-1]) > 100  # longer prompts, fewer of them
     for options, message in ("--lengths 9999", "length 9999 must be a whole number from 16 to 4096"), (
-            "--keep 0", "keep 0 %"), ("--model nowhere", "nowhere/config.json is missing"), (
+            "--keep 0", "--keep is 0 %"), ("--model nowhere", "nowhere/config.json is missing"), (
             "--keep 5 --lengths 64 --methods snap_kv", "snap_kv at 5 % of 64 tokens: budget 3"):
         with pytest.raises(SystemExit) as stop:
             main([*command, *options.split()])
