@@ -1,2 +1,2 @@
-"""What was measured: a script each, and what it found in stored/. Needs everything else here."""
-import nanollm  # noqa: F401  Ctrl-C while the rest is imported is silent
+"""Longer measurements: one script each, with its rows in stored/. They may import all other folders."""
+import nanollm  # noqa: F401  it makes Ctrl-C silent while modules load

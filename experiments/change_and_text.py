@@ -1,15 +1,16 @@
-"""Does a smaller change of the attention output mean better text? App. I of CriticalKV, arXiv 2502.03805.
+"""Test whether a smaller change of the attention output means better text (App. I of CriticalKV, 2502.03805).
 
     python -m experiments.change_and_text > experiments/stored/change_and_text.jsonl  # 9 minutes of a core
 
-compresses 64 texts with each of METHODS at each of KEEP_RATIOS and prints a row of JSON for each. Of the next 64
-tokens, a number a text:
+Compresses 64 texts with each of METHODS at each of KEEP_RATIOS, and prints a row of JSON for each pair. A row
+has means over the next 64 tokens, one number per text:
 
-- L: the mean L1 change ‖o − ô‖₁ of a head's output, each layer alone (Definition 1);
+- L: the L1 change ‖o − ô‖₁ of a head's output, mean over heads, with only its own layer compressed
+  (Definition 1);
 - kl: KL(full ‖ compressed); nll: −log p of the true token.
 
-And means over the texts: `heads`, L of a layer and query head; `layers`, the change that has added up in a
-layer when those below are compressed too. The texts are those of `python -m nanollm --documents 128`.
+It also has means over the texts: `heads`, L of each layer and query head; `layers`, the change of each layer
+with the layers below it compressed too. The texts are those of `python -m nanollm --documents 128`.
 """
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,7 @@ FILE = Path(__file__).parent / "stored" / "change_and_text.jsonl"
 KEEP_RATIOS = 0.5, 0.25, 0.125, 0.0625
 
 RULES = SnapKV, PyramidKV, AdaKV
-WINDOW = dict(window_size=8)  # of the queries that vote, as in `python -m nanollm`
+WINDOW = dict(window_size=8)  # observation window, as in `python -m nanollm`
 SELECTIONS = {"critical": Critical(), "critical_code": CriticalCode(), "theta": LeastTheta(),
               "residual": Residual()}
 VARIANTS = {
@@ -67,7 +68,7 @@ COMMAND = dict(SnapKV="snap_kv", PyramidKV="pyramid_kv", AdaKV="ada_kv", Streami
 
 @dataclass(frozen=True)
 class OtherNorms(Critical):
-    """A control: stage 2 weighs pooled window scores with the norms of other tokens, drawn at random."""
+    """A control: stage 2 weights pooled window scores by the norms of other tokens, drawn at random."""
 
     def __call__(self, cache, scores: Tensor, budget: int | Tensor) -> Tensor:
         n, scores = scores.shape[-1], cache.pool(scores)
@@ -79,11 +80,11 @@ class OtherNorms(Critical):
 
 @dataclass(frozen=True)
 class CodeOptions(Critical):
-    """The paper's rule, and what the authors' code and App. G change of it, a option each."""
-    pooled: bool = False    # the window scores of stage 2
-    epsilon: float = 0.0    # that is added to them
-    of_means: bool = False  # the product of a group's means, in place of the mean of its products
-    order: int = 1          # of the norms: L1 or L2
+    """The paper's rule; each option is one change that the authors' code or App. G makes to it."""
+    pooled: bool = False    # pool the window scores of stage 2
+    epsilon: float = 0.0    # added to these scores
+    of_means: bool = False  # multiply a group's means, in place of taking the mean of its products
+    order: int = 1          # norms: 1 for L1, 2 for L2
 
     def second(self, cache, scores: Tensor, norms: Tensor) -> Tensor:
         if self.order == 2:
@@ -93,7 +94,10 @@ class CodeOptions(Critical):
 
 
 def l2_norms(v: Tensor, w_o: Tensor) -> Tensor:
-    """‖v_i W_O‖₂ of every query head, as √(v M vᵀ) with M = W_O W_Oᵀ: v (B, H, n, D) → (B, H, G, n)."""
+    """Return ‖v_i W_O‖₂ of every query head, (B, H, G, n), for values v (B, H, n, D).
+
+    Computed as √(v M vᵀ) with M = W_O W_Oᵀ.
+    """
     w, v = w_o.unflatten(1, (v.shape[1], -1)), v.unsqueeze(2)
     M = torch.einsum("ohgd,ohge->hgde", w, w)
     return (v @ M * v).sum(-1).clamp(min=0).sqrt()
@@ -102,36 +106,43 @@ def l2_norms(v: Tensor, w_o: Tensor) -> Tensor:
 CODE = {"α = 0.5": dict(alpha=0.5), "stage 2 pooled": dict(pooled=True), "ε = 1e-4": dict(epsilon=1e-4),
         "product of means": dict(of_means=True)}
 ALL_OF_CODE = {option: x for one in CODE.values() for option, x in one.items()}
-# the paper's rule with one option of the code's each, and the code with one option of the paper's each
-ONE_OPTION = {"critical": CodeOptions(), **{f"critical, {name}": CodeOptions(**option) for name, option in CODE.items()},
-            "critical, L2 norms": CodeOptions(order=2),
-            "critical_code": CodeOptions(**ALL_OF_CODE),
-            **{f"critical_code, no {name}": CodeOptions(**{k: x for k, x in ALL_OF_CODE.items() if k not in option})
-               for name, option in CODE.items()},
-            "critical_code, L2 norms": CodeOptions(**ALL_OF_CODE, order=2)}
+# the paper's rule with one change by the code, and the code without one of its changes
+ONE_OPTION = {
+    "critical": CodeOptions(),
+    **{f"critical, {name}": CodeOptions(**option) for name, option in CODE.items()},
+    "critical, L2 norms": CodeOptions(order=2),
+    "critical_code": CodeOptions(**ALL_OF_CODE),
+    **{f"critical_code, no {name}": CodeOptions(**{k: x for k, x in ALL_OF_CODE.items() if k not in option})
+       for name, option in CODE.items()},
+    "critical_code, L2 norms": CodeOptions(**ALL_OF_CODE, order=2)}
 
 
-# ---- measured now ---------------------------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------
 
 def texts(model, tasks: Tasks) -> Reference:
+    """Return 64 texts of 512 tokens with the full cache's predictions of the last 64."""
     return reference(model, text_windows(tasks, 64, 512), 64)
 
 
 def by_text(model, full: Reference, name: str, keep_ratio: float) -> dict[str, Tensor]:
-    """A method of METHODS text by text: ‖o − ô‖₁ of each layer `alone`, and `together`, added up over the
-    layers below, (texts, L, H·G); kl and nll (texts,)."""
+    """Return the measurements of a method of METHODS, text by text.
+
+    alone: ‖o − ô‖₁ with only one layer compressed; together: with the layers below compressed too,
+    (texts, L, H·G) each; kl and nll (texts,).
+    """
     Method, options = METHODS[name]
     return text_by_text(model, full, maker(model, Method, keep_ratio, **options))
 
 
 def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
+    """Return the measurements of `by_text` for caches of `make`."""
     text = replayed_or_read(continuation, model, full, make, full.recording)
     row = dict(alone=perturbation(model, full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
     return {key: x.cpu() for key, x in row.items()}
 
 
 def measured(model, full: Reference, name: str, keep_ratio: float) -> dict[str, np.ndarray]:
-    """A method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
+    """Return a method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
     text = by_text(model, full, name, keep_ratio)
     row = dict(L=text["alone"].mean((1, 2)), kl=text["kl"], nll=text["nll"])
     row |= dict(heads=text["alone"].mean(0), layers=text["together"].mean((0, 2)))
@@ -139,20 +150,22 @@ def measured(model, full: Reference, name: str, keep_ratio: float) -> dict[str, 
 
 
 def answers(model, bench: Benchmark, Method, keep_ratio: float, **options) -> dict[str, Tensor]:
-    """The share of right answers of every document, (tasks, documents), "aware" and "agnostic"."""
+    """Return each document's share of right answers, (tasks, documents), "aware" and "agnostic"."""
     return right_answers(model, bench, maker(model, Method, keep_ratio, **options))
 
 
 def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
-    """The same with caches of `make`."""
+    """Return `answers` for caches of `make`."""
     each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
             for task, batch in bench.batches.items()]
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "agnostic")}
 
 
 def one_option_at_a_time(model, bench: Benchmark, full: Reference, keep_ratio: float = 1 / 8) -> dict:
-    """Of SnapKV with each of ONE_OPTION: the share of right answers, aware, of every document of every task,
-    (n,); L and kl of every text, (texts,)."""
+    """Return the measurements of SnapKV and of each of ONE_OPTION.
+
+    answers: share of right answers, aware, of every document of all tasks, (n,). L and kl: (texts,).
+    """
     rows = {}
     for name, select in {"SnapKV": SnapKV.select, **ONE_OPTION}.items():
         options = dict(select=select, **WINDOW)
@@ -164,12 +177,12 @@ def one_option_at_a_time(model, bench: Benchmark, full: Reference, keep_ratio: f
 
 @torch.no_grad()
 def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = True, **options) -> dict:
-    """Short prompts with long answers (Table 7): a sixteenth of each text, and the rest token by token.
+    """Measure short prompts with long answers (Table 7): a sixteenth of each text, then token by token.
 
-    As there, whenever the cache holds half of the text, an eighth stays. Without `again` only the prompt is
-    compressed, and that is too short. Returns kl (texts,) over the answer; by task of `asked`, documents as
-    long, which are right (documents,): their questions stand at the end; and of a text the largest and the
-    last live KiB, as of 16 bits, "most" and "last".
+    As in the table, the cache is compressed to an eighth of the text whenever it holds half of it. Without
+    `again` only the prompt would be compressed, but it is shorter than the budget. Returns kl (texts,) over
+    the answer; for each task of `asked`, which documents are right (documents,), whose questions come last;
+    "most" and "last", the largest and the last KiB of a text's cache, with 16-bit numbers.
     """
     T = texts.shape[1]
     Method, every = (compress_again(SnapKV), dict(every=T // 2 - T // 8)) if again else (SnapKV, {})
@@ -194,7 +207,7 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
 
 
 def compressed(model, Method, tokens: Tensor, keep_ratio: float = 1 / 8, **options) -> list[LayerCache]:
-    """Caches that have read tokens (B, T) and kept a share of them."""
+    """Return caches that have read and compressed tokens (B, T)."""
     caches = make_cache(model, Method, budget=round(keep_ratio * tokens.shape[1]), **WINDOW | options)
     feed(model, tokens, caches)
     end_prefill(caches)
@@ -202,7 +215,7 @@ def compressed(model, Method, tokens: Tensor, keep_ratio: float = 1 / 8, **optio
 
 
 def value_kept(model, batch: Batch, Method, keep_ratio: float, layer: int, **options) -> list[float]:
-    """How often a layer's heads keep the first and the second token of the value that is asked for."""
+    """Return how often a layer's heads keep the first and the second token of the value in question."""
     end = batch.answers[0].start - 1  # the question's last token is fed after the compression
     prompts = torch.from_numpy(batch.tokens[:, :end])
     kept = held(compressed(model, Method, prompts, keep_ratio, **options), end)[:, layer]  # (B, H, end)
@@ -215,7 +228,7 @@ def value_kept(model, batch: Batch, Method, keep_ratio: float, layer: int, **opt
 
 
 def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32) -> np.ndarray:
-    """Share of 4 documents' needles that are found, aware, by `budget` entries: (names, depths, lengths)."""
+    """Return the accuracy on 4 needles, aware, with `budget` entries, (names, depths, lengths)."""
     found = np.zeros((len(names), len(depths), len(lengths)))
     for (i, depth), (j, T) in product(enumerate(depths), enumerate(lengths)):
         batch = tasks.batch("needle", seed=j, B=4, T=T, depth=depth)
@@ -232,11 +245,11 @@ def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32)
     return found
 
 
-# ---- of the stored rows ---------------------------------------------------------------------------------
+# ---- numbers of the stored rows ----
 
 @cache
 def stored() -> dict[tuple[str, float], dict[str, np.ndarray]]:
-    """The rows of the file, by method and share."""
+    """Return the rows of the file, by method and keep ratio."""
     rows = {}
     for row in map(json.loads, FILE.read_text().splitlines()):
         place = row.pop("method"), row.pop("keep_ratio")
@@ -245,80 +258,84 @@ def stored() -> dict[tuple[str, float], dict[str, np.ndarray]]:
 
 
 def difference(name: str, base: str, keep_ratio: float, key: str) -> tuple[float, float]:
-    """Mean difference of two rows of the file, text by text, and its standard error."""
+    """Return the mean difference of two stored rows, text by text, and its standard error."""
     d = stored()[name, keep_ratio][key] - stored()[base, keep_ratio][key]
     return d.mean(), d.std(ddof=1) / len(d) ** 0.5
 
 
 def change(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
-    """`difference` of L as a part of the base's L."""
+    """Return `difference` of L in units of the base's mean L."""
     unit = stored()[base, keep_ratio]["L"].mean()
     return tuple(x / unit for x in difference(name, base, keep_ratio, "L"))
 
 
 def saved(name: str, base: str, keep_ratio: float, key: str = "kl") -> tuple[float, float]:
-    """How much of the budget a method saves where the base scores the same, 0.2 for a fifth; Fig. 1.
+    """Return the share of the budget that a method saves, and its standard error (Fig. 1).
 
-    The base's budget is interpolated, as there, and its standard error is how it varies if the texts are
-    drawn anew. Where the score lies beyond the base's at all KEEP_RATIOS, the nearest of them counts.
+    It is compared with the budget at which the base has the same score; 0.2 saves a fifth. The base's
+    budget is interpolated, as in the figure. The standard error comes from drawing the texts anew. Beyond the
+    base's scores at all KEEP_RATIOS, the nearest keep ratio counts.
     """
-    mine, of = stored()[name, keep_ratio][key], np.stack([stored()[base, x][key] for x in KEEP_RATIOS])
+    mine, base_rows = stored()[name, keep_ratio][key], np.stack([stored()[base, x][key] for x in KEEP_RATIOS])
 
     def part(texts) -> float:
-        enough = np.interp(mine[texts].mean(), of[:, texts].mean(1), np.log2(KEEP_RATIOS))
+        enough = np.interp(mine[texts].mean(), base_rows[:, texts].mean(1), np.log2(KEEP_RATIOS))
         return 1 - keep_ratio / 2 ** enough
 
-    again = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
-    return part(slice(None)), np.std([part(texts) for texts in again])
+    resampled = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
+    return part(slice(None)), np.std([part(texts) for texts in resampled])
 
 
 def lower(name: str, base: str, keep_ratio: float) -> float:
-    """Share of the heads whose L is lower than the base's."""
+    """Return the share of heads whose L is lower than the base's."""
     return (stored()[name, keep_ratio]["heads"] < stored()[base, keep_ratio]["heads"]).mean()
 
 
 def last_layer(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
-    """The last layer's change against the base's, −0.1 for a tenth less: all layers compressed; it alone."""
+    """Return the last layer's change relative to the base's, with all layers and it alone compressed.
+
+    −0.1 is a tenth less.
+    """
     row, other = stored()[name, keep_ratio], stored()[base, keep_ratio]
     together = row["layers"][-1] / other["layers"][-1] - 1
     return together, row["heads"][-1].mean() / other["heads"][-1].mean() - 1
 
 
 def ranks(x: np.ndarray) -> np.ndarray:
-    """Of the numbers x (n,), from 1; equal ones have their mean rank."""
+    """Return the ranks of x (n,), from 1; equal numbers have their mean rank."""
     _, place, n = np.unique(x, return_inverse=True, return_counts=True)
     return (n.cumsum() - (n - 1) / 2)[place]
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's, of x and y (n,)."""
+    """Return Spearman's rank correlation of x and y (n,)."""
     return np.corrcoef(ranks(x), ranks(y))[0, 1]
 
 
 def correlation_over_methods(x: np.ndarray, y: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple:
-    """Rank correlation of the texts' means of x and y (methods, texts), and the ends of its 95 % interval.
+    """Return the rank correlation of the means of x and y (methods, texts), and its 95 % interval.
 
-    For the interval the texts are drawn anew, the same for x and y.
+    The interval comes from drawing the texts anew, the same for x and y.
     """
-    again = np.random.default_rng(seed).integers(0, x.shape[1], (draws, x.shape[1]))
-    values = [rank_correlation(x[:, i].mean(1), y[:, i].mean(1)) for i in again]
+    resampled = np.random.default_rng(seed).integers(0, x.shape[1], (draws, x.shape[1]))
+    values = [rank_correlation(x[:, i].mean(1), y[:, i].mean(1)) for i in resampled]
     return rank_correlation(x.mean(1), y.mean(1)), *np.quantile(values, [0.025, 0.975])
 
 
 def correlation_of_change_and_kl(names: list[str], shares: list[float]) -> tuple:
-    """`correlation_over_methods` of L and KL, over these methods at these shares."""
+    """Return `correlation_over_methods` of L and KL, over these methods at these keep ratios."""
     rows = [stored()[name, keep_ratio] for name in names for keep_ratio in shares]
     return correlation_over_methods(*(np.array([row[key] for row in rows]) for key in ("L", "kl")))
 
 
 def command_name(name: str) -> str:
-    """As the command line and `plot.style` know it: "snap_kv+critical" for "SnapKV+critical"."""
+    """Return the name on the command line: "snap_kv+critical" for "SnapKV+critical"."""
     for rule, command in COMMAND.items():
         name = name.replace(rule, command)
     return name.replace(", ", "+")
 
 
-# the methods that are compared at every keep ratio, and of them those that only choose entries by window scores
+# methods compared at every keep ratio; among them those that only select entries by window scores
 COMPARED = [name for name in METHODS if "residual," not in name and "critical," not in name]
 WINDOW_METHODS = [name for name in COMPARED if "residual" not in name and name != "StreamingLLM"]
 
@@ -330,4 +347,5 @@ if __name__ == "__main__":
         for keep_ratio in KEEP_RATIOS:
             row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist()
                    for key, x in measured(model, full, name, keep_ratio).items()}
-            print(json.dumps(dict(method=name, keep_ratio=keep_ratio) | row, separators=(",", ":")), flush=True)
+            row = dict(method=name, keep_ratio=keep_ratio) | row
+            print(json.dumps(row, separators=(",", ":")), flush=True)

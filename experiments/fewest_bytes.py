@@ -1,14 +1,11 @@
-"""Who still answers if the question comes after the compression, and what does it cost to find out?
+"""Find the fewest bytes with which each method keeps 95 % of the answers to questions that come later.
 
-    python -m experiments.fewest_bytes
+    python -m experiments.fewest_bytes    # all methods on both shipped decoders: half an hour
 
-Needles and pairs of 512 tokens, on both decoders, 256 documents a task. What a method keeps is its share of
-the full cache's right answers, mean over the tasks, ± one standard error, document by document. It counts as
-95 % only if it is so by one standard error. A row is undecided within one standard error of 95 %. A row that
-misses 95 % by four standard errors on the first 32 documents of a task is asked no more.
-
-`bytes`: what is held when the question comes, of a full cache, numbers of 16 bits in both. `reading`: time of
-the processor until then, of two documents, over the full cache's.
+Each document has 512 tokens and asks for a needle or for one of 16 pairs. The question comes after the
+compression. A method keeps 95 % if its share of the full cache's right answers is at least one standard error
+above 95 %, and it is undecided within one standard error of 95 %. If a row is four standard errors below 95 %
+after the first 32 documents of each task, the other documents are left out.
 """
 import time
 from typing import NamedTuple
@@ -31,13 +28,15 @@ from nanollm.measure.timing import best
 from nanollm.tokenizer import boundaries
 
 KEEP_RATIOS = 0.5, 0.25, 0.125, 0.0625
-ENOUGH = 0.95       # of the full cache's answers
-FIRST, FAR = 32, 4  # documents of a task that are asked first; standard errors that end a row then
+ENOUGH = 0.95       # share of the full cache's right answers that a method must keep
+FIRST, FAR = 32, 4  # a row stops after FIRST documents per task if it is FAR standard errors too low
 
 
 class Found(NamedTuple):
-    """Of one method and budget: right answers (documents,) by task; bytes of a text, and seconds, until the
-    question.
+    """The measurements of one method and keep ratio.
+
+    right: by task, which answers are right (documents,). bytes: a text's cache when the question comes.
+    seconds: time until then.
     """
     right: dict[str, Tensor]
     bytes: float
@@ -49,7 +48,7 @@ class Found(NamedTuple):
 
 
 def kept(row: Found, full: Found) -> tuple[float, float]:
-    """The share of the full cache's answers that a row keeps, mean over the tasks; its standard error."""
+    """Return the share of the full cache's right answers that a row keeps, and its standard error."""
     answers = sum(x[:row.documents].mean().item() for x in full.right.values())
     beyond = [x - ENOUGH * full.right[task][:len(x)] for task, x in row.right.items()]
     error = sum(standard_error(x) ** 2 for x in beyond) ** 0.5
@@ -57,11 +56,12 @@ def kept(row: Found, full: Found) -> tuple[float, float]:
 
 
 def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: dict) -> Found:
-    """Ask piece by piece; no more after the first if that misses ENOUGH by far. `scores` are of KVzip's
-    second readings, which its variants and budgets share.
+    """Measure a method on all pieces of the benchmark; stop after the first piece if it misses ENOUGH by FAR.
+
+    scores: KVzip's scores from its reread of the prompt, which its variants and budgets share.
     """
-    right, held = {task: [] for task in pieces[0].batches}, []
-    row = lambda: Found({task: torch.cat(x) for task, x in right.items()}, sum(held) / len(held), 0.0)
+    right, sizes = {task: [] for task in pieces[0].batches}, []
+    row = lambda: Found({task: torch.cat(x) for task, x in right.items()}, sum(sizes) / len(sizes), 0.0)
     for piece in pieces:
         for task, batch in piece.batches.items():
             tokens, context, _ = prompt_and_question(model, batch)
@@ -72,14 +72,14 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
                 caches = make(batch.question, context)
                 prefill(model, context, caches)
             if rereads(caches):
-                key = len(held), caches[0].score
+                key = len(sizes), caches[0].score
                 if key not in scores:
                     reread(caches, lambda part: prefill(model, context[:, part], caches))
                     scores[key] = [cache.entry_scores for cache in caches]
                 for cache, entry_scores in zip(caches, scores[key]):
                     cache.entry_scores, cache.rereads = entry_scores, 0
             end_prompt(model, context, caches)
-            held.append(bytes_in_16_bits(caches) / len(tokens))
+            sizes.append(bytes_in_16_bits(caches) / len(tokens))
             right[task].append(ask(model, tokens, batch.answers, batch.question, caches))
         if full and piece is pieces[0]:
             share, error = kept(row(), full)
@@ -89,6 +89,7 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
 
 
 def until_asked(model, context: Tensor, make):
+    """Read and compress the context: all work that a method does before the question comes."""
     caches = make(context.shape[1], context)
     prefill(model, context, caches)
     end_prompt(model, context, caches)
@@ -96,8 +97,9 @@ def until_asked(model, context: Tensor, make):
 
 @torch.no_grad()
 def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tuple, Found]:
-    """Of every method and each share of the prompt; None is the share where there is no budget. The full
-    cache comes first.
+    """Return the measurements by (method, keep ratio); the keep ratio is None for methods without a budget.
+
+    The full cache must be the first method.
     """
     check_size(model, documents, 2, T)
     batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "pairs")}
@@ -106,7 +108,7 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tu
     jobs = [(name, part) for name, Method in methods.items()
             for part in (KEEP_RATIOS if has_budget(Method) else [None])]
     shortest = min(batch.question for batch in batches.values())
-    for name, part in jobs:  # what cannot be measured is found before any work is done
+    for name, part in jobs:  # an error here ends the run before any work
         try:
             maker(model, methods[name], part, **given(methods[name], window_size=8))(shortest)
         except ValueError as error:
@@ -124,9 +126,9 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tu
 
 
 def summary(decoder: str, found: dict[tuple, Found]) -> list[dict]:
-    """Return a row for each method and share: bytes and reading over the full cache's, and what is kept."""
+    """Return a row for each method and keep ratio; bytes and reading are in units of the full cache's."""
     full, rows = found["full", None], []
-    answered = any(x.any() for x in full.right.values())  # if not, these tasks cannot judge this model
+    answered = any(x.any() for x in full.right.values())  # else these tasks say nothing
     for (method, part), row in found.items():
         share, error = kept(row, full) if answered else (None, None)
         rows.append(dict(decoder=decoder, method=method, keep_ratio=part, bytes=row.bytes / full.bytes)
@@ -136,7 +138,10 @@ def summary(decoder: str, found: dict[tuple, Found]) -> list[dict]:
 
 
 def verdict(row: dict) -> str:
-    """Whether a row keeps ENOUGH: "yes" or "no" by one standard error, else "undecided"; "" if unknown."""
+    """Return whether a row keeps ENOUGH: "yes", "no" or, within one standard error, "undecided".
+
+    "" if the full cache has no right answers.
+    """
     if row["kept"] is None:
         return ""
     if row["kept"] - row["error"] >= ENOUGH:
@@ -145,8 +150,9 @@ def verdict(row: dict) -> str:
 
 
 def enough(rows: list[dict]) -> dict[str, dict]:
-    """By method, the row of one decoder that keeps ENOUGH in the fewest bytes. Methods that never do are
-    left out.
+    """Return by method the row of one decoder that keeps ENOUGH in the fewest bytes.
+
+    Methods without such a row are left out.
     """
     best = {}
     for row in sorted(rows, key=lambda row: row["bytes"]):
@@ -155,45 +161,58 @@ def enough(rows: list[dict]) -> dict[str, dict]:
     return best
 
 
+TERMS = """\
+keep       keep ratio: the budget of each head, as a percentage of the prompt's tokens
+bytes      size of the cache when the question comes, of a full cache's; numbers have 16 bits in both
+needle     accuracy; pairs: the same. The question comes after the compression
+kept, %    share of the full cache's right answers, ± one standard error
+documents  per task; 32 if the row is far below 95 %
+reading    processor time until the question may come, in units of the full cache's"""
+
+
 def show(rows: list[dict]) -> str:
-    """The table of all rows, decoders side by side, and below it who keeps ENOUGH."""
-    of = grouped(rows, "decoder")
-    names = ["bytes", "needle", "pairs", "kept, %", "asked", "reading"]
-    table = [["", "", *(cell for name, in of for cell in [name, *[""] * (len(names) - 1)])],
-             ["method", "keep", *names * len(of)]]
-    for beside in zip(*of.values()):
-        table.append([beside[0]["method"], keep_label(beside[0]["keep_ratio"])])
-        for row in beside:
-            kept = row["kept"] is not None
+    """Return the table of all rows, decoders side by side, and below it the methods that keep ENOUGH."""
+    decoders = grouped(rows, "decoder")
+    names = ["bytes", "needle", "pairs", "kept, %", "documents", "reading"]
+    table = [["", "", *(cell for name, in decoders for cell in [name, *[""] * (len(names) - 1)])],
+             ["method", "keep", *names * len(decoders)]]
+    for same in zip(*decoders.values()):
+        table.append([same[0]["method"], keep_label(same[0]["keep_ratio"])])
+        for row in same:
+            known = row["kept"] is not None
             table[-1] += [f"{100 * row['bytes']:.1f} %", f"{row['needle']:.2f}", f"{row['pairs']:.2f}",
-                          with_error(100 * row["kept"], 100 * row["error"], 1) if kept else "–",
+                          with_error(100 * row["kept"], 100 * row["error"], 1) if known else "–",
                           str(row["asked"]), f"{row['reading']:.2f}"]
-    return f"{text_table(table)}\n\n{show_enough(rows)}"
+    return f"{TERMS}\n\n{text_table(table)}\n\n{show_enough(rows)}"
 
 
 def show_enough(rows: list[dict]) -> str:
-    """Methods that keep ENOUGH on all decoders, the fewest bytes first; then who is undecided."""
-    of = grouped(rows, "decoder")
-    best = [enough(each) for each in of.values()]
-    table = [["", *(cell for name, in of for cell in (name, ""))], ["method", *["keep", "bytes"] * len(of)]]
+    """Return the methods that keep ENOUGH on all decoders, fewest bytes first, and the undecided rows."""
+    decoders = grouped(rows, "decoder")
+    best = [enough(each) for each in decoders.values()]
+    table = [["", *(cell for name, in decoders for cell in (name, ""))],
+             ["method", *["keep", "bytes"] * len(decoders)]]
     both = [[each[method] for each in best] for method in sorted(set.intersection(*map(set, best)))]
-    for beside in sorted(both, key=lambda beside: max(row["bytes"] for row in beside)):
-        table.append([beside[0]["method"]])
-        for row in beside:
+    for same in sorted(both, key=lambda same: max(row["bytes"] for row in same)):
+        table.append([same[0]["method"]])
+        for row in same:
             table[-1] += [keep_label(row["keep_ratio"]), f"{100 * row['bytes']:.1f} %"]
-    lines = [f"{100 * ENOUGH:g} % of the full cache's answers by one standard error, in the fewest bytes",
+    lines = [f"Fewest bytes that keep {100 * ENOUGH:g} % on all decoders, by one standard error",
              text_table(table)]
-    for (name,), each in of.items():
-        near = [f"{row['method']} at {keep_label(row['keep_ratio'])}" for row in each if verdict(row) == "undecided"]
-        lines.append(f"undecided on {name}: {', '.join(near) or 'none'}")
+    for (name,), each in decoders.items():
+        near = [f"{row['method']} at {keep_label(row['keep_ratio'])}"
+                for row in each if verdict(row) == "undecided"]
+        lines.append(f"Undecided on {name}: {', '.join(near) or 'none'}")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None):
     made = parser("experiments.fewest_bytes", __doc__)
-    made.add_argument("--methods", nargs="+", default=[], metavar="NAME", help="default: every variant")
-    made.add_argument("--documents", type=int, default=256, help="a task; default 256")
-    made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
+    made.add_argument("--methods", nargs="+", default=[], metavar="NAME",
+                      help="methods to measure beside the full cache; default: all")
+    made.add_argument("--documents", type=int, default=256, help="documents per task; default 256")
+    made.add_argument("--length", type=int, default=512, metavar="TOKENS",
+                      help="length of each document; default 512")
     args = arguments(made, argv)
     methods = pick(["full", *args.methods] if args.methods else [])
     rows = []

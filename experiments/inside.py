@@ -1,11 +1,11 @@
-"""What a decoder is like inside: where it retrieves, what it reads anyway, how far window scores last.
+"""Measure a decoder's attention by layer: retrieval, sinks, value norms, and how long window scores hold.
 
-    python -m experiments.inside                  both decoders that ship, a column a layer: two minutes
-    python -m experiments.inside --model FOLDER   and one of yours
+    python -m experiments.inside                  both shipped decoders: two minutes
+    python -m experiments.inside --model FOLDER   and your own
 
-Verdicts on methods depend on this. Retrieval in few heads can be given whole caches; a sink has to be kept
-whatever it says; norms can only tell entries apart if they differ; window scores can only tell what comes if they
-last.
+These properties decide which methods work. If few heads retrieve, they can keep their whole caches. A sink
+must be kept. Value norms can rank entries only if they differ. Window scores can predict later attention only
+if they hold.
 """
 from collections.abc import Iterable
 
@@ -24,15 +24,15 @@ from nanollm.measure.evaluate import exact_match, text_windows
 from nanollm.measure.tasks import Tasks
 from nanollm.training.initial_weights import without_heads
 
-DISTANCES = 16, 32, 64, 128  # tokens from one window's end to the other's
+DISTANCES = 16, 32, 64, 128  # tokens between the ends of two observation windows
 
 
-# ---- where it retrieves ---
+# ---- retrieval ---
 
 @torch.no_grad()
 def found_without(model, tasks: Tasks, heads: Iterable[tuple[int, int]], documents: int = 32, T: int = 256,
                   task: str = "needle") -> float:
-    """Share of answers that are right while these (layer, query head) write nothing into the stream."""
+    """Return the accuracy while these (layer, query head) add nothing to the residual stream."""
     stays = torch.ones(model.config.n_layers, 1, model.config.n_heads, device=model.embed.weight.device)
     for layer, head in heads:
         stays[layer, :, head] = 0
@@ -43,7 +43,7 @@ def found_without(model, tasks: Tasks, heads: Iterable[tuple[int, int]], documen
 @torch.no_grad()
 def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16,
                seed: int = 0, of: tuple[str, ...] = ("needle", "pairs")) -> Tensor:
-    """Nats per token by which right answers become less likely if this head alone streams, (L, H).
+    """Return the loss of log p per answer token if one head keeps only sinks and window, (L, H), in nats.
 
     Mean over the tasks `of`, with `documents` of T tokens each; sinks and window as in `gates`.
     """
@@ -61,12 +61,12 @@ def importance(model, tasks: Tasks, documents: int = 32, T: int = 512, sinks: in
 
 
 def layer(model, *numbers: int) -> list[tuple[int, int]]:
-    """All (layer, query head) of these layers."""
+    """Return all (layer, query head) of these layers."""
     return [(i, head) for i in numbers for head in range(model.config.n_heads)]
 
 
 def without_pairs(model, tasks: Tasks, **size) -> Tensor:
-    """(L, L): answers found without the attention of two layers; on the diagonal, of one."""
+    """Return the accuracy without the attention of two layers, (L, L); of one layer on the diagonal."""
     L = model.config.n_layers
     found = torch.empty(L, L)
     for i in range(L):
@@ -76,7 +76,7 @@ def without_pairs(model, tasks: Tasks, **size) -> Tensor:
 
 
 def without_each(model, tasks: Tasks, **size) -> Tensor:
-    """(L, heads): answers found without one query head."""
+    """Return the accuracy without one query head, (L, heads)."""
     c = model.config
     found = [found_without(model, tasks, [head], **size) for head in layer(model, *range(c.n_layers))]
     return torch.tensor(found).view(c.n_layers, c.n_heads)
@@ -84,19 +84,24 @@ def without_each(model, tasks: Tasks, **size) -> Tensor:
 
 @torch.no_grad()
 def read_at_question(model, batch) -> Tensor:
-    """(L, heads): weight from the question's last token to the first of the value that it asks for."""
+    """Return the attention weight (L, heads) from the question's last token to the answer's first token.
+
+    The answer's place is where the prompt states it.
+    """
     asking, stated = batch.answers[0].start - 1, torch.from_numpy(batch.stated)
     tokens = torch.from_numpy(batch.tokens[:, :asking + 1]).to(model.embed.weight.device)
-    weights = [attention_maps(model, row)[:, 0, :, -1, at] for row, at in zip(tokens.split(1), stated)]
+    weights = [attention_maps(model, row)[:, 0, :, -1, position]
+               for row, position in zip(tokens.split(1), stated)]
     return torch.stack(weights).mean(0)
 
 
-# ---- what it reads anyway ---
+# ---- sinks and norms ---
 
 @torch.no_grad()
 def sinks(model, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean weight that the second half of texts (B, T) gives to the first token, and to that of the first
-    half which it reads most: (L, heads) each.
+    """Return two mean weights (L, heads) that the second half of texts (B, T) gives to one token.
+
+    First, the text's first token. Second, the token of the first half with the largest mean weight.
     """
     half = tokens.shape[1] // 2
     maps = (attention_maps(model, text)[:, 0] for text in tokens.split(1))  # (L, heads, T, T)
@@ -105,39 +110,39 @@ def sinks(model, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norm_spread(model, tokens: Tensor, low: float = 0.05, high: float = 0.95) -> Tensor:
-    """(L, heads): quantile `high` over quantile `low` of the norms ‖𝒱‖₁ in a head, mean over texts."""
+    """Return quantile `high` over quantile `low` of the norms ‖𝒱‖₁, (L, heads), mean over texts."""
     with torch.no_grad():
         norms = [seen_by_window(model, text, 8)[1] for text in tokens.split(1)]
     ends = torch.cat(norms).float().quantile(torch.tensor([low, high], device=norms[0].device), -1)
     return (ends[1] / ends[0]).mean(0)
 
 
-# ---- how far window scores last ---
+# ---- how long window scores hold ---
 
 @torch.no_grad()
 def scores_kept(model, tokens: Tensor, window: int = 16, share: float = 0.25) -> Tensor:
-    """(L, distances): what a window's window scores know of later ones, mean over texts (B, T) and query heads.
+    """Return the overlap of an observation window's top tokens with a later window's, (L, distances).
 
-    Of the first half's tokens that a window reads most, `share` of them, the part that was among those of
-    the window which ended with the first half. By chance it is `share`.
+    Top tokens are the `share` of the first half's tokens with the highest window scores. The first window
+    ends with the first half of the text. Random scores give `share`. Mean over texts (B, T) and query heads.
     """
     half = tokens.shape[1] // 2
-    most, found = round(share * half), []
+    most, overlaps = round(share * half), []
     if max(DISTANCES) > half:
-        raise ValueError(f"texts of {2 * half} tokens must have at least {2 * max(DISTANCES)}")
+        raise ValueError(f"texts have {2 * half} tokens; they must have at least {2 * max(DISTANCES)}")
     for text in tokens.split(1):
         p = attention_maps(model, text)[:, 0, :, :, :half]  # (L, heads, T, half)
         scores = [p[:, :, end - window:end].mean(2) for end in (half, *(half + d for d in DISTANCES))]
-        nobody = torch.zeros_like(scores[0], dtype=torch.bool)
-        first, *later = (nobody.scatter(-1, x.topk(most).indices, True) for x in scores)
-        found.append(torch.stack([(first & x).sum(-1) / most for x in later], -1).mean(1))
-    return torch.stack(found).mean(0)
+        none = torch.zeros_like(scores[0], dtype=torch.bool)
+        first, *later = (none.scatter(-1, x.topk(most).indices, True) for x in scores)
+        overlaps.append(torch.stack([(first & x).sum(-1) / most for x in later], -1).mean(1))
+    return torch.stack(overlaps).mean(0)
 
 
-# ---- the page ---
+# ---- the table ---
 
 def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
-    """Each measurement by layer: of heads the most, of spreads and exponents the mean."""
+    """Return each measurement by layer: the largest over heads, or the mean of spreads and exponents."""
     batch, tokens = tasks.batch("needle", 0, documents, 256), text_windows(tasks, documents, 512, model)
     tokens = tokens.to(model.embed.weight.device)
     first, strongest = sinks(model, tokens)
@@ -158,12 +163,39 @@ def page(model, tasks: Tasks, documents: int = 16) -> dict[str, list[float]]:
     return {name: x.tolist() for name, x in rows.items()}
 
 
+LABELS = {
+    "needles without its attention": "accuracy without this layer's attention",
+    "needles without its weightiest head": "accuracy without its most needed head",
+    "question → value, strongest head": "weight from question to answer",
+    "weight on the first token, strongest head": "weight on the first token",
+    "weight on the most read, strongest head": "weight on the top token",
+    "value norms, 95 % over 5 %, mean": "spread of value norms",
+    "exponent of the weights' tail": "exponent of the weights' tail",
+    "pivotal tokens that were so before": "pivotal tokens that were pivotal before",
+} | {f"{old} still true {d} tokens later": f"top tokens still on top {d} tokens later"
+     for d in DISTANCES for old in ("votes", "window scores")}  # rows stored earlier say "votes"
+TERMS = """\
+accuracy without      share of needles found if the layer's attention, or its most needed head, is left out
+weight from question  attention weight from the question's last token to the answer in the prompt, in the head
+                      with the most
+weight on             mean attention weight of later queries on the text's first token, and on the token that
+                      gets the most, in the head with the most; a large weight shows a sink
+spread of norms       95 % quantile of ‖v W_O‖₁ over the 5 % quantile, mean over heads
+exponent of the tail  k of a power law x^−k through the large attention weights x
+pivotal tokens        a query gives a pivotal token more than the even weight 1/t. Share of the tokens pivotal
+                      in the text's second half that were pivotal in the first; by chance the next row
+cosine                of the MLP's input x and x + MLP(x)
+top tokens            the quarter of the tokens with the highest window scores; share that a later window
+                      also has on top; by chance 0.25"""
+
+
 def show(rows: list[dict]) -> str:
-    """A table a decoder, a column a layer."""
-    tables = []
+    """Return a table for each decoder, with a column for each layer."""
+    tables = [TERMS]
     for (decoder,), each in grouped(rows, "decoder").items():
         header = [f"layer of {decoder}", *map(str, range(len(each[0]["layers"])))]
-        tables.append(text_table([header, *([row["measurement"], *(f"{x:.3g}" for x in row["layers"])]
+        tables.append(text_table([header, *([LABELS.get(row["measurement"], row["measurement"]),
+                                             *(f"{x:.3g}" for x in row["layers"])]
                                             for row in each)]))
     return "\n\n".join(tables)
 

@@ -1,12 +1,11 @@
-"""KVzip taken apart: second reading, maximum for sum, ranking across layers; and in fewer bits.
+"""Take KVzip apart: leave out its reread, its maximum and its ranking across heads; then use fewer bits.
 
     python -m experiments.kvzip_parts
 
-Each part is left out alone and with the others. Then what KVzip and SnapKV keep is stored in fewer bits
-(methods/ours/kvzip_4.py). Last, DuoAttention's heads: those of its trained gates, and those whose entries
-KVzip ranks highest. The context is compressed before the question comes (agnostic): 32 documents a task of 512
-tokens; the share that is answered as asked, ± one standard error, and the bytes of a text after its
-answers, if the model's numbers have 16 bits.
+The first table leaves out each part alone and with the others. The second stores the entries that KVzip and
+SnapKV keep in fewer bits (methods/ours/kvzip_4.py). The third compares two ways to find DuoAttention's
+retrieval heads: its trained gates, and KVzip's scores. The question comes after the compression (agnostic):
+32 documents of each task, 512 tokens each.
 """
 from itertools import product
 import time
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import arguments, decoders, finish, grouped, keep_label, mean_and_error, parser, with_error
+from experiments.script import (arguments, decoders, finish, grouped, keep_label, mean_and_error, parser,
+                                with_error)
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
@@ -31,16 +31,17 @@ from nanollm.measure.tasks import Tasks
 
 KEEP_RATIOS = 0.25, 0.125, 0.0625
 READINGS = {"second": KVzip, "first alone": OneReading}
-RANKED = {"all": True, "each head": False}  # across
+RANKED = {"all": True, "each head": False}  # value of the option `across`
 HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
 HEAD_KEEP_RATIOS = 0.5, 0.25, 0.125
-BITS = 16, 4, 2  # of a number; 16: as it is
+BITS = 16, 4, 2  # bits per number; 16: not quantized
 
 
 @torch.no_grad()
 def apart(model, batch, keep_ratios=KEEP_RATIOS) -> tuple[dict[tuple, Tensor], float]:
-    """Right answers (B,) of every (reading, score, ranking, share), agnostic; and the seconds of the second
-    reading in units of the first's.
+    """Return the right answers (B,) by (reading, score, ranking, keep ratio), and the time of the reread.
+
+    Answers are agnostic. The time is in units of the first read's.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, seconds = {}, []
@@ -64,8 +65,9 @@ def apart(model, batch, keep_ratios=KEEP_RATIOS) -> tuple[dict[tuple, Tensor], f
 
 @torch.no_grad()
 def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tensor, int]]:
-    """Right answers (B,), agnostic, and `bytes_in_16_bits` of one text, of every (method, bits, share). Of
-    methods that keep all tokens the share is None.
+    """Return the right answers (B,), agnostic, and a text's bytes by (method, bits, keep ratio).
+
+    The keep ratio is None for methods that keep all tokens. Bytes are `bytes_in_16_bits`.
     """
     tokens, context, _ = prompt_and_question(model, batch)
     found, n = {}, context.shape[1]
@@ -76,7 +78,8 @@ def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tenso
         caches = make_cache(model, Method, **options)
         prefill(model, context, caches, 64)
         reread(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        for bits, part in product(BITS, keep_ratios) if "budget" in options else [(options.get("bits", 16), None)]:
+        every = product(BITS, keep_ratios) if "budget" in options else [(options.get("bits", 16), None)]
+        for bits, part in every:
             compressed = copied(caches)
             for cache in compressed:
                 if "budget" in options:
@@ -86,14 +89,14 @@ def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tenso
     return found
 
 
-def by_heads(model, batch, heads: dict[str, tuple], keep_ratios=HEAD_KEEP_RATIOS) -> dict[tuple[str, float], Tensor]:
-    """Right answers (B,) of DuoAttention, agnostic, of every (whose heads, share)."""
-    return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name]))["agnostic"]
-            for name, part in product(heads, keep_ratios)}
+def by_heads(model, batch, heads: dict[str, tuple], keep_ratios=HEAD_KEEP_RATIOS) -> dict[tuple, Tensor]:
+    """Return the right answers (B,) of DuoAttention, agnostic, by (source of heads, keep ratio)."""
+    return {(name, part): retrieve(model, batch, maker(model, DuoAttention, part, heads=heads[name])
+                                   )["agnostic"] for name, part in product(heads, keep_ratios)}
 
 
 def measured(model, encoding, documents: int, length: int) -> list[dict]:
-    """Rows of three tables: readings, bits and heads. Of each task the right answers: [mean, error]."""
+    """Return the rows of three tables: readings, bits and heads. A task's accuracy is [mean, error]."""
     check_size(model, documents, 2, length)
     heads, seconds = {}, {}
     for name, Method in HEADS.items():
@@ -121,33 +124,47 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
 
 
 def show(rows: list[dict]) -> str:
-    """Three tables a decoder."""
-    of, parts = grouped(rows, "decoder", "table"), []
-    for decoder in dict.fromkeys(decoder for decoder, _ in of):
-        parts += [f"{decoder}\n{columns(of[decoder, 'readings'])}\nThe second reading takes "
-                  f"{of[decoder, 'rereading'][0]['times']:.1f} times as long as the first.",
-                  columns(of[decoder, "bits"]), columns(of[decoder, "heads"])]
+    """Return three tables for each decoder."""
+    tables, parts = grouped(rows, "decoder", "table"), [TERMS]
+    for decoder in dict.fromkeys(decoder for decoder, _ in tables):
+        parts += [f"{decoder}: KVzip with and without its parts\n{columns(tables[decoder, 'readings'])}\n"
+                  f"The reread takes {tables[decoder, 'rereading'][0]['times']:.1f} times as long as the "
+                  "first read.",
+                  f"{decoder}: fewer bits\n{columns(tables[decoder, 'bits'])}",
+                  f"{decoder}: DuoAttention by two calibrations\n{columns(tables[decoder, 'heads'])}"]
     return "\n\n".join(parts)
 
 
+LABELS = {"keep_ratio": "keep", "reading": "scores", "second": "reread", "first alone": "first read"}
+TERMS = """\
+scores   where they come from: KVzip's reread of the prompt, or the first read
+score    an entry's score is the largest attention weight that it gets (max), or their sum
+ranked   all: the entries of all heads are ranked together; each head: every head keeps as many
+bits     per stored number of keys and values; 16: not quantized
+heads    retrieval heads found by DuoAttention's trained gates, or by KVzip's scores
+seconds  time of this calibration
+KiB      size of a text's cache after its answer, with 16-bit numbers; quantized entries as stored"""
+
+
 def columns(rows: list[dict]) -> str:
-    """Rows of one table of one decoder, a column a key."""
+    """Return the rows of one table as text, with a column for each key."""
     def cell(key: str, x) -> str:
         if key == "keep_ratio":
             return keep_label(x)
         if isinstance(x, str):
-            return x
+            return LABELS.get(x, x)
         return f"{x:.0f}" if isinstance(x, (int, float)) else with_error(*x)
 
     names = [key for key in rows[0] if key not in ("decoder", "table")]
-    return text_table([["keep" if key == "keep_ratio" else key for key in names],
+    return text_table([[LABELS.get(key, key) for key in names],
                        *([cell(key, row[key]) for key in names] for row in rows)])
 
 
 def main(argv: list[str] | None = None):
     made = parser("experiments.kvzip_parts", __doc__)
-    made.add_argument("--documents", type=int, default=32, help="a task; default 32")
-    made.add_argument("--length", type=int, default=512, metavar="TOKENS", help="of each; default 512")
+    made.add_argument("--documents", type=int, default=32, help="documents per task; default 32")
+    made.add_argument("--length", type=int, default=512, metavar="TOKENS",
+                      help="length of each document; default 512")
     args = arguments(made, argv)
     rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
             for row in measured(model, encoding, args.documents, args.length)]

@@ -1,10 +1,11 @@
-"""The papers read in other ways, each against the reading taken first, text by text.
+"""Compare interpretations of the papers, for passages that can be read in more than one way.
 
-    python -m experiments.readings                  both decoders that ship: nine minutes of a core
-    python -m experiments.readings --model FOLDER   and one of yours
+    python -m experiments.readings                  both shipped decoders: nine minutes of a core
+    python -m experiments.readings --model FOLDER   and your own
 
-32 texts, and 32 documents each of needle, pairs and few-shot with the question in the prompt, 256 tokens
-each. KL is of the last 32 tokens of a text. Last come short prompts with long answers, 512 tokens each.
+Each table compares its rows with its first row, document by document. The question is part of the compressed
+prompt (aware): 32 documents of each task, 256 tokens each. KL is over the last 32 tokens of 32 texts. The
+last table has prompts of 32 tokens and answers of 480 tokens.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ FEW = dict(at_a_time=8)
 
 @dataclass(eq=False)
 class EndCaM(CaM):
-    """All that leaves does so when the prompt ends."""
+    """CaM that evicts and merges only at the prompt's end, no token earlier."""
 
     def pieces(self, *new: Tensor):
         return super().pieces(*new) if self.prompt_done else LayerCache.pieces(self, *new)
@@ -50,7 +51,7 @@ class EndCaM(CaM):
         super().end_prefill()
 
 
-# the reading taken first, then the others: method and options, all at a quarter of the entries
+# by group: the first interpretation, then the others; method and options, keep ratio 25 %
 READINGS = {
     "Scissorhands": {
         "counts, m = B/2": (Scissorhands, {}), "an absent step is unimportant": (Padded, {}),
@@ -72,7 +73,7 @@ LONG = {"SnapKV, once": dict(again=False), "SnapKV": {}, "+critical": dict(selec
 
 def measured(model, bench: Benchmark, full: Reference, Method, keep_ratio: float, tilt: float = 0.0,
              **options) -> dict[str, Tensor]:
-    """Which documents are answered right, and KL of every text, (n,) each."""
+    """Return which documents are answered right, and the KL of each text, (n,) each."""
     make = maker(model, Method, keep_ratio, **options)
     if tilt:
         make = lambda n, *_: tilted(model, round(keep_ratio * n), tilt, Method, **options)
@@ -81,7 +82,7 @@ def measured(model, bench: Benchmark, full: Reference, Method, keep_ratio: float
 
 
 def groups(model, tasks: Tasks, documents: int = 32) -> Iterator[tuple[str, dict[str, dict]]]:
-    """A title, and what was measured of each reading, first of the one that others are compared with."""
+    """Yield each group's title and its measurements by interpretation; the first is the base."""
     bench = Benchmark.build(model, tasks, 256, documents=documents)
     full = reference(model, text_windows(tasks, documents, 256, model), 32)
     for title, readings in READINGS.items():
@@ -100,10 +101,10 @@ def groups(model, tasks: Tasks, documents: int = 32) -> Iterator[tuple[str, dict
                                                  for name, how in LONG.items()}
 
 
-def summary(decoder: str, group: str, found: dict[str, dict]) -> list[dict]:
-    """A row a reading: mean and standard error of each measurement, and of its change against the first."""
-    first, rows = next(iter(found.values())), []
-    for reading, each in found.items():
+def summary(decoder: str, group: str, measurements: dict[str, dict]) -> list[dict]:
+    """Return a row for each interpretation: means, changes against the first, and standard errors."""
+    first, rows = next(iter(measurements.values())), []
+    for reading, each in measurements.items():
         means = {key: mean_and_error(x) for key, x in each.items() if isinstance(x, Tensor)}
         changes = {} if each is first else {key: mean_and_error(each[key] - first[key]) for key in means}
         rows.append(dict(decoder=decoder, group=group, reading=reading, means=means, changes=changes,
@@ -112,12 +113,12 @@ def summary(decoder: str, group: str, found: dict[str, dict]) -> list[dict]:
 
 
 def show(rows: list[dict]) -> str:
-    """A table a group: means ± a standard error, and beside them their changes against the first."""
+    """Return a table for each group: means and changes against the first row, ± one standard error."""
     tables = []
     for (decoder, group), each in grouped(rows, "decoder", "group").items():
         keys = each[0]["means"]
         header = [f"{decoder}: {group}", *(name for key in keys for name in (key, "change"))]
-        table = [header + ["KiB at most", "at the end"][:len(each[0]["kib"])]]
+        table = [header + ["KiB at most", "KiB at the end"][:len(each[0]["kib"])]]
         for row in each:
             table.append([row["reading"]])
             for key in keys:
@@ -131,12 +132,13 @@ def show(rows: list[dict]) -> str:
 @torch.no_grad()
 def main(argv: list[str] | None = None):
     made = parser("experiments.readings", __doc__)
-    made.add_argument("--documents", type=int, default=32, help="a task, and texts; default 32")
+    made.add_argument("--documents", type=int, default=32,
+                      help="documents per task, and number of texts; default 32")
     args, rows = arguments(made, argv), []
     for name, model, encoding in decoders(args):
-        for group, found in tqdm(groups(model, Tasks(encoding, "test"), args.documents), desc=name,
-                                 leave=False, disable=None):
-            rows += summary(name, group, found)
+        each_group = groups(model, Tasks(encoding, "test"), args.documents)
+        for group, measurements in tqdm(each_group, desc=name, leave=False, disable=None):
+            rows += summary(name, group, measurements)
     finish(args, rows, show)
 
 

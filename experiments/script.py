@@ -1,4 +1,4 @@
-"""What the scripts of this folder do alike: the options, the decoders, the rows in a file."""
+"""Code that the scripts of this folder share: options, decoders, writing rows to a file."""
 import argparse
 from collections.abc import Callable, Iterator
 import json
@@ -13,16 +13,16 @@ from nanollm.measure.evaluate import standard_error
 
 
 def parser(module: str, about: str) -> argparse.ArgumentParser:
-    """Return a parser that knows the options of a model, and --json."""
+    """Return a parser with the options of a model and --json."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=about,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     model_options(made)
-    made.add_argument("--json", type=Path, help="write the rows here")
+    made.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to")
     return made
 
 
 def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Parse a command line. ValueError, before any work, if the file of --json cannot be written."""
+    """Return the parsed command line. ValueError if the file of --json cannot be written."""
     args = made.parse_args(argv)
     if args.json:
         check_output(args.json, "rows", lambda data: isinstance(read_json(data), list))
@@ -30,7 +30,7 @@ def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse
 
 
 def decoders(args) -> Iterator[tuple]:
-    """Yield name, model and encoding of the decoders that ship, then of --model if it is another."""
+    """Yield name, model and tokenizer of both shipped decoders, then of --model if it is another."""
     own = args.model.resolve()
     folders = SHIPPED if own in SHIPPED.values() else SHIPPED | {str(args.model): own}
     for name, folder in folders.items():
@@ -38,18 +38,18 @@ def decoders(args) -> Iterator[tuple]:
 
 
 def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):
-    """Print the rows as text, and write them where --json says."""
+    """Print the rows as text, and write them to the file of --json."""
     print(show(rows))
     if args.json:
         replace(args.json, json.dumps(rows, indent=1).encode())
 
 
 def grouped(rows: list[dict], *keys: str) -> dict[tuple, list[dict]]:
-    """Return the rows by their values of these keys, in the order in which they first come."""
-    of = {}
+    """Return lists of rows by their values of these keys, in order of first appearance."""
+    groups = {}
     for row in rows:
-        of.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return of
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
 
 
 def mean_and_error(x: Tensor) -> tuple[float, float]:
@@ -63,5 +63,5 @@ def with_error(mean: float, error: float, digits: int = 2, sign: str = "") -> st
 
 
 def keep_label(keep_ratio: float | None) -> str:
-    """Return a share of the prompt as tables show it; None is "all"."""
+    """Return a keep ratio as tables show it, "25 %"; None is "all"."""
     return "all" if keep_ratio is None else f"{100 * keep_ratio:g} %"

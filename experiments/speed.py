@@ -1,14 +1,14 @@
-"""How long a text takes to read, to compress and to continue.
+"""Measure the time to read a prompt, to compress it and to decode.
 
-    python -m experiments.speed                  # one step beside its floor, and what compressing costs
-    python -m experiments.speed --compile        # also by torch.compile: a minute more; needs a C++ compiler
+    python -m experiments.speed                  # decoding steps, and the cost of compression
+    python -m experiments.speed --compile        # also with torch.compile (C++ compiler): a minute more
     python -m experiments.speed --methods full my_method --lengths 256 --new 8 --repeat 1    # twenty seconds
-    python -m experiments.speed --what growth    # with the text: minutes, most of them for 16,384 tokens
-    python -m experiments.speed --what large     # on a GPU the shape of Llama-3-8B, else a small one
+    python -m experiments.speed --what growth    # time by text length, up to 16,384 tokens: minutes
+    python -m experiments.speed --what large     # time and memory of any shape; Llama-3-8B on a GPU
     python -m experiments.speed --what large --shape llama3-8b --lengths 8192 32768 65536 --json rows.json
 
-growth and large draw random weights, so texts may be longer than a decoder was trained for. This changes only
-what a method lets the numbers decide: how AdaKV shares entries out over heads, how often KVReviver swaps.
+growth and large use random weights, so texts may be longer than a decoder was trained for. Times then differ
+only where a method's work depends on the scores: AdaKV's budgets per head, KVReviver's swaps.
 """
 import argparse
 from copy import deepcopy
@@ -49,7 +49,7 @@ from nanollm.tokenizer import boundaries
 from nanollm.training.train import hardware
 
 DECODED = ["full", "snap_kv", "h2o", "kvzip", "kvzip_4", "quest", "quantized_2", "quantized_3", "quantized_4",
-           "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk"]  # whose steps are timed by default
+           "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk"]  # their steps are timed by default
 SHAPES = {
     "small": Config(2048, 4096, n_layers=4, n_heads=8, n_kv_heads=2, d_model=256, d_ff=704),
     "qwen2.5-0.5b": Config(151_936, 32_768, n_layers=24, n_heads=14, n_kv_heads=2, d_model=896, d_ff=4864,
@@ -61,15 +61,15 @@ ON_GPU = dict(shape="llama3-8b", dtype="bfloat16", lengths=[8192, 32768, 65536],
 METHODS = dict(steps="all", growth="full snap_kv h2o kvzip quantized_2",
                large="full snap_kv ada_kv chunk_kv h2o quantized_2 kv_reviver")
 LENGTHS = 512, 1024, 2048, 4096, 8192, 16_384  # of growth
-AT_ONCE = 512  # tokens of all texts: attention may make a number for each, slot and query head
+AT_ONCE = 512  # tokens read at once, in all texts; this bounds the attention matrix
 PHASES = "reading the prompt", "the prompt's end", "one step"
 
 
-# ---- the clock, and what is timed ---
+# ---- helpers ---
 
 
 def phases(model, tokens: Tensor, caches: list[LayerCache], steps: int = 0) -> list[float]:
-    """Return seconds to read a prompt, to compress it at its end, and of each of `steps` steps after it."""
+    """Return the seconds to read a prompt, to compress it, and of each of `steps` steps after it."""
     return seconds(lambda: prefill(model, tokens, caches), lambda: end_prompt(model, tokens, caches),
                    *[lambda: model(tokens[:, :1], caches)] * steps)
 
@@ -80,7 +80,7 @@ def random_tokens(model, n: int, seed: int, batch: int = 1) -> Tensor:
 
 
 def budgets(model, methods: dict, lengths: list[int], percent: float) -> dict[tuple, dict]:
-    """Return each method's options by length and name. ValueError, before any work, if one cannot work so."""
+    """Return each method's options by (length, name). ValueError if a method cannot use its budget."""
     options = {}
     for n in lengths:
         for name, Method in methods.items():
@@ -96,9 +96,9 @@ def budgets(model, methods: dict, lengths: list[int], percent: float) -> dict[tu
 
 
 def compiled(model):
-    """Return the decoder, its blocks through torch.compile but for what they say to the cache, which grows.
+    """Return a copy of the decoder whose blocks are compiled, except for the calls of the growing cache.
 
-    All that is compiled has the shape of one new token. Its sums may round otherwise.
+    The compiled parts take one new token. Their sums may round differently.
     """
     @torch.compile(dynamic=False)
     def before(block, x, angles):
@@ -118,8 +118,9 @@ def compiled(model):
 
 @torch.no_grad()
 def against_floor(model, theirs, lengths: list[int], repeat: int, compiles: bool, steps: int = 16):
-    """Yield rows: ms of a decoding step of ours, compiled, and of transformers, beside what no step can do
-    without: products with all weights (floor), and attention over the slots.
+    """Yield rows: ms of a decoding step by our decoder, compiled or not, and by transformers.
+
+    Beside them the time that every step needs: products with all weights (floor), attention over the slots.
     """
     from transformers import DynamicCache
     for dtype in (torch.float32, torch.bfloat16):
@@ -155,8 +156,10 @@ def against_floor(model, theirs, lengths: list[int], repeat: int, compiles: bool
 
 
 def compression(model, encoding, methods: dict, options: dict, lengths: list[int], repeat: int):
-    """Yield rows: ms of the end of a prompt, of full the prefill; that in percent of full's prefill; and a
-    method's own prefill in units of full's. A method that counts attention works there already.
+    """Yield rows: ms of the compression at a prompt's end, in percent of full's prefill, and the prefill.
+
+    The prefill is in units of full's; it is longer for methods that observe every query. The row of full has
+    the ms of its prefill.
     """
     ends = boundaries(encoding, model.config.vocab_size)
     learned = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}
@@ -180,7 +183,7 @@ def compression(model, encoding, methods: dict, options: dict, lengths: list[int
 
 @torch.no_grad()
 def decoding(model, methods: dict, n: int, repeat: int, batches=(1, 8)):
-    """Yield rows: ms of a step after n tokens, compressed to a quarter, and its speed in units of full's."""
+    """Yield rows: ms of a step after n tokens with keep ratio 25 %, and its speed in units of full's."""
     options = budgets(model, methods, [n], 25)
     rows = {name: dict(table="step", repeat=repeat, prompt=n, method=name) for name in methods}
     for B in batches:
@@ -197,7 +200,7 @@ def decoding(model, methods: dict, n: int, repeat: int, batches=(1, 8)):
 
 @torch.no_grad()
 def bridge(theirs, lengths: list[int], new: int, repeat: int):
-    """Yield rows: ms of a model of transformers with its own cache, and with a full one of ours."""
+    """Yield rows: ms of a model of transformers with its own cache, and with our full cache."""
     from transformers import DynamicCache
     from nanollm.hf.bridge import attach, detach
     for n in lengths:
@@ -220,7 +223,7 @@ def bridge(theirs, lengths: list[int], new: int, repeat: int):
 def against_transformers(model, theirs, lengths: list[int], new: int, repeat: int):
     """Yield rows: tokens/s of greedy decoding with both, after a check that they write the same tokens.
 
-    The time of a run with one new token is taken off, so that reading the prompt does not count.
+    The time of a run with one new token is subtracted, so that reading the prompt does not count.
     """
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -240,14 +243,14 @@ def against_transformers(model, theirs, lengths: list[int], new: int, repeat: in
             times = in_turn({(run, count): lambda run=run, count=count: seconds(lambda: run(count))
                              for run in (ours, of_transformers) for count in (new + 1, 1)}, repeat)
             a, b = (times[run, new + 1][0] - times[run, 1][0] for run in (ours, of_transformers))
-            told = a > 0 and b > 0  # else the machine did something else
+            valid = a > 0 and b > 0  # else the machine was busy with other work
             yield dict(table="greedy", repeat=repeat, new=new, threads=threads, prompt=n) | dict.fromkeys(
                 ("nanollm", "transformers", "ratio")) | (
-                dict(nanollm=new / a, transformers=new / b, ratio=b / a) if told else {})
+                dict(nanollm=new / a, transformers=new / b, ratio=b / a) if valid else {})
 
 
 def steps(args):
-    """Yield the rows of five tables: one decoder, its floor, transformers, and what compressing costs."""
+    """Yield the rows of five tables: decoding steps, the cost of compression, and transformers."""
     whole("new", args.new, 1, 1024)
     if args.repeat is not None:
         whole("repeat", args.repeat, 1)
@@ -258,7 +261,7 @@ def steps(args):
     ends, short = args.lengths or [512, 1024, 2048], args.lengths or [128, 2048]
     options = budgets(model, methods, ends, 25)
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise ValueError("--compile needs a C++ compiler, and none is here; install one or leave it out")
+        raise ValueError("--compile needs a C++ compiler, which is missing; install one or leave it out")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as copy:
         to_hf(model, copy, torch.float32)
@@ -276,17 +279,16 @@ def steps(args):
 
 @torch.no_grad()
 def growth(args):
-    """Yield rows: ms of each phase by tokens. Time grows as tokens^exponent, by least squares on logarithms.
-    """
+    """Yield rows: ms of each phase by length, and the exponent in time ∝ tokens^exponent (least squares)."""
     lengths = sorted({whole("length", n, 1, 2 ** 17) for n in args.lengths})
     if len(lengths) < 2:
-        raise ValueError(f"one length, {lengths[0]}, shows no growth; give two or more by --lengths")
+        raise ValueError(f"--lengths has one length, {lengths[0]}; growth needs at least two")
     if args.figure:
         check_files(args.figure, args.json)
     config, methods = read_config(args.model), pick(args.methods)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Decoder(replace(config, max_len=2 * lengths[-1] + 8)).eval()  # a second reading comes behind
+    model = Decoder(replace(config, max_len=2 * lengths[-1] + 8)).eval()  # room for KVzip's reread
     options, ms = budgets(model, methods, lengths, 25), {}
     for n in lengths:
         tokens = random_tokens(model, n, seed=n)
@@ -348,15 +350,14 @@ def fill(model: Decoder, device: torch.device, seed: int):
 
 
 def now(cuda: bool) -> float:
-    """Return seconds, once the GPU has done all that it was told to."""
+    """Return the time in seconds; on a GPU, after all its work is done."""
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def decode(model: Decoder, caches: list[LayerCache], token: Tensor, new: int, cuda: bool):
-    """Feed token (B, 1), then decode `new` greedily with the clock on: tokens/s of the batch, and the last.
-    """
+    """Feed token (B, 1), then time greedy decoding of `new`; return tokens/s and the last token."""
     for i in range(new + 1):
         if i == 1:
             began = now(cuda)
@@ -366,19 +367,19 @@ def decode(model: Decoder, caches: list[LayerCache], token: Tensor, new: int, cu
 
 @torch.no_grad()
 def measure(model: Decoder, Method, options: dict, tokens: Tensor, new: int, chunk: int, cuda: bool) -> dict:
-    """Return a row's numbers. The prompt is all but the last of tokens (B, T + 1), read `chunk` at a time.
+    """Return a row's numbers. The prompt is tokens (B, T + 1) but the last, read `chunk` at a time.
 
-    Seconds, and tokens/s of the batch. MB: `live`, `allocated` and `peak` (until the prompt's end) are the
-    caches' word; on a GPU also its allocator's, less what it had handed out before. There `plain` is of the
-    `new` tokens that come next, without kernels, if any ran.
+    Seconds, and tokens/s of the batch. MB: `live`, `allocated` and `peak` (until the prompt's end) as the
+    caches count them; on a GPU also as its allocator counts them, without what was allocated before. On a GPU
+    `plain` is the speed over the next `new` tokens without kernels, if kernels ran before.
     """
-    T, of_before = tokens.shape[1] - 1, 0
+    T, before = tokens.shape[1] - 1, 0
     if cuda:
-        gc.collect()  # of a row that did not fit
+        gc.collect()  # frees a row that did not fit
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        of_before = torch.cuda.memory_allocated()
-    ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # of chunks, for what goes by the text
+        before = torch.cuda.memory_allocated()
+    ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # for methods that keep chunks
     caches, prompt = make_cache(model, Method, **options), tokens[:, :-1]
     tell_chunk_ends(caches, ends)
     times = [now(cuda)]
@@ -386,13 +387,13 @@ def measure(model: Decoder, Method, options: dict, tokens: Tensor, new: int, chu
     times.append(now(cuda))
     peak = max(peak, end_prompt(model, prompt, caches))
     times.append(now(cuda))
-    of_gpu = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if cuda else []
+    gpu_bytes = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if cuda else []
     live, allocated = cache_bytes(caches)
     speed, token = decode(model, caches, tokens[:, -1:], new, cuda)
     row = {"reading s": times[1] - times[0], "end s": times[2] - times[1], "tokens/s": speed,
            "live": live / 1e6, "allocated": allocated / 1e6, "peak": peak / 1e6}
     if cuda:
-        row |= {name: (x - of_before) / 1e6 for name, x in zip(("GPU", "GPU peak"), of_gpu)}
+        row |= {name: (x - before) / 1e6 for name, x in zip(("GPU", "GPU peak"), gpu_bytes)}
         fast = kernel_switch.on_gpu(model.embed.weight.new_zeros(model.config.head_dim))
         allowed, kernel_switch.use_kernels = kernel_switch.use_kernels, False
         try:
@@ -406,7 +407,7 @@ def measure(model: Decoder, Method, options: dict, tokens: Tensor, new: int, chu
 
 
 def attempt(*arguments) -> dict:
-    """`measure`, or a note: what does not fit, or why a method cannot work with a prompt so long."""
+    """Return `measure`, or a note: it does not fit in memory, or the method refuses this prompt."""
     try:
         return measure(*arguments)
     except ValueError as error:
@@ -418,17 +419,19 @@ def attempt(*arguments) -> dict:
 
 
 def large(args):
-    """Yield rows, also those that a file holds already. The first of each length and method is measured
-    twice, and the second time counts: the first compiles kernels.
+    """Yield the rows that --json already holds and the new ones.
+
+    The first row of each length and method is measured twice, and the second run counts: the first compiles
+    kernels.
     """
     if args.resume and not args.json:
-        raise ValueError("--resume goes on with the rows of a file; name it by --json FILE")
+        raise ValueError("--resume continues the rows of a file; name it with --json FILE")
     if args.shape and args.model:
-        raise ValueError(f"--shape {args.shape} and --model {args.model} are two shapes; give one")
+        raise ValueError(f"--shape {args.shape} and --model {args.model} both name a shape; give one")
     device = check_device(args.device)
     cuda = device.type == "cuda"
     if not cuda and device.type != "cpu":
-        raise ValueError(f"device {device} cannot be timed here; use cpu or cuda")
+        raise ValueError(f"device is {device}; only cpu and cuda can be timed")
     for name, default in (ON_GPU if cuda else ON_CPU).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -438,7 +441,7 @@ def large(args):
             whole(name, x, 1, 2 ** 20)
     check_seed(args.seed)
     if not 0 < args.keep <= 100:
-        raise ValueError(f"keep {args.keep:g} % must lie above 0 and up to 100 percent of the prompt")
+        raise ValueError(f"--keep is {args.keep:g} %; it must be above 0 and at most 100")
 
     dtype, config = getattr(torch, args.dtype), read_config(args.model) if args.model else SHAPES[args.shape]
     after = 1 + 2 * args.new  # tokens, with and without kernels
@@ -458,10 +461,10 @@ def large(args):
                 f"{args.dtype}; keep {args.keep:g} %, {args.new} new tokens, chunks of "
                 f"{args.chunk or f'{AT_ONCE}/batch'}, seed {args.seed}; {hardware(device.type)}, "
                 f"torch {torch.__version__}")
-    done = {(row["tokens"], row["batch"], row["method"]): row for row in args.held}
-    if other := {row["settings"] for row in args.held} - {settings}:
-        raise ValueError(f"{args.json} holds rows of another run ({other.pop()}), and this is {settings}; "
-                         "go on as they were measured, or name another file")
+    done = {(row["tokens"], row["batch"], row["method"]): row for row in args.earlier}
+    if other := {row["settings"] for row in args.earlier} - {settings}:
+        raise ValueError(f"{args.json} holds rows of another run ({other.pop()}), and this is "
+                         f"{settings}; give the same options, or name another file")
 
     if cuda:
         torch.cuda.set_device(device)
@@ -472,12 +475,12 @@ def large(args):
     for n, B, name in tqdm(jobs, leave=False, unit="row", disable=None):
         if (n, B, name) not in done:
             tokens = random_tokens(model, n + 1, args.seed, B).to(device)
-            asked = (model, methods[name], options[n, name], tokens, args.new,
+            arguments = (model, methods[name], options[n, name], tokens, args.new,
                      args.chunk or max(1, AT_ONCE // B), cuda)
-            row = attempt(*asked)
+            row = attempt(*arguments)
             if "live" in row and (n, name) not in warm:
                 warm.add((n, name))
-                row = attempt(*asked)
+                row = attempt(*arguments)
             done[n, B, name] = dict(table="large", settings=settings, method=name, tokens=n, batch=B,
                                     **dict.fromkeys(numbers)) | row
         yield done[n, B, name]
@@ -486,31 +489,40 @@ def large(args):
 # ---- as text ---
 
 TITLES = dict(
-    floor="one decoding step, batch 1, one thread, ms, best of {repeat} in turn\n"
-          "floor: products with all weights; ratio: ours/(floor + attention)",
-    end="the end of the prompt, batch 1, one thread, keep 25 %, window 32, best of {repeat} in turn\n"
-        "end: ms, of full the prefill; %: of that prefill; reading: own prefill in units of full's",
-    step="one decoding step after {prompt} tokens, one thread, keep 25 %, best of {repeat} in turn",
-    bridge="transformers with its own cache, and with a full one of ours; ms, one thread, best of {repeat}",
-    greedy="greedy decoding, {new} tokens, batch 1, float32, tokens/s, best of {repeat} in turn",
-    growth="{phase}, ms; the shape of {model}, random weights, batch 1, float32, one thread, keep 25 %",
+    floor="One decoding step: ms, batch 1, one thread, best of {repeat}.\n"
+          "floor: products with all weight matrices; attention: over the slots. Every step needs both.\n"
+          "ours, compiled (torch.compile), theirs (transformers): a whole step\n"
+          "ratio: ours / (floor + attention)",
+    end="The compression at the prompt's end, by length: batch 1, one thread, keep 25 %, window 32, "
+        "best of {repeat}.\nend: ms of the compression (row full: ms of the prefill); %: of full's prefill\n"
+        "reading: the method's own prefill in units of full's",
+    step="One decoding step after {prompt} tokens: one thread, keep 25 %, best of {repeat}.\n"
+         "ms: time of a step of the batch; speed: in units of full's",
+    bridge="A model of transformers with its own cache, and with our full cache (ours): ms, one thread, "
+           "best of {repeat}.\nreading: the prompt; token: one decoding step; ratio: ours / own",
+    greedy="Greedy decoding by our decoder and by transformers: tokens/s over {new} tokens, batch 1, "
+           "float32, best of {repeat}.\nratio: nanollm / transformers",
+    growth="{phase}: ms by number of tokens. Shape of {model}, random weights, batch 1, float32, one "
+           "thread, keep 25 %.\nexponent: time grows as tokens^exponent",
     large="""{settings}
 
-Seconds to read the prompts and to compress them at their end; tokens/s of decoding, all texts together; MB
-that the caches say they hold after that end, and at most while reading. On a GPU, plain: tokens/s without
-kernels; GPU: MB that its allocator handed out beyond the weights.
+reading s, end s  seconds to read the prompts, and to compress them at their end
+tokens/s          decoding speed, all texts together; on a GPU also plain, without our kernels
+live, allocated   MB in use and MB allocated by the caches after the compression
+peak              most MB allocated by the caches until then
+GPU, GPU peak     the same two sizes as the GPU's allocator counts them, without the weights
 """)
 DIGITS = {"end": 1, "%": 1, "nanollm": 0, "transformers": 0, "end s": 3, "tokens/s": 1, "plain": 1}  # else 2
 
 
 def cell(key: str, x) -> str:
-    """Return a number as its column shows it; None, too few tokens or repeats to tell, is a dash."""
+    """Return a number as text; a dash for None, a time that could not be measured."""
     digits = DIGITS.get(key, DIGITS.get(key.split()[-1], 2))
     return "–" if x is None else f"{x:.{digits}f}" if isinstance(x, float) else str(x)
 
 
 def show(rows: list[dict]) -> str:
-    """Return the text of all tables that rows are of: a column for each key that no title names."""
+    """Return all tables of the rows as text. A key that a title names gets no column."""
     tables = []
     for (table, _), group in groupby(rows, lambda row: (row["table"], row.get("phase"))):
         part, title = [*group], TITLES[table]
@@ -526,44 +538,54 @@ def show(rows: list[dict]) -> str:
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
-    """Return the options of the table that is asked for; each has its own."""
+    """Return the command line. The options depend on --what."""
     parser = argparse.ArgumentParser(prog="python -m experiments.speed", description=__doc__, add_help=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--what", choices=METHODS, default="steps",
-           help="which tables; default steps. The others have options of their own: see --what large --help")
+           help="steps: decoding steps and the cost of compression (default); growth: time by text length; "
+                "large: time and memory at any size. Each has its own options: add --help after it")
     what = parser.parse_known_args(argv)[0].what
     option("-h", "--help", action="help", help="show this text")
     option("--model", type=Path, default=None if what == "large" else TINY,
-           help="folder of a checkpoint with its tokenizer; growth and large read only its config.json")
+           help="folder of a checkpoint with its tokenizer; growth and large read only its config.json; "
+                + ("default: see --shape" if what == "large" else "default nanollm/tiny"))
     option("--methods", nargs="+", default=METHODS[what].split(), metavar="NAME",
-           help=f"default {METHODS[what]}")
+           help=f"methods to time; default: {METHODS[what]}")
     option("--lengths", nargs="+", type=int, metavar="TOKENS", default=LENGTHS if what == "growth" else None,
-           help="of texts; default: each table's")
-    option("--json", type=Path, help="write the rows here, each as it is done")
+           help="lengths of the texts; " + dict(
+               steps="default: 512 1024 2048 for compression, 128 2048 for decoding",
+               growth=f"at least two; default {' '.join(map(str, LENGTHS))}",
+               large=f"default {ON_GPU['lengths']} on a GPU, {ON_CPU['lengths']} on a CPU")[what])
+    option("--json", type=Path, metavar="FILE", help="file to write the rows to, after each row")
     if what == "steps":
-        option("--new", type=int, metavar="TOKENS", default=128, help="to decode; default 128")
-        option("--repeat", type=int, metavar="TIMES", help="the best counts; default 5 to 9")
-        option("--compile", action="store_true", help="time a step through torch.compile as well")
+        option("--new", type=int, metavar="TOKENS", default=128, help="tokens to decode; default 128")
+        option("--repeat", type=int, metavar="TIMES",
+               help="runs of each measurement, of which the fastest counts; default 5 to 9, by table")
+        option("--compile", action="store_true", help="also time decoding steps with torch.compile")
     if what == "growth":
-        option("--figure", type=Path, metavar="FILE", help="draw the table here")
+        option("--figure", type=Path, metavar="FILE", help="file for a figure, .png, .pdf or .svg")
     if what == "large":
         default = {name: f"default {ON_GPU[name]} on a GPU, {ON_CPU[name]} on a CPU" for name in ON_CPU}
-        option("--shape", choices=SHAPES, help=default["shape"])
-        option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
-        option("--dtype", choices=shell.DTYPES, help=default["dtype"])
-        option("--batch", nargs="+", type=int, metavar="TEXTS", help=default["batch"])
-        option("--keep", type=float, default=25, metavar="PERCENT", help="of a prompt; default 25")
-        option("--new", type=int, metavar="TOKENS", help=f"to decode; {default['new']}")
+        option("--shape", choices=SHAPES, help=f"size of the model; {default['shape']}")
+        option("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+               help="torch device; default %(default)s")
+        option("--dtype", choices=shell.DTYPES, help=f"number format; {default['dtype']}")
+        option("--batch", nargs="+", type=int, metavar="TEXTS",
+               help=f"numbers of texts at once; {default['batch']}")
+        option("--keep", type=float, default=25, metavar="PERCENT",
+               help="keep ratio: the budget of each head as a percentage of the prompt's tokens; default 25")
+        option("--new", type=int, metavar="TOKENS", help=f"tokens to decode; {default['new']}")
         option("--chunk", type=int, metavar="TOKENS",
-               help=f"of each prompt read at a time; default {AT_ONCE}, shared out over the batch")
-        option("--seed", type=int, default=0, help="of weights and tokens; default 0")
-        option("--resume", action="store_true", help="measure only what the file of --json lacks")
+               help=f"tokens of each prompt that are read at once; default {AT_ONCE} divided by the batch")
+        option("--seed", type=int, default=0, help="seed of weights and tokens; default 0")
+        option("--resume", action="store_true",
+               help="keep the rows that --json already holds and measure the missing ones")
     return parser.parse_args(argv)
 
 
 def rows_of(data: bytes) -> list[dict]:
-    """Return the rows of a file that --json wrote; none for anything else."""
+    """Return the rows of a file that --json wrote; [] for any other file."""
     rows = shell.read_json(data)
     try:
         return rows if show(rows) else []
@@ -574,17 +596,17 @@ def rows_of(data: bytes) -> list[dict]:
 def main(argv: list[str]):
     args = parsed(argv)
     before = shell.check_output(args.json, "rows", rows_of) if args.json else b""
-    args.held = rows_of(before) if getattr(args, "resume", False) else []
-    rows, measured = [*args.held], dict(steps=steps, growth=growth, large=large)[args.what](args)
+    args.earlier = rows_of(before) if getattr(args, "resume", False) else []
+    rows, measured = [*args.earlier], dict(steps=steps, growth=growth, large=large)[args.what](args)
     for table, part in groupby(measured, lambda row: row["table"]):
         shown = []
         for row in part:
             shown.append(row)
-            if row not in args.held:
+            if row not in args.earlier:
                 rows.append(row)
                 if args.json:
                     before = shell.replace(args.json, json.dumps(rows, indent=1).encode(), before)
-            if table == "large":  # long: each line as it comes
+            if table == "large":  # takes long, so each row is printed at once
                 text = show([row])
                 tqdm.write(text if len(shown) == 1 else text.splitlines()[-1])
         if table != "large":

@@ -1,4 +1,4 @@
-"""Who still answers agnostic: each row is what the method finds; what counts is decided by standard errors."""
+"""Fewest bytes: each row is what the method finds; standard errors decide which rows count."""
 import json
 
 import pytest
@@ -72,10 +72,11 @@ def test_a_row_counts_if_it_passes_by_one_standard_error():
     rows = json.loads(json.dumps(summary("built", made)))
     assert [verdict(row) for row in rows] == ["yes", "yes", "undecided", "no", "no", "yes"]
     assert [row["bytes"] for row in rows] == [1, 0.5, 0.25, 0.12, 0.5, 0.15]
-    assert {name: row["keep_ratio"] for name, row in enough(rows).items()} == {"c": None, "a": 0.5, "full": None}
+    best = {name: row["keep_ratio"] for name, row in enough(rows).items()}
+    assert best == {"c": None, "a": 0.5, "full": None}
     nothing = summary("built", {("full", None): found(0, 0), ("a", 0.5): found(0, 0)})
     assert enough(nothing) == {}  # no method can do less
-    assert "undecided on built: none" in fewest_bytes.show(nothing)
+    assert "Undecided on built: none" in fewest_bytes.show(nothing)
 
 
 @pytest.mark.parametrize("far, asked", [(4, 6), (torch.inf, 12)])

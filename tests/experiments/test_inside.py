@@ -86,7 +86,7 @@ def test_window_scores_are_compared_with_those_of_later_windows(monkeypatch):
             both = [len(top(p[b, i, h], half) & top(p[b, i, h], half + d)) / round(0.1 * half)
                     for b in range(texts) for h in range(HEADS)]
             assert kept[i, j] == pytest.approx(np.mean(both))
-    with pytest.raises(ValueError, match="texts of 200 tokens must have at least 256"):
+    with pytest.raises(ValueError, match="texts have 200 tokens; they must have at least 256"):
         scores_kept(None, torch.zeros(1, 200))
 
 

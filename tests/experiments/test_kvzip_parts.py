@@ -39,7 +39,7 @@ def test_fewer_bits_are_fewer_bytes():
     assert found["full", 16, None][0].mean() == 1
     c, n = model.config, batch.answers[-1].stop  # a text's bytes after its answer, with a position a slot
     assert found["full", 16, None][1] == full_cache_bytes(c, n) + 4 * c.n_layers * c.n_kv_heads * n
-    left = budget_for(0.25, batch.question) + n - batch.question  # a quarter of the context, and what came later
+    left = budget_for(0.25, batch.question) + n - batch.question  # a quarter of the context, and later tokens
     assert found["snap_kv", 16, 0.25][1] == full_cache_bytes(c, left) + 4 * c.n_layers * c.n_kv_heads * left
     assert found["quantized_2", 2, None][1] > found["kvzip", 4, 0.25][1]
 
