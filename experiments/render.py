@@ -1,8 +1,8 @@
-"""RESULTS.md: each table is made from the rows that its command measured.
+"""Write RESULTS.md from the stored rows, or run the commands that measure them.
 
     python -m experiments.render             # write RESULTS.md from the stored rows
     python -m experiments.render all speed   # run these sections' commands first, and store their rows
-    python -m experiments.render --check     # fail if RESULTS.md is not what the stored rows make
+    python -m experiments.render --check     # fail if RESULTS.md differs from the stored rows
 """
 from datetime import date
 from importlib import import_module
@@ -28,108 +28,138 @@ ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "stored"
 TARGET = ROOT / "RESULTS.md"
 
-# name: (title, command, what to see)
+# name: (title, command, one sentence on what to see and how it was measured)
 SECTIONS = {
     "short": (
-        "One row a family", "python -m nanollm",
-        "The README shows these columns. The sentences under the table are made from its rows."),
+        "One method of each family", "python -m nanollm",
+        "See: if the question comes after the compression (agnostic), only KVzip and KIVI (`quantized_2`) "
+        "stay within 0.1 of the full cache's accuracy.\n\n"
+        "The keep ratio is 25 %. Each task has 8 documents. The sentences below the table are computed "
+        "from its rows."),
     "all": (
         "Every method", "python -m nanollm --all",
-        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)  Every variant of every file "
-        "in `methods/`, at four budgets. KiB are of the cache after the text, with numbers of 16 bits. The "
-        "window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
-        "KVzip and Expected Attention compress the prompt and then append. So at the smallest budget most "
-        "of their bytes are the 64 tokens that came later. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and "
-        "random keep their budget from the prompt's end on, Scissorhands and CaM from the first token on. "
-        "DuoAttention's retrieval heads and the low-bit caches append. Quest keeps every token; its budget "
-        "is what a query reads. The last lines compare each addition with the method under it, document by "
-        "document."),
+        "See: with a quarter of the entries and a later question (agnostic), KVzip, Fast KVzip and "
+        "DuoAttention find every needle; SnapKV finds 0.12 of them.\n\n"
+        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)\n\n"
+        "Every variant in `methods/` is measured at four keep ratios. For KL, perplexity and KiB, 64 "
+        "tokens follow the compressed prompt. The last table lists the changes by additions.\n\n"
+        "Window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
+        "KVzip, Expected Attention, DuoAttention's retrieval heads and the low-bit caches append these 64 "
+        "tokens. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and random stay within their budget from the "
+        "prompt's end on, Scissorhands and CaM from the first token on. Quest keeps every entry; its "
+        "budget is the number of entries that a query reads."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
         "python -m nanollm --all --model nanollm/tiny_learned",
-        "The initial weights of the decoder above contained the retrieval heads. This one has the same "
-        "shape and learned its own."),
+        "See: with a quarter of the entries and a later question, KVzip, Fast KVzip and DuoAttention find "
+        "every needle here, too; so does Expected Attention, which finds 0.38 of them on the decoder "
+        "above.\n\n"
+        "The initial weights of the decoder above (*built*) contained retrieval heads. This decoder "
+        "(*learned*) has the same shape and learned its own. The measurement is the same."),
     "claims": (
         "The papers' claims, on both decoders", "python -m nanollm claims",
-        "What a rule decides on each decoder, and the numbers that it goes by, ± one standard error. "
-        "[CLAIMS.md](CLAIMS.md) has the rules, beside all that the tests say."),
+        "See: 5 of the 22 claims hold on both decoders, and 8 hold on neither.\n\n"
+        "A rule on measured numbers decides each claim. Numbers are ± one standard error. "
+        "[CLAIMS.md](CLAIMS.md) has the rules and the results of the tests."),
     "inside": (
-        "What the two decoders are like inside", "python -m experiments.inside",
-        "A column a layer. Accuracies are of 32 needle documents of 256 tokens; the other rows are of 16 "
-        "documents or texts. Texts begin with BOS in *learned*. [Notebook "
-        "08](notebooks/08_two_decoders.ipynb) draws it."),
+        "Attention inside the two decoders", "python -m experiments.inside",
+        "See: without the attention of layer 0 or of layer 1, *built* finds no needle; *learned* needs "
+        "only layer 0.\n\n"
+        "Each column is a layer. Accuracies come from 32 needle documents of 256 tokens, the other rows "
+        "from 16 documents or texts. Texts of *learned* begin with BOS. [Notebook "
+        "08](notebooks/08_two_decoders.ipynb) draws these numbers."),
     "readings": (
-        "The papers read in other ways", "python -m experiments.readings",
-        "The first line of a group is the reading taken first. `change` is against it, document by document "
-        "and text by text, ± one standard error. Budgets are a quarter of the entries, but for CriticalKV "
-        "an eighth. The last group compresses again while it decodes: nearly as in CriticalKV's Table 7, an "
-        "eighth of the text stays whenever the cache holds half of it. (There 64 tokens stay whenever it "
-        "exceeds 256, of some 567.) Its KiB are of a text, with numbers of 16 bits."),
+        "Other interpretations of the papers", "python -m experiments.readings",
+        "See: CriticalKV depends most on pooling the scores of its stage 2; with an eighth of the entries, "
+        "pooling raises the accuracy from 0.52 to 0.89 on *built* and from 0.20 to 0.90 on *learned*.\n\n"
+        "Each row is one interpretation of a paper. `change` is its difference from the first row of the "
+        "table, paired by document or text, ± one standard error. `answers` is the accuracy over all "
+        "tasks, aware. `L` is the L1 change of a head's output with only its own layer compressed. The "
+        "keep ratio is 25 %, for CriticalKV 12.5 %.\n\n"
+        "The last table of each decoder compresses again while it decodes, nearly as in CriticalKV's Table "
+        "7: the cache shrinks to an eighth of the text whenever it holds half of it. (In the paper it "
+        "shrinks to 64 tokens whenever it exceeds 256, for texts of about 567 tokens.) Its KiB are of one "
+        "text, with 16-bit numbers."),
     "additions": (
-        "What each selection changes", "python -m nanollm --methods all --documents 128",
-        "Each selection on each budget rule, paired document by document, ± one standard error. Aware and "
-        "agnostic are means over the three tasks. nll is the mean −log p of the true next token. L1 is the "
-        "change of a head's output, each layer alone. `critical` is the paper's selection, whose second "
-        "stage does not pool the scores; `critical_code` is the authors' code, which pools. `theta`, "
+        "Changes by each selection", "python -m nanollm --methods all --documents 128",
+        "See: on SnapKV, PyramidKV and AdaKV, the paper's selection (`critical`) lowers L1 at every keep "
+        "ratio but loses answers when the question is known; the authors' code (`critical_code`) loses "
+        "none.\n\n"
+        "Each selection is put on each window method that accepts it. The first row of a group has means, "
+        "the other rows changes against it, paired by document, ± one standard error. aware and agnostic "
+        "are mean accuracies over the three tasks; nll is the mean −log p of the true next token. The "
+        "second stage of `critical` does not pool the scores, and that of `critical_code` does. `theta`, "
         "`residual` and `semantic` are ours."),
     "kvzip": (
-        "Methods that do not bet on the question: KVzip taken apart", "python -m experiments.kvzip_parts",
-        "The question comes after the compression. Three parts each add answers: the second reading of the "
-        "text, the largest attention in place of the sum, and the ranking of all layers' entries together. "
-        "`one_reading` above is the row *first alone, max, all*. Then what KVzip and SnapKV keep is stored "
-        "in fewer bits (`methods/ours/kvzip_4.py`). KiB are of a text after its answer, with numbers of 16 "
-        "bits. The tables of every method have more KiB, since 64 tokens follow there. Last comes "
-        "DuoAttention, by the heads of two calibrations; `seconds` is what each took."),
+        "KVzip taken apart", "python -m experiments.kvzip_parts",
+        "See: with an eighth of the entries KVzip finds every needle; without its reread, its maximum or "
+        "its ranking across heads it finds fewer.\n\n"
+        "The question comes after the compression (agnostic). The first table leaves out each of KVzip's "
+        "three parts; the method `one_reading` above is its row *first read, max, all*. The second stores "
+        "the kept entries in fewer bits (`methods/ours/kvzip_4.py`). Its KiB count the cache after the "
+        "answer; in the tables of every method 64 tokens follow, so KiB are larger there. The third table "
+        "compares two calibrations of DuoAttention."),
     "sketch": (
         "KVReviver's sketch taken apart", "python -m experiments.sketch_parts",
-        "Every cache of a budget fills the same bytes. *sum (printed)* reads a slot as the paper's Algorithm "
-        "2 prints it, *slot means* divides by the tokens in the slot, *signed keys* gives keys signs as "
-        "values have them, and *shrunk* is ours. *mean only* stores the mean of the tokens that are not "
-        "exact and one slot. *no sketch* spends these bytes on exact tokens. `against no sketch` is the "
-        "change of the KL, text by text, ± one standard error. Needles are asked for after the "
+        "See: no reading of the sketch has a lower KL than *mean only*, which stores nothing but the mean of "
+        "the evicted tokens.\n\n"
+        "All rows of a keep ratio hold about the same bytes. *sum (printed)* reads a slot as the paper's "
+        "Algorithm 2 prints it. *slot means* divides by the number of tokens in the slot. *signed keys* gives "
+        "keys random signs, as values have them. *shrunk* is ours. *no sketch* spends the bytes on exact "
+        "tokens. `against no sketch` is the change of the KL, text by text. The question comes after the "
         "compression."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
-        "Two cache matrices, four, and four without ever forming a pair."),
+        "See: the cache of four matrices that never forms a pair (`FactoredFourCache`) needs less time and "
+        "less memory than the cache of two matrices (`TwoCache`), at every length where both were "
+        "measured.\n\n"
+        "`TwoCache` stores keys and values of all pairs of tokens. `FourCache` stores four matrices and "
+        "forms the pairs at each step. `multiplied` counts multiplications, and `moved` the bytes that a "
+        "step reads and writes."),
     "fewest_bytes": (
-        "Who still answers a question that comes later", "python -m experiments.fewest_bytes",
-        "`bytes` are those when the question comes, as a share of a full cache's, both with numbers of 16 "
-        "bits. `kept` is the share of the full cache's answers, ± one standard error. `asked` counts the "
-        "documents of a task. `reading` is the time until the question may come, in units of the full "
-        "cache's. A row counts as 95 % only if it is so by one standard error; within one it is undecided. "
-        "At the end: what counts on both decoders, the fewest bytes first. `quest` holds everything; its "
-        "budget is what it reads."),
+        "Fewest bytes for a question that comes later", "python -m experiments.fewest_bytes",
+        "See: `kvzip_4` needs the fewest bytes to keep 95 % of the answers on both decoders: 4.3 % of the "
+        "full cache's on *built* and 8.5 % on *learned*.\n\n"
+        "Each task has 256 documents of 512 tokens. A row keeps 95 % if its share is at least one standard "
+        "error above, and is undecided within one standard error. The last table lists, fewest bytes "
+        "first, the methods that keep 95 % on both decoders. `quest` holds every entry; its budget is what "
+        "it reads."),
     "speed": (
-        "Decoding, and what compressing costs", "python -m experiments.speed --compile",
-        "The first table sets a decoding step beside its floor, the products with all weight matrices, and "
-        "beside attention over the slots: no step can do without these. The second is what the end of "
-        "the prompt costs; *reading* is a method's own prefill in units of the full cache's. `kvzip` reads "
-        "the prompt a second time at its end. The third is a step of methods that read otherwise than the "
-        "full cache, or less; *speed* in units of its speed. The fourth "
-        "puts a full cache of ours into a model of `transformers` (`nanollm/hf/bridge.py`). The fifth "
-        "compares our decoder with theirs on the same weights, after a check that both write the same "
+        "Speed of decoding, and cost of compression", "python -m experiments.speed --compile",
+        "See: after 2,048 tokens, a batch of 8 decodes 1.9 times as fast with SnapKV as with the full "
+        "cache; KVzip's compression, which rereads the prompt, takes 2.7 times as long as the prefill.\n\n"
+        "The tables time a decoding step and its floor, the compression, steps with compressed caches, our "
+        "full cache inside a model of `transformers` (`nanollm/hf/bridge.py`), and our decoder against "
+        "theirs on the same weights. Before the last one, a check makes sure that both write the same "
         "tokens."),
     "growth": (
-        "How cost grows with the text", "python -m experiments.speed --what growth",
-        "![three costs over the tokens](notebooks/growth.png)  Reading, compressing and one step, for texts "
-        "of 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, both axes "
-        "logarithmic."),
+        "Growth of the cost with the text", "python -m experiments.speed --what growth",
+        "See: the time of KVzip's compression grows nearly with the square of the length (exponent 1.93), "
+        "that of SnapKV's in proportion to the length (0.97).\n\n"
+        "![three costs over the tokens](notebooks/growth.png)\n\n"
+        "Texts have 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, with "
+        "both axes logarithmic."),
     "large": (
         "Speed and memory in any model's shape", "python -m experiments.speed --what large",
-        "Random weights, here in a small shape on a CPU. On a GPU `python -m experiments.speed "
-        "--what large --shape llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` measures the real "
-        "sizes, bytes by the GPU's "
-        "own allocator beside those that the caches name, and decoding with and without kernels. Nobody has "
-        "done that here yet."),
+        "See: after 4 prompts of 1,024 tokens, SnapKV holds a quarter of the full cache's memory (2.13 of "
+        "8.52 MB), but its peak is no smaller than the full cache's (9.89 against 9.37 MB), since the whole "
+        "prompt is cached first.\n\n"
+        "Weights are random, here of a small shape on a CPU. No GPU has run this yet. On a GPU, `python -m "
+        "experiments.speed --what large --shape llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` "
+        "measures real sizes, the bytes that the GPU's allocator counts, and decoding with and without "
+        "kernels."),
     "resources": (
         "Kernels, compiled", "python -m kernels.bench --resources",
-        "Registers and shared memory of each kernel, compiled for an H100. No GPU has timed them yet."),
+        "See: no kernel spills registers to memory (`stack` is 0).\n\n"
+        "Each kernel is compiled for an H100, for `bf16` and `fp16` numbers. `registers` are per thread; "
+        "`stack` and `shared` are bytes, `shared` of the shared memory of one program. No GPU has timed "
+        "the kernels yet."),
 }
 FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png"}  # what --figure writes
-COMPARED = "short", "all", "learned", "additions"  # sections of python -m nanollm, whose rows are made short
+COMPARED = "short", "all", "learned", "additions"  # sections of python -m nanollm; their rows are shortened
 
 
-# ---- what is stored ---
+# ---- stored rows ---
 
 def rows(name: str) -> list[dict]:
     """Return the stored rows of a section."""
@@ -137,25 +167,26 @@ def rows(name: str) -> list[dict]:
 
 
 def by_method(name: str) -> dict[tuple[str, float | None], dict]:
-    """Return the rows of a section of `python -m nanollm`, by method and share of the entries."""
+    """Return the rows of a section of `python -m nanollm`, by method and keep ratio."""
     return {(row["method"], row["keep_ratio"]): row for row in rows(name)}
 
 
 def shortened(rows: list[dict]) -> list[dict]:
-    """Return rows of `python -m nanollm` without the numbers of each document, which fill megabytes.
+    """Return rows of `python -m nanollm` without the numbers of each document, which take megabytes.
 
-    An addition's row has in their place `changes` against the method under it: [mean, standard error].
+    The row of an addition gets `changes` against the row without it: [mean, standard error].
     """
     for base in rows:
         for row in table.on_top(base, rows):
             row["changes"] = {name: paired(row, base, keys) for name, keys in table.MEASURES.items()}
-    dropped = "each", "l1", "model"  # the last is a path
+    dropped = "each", "l1", "model"  # model is a path
     return [{key: x for key, x in row.items() if key not in dropped} for row in rows]
 
 
 def run(name: str, scratch: Path):
-    """Store the rows of a section's command, with the command, the date and the machine; nothing if the
-    command fails.
+    """Run a section's command and store its rows, with command, date and machine.
+
+    CalledProcessError, and nothing is stored, if the command fails.
     """
     _, command, _ = SECTIONS[name]
     file, words = scratch / "rows.json", shlex.split(command)[1:]
@@ -169,14 +200,14 @@ def run(name: str, scratch: Path):
 
 
 def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
-    """Store rows, a line each."""
+    """Store rows as JSON, one per line."""
     head = json.dumps(dict(command=command, machine=machine, date=date), indent=1, ensure_ascii=False)
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (HERE / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n')
 
 
 def hardware() -> str:
-    """Return this machine, in a line."""
+    """Return a line on this machine."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(": ")[1] for line in info.splitlines() if line.startswith("model name")]
     return (f"{os.cpu_count()} cores of an {names[0] if names else platform.processor()}, "
@@ -186,16 +217,17 @@ def hardware() -> str:
 # ---- RESULTS.md ---
 
 def compared(rows: list[dict], short: bool = False) -> str:
-    """Return what `python -m nanollm` prints of such rows."""
+    """Return the tables that `python -m nanollm` prints for these rows, without the glossary."""
     first = rows[0]
-    lines = [table.TERMS, table.header(first["tokens"], first["documents"], first["seed"], short),
+    lines = [table.header(first["tokens"], first["documents"], first["seed"], short),
              *(table.show(row, short) for row in rows)]
-    return "\n".join([*lines, "", table.findings(rows) if short else additions(rows)])
+    below = table.findings(rows) if short else f"{table.ADDITIONS_TERMS}\n\n{additions(rows)}"
+    return "\n".join([*lines, "", below])
 
 
 def additions(rows: list[dict]) -> str:
-    """Return a table of what each addition changes, under the means of the method without it."""
-    cells = [["changes by additions", "keep", *table.MEASURES]]
+    """Return a table of each method's means and, below them, the changes by its additions."""
+    cells = [["method", "keep", *table.MEASURES]]
     for base in rows:
         if more := table.on_top(base, rows):
             l1 = fmean(x for layer in base["l1_alone"] for x in layer)
@@ -208,7 +240,7 @@ def additions(rows: list[dict]) -> str:
 
 
 def text(name: str) -> str:
-    """Return the text of a section's rows, as the `show` of the module that its command runs makes it."""
+    """Return a section's rows as text, made by `show` of the module that its command runs."""
     if name in COMPARED:
         return additions(rows(name)) if name == "additions" else compared(rows(name), name == "short")
     module = "experiments.claims.claims_renderer" if name == "claims" else SECTIONS[name][1].split()[2]
@@ -216,17 +248,18 @@ def text(name: str) -> str:
 
 
 def section(name: str) -> str:
+    """Return a section of RESULTS.md. SystemExit if its rows come from another command."""
     title, command, words = SECTIONS[name]
     stored = json.loads((HERE / f"{name}.json").read_text())
     if stored["command"] != command:
-        raise SystemExit(f"error: stored/{name}.json is of `{stored['command']}`; "
+        raise SystemExit(f"error: stored/{name}.json is of `{stored['command']}`, not of `{command}`; "
                          f"run python -m experiments.render {name}")
-    made = f"`{command}` ({stored['date']}, {stored['machine']})"
-    return f"## {title}\n\n{words}\n\n{made}:\n\n```\n{text(name).strip(chr(10))}\n```"
+    source = f"`{command}` ({stored['date']}, {stored['machine']})"
+    return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text(name).strip(chr(10))}\n```"
 
 
 def shipped() -> str:
-    """Return how the shipped decoders were trained and what they answer, as their training runs wrote it."""
+    """Return the section on the shipped decoders, from the reports of their training runs."""
     runs = [json.loads((folder / "train.json").read_text()) for folder in SHIPPED.values()]
     percent = lambda x: f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %"
     cells = [["", *SHIPPED], ["---"] * (1 + len(runs)), ["command", *(f"`{run['command']}`" for run in runs)],
@@ -243,27 +276,31 @@ def shipped() -> str:
     lines = "\n".join(f"| {' | '.join(row)} |" for row in cells)
     return "\n\n".join((
         "## The shipped decoders",
-        "How each was trained, and the share of held-out documents that it answers right, by task and "
-        "tokens: greedy decoding with the full cache, ± one standard error.", lines, *notes))
+        "See: with the full cache, both decoders find at least 97 % of the needles at every length up to "
+        "2,048 tokens.\n\nThe upper rows describe the training. The lower rows are accuracies on held-out "
+        "documents, by task and tokens: greedy decoding with the full cache, ± one standard error.", lines, *notes))
 
 
 def rendered() -> str:
     """Return the text of RESULTS.md."""
     anchor = lambda title: "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
-    head = ("# Results\n\nThe command above a table measured its rows, on the day and the machine that stand "
-            "beside it. `python -m experiments.render NAME` runs the command again. Accuracies, KL, L1 and "
-            "bytes are fixed by seed 0, but for last digits, which a machine may round otherwise. Times are "
-            "not; compare only those of one table. What the papers claim, and whether it holds here, stands "
-            "in [CLAIMS.md](CLAIMS.md).")
+    head = ("# Results\n\nEach table has the command that measured its rows, with date and machine. `python "
+            "-m experiments.render NAME` runs the command again; the names are in the list below. Seed 0 "
+            "fixes accuracies, KL, L1 and bytes; other machines may round the last digits differently. Compare "
+            "times only within a table. [CLAIMS.md](CLAIMS.md) lists the papers' claims and whether they hold "
+            "here.")
+    glossary = (f"Columns and terms in many tables:\n\n```\n{table.terms()}\n"
+                "built     decoder whose initial weights contained retrieval heads (nanollm/tiny)\n"
+                "learned   decoder of the same shape that learned its own (nanollm/tiny_learned)\n```")
     contents = "\n".join(f"- [{title}](#{anchor(title)}): `{name}`"
                          for name, (title, _, _) in SECTIONS.items())
-    return "\n\n".join((head, contents, *map(section, SECTIONS), shipped())) + "\n"
+    return "\n\n".join((head, contents, glossary, *map(section, SECTIONS), shipped())) + "\n"
 
 
 def main(argv: list[str]):
     if argv == ["--check"]:
         if not TARGET.exists() or TARGET.read_text() != rendered():
-            raise SystemExit("error: RESULTS.md is not what is stored; run python -m experiments.render")
+            raise SystemExit("error: RESULTS.md differs from the stored rows; run experiments.render")
         return
     if unknown := [name for name in argv if name not in SECTIONS]:
         raise SystemExit(f"error: unknown section {unknown[0]!r}; known are {', '.join(SECTIONS)}")
@@ -277,7 +314,7 @@ def main(argv: list[str]):
                 failed.append(name)
     TARGET.write_text(rendered())
     if failed:
-        raise SystemExit(f"error: {', '.join(failed)} failed and stays as it was; RESULTS.md has the others")
+        raise SystemExit(f"error: {', '.join(failed)} failed; the old rows stay in RESULTS.md")
 
 
 if __name__ == "__main__":

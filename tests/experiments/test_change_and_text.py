@@ -171,7 +171,8 @@ def test_a_stored_row_is_what_the_code_measures():
 @pytest.mark.claim("P7")
 def test_most_heads_change_less_with_and_without_norms(note):
     bases = "SnapKV", "AdaKV"
-    critical = {(base, keep_ratio): lower(f"{base}+critical", base, keep_ratio) for base in bases for keep_ratio in KEEP_RATIOS}
+    critical = {(base, keep_ratio): lower(f"{base}+critical", base, keep_ratio)
+                for base in bases for keep_ratio in KEEP_RATIOS}
     some = [critical[base, keep_ratio] for base in bases for keep_ratio in (0.25, 0.0625)]
     note("P7", critical=100 * np.mean(some))
     unpooled = [lower(f"{base}, no pool", base, keep_ratio) for base in bases for keep_ratio in KEEP_RATIOS]
@@ -189,7 +190,7 @@ def test_the_advantage_of_the_last_layer_does_not_accumulate(note, monkeypatch):
                     b=dict(heads=np.array([[7, 7], [2, 4]]), layers=[7, 5]))
         patch.setattr(change_and_text, "stored", lambda: {(name, 0.5): row for name, row in rows.items()})
         assert last_layer("a", "b", 0.5) == pytest.approx((-0.2, -0.5))
-    together, alone = -np.array([[last_layer(f"{base}+critical", base, keep_ratio) for keep_ratio in KEEP_RATIOS]
+    together, alone = -np.array([[last_layer(f"{base}+critical", base, keep) for keep in KEEP_RATIOS]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)
     assert ((0 < together) & (together < 0.05)).all() and (alone > together + 0.03).all()
     spread(note, "P13", 100, dict(together=together[0], alone=alone[0]))
@@ -221,8 +222,10 @@ def test_within_a_budget_the_sign_of_the_rank_correlation_hangs_on_methods(note)
     assert low > 0.85
     note("P10", over_budgets=over_budgets)
     for keep_ratio in KEEP_RATIOS:
-        everything, window_methods = (correlation_of_change_and_kl(names, [keep_ratio]) for names in (COMPARED, WINDOW_METHODS))
+        everything, window_methods = (correlation_of_change_and_kl(names, [keep_ratio])
+                                      for names in (COMPARED, WINDOW_METHODS))
         assert keep_ratio == 0.5 or window_methods[2] < -0.4
-        assert {0.5: everything[1] > 0, 0.25: everything[2] < 0, 0.0625: everything[2] > 0}.get(keep_ratio, True)
+        expected = {0.5: everything[1] > 0, 0.25: everything[2] < 0, 0.0625: everything[2] > 0}
+        assert expected.get(keep_ratio, True)
         percent = int(100 * keep_ratio)
         note("P10", **{f"all_{percent}": everything[0], f"window_{percent}": window_methods[0]})

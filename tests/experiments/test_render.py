@@ -38,7 +38,7 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, tmp_path):
 
     render.main(["--check"])
     render.TARGET.write_text(render.TARGET.read_text().replace("old", "odd"))
-    with pytest.raises(SystemExit, match="RESULTS.md is not what"):
+    with pytest.raises(SystemExit, match="RESULTS.md differs from"):
         render.main(["--check"])
     with pytest.raises(SystemExit, match="unknown section 'nope'"):
         render.main(["first", "nope"])

@@ -148,7 +148,7 @@ def test_large_goes_on_where_it_ended_and_says_what_does_not_fit(tmp_path, monke
 
 @pytest.mark.parametrize("wrong, told", [
     ("--lengths 64", "ada_kv at 25 % of 64 tokens: budget 16 must exceed the window 32"),
-    ("--what growth --lengths 512 512", "one length, 512, shows no growth"),
+    ("--what growth --lengths 512 512", "--lengths has one length, 512; growth needs"),
     ("--what large --device cpu --lengths 2000000", "length 2000000 must be a whole number from 1 to")])
 def test_what_cannot_be_measured_is_one_line_before_any_work(wrong, told):
     done = run(*wrong.split())
