@@ -278,17 +278,18 @@ def shipped() -> str:
         "## The shipped decoders",
         "See: with the full cache, both decoders find at least 97 % of the needles at every length up to "
         "2,048 tokens.\n\nThe upper rows describe the training. The lower rows are accuracies on held-out "
-        "documents, by task and tokens: greedy decoding with the full cache, ± one standard error.", lines, *notes))
+        "documents, by task and tokens: greedy decoding with the full cache, ± one standard error.",
+        lines, *notes))
 
 
 def rendered() -> str:
     """Return the text of RESULTS.md."""
     anchor = lambda title: "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
-    head = ("# Results\n\nEach table has the command that measured its rows, with date and machine. `python "
-            "-m experiments.render NAME` runs the command again; the names are in the list below. Seed 0 "
-            "fixes accuracies, KL, L1 and bytes; other machines may round the last digits differently. Compare "
-            "times only within a table. [CLAIMS.md](CLAIMS.md) lists the papers' claims and whether they hold "
-            "here.")
+    head = ("# Results\n\nEach table has the command that measured its rows, with date and machine. "
+            "`python -m experiments.render NAME` runs the command again; the names are in the list below. "
+            "Seed 0 fixes accuracies, KL, L1 and bytes; other machines may round last digits differently. "
+            "Compare times only within a table. [CLAIMS.md](CLAIMS.md) lists the papers' claims and says "
+            "whether they hold here.")
     glossary = (f"Columns and terms in many tables:\n\n```\n{table.terms()}\n"
                 "built     decoder whose initial weights contained retrieval heads (nanollm/tiny)\n"
                 "learned   decoder of the same shape that learned its own (nanollm/tiny_learned)\n```")

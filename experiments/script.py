@@ -15,6 +15,7 @@ from nanollm.measure.evaluate import standard_error
 def parser(module: str, about: str) -> argparse.ArgumentParser:
     """Return a parser with the options of a model and --json."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=about,
+                                   epilog="Both shipped decoders are measured; --model adds a third.",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     model_options(made)
     made.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to")

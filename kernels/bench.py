@@ -1,13 +1,13 @@
-"""What the kernels cost: time on a GPU, and without one what the compiler says.
+"""Time the kernels on a GPU. Without a GPU, compile them and report registers, spills and shared memory.
 
-    python -m kernels.bench               # check each against its plain code, then time it
-    python -m kernels.bench --resources   # compile for a GPU that is not there: registers, spills, memory
+    python -m kernels.bench               # on a GPU: check each kernel against its plain code, then time it
+    python -m kernels.bench --resources   # without a GPU: compile the kernels and report their resources
 
 The shapes are those of one layer of an 8-billion Llama 3: 8 key/value heads, 32 query heads, head dim 128, in
 bf16. A `floor` is the larger of two times: the bytes that must be moved over the rate of a large copy, and
 the operations of the tensor cores over the rate of a large product. Both rates are measured in the same run.
 Kernels and PyTorch's attention are timed as a CUDA graph (`kernel`, `sdpa`: without the gaps between
-launches) and as they are called (`called`, `eager`), in turn over so many sets of inputs that nothing comes
+launches) and as they are called (`called`, `eager`), in turn over enough sets of inputs that nothing comes
 from the GPU's cache; medians, in µs.
 """
 import argparse
@@ -444,15 +444,16 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--json", type=Path, help="where the numbers go, each row as it is done; times go to "
-           "kernels/bench.json, if to no other file")
-    option("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS", help="that are timed")
-    option("--resources", action="store_true", help="compile the kernels, and run nothing")
-    option("--dim", type=int, default=128, help="of a head, for --resources (default: %(default)s)")
-    option("--arch", type=int, default=90, choices=(75, 80, 86, 89, 90, 100, 120), help="ten times the GPU's "
-           "compute capability, for --resources (default: %(default)s, H100 and H200)")
+    option("--json", type=Path, metavar="FILE", help="file to write the rows to, after each row; "
+           "default for times: kernels/bench.json")
+    option("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS",
+           help=f"numbers of cached tokens to time; default {' '.join(map(str, LENGTHS))}")
+    option("--resources", action="store_true", help="compile the kernels without running them; needs no GPU")
+    option("--dim", type=int, default=128, help="with --resources: dimension of a head; default %(default)s")
+    option("--arch", type=int, default=90, choices=(75, 80, 86, 89, 90, 100, 120), help="with --resources: "
+           "ten times the GPU's compute capability; default %(default)s, for H100 and H200")
     option("--types", nargs="+", choices=("bf16", "fp16"), default=("bf16", "fp16"),
-           help="of the numbers, for --resources (default: both)")
+           help="with --resources: number formats; default both")
     args = parser.parse_args(argv)
     whole("--dim", args.dim, 1, 256)
     for n in args.lengths:

@@ -313,8 +313,9 @@ def show(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(prog="python -m methods.theory.index_game")
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048, 16384],
-                        metavar="TOKENS", help="in the cache; above 2048 only for FactoredFourCache")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+                        metavar="TOKENS",
+                        help="numbers of cached tokens; above 2048 only FactoredFourCache is timed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
