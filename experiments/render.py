@@ -104,8 +104,8 @@ SECTIONS = {
         "See: no reading of the sketch has a lower KL than *mean only*, which stores nothing but the mean of "
         "the evicted tokens.\n\n"
         "All rows of a keep ratio hold about the same bytes. *sum (printed)* reads a slot as the paper's "
-        "Algorithm 2 prints it. *slot means* divides by the number of tokens in the slot. *signed keys* gives "
-        "keys random signs, as values have them. *shrunk* is ours. *no sketch* spends the bytes on exact "
+        "Algorithm 2 prints it. *slot means* divides by the number of tokens in the slot. *signed keys* "
+        "gives keys random signs, as values have them. *shrunk* is ours. *no sketch* spends the bytes on exact "
         "tokens. `against no sketch` is the change of the KL, text by text. The question comes after the "
         "compression."),
     "tensor": (

@@ -8,10 +8,11 @@ them again and adds up columns.
 
 The query heads of a group are rows of one tile, so that a key is read once for all of them.
 
-Bytes moved: every key twice, the window scores once. Work: 4·w·D operations a key and query head. At w = 32, D = 128,
-16 bits and groups of 4 that is 124 operations a byte, so memory binds (up to 295 on an H100, 206 on an H200).
-Could keys be read once it would be 241, and both would bind. The exponentials, two a vote, take as long as
-the products. Pooling and chunk sums are left to PyTorch: they work on the window scores, a number a token.
+The kernel reads every key twice and writes the window scores once. It does 4·w·D operations a key and query
+head. With w = 32, D = 128, 16 bits and groups of 4 that is 124 operations a byte, so memory is the bound (up
+to 295 on an H100, 206 on an H200). If keys were read once it would be 241, and both would bound it. The two
+exponentials of each score take as long as the products. PyTorch does the pooling and the sums over chunks:
+they need only one number a token.
 """
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
 @triton.jit(do_not_specialize=["n"])
 def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
                  BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """BLOCK_G query heads of a group, `share` of the keys before the window: window scores (B·H, G, n − w)."""
+    """Write window scores (B·H, G, n − w) of BLOCK_G query heads and `share` of the keys before the window."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
