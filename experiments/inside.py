@@ -172,8 +172,8 @@ LABELS = {
     "value norms, 95 % over 5 %, mean": "spread of value norms",
     "exponent of the weights' tail": "exponent of the weights' tail",
     "pivotal tokens that were so before": "pivotal tokens that were pivotal before",
-} | {f"{old} still true {d} tokens later": f"top tokens still on top {d} tokens later"
-     for d in DISTANCES for old in ("votes", "window scores")}  # rows stored earlier say "votes"
+} | {f"window scores still true {d} tokens later": f"top tokens still on top {d} tokens later"
+     for d in DISTANCES}
 TERMS = """\
 accuracy without      share of needles found if the layer's attention, or its most needed head, is left out
 weight from question  attention weight from the question's last token to the answer in the prompt, in the head

@@ -105,9 +105,9 @@ SECTIONS = {
         "the evicted tokens.\n\n"
         "All rows of a keep ratio hold about the same bytes. *sum (printed)* reads a slot as the paper's "
         "Algorithm 2 prints it. *slot means* divides by the number of tokens in the slot. *signed keys* "
-        "gives keys random signs, as values have them. *shrunk* is ours. *no sketch* spends the bytes on exact "
-        "tokens. `against no sketch` is the change of the KL, text by text. The question comes after the "
-        "compression."),
+        "gives keys random signs, as values have them. *shrunk* is ours. *no sketch* spends the bytes on "
+        "exact tokens. `against no sketch` is the change of the KL, text by text. The question comes after "
+        "the compression."),
     "tensor": (
         "Tensor attention: one decoding step", "python -m methods.theory.index_game",
         "See: the cache of four matrices that never forms a pair (`FactoredFourCache`) needs less time and "
