@@ -237,7 +237,7 @@ for one, other in (("two stages", "weights"), ("least θ", "weights"), ("least �
           f"θ is lower in {share[0]:.0%} of the heads, L in {share[1]:.0%}")
 
 # %% [markdown]
-# `least_theta` has the lower θ in most heads, but the lower $\mathcal L$ than plain weights in fewer than half (claim P9). θ is too loose: a lower bound is not a smaller change.
+# `least_theta` has the lower θ in most heads, but the lower $\mathcal L$ than plain weights in fewer than half (claim P9). θ is too loose: a lower θ need not lower $\mathcal L$.
 #
 # ## Is the change smaller?
 #
@@ -271,7 +271,7 @@ for words, (name, base) in pairs.items():
     print(f"{words:42}", *(f"{cell:9.0%}" for cell in cells))
 
 # %% [markdown]
-# Dropping the pool, without any norms, gains nearly as many heads as CriticalKV does, or more. With the pool in both stages, the norms gain in fewer than half of the heads. The missing pool lowers $\mathcal L$; the norms do not.
+# Dropping the pool, without any norms, gains almost as many heads as CriticalKV does, or more. With the pool in both stages, the norms gain in fewer than half of the heads. So most of the lower $\mathcal L$ comes from the missing pool.
 #
 # The paper also says that the advantage grows from layer to layer. In the last layer:
 
@@ -308,7 +308,7 @@ print(f"StreamingLLM {subject.facts('StreamingLLM').mean():.0%}; "
       f"SnapKV with an eighth of the entries {subject.facts('SnapKV', 1 / 8).mean():.0%}")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ and *loses* answers. With a pool in stage 2 the norms do help, on SnapKV and AdaKV (claim P5), and stage 1 is not needed (claim P8). With an eighth of the entries SnapKV finds everything, and the norms have nothing left to gain. Why does the pool matter?
+# The paper's rule lowers $\mathcal L$ and *loses* answers. With a pool in stage 2 more answers are found on SnapKV and AdaKV, and none more on PyramidKV (claim P5: undecided). Stage 1 is not needed (claim P8). With an eighth of the entries SnapKV finds everything, and the norms have nothing left to gain. Why does the pool matter?
 
 # %%
 panels = {}
@@ -360,13 +360,13 @@ axis.grid(alpha=0.3)
 axis.legend(title="entries kept");
 
 # %% [markdown]
-# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, it does not (claim P10): the correlation is positive at 50 %, negative at 25 and 12.5 %, and near zero at 6.25 %. Over the 15 methods that only choose entries by window scores, it is clearly negative from 25 % down. The leftmost markers of a cloud are methods with a residual entry (`methods/ours/residual.py`): they lower $\mathcal L$ a lot, and the KL hardly.
+# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, it does not (claim P10): the correlation is positive at 50 %, negative at 25 and 12.5 %, and near zero at 6.25 %. Over the 15 methods that only choose entries by window scores, it is clearly negative from 25 % down. The leftmost markers of a cloud are methods that add one entry for all evicted ones (`methods/ours/residual.py`): they lower $\mathcal L$ a lot, and the KL hardly.
 #
 # We think the reason is this. $\mathcal L$ is a mean over all later queries, but an answer needs one entry for one query.
 #
 # ## The rest of the paper
 #
-# - Table 7 has short prompts and long answers, compressed while they are written. The norms do not help in that case either: with the paper's rule the KL rises a little (claim P12, below).
+# - In Table 7 a short prompt has a long answer, which is compressed as it grows. There the norms do not help: with the paper's rule the KL rises a little (claim P12, below).
 # - In few-shot labelling the examples are the newest part of the prompt. With a quarter of the entries StreamingLLM comes close to SnapKV in this task (below).
 # - One option of the authors' code at a time, all budget rules with all selections, and tasks one by one: `RESULTS.md`.
 
@@ -387,13 +387,13 @@ print("few-shot, 25 %:", *(f"{name} {right.mean():.0%}" for name, right in label
 # %% [markdown]
 # ## Three things to remember
 #
-# 1. The last queries of a prompt tell well which entries its answer needs, as long as neighbours are kept too (the pool).
+# 1. If the question is in the prompt, its last queries tell which entries the answer needs, as long as neighbours are kept too (the pool).
 # 2. An entry matters to the output by weight × value norm, but in this decoder the norms differ little and the bound is loose.
 # 3. A smaller change of the attention output did not mean better answers: measure the answers.
 #
 # ## Exercises
 #
-# 1. A value has two tokens. Which is the smallest `pool` with which SnapKV still finds needles at a sixteenth? What do you expect for values of four tokens?
+# 1. A value has two tokens. Which is the smallest `kernel_size` of the pool with which SnapKV still finds needles at a sixteenth? What do you expect for values of four tokens?
 #    <details><summary>Hint</summary>Which neighbour is lost? Call <code>subject.facts("SnapKV", kernel_size=…)</code>, with odd numbers.</details>
 # 2. Draw answers over α, from 0 to 1, for `Critical` and `PooledCritical`. Where do the curves meet, and why?
 #    <details><summary>Hint</summary>α = 1 leaves nothing to stage 2.</details>

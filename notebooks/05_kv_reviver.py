@@ -58,7 +58,7 @@ for name, score in {"H2O": so_far, "random": chance}.items():
           f"{more:.0%} more than 2 %")
 
 # %% [markdown]
-# About half of the evicted tokens are activated later. But a random choice leaves hardly more (claim R9). The threshold is low: with 480 tokens to look at, 0.5 % is only about two and a half times the even share. The harm shows better in answers. In each of 16 documents one of four facts is asked for:
+# About half of the evicted tokens are activated later. But after random eviction it is hardly more (claim R9). The threshold is low: with 480 tokens to look at, 0.5 % is only about two and a half times the even share. The harm shows better in answers. In each of 16 documents one of four facts is asked for:
 
 # %%
 batch = tasks.batch("needle", 0, 16, 512)
@@ -166,13 +166,13 @@ axes[0].legend(fontsize=8);
 # - The printed sum of keys is farther off than the mean from 0.67 tokens per slot on. Keys have a mean, and without signs every token of a slot adds its own. At 10.67 tokens per slot the error is 607 variances.
 # - With signs the means cancel on average. Keys are farther off than the mean from 0.67 tokens per slot on, values from 1.33.
 # - The shrunk reading stays below 1 at every size. But from a few tokens per slot on it is nearly the mean: little is left to read.
-# - The stars are what the same bytes buy if every token stays, rounded to few bits. At the bytes of 10.7 tokens per slot, 2 bits have an error of 0.09 for keys and 0.18 for values. Rounding keeps the tokens apart; a sketch adds them up.
+# - The stars are what the same bytes buy if every token stays, rounded to few bits. With as many bytes as a sketch of 10.7 tokens per slot, 2 bits have an error of 0.09 for keys and 0.18 for values. Rounding keeps the tokens apart; a sketch adds them up.
 #
 # Can another split of the budget help? Let a head have a budget of $B\,n$ entries for $n$ tokens, $N \le Bn$ of them slots of the sketch. The other $Bn - N$ entries hold exact tokens, so the sketch holds $a = n - Bn + N$ tokens, and
 #
 # $$\frac aN = 1 + \frac{(1-B)\,n}{N} \;\ge\; 1 + \frac{1-B}{B} = \frac1B.$$
 #
-# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are farther off than the mean by far, and the shrunk reading is nearer than the mean by a fifth at most. **No split of the budget makes a sum of slots tell more than the mean of all tokens** (claim R4).
+# With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are far worse than the mean, and the shrunk reading is better than the mean by a fifth at most. **No split of the budget makes the printed sums tell more than the mean of all tokens** (claim R4).
 #
 # ## What the decoder makes of the readings
 #
@@ -204,7 +204,7 @@ print(sketch_parts.show(quarter))
 #
 # ## What helps instead
 #
-# These rows come from the tables of all methods in RESULTS.md. Needles and pairs are asked for after the compression. KiB are of a text's cache at the end, after 64 more tokens, which KVzip appends.
+# These rows come from the tables of all methods in RESULTS.md. Needles and pairs are asked for after the compression. KiB are the bytes of a text's cache after 64 more tokens.
 
 # %%
 names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "quantized_2",
@@ -241,19 +241,19 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # - **Few bits for every token.** `quantized_2` (KIVI) takes about as many bytes and finds 97 % of the needles on both decoders. With 3 bits it finds all.
 # - **A better choice.** KVzip rereads the prompt to find out which entries matter, and finds all needles with a quarter of the entries. With 4 bits on top (`kvzip_4`) it takes fewer bytes than KVReviver. Notebook 10 is about KVzip.
 #
-# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: with a constant added to all logits, which full attention does not notice, the harm nearly vanishes, since then no revived token gets any attention (claim R4). That a slot of memory holds at least $1/B$ tokens is true of every model.
+# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: a negative constant on all logits leaves full attention unchanged, but hides the revived tokens, and the harm nearly vanishes (claim R4). That a slot of memory holds at least $1/B$ tokens is true of every model.
 #
 # ## Three things to remember
 #
 # 1. **Eviction forgets.** If the question comes later, a choice made by the prompt's last queries loses the answer.
-# 2. **A sketch stores sums.** Beyond about one token per slot its readings are farther off than the mean of all tokens, and at a budget $B$ a slot holds at least $1/B$ tokens.
+# 2. **A sketch stores sums.** Beyond about one token per slot the printed readings are worse than the mean of all tokens. At a keep ratio of $B$ a slot holds at least $1/B$ tokens.
 # 3. **Bytes buy more elsewhere:** few bits for every token, or entries that are chosen better.
 #
 # ## Exercises
 #
 # 1. In the sketch by hand, use one row of 12 slots. How many tokens are read correctly? Then try other seeds, with three rows and with one.
 #    <details><summary>Hint</summary>Set <code>rows, width = 1, 12</code>. With one row a token is right if it is alone in its slot, or if the others cancel.</details>
-# 2. With the true vectors deleted, a sketch forgets a token completely. KVReviver deletes its *estimate* when it swaps a token out of the sketch. What happens to the others?
+# 2. Subtracting a token's true vector removes the token completely. KVReviver subtracts its *estimate* when the token moves out of the sketch. What happens to the others?
 #    <details><summary>Hint</summary><code>take_out</code> in <code>methods/theory/sketch_error.py</code> returns the error of the values that are still in the sketch. Claim R2 has the numbers for 120 tokens.</details>
 # 3. A sketch is linear: its slots are as many equations as there are slots. When can all tokens be computed exactly?
 #    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Use <code>solve</code> in <code>methods/theory/least_squares.py</code>.</details>

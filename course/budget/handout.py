@@ -3,7 +3,7 @@
 #
 # **4 to 5 hours; 18 points by tests, and 4 for the written question.**
 #
-# Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries the printed bound is −0.77. A loss cannot be negative: when you draw such weights, 0.26 is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
+# Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and k = 3 the printed bound is −0.77. A loss cannot be negative: about a quarter of the attention is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
 #
 # ## The idea
 #
@@ -55,7 +55,7 @@ check = checker("budget")
 # %% [markdown]
 # ## 1. `BudgetCache.pieces` (4 points)
 #
-# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). The given `attend` asks `pieces` for one piece after the other. It writes the piece, lets its queries see all that the cache holds, themselves included, and calls `observe`. So write a generator: make room, yield `(q, k, v, pos)` of the tokens that fit, and repeat until all T are out. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
+# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). The given `attend` asks `pieces` for one piece after the other. It writes the piece, lets its queries see all that the cache holds, the piece included, and calls `observe`. So write a generator: make room, yield `(q, k, v, pos)` of the tokens that fit, and repeat until all T are out. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
 #
 # - **Room.** If `self.length`, the slots in use, equals `self.budget`, drop `self.at_a_time` slots of each head; `self.budget - self.at_a_time` stay. Otherwise drop nothing.
 # - **Who leaves.** The slots with the lowest `self.importance()`, a float tensor (B, H, S). Of equal slots the oldest leaves; `shrink` does that by itself.
@@ -182,7 +182,7 @@ check("repaired")
 #
 # 1. The first cell prints six cases. In which of them is the paper's bound below the lost mass? Take k = 3, u = 50. Below which β is the bound negative, and from which β on does it hold? Use `tail_mass` and `proof_steps`.
 # 2. Which step of the proof, `line` to `factored` or `factored` to `printed`, makes the number too small at k = 3, β = 0.25? Which at k = 2.1, u = 5, β = 0.5? Why?
-# 3. A decoder reads 449 tokens under a budget of 128. How many of the n entries it keeps are among the newest n tokens? (n is 65 for m = 64, and 128 for the others. A random choice would give n/449.) Give a fraction for Scissorhands with m = 64, with m = 1, with m = 1 and w = 16, and for H2O, which reserves half of its budget for the newest.
+# 3. A decoder reads 449 tokens under a budget of 128. Of the n entries that it keeps, which fraction is among the newest n tokens? (n is 65 for m = 64, and 128 for the others; a random choice would give n/449.) Answer for Scissorhands with m = 64, with m = 1, with m = 1 and w = 16, and for H2O, which reserves half of its budget for the newest.
 #
 # The column *repaired* is `best_bound` with n = 20 000: your `repaired_bound` with the best of 39 values of ε.
 #

@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 15 points by tests, and 3 for the written question.**
 #
-# SnapKV throws away fifteen of every sixteen entries of a prompt and still finds 31 of 32 facts hidden in it, if the question is part of the prompt (`python -m nanollm --all`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
+# SnapKV throws away fifteen of every sixteen entries and still answers 31 of 32 prompts that hide a fact, if the question is part of the prompt (`python -m nanollm --all`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
 #
 # ## The idea
 #
@@ -40,7 +40,7 @@
 #
 # ## How to check it
 #
-# Write the functions in this order, after those of assignment 1: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
+# Write the functions in this order, and those of assignment 1 first if they are empty: in your copy, later tests call earlier functions. The cell after each problem runs its public tests. The hidden tests try other sizes, ties and edge cases, and the whole cache. In grading, every other function is ours, so one mistake costs one problem.
 #
 # Shapes: B batch rows, H key/value heads, G query heads per key/value head, S tokens, w of them in the window, n = S − w before it, D numbers per head. `(..., n)` means any leading dimensions, or none. Rows and heads are independent unless the problem says otherwise. Do not change a tensor that you are given. Keep the signatures. Python loops are fine; a call may take ten seconds. Skip the GPU kernels (`kernel_for`).
 
@@ -159,11 +159,11 @@ check("critical")
 #
 # CriticalKV proves that an eviction changes a head's output by at most θ, in the L1 norm:
 #
-# θ = C − (2 − 1/S) · W, where C = Σ A_i ‖𝒱_i‖₁ over all entries, and S = Σ A_i and W = Σ A_i ‖𝒱_i‖₁ over the entries that stay.
+# θ = C − (2 − 1/S) · M. 𝒱_i = v_i W_O is a projected value. C = Σ A_i ‖𝒱_i‖₁ over all entries. S = Σ A_i and M = Σ A_i ‖𝒱_i‖₁ over the entries that stay.
 #
-# `weights` A and `norms` ‖𝒱‖₁ are (..., n). `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of `weights`. At least one kept entry has weight. `gathered`, above this function, returns S and W.
+# `weights` A and `norms` ‖𝒱‖₁ are (..., n). `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of `weights`. At least one kept entry has weight. `gathered`, above this function, returns S and M.
 #
-# Example: weights ½ ¼ ¼, norms 2 4 8, only the first stays. C = 4, W = 1, S = ½, so θ = 4 − (2 − 2) · 1 = 4.
+# Example: weights ½ ¼ ¼, norms 2 4 8, only the first stays. C = 4, M = 1, S = ½, so θ = 4 − (2 − 2) · 1 = 4.
 
 # %%
 check("theta")
@@ -171,11 +171,11 @@ check("theta")
 # %% [markdown]
 # ## 9. Predict, then measure (written, 3 points, graded by hand)
 #
-# The cell compares SnapKV, AdaKV, and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's entries. A **needle** is a fact hidden in the text; **pairs** asks for one of 16 listed pairs. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. *L1* is the change of the heads' outputs, which θ bounds. (*KiB* at 6 % exceeds 6 % of the full cache, because the window and the tokens after the prompt stay.) **Before you run it, write down** what you expect, and why:
+# The cell compares SnapKV, AdaKV, and SnapKV with CriticalKV's selection, at 25 % and 6 % of the prompt's entries. A **needle** is a fact hidden in the text; **pairs** asks for one of 16 listed pairs; **few-shot** asks for the label of a new line. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes afterwards. *L1* is the change of the heads' outputs, which θ bounds. (*KiB* at 6 % exceeds 6 % of the full cache, because the window and the tokens after the prompt stay.) **Before you run it, write down** what you expect, and why:
 #
 # 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
 # 2. CriticalKV's selection chooses by a bound on L1. Does it lower L1?
-# 3. Does it find more or fewer answers than SnapKV, aware (mean over the three tasks, in the last rows)? Remember which stage pools.
+# 3. Does it find more or fewer answers than SnapKV, aware (last rows, mean of the three tasks)? Remember which stage pools.
 #
 # Your prediction:
 #
