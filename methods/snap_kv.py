@@ -1,7 +1,7 @@
 """SnapKV: the end of the prompt shows which entries the answer will need (Li et al., arXiv 2404.14469).
 
 The prompt's last w queries are the observation window. An entry's window score is the mean attention that
-they give it. Scores are max-pooled over neighbouring tokens, so a token also survives beside a high score.
+they give it. Scores are max-pooled over neighbouring tokens, so the neighbours of a high score survive too.
 Each head keeps the entries with the highest scores, and the window itself.
 
     c = maxpool( 1/w Σ_{t ≥ S−w} α_t ),   keep Top_{b−w}(c) ∪ {S−w … S−1}
@@ -32,7 +32,10 @@ class HighestScores(Selection):
 
 @dataclass(eq=False)
 class SnapKV(WindowCache):
-    """PyramidKV and AdaKV override `budgets`; CriticalKV and ChunkKV set another `select`."""
+    """Keep the window, and each head's highest pooled window scores.
+
+    PyramidKV and AdaKV override `budgets`; CriticalKV and ChunkKV set another `select`.
+    """
     select: Selection = HighestScores()  # chooses the entries beside the window
 
     def __post_init__(self):

@@ -6,9 +6,10 @@ The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For
 entry a score overrides `score` of ScoredCache and nothing else.
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
-window. Keys are stored rotated. A slot is visible to a query if the slot's position ≤ the query's. This one
-rule serves causality, chunked prefill, heads of different length and merged slots. Eviction may change the
-order of the slots; `pos` says which token a slot holds.
+window. A slot is a place in the cache's tensors. It holds one entry, a token's key and value, or is empty.
+Keys are stored rotated. A query sees a slot if the slot's position ≤ the query's. This rule alone covers
+causality, prompts read in pieces, and heads of different length. Eviction may change the order of the slots;
+`pos` says which token a slot holds.
 """
 from collections.abc import Iterable
 from copy import deepcopy
@@ -161,7 +162,7 @@ class LayerCache:
         self.length, self.seen = end, self.seen + T
 
     def reserve(self, n: int):
-        """Grow the buffers to n slots. They are not copied again until these are full."""
+        """Grow the buffers to n slots. Nothing is copied again until the n slots are full."""
         for name, x in self.slots.items():
             more = x.new_zeros(*x.shape[:2], max(n - x.shape[2], 0), *x.shape[3:])
             self.slots[name] = torch.cat((x, more), 2)
@@ -187,7 +188,7 @@ class LayerCache:
         q is (B, H·G, T, D). p (B, H, G, w, S) belongs to the last w queries, and is None if `watch` is 0. w
         is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or p.mean(2), because a kernel
         computes only the mean over each G. Do not write to p. An override ends with `super().observe(q, p)`,
-        which calls `evict` once the prompt is over.
+        which calls `evict` each time after the prompt.
         """
         if self.prompt_done:
             self.evict()
@@ -195,10 +196,10 @@ class LayerCache:
     def end_prefill(self):
         """Mark the end of the prompt. Called once by whoever feeds the prompt.
 
-        The cache cannot tell from T > 1, because a prompt may come in pieces.
+        T > 1 does not reveal the end, because a prompt may come in pieces.
         """
         self.prompt_done = True
-        if self.length:  # 0 after a prompt of one token, because its last token is fed after this call
+        if self.length:  # 0 if the prompt has one token: a prompt's last token is fed after this call
             self.evict()
 
     # ---- eviction -----------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ class LayerCache:
 class Stored(NamedTuple):
     """A tensor of a cache, and how many of its numbers are live.
 
-    follows: its numbers have as many bits as the model's. Scores, for example, always have 32 bits.
+    follows: its numbers have the model's dtype. Scores, for example, always have 32 bits.
     """
     tensor: Tensor
     live: int

@@ -46,8 +46,8 @@ def rope_frequencies(config: Config, device=None) -> Tensor:
     D = config.head_dim
     freq = config.rope_theta ** -(torch.arange(0, D, 2, device="cpu").float() / D)
     if config.rope_scaling:
-        # A pair with at most `low` full turns over the original context becomes slower by `factor`. A pair
-        # with at least `high` turns stays as it is. Between the two the change is linear.
+        # Dimension pairs with at most `low` turns in the original context rotate `factor` times slower. Pairs
+        # with at least `high` turns stay as they are. Between the two the change is linear.
         scaling = config.rope_scaling
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
 
     def _apply(self, fn, recurse=True):
-        # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter radian
+        # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter radian or more
         super()._apply(fn, recurse)
         if self.config.family == "llama":
             self.freq = rope_frequencies(self.config, self.embed.weight.device)

@@ -152,7 +152,7 @@ axis.legend();
 #
 # An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
 #
-# The decoder calls `cache.attend(q, k, v, pos)`. That is four steps: `write` the new keys and values, `read` the slots that attention may see, compute attention, `observe` its probabilities. A compression method overrides one of these steps. The smallest override forgets nothing and records the probabilities:
+# The decoder calls `cache.attend(q, k, v, pos)`. That is four steps: `write` the new keys and values, `read` the slots that attention may see, compute attention, `observe` its probabilities. A compression method overrides some of these, or `evict`. The smallest override forgets nothing and records the probabilities:
 
 # %%
 from nanollm.cache import LayerCache
@@ -225,7 +225,7 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 #
 # ## Forgetting two entries
 #
-# The value has two tokens. `keep` is how every method forgets. Here it drops the value's two tokens just before the question's last token, in one layer or in all others.
+# The value has two tokens. `keep` is how every method forgets. Just before the question's last token is read, it drops the value's two tokens, in one layer or in all others.
 
 # %%
 from nanollm.measure.evaluate import answer
@@ -244,7 +244,7 @@ for name, layers in cases.items():
     print(f"value dropped in {name:25} {right:.2f} of the answers are right")
 
 # %% [markdown]
-# Two of 250 entries in the retrieving layer decide over the answer. The other layers do not need them. A compression method has to guess which entries matter, and in which head.
+# Two of 250 tokens in the retrieving layer decide the answer. The other layers do not need them. A compression method has to guess which entries matter, and in which head.
 #
 # ## Two rules for forgetting
 #

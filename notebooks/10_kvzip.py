@@ -46,7 +46,7 @@ for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
 #
 # ## The reread
 #
-# Nobody knows the question, but everybody knows the document. A cache from which the decoder can repeat the whole document has lost nothing that a question could need. So KVzip feeds the document a second time, behind the first, and records which entries of the first time the decoder looks at. An entry's score is the largest attention that any token of the reread gives it. The entries with the highest scores stay, those of all layers and heads in one ranking:
+# Nobody knows the question, but everybody knows the document. A cache from which the decoder can repeat the whole document has lost nothing that a question could need. So KVzip feeds the document a second time, after the first, and records which entries of the first pass the decoder looks at. An entry's score is the largest attention that any token of the reread gives it. The entries with the highest scores stay, those of all layers and heads in one ranking:
 #
 # $$S_i = \max_{t \,\in\, \text{reread}} \alpha_{t,i}, \qquad \text{keep the } L \cdot H \cdot b \text{ entries with the highest } S_i.$$
 #
@@ -54,7 +54,7 @@ for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
 
 # %%
 def reread(model, text):
-    """Attention of each token of the reread to each entry of the first time, (L, H, G, n, n)."""
+    """Attention of each token of the reread to each entry of the first pass, (L, H, G, n, n)."""
     n, attention = text.shape[1], []
     recording = record(model, make_cache(model, Recorder), torch.cat((text, text), 1))
     for layer in recording:
@@ -86,7 +86,7 @@ print(f"{kept.sum()} of {kept.numel()} entries stay, the same as in methods/kvzi
 figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
 for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
     plot.attention(axis, attention[layer, head, 0, :120, :120], f"layer {layer}, head {head}")
-    axis.set(xlabel="entry of the first time", ylabel="token of the reread")
+    axis.set(xlabel="entry of the first pass", ylabel="token of the reread")
 
 # %% [markdown]
 # The head in the middle is an induction head. While a token is reread, the head finds the same token in the first copy and looks at the one after it, so its attention runs along the diagonal. The other two heads give each entry of the first copy little attention: for repeating they are hardly needed. The same induction heads answer a question such as *The code of mainly is*, and look at the same entries. For this reason the reread finds the entries of a question that nobody has asked.
@@ -142,7 +142,7 @@ for axis, (name, folder) in zip(axes, SHIPPED.items()):
 # %% [markdown]
 # The heads that repeat the text get most of the entries. They are in layer 1 of *built*, and in layers 1 and 2 of *learned*. In all other layers a head keeps 2 % at most. With a budget per head, each of these heads would have to drop seven eighths of its entries, and the other heads would keep entries that repeating does not need.
 #
-# How much does each part add? Here are the needles and the pairs (one of 16 listed pairs is asked for) that are found with an eighth of the entries, 32 documents each. The rows are those of RESULTS.md, `kvzip`. *No reread* takes the largest attention of the first time, from tokens at least 8 later (`methods/ours/one_reading.py`).
+# How much does each part add? Here are the needles and the pairs (one of 16 listed pairs is asked for) that are found with an eighth of the entries, 32 documents each. The rows are those of RESULTS.md, `kvzip`. *No reread* takes the largest attention of the first pass, from tokens at least 8 later (`methods/ours/one_reading.py`).
 
 # %%
 parts = {("max", "all", False): "KVzip", ("sum", "all", False): "the sum, not the largest",
@@ -157,11 +157,11 @@ head = ["keeps 12.5 %", *(f"{task}, {name}" for name in SHIPPED for task in ("ne
 print(text_table([head, *shown.values()]))
 
 # %% [markdown]
-# On *built* each part is needed: without any one of them at most 81 % of the needles are found. On *learned* the sum costs little. The budget per head and the missing reread cost most of the answers on both decoders.
+# On *built* each part is needed: without any one of them at most 81 % of the needles are found. On *learned* the sum costs little. On both decoders a budget per head loses most of the pairs, and no reread loses most of the needles.
 #
 # ## Gates that learn the scores
 #
-# The reread takes longer than the first time. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from $x_i$, the queries, keys and values of its token in all heads of the layer:
+# The reread takes longer than the first pass. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from $x_i$, the queries, keys and values of its token in all heads of the layer:
 #
 # $$\hat S_i = \sigma(x_i W + b).$$
 #
@@ -186,7 +186,7 @@ print(text_table(shown))
 #
 # ## Few bits on top
 #
-# The entries that stay can be stored in fewer bits (`kvzip_4` has four). KiB are of one text after its answer:
+# The entries that stay can be stored in fewer bits (`kvzip_4` has four). KiB: the cache of one text after its answer:
 
 # %%
 shown = [["", "bits", "keep", "KiB", "needle", "pairs"]]
@@ -214,7 +214,7 @@ for phase, method in (("reading the prompt", "full"), ("the prompt's end", "kvzi
 print(text_table(shown))
 
 # %% [markdown]
-# These are times of random weights in the shape of *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens six and a half times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive for two reasons: each of its tokens sees the whole prompt, and KVzip needs all attention probabilities, which fused attention does not return. The cost is paid once for a document, and pays off if many questions follow. A decoding step becomes no faster in PyTorch, since all heads of a layer are padded to the longest one.
+# Times of a decoder with random weights, shaped like *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens six and a half times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive for two reasons: each of its tokens sees the whole prompt, and KVzip needs all attention probabilities, which fused attention does not return. The cost is paid once for a document, and pays off if many questions follow. A decoding step becomes no faster in PyTorch, since all heads of a layer are padded to the longest one.
 #
 # ## When it loses
 #
@@ -253,7 +253,7 @@ print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5
 #
 # ## Exercises
 #
-# 1. Compute the scores from the first time alone: the largest attention that an entry gets from tokens at least 8 later. How many of the facts' entries in layer 1 stay?
+# 1. Compute the scores from the first pass alone: the largest attention that an entry gets from tokens at least 8 later. How many of the facts' entries in layer 1 stay?
 #    <details><summary>Hint</summary>In <code>reread</code>, feed <code>text</code> once and mask the pairs of tokens that are less than 8 apart. Or look at <code>methods/ours/one_reading.py</code>.</details>
 # 2. Find the head and the token with the largest *sum* of attention. Why do so many tokens look at it?
 #    <details><summary>Hint</summary><code>total.flatten().argmax()</code>, then <code>pieces[…]</code>. Heavy hitters and sinks are in notebook 00.</details>

@@ -219,6 +219,6 @@ command = "-m nanollm --methods full random streaming_llm h2o --keep 25 --docume
 subprocess.run([sys.executable, *command.split()]);
 
 # %% [markdown]
-# What you measured, where your prediction was wrong, and why, in at most ten sentences. Two accuracies differ if they differ by more than two standard errors (printed above the table); for KL take 0.05. The command also writes the figure `compare.png`.
+# Write what you measured, where your prediction was wrong, and why, in at most ten sentences. Count two accuracies as different only if they differ by more than two standard errors (printed above the table); for KL take 0.05. The command also writes the figure `compare.png`.
 #
 #
