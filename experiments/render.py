@@ -41,7 +41,7 @@ SECTIONS = {
         "See: with a quarter of the entries and a later question (agnostic), KVzip, Fast KVzip and "
         "DuoAttention find every needle; SnapKV finds 0.12 of them.\n\n"
         "![accuracy and KL over the bytes of the cache](notebooks/compare.png)\n\n"
-        "Every variant in `methods/` is measured at four keep ratios. For KL, perplexity and KiB, 64 "
+        "Every method with a budget is measured at four keep ratios. For KL, perplexity and KiB, 64 "
         "tokens follow the compressed prompt. The last table lists the changes by additions.\n\n"
         "Window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
         "KVzip, Expected Attention, DuoAttention's retrieval heads and the low-bit caches append these 64 "

@@ -19,7 +19,7 @@ Differs from the paper:
 - New tokens after the prompt are appended.
 
 Ours: `kvzip_recent` also keeps the 8 newest entries of each head, within the budget. With an eighth of the
-entries and the question in the prompt, few-shot rises by that from 0.44 to 1.00 on `built` and from 0.38 to
+entries and the question in the prompt, this raises few-shot from 0.44 to 1.00 on `built` and from 0.38 to
 0.56 on `learned` (python -m nanollm --methods kvzip kvzip_recent --keep 12.5 --documents 32). `OneReading`
 needs no reread: it uses the first pass alone (methods/ours/one_reading.py).
 """

@@ -456,7 +456,7 @@ for name, (Method, options) in readings.items():
 # %% [markdown]
 # `Padded` turns the rule round: new entries leave before old ones, and with $m = 8$ few-shot is lost. So `Scissorhands` ignores the steps before an entry came. `Rate` is no better than the count. More budget for later layers loses few-shot answers here; more for lower layers lowers the KL. $w = 100$ changes nothing.
 #
-# In *learned*, which has an attention sink, counts over 400 steps drop the sink, and the other readings win (RESULTS.md, the papers read in other ways).
+# In *learned*, which has an attention sink, counts over 400 steps drop the sink, and the other readings win (RESULTS.md, other interpretations of the papers).
 #
 # ## Why: a count is nearly an age
 #

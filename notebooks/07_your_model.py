@@ -38,7 +38,7 @@ torch.set_grad_enabled(False);  # or whatever is read would be kept for a backwa
 #
 # `FOLDER` contains `config.json`, weights and a tokenizer, as `save_pretrained` writes them. Nothing is downloaded. `load` returns the model in a wrapper for our measurements, and its tokenizer. `dtype="bfloat16"` halves the bytes of a large model.
 #
-# If your model and tokenizer are already loaded, use `Bridged(model)` and `Foreign(tokenizer)` from `nanollm.tokenizer`.
+# If your model and tokenizer are already loaded, use `Bridged(model)` and, from `nanollm.tokenizer`, `Foreign(tokenizer)`.
 
 # %%
 FOLDER, DEVICE = TINY, "cpu"  # ← a pathlib.Path of your own, and "cuda" if you have it

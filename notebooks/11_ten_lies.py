@@ -3,7 +3,7 @@
 #
 # A table says: "a quarter of the cache, 100 % of the answers". Would you believe it?
 #
-# Each of the ten cases below shows a number that is true and misleads, in about ten lines that run on the small decoder of this repository. Nobody meant to deceive. Careful readers found most of the public cases linked here, and some are fixed since. This repository does several of these things itself; the case then says so.
+# Each of the ten cases below shows a number that is true and misleads, in about ten lines that run on the small decoder of this repository. Nobody meant to deceive. Careful readers found most of the public cases linked here, and some have since been fixed. This repository does several of these things itself; the case then says so.
 #
 # **Before:** `00_kv_cache.ipynb`. **Runs:** under two minutes on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of this repository really needs.
 #
