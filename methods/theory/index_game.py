@@ -1,6 +1,7 @@
-"""Tensor attention (arXiv 2503.11108): what any cache must hold, what a step costs, what pairs can tell.
+"""Tensor attention (arXiv 2503.11108): lower bounds on a cache's memory, cost of a step, a task of pairs.
 
-The lower bounds are games: who must answer any later query has to hold all bits that queries can ask for.
+The lower bounds are games: Alice stores bits in a cache, and Bob reads them with queries. A cache that can
+answer every later query must hold every bit that a query can ask for.
 
     python -m methods.theory.index_game     # a step of each cache: time, bytes, multiplications
 """
@@ -28,7 +29,10 @@ from nanollm.model import Config, Decoder, rope, rope_frequencies, rotate
 
 
 def projected_basis(n: int, d: int, generator: torch.Generator) -> Tensor:
-    """The Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5): (n, d), float64, Gaussian over √d."""
+    """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5): (n, d), float64.
+
+    Entries are Gaussian, divided by √d.
+    """
     return torch.randn(n, d, dtype=torch.float64, generator=generator) / d ** 0.5
 
 
@@ -51,7 +55,7 @@ def spread_out(n: int, d: int, most: float, generator: torch.Generator) -> tuple
 
 
 def distortion(keys: Tensor) -> float:
-    """The ε of Lemma 3.5: how far the rows' (n, d) inner products are from those of an orthonormal basis."""
+    """Return ε of Lemma 3.5: the keys' (n, d) largest distance from orthonormal inner products."""
     return (keys @ keys.T - torch.eye(len(keys), dtype=keys.dtype)).abs().max().item()
 
 
@@ -59,7 +63,7 @@ def distortion(keys: Tensor) -> float:
 
 
 def separation(n: int, eps: float, C: float, four: bool) -> tuple[float, float]:
-    """At most this is read where a bit is 0, and at least this where it is 1 (δ, Δ of Theorems B.1, B.2).
+    """Return the most that Bob reads for a bit 0 and the least for a bit 1 (δ, Δ; Theorems B.1, B.2).
 
     Each of n keys stands in n pairs if there are `four` matrices, else in 1. The proof of the former leaves
     out the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, and the latter Bob's one; they are
@@ -80,7 +84,7 @@ class Game(NamedTuple):
         return self.read > (self.zero + self.one) / 2
 
     def right(self, bits: Tensor) -> float:
-        """The share of his guesses that are right."""
+        """Return the fraction of Bob's guesses that are right."""
         return (self.guesses() == bits).double().mean().item()
 
     def learned(self, bits: Tensor) -> float:
@@ -134,13 +138,13 @@ def index_game_four(bits: Tensor, keys: Tensor, C: float | None = None, Cache=Fa
 
 
 def deal(n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Alice's bits (n, d), each by the toss of a coin, and her keys (n, d)."""
+    """Return Alice's fair random bits (n, d) and her keys (n, d)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(n, d, generator=generator) < 0.5, projected_basis(n, d, generator)
 
 
 def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
-    """For `compress`: of n tokens only these are kept, and rounded to so many bits a number."""
+    """Return a `compress` that keeps only the tokens `kept` of n, rounded to `bits` bits a number."""
     def compress(cache: LayerCache):
         cache.keep(torch.arange(n)[kept][None, None])
         if bits is not None:
@@ -161,7 +165,10 @@ def quantise(cache: LayerCache, bits: int):
 
 
 def rotated_scores(q: Tensor, k1: Tensor, k2: Tensor, shift: int) -> tuple[float, float]:
-    """q·k₁ and q·(k₁ ∘ k₂) of vectors (1, 1, 1, D), rotated by RoPE to positions 9, 4, 2 + `shift`."""
+    """Return q·k₁ and q·(k₁ ∘ k₂) after RoPE to positions 9, 4, 2, each plus `shift`.
+
+    The vectors are (1, 1, 1, D).
+    """
     D = q.shape[-1]
     freq = rope_frequencies(Config(1, max_len=1, n_layers=1, n_heads=1, n_kv_heads=1, d_model=D, d_ff=1))
     q, k1, k2 = (rotate(x, *rope(freq, torch.tensor([at + shift]))) for x, at in ((q, 9), (k1, 4), (k2, 2)))
@@ -185,10 +192,10 @@ def match3(n: int, T: int, p: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def simple_rules(tokens: Tensor, answers: Tensor, p: int) -> dict[str, float]:
-    """The share of answers (n, T) that are right by rules that need no pairs.
+    """Return the fraction of answers (n, T) that two rules without pairs get right.
 
-    The second rule says what is commoner at a place. The first says yes where two numbers are a hit, a = b or
-    b = i, and elsewhere what is commoner there.
+    The second rule gives the commoner answer at each position. The first rule says yes if two numbers suffice
+    (a = b or b = i); otherwise it gives the commoner answer at that position.
     """
     x, yes = tokens[:, 1:], answers == p + 2
     near = torch.zeros_like(yes)
@@ -276,7 +283,7 @@ class Count(TorchDispatchMode):
 
 
 def race(n: int, D: int, Caches, repeat: int = 3):
-    """One decoding step at n tokens. Yields of each cache its class, least seconds, live bytes, a `Count`."""
+    """Measure one decoding step at n tokens; yield each cache's class, least seconds, bytes and `Count`."""
     generator = torch.Generator().manual_seed(n)
     k, v, q = (torch.randn(1, 1, n, size, generator=generator) for size in (2 * D, 2 * D, D))
     for Cache in Caches:
@@ -299,7 +306,7 @@ def race(n: int, D: int, Caches, repeat: int = 3):
 
 
 def show(rows: list[dict]) -> str:
-    """The table of one decoding step of each cache."""
+    """Return the table of one decoding step of each cache."""
     table = [["cache", "tokens", "time", "cached", "multiplied", "moved"]]
     for row in rows:
         table.append([row["cache"], str(row["tokens"]), f"{row['seconds'] * 1e3:.1f} ms",
