@@ -1,14 +1,18 @@
-"""Time the kernels on a GPU. Without a GPU, compile them and report registers, spills and shared memory.
+"""Time the kernels on a GPU, or compile them without a GPU and report their resources.
 
     python -m kernels.bench               # on a GPU: check each kernel against its plain code, then time it
-    python -m kernels.bench --resources   # without a GPU: compile the kernels and report their resources
+    python -m kernels.bench --resources   # without a GPU: registers, spills and shared memory
 
-The shapes are those of one layer of an 8-billion Llama 3: 8 key/value heads, 32 query heads, head dim 128, in
-bf16. A `floor` is the larger of two times: the bytes that must be moved over the rate of a large copy, and
-the operations of the tensor cores over the rate of a large product. Both rates are measured in the same run.
-Kernels and PyTorch's attention are timed as a CUDA graph (`kernel`, `sdpa`: without the gaps between
-launches) and as they are called (`called`, `eager`), in turn over enough sets of inputs that nothing comes
-from the GPU's cache; medians, in µs.
+The shapes are those of one layer of an 8-billion Llama 3: 8 key/value heads, 32 query heads, head dim 128,
+bf16. Times are medians in µs. The runs cycle through several sets of inputs, so that no input comes from the
+GPU's cache.
+
+    floor     the larger of two times: bytes that must be moved / rate of a large copy, and
+              tensor-core operations / rate of a large product; both rates are measured in the same run
+    kernel    the kernel in a CUDA graph, without the gaps between launches
+    sdpa      PyTorch's attention in a CUDA graph
+    called    the kernel, called from Python
+    eager     the methods' plain code, called from Python
 """
 import argparse
 from collections.abc import Callable, Iterator
@@ -31,13 +35,13 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-if __name__ == "__main__":  # again, where all imports find what is meant
+if __name__ == "__main__":  # run main from the package, where the relative imports below work
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from nanollm.commands.shell import command
     from nanollm.kernel_switch import kernel_file
     sys.exit(command(kernel_file("bench").main, sys.argv[1:]))
 
-if find_spec("triton"):  # on Linux; elsewhere `show` still works
+if find_spec("triton"):  # only on Linux; `show` works without it
     from . import launch
     from .decode_attention import Segment, decode_attention
     from .pair_attention import tensor_attention
@@ -54,14 +58,14 @@ from nanollm.commands.shell import check_output, replace
 from nanollm.commands.text_table import text_table
 
 LENGTHS, BATCHES = (1024, 4096, 16384, 32768, 131072), (1, 8, 64)
-MOST_TOKENS = 2 ** 21  # of a batch: 8 GiB of keys and values
+MOST_TOKENS = 2 ** 21  # in a batch; their keys and values take 8 GiB
 
 
-# ---- what is timed ---------------------------------------------------------------------------
+# ---- the cases ---------------------------------------------------------------------------
 
 
 class Shape(NamedTuple):
-    """One layer: B sequences of n tokens, H key/value heads, G query heads for each, head dim D."""
+    """Describe one layer: B sequences of n tokens, H key/value heads of G query heads, head dim D."""
     B: int
     n: int
     H: int = 8
@@ -75,19 +79,19 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Something to be timed: by a kernel, and by others that must give the same."""
+    """Describe one computation to time: the kernel, and other code that must give the same result."""
     name: str
     shape: Shape
-    bytes: int                    # that must be moved at least
-    operations: int               # of the tensor cores
-    draw: Callable[[], tuple]     # inputs
+    bytes: int                    # least number of bytes moved
+    operations: int               # on the tensor cores
+    draw: Callable[[], tuple]     # new inputs
     kernel: Callable[..., Tensor]
-    eager: Callable[..., Tensor]  # plain code, as the methods run it without kernels
-    sdpa: Callable[..., Tensor] | None = None  # PyTorch's attention, where it does the same
+    eager: Callable[..., Tensor]  # the methods' plain code
+    sdpa: Callable[..., Tensor] | None = None  # PyTorch's attention, if it can compute this
 
 
 def decode(s: Shape, spread: float = 0.0, sums: bool = False) -> Case:
-    """One token over n slots a head, or between (1 − spread) n and (1 + spread) n of them."""
+    """Return the case of decoding one token over (1 − spread)·n to (1 + spread)·n slots per head."""
     B, n, H, G, D = s[:5]
     counts = (n * torch.linspace(1 - spread, 1 + spread, B * H)).round().int()
     slots, size, longest = int(counts.sum()), s.dtype.itemsize, int(counts.max())
@@ -98,7 +102,7 @@ def decode(s: Shape, spread: float = 0.0, sums: bool = False) -> Case:
         return s.draw(B, H, G, D), Segment(k, v, start.long().to(s.device), counts.to(s.device), longest)
 
     def dense(segment):
-        """What WindowCache does with heads of different length: k, v and a mask of slots that are there."""
+        """Return k, v and a mask of the slots that exist: heads padded to one length, as in WindowCache."""
         if not spread:
             return segment.k.view(B, H, n, D), segment.v.view(B, H, n, D), None
         place = torch.arange(longest, device=s.device)
@@ -135,18 +139,18 @@ def scoring(s: Shape, w: int = 32) -> Case:
 
 def norms(s: Shape) -> Case:
     B, n, H, G, D = s[:5]
-    width = H * G * D  # of the model
+    width = H * G * D  # d_model
     return Case("value_norms", s, B * H * n * (D * s.dtype.itemsize + 4 * G), 2 * B * H * G * n * D * width,
                 lambda: (s.draw(B, H, n, D), s.draw(width, H * G, D) * width ** -0.5), value_norms,
                 critical_kv.value_norms)
 
 
 def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
-    """KVReviver at a tenth of the full cache's bytes, against attention to the full cache."""
+    """Return the case of KVReviver with a tenth of the full cache's bytes; sdpa is full attention."""
     B, n, H, G, D = s[:5]
     size, budget = s.dtype.itemsize, n // 10
     width = max(budget // 10 // rows, 1)
-    exact = max(budget - rows * width - -(-4 * n // (2 * D * size)), 1)  # a token's score takes 4 bytes
+    exact = max(budget - rows * width - -(-4 * n // (2 * D * size)), 1)  # minus 4 bytes per token for its score
     vague = n - exact
 
     def draw():
@@ -155,7 +159,7 @@ def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
         token = torch.randperm(n)[:vague].sort().values.to(s.device).expand(B, H, -1)
         for part in token.split(8192, 2):
             sketch.insert(part, *s.draw(2, B, H, part.shape[2], D))
-        sketch.x *= (width / vague) ** 0.5  # sums of many tokens, made as long as one again
+        sketch.x *= (width / vague) ** 0.5  # scale sums back to the norm of one token
 
         q, (k, v) = s.draw(B, H, G, D), s.draw(2, B, H, exact, D)
         return q, k, v, token.int().contiguous(), sketch, s.draw(2, B, H, n, D)
@@ -170,7 +174,7 @@ def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
         k, v = (torch.cat(x, 2) for x in zip((k, v), sketch.query(token)))
         return F.scaled_dot_product_attention(q, k, v)
 
-    def sdpa(q, k, v, token, sketch, full):  # another result: nothing was evicted
+    def sdpa(q, k, v, token, sketch, full):  # the full cache: another result
         return F.scaled_dot_product_attention(q, *full)
 
     name = f"revive_attention {rows} row{'s' * (rows > 1)}" + (" by slots" if by_slots else "")
@@ -180,7 +184,10 @@ def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
 
 
 def inserting(s: Shape) -> Case:
-    """n tokens into 3 rows of n/300 slots, with keys of a mean that adds up, as real ones have."""
+    """Return the case of inserting n tokens into 3 rows of n/300 slots.
+
+    The keys have mean 3, so that their sums grow with every token, like those of real keys.
+    """
     B, n, H, G, D = s[:5]
     width, by = max(n // 300, 1), torch.randint(PRIME, (2, 4, 3), device=s.device)
 
@@ -202,7 +209,7 @@ def inserting(s: Shape) -> Case:
 def pairs(s: Shape) -> Case:
     B, n, H, G, D = s[:5]
 
-    def sdpa(q, k1, k2, v1, v2):  # attention with the queries q ∘ k₁, then its outputs by their totals
+    def sdpa(q, k1, k2, v1, v2):  # attention of q ∘ k₁; then weigh its outputs by their totals
         rows = (q.unsqueeze(3) * k1.unsqueeze(2)).flatten(1, 2)
         k2, v2 = (x.repeat_interleave(G, 1) for x in (k2, v2))
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention(rows, k2, v2)[:2]
@@ -230,13 +237,13 @@ def cases(lengths=LENGTHS, batches=BATCHES, **of_shape) -> Iterator[Case]:
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """‖x − y‖/‖y‖, NaN if anything is."""
+    """Return ‖x − y‖/‖y‖; NaN if any number is NaN."""
     x, y = x.double(), y.double()
     return ((x - y).norm() / y.norm()).item()
 
 
 def exact(x):
-    """The same inputs in float32."""
+    """Return the input x in float32."""
     if isinstance(x, Segment):
         return x._replace(k=x.k.float(), v=x.v.float())
     if isinstance(x, Sketch):
@@ -246,15 +253,15 @@ def exact(x):
 
 
 def check(case: Case, most: float):
-    """ValueError unless the kernel's result is near that of the plain code in float32; unwritten memory is
-    NaN.
+    """Raise ValueError if the kernel's result differs too much from the plain code's in float32.
 
-    Near is `most` of its length, or half as much again as the plain code's own distance in fewer bits.
+    The relative error may be `most`, or 1.5 times the error of the plain code in the case's own dtype if that
+    is larger. Free memory is first filled with NaN, so that reading unwritten memory fails the check.
     """
     inputs = case.draw()
     truth = case.eager(*map(exact, inputs)).clone()
     plain_off = difference(case.eager(*inputs), truth)
-    for size in range(8, 26 if case.shape.device == "cuda" else 8):  # memory that is handed out again
+    for size in range(8, 26 if case.shape.device == "cuda" else 8):  # the allocator will reuse this memory
         [torch.full((2 ** size,), torch.nan, device=case.shape.device) for _ in range(4)]
 
     for name, other in (("kernel", case.kernel), ("sdpa", case.sdpa)):
@@ -262,13 +269,13 @@ def check(case: Case, most: float):
             continue
         off = difference(other(*inputs), truth)
         if not off <= max(most, 1.5 * plain_off):
-            raise ValueError(f"{name} is {off:.3g} off the plain code in float32, which is itself "
-                             f"{plain_off:.3g} off in {case.shape.dtype}; at most {most}, "
-                             "or half as much again")
+            raise ValueError(f"{name} is {off:.3g} off the plain code in float32; at most {most} is allowed, "
+                             f"or 1.5 times the plain code's own error in {case.shape.dtype}, "
+                             f"{plain_off:.3g}")
 
 
 def microseconds(run: Callable, sets: list[tuple], graph: bool) -> float:
-    """Median time of a run on these inputs: replays of a graph, or plain calls."""
+    """Return the median time of one run on these inputs, as replays of a graph or as plain calls."""
     def all_of_them():
         for inputs in sets:
             run(*inputs)
@@ -283,11 +290,14 @@ def microseconds(run: Callable, sets: list[tuple], graph: bool) -> float:
         all_of_them()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
-    return 1e6 * median(taken[1:]) / len(sets)  # the first fills the allocator
+    return 1e6 * median(taken[1:]) / len(sets)  # the first run fills the allocator
 
 
 def ceilings() -> dict[str, float]:
-    """Bytes a second of a large copy, read and written, and operations a second of a large bf16 product."""
+    """Return the bytes per second of a large copy and the operations per second of a large product.
+
+    The bytes count both reading and writing. The product is in bf16.
+    """
     x, y = torch.randn(2, 2 ** 29, device="cuda", dtype=torch.bfloat16)
     copy = 4 * x.numel() / microseconds(lambda: y.copy_(x), [()], True) * 1e6
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -295,7 +305,7 @@ def ceilings() -> dict[str, float]:
 
 
 def floored(case: Case, ceiling: dict[str, float]) -> dict:
-    """Name, size, what is moved and worked out, and the floor in µs."""
+    """Return the case's name, size, bytes, operations and floor in µs."""
     moved = case.bytes / ceiling["copy"] * 1e6
     worked = case.operations / ceiling["product"] * 1e6
     return dict(kernel_name=case.name, batch=case.shape.B, tokens=case.shape.n, bytes=case.bytes,
@@ -304,12 +314,15 @@ def floored(case: Case, ceiling: dict[str, float]) -> dict:
 
 
 def measured(case: Case, ceiling: dict[str, float], cache: int) -> dict:
-    """Times in µs and ratios of one case."""
+    """Return the row of one case: times in µs, and ratios.
+
+    cache: bytes of the GPU's cache.
+    """
     sets = [case.draw() for _ in range(min(max(1, 4 * cache // case.bytes), 256))]
     row = floored(case, ceiling)
     row["kernel"] = microseconds(case.kernel, sets, True)
     row["called"] = microseconds(case.kernel, sets, False)
-    if case.shape.B * case.shape.n <= 2 ** 18:  # it holds what the kernel does not
+    if case.shape.B * case.shape.n <= 2 ** 18:  # plain code needs more memory
         row["eager"] = microseconds(case.eager, sets[:16], False)
     if case.sdpa:
         row["sdpa"] = microseconds(case.sdpa, sets, True)
@@ -324,7 +337,7 @@ def measured(case: Case, ceiling: dict[str, float], cache: int) -> dict:
 
 
 def typical(D: int, dtype: torch.dtype, n: int = 100) -> list[Callable]:
-    """Calls of every launcher, with n slots or tokens a head, head dim D and groups of four query heads."""
+    """Return calls of every launcher: n slots or tokens per head, head dim D, G = 4."""
     q, k, w_o = (torch.zeros(*shape, D, dtype=dtype) for shape in ((1, 2, 4), (1, 2, n), (300, 8)))
     window = q.unsqueeze(3).repeat(1, 1, 1, 32, 1)
 
@@ -343,9 +356,9 @@ def typical(D: int, dtype: torch.dtype, n: int = 100) -> list[Callable]:
 
 
 def compiled(calls: list[Callable], arch: int) -> list[tuple]:
-    """Kernels that these would launch on a GPU of compute capability `arch` / 10, each with its binary.
+    """Return the kernels that these calls launch, each with its binary, without running them.
 
-    Nothing runs. A kernel that was compiled before is found again, as a launch would find it.
+    arch: ten times the compute capability of the GPU. A kernel compiled before comes from Triton's cache.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -359,14 +372,14 @@ def compiled(calls: list[Callable], arch: int) -> list[tuple]:
         get_current_device=lambda: arch, get_current_stream=lambda device: None,
         get_current_target=lambda: target))
     triton.JITFunction.__getitem__ = compile_only
-    launch.interpreted = True  # what it refuses else is tensors on a CPU
+    launch.interpreted = True  # so that the launchers accept tensors on a CPU
     for call in calls:
         call()
     return made
 
 
 def used(made) -> tuple[int, int, int]:
-    """Registers a thread, bytes of stack a thread (spills) and of shared memory a program."""
+    """Return registers and stack bytes (spills) per thread, and shared-memory bytes per program."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -379,7 +392,7 @@ def used(made) -> tuple[int, int, int]:
 
 
 def resources(D: int, arch: int, types: list[str]) -> list[dict]:
-    """A row for each kernel and type: the most of all that it is compiled to."""
+    """Return a row for each kernel and type: the largest values among its compiled versions."""
     most: dict[tuple, list] = {}
     for name in types:
         dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[name]
@@ -391,7 +404,7 @@ def resources(D: int, arch: int, types: list[str]) -> list[dict]:
             for (kernel, name), found in most.items()]
 
 
-# ---- telling ---------------------------------------------------------------------------------
+# ---- printing ---------------------------------------------------------------------------------
 
 FORMS = dict.fromkeys(("kernel_name", "type", "registers", "stack", "shared", "batch", "tokens"), "") | dict(
     ops_per_byte=".0f", binds="", floor=".1f", kernel=".1f", called=".1f", eager=".1f", sdpa=".1f",
@@ -399,18 +412,18 @@ FORMS = dict.fromkeys(("kernel_name", "type", "registers", "stack", "shared", "b
 
 
 def show(rows: list[dict]) -> str:
-    """Rows as text: times in µs; or registers a thread, bytes of stack a thread and of shared memory."""
+    """Return the rows, of times or of resources, as a text table."""
     keys = [key for key in FORMS if any(key in row for row in rows)]
     cells = [[format(row[key], FORMS[key]) if key in row else "" for key in keys] for row in rows]
     return text_table([keys, *cells])
 
 
 def time_all(lengths: list[int], file: Path):
-    """Check every kernel against its plain code, then time all, and write each row as it is done.
+    """Check every kernel against its plain code, then time all cases and write each row to `file`.
 
-    A case that fails costs no other its row; all that failed are named at the end, in a ValueError.
+    If a case fails, the others continue; a ValueError at the end names all cases that failed.
     """
-    kernel_switch.use_kernels = False  # for the methods' plain code
+    kernel_switch.use_kernels = False  # so that the methods run their plain code
     failed = {}
 
     def done(case: Case, run: Callable, *how):
@@ -424,7 +437,7 @@ def time_all(lengths: list[int], file: Path):
     with torch.inference_mode():
         for case in cases(lengths=[1037], batches=[1, 3]):
             done(case, check, 5e-3)
-        wrong = {name.split(" at batch")[0] for name in failed}  # is not timed
+        wrong = {name.split(" at batch")[0] for name in failed}  # these are not timed
         ceiling, device = ceilings(), torch.cuda.get_device_properties(0)
         told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__,
                     triton=launch.triton.__version__, ceilings=ceiling, rows=[])
@@ -434,18 +447,21 @@ def time_all(lengths: list[int], file: Path):
                 replace(file, (json.dumps(told, indent=1) + "\n").encode())
 
     print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product "
-          f"{ceiling['product'] / 1e12:.0f} TFLOP/s; times in µs\n\n{show(told['rows'])}")
+          f"{ceiling['product'] / 1e12:.0f} TFLOP/s\n\n{show(told['rows'])}\n\n"
+          "Times (floor, kernel, called, eager, sdpa) are medians in µs; --help explains them.\n"
+          "ops_per_byte: tensor-core operations per byte moved; binds: limit behind the floor, memory or\n"
+          "units (the tensor cores); of_floor: floor / kernel; over_sdpa: sdpa / kernel.")
     if failed:
         why = "; ".join(f"{name}: {error}" for name, error in failed.items())
-        raise ValueError(f"{len(failed)} failed: {why}")
+        raise ValueError(f"{len(failed)} cases failed: {why}")
 
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--json", type=Path, metavar="FILE", help="file to write the rows to, after each row; "
-           "default for times: kernels/bench.json")
+    option("--json", type=Path, metavar="FILE", help="file for the rows, written after each row; "
+           "default kernels/bench.json, with --resources none")
     option("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS",
            help=f"numbers of cached tokens to time; default {' '.join(map(str, LENGTHS))}")
     option("--resources", action="store_true", help="compile the kernels without running them; needs no GPU")
@@ -459,23 +475,24 @@ def main(argv: list[str]):
     for n in args.lengths:
         whole("length", n, 1, MOST_TOKENS)
     if not find_spec("triton"):
-        raise ValueError("Triton is not here, in which the kernels are written; pip install triton, on Linux")
+        raise ValueError("Triton is not installed, and the kernels need it; on Linux: pip install triton")
     file = args.json or (None if args.resources else Path(__file__).with_name("bench.json"))
     if file:
         check_output(file, "numbers", lambda data: b'"kernel_name"' in data)
 
     if args.resources:
-        if os.environ.get("TRITON_INTERPRET") != "0":  # the interpreter's kernels cannot be compiled
+        if os.environ.get("TRITON_INTERPRET") != "0":  # in the interpreter kernels cannot be compiled
             again = os.environ | {"TRITON_INTERPRET": "0"}
             sys.exit(subprocess.run([sys.executable, __file__, *argv], env=again).returncode)
         rows = resources(args.dim, args.arch, args.types)
-        print(show(rows))
+        print(f"{show(rows)}\n\nregisters: per thread; stack: bytes per thread (spills); "
+              "shared: bytes of shared memory per program.")
         if file:
             replace(file, json.dumps(rows, indent=1).encode())
         return
     if not torch.cuda.is_available():
-        raise ValueError("no GPU here, so there is nothing to time; --resources needs none, and pytest runs "
-                         "the kernels in Triton's interpreter")
+        raise ValueError("no GPU here, and timing needs one; use --resources, which needs none, or pytest, "
+                         "which runs the kernels in Triton's interpreter")
     if launch.interpreted:
-        raise ValueError("TRITON_INTERPRET is set, and there is nothing to time in the interpreter; unset it")
+        raise ValueError("TRITON_INTERPRET is set, and times in the interpreter mean nothing; unset it")
     time_all(args.lengths, file)

@@ -1,19 +1,19 @@
-"""Decoding: the queries of one new token attend to a compressed cache whose heads differ in length.
+"""Decode one token: its queries attend to a compressed cache whose heads may differ in length.
 
-A head's slots are rows start … start + count − 1 of a flat k and v. So heads that are packed one after the
-other (AdaKV) and heads in a buffer of equal capacity are read by the same kernel. A cache that has both is
-two segments.
+A head's slots are rows start … start + count − 1 of a flat k and v. One kernel therefore reads both layouts:
+heads packed one after the other (AdaKV), and heads in a buffer of equal capacity. A cache with both layouts
+consists of two segments.
 
     y = Σ_n p_n v_n,   p_n = exp(s_n − m)/l,   l = Σ exp(s − m),   m = max s,   s_n = q·k_n/√D + bias_n
 
-The slots are split among programs, as one sequence alone would leave most of the GPU idle. Each leaves its
-own m, l and acc = Σ exp(s − m) v, and a second kernel adds them up (flash-decoding). H2O, Scissorhands and
-KVReviver want Σ_g p_n as well: the scores are then kept, 4 bytes a slot and query head, and a third kernel
-turns them into weights.
+The slots of a head are split among several programs: with one program per head, a single sequence would leave
+most of the GPU idle. Each program writes its own m, l and acc = Σ exp(s − m) v. A second kernel combines them
+(flash-decoding). H2O, Scissorhands and KVReviver also need Σ_g p_n (`sums`). The first kernel then stores the
+scores, 4 bytes per slot and query head, and a third kernel turns them into weights.
 
-Bytes moved: every key and value once, 2·D·bytes a slot; with sums 8·G + 4 bytes a slot more. All else is
-small. At 16 bits, D = 128 and 3.35 TB/s (H100) or 4.8 TB/s (H200), 32k slots of 8 heads are 134 MB and cannot
-take less than 40 or 28 µs.
+Bytes moved per slot: 2·D numbers, since each key and value is read once; with `sums`, 8·G + 4 bytes more. All
+other traffic is small. Example: 32k slots in each of 8 heads are 134 MB at 16 bits and D = 128. Reading them
+takes at least 40 µs on an H100 (3.35 TB/s) and 28 µs on an H200 (4.8 TB/s).
 """
 from typing import NamedTuple
 
@@ -24,21 +24,25 @@ from .launch import block_of, launcher, split  # before triton: chooses what run
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)  # the GPU has 2^x: e^x = 2^(x log₂ e)
+LOG2E = tl.constexpr(1.4426950408889634)  # the GPU computes 2^x only: e^x = 2^(x log₂ e)
 
 
 class Segment(NamedTuple):
-    """Slots of B·H heads in flat storage."""
+    """Hold the slots of B·H heads in flat tensors."""
     k: Tensor      # (N, D)
     v: Tensor      # (N, D)
-    start: Tensor  # (B·H,) int64: row of a head's first slot
-    count: Tensor  # (B·H,) int32: how many it has
-    longest: int   # at least the largest count: known on the host, so that nobody waits for the GPU
+    start: Tensor  # (B·H,) int64: row of each head's first slot
+    count: Tensor  # (B·H,) int32: number of slots of each head
+    longest: int   # at least the largest count; an int, so that the launch need not wait for the GPU
     bias: Tensor | None = None  # (N,) float32, added to the scores; −inf hides a slot
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, bias: Tensor | None = None) -> "Segment":
-        """Heads of equal length, k and v (B, H, S, D), as they lie, in a buffer with room to spare or not."""
+        """Return a segment of k and v (B, H, S, D), heads of equal length.
+
+        k and v may be the front part of a longer buffer. They are copied only if their strides do not allow
+        a flat view.
+        """
         (B, H, S, D), apart = k.shape, k.stride(1) // k.shape[3]
         if k.stride() != v.stride() or k.stride() != (H * apart * D, apart * D, D, 1):
             k, v, apart = k.contiguous(), v.contiguous(), S
@@ -48,21 +52,22 @@ class Segment(NamedTuple):
         return cls(*flat, *evenly(B * H, apart, S, k.device), S, bias)
 
     def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
-        """What heads of equal length have in x (N,), (B, H, S)."""
+        """Return x (N,), one number per slot, as (B, H, S); all heads must have S slots."""
         apart = (len(self.k) - self.longest) // max(B * H - 1, 1)
         return x.as_strided((B, H, self.longest), (H * apart, apart, 1))
 
 
 def evenly(heads: int, apart: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Starts and counts of heads of n slots each, whose first ones lie so far apart."""
+    """Return starts and counts of heads with n slots each, whose first slots are `apart` rows apart."""
     count = torch.full((heads,), n, dtype=torch.int32, device=device)
     return apart * torch.arange(heads, device=device), count
 
 
 def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """q (B, H, G, D) → y (B, H, G, D), 0 for a head without slots that are seen.
+    """Return attention y (B, H, G, D) of q (B, H, G, D) over all segments, in plain PyTorch.
 
-    With `sums`, also for each segment (N,) float32: the weight that the G queries of its head give each slot.
+    y is 0 for a head without visible slots. With `sums`, also return (N,) float32 for each segment: the sum
+    of the weights that a slot gets from the G queries of its head.
     """
     y, weights = torch.zeros_like(q), [torch.zeros(len(s.k), device=q.device) for s in segments]
     for i, (queries, out) in enumerate(zip(q.flatten(0, 1), y.flatten(0, 1))):
@@ -81,7 +86,10 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
 
 @triton.jit
 def add_tile(b_s, b_v, b_m, b_l, b_acc):
-    """m, l and acc with one more tile of scores (G, slots), in units of log 2, and values (slots, D)."""
+    """Update m, l and acc with one tile of scores (G, slots) and values (slots, D).
+
+    The scores are multiplied by log₂ e beforehand.
+    """
     b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_p = tl.exp2(b_s - b_m_new[:, None])
     b_alpha = tl.exp2(b_m - b_m_new)
@@ -93,16 +101,17 @@ def add_tile(b_s, b_v, b_m, b_l, b_acc):
 def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_m, p_l, p_acc, p_score, scale, share, part, parts,
            G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
            BLOCK_N: tl.constexpr, BIASED: tl.constexpr, SCORES: tl.constexpr):
-    """One head, `share` of its slots. Leaves m and l (B·H, parts, G) and acc (B·H, parts, G, D).
+    """Attend to `share` slots of one head; write m and l (B·H, parts, G), acc (B·H, parts, G, D).
 
-    It is one of `parts` in all segments, of which `part` lie before this one's.
+    A part is the result of one program for one head. All segments together have `parts` parts; those of this
+    segment begin at number `part`.
     """
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
     o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     is_g, is_d = o_g < G, o_d < D
     b_q = tl.load(p_q + (i_head * G + o_g[:, None]) * D + o_d, mask=is_g[:, None] & is_d, other=0.0)  # (G, D)
-    # not −inf: a slot with a bias of −inf is hidden, and −inf − (−inf) is no number
+    # a finite start: a hidden slot scores −inf, and −inf − (−inf) would be NaN
     b_m = tl.full((BLOCK_G,), -3e38, tl.float32)
     b_l = tl.zeros((BLOCK_G,), tl.float32)
     b_acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
@@ -128,10 +137,10 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_m, p_l, p_acc, p_score, sc
 @triton.jit(do_not_specialize=["parts"])
 def add_up(p_m, p_l, p_acc, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
            BLOCK_P: tl.constexpr):
-    """One query head: y (B·H, G, D) of all parts, and log₂ Σ 2^s (B·H, G)."""
+    """Combine all parts of one query head; write y (B·H, G, D) and log₂ Σ 2^s (B·H, G)."""
     i, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    is_d, m = o_d < D, -3e38  # no maximum is −inf, even if there are no slots at all
+    is_d, m = o_d < D, -3e38  # finite even if the head has no slots
     for p in range(0, parts, BLOCK_P):
         o = (i * parts + p + o_p) * G + g
         m = tl.maximum(m, tl.max(tl.load(p_m + o, mask=p + o_p < parts, other=-3e38), 0))
@@ -153,7 +162,7 @@ def add_up(p_m, p_l, p_acc, p_y, p_lse, parts, G: tl.constexpr, D: tl.constexpr,
 @triton.jit
 def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr, BLOCK_G: tl.constexpr,
                 BLOCK_N: tl.constexpr):
-    """Σ_g 2^(s_n − log₂ Σ 2^s) of one head, `share` of its slots."""
+    """Write Σ_g 2^(s_n − log₂ Σ 2^s) for `share` slots of one head."""
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(p_start + i_head), tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share)
     o_g, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
@@ -166,20 +175,20 @@ def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr
 
 
 def check(q: Tensor, segments: list[Segment]):
-    """ValueError if storage and queries (B, H, G, D) do not fit together."""
+    """Raise ValueError if the segments do not fit the queries q (B, H, G, D)."""
     heads, D = q.shape[0] * q.shape[1], q.shape[3]
     for s in segments:
         rows = s.k.is_contiguous() and s.v.is_contiguous() and s.k.shape == s.v.shape and s.k.shape[1] == D
         if not rows or not s.k.dtype == s.v.dtype == q.dtype:
             raise ValueError(f"k {tuple(s.k.shape)} of {s.k.dtype} and v {tuple(s.v.shape)} of {s.v.dtype} "
-                             f"must be contiguous rows of the head dim {D}, of {q.dtype} as q")
+                             f"must be contiguous rows of the head dim {D}, in q's dtype {q.dtype}")
         if len(s.start) != heads or len(s.count) != heads:
             raise ValueError(f"{len(s.start)} starts and {len(s.count)} counts for {heads} heads; "
-                             "give one each")
+                             "give one each per head")
 
 
 def partials(q: Tensor, parts: int) -> dict:
-    """Room for m and l (B·H, parts, G) and acc (B·H, parts, G, D) of queries q (B, H, G, D)."""
+    """Allocate m and l (B·H, parts, G) and acc (B·H, parts, G, D) for queries q (B, H, G, D)."""
     B, H, G, D = q.shape
     m, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
     return dict(p_m=m, p_l=total, p_acc=q.new_empty(B * H, parts, G, D, dtype=torch.float32), parts=parts)
@@ -187,7 +196,10 @@ def partials(q: Tensor, parts: int) -> dict:
 
 def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: dict, share: int, programs: int,
                   part: int, block: int):
-    """`programs` with `share` slots each, whose findings begin at `part`; scores (N, G) are kept, or not."""
+    """Launch `attend` on one segment: `programs` programs per head with `share` slots each.
+
+    Their results are stored from number `part` on. If `score` (N, G) is given, the scores are written there.
+    """
     attend[len(s.start), programs](
         p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **found,
         scale=q.shape[3] ** -0.5, share=share, part=part, **tile(q), BLOCK_N=block, BIASED=s.bias is not None,
@@ -195,15 +207,15 @@ def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: dict, shar
 
 
 def tile(q: Tensor) -> dict:
-    """Query heads of a group, numbers of a head, and a block that holds them."""
+    """Return the sizes of a tile: G, D and the blocks that hold them."""
     G, D = q.shape[2:]
     return dict(G=G, D=D, BLOCK_G=block_of(G), BLOCK_D=block_of(D))
 
 
 def added_up(q: Tensor, found: dict, scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
-    """y (B, H, G, D) of all parts, and the weights (N,) of the slots of each segment that is `scored`.
+    """Combine all parts into y (B, H, G, D); also return the slots' weights (N,) of each scored segment.
 
-    scored: tuples of segment, (share, programs) and scores (N, G).
+    scored: tuples (segment, (share, programs), scores (N, G)).
     """
     B, H, G, D = q.shape
     y, lse, weights = torch.empty_like(q), q.new_empty(B * H, G, dtype=torch.float32), []
@@ -219,7 +231,10 @@ def added_up(q: Tensor, found: dict, scored=(), block: int = 64) -> tuple[Tensor
 @launcher
 def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False,
                      block: int = 64) -> tuple[Tensor, list[Tensor]]:
-    """As `plain`, by the kernels; `block` slots at a time. ValueError if storage and queries do not fit."""
+    """Return what `plain` returns, computed by the kernels, `block` slots at a time.
+
+    Raise ValueError if the segments do not fit q.
+    """
     q = q.contiguous()
     check(q, segments)
     splits = [split(s.longest, block, q.shape[0] * q.shape[1], q.device) for s in segments]
@@ -232,8 +247,10 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False,
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What `LayerCache.attention` wants: q (B, H·G, 1, D) over all slots. It tells the weights' mean over
-    G."""
+    """Return y of q (B, H·G, 1, D) over all slots of the cache, for `LayerCache.attention`.
+
+    Also return the weights' mean over G, (B, H, G, 1, S), or None if `cache.watch` is 0.
+    """
     (B, heads, _, D), H = q.shape, cache.slots["k"].shape[1]
     k, v, at, bias = cache.read()
     if cache.ragged or bias is not None:
@@ -248,7 +265,10 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def attend_packed(cache, q: Tensor) -> Tensor:
-    """What `PackedCache.attention` wants: q (B, H·G, 1, D) over packed slots, and newer ones in a buffer."""
+    """Return y of q (B, H·G, 1, D) over packed slots and newer slots, for `PackedCache.attention`.
+
+    The newer slots are in a buffer of equal capacity per head.
+    """
     counts = cache.counts.flatten()
     old = Segment(cache.packed["k"], cache.packed["v"], counts.cumsum(0) - counts, counts.int(),
                   cache.longest, cache.packed.get("bias"))

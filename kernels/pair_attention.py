@@ -1,17 +1,19 @@
-"""Tensor attention to all n² pairs of tokens from the four cached matrices; neither the pairs nor their n²
-weights are in memory.
+"""Compute tensor attention over all n² pairs of tokens from the four cached matrices.
+
+Neither the pairs nor their n² weights are written to memory.
 
     score of (a, b) = (k_{1,a} ∘ q)·k_{2,b}/√D,   y = Σ_a v_{1,a} ∘ Σ_b p_{ab} v_{2,b}
 
-For a tile of rows a this is ordinary attention whose queries are k_{1,a} ∘ q: two products for the tensor
-cores, with a running maximum and total for each row. Only then are the rows weighed against each other and by
-v_{1,a}. What remains of a tile is a vector, and decode_attention's `add_up` adds the tiles up.
+A tile is a block of rows a with all b. Within a tile this is ordinary attention with the queries k_{1,a} ∘ q:
+two matrix products, and a running maximum and total for each row. The kernel then weighs the rows against
+each other, multiplies them by v_{1,a} and sums them to one vector per tile. `add_up` in decode_attention
+combines the tiles.
 
-Work: 4·n²·D operations a query head, for 8·n·D bytes a group at 16 bits: n/2 operations a byte and more. So
-beyond a few hundred tokens the rate of the tensor cores binds. With n = 8192, D = 128 that is 34 GFLOP a
-head: not below 35 µs at 989 TFLOP/s (H100, H200). An SM does 4096 operations a clock and 16 exponentials, so
-that the one exponential of a pair takes half as long as its 4·D operations. The queries k₁ ∘ q are made in
-memory, n·D numbers a query head.
+Work: 4·n²·D operations per query head, for 8·n·D bytes per group at 16 bits. This is at least n/2 operations
+per byte, and beyond a few hundred tokens the tensor cores are the limit. Example: n = 8192 and D = 128 need
+34 GFLOP per head, at least 35 µs at 989 TFLOP/s (H100, H200). An SM computes 4096 operations or 16
+exponentials per clock; the one exponential of a pair takes half as long as its 4·D operations. The queries
+k₁ ∘ q are written to memory: n·D numbers per query head.
 """
 import torch
 from torch import Tensor
@@ -23,7 +25,10 @@ from .decode_attention import LOG2E, added_up, partials
 
 
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
-    """q (B, H, G, D), the others (B, H, n, D) → y (B, H, G, D): the pairs' scores as one n × n matrix."""
+    """Return y (B, H, G, D) of q (B, H, G, D), with the pairs' scores as one n × n matrix.
+
+    k1, k2, v1 and v2 are (B, H, n, D).
+    """
     D, n = q.shape[-1], k1.shape[2]
     kind, (q, k1, k2, v1, v2) = q.dtype, (x.float() for x in (q, k1, k2, v1, v2))
     score = (k1.unsqueeze(2) * q.unsqueeze(3)) @ k2.unsqueeze(2).mT * D ** -0.5  # (B, H, G, n, n)
@@ -34,9 +39,9 @@ def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["n", "parts"])
 def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_m, p_l, p_acc, n, parts, G: tl.constexpr, D: tl.constexpr,
                   BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One query head, a tile of rows a, all b. Leaves m and l (B·H, parts, G) and acc (B·H, parts, G, D).
+    """Attend to one tile: a block of rows a and all b, for one query head.
 
-    l = Σ 2^(s − m), acc = Σ 2^(s − m) v₁ ∘ v₂.
+    Write m and l = Σ 2^(s − m) (B·H, parts, G), and acc = Σ 2^(s − m) v₁ ∘ v₂ (B·H, parts, G, D).
     """
     part, i_head, g = tl.program_id(0), (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     o_a, o_b, o_d = part * BLOCK_A + tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_D)
@@ -61,7 +66,7 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_m, p_l, p_acc, n, parts, G: tl.con
         b_acc = b_acc * b_alpha[:, None] + tl.dot(b_p.to(b_v2.dtype), b_v2, input_precision="ieee")
         b_m = b_m_new
 
-    # rows against each other; those beyond n weigh nothing
+    # weigh the rows against each other; rows beyond n get weight 0
     b_m = tl.where(is_a, b_m, float("-inf"))
     m = tl.max(b_m, 0)
     b_weight = tl.exp2(b_m - m)
@@ -75,22 +80,22 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_m, p_l, p_acc, n, parts, G: tl.con
 @launcher
 def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, scale: float | None = None,
                      rows: int | None = None, columns: int = 64) -> Tensor:
-    """As `plain`, by the kernels, `rows` × `columns` pairs at a time; scores are times `scale`, 1/√D if None.
+    """Return what `plain` returns, computed by the kernels, `rows` × `columns` pairs at a time.
 
-    rows None: 128, or 64 above a head dim of 128. ValueError if the four matrices do not fit the queries or
-    hold no token.
+    scale: factor of the scores; None is 1/√D. rows: None is 128, or 64 for a head dim above 128. Raise
+    ValueError if the four matrices do not fit q or hold no token.
     """
     (B, H, G, D), n = q.shape, k1.shape[2]
     for x in (k1, k2, v1, v2):
         if x.shape != (B, H, n, D) or x.dtype != q.dtype or not n:
-            raise ValueError(f"k₁, k₂, v₁, v₂ {tuple(x.shape)} of {x.dtype} must be {(B, H)} heads of at "
-                             f"least 1 token, {n} in all of them, of {D} numbers of {q.dtype} as q")
+            raise ValueError(f"k₁, k₂, v₁ and v₂ {tuple(x.shape)} of {x.dtype} must be {(B, H)} heads of at "
+                             f"least 1 token, here {n}, with {D} numbers in q's dtype {q.dtype}")
     q, k1, k2, v1, v2 = (x.contiguous() for x in (q, k1, k2, v1, v2))
     block_d = block_of(D)
-    rows = rows or (128 if block_d <= 128 else 64)  # so that it all fits into an SM
+    rows = rows or (128 if block_d <= 128 else 64)  # the largest tile that fits into an SM
     parts = triton.cdiv(n, rows)
 
-    # k₁ ∘ q in units of log₂; they have to be loaded, not worked out, or the tensor cores wait for them
+    # k₁ ∘ q times log₂ e, computed beforehand: computing it in the kernel would keep the tensor cores waiting
     scaled = q.float() * ((D ** -0.5 if scale is None else scale) * LOG2E.value)
     k1 = torch.mul(k1.unsqueeze(2), scaled.unsqueeze(3)).to(q.dtype)
     found = partials(q, parts)

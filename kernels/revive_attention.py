@@ -1,18 +1,21 @@
-"""KVReviver's attention: exact tokens as they are, vague ones read back from the sketch, tile by tile.
+"""Compute KVReviver's attention over exact tokens and vague tokens, tile by tile.
+
+An exact token has a slot. A vague token is only in the sketch: r rows of slots, each slot a sum over many
+tokens, from which its key and value are estimated.
 
     k̂_J = median over rows i of ±S_i[h_i(J)],   v̂_J likewise
     y = Σ p v + Σ p̂ v̂,   one softmax over all scores
 
-The revived keys and values, which PyTorch would write to memory and read again, stay in registers. A program
-hashes a tile of tokens, gathers their slots of each row, takes the median of three with its minimum and
-maximum, shrinks it, and goes on as decode_attention does, whose kernels do the exact part and add both up.
-`insert` adds tokens to the sketch with atomic adds.
+PyTorch would write the estimated keys and values to memory and read them again; here they stay in registers.
+A program hashes a tile of tokens, gathers their slots from each row and takes the median of three from minima
+and maxima. It shrinks the median and continues like decode_attention, whose kernels compute the exact part
+and combine both. `insert` adds tokens to the sketch with atomic adds.
 
-Bytes: of memory only the sketch, the exact slots and 4 bytes a vague token. But each token's slots, 2·r·D
-numbers, come from the GPU's cache: r times what full attention reads from memory. So for r = 3 rows it can
-only keep up with full attention if the cache delivers three times what memory does, which it hardly will. For
-one row it should be faster. (One row is linear, too: `methods/ours/kv_reviver_shrunk.py` attends to slots in
-place of tokens.)
+Bytes read from memory: only the sketch, the exact slots and 4 bytes per vague token. But the slots of each
+vague token, 2·r·D numbers, come from the GPU's cache: r times the bytes that full attention reads from
+memory. With r = 3 rows the kernel matches full attention only if the cache is three times as fast as memory,
+which is unlikely. With one row it should be faster. (One row is also linear: `methods/ours/kv_reviver_shrunk.py`
+attends to slots instead of tokens.)
 """
 import torch
 from torch import Tensor
@@ -27,7 +30,7 @@ PRIME = tl.constexpr(2 ** 31 - 1)
 
 
 def cubic(token: Tensor, by: Tensor) -> Tensor:
-    """Cubics by (4, r), int64, of tokens modulo 2³¹ − 1: (...) → (..., r)."""
+    """Return r cubics of the tokens modulo 2³¹ − 1, (...) → (..., r); by: coefficients (4, r) int64."""
     token, f = token.long().unsqueeze(-1), 0
     for c in by:
         f = (f * token + c) % PRIME.value
@@ -37,13 +40,14 @@ def cubic(token: Tensor, by: Tensor) -> Tensor:
 def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, sign: Tensor,
           mean: Tensor | None = None, shrink: float = 1.0, signed_keys: bool = False,
           sums: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """q (B, H, G, D) → y (B, H, G, D); with `sums` weights of exact slots (N,) and vague tokens (B, H, a),
-    float32.
+    """Return attention y (B, H, G, D) of q (B, H, G, D), in plain PyTorch.
 
-    token (B, H, a) int32: the vague ones. x (B, H, r·b, 2D): the sketch, rows of b slots [k | v]. place and
-    sign (4, r) int64: cubics whose number modulo b is the slot, and whose lowest bit is 1 for a sign of −1.
-    With a mean (B, H, 2D), which must already be off x, it is mean + shrink · median that is read. By the
-    paper's rule keys have no signs.
+    With `sums`, also return the weights of exact slots (N,) and vague tokens (B, H, a), float32.
+
+    token: the vague tokens (B, H, a) int32. x: the sketch (B, H, r·b, 2D), r rows of b slots [k | v].
+    place, sign: coefficients (4, r) int64 of two cubics per row. `place` modulo b is the slot; the lowest bit
+    of `sign` is 1 for the sign −1. mean: (B, H, 2D), already subtracted from the tokens in x; the estimate is
+    then mean + shrink · median. signed_keys: keys have signs too; in the paper only values have them.
     """
     (B, H, a), r, D = token.shape, place.shape[1], q.shape[-1]
     width = x.shape[2] // r
@@ -63,9 +67,9 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
 
 @triton.jit
 def cubic_of(b_token, p_by, row, ROWS: tl.constexpr):
-    """A cubic of tokens (uint32) modulo p = 2³¹ − 1, in 32 bits.
+    """Return a cubic of tokens (uint32) modulo p = 2³¹ − 1, in 32 bits.
 
-    As 2³¹ is 1 modulo p, the upper bits of a number are added to the lower 31, and no division is needed.
+    2³¹ is 1 modulo p. Adding the upper bits of a number to its lower 31 bits therefore replaces the division.
     """
     b_f = tl.load(p_by + row).to(tl.uint32) + 0 * b_token
     for i in tl.static_range(1, 4):
@@ -80,7 +84,7 @@ def cubic_of(b_token, p_by, row, ROWS: tl.constexpr):
 @triton.jit
 def of_row(p_x, b_token, p_place, p_sign, row, here, o_d, is_d, width, D: tl.constexpr, ROWS: tl.constexpr,
            SIGNED: tl.constexpr):
-    """Keys and values (slots, D) as one row of the sketch tells them."""
+    """Return the keys and values (tokens, D) that one row of the sketch gives."""
     b_bucket = cubic_of(b_token, p_place, row, ROWS) % tl.cast(width, tl.uint32)
     b_slot = b_bucket.to(tl.int32) + row * width
     b_sign = (1 - 2 * (cubic_of(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
@@ -102,7 +106,7 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_m, p_l, p_acc, 
                    width, share, part, parts, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr,
                    MEAN: tl.constexpr, SCORES: tl.constexpr):
-    """One head, `share` of its vague tokens; leaves what `attend` leaves."""
+    """Attend to `share` vague tokens of one head; write m, l and acc as `attend` does."""
     i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.minimum(a, (i_share + 1) * share)
     o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -142,19 +146,22 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_m, p_l, p_acc, 
 def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, sign: Tensor,
                      mean: Tensor | None = None, shrink: float = 1.0, signed_keys: bool = False,
                      sums: bool = False, block: int = 32) -> tuple[Tensor, list[Tensor]]:
-    """As `plain`, by the kernels, `block` slots or tokens at a time. ValueError if shapes do not fit."""
+    """Return what `plain` returns, computed by the kernels, `block` slots or tokens at a time.
+
+    Raise ValueError if shapes do not fit.
+    """
     (B, H, G, D), a, rows = q.shape, token.shape[2], place.shape[1]
     if rows not in (1, 3) or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D) or x.dtype != q.dtype:
-        raise ValueError(f"sketch {tuple(x.shape)} of {x.dtype} must be 1 or 3 rows, here {rows}, of as many "
-                         f"slots of [k | v] for {(B, H)} heads, 2 × {D} numbers of {q.dtype} as q")
+        raise ValueError(f"sketch {tuple(x.shape)} of {x.dtype} must be 1 or 3 equal rows, here {rows}, "
+                         f"for {(B, H)} heads, with slots [k | v] of 2 × {D} numbers in q's dtype {q.dtype}")
     of_mean = 2 * B * H * D if mean is None else mean.numel()
     if token.shape != (B, H, a) or not place.shape == sign.shape == (4, rows) or of_mean != 2 * B * H * D:
-        raise ValueError(f"tokens {tuple(token.shape)} must be those of {(B, H)} heads, place "
-                         f"{tuple(place.shape)} and sign {tuple(sign.shape)} {(4, rows)}, and a mean "
-                         f"2 × {D} numbers a head")
+        raise ValueError(f"tokens {tuple(token.shape)} must be for {(B, H)} heads, place "
+                         f"{tuple(place.shape)} and sign {tuple(sign.shape)} must be {(4, rows)}, and a "
+                         f"mean must have 2 × {D} numbers per head")
     check(q, [exact])
 
-    # programs share the exact slots, and others the vague tokens
+    # some programs read the exact slots, others the vague tokens
     heads, q, x, token, place, sign = B * H, *(y.contiguous() for y in (q, x, token.int(), place, sign))
     vague = Segment(x, x, *evenly(heads, a, a, q.device), a)
     splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
@@ -174,8 +181,10 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
 
 def attend_one(cache, q: Tensor, x: Tensor, mean: Tensor | None = None,
                shrink: float = 1.0) -> tuple[Tensor, Tensor]:
-    """What `KVReviver.decode` wants: of q (B, H·G, 1, D) the output, and of exact slots and vague tokens the
-    mean weight over G, (B, H, G, 1, S + a). mean (B, H, 1, 2D).
+    """Return the output of q (B, H·G, 1, D) and the tokens' weights, for `KVReviver.decode`.
+
+    The weights are the mean over G for exact slots and vague tokens, (B, H, G, 1, S + a).
+    mean: (B, H, 1, 2D).
     """
     B, H = cache.k.shape[:2]
     grouped, exact, sketch = q[:, :, 0].unflatten(1, (H, -1)), Segment.of(cache.k, cache.v), cache.sketch
@@ -190,15 +199,16 @@ def attend_one(cache, q: Tensor, x: Tensor, mean: Tensor | None = None,
 
 
 def in_32_bits(x: Tensor) -> Tensor:
-    """x itself if it has as many, else a copy to add to."""
+    """Return x itself if its dtype has at least 32 bits, else a float32 copy."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor,
                  signed_keys: bool = False):
-    """Adds tokens (B, H, n) with k, v (B, H, n, D), each `times` (B, H, n), to the sketch x (B, H, r·b, 2D).
+    """Add tokens (B, H, n) with k and v (B, H, n, D) to the sketch x (B, H, r·b, 2D), in place.
 
-    A sum is rounded once to 16 bits: if it were each time, a slot that is full enough would no longer change.
+    times: factor of each token (B, H, n). The sums are computed in 32 bits and rounded to 16 bits once. If
+    each addition were rounded, small tokens would no longer change a large sum.
     """
     r, D, total = place.shape[1], k.shape[-1], in_32_bits(x)
     at = cubic(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
@@ -214,7 +224,7 @@ def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, 
 @triton.jit(do_not_specialize=["n"])
 def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.constexpr, BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr):
-    """A tile of tokens of one head into one row."""
+    """Add a tile of tokens of one head to one row of the sketch."""
     i_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_n, o_d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     here, is_d = o_n < n, o_d < D
@@ -235,20 +245,20 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
 @launcher
 def insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, place: Tensor, sign: Tensor,
            signed_keys: bool = False, block: int = 32):
-    """As `plain_insert`, by the kernel. ValueError if shapes do not fit, or x, changed in place, is not
-    contiguous.
+    """Do the same as `plain_insert`, with the kernel, `block` tokens at a time.
 
-    What meets in a slot is added in the order in which programs come: last bits may differ from run to run.
+    Programs add to a slot in any order, so the last bits may differ from run to run. Raise ValueError if
+    shapes do not fit or x is not contiguous.
     """
     (B, H, n), rows, D = token.shape, place.shape[1], k.shape[-1]
     if not x.is_contiguous() or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D):
-        raise ValueError(f"sketch {tuple(x.shape)} must be contiguous, {rows} rows of as many slots of "
-                         f"2 × {D} numbers for {(B, H)} heads")
+        raise ValueError(f"sketch {tuple(x.shape)} must be contiguous, with {rows} rows of equal length, "
+                         f"2 × {D} numbers per slot and {(B, H)} heads")
     tokens = k.shape == v.shape == (B, H, n, D) and times.shape == (B, H, n)
     if not tokens or not place.shape == sign.shape == (4, rows):
         raise ValueError(f"k {tuple(k.shape)}, v {tuple(v.shape)} and times {tuple(times.shape)} must be "
-                         f"those of {n} tokens of {(B, H)} heads, and place {tuple(place.shape)} and sign "
-                         f"{tuple(sign.shape)} {(4, rows)}")
+                         f"for {n} tokens of {(B, H)} heads with {D} numbers, and place "
+                         f"{tuple(place.shape)} and sign {tuple(sign.shape)} must be {(4, rows)}")
     if n:
         given = (token.int(), k, v, times.float(), place, sign)
         token, k, v, times, place, sign = (y.contiguous() for y in given)

@@ -1,13 +1,15 @@
-"""‖v_n W_O‖₁ of every cached token and query head, which CriticalKV weighs attention by (Eq. 6).
+"""Compute ‖v_n W_O‖₁ of every cached token and query head, without writing v W_O to memory.
 
-v W_O itself is never made.
+CriticalKV multiplies attention scores by these norms (Eq. 6).
 
     norm_n = Σ_m |Σ_d v_{n,d} W_{d,m}|     W: the columns of the output projection that belong to the head
 
-Each program takes a tile of tokens of one head and runs over d_model in tiles: a matrix product whose result
-is summed at once. Work: 2·D·d_model operations a token and query head, for 2·D bytes read (16 bits, once per
-query head of a group): at D = 128 and d_model = 4096 these are some 4000 operations a byte, so the rate of
-the tensor cores binds, not memory.
+Each program takes a tile of tokens of one head and loops over d_model in tiles. Each step is a matrix product
+whose absolute values are summed at once.
+
+Work: 2·D·d_model operations per token and query head, for 2·D bytes read (16 bits, once per query head of a
+group). At D = 128 and d_model = 4096 this is some 4000 operations per byte: the tensor cores are the limit,
+not memory.
 """
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ import triton.language as tl
 
 
 def plain(v: Tensor, w_o: Tensor) -> Tensor:
-    """v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n) float32."""
+    """Return the norms (B, H, G, n) float32 of v (B, H, n, D) and w_o (d_model, H·G, D)."""
     w = w_o.float().unflatten(1, (v.shape[1], -1))
     return torch.einsum("bhnd,mhgd->bhgnm", v.float(), w).abs().sum(-1)
 
@@ -25,7 +27,7 @@ def plain(v: Tensor, w_o: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["n"])
 def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
           BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile of tokens of one head: v (B·H, n, D), w (d_model, H·G, D) → norm (B·H, G, n)."""
+    """Write norm (B·H, G, n) for one tile of tokens of one head: v (B·H, n, D), w (d_model, H·G, D)."""
     i_head, g = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -43,11 +45,14 @@ def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLO
 
 @launcher
 def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
-    """As `plain`, by the kernel; `block` tokens at a time. ValueError if v and w_o do not fit together."""
+    """Return what `plain` returns, computed by the kernel, `block` tokens at a time.
+
+    Raise ValueError if v and w_o do not fit together.
+    """
     (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape
     if width != D or heads % H or v.dtype != w_o.dtype:
         raise ValueError(f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} "
-                         f"numbers, of {v.dtype} as v")
+                         f"numbers, in v's dtype {v.dtype}")
     v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:

@@ -1,18 +1,18 @@
-"""Window scores: the mean attention that the last w queries give to every earlier token.
+"""Compute window scores: the mean attention of the last w queries to every earlier token.
 
     score_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over what query t sees
 
-SnapKV and all that is built on it choose by them (Algorithm 2 of CriticalKV). The weights of w queries and n
-tokens are never in memory: a first kernel goes over the keys for the sums of each row, a second one goes over
-them again and adds up columns.
+SnapKV and all methods built on it select entries by these scores (Algorithm 2 of CriticalKV). The w × n
+attention weights are never written to memory. A first kernel reads the keys and computes lse_t of each query.
+A second kernel reads the keys again and averages the weights of each token.
 
-The query heads of a group are rows of one tile, so that a key is read once for all of them.
+The query heads of a group are rows of one tile: each kernel reads a key once for all of them.
 
-The kernel reads every key twice and writes the window scores once. It does 4·w·D operations a key and query
-head. With w = 32, D = 128, 16 bits and groups of 4 that is 124 operations a byte, so memory is the bound (up
-to 295 on an H100, 206 on an H200). If keys were read once it would be 241, and both would bound it. The two
-exponentials of each score take as long as the products. PyTorch does the pooling and the sums over chunks:
-they need only one number a token.
+The kernels together read every key twice, write the window scores once, and do 4·w·D operations per key and
+query head. With w = 32, D = 128, 16 bits and groups of 4 this is 124 operations per byte. Memory is the limit
+up to 295 operations per byte on an H100 and 206 on an H200. Reading the keys once would give 241: memory and
+tensor cores would both be at their limit. The two exponentials of each score take as long as the products.
+PyTorch does the pooling and the sums over chunks, which need only one number per token.
 """
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from .decode_attention import LOG2E
 
 
 def plain(q: Tensor, k: Tensor) -> Tensor:
-    """The window's queries q (B, H, G, w, D), keys k (B, H, n, D) → window scores (B, H, G, n − w) float32.
+    """Return the window scores (B, H, G, n − w) float32 of q (B, H, G, w, D) and k (B, H, n, D).
 
-    The window's own keys come last.
+    q: the queries of the observation window. The last w keys are the window's own.
     """
     w, n = q.shape[3], k.shape[2]
     score = q.float() @ k.float().unsqueeze(2).mT * q.shape[-1] ** -0.5
@@ -37,9 +37,9 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
 @triton.jit
 def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
             BLOCK_D: tl.constexpr):
-    """The window's queries of BLOCK_G heads as rows of a tile, and three facts of each row.
+    """Load the window's queries of BLOCK_G heads as rows of a tile.
 
-    These are its place in the window, its number, and whether it is there.
+    Also return, for each row: its place in the window, its number, and whether it exists.
     """
     o_r, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D)
     o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
@@ -51,7 +51,10 @@ def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, 
 @triton.jit(do_not_specialize=["n", "parts"])
 def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
              BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """BLOCK_G query heads of a group, `share` of the keys: log Σ exp(s) of each query, (B·H, parts, G, w)."""
+    """Write log Σ exp(s) over `share` keys for each query, (B·H, parts, G, w).
+
+    A program covers BLOCK_G query heads of a group.
+    """
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
@@ -63,11 +66,11 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
         at = first + o_n
         b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G·w, keys)
-        b_s = tl.where(at[None, :] <= n - w + o_w[:, None], b_s, float("-inf"))  # query t stands at n − w + t
+        b_s = tl.where(at[None, :] <= n - w + o_w[:, None], b_s, float("-inf"))  # query t: position n − w + t
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(tl.exp2(b_s - b_m_new[:, None]), 1)
         b_m = b_m_new
-    # for logsumexp, which adds up the parts; of one that sees none −2e38
+    # logsumexp combines the parts later; a query that sees no key of this part gives −2e38
     b_lse = b_m / LOG2E + tl.log(tl.maximum(b_l, 1e-37))
     tl.store(p_lse + (i * parts + part) * G * w + row, b_lse, mask=is_r)
 
@@ -75,11 +78,14 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
 @triton.jit(do_not_specialize=["n"])
 def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
                  BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write window scores (B·H, G, n − w) of BLOCK_G query heads and `share` keys before the window."""
+    """Write the window scores (B·H, G, n − w) of `share` keys before the window.
+
+    A program covers BLOCK_G query heads of a group.
+    """
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
-    # rows beyond w weigh nothing
+    # lse = +inf gives rows beyond w the weight 0
     b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf")) * LOG2E
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)
@@ -95,17 +101,20 @@ def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, 
 
 @launcher
 def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
-    """As `plain`, by the kernels; `block` keys at a time. ValueError if q and k do not fit together."""
+    """Return what `plain` returns, computed by the kernels, `block` keys at a time.
+
+    Raise ValueError if q and k do not fit together or the window has more than 128 queries.
+    """
     (B, H, G, w, D), n = q.shape, k.shape[2]
     if w > 128:
         raise ValueError(f"a window of {w} queries is more than the 128 that fit into a tile; "
-                         "use the plain code")
+                         "use a shorter window or the plain code")
     if k.shape != (B, H, n, D) or k.dtype != q.dtype or n < w:
         raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of "
-                         f"{D} numbers, of {q.dtype} as q")
+                         f"{D} numbers, in q's dtype {q.dtype}")
     q, k, heads = q.contiguous(), k.contiguous(), B * H
 
-    # rows of a tile: 16 at least, 128 if that is enough for a head
+    # a tile has at least 16 rows, and at most 128
     block_w = triton.next_power_of_2(w)
     block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))
     block_w, groups = max(block_w, 16 // block_g), triton.cdiv(G, block_g)
