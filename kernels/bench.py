@@ -35,7 +35,7 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-if __name__ == "__main__":  # run main from the package, where the relative imports below work
+if __name__ == "__main__":  # run main from the package, for relative imports
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from nanollm.commands.shell import command
     from nanollm.kernel_switch import kernel_file
@@ -102,7 +102,7 @@ def decode(s: Shape, spread: float = 0.0, sums: bool = False) -> Case:
         return s.draw(B, H, G, D), Segment(k, v, start.long().to(s.device), counts.to(s.device), longest)
 
     def dense(segment):
-        """Return k, v and a mask of the slots that exist: heads padded to one length, as in WindowCache."""
+        """Return k, v and a mask of the slots that exist: heads padded as in WindowCache."""
         if not spread:
             return segment.k.view(B, H, n, D), segment.v.view(B, H, n, D), None
         place = torch.arange(longest, device=s.device)
@@ -449,7 +449,7 @@ def time_all(lengths: list[int], file: Path):
     print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product "
           f"{ceiling['product'] / 1e12:.0f} TFLOP/s\n\n{show(told['rows'])}\n\n"
           "Times (floor, kernel, called, eager, sdpa) are medians in µs; --help explains them.\n"
-          "ops_per_byte: tensor-core operations per byte moved; binds: limit behind the floor, memory or\n"
+          "ops_per_byte: tensor-core operations per byte; binds: limit behind the floor, memory or\n"
           "units (the tensor cores); of_floor: floor / kernel; over_sdpa: sdpa / kernel.")
     if failed:
         why = "; ".join(f"{name}: {error}" for name, error in failed.items())

@@ -14,8 +14,8 @@ and combine both. `insert` adds tokens to the sketch with atomic adds.
 Bytes read from memory: only the sketch, the exact slots and 4 bytes per vague token. But the slots of each
 vague token, 2·r·D numbers, come from the GPU's cache: r times the bytes that full attention reads from
 memory. With r = 3 rows the kernel matches full attention only if the cache is three times as fast as memory,
-which is unlikely. With one row it should be faster. (One row is also linear: `methods/ours/kv_reviver_shrunk.py`
-attends to slots instead of tokens.)
+which is unlikely. With one row it should be faster. (One row is also linear:
+`methods/ours/kv_reviver_shrunk.py` attends to slots instead of tokens.)
 """
 import torch
 from torch import Tensor
