@@ -150,7 +150,7 @@ def revive(s: Shape, rows: int, by_slots: bool = False) -> Case:
     B, n, H, G, D = s[:5]
     size, budget = s.dtype.itemsize, n // 10
     width = max(budget // 10 // rows, 1)
-    exact = max(budget - rows * width - -(-4 * n // (2 * D * size)), 1)  # minus 4 bytes per token for its score
+    exact = max(budget - rows * width - -(-4 * n // (2 * D * size)), 1)  # minus 4 score bytes per token
     vague = n - exact
 
     def draw():
