@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import (arguments, decoders, finish, grouped, keep_label, mean_and_error, parser,
-                                with_error)
+from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
@@ -161,14 +160,7 @@ def columns(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None):
-    made = parser("experiments.kvzip_parts", __doc__)
-    made.add_argument("--documents", type=int, default=32, help="documents per task; default 32")
-    made.add_argument("--length", type=int, default=512, metavar="TOKENS",
-                      help="length of each document; default 512")
-    args = arguments(made, argv)
-    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
-            for row in measured(model, encoding, args.documents, args.length)]
-    finish(args, rows, show)
+    by_documents(argv, "experiments.kvzip_parts", __doc__, 512, measured, show)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,19 @@ def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):
         replace(args.json, json.dumps(rows, indent=1).encode())
 
 
+def by_documents(argv: list[str] | None, module: str, about: str, length: int,
+                 measured: Callable[..., list[dict]], show: Callable[[list[dict]], str]):
+    """Run measured(model, tokenizer, documents, length) on each decoder; print and write the rows."""
+    made = parser(module, about)
+    made.add_argument("--documents", type=int, default=32, help="documents per task; default 32")
+    made.add_argument("--length", type=int, default=length, metavar="TOKENS",
+                      help="length of each document; default %(default)s")
+    args = arguments(made, argv)
+    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
+            for row in measured(model, encoding, args.documents, args.length)]
+    finish(args, rows, show)
+
+
 def grouped(rows: list[dict], *keys: str) -> dict[tuple, list[dict]]:
     """Return lists of rows by their values of these keys, in order of first appearance."""
     groups = {}

@@ -14,8 +14,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from experiments.script import (arguments, decoders, finish, grouped, keep_label, mean_and_error, parser,
-                                with_error)
+from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
 from methods.kv_reviver import KVReviver
 from methods.kv_reviver_mean import MeanReviver
 from methods.ours.kv_reviver_shrunk import ShrunkReviver, SignedReviver
@@ -76,13 +75,7 @@ def show(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None):
-    made = parser("experiments.sketch_parts", __doc__)
-    made.add_argument("--documents", type=int, default=32, help="texts, and needle documents; default 32")
-    made.add_argument("--length", type=int, default=480, metavar="TOKENS", help="of each; default 480")
-    args = arguments(made, argv)
-    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
-            for row in measured(model, encoding, args.documents, args.length)]
-    finish(args, rows, show)
+    by_documents(argv, "experiments.sketch_parts", __doc__, 480, measured, show)
 
 
 if __name__ == "__main__":

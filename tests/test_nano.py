@@ -38,6 +38,10 @@ def test_every_head_keeps_the_same_entries_and_the_answer_is_the_same(method, bu
     assert torch.equal(kept, expected) and answer == encoding.decode(written)
 
 
+def test_its_page_and_question_are_those_of_the_library():
+    assert (nano.PAGE, nano.QUESTION, nano.ANSWER) == (demo.PAGE, demo.QUESTION, demo.ANSWER)
+
+
 def test_it_is_one_file_of_200_lines_that_runs_alone(tmp_path):
     source = open(nano.__file__).read()
     imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.M))
