@@ -35,7 +35,7 @@ from nanollm import TINY, tokenizer
 from nanollm.cache import LayerCache, bytes_in_16_bits, end_prefill, make_cache
 from nanollm.hf import checkpoint
 from nanollm.measure.benchmark import Benchmark, replayed_or_read
-from nanollm.measure.evaluate import (Make, Reference, answer, continuation, held, maker, perturbation,
+from nanollm.measure.evaluate import (Make, Reference, answer, continuation, maker, perturbation,
                                       prompt_and_question, reference, retrieve, text_windows)
 from nanollm.measure.replay import Recorder, feed, record, replay
 from nanollm.measure.tasks import Batch, Tasks
@@ -212,19 +212,6 @@ def compressed(model, Method, tokens: Tensor, keep_ratio: float = 1 / 8, **optio
     feed(model, tokens, caches)
     end_prefill(caches)
     return caches
-
-
-def value_kept(model, batch: Batch, Method, keep_ratio: float, layer: int, **options) -> list[float]:
-    """Return how often a layer's heads keep the first and the second token of the value in question."""
-    end = batch.answers[0].start - 1  # the question's last token is fed after the compression
-    prompts = torch.from_numpy(batch.tokens[:, :end])
-    kept = held(compressed(model, Method, prompts, keep_ratio, **options), end)[:, layer]  # (B, H, end)
-
-    value = batch.tokens[:, batch.answers[0]]
-    place = [next(i for i in range(end) if (row[i:i + 2] == pair).all())
-             for row, pair in zip(batch.tokens, value)]
-    rows = range(len(place))
-    return [kept[rows, :, [i + more for i in place]].float().mean().item() for more in (0, 1)]
 
 
 def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32) -> np.ndarray:

@@ -142,7 +142,7 @@ SECTIONS = {
     "large": (
         "Speed and memory in any model's shape", "python -m experiments.speed --what large",
         "See: after 4 prompts of 1,024 tokens, SnapKV holds a quarter of the full cache's memory (2.13 of "
-        "8.52 MB), but its peak is no smaller than the full cache's (9.89 against 9.37 MB), since the whole "
+        "8.52 MB), but its peak is higher than the full cache's (9.89 against 9.37 MB), since the whole "
         "prompt is cached first.\n\n"
         "Weights are random, here of a small shape on a CPU. No GPU has run this yet. On a GPU, `python -m "
         "experiments.speed --what large --shape llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` "

@@ -89,12 +89,12 @@ def reread_slices(T: int, n: int) -> list[slice]:
 
 
 def check_rereads(model, caches, T: int):
-    """Raise ValueError if a prompt of T tokens leaves no room to reread its parts behind it."""
+    """Raise ValueError if a prompt of T tokens leaves no room to reread its parts after it."""
     parts, longest = reread_slices(T, rereads(caches)), model.config.max_len
     need = T + max((part.stop - part.start for part in parts), default=0)
     if parts and need > longest:
         raise ValueError(f"{need} tokens exceed the model's length of {longest}: the prompt has {T}, and "
-                         "this method rereads parts of it behind its end; shorten the text")
+                         "this method rereads parts of it after its end; shorten the text")
 
 
 def reread(caches, read: Callable[[slice], object]) -> int:

@@ -47,8 +47,8 @@ def test_no_pool(run):
 
 
 @problem("pool")
-def test_the_next_head_is_no_neighbour(run):
-    """Two heads, width 5: the end of one head is no neighbour of the other's beginning."""
+def test_heads_are_pooled_apart(run):
+    """Two heads, width 5: pooling one head never reads the other's scores."""
     got = run("pool", score=tensor([[[9., 1, 1, 1], [2, 2, 2, 7]]]), kernel_size=5)
     same(got, tensor([[[9., 9, 9, 1], [2, 7, 7, 7]]]), "the pooled scores")
 

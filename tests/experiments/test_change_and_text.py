@@ -8,9 +8,9 @@ import torch
 from common import tasks
 from experiments import change_and_text
 from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_OPTION, RULES, KEEP_RATIOS,
-                                         WINDOW_METHODS, WINDOW, CodeOptions, OtherNorms, change, compressed,
+                                         WINDOW_METHODS, WINDOW, CodeOptions, OtherNorms, change,
                                          correlation_of_change_and_kl, difference, l2_norms, last_layer,
-                                         long_answer, lower, needles_found, saved, stored, value_kept)
+                                         long_answer, lower, needles_found, saved, stored)
 from experiments.claims.rules import P5, P8
 from experiments.claims.subject import HOLDS, OPEN, Subject, above, below, mean
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
@@ -37,16 +37,14 @@ def test_the_papers_rule_loses_answers_and_pooled_norms_gain_on_two_of_three(on,
         f"change of {rule}, authors' code"))
     assert found.verdict == OPEN and below(paper) == HOLDS  # PyramidKV leaves it open
     assert above(pooled) == above(code) == (OPEN if rule == "PyramidKV" else HOLDS)
-    note("P5", **{rule: 100 * paper[0], f"{rule}_pooled": 100 * pooled[0], f"{rule}_plain": 100 * plain[0],
-                  f"{rule}_eighth": 100 * on.facts(rule, 1 / 8).mean()})
+    note("P5", **{rule: 100 * paper[0], f"{rule}_pooled": 100 * pooled[0], f"{rule}_plain": 100 * plain[0]})
 
 
 @pytest.mark.claim("P5")
-def test_the_norms_of_other_tokens_gain_no_answers(on, note):
+def test_the_norms_of_other_tokens_gain_no_answers(on):
     plain, pooled, other = (on.facts("SnapKV", select=x)
                             for x in (SnapKV.select, PooledCritical(), OtherNorms()))
     assert above(mean(pooled - other)) == HOLDS and above(mean(other - plain)) != HOLDS
-    note("P5", few_other=100 * mean(other - plain)[0])
 
 
 def test_the_options_are_those_of_the_rule_and_the_code():
@@ -97,17 +95,9 @@ def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
 
 
 @torch.inference_mode()
-def test_tokens_of_a_value_and_depths_of_a_needle_stand_in_their_places(on):
+def test_needles_stand_at_the_depths_asked_for(on):
     needles = needles_found(on.model, on.tasks, ["SnapKV", "StreamingLLM"], depths=(0, 1), lengths=(128,))
     assert needles.tolist() == [[[1], [1]], [[0], [1]]]  # recent tokens alone have what stands at the end
-    batch = on.tasks.batch("needle", 0, 4, 256)
-    prompts, unpooled = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1]), dict(kernel_size=1)
-    caches = compressed(on.model, SnapKV, prompts, 0.3, **unpooled)
-    for layer in (1, 3, 5):  # in which the two tokens fare unlike
-        kept = [np.mean([at + more in head for row, at in zip(caches[layer].pos.tolist(), batch.stated)
-                         for head in row]) for more in (0, 1)]
-        assert kept[0] != kept[1]
-        assert value_kept(on.model, batch, SnapKV, 0.3, layer, **unpooled) == pytest.approx(kept)
 
 
 @pytest.mark.claim("P12")
@@ -127,7 +117,7 @@ def test_long_answers_compressed_while_they_are_written_are_no_better_for_the_no
     # 32 slots stay of 128 after tokens 128 and 224
     for row in plain, norms:
         assert (row["most"], row["last"]) == pytest.approx((127 * slot + queries, 63 * slot + queries))
-    note("P12", kl=plain["kl"].mean(), change=change, error=error, most=plain["most"], whole=once["most"])
+    note("P12", kl=plain["kl"].mean(), change=change, error=error)
 
 
 @pytest.mark.claim("P8")

@@ -101,7 +101,7 @@ def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, sha
 
 
 @pytest.mark.claim("C3")
-def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden(note):
+def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden():
     """Eq. 12 fails without the remainder, for open and hidden chains.
 
     Both states are equally frequent, so I_j = 1/2 / (0.2 · 0.8) both ways and KL_j = log 2 − H(0.2).
@@ -113,7 +113,6 @@ def test_the_papers_equation_12_is_wrong_for_chains_open_or_hidden(note):
     assert close(paper, says * 2 / 3.125) and paper < 0.7 * distance  # 0.123 against 0.18
     assert close(repaired, distance)                                  # no slack: it could not be smaller
     assert close(answer_bound(each.sum(), information), says)         # Eq. 15 holds: tokens are alike
-    note("C3", eq12_bound=float(paper), eq12_square=float(distance))
 
     found = bounds(lambda x: markov(x, 5, 0.1), vector(0.3, 0.8), vector(0.2, -0.2))
     expected = dict(distance_paper=0.07808 / 0.08, distance_repaired=0.09486 / 0.08)
