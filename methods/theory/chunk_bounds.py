@@ -1,7 +1,11 @@
-"""ChunkKV (arXiv 2502.00299): variants to measure by, what is kept of a prompt, and the appendix's theory.
+"""Measure ChunkKV's claims C1 to C4, and compute the bounds of its appendix exactly.
 
-The theory: an example O = [x, y] of k tokens is drawn from θ*, and a wrong θ must be told from it. A
-distribution of O is a table (V, …, V) of k dimensions.
+The paper is Liu et al., arXiv 2502.00299. The first half measures which tokens two variants and other caches
+keep, whether they answer, and their time. The second half computes Eq. 10 to 16. There a prompt contains
+examples O = [x, y] of k tokens, drawn with the true parameters θ*, and the bounds limit how far a wrong θ can
+be from θ* if the prompt does not rule it out. The distribution of O is a table (V, …, V) of k dimensions.
+Eq. 11 drops the Taylor remainder: without it the bounds can fail, and with it they hold (claim C3). The
+module prints nothing; notebook 02 shows its results.
 """
 from dataclasses import dataclass
 import time
@@ -21,29 +25,30 @@ from nanollm.measure.tasks import Batch
 from nanollm.window import WindowCache
 
 
-# ---- variants of the method, to measure what its parts do --------------------------------------------------
+# ---- two variants of the method ----------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class PlacedChunks(Chunks):
-    """A grid of its own for every document: token `at` has place `place` in its chunk."""
-    again = False             # the grid is that of a prompt
-    at: Tensor | None = None  # (B,)
+    """Shift each document's grid of chunks so that token `at` has place `place` in its chunk."""
+    again = False             # the grid is known for the prompt only
+    at: Tensor | None = None  # (B,), a token index for each document
     place: int = 0            # from 0
 
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.at, Tensor):
-            raise ValueError("at must be a tensor (B,), a token's index for each document; give batch.stated")
+            raise ValueError(f"at is a {type(self.at).__name__}; it must be a tensor (B,), one token index "
+                             "per document: give torch.from_numpy(batch.stated)")
 
     def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        first = (self.at.to(scores.device) - self.place - 1) % self.chunk_size  # ends the first chunk
-        ends = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(1, first[:, None], True)
+        first_end = (self.at.to(scores.device) - self.place - 1) % self.chunk_size  # last token of the first chunk
+        ends = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(1, first_end[:, None], True)
         return cut_at(ends, self.chunk_size).unsqueeze(1).expand(scores.shape)
 
 
 @dataclass(eq=False)
 class LaterGroups(ChunkKV):
-    """Index reuse whose first group begins at layer `first`; the layers below select for themselves."""
+    """Share indices in groups from layer `first` on; lower layers select for themselves."""
     first: int = 0
 
     def __post_init__(self):
@@ -55,28 +60,28 @@ class LaterGroups(ChunkKV):
         return self.layer > self.first and (self.layer - self.first) % self.reuse > 0
 
 
-# ---- what is kept, and what it is good for -----------------------------------------------------------------
+# ---- measurements on a model -------------------------------------------------------------------------------
 
 def jaccard(kept: Tensor, other: Tensor) -> Tensor:
-    """|A ∩ B| / |A ∪ B| of two sets (..., n) of bool: how alike two layers choose; nan if both are empty."""
+    """Return |A ∩ B| / |A ∪ B| of two sets (..., n) of bool; nan if both are empty."""
     return (kept & other).sum(-1) / (kept | other).sum(-1)
 
 
 def examples(batch: Batch, line_break: int) -> list[list[slice]]:
-    """Of every document, the labelled lines: each begins with the token `line_break`."""
+    """Return the labelled lines of each document; a line begins with the token `line_break`."""
     starts = [row.nonzero()[0].tolist() for row in batch.facts & (batch.tokens == line_break)]
-    return [[slice(a, b) for a, b in zip(at, [*at[1:], batch.question])] for at in starts]
+    return [[slice(a, b) for a, b in zip(row, [*row[1:], batch.question])] for row in starts]
 
 
 @torch.no_grad()
 def read(model, batch: Batch) -> list[list[Recording]]:
-    """Recordings of a batch's context and of its question: one reading for all methods."""
+    """Return recordings of a batch's context and of its question; all methods share them."""
     caches = make_cache(model, Recorder)
     return [record(model, caches, part) for part in prompt_and_question(model, batch)[1:]]
 
 
 def replayed(batch: Batch, recordings: list[list[Recording]], make: Make, agnostic: bool = False) -> list:
-    """Caches that have read the context and, unless `agnostic`, the question."""
+    """Return caches that have received the context and, unless `agnostic`, the question."""
     caches = make(batch.question, torch.from_numpy(batch.tokens))
     for n in range(1, 2 if agnostic else 3):
         replay(recordings[:n], caches)
@@ -85,7 +90,10 @@ def replayed(batch: Batch, recordings: list[list[Recording]], make: Make, agnost
 
 @torch.no_grad()
 def aware(model, batch: Batch, recordings: list[list[Recording]], make: Make) -> Tensor:
-    """Share of each document's questions answered, (B,); the first of them is part of the prompt."""
+    """Return the fraction of each document's questions answered right, (B,), query-aware.
+
+    The prompt contains the first question.
+    """
     caches, spans = replayed(batch, recordings, make), batch.answers
     return answer(model, torch.from_numpy(batch.tokens), spans, spans[0].start - 1, caches)
 
@@ -93,12 +101,15 @@ def aware(model, batch: Batch, recordings: list[list[Recording]], make: Make) ->
 @torch.no_grad()
 def at_the_answer(model, batch: Batch, recordings: list[list[Recording]], make: Make,
                   agnostic: bool = False) -> tuple[Tensor, Tensor]:
-    """Before the first answer: log-probabilities (B, V) of its first token, and which tokens of the context
-    are held, (B, L, H, question) of bool."""
-    last, caches = batch.answers[0].start, replayed(batch, recordings, make, agnostic)
+    """Return log-probabilities (B, V) of the first answer's first token, and the kept tokens.
+
+    The kept tokens are (B, L, H, question) of bool: the tokens of the context that a head keeps.
+    """
+    answer_start, caches = batch.answers[0].start, replayed(batch, recordings, make, agnostic)
     end_prefill(caches)
     kept = held(caches, batch.question)
-    tokens = torch.from_numpy(batch.tokens[:, batch.question if agnostic else last - 1:last])
+    first = batch.question if agnostic else answer_start - 1
+    tokens = torch.from_numpy(batch.tokens[:, first:answer_start])
     for token in tokens.unbind(1):
         logits = model(token[:, None], caches)
     return logits[:, -1].log_softmax(-1), kept
@@ -106,24 +117,31 @@ def at_the_answer(model, batch: Batch, recordings: list[list[Recording]], make: 
 
 def lessons(model, batch: Batch, recordings: list[list[Recording]], makes: dict[str, Make], line_break: int,
             agnostic: bool = False) -> dict[str, dict[str, Tensor]]:
-    """What each method keeps of a few-shot prompt's examples, per document, (B,): the share that a head has
-    whole, the share of labels that it has, and KL(full ‖ compressed) at the answer, in nats."""
+    """Return what each method keeps of a few-shot prompt's examples, {method: {name: (B,)}}.
+
+    - "whole": fraction of the examples of which a head keeps every token, mean over heads and layers.
+    - "labels": fraction of the examples' labels (their last tokens) that a head keeps, likewise a mean.
+    - "kl": KL(full ‖ compressed) at the answer's first token, in nats.
+    """
     lines, measured = examples(batch, line_break), {}
     full, _ = at_the_answer(model, batch, recordings, maker(model, LayerCache, None), agnostic)
     for name, make in makes.items():
         log_p, kept = at_the_answer(model, batch, recordings, make, agnostic)
         labels = [[line.stop - 1 for line in row] for row in lines]
         measured[name] = dict(
-            whole=torch.stack([torch.stack([x[..., line].all(-1) for line in row]).float().mean()
-                               for x, row in zip(kept, lines)]),
-            labels=torch.stack([x[..., at].float().mean() for x, at in zip(kept, labels)]),
+            whole=torch.stack([torch.stack([mask[..., line].all(-1) for line in row]).float().mean()
+                               for mask, row in zip(kept, lines)]),
+            labels=torch.stack([mask[..., row].float().mean() for mask, row in zip(kept, labels)]),
             kl=F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1))
     return measured
 
 
 @torch.no_grad()
 def seconds(model, tokens: Tensor, makes: dict[str, Make], rounds: int = 9) -> dict[str, float]:
-    """Best time of each method to take a recorded prompt (B, T) and compress it; "reading": to read it."""
+    """Return the best time in which each method takes a prompt (B, T) and compresses it, in s.
+
+    The prompt is replayed from a recording. "reading" is the time in which the model reads it itself.
+    """
     recordings, best = [record(model, make_cache(model, Recorder), tokens)], {}
     makes = makes | dict(reading=lambda *_: make_cache(model))
     for name in [*makes] * rounds:
@@ -138,10 +156,10 @@ def seconds(model, tokens: Tensor, makes: dict[str, Make], rounds: int = 9) -> d
     return best
 
 
-# ---- the appendix's example O as a table -------------------------------------------------------------------
+# ---- distributions of an example O, as tables --------------------------------------------------------------
 
 def independent(chances: list[Tensor]) -> Tensor:
-    """Table (2, …, 2) of tokens that are 1, each with its own chance."""
+    """Return the table (2, …, 2) of independent tokens, each 1 with its own probability."""
     table = torch.ones_like(chances[0])
     for chance in chances:
         table = table[..., None] * torch.stack((1 - chance, chance))
@@ -149,25 +167,34 @@ def independent(chances: list[Tensor]) -> Tensor:
 
 
 def mirrored(theta: Tensor, k: int = 10) -> Tensor:
-    """Tokens that are 1 with chance θ, but the last with 0.6 − θ. At θ* = 0.3 it says as much about θ as the
-    others, but its remainder has the other sign."""
+    """Return the table of k tokens that are 1 with probability θ, the last one with 0.6 − θ.
+
+    At θ* = 0.3 the last token has the others' Fisher information, but a remainder of the opposite sign.
+    """
     return independent([theta[0]] * (k - 1) + [0.6 - theta[0]])
 
 
 def together(theta: Tensor) -> Tensor:
-    """x is a fair coin, and y = x with chance θ: neither says anything alone."""
+    """Return the table of a fair coin x, and y = x with probability θ.
+
+    Neither token alone depends on θ.
+    """
     return torch.stack((torch.cat((theta, 1 - theta)), torch.cat((1 - theta, theta)))) / 2
 
 
 def copies(theta: Tensor) -> Tensor:
-    """x is 0 with chance θ, and y = x: each says everything."""
+    """Return the table of x, which is 0 with probability θ, and y = x.
+
+    Either token alone has all the information about θ.
+    """
     return torch.diag(torch.cat((theta, 1 - theta)))
 
 
 def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
-    """A chain of k states, at first 0 or 1 alike, then 1 with chance theta[state before].
+    """Return the table of a Markov chain: a state is 1 with probability theta[previous state].
 
-    A token is the state, or with probability `noise` the other one: a hidden Markov model.
+    The first of its k states is 0 or 1 with probability 1/2. A token is the state or, with probability
+    `noise`, the other one: then the chain is a hidden Markov model.
     """
     move = torch.stack((1 - theta, theta), 1)
     show = torch.tensor([[1 - noise, noise], [noise, 1 - noise]], dtype=theta.dtype)
@@ -180,47 +207,58 @@ def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
 # ---- Eq. 10 to 16 ------------------------------------------------------------------------------------------
 
 def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
-    """KL(p ‖ q) of two tables, in nats; of the `kept` tokens alone, if given."""
+    """Return KL(p ‖ q) of two tables, in nats; if `kept` is given, of these tokens alone."""
     if kept is not None:
         lost = {*range(p.dim())} - {j % p.dim() for j in kept}
         p, q = (x.sum([*lost]) if lost else x for x in (p, q))
-    there = p > 0
-    return (p[there] * (p[there] / q[there]).log()).sum()
+    possible = p > 0
+    return (p[possible] * (p[possible] / q[possible]).log()).sum()
 
 
 def token_divergences(p: Tensor, q: Tensor) -> Tensor:
-    """KL_j(θ* ‖ θ) of each token given those before it, (k,); they add up to the tables' KL (chain rule)."""
-    upto = [divergence(p, q, list(range(j))) for j in range(p.dim() + 1)]
-    return torch.stack([after - before for before, after in zip(upto, upto[1:])])
+    """Return KL_j(θ* ‖ θ) of each token given the earlier ones, (k,).
+
+    Their sum is the tables' KL (chain rule).
+    """
+    prefixes = [divergence(p, q, list(range(j))) for j in range(p.dim() + 1)]
+    return torch.stack([after - before for before, after in zip(prefixes, prefixes[1:])])
 
 
 def fisher(table, theta: Tensor) -> Tensor:
-    """I_{j,θ*} of each token, (k, P, P): second derivatives of KL_j(θ* ‖ θ) at θ = θ*, of table(θ)."""
+    """Return each token's Fisher information I_{j,θ*}, (k, P, P), of the distribution table(θ).
+
+    θ has P parameters. I_{j,θ*} is the matrix of second derivatives of KL_j(θ* ‖ θ) at θ = θ*.
+    """
     each = lambda other: token_divergences(table(theta), table(other))
     return jacobian(lambda other: jacobian(each, other, create_graph=True), theta)
 
 
 def remainder(each: Tensor, information: Tensor, delta: Tensor) -> Tensor:
-    """R = max_j |KL_j − ½ δᵀ I_j δ| / ‖δ‖² of tokens' KL_j (k,): Eq. 10's O(‖δ‖³), over ‖δ‖²."""
+    """Return R = max_j |KL_j − ½ δᵀ I_j δ| / ‖δ‖²: Eq. 10's O(‖δ‖³), divided by ‖δ‖².
+
+    each: the tokens' KL_j, (k,).
+    """
     quadratic = torch.einsum("p,jpq,q->j", delta, information, delta) / 2
     return (each - quadratic).abs().max() / (delta @ delta)
 
 
 def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
-    """‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) R), from I_2 … I_k (k − 1, P, P) (Eq. 12).
+    """Return the bound ‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) R) of Eq. 12.
 
-    noise is Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) as long as θ cannot be told from θ*. R is the remainder
-    of those tokens. Eq. 11 drops it (R = 0), though what it bounds may be negative. inf: no bound at all.
+    information: I_2 … I_k, (k − 1, P, P). noise: Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) if the prompt
+    does not rule out θ. remainder: R of the same tokens; Eq. 11 drops it (R = 0), though the terms that it
+    bounds may be negative. The result is inf if there is no bound.
     """
     curvature = torch.linalg.eigvalsh(information)[:, 0].min() / 2 - remainder
     return torch.where(curvature > 0, noise / (len(information) * curvature), torch.inf)
 
 
 def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
-    """KL_k ≤ noise (max λ_max + 2 R) / ((k−1) (min λ_min − 2 R)) (Eq. 13 to 16).
+    """Return the bound on KL_k of Eq. 13 to 16.
 
-    The paper's O(1) is 2 R, and it belongs below the line as well: above alone it may have to be nearly twice
-    as large.
+    KL_k ≤ noise (max λ_max + 2 R) / ((k−1) (min λ_min − 2 R)). The paper writes O(1) for 2 R, and only in the
+    numerator. It belongs in the denominator as well: in the numerator alone it may have to be nearly twice as
+    large.
     """
     distance = distance_bound(noise, information, remainder)
     bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance
@@ -228,31 +266,35 @@ def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> 
 
 
 def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
-    """Eq. 12 and 15 for θ* + δ: each bound over what it bounds, with R = 0 as in the paper ("paper") and
-    with the remainder ("repaired"); R; and the least λ_min."""
+    """Return bound / bounded value of Eq. 12 ("distance_…") and Eq. 15 ("answer_…") at θ* + δ.
+
+    A ratio below 1 refutes the bound. "…_paper" has R = 0, as in the paper; "…_repaired" has the remainder.
+    Also return "R" and "least", the smallest λ_min.
+    """
     each, information = token_divergences(table(theta), table(theta + delta))[1:], fisher(table, theta)[1:]
     R, noise = remainder(each, information, delta), each.sum()
-    found = dict(R=R, least=torch.linalg.eigvalsh(information)[:, 0].min())
+    values = dict(R=R, least=torch.linalg.eigvalsh(information)[:, 0].min())
     for name, r in (("paper", 0.0), ("repaired", R)):
-        found[f"distance_{name}"] = distance_bound(noise, information, r) / (delta @ delta)
-        found[f"answer_{name}"] = answer_bound(noise, information, r) / each[-1]
-    return {name: x.item() for name, x in found.items()}
+        values[f"distance_{name}"] = distance_bound(noise, information, r) / (delta @ delta)
+        values[f"answer_{name}"] = answer_bound(noise, information, r) / each[-1]
+    return {name: x.item() for name, x in values.items()}
 
 
 # ---- noise -------------------------------------------------------------------------------------------------
 
 def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
-    """ξ of a selection that leaves the same tokens of every example: what the lost ones would have added.
+    """Return the noise ξ of keeping the same tokens `kept` of every example.
 
-    The paper gives ξ_θ(r) no formula. This one takes a lost token for one that was never seen.
+    ξ is the KL that the lost tokens would have added. The paper gives no formula for ξ_θ(r); here a lost
+    token counts as never seen.
     """
     return examples * (divergence(p, q) - divergence(p, q, kept))
 
 
 def chunk_noise(p: Tensor, q: Tensor, whole: int, examples: int) -> Tensor:
-    """ξ of a selection that keeps some examples whole and loses the others.
+    """Return the noise ξ of keeping `whole` of the examples entirely and losing the others.
 
     At equal budgets, examples · |kept| = whole · k, it is below `token_noise` if and only if the kept tokens
-    say less per token than a whole example does.
+    have less KL per token than a whole example.
     """
     return (examples - whole) * divergence(p, q)

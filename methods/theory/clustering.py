@@ -1,6 +1,9 @@
-"""SubGen for pairs of tokens: the sizes that the lemmas leave open, its errors, its clusters.
+"""Measure SubGen's estimate of tensor attention: error, bias, bytes and clusters.
 
-Lemmas 5.1 (SubGen4Cache) and 5.2 (SubGen2Cache) and section 6 of Chen et al., arXiv 2503.11108.
+The paper is Chen et al., arXiv 2503.11108. Its Lemmas 5.1 (SubGen4Cache) and 5.2 (SubGen2Cache) bound the
+error, but leave the constants open; `sizes` computes them (claims T9 and T10). `most_clusters` and `growth`
+test section 6: in few dimensions keys form few clusters, so memory stops growing (T11 and T12). The other
+functions measure on random keys and values. The module prints nothing; notebook 04 shows its results.
 """
 import math
 
@@ -11,13 +14,14 @@ from torch.nn.functional import normalize
 
 from methods.sub_gen import SubGen2Cache, SubGen4Cache
 
-# ---- what is estimated -------------------------------------------------------------------------------------
+# ---- exact values, estimates, errors -----------------------------------------------------------------------
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What both caches estimate, for one unscaled query (1, D) over the pairs of k and v (n, 2D).
+    """Return the numerator z (D,), the normaliser τ and the lemmas' unit of error, in float64.
 
-    The numerator (D,), the normaliser, and the lemmas' unit of error ‖softmax‖₂‖V₁ ⊘ V₂‖₂; float64.
+    The attention of one unscaled query q (1, D) over all pairs of the tokens k, v (n, 2D) is z/τ. The unit is
+    ‖softmax‖₂‖V₁ ⊘ V₂‖₂.
     """
     k1, k2 = k.double().chunk(2, 1)
     v1, v2 = v.double().chunk(2, 1)
@@ -27,9 +31,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **options) -> tuple[Tensor, Tensor, int]:
-    """The same from a Cache: z (runs, D) and τ (runs, 1) of so many runs, and the bytes that each holds.
+    """Return a Cache's estimates of z (runs, D) and τ (runs, 1), and the bytes of one cache.
 
-    The runs are the rows of a batch, which draw apart.
+    The runs are the rows of one batch; their random draws are independent.
     """
     cache = Cache(**options, scale=1.0)
     cache.write(k.expand(runs, 1, -1, -1), v.expand(runs, 1, -1, -1), torch.arange(len(k))[None])
@@ -40,34 +44,40 @@ def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **options) -> t
 
 def errors(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, rows: int = 1000,
            **options) -> tuple[Tensor, int]:
-    """‖z/τ − o‖ in the lemmas' unit, (runs,), `rows` of them at a time; and the bytes that each run holds."""
+    """Return each run's error ‖z/τ − o‖ in the lemmas' unit, (runs,), and a cache's bytes.
+
+    o is the exact output. `rows` runs are computed at a time.
+    """
     z, tau, unit = exact(q, k, v)
-    found = []
+    batches = []
     for seed in range(runs // rows):
-        zs, taus, held = estimates(Cache, q, k, v, rows, seed=seed, **options)
-        found.append((zs / taus - z / tau).norm(dim=-1) / unit)
-    return torch.cat(found), held
+        zs, taus, cache_bytes = estimates(Cache, q, k, v, rows, seed=seed, **options)
+        batches.append((zs / taus - z / tau).norm(dim=-1) / unit)
+    return torch.cat(batches), cache_bytes
 
 
-# ---- what the lemmas leave open ----------------------------------------------------------------------------
+# ---- constants that the lemmas leave open ------------------------------------------------------------------
 
 
 def sizes(eps: float, half: float, v1: Tensor, v2: Tensor | None = None, p: float = 0.01) -> tuple[int, int]:
-    """(t, s) with which the error exceeds ε‖softmax‖₂‖V‖₂ with probability p at most: Lemmas 5.1 and 5.2.
+    """Return (t, s), samples per cluster and draws that suffice for the error ε.
 
-    half: δr, so that no score of a cluster is farther from that of its centre (for two sides, of keys of norm
-    ≤ 1: by what either key adds). v1: the values (n, D), or with v2 those of both sides.
+    With these sizes of Lemmas 5.1 and 5.2 the error, in units of ‖softmax‖₂‖V‖₂, exceeds ε with probability
+    at most p. half: δr, the largest difference between a key's score and its centre's; with two sides, the
+    largest difference that either key makes, for keys of norm ≤ 1. v1: the values (n, D) of one stream (the
+    pairs, in Lemma 5.2); with v2, the values of the two sides (Lemma 5.1).
 
-    τ: its variance is at most x/t + y/t² times τ², with x = sinh²(half) and y = 0; for two sides 2
-    sinh²(half) and sinh²(2·half). z: E‖z − E z‖² is at most x/s + y/s² times (τ‖softmax‖₂‖V‖₂)², with x, y
-    from `value_ratios`. By Chebyshev they miss ε₂ and ε₁ with probabilities p/4 and 3p/4; else z/τ is within
-    (ε₁ + ε₂)/(1 − ε₂) = ε.
+    - Variance of τ: at most (x/t + y/t²)·τ². One side: x = sinh²(half) and y = 0. Two sides: x = 2
+      sinh²(half) and y = sinh²(2·half).
+    - Variance of z: E‖z − E z‖² is at most (x/s + y/s²)·(τ‖softmax‖₂‖V‖₂)², with x and y from `value_ratios`.
+    - By Chebyshev's inequality, τ is off by more than ε₂·τ with probability at most p/4, and z by more than
+      ε₁·τ‖softmax‖₂‖V‖₂ with probability at most 3p/4. Otherwise the error of z/τ is at most
+      (ε₁ + ε₂)/(1 − ε₂) = ε.
 
-    This is for one query, chosen without a look at the samples. In a decoder later queries depend on earlier
-    estimates.
+    The query must not depend on the samples. In a decoder it does: later queries depend on earlier estimates.
     """
     def least(x: float, y: float, c: float) -> int:
-        """The least m with x/m + y/m² ≤ c."""
+        """Return the least m with x/m + y/m² ≤ c."""
         return math.ceil((x + math.sqrt(x ** 2 + 4 * c * y)) / (2 * c))
 
     e2 = eps / 8
@@ -80,20 +90,22 @@ def sizes(eps: float, half: float, v1: Tensor, v2: Tensor | None = None, p: floa
 
 
 def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
-    """(x, y) of `sizes`: ‖V‖_F²/‖V‖₂², which is at most D, and 0.
+    """Return x and y in the bound of `sizes` on the variance of z.
 
-    For the draws of two sides (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
-    These have no bound: values that are 0 where their partners are not make V₁ ⊘ V₂ as small as one likes.
-    ValueError if it is 0.
+    One side: x = ‖V‖_F²/‖V‖₂², which is at most D, and y = 0.
+    Two sides: x = (‖V₁‖_F²‖V₂‖₂² + ‖V₁‖₂²‖V₂‖_F²)/‖V₁ ⊘ V₂‖₂² and y = ‖V₁‖_F²‖V₂‖_F²/‖V₁ ⊘ V₂‖₂².
+
+    With two sides x and y have no bound: V₁ ⊘ V₂ is nearly 0 if the values of one side are nearly 0 in every
+    dimension in which the other's are not. Raise ValueError if V, or V₁ ⊘ V₂, is 0.
     """
     def norms(v: Tensor) -> tuple[float, float]:
         return v.square().sum().item(), torch.linalg.matrix_norm(v, 2).item() ** 2
 
-    gram = v1.mT @ v1 * (1 if v2 is None else v2.mT @ v2)  # of V₁ ⊘ V₂, without forming it
+    gram = v1.mT @ v1 * (1 if v2 is None else v2.mT @ v2)  # Gram matrix of V₁ ⊘ V₂, without the pairs
     largest = torch.linalg.matrix_norm(gram, 2).item()
     if not largest:
-        raise ValueError("the values, or all products of pairs of them, are 0; "
-                         "their estimate is 0 with any sizes")
+        raise ValueError("all values, or all products of a left and a right value, are 0; give other values "
+                         "(these are estimated exactly at any size)")
 
     frobenius, spectral = norms(v1)
     if v2 is None:
@@ -103,30 +115,31 @@ def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
 
 
 def most_clusters(D: int, radius: float) -> float:
-    """More clusters of radius δ cannot come of keys of norm ≤ 1: (1 + 2/δ)^D (Lemma 5.4/B.8, repaired).
+    """Return (1 + 2/δ)^D, the most clusters of radius δ that keys of norm ≤ 1 can form.
 
-    Their centres are farther than δ apart, so balls of δ/2 around them are disjoint and lie in one of 1 +
-    δ/2. (No two lie in one part of a partition into parts of diameter δ either: (m, δ)-clusterable keys make
-    at most m clusters.) The lemma has e^D parts of diameter e/3, from (3/δ)^D at δ = e/3. But that is
-    (9/e)^D, of balls whose radius is δ.
+    This repairs Lemma 5.4/B.8. Centres are farther than δ apart, so balls of radius δ/2 around them are
+    disjoint, and all lie in a ball of radius 1 + δ/2. A part of diameter δ contains at most one centre, so
+    keys in m such parts, (m, δ)-clusterable keys, form at most m clusters. The lemma has e^D parts of
+    diameter e/3, from (3/δ)^D at δ = e/3. But that is (9/e)^D, and it counts balls of radius δ.
     """
     return (1 + 2 / radius) ** D
 
 
-# ---- texts, and what is held for which error ---------------------------------------------------------------
+# ---- random tokens, and the measurements -------------------------------------------------------------------
 
 
 def in_ball(n: int, d: int, generator: torch.Generator) -> Tensor:
-    """n points (n, d), uniform in the unit ball."""
+    """Return n points (n, d), uniform in the unit ball."""
     direction = normalize(torch.randn(n, d, generator=generator), dim=-1)
     return direction * torch.rand(n, 1, generator=generator) ** (1 / d)
 
 
 def text(n: int, d: int, tail: float = 0.0, tight: bool = False, seed: int = 0,
          norm: float = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys uniform in the unit ball, or in 8 tight clusters a side; values of mean 1; a query of this norm.
+    """Return random keys and values k, v (n, 2d), and a query q (1, d) with norm `norm`.
 
-    k and v (n, 2d), q (1, d). The values are multiplied by e^(tail·normal).
+    Keys are uniform in the unit ball or, if `tight`, form 8 tight clusters a side. Values have mean 1, times
+    a factor e^(tail·x) for each token, with x standard normal.
     """
     generator = torch.Generator().manual_seed(n + d + 1000 * seed)
     k = torch.cat((in_ball(n, d, generator), in_ball(n, d, generator)), 1)
@@ -139,7 +152,7 @@ def text(n: int, d: int, tail: float = 0.0, tight: bool = False, seed: int = 0,
 
 
 def clusters_of_text(n: int, d: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Four tight clusters a side: k and v (n, 2d), q (1, d) of norm 2, and the clusters' radius δ."""
+    """Return k, v (n, 2d) with four tight clusters a side, q (1, d) of norm 2, and the radius δ."""
     generator = torch.Generator().manual_seed(5)
     k = torch.cat([0.8 * in_ball(4, d, generator)[torch.arange(n) % 4] + 0.01 * in_ball(n, d, generator)
                    for _ in range(2)], 1)
@@ -148,51 +161,57 @@ def clusters_of_text(n: int, d: int) -> tuple[Tensor, Tensor, Tensor, float]:
 
 
 def biases(Cache, q: Tensor, k: Tensor, v: Tensor, samples, runs: int, **options) -> Tensor:
-    """Mean of `runs` over the exact value, and its standard error: (len(samples), 3, 2) for z, τ and z/τ.
+    """Return mean estimate / exact value and its standard error, (len(samples), 3, 2).
 
-    Of z and z/τ the components are summed.
+    The three rows are z, τ and z/τ; the components of z and z/τ are summed first. samples: values of t. The
+    mean is over `runs` runs.
     """
     z, tau, _ = exact(q, k, v)
-    found = []
+    statistics = []
     for t in samples:
         zs, taus, _ = estimates(Cache, q, k, v, runs, samples=t, **options)
         ratios = zs.sum(1) / z.sum(), taus[:, 0] / tau, (zs / taus).sum(1) / (z / tau).sum()
-        found.append([(x.mean(), x.std() / runs ** 0.5) for x in ratios])
-    return torch.tensor(found)
+        statistics.append([(x.mean(), x.std() / runs ** 0.5) for x in ratios])
+    return torch.tensor(statistics)
 
 
-def error_over_bytes(n: int, delta: float = 0.9, texts: int = 6, runs: int = 8, **kind):
-    """name → (sizes, texts, 2): KB, and the root mean square error; and the KB of the exact cache.
+def error_over_bytes(n: int, delta: float = 0.9, texts: int = 6, runs: int = 8, **text_options):
+    """Return {name: (sizes, texts, 2)} of KB and rms error, and the exact cache's KB.
 
-    Beside the two caches the simplest thing: keep as many random tokens as fit into what SubGen4Cache holds,
-    and attend to their pairs.
+    The names are the caches and a simple baseline, "random tokens": it keeps as many random tokens as fit
+    into the bytes of SubGen4Cache, and attends to all their pairs.
     """
-    found, token = {}, 4 * (4 * 3 + 1)  # bytes of a token: two keys, two values, a position
+    measured = {}
+    token_bytes = 4 * (4 * 3 + 1)  # two keys, two values, a position
     Caches = (SubGen2Cache, SubGen4Cache) if n <= 256 else (SubGen4Cache,)
     for seed in range(texts):
-        k, v, q = text(n, 3, seed=seed, **kind)
+        k, v, q = text(n, 3, seed=seed, **text_options)
         z, tau, unit = exact(q, k, v)
         for Cache in Caches:
             for s, t in ((10, 1), (30, 2), (100, 4), (300, 8), (1000, 16)):
-                zs, taus, held = estimates(Cache, q, k, v, runs, radius=delta, samples=t, draws=s)
+                zs, taus, cache_bytes = estimates(Cache, q, k, v, runs, radius=delta, samples=t, draws=s)
                 outputs = {Cache.__name__: zs / taus}
-                if Cache is SubGen4Cache and held // token < n:
-                    kept = (torch.randperm(n, generator=torch.Generator().manual_seed(run))[:held // token]
-                            for run in range(runs))
-                    parts = [exact(q, k[i], v[i]) for i in kept]
-                    outputs["random tokens"] = torch.stack([some / total for some, total, _ in parts])
+                budget = cache_bytes // token_bytes
+                if Cache is SubGen4Cache and budget < n:
+                    subsets = (torch.randperm(n, generator=torch.Generator().manual_seed(run))[:budget]
+                               for run in range(runs))
+                    parts = [exact(q, k[i], v[i])[:2] for i in subsets]
+                    outputs["random tokens"] = torch.stack([part_z / part_tau for part_z, part_tau in parts])
                 for name, y in outputs.items():
                     rms = ((y - z / tau).norm(dim=-1) / unit).square().mean().sqrt().item()
-                    found.setdefault(name, {}).setdefault(s, []).append((held / 1e3, rms))
-    return {name: np.array([*points.values()]) for name, points in found.items()}, n * token / 1e3
+                    measured.setdefault(name, {}).setdefault(s, []).append((cache_bytes / 1e3, rms))
+    return {name: np.array([*points.values()]) for name, points in measured.items()}, n * token_bytes / 1e3
 
 
 def growth(d: int, lengths, radius: float = math.e / 3, samples: int = 8, draws: int = 100):
-    """Keys uniform in the ball: clusters of k₁, and KB of a SubGen4Cache, after so many tokens each."""
+    """Return the clusters of k₁ and a SubGen4Cache's KB after each number of tokens.
+
+    `lengths` are the numbers of tokens. Keys are uniform in the unit ball.
+    """
     k, v, _ = text(int(lengths[-1]), d)
-    cache, clusters, held = SubGen4Cache(radius, samples, draws), [], []
+    cache, clusters, kilobytes = SubGen4Cache(radius, samples, draws), [], []
     for start, end in zip((0, *lengths), lengths):
         cache.write(k[None, None, start:end], v[None, None, start:end], torch.arange(start, end)[None])
         clusters.append(int((cache.streams[0].count > 0).sum()))
-        held.append(cache.bytes()[0] / 1e3)
-    return clusters, held
+        kilobytes.append(cache.bytes()[0] / 1e3)
+    return clusters, kilobytes

@@ -148,14 +148,14 @@ def test_sizes_are_the_least_at_which_chebyshev_leaves_p(eps, half, sides, p, no
     vs = [1 + random(6, 3, seed=side) for side in range(sides)]
     t, s = sizes(eps, half, *vs, p=p)
     e2 = eps / 8
-    e1 = eps * (1 - e2) - e2  # (ε₁ + ε₂)/(1 − ε₂) is ε: of z/τ, if z is wrong by ε₁ and τ by ε₂
+    e1 = eps * (1 - e2) - e2  # an error of ε₁ in z and ε₂ in τ makes (ε₁ + ε₂)/(1 − ε₂) = ε in z/τ
     x, y = (math.sinh(half) ** 2, 0) if sides == 1 else (2 * math.sinh(half) ** 2, math.sinh(2 * half) ** 2)
     first, second = value_ratios(*vs)
     miss2 = lambda t: (x / t + y / t ** 2) / e2 ** 2
     miss1 = lambda s: (first / s + second / s ** 2) / e1 ** 2
     assert miss2(t) <= p / 4 < miss2(t - 1) and miss1(s) <= 3 * p / 4 < miss1(s - 1)
 
-    one, other = torch.tensor([[1.0, 0.01]]), torch.tensor([[0.01, 1.0]])  # of two sides there is no bound
+    one, other = torch.tensor([[1.0, 0.01]]), torch.tensor([[0.01, 1.0]])  # with two sides there is no bound
     assert value_ratios(one, other)[0] > 1000
     note("T9", unbounded=value_ratios(one, other)[0])
     with pytest.raises(ValueError, match="are 0"):
