@@ -41,7 +41,7 @@ class PlacedChunks(Chunks):
                              "per document: give torch.from_numpy(batch.stated)")
 
     def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        first_end = (self.at.to(scores.device) - self.place - 1) % self.chunk_size  # last token of the first chunk
+        first_end = (self.at.to(scores.device) - self.place - 1) % self.chunk_size  # end of the first chunk
         ends = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(1, first_end[:, None], True)
         return cut_at(ends, self.chunk_size).unsqueeze(1).expand(scores.shape)
 
