@@ -189,7 +189,7 @@ def inserting(s: Shape) -> Case:
     The keys have mean 3, so that their sums grow with every token, like those of real keys.
     """
     B, n, H, G, D = s[:5]
-    width, by = max(n // 300, 1), torch.randint(PRIME, (2, 4, 3), device=s.device)
+    width, hashes = max(n // 300, 1), torch.randint(PRIME, (2, 4, 3), device=s.device)
 
     def draw():
         token = torch.arange(n, device=s.device).int().repeat(B, H, 1)
@@ -198,7 +198,7 @@ def inserting(s: Shape) -> Case:
     def run(add):
         def into(k, v, token, x):
             x.zero_()
-            add(x, token, k, v, x.new_ones(B, H, n), *by)
+            add(x, token, k, v, x.new_ones(B, H, n), *hashes)
             return x
         return into
 
@@ -221,12 +221,12 @@ def pairs(s: Shape) -> Case:
                 sdpa if s.device == "cuda" and s.dtype.itemsize == 2 else None)
 
 
-def cases(lengths=LENGTHS, batches=BATCHES, **of_shape) -> Iterator[Case]:
+def cases(lengths=LENGTHS, batches=BATCHES, **shape_options) -> Iterator[Case]:
     for n in lengths:
         for B in batches:
             if B * n > MOST_TOKENS:
                 continue
-            s = Shape(B, n, **of_shape)
+            s = Shape(B, n, **shape_options)
             yield from (decode(s), decode(s, spread=0.8), decode(s, sums=True), scoring(s), norms(s),
                         revive(s, 3), revive(s, 1), revive(s, 1, by_slots=True), inserting(s))
             if B == min(batches) and n <= 32768:
@@ -276,21 +276,21 @@ def check(case: Case, most: float):
 
 def microseconds(run: Callable, sets: list[tuple], graph: bool) -> float:
     """Return the median time of one run on these inputs, as replays of a graph or as plain calls."""
-    def all_of_them():
+    def run_all():
         for inputs in sets:
             run(*inputs)
 
     torch.cuda.synchronize()
     if graph:
         from triton.testing import do_bench_cudagraph
-        return 1e3 * do_bench_cudagraph(all_of_them, return_mode="median") / len(sets)
-    taken = []
+        return 1e3 * do_bench_cudagraph(run_all, return_mode="median") / len(sets)
+    times = []
     for _ in range(10):
         began = time.perf_counter()
-        all_of_them()
+        run_all()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return 1e6 * median(taken[1:]) / len(sets)  # the first run fills the allocator
+        times.append(time.perf_counter() - began)
+    return 1e6 * median(times[1:]) / len(sets)  # the first run fills the allocator
 
 
 def ceilings() -> dict[str, float]:
@@ -385,23 +385,23 @@ def used(made) -> tuple[int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        told = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-                              capture_output=True, text=True, check=True).stdout
-    told = dict(pair.split(":") for pair in told.split() if ":" in pair)
-    return int(told["REG"]), int(told["STACK"]), made.metadata.shared
+        report = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+                                capture_output=True, text=True, check=True).stdout
+    usage = dict(pair.split(":") for pair in report.split() if ":" in pair)
+    return int(usage["REG"]), int(usage["STACK"]), made.metadata.shared
 
 
 def resources(D: int, arch: int, types: list[str]) -> list[dict]:
     """Return a row for each kernel and type: the largest values among its compiled versions."""
-    most: dict[tuple, list] = {}
+    usages: dict[tuple, list] = {}
     for name in types:
         dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[name]
         for kernel, made in compiled(typical(D, dtype), arch):
             file = Path(kernel.fn.__code__.co_filename).stem
-            most.setdefault((f"{file}.{kernel.__name__}", name), []).append(used(made))
+            usages.setdefault((f"{file}.{kernel.__name__}", name), []).append(used(made))
     names = "registers", "stack", "shared"
-    return [dict(kernel_name=kernel, type=name) | dict(zip(names, map(max, zip(*found))))
-            for (kernel, name), found in most.items()]
+    return [dict(kernel_name=kernel, type=name) | dict(zip(names, map(max, zip(*versions))))
+            for (kernel, name), versions in usages.items()]
 
 
 # ---- printing ---------------------------------------------------------------------------------
@@ -439,15 +439,15 @@ def time_all(lengths: list[int], file: Path):
             done(case, check, 5e-3)
         wrong = {name.split(" at batch")[0] for name in failed}  # these are not timed
         ceiling, device = ceilings(), torch.cuda.get_device_properties(0)
-        told = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__,
-                    triton=launch.triton.__version__, ceilings=ceiling, rows=[])
+        result = dict(device=f"{device.name}, {date.today()}", torch=torch.__version__,
+                      triton=launch.triton.__version__, ceilings=ceiling, rows=[])
         for case in tqdm([case for case in cases(lengths) if case.name not in wrong], desc="timing"):
             if row := done(case, measured, ceiling, device.L2_cache_size):
-                told["rows"].append(row)
-                replace(file, (json.dumps(told, indent=1) + "\n").encode())
+                result["rows"].append(row)
+                replace(file, (json.dumps(result, indent=1) + "\n").encode())
 
-    print(f"{told['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product "
-          f"{ceiling['product'] / 1e12:.0f} TFLOP/s\n\n{show(told['rows'])}\n\n"
+    print(f"{result['device']}: copy {ceiling['copy'] / 1e12:.2f} TB/s, bf16 product "
+          f"{ceiling['product'] / 1e12:.0f} TFLOP/s\n\n{show(result['rows'])}\n\n"
           "Times (floor, kernel, called, eager, sdpa) are medians in µs; --help explains them.\n"
           "ops_per_byte: tensor-core operations per byte; binds: limit behind the floor, memory or\n"
           "units (the tensor cores); of_floor: floor / kernel; over_sdpa: sdpa / kernel.")

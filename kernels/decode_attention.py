@@ -116,17 +116,17 @@ def attend(p_q, p_k, p_v, p_bias, p_start, p_count, p_m, p_l, p_acc, p_score, sc
     b_l = tl.zeros((BLOCK_G,), tl.float32)
     b_acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for n in range(i_share * share, end, BLOCK_N):
-        here = n + o_n < end
+        is_n = n + o_n < end
         row = start + n + o_n
-        at = row[:, None] * D + o_d
-        b_k = tl.load(p_k + at, mask=here[:, None] & is_d, other=0.0)
+        o_nd = row[:, None] * D + o_d
+        b_k = tl.load(p_k + o_nd, mask=is_n[:, None] & is_d, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G, slots)
         if BIASED:
-            b_s += tl.load(p_bias + row, mask=here, other=0.0)[None, :] * LOG2E
-        b_s = tl.where(here[None, :], b_s, float("-inf"))
+            b_s += tl.load(p_bias + row, mask=is_n, other=0.0)[None, :] * LOG2E
+        b_s = tl.where(is_n[None, :], b_s, float("-inf"))
         if SCORES:
-            tl.store(p_score + row[None, :] * G + o_g[:, None], b_s, mask=here[None, :] & is_g[:, None])
-        b_v = tl.load(p_v + at, mask=here[:, None] & is_d, other=0.0)
+            tl.store(p_score + row[None, :] * G + o_g[:, None], b_s, mask=is_n[None, :] & is_g[:, None])
+        b_v = tl.load(p_v + o_nd, mask=is_n[:, None] & is_d, other=0.0)
         b_m, b_l, b_acc = add_tile(b_s, b_v, b_m, b_l, b_acc)
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_m + o, b_m, mask=is_g)
@@ -168,10 +168,10 @@ def column_sums(p_score, p_lse, p_start, p_count, p_sums, share, G: tl.constexpr
     o_g, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
     b_lse = tl.load(p_lse + i_head * G + o_g, mask=o_g < G, other=float("inf"))
     for n in range(i_share * share, end, BLOCK_N):
-        here = n + o_n < end
+        is_n = n + o_n < end
         row = start + n + o_n
-        b_s = tl.load(p_score + row[:, None] * G + o_g, mask=here[:, None] & (o_g < G), other=float("-inf"))
-        tl.store(p_sums + row, tl.sum(tl.exp2(b_s - b_lse), 1), mask=here)
+        b_s = tl.load(p_score + row[:, None] * G + o_g, mask=is_n[:, None] & (o_g < G), other=float("-inf"))
+        tl.store(p_sums + row, tl.sum(tl.exp2(b_s - b_lse), 1), mask=is_n)
 
 
 def check(q: Tensor, segments: list[Segment]):
@@ -194,14 +194,14 @@ def partials(q: Tensor, parts: int) -> dict:
     return dict(p_m=m, p_l=total, p_acc=q.new_empty(B * H, parts, G, D, dtype=torch.float32), parts=parts)
 
 
-def launch_attend(q: Tensor, s: Segment, score: Tensor | None, found: dict, share: int, programs: int,
+def launch_attend(q: Tensor, s: Segment, score: Tensor | None, buffers: dict, share: int, programs: int,
                   part: int, block: int):
     """Launch `attend` on one segment: `programs` programs per head with `share` slots each.
 
     Their results are stored from number `part` on. If `score` (N, G) is given, the scores are written there.
     """
     attend[len(s.start), programs](
-        p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **found,
+        p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **buffers,
         scale=q.shape[3] ** -0.5, share=share, part=part, **tile(q), BLOCK_N=block, BIASED=s.bias is not None,
         SCORES=score is not None, num_warps=4, num_stages=3)
 
@@ -212,14 +212,14 @@ def tile(q: Tensor) -> dict:
     return dict(G=G, D=D, BLOCK_G=block_of(G), BLOCK_D=block_of(D))
 
 
-def added_up(q: Tensor, found: dict, scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
+def added_up(q: Tensor, buffers: dict, scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
     """Combine all parts into y (B, H, G, D); also return the slots' weights (N,) of each scored segment.
 
     scored: tuples (segment, (share, programs), scores (N, G)).
     """
     B, H, G, D = q.shape
     y, lse, weights = torch.empty_like(q), q.new_empty(B * H, G, dtype=torch.float32), []
-    add_up[B * H, G](**found, p_y=y, p_lse=lse, G=G, D=D, BLOCK_D=block_of(D), BLOCK_P=32)
+    add_up[B * H, G](**buffers, p_y=y, p_lse=lse, G=G, D=D, BLOCK_D=block_of(D), BLOCK_P=32)
     for s, (share, programs), score in scored:
         weights.append(torch.zeros(len(score), device=q.device))
         column_sums[B * H, programs](
@@ -238,12 +238,12 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False,
     q = q.contiguous()
     check(q, segments)
     splits = [split(s.longest, block, q.shape[0] * q.shape[1], q.device) for s in segments]
-    found, part = partials(q, sum(programs for _, programs in splits)), 0
+    buffers, part = partials(q, sum(programs for _, programs in splits)), 0
     scores = [q.new_empty(len(s.k), q.shape[2], dtype=torch.float32) if sums else None for s in segments]
     for s, (share, programs), score in zip(segments, splits, scores):
-        launch_attend(q, s, score, found, share, programs, part, block)
+        launch_attend(q, s, score, buffers, share, programs, part, block)
         part += programs
-    return added_up(q, found, zip(segments, splits, scores) if sums else (), block)
+    return added_up(q, buffers, zip(segments, splits, scores) if sums else (), block)
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -252,9 +252,9 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
     Also return the weights' mean over G, (B, H, G, 1, S), or None if `cache.watch` is 0.
     """
     (B, heads, _, D), H = q.shape, cache.slots["k"].shape[1]
-    k, v, at, bias = cache.read()
+    k, v, position, bias = cache.read()
     if cache.ragged or bias is not None:
-        bias = torch.where(at <= pos[:, None], 0.0 if bias is None else bias, -torch.inf)
+        bias = torch.where(position <= pos[:, None], 0.0 if bias is None else bias, -torch.inf)
     s = Segment.of(k, v, bias)
 
     y, sums = decode_attention(q.view(B, H, -1, D), [s], sums=bool(cache.watch))

@@ -30,10 +30,10 @@ def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
     k1, k2, v1 and v2 are (B, H, n, D).
     """
     D, n = q.shape[-1], k1.shape[2]
-    kind, (q, k1, k2, v1, v2) = q.dtype, (x.float() for x in (q, k1, k2, v1, v2))
+    dtype, (q, k1, k2, v1, v2) = q.dtype, (x.float() for x in (q, k1, k2, v1, v2))
     score = (k1.unsqueeze(2) * q.unsqueeze(3)) @ k2.unsqueeze(2).mT * D ** -0.5  # (B, H, G, n, n)
     p = score.flatten(3).softmax(-1).unflatten(3, (n, n))
-    return (v1.unsqueeze(2) * (p @ v2.unsqueeze(2))).sum(3).to(kind)
+    return (v1.unsqueeze(2) * (p @ v2.unsqueeze(2))).sum(3).to(dtype)
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
@@ -46,22 +46,22 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_m, p_l, p_acc, n, parts, G: tl.con
     part, i_head, g = tl.program_id(0), (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     o_a, o_b, o_d = part * BLOCK_A + tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_D)
     is_d, is_a = o_d < D, o_a < n
-    of_head = i_head * n * D
-    of_a = o_a[:, None] * D + o_d
-    b_rows = tl.load(p_rows + (i_head * G + g) * n * D + of_a, mask=is_a[:, None] & is_d, other=0.0)
+    o_head = i_head * n * D
+    o_ad = o_a[:, None] * D + o_d
+    b_rows = tl.load(p_rows + (i_head * G + g) * n * D + o_ad, mask=is_a[:, None] & is_d, other=0.0)
     b_m = tl.full((BLOCK_A,), -3e38, tl.float32)
     b_l = tl.zeros((BLOCK_A,), tl.float32)
     b_acc = tl.zeros((BLOCK_A, BLOCK_D), tl.float32)
     for b in range(0, n, BLOCK_B):
-        here = b + o_b < n
-        of_b = of_head + (b + o_b)[:, None] * D + o_d
-        b_k2 = tl.load(p_k2 + of_b, mask=here[:, None] & is_d, other=0.0)
+        is_b = b + o_b < n
+        o_bd = o_head + (b + o_b)[:, None] * D + o_d
+        b_k2 = tl.load(p_k2 + o_bd, mask=is_b[:, None] & is_d, other=0.0)
         b_s = tl.dot(b_rows, tl.trans(b_k2), input_precision="ieee")  # (a, b)
-        b_s = tl.where(here[None, :], b_s, float("-inf"))
+        b_s = tl.where(is_b[None, :], b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_p = tl.exp2(b_s - b_m_new[:, None])
         b_alpha = tl.exp2(b_m - b_m_new)
-        b_v2 = tl.load(p_v2 + of_b, mask=here[:, None] & is_d, other=0.0)
+        b_v2 = tl.load(p_v2 + o_bd, mask=is_b[:, None] & is_d, other=0.0)
         b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_acc = b_acc * b_alpha[:, None] + tl.dot(b_p.to(b_v2.dtype), b_v2, input_precision="ieee")
         b_m = b_m_new
@@ -70,7 +70,7 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_m, p_l, p_acc, n, parts, G: tl.con
     b_m = tl.where(is_a, b_m, float("-inf"))
     m = tl.max(b_m, 0)
     b_weight = tl.exp2(b_m - m)
-    b_v1 = tl.load(p_v1 + of_head + of_a, mask=is_a[:, None] & is_d, other=0.0).to(tl.float32)
+    b_v1 = tl.load(p_v1 + o_head + o_ad, mask=is_a[:, None] & is_d, other=0.0).to(tl.float32)
     o = (i_head * parts + part) * G + g
     tl.store(p_m + o, m)
     tl.store(p_l + o, tl.sum(b_weight * b_l, 0))
@@ -98,8 +98,8 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor, 
     # k₁ ∘ q times log₂ e, computed beforehand: computing it in the kernel would keep the tensor cores waiting
     scaled = q.float() * ((D ** -0.5 if scale is None else scale) * LOG2E.value)
     k1 = torch.mul(k1.unsqueeze(2), scaled.unsqueeze(3)).to(q.dtype)
-    found = partials(q, parts)
+    buffers = partials(q, parts)
     rows_of_pairs[parts, B * H * G](
-        p_rows=k1, p_k2=k2, p_v1=v1, p_v2=v2, **found, n=n, G=G, D=D, BLOCK_A=rows, BLOCK_B=columns,
+        p_rows=k1, p_k2=k2, p_v1=v1, p_v2=v2, **buffers, n=n, G=G, D=D, BLOCK_A=rows, BLOCK_B=columns,
         BLOCK_D=block_d, num_warps=8, num_stages=3 if block_d <= 128 else 2)
-    return added_up(q, found)[0]
+    return added_up(q, buffers)[0]

@@ -29,10 +29,13 @@ from .decode_attention import (LOG2E, Segment, add_tile, added_up, check, evenly
 PRIME = tl.constexpr(2 ** 31 - 1)
 
 
-def cubic(token: Tensor, by: Tensor) -> Tensor:
-    """Return r cubics of the tokens modulo 2³¹ − 1, (...) → (..., r); by: coefficients (4, r) int64."""
+def cubic(token: Tensor, coefficients: Tensor) -> Tensor:
+    """Return r cubics of the tokens modulo 2³¹ − 1, (...) → (..., r).
+
+    coefficients: (4, r) int64.
+    """
     token, f = token.long().unsqueeze(-1), 0
-    for c in by:
+    for c in coefficients:
         f = (f * token + c) % PRIME.value
     return f
 
@@ -51,8 +54,8 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
     """
     (B, H, a), r, D = token.shape, place.shape[1], q.shape[-1]
     width = x.shape[2] // r
-    at = cubic(token, place) % width + width * torch.arange(r, device=x.device)  # (B, H, a, r)
-    rows = x.float().gather(2, at.flatten(2).unsqueeze(-1).expand(-1, -1, -1, 2 * D))
+    slot = cubic(token, place) % width + width * torch.arange(r, device=x.device)  # (B, H, a, r)
+    rows = x.float().gather(2, slot.flatten(2).unsqueeze(-1).expand(-1, -1, -1, 2 * D))
     rows = rows.view(B, H, a, r, 2 * D)
     minus = 1 - 2 * (cubic(token, sign) % 2).unsqueeze(-1).float()
     k, v = rows.chunk(2, -1)
@@ -66,31 +69,31 @@ def plain(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place: Tensor, si
 
 
 @triton.jit
-def cubic_of(b_token, p_by, row, ROWS: tl.constexpr):
+def cubic_of(b_token, p_coefficients, row, ROWS: tl.constexpr):
     """Return a cubic of tokens (uint32) modulo p = 2³¹ − 1, in 32 bits.
 
     2³¹ is 1 modulo p. Adding the upper bits of a number to its lower 31 bits therefore replaces the division.
     """
-    b_f = tl.load(p_by + row).to(tl.uint32) + 0 * b_token
+    b_f = tl.load(p_coefficients + row).to(tl.uint32) + 0 * b_token
     for i in tl.static_range(1, 4):
         b_upper, b_lower = tl.umulhi(b_f, b_token), b_f * b_token  # 2³² · upper + lower
         b_f = ((b_upper << 1) | (b_lower >> 31)) + (b_lower & PRIME)
-        b_f = (b_f & PRIME) + (b_f >> 31) + tl.load(p_by + i * ROWS + row).to(tl.uint32)
+        b_f = (b_f & PRIME) + (b_f >> 31) + tl.load(p_coefficients + i * ROWS + row).to(tl.uint32)
         b_f = (b_f & PRIME) + (b_f >> 31)
         b_f = tl.where(b_f >= PRIME, b_f - PRIME, b_f)
     return b_f
 
 
 @triton.jit
-def of_row(p_x, b_token, p_place, p_sign, row, here, o_d, is_d, width, D: tl.constexpr, ROWS: tl.constexpr,
+def of_row(p_x, b_token, p_place, p_sign, row, is_n, o_d, is_d, width, D: tl.constexpr, ROWS: tl.constexpr,
            SIGNED: tl.constexpr):
     """Return the keys and values (tokens, D) that one row of the sketch gives."""
     b_bucket = cubic_of(b_token, p_place, row, ROWS) % tl.cast(width, tl.uint32)
     b_slot = b_bucket.to(tl.int32) + row * width
     b_sign = (1 - 2 * (cubic_of(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
-    at = b_slot[:, None] * (2 * D) + o_d
-    b_k = tl.load(p_x + at, mask=here[:, None] & is_d, other=0.0)
-    b_v = tl.load(p_x + at + D, mask=here[:, None] & is_d, other=0.0) * b_sign.to(b_k.dtype)[:, None]
+    o_x = b_slot[:, None] * (2 * D) + o_d
+    b_k = tl.load(p_x + o_x, mask=is_n[:, None] & is_d, other=0.0)
+    b_v = tl.load(p_x + o_x + D, mask=is_n[:, None] & is_d, other=0.0) * b_sign.to(b_k.dtype)[:, None]
     if SIGNED:
         b_k *= b_sign.to(b_k.dtype)[:, None]
     return b_k, b_v
@@ -120,21 +123,21 @@ def attend_revived(p_q, p_x, p_mean, p_token, p_place, p_sign, p_m, p_l, p_acc, 
     b_l = tl.zeros((BLOCK_G,), tl.float32)
     b_acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for n in range(i_share * share, end, BLOCK_N):
-        here = n + o_n < end
-        b_token = tl.load(p_token + i_head * a + n + o_n, mask=here, other=0).to(tl.uint32)
-        b_k, b_v = of_row(p_x, b_token, p_place, p_sign, 0, here, o_d, is_d, width, D, ROWS, SIGNED)
+        is_n = n + o_n < end
+        b_token = tl.load(p_token + i_head * a + n + o_n, mask=is_n, other=0).to(tl.uint32)
+        b_k, b_v = of_row(p_x, b_token, p_place, p_sign, 0, is_n, o_d, is_d, width, D, ROWS, SIGNED)
         if ROWS == 3:
-            b_k1, b_v1 = of_row(p_x, b_token, p_place, p_sign, 1, here, o_d, is_d, width, D, ROWS, SIGNED)
-            b_k2, b_v2 = of_row(p_x, b_token, p_place, p_sign, 2, here, o_d, is_d, width, D, ROWS, SIGNED)
+            b_k1, b_v1 = of_row(p_x, b_token, p_place, p_sign, 1, is_n, o_d, is_d, width, D, ROWS, SIGNED)
+            b_k2, b_v2 = of_row(p_x, b_token, p_place, p_sign, 2, is_n, o_d, is_d, width, D, ROWS, SIGNED)
             b_k, b_v = median(b_k, b_k1, b_k2), median(b_v, b_v1, b_v2)
         if MEAN:
             b_k, b_v = b_mean_k + shrink * b_k.to(tl.float32), b_mean_v + shrink * b_v.to(tl.float32)
         b_k, b_v = b_k.to(b_q.dtype), b_v.to(b_q.dtype)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)
-        b_s = tl.where(here[None, :], b_s, float("-inf"))
+        b_s = tl.where(is_n[None, :], b_s, float("-inf"))
         if SCORES:
-            at = (i_head * a + n + o_n)[None, :] * G + o_g[:, None]
-            tl.store(p_score + at, b_s, mask=here[None, :] & is_g[:, None])
+            o_score = (i_head * a + n + o_n)[None, :] * G + o_g[:, None]
+            tl.store(p_score + o_score, b_s, mask=is_n[None, :] & is_g[:, None])
         b_m, b_l, b_acc = add_tile(b_s, b_v, b_m, b_l, b_acc)
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_m + o, b_m, mask=is_g)
@@ -154,8 +157,8 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
     if rows not in (1, 3) or x.shape[2] % rows or x.shape != (B, H, x.shape[2], 2 * D) or x.dtype != q.dtype:
         raise ValueError(f"sketch {tuple(x.shape)} of {x.dtype} must be 1 or 3 equal rows, here {rows}, "
                          f"for {(B, H)} heads, with slots [k | v] of 2 × {D} numbers in q's dtype {q.dtype}")
-    of_mean = 2 * B * H * D if mean is None else mean.numel()
-    if token.shape != (B, H, a) or not place.shape == sign.shape == (4, rows) or of_mean != 2 * B * H * D:
+    mean_size = 2 * B * H * D if mean is None else mean.numel()
+    if token.shape != (B, H, a) or not place.shape == sign.shape == (4, rows) or mean_size != 2 * B * H * D:
         raise ValueError(f"tokens {tuple(token.shape)} must be for {(B, H)} heads, place "
                          f"{tuple(place.shape)} and sign {tuple(sign.shape)} must be {(4, rows)}, and a "
                          f"mean must have 2 × {D} numbers per head")
@@ -166,16 +169,16 @@ def revive_attention(q: Tensor, exact: Segment, token: Tensor, x: Tensor, place:
     vague = Segment(x, x, *evenly(heads, a, a, q.device), a)
     splits = [split(s.longest, block, heads, q.device) for s in (exact, vague)]
     (share, programs), (share_vague, programs_vague) = splits
-    found = partials(q, programs + programs_vague)
+    buffers = partials(q, programs + programs_vague)
     scores = [q.new_empty(n, G, dtype=torch.float32) if sums else None for n in (len(exact.k), heads * a)]
 
-    launch_attend(q, exact, scores[0], found, share, programs, 0, block)
+    launch_attend(q, exact, scores[0], buffers, share, programs, 0, block)
     attend_revived[heads, programs_vague](
         p_q=q, p_x=x, p_mean=None if mean is None else mean.contiguous(), p_token=token, p_place=place,
-        p_sign=sign, p_score=scores[1], **found, scale=D ** -0.5, shrink=shrink, a=a,
+        p_sign=sign, p_score=scores[1], **buffers, scale=D ** -0.5, shrink=shrink, a=a,
         width=x.shape[2] // rows, share=share_vague, part=programs, **tile(q), BLOCK_N=block, ROWS=rows,
         SIGNED=signed_keys, MEAN=mean is not None, SCORES=sums, num_warps=4, num_stages=2)
-    y, weights = added_up(q, found, zip((exact, vague), splits, scores) if sums else (), block)
+    y, weights = added_up(q, buffers, zip((exact, vague), splits, scores) if sums else (), block)
     return y, [weights[0], weights[1].view(B, H, a)] if sums else []
 
 
@@ -211,14 +214,14 @@ def plain_insert(x: Tensor, token: Tensor, k: Tensor, v: Tensor, times: Tensor, 
     each addition were rounded, small tokens would no longer change a large sum.
     """
     r, D, total = place.shape[1], k.shape[-1], in_32_bits(x)
-    at = cubic(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
+    slot = cubic(token, place) % (x.shape[2] // r) + x.shape[2] // r * torch.arange(r, device=x.device)
     minus = (1 - 2 * (cubic(token, sign) % 2)).unsqueeze(-1).to(total)
 
     times = times[..., None, None]
     k, v = (torch.where(times == 0, 0, y.unsqueeze(3) * times.to(total)) for y in (k, v))
     k = k * minus if signed_keys else k.expand(*minus.shape[:-1], D)
     rows = torch.cat((k, v * minus), -1).flatten(2, 3)
-    x.copy_(total.scatter_add_(2, at.flatten(2).unsqueeze(-1).expand_as(rows), rows))
+    x.copy_(total.scatter_add_(2, slot.flatten(2).unsqueeze(-1).expand_as(rows), rows))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -227,19 +230,19 @@ def add(p_x, p_token, p_k, p_v, p_times, p_place, p_sign, n, width, D: tl.conste
     """Add a tile of tokens of one head to one row of the sketch."""
     i_head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_n, o_d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    here, is_d = o_n < n, o_d < D
-    b_token = tl.load(p_token + i_head * n + o_n, mask=here, other=0).to(tl.uint32)
-    b_times = tl.load(p_times + i_head * n + o_n, mask=here, other=0.0)
+    is_n, is_d = o_n < n, o_d < D
+    b_token = tl.load(p_token + i_head * n + o_n, mask=is_n, other=0).to(tl.uint32)
+    b_times = tl.load(p_times + i_head * n + o_n, mask=is_n, other=0.0)
     b_signed = b_times * (1 - 2 * (cubic_of(b_token, p_sign, row, ROWS) & 1).to(tl.int32)).to(tl.float32)
     b_bucket = cubic_of(b_token, p_place, row, ROWS) % tl.cast(width, tl.uint32)
-    at = ((i_head * ROWS + row) * width + b_bucket.to(tl.int64))[:, None] * (2 * D) + o_d
+    o_x = ((i_head * ROWS + row) * width + b_bucket.to(tl.int64))[:, None] * (2 * D) + o_d
 
-    is_in = (here & (b_times != 0))[:, None] & is_d
-    of_token = (i_head * n + o_n)[:, None] * D + o_d
-    b_k = tl.load(p_k + of_token, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]
-    b_v = tl.load(p_v + of_token, mask=is_in, other=0.0) * b_signed[:, None]
-    tl.atomic_add(p_x + at, b_k, mask=is_in, sem="relaxed")
-    tl.atomic_add(p_x + at + D, b_v, mask=is_in, sem="relaxed")
+    is_in = (is_n & (b_times != 0))[:, None] & is_d
+    o_nd = (i_head * n + o_n)[:, None] * D + o_d
+    b_k = tl.load(p_k + o_nd, mask=is_in, other=0.0) * (b_signed if SIGNED else b_times)[:, None]
+    b_v = tl.load(p_v + o_nd, mask=is_in, other=0.0) * b_signed[:, None]
+    tl.atomic_add(p_x + o_x, b_k, mask=is_in, sem="relaxed")
+    tl.atomic_add(p_x + o_x + D, b_v, mask=is_in, sem="relaxed")
 
 
 @launcher

@@ -36,9 +36,9 @@ def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLO
 
     b_norm = tl.zeros((BLOCK_N,), tl.float32)
     for m in range(0, d_model, BLOCK_M):
-        here = m + o_m < d_model
-        at = ((m + o_m)[:, None] * (H * G) + head) * D + o_d
-        b_w = tl.load(p_w + at, mask=here[:, None] & (o_d < D), other=0.0)  # (M, D)
+        is_m = m + o_m < d_model
+        o_md = ((m + o_m)[:, None] * (H * G) + head) * D + o_d
+        b_w = tl.load(p_w + o_md, mask=is_m[:, None] & (o_d < D), other=0.0)  # (M, D)
         b_norm += tl.sum(tl.abs(tl.dot(b_v, tl.trans(b_w), input_precision="ieee")), 1)
     tl.store(p_norm + (i_head * G + g) * n + o_n, b_norm, mask=o_n < n)
 

@@ -63,10 +63,12 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
     b_l = tl.zeros((BLOCK_G * BLOCK_W,), tl.float32)
     end = tl.minimum(n, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
-        at = first + o_n
-        b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
+        position = first + o_n
+        is_n = position < end
+        b_k = tl.load(p_k + (i * n + position[:, None]) * D + o_d, mask=is_n[:, None] & (o_d < D), other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G·w, keys)
-        b_s = tl.where(at[None, :] <= n - w + o_w[:, None], b_s, float("-inf"))  # query t: position n − w + t
+        is_seen = position[None, :] <= n - w + o_w[:, None]  # query t has position n − w + t
+        b_s = tl.where(is_seen, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(tl.exp2(b_s - b_m_new[:, None]), 1)
         b_m = b_m_new
@@ -90,13 +92,14 @@ def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, 
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
-        at = first + o_n
-        b_k = tl.load(p_k + (i * n + at[:, None]) * D + o_d, mask=(at < end)[:, None] & (o_d < D), other=0.0)
+        position = first + o_n
+        is_n = position < end
+        b_k = tl.load(p_k + (i * n + position[:, None]) * D + o_d, mask=is_n[:, None] & (o_d < D), other=0.0)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E)  # (keys, G·w)
         b_p = tl.exp2(b_s - b_lse[None, :])
         b_score = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
-        is_score = (o_g < G)[None, :] & (at < end)[:, None]
-        tl.store(p_score + (i * G + o_g[None, :]) * (n - w) + at[:, None], b_score, mask=is_score)
+        is_score = (o_g < G)[None, :] & is_n[:, None]
+        tl.store(p_score + (i * G + o_g[None, :]) * (n - w) + position[:, None], b_score, mask=is_score)
 
 
 @launcher
