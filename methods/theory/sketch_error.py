@@ -1,4 +1,10 @@
-"""KVReviver's budgets by layer, its Figure 2, its appendix, and what a sketch can tell."""
+"""Measure KVReviver's sketch (arXiv 2512.17917): its errors, its load, and the paper's budgets by layer.
+
+The sketch returns estimates of keys and values; their errors belong to claims R2, R6 and R7. The load is the
+number of tokens that share a slot (R4). Other functions compute the paper's budgets by layer (R5), its Figure
+2 (R9), the bytes of scores (R12) and needles at given depths (R13). Notebook 05 shows the errors.
+`python -m nanollm claims` prints the verdicts on these claims, except R2 and R7.
+"""
 from dataclasses import dataclass
 import math
 
@@ -19,13 +25,14 @@ from nanollm.model import Decoder
 # ---- budgets by layer ---
 
 def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]:
-    """Each layer's share of all budgets: the Fisher information of its W_K and W_V on texts (B, T).
+    """Return each layer's share of the total budget, by the Fisher information of W_K and W_V.
 
-    That is the mean of squared gradients of log p(text), over texts and entries; the two matrices' are added.
-    `even` of the whole is shared out evenly (ours), so that no layer has too little to hold anything.
+    This is the squared gradient of log p(text), averaged over texts (B, T) and over a matrix's elements. The
+    averages of W_K and W_V are added. The fraction `even` of the total is divided equally among the layers
+    (ours), so that no layer has too little room.
     """
     if not 0 <= even <= 1:
-        raise ValueError(f"even {even} is a share of all budgets, 0 to 1")
+        raise ValueError(f"even is {even}; this fraction of the total budget must be 0 to 1")
 
     weights = keys_and_values(model)
     fisher = torch.zeros(len(weights))
@@ -40,24 +47,28 @@ def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]
 
 
 def keys_and_values(model) -> list[list[tuple]]:
-    """Of each layer the weights that hold W_K and W_V, each with what takes their parts out of a gradient."""
+    """Return each layer's weights that contain W_K and W_V, each with a function.
+
+    The function takes the weight's gradient and returns a list of the gradients of W_K and W_V in it.
+    ValueError if a layer has no such weights.
+    """
     if isinstance(model, Decoder):
         layers = (block.attention for block in model.blocks)
         return [[(x.qkv.weight, lambda grad, x=x: x.split(grad)[1:])] for x in layers]
     layers = [[(x.k_proj.weight, lambda grad: [grad]), (x.v_proj.weight, lambda grad: [grad])]
               for x in model.model.modules() if hasattr(x, "k_proj") and hasattr(x, "v_proj")]
     if len(layers) != len(model.blocks):
-        raise ValueError(f"{len(layers)} of {len(model.blocks)} layers have weights k_proj and v_proj; "
-                         "take another model")
+        raise ValueError(f"only {len(layers)} of {len(model.blocks)} layers have weights k_proj and v_proj; "
+                         "take a model in which all have them")
     return layers
 
 
 def share_out(caches: list, shares: tuple[float, ...]) -> list:
-    """The same fresh caches, each with its layer's share of all budgets together."""
+    """Divide the total budget of fresh caches by `shares`, one per layer; return these caches."""
     if len(shares) != len(caches):
-        raise ValueError(f"{len(shares)} shares for {len(caches)} layers; give one each")
+        raise ValueError(f"{len(shares)} shares for {len(caches)} layers; give one per layer")
     if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-3:
-        raise ValueError(f"shares {shares!r:.60} of all budgets must be at least 0 and add up to 1")
+        raise ValueError(f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1")
     total = sum(cache.budget for cache in caches)
     for cache, share in zip(caches, shares):
         cache.budget = round(total * share)
@@ -67,44 +78,48 @@ def share_out(caches: list, shares: tuple[float, ...]) -> list:
 # ---- Figure 2: contextual amnesia ---
 
 def amnesia(later: Tensor, score: Tensor, ratio: float, least: tuple = (0.005, 0.02)) -> dict:
-    """What is activated of the tokens that are not among the `ratio` with the highest score, over layers.
+    """Measure later attention to tokens outside the fraction `ratio` with the highest scores.
 
-    A later query activates a token by giving it more than `least` of its attention. As in the paper, this is
-    the attention as it would be if nothing were dropped. later (L, B, H, G, w, S): attention of later
-    queries; score (L, B, H, S). Returns, for each threshold, the share of those tokens that is ever activated
-    ("ever") and how many a query activates ("each"); their part of all "attention"; and "counts" (L, B, H,
-    S), how often each is activated at the first threshold.
+    A later query activates a token if its weight exceeds a threshold in `least`. As in the paper, no token is
+    evicted: the weights are those of full attention.
+
+    later (L, B, H, G, w, S): weights of w later queries. score (L, B, H, S): the tokens' scores. Returns:
+
+    ever       for each threshold, the fraction of the outside tokens that is ever activated
+    each       for each threshold, the outside tokens activated per query, added over a group's G query heads
+    attention  the fraction of all attention that the outside tokens get
+    counts     how often each outside token is activated at the first threshold, (L, B, H, S)
     """
     heavy = score > score.quantile(1 - ratio, -1, keepdim=True)
-    dropped = ~heavy
-    counts = [(later > x).sum((3, 4)) * dropped for x in least]
-    return dict(ever=[((n > 0).sum() / dropped.sum()).item() for n in counts],
+    outside = ~heavy
+    counts = [(later > threshold).sum((3, 4)) * outside for threshold in least]
+    return dict(ever=[((n > 0).sum() / outside.sum()).item() for n in counts],
                 each=[n.sum(-1).float().mean().item() / later.shape[4] for n in counts],
-                attention=(later.mean(3) * dropped[:, :, :, None]).sum(-1).mean().item(), counts=counts[0])
+                attention=(later.mean(3) * outside[:, :, :, None]).sum(-1).mean().item(), counts=counts[0])
 
 
-# ---- what a sketch can tell ---
+# ---- errors of estimates ---
 
-def relative_error(found: Tensor, true: Tensor) -> float:
-    """Squared error over the variance of true (B, H, n, D) about its mean over tokens, mean over heads.
+def relative_error(estimate: Tensor, true: Tensor) -> float:
+    """Return the squared error of estimates (B, H, n, D) over the variance, mean over heads.
 
-    The mean alone is at 1.
+    The variance is that of `true` about its mean over tokens. This mean as an estimate has the error 1.
     """
     variance = (true - true.mean(2, keepdim=True)).square().sum((2, 3))
-    return ((found - true).square().sum((2, 3)) / variance).mean().item()
+    return ((estimate - true).square().sum((2, 3)) / variance).mean().item()
 
 
 def take_out(sketch: Sketch, J: Tensor, k: Tensor, v: Tensor, n: int, true: bool = False):
-    """Delete the first n of the tokens J (B, H, a) in a sketch: their estimates, or the true k and v.
+    """Delete the first n tokens of J (B, H, a) from a sketch; measure the others' errors.
 
-    Swaps delete estimates. Returns the relative error of the values still in after each, and what was
-    deleted, k and v (B, H, n, D).
+    It deletes the true k and v (B, H, a, D) if `true`, else their estimates, as KVReviver's swaps do. Returns
+    the relative error of the remaining values after each deletion, and the deleted k and v (B, H, n, D).
     """
     errors, deleted = [], []
     for i in range(n):
-        one = J[:, :, i:i + 1]
-        deleted.append((k[:, :, i:i + 1], v[:, :, i:i + 1]) if true else sketch.query(one, J[:, :, i:]))
-        sketch.insert(one, *deleted[-1], times=-1.0)
+        token = J[:, :, i:i + 1]
+        deleted.append((k[:, :, i:i + 1], v[:, :, i:i + 1]) if true else sketch.query(token, J[:, :, i:]))
+        sketch.insert(token, *deleted[-1], times=-1.0)
         errors.append(relative_error(sketch.query(J[:, :, i + 1:])[1], v[:, :, i + 1:]))
     return errors, [torch.cat(x, 2) for x in zip(*deleted)]
 
@@ -112,39 +127,51 @@ def take_out(sketch: Sketch, J: Tensor, k: Tensor, v: Tensor, n: int, true: bool
 # ---- the appendix ---
 
 def collision_variance(a: float, width: int, rows: int) -> float:
-    """Expected squared error of a revived number in a signed sketch of r rows of b slots that hold many.
+    """Return the expected squared error of an estimated number in a signed sketch of `a` tokens.
 
-    Its a − 1 fellows have mean 0 and variance 1. Above 1, the 0 that is read off an empty sketch is nearer.
+    The sketch has `rows` rows of `width` slots. The tokens' numbers have mean 0 and variance 1. If the result
+    is above 1, the estimate 0 has a smaller error. With three rows the formula is accurate only if slots hold
+    many tokens.
     """
     return MEDIAN[rows] * (a - 1) / width
 
 
 def printed_bound(a: float, slots: int) -> tuple[float, float]:
-    """πa/N, which a revived number's variance (in one number's) exceeds with probability below e^(−a/N)."""
+    """Return the paper's bound πa/N on an estimate's variance for `a` tokens, and e^(−a/N).
+
+    The unit is the variance of one token's number; N is the number of slots in all rows. The paper says that
+    the variance exceeds the bound with a probability below e^(−a/N).
+    """
     return math.pi * a / slots, math.exp(-a / slots)
 
 
-# ---- what no reading of the sketch can help ---
+# ---- limits of any way to read the sketch ---
 
 def load(budget: float, vague: float) -> float:
-    """a/N, tokens per slot of memory, if `vague` of a `budget` of all tokens' entries goes to the sketch.
+    """Return a/N, the tokens per slot, if the fraction `vague` of the budget is the sketch.
 
-    It is at least 1/budget, however the budget is split. Where positions and scores of tokens take bytes as
-    well, fewer tokens are exact, and a/N is larger.
+    budget: a fraction of all n entries. The result is at least 1/budget for any `vague`. If positions and
+    scores take bytes too, fewer tokens are exact and a/N is larger.
     """
-    # Of Bn entries N = vBn are slots and Bn − N are exact tokens. The sketch has the others, so
+    # The Bn entries of the budget are N = vBn slots and Bn − N exact tokens. The sketch has the other tokens:
     #     a = n − Bn + N,   a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B   since v ≤ 1,
-    # with equality where nothing is exact.
+    # with equality if no token is exact.
     return 1 + (1 - budget) / (vague * budget)
 
 
 def score_share(budget: float, head_dim: int, bytes_per_number: int) -> float:
-    """The part of the bytes of a budget that the scores of all n tokens take: 4n of Bn (2·D·bytes + 4)."""
+    """Return the fraction of a budget's bytes that the scores of all n tokens take.
+
+    These are 4n of Bn (2·D·bytes + 4) bytes, where B is the budget as a fraction of n.
+    """
     return 4 / (budget * (2 * head_dim * bytes_per_number + 4))
 
 
 def of_a_head(Method, budget: float, tokens: int, head_dim: int, dtype: torch.dtype, **options):
-    """A fresh cache of one head after a prompt of so many tokens. How much it holds depends on no number."""
+    """Return a cache of one head after a prompt of `tokens` tokens; budget: a fraction of these.
+
+    Keys and values are 0, because the cache's size does not depend on them.
+    """
     cache, x = Method(round(budget * tokens), **options), torch.zeros(1, 1, tokens, head_dim, dtype=dtype)
     cache.write(x, x, torch.arange(tokens)[None])
     cache.end_prefill()
@@ -152,10 +179,11 @@ def of_a_head(Method, budget: float, tokens: int, head_dim: int, dtype: torch.dt
 
 
 def shifted(Method, offset: float):
-    """Method in a model whose attention logits are all larger by `offset`. Full attention cannot see that.
+    """Return a subclass of Method whose attention logits are all larger by `offset`.
 
-    Each key has one number more, 1, and each query one that makes it `offset`. Sums of keys have their
-    number there. What the value has there is 0. A budget is one of these longer entries.
+    Full attention does not change, because softmax ignores a constant. Each key gets one more number, a 1,
+    and each query one that adds `offset` to the logits; values get a 0. In a sum of m keys the 1 becomes m,
+    so the offset is added m times. The budget counts these longer entries.
     """
     @dataclass(eq=False)
     class Shifted(Method):
@@ -169,17 +197,22 @@ def shifted(Method, offset: float):
 # ---- in a decoder ---
 
 def rounded(x: Tensor, bits: int, over_tokens: bool, group: int = 32) -> Tensor:
-    """x (B, H, n, D) in so many bits a number, with one range for a `group` of tokens, or of channels."""
-    sizes = (2, (-1, group)) if over_tokens else (3, (-1, group))
-    code, zero, scale = quantise(x.unflatten(*sizes), bits, 3 if over_tokens else 4)
-    return (code * scale.float() + zero.float()).flatten(sizes[0], sizes[0] + 1)
+    """Return x (B, H, n, D) rounded to `bits` bits per number.
+
+    `group` tokens share a channel's range if `over_tokens`; otherwise `group` channels share a token's range.
+    """
+    dim = 2 if over_tokens else 3
+    code, zero, scale = quantise(x.unflatten(dim, (-1, group)), bits, dim + 1)
+    return (code * scale.float() + zero.float()).flatten(dim, dim + 1)
 
 
 def revived_logits(model, full, make, steps: int = 16) -> list[tuple[float, ...]]:
-    """What attention makes of the vague tokens after a prompt, by layer, under the full cache's queries.
+    """Compare the vague tokens' logits with revived and with true keys after a prompt, by layer.
 
-    By how much their logits are off, and by how much they vary, revived and true; their part of the
-    attention, with revived keys and with true ones.
+    Vague tokens are those that only the sketch contains. The queries are the full cache's at `steps` tokens
+    after the prompt. Returns five numbers per layer: the standard deviation of the logits' error; that of the
+    logits over the vague tokens, revived and true; and the fraction of attention that these tokens get, with
+    revived keys and with true keys.
     """
     caches, c, table = make(full.prompt.shape[1]), model.config, []
     replay([full.recording], caches)
@@ -190,26 +223,31 @@ def revived_logits(model, full, make, steps: int = 16) -> list[tuple[float, ...]
         true = torch.cat((prompt.k.to(keys.device), later.k[:, :, :1]), 2)
         true = true.gather(2, pos.long()[..., None].expand(-1, -1, -1, c.head_dim))
 
-        asked = later.q[:, :, 1:1 + steps].unflatten(1, (c.n_kv_heads, -1))
-        logits = [asked @ k.unsqueeze(2).mT * c.head_dim ** -0.5 for k in (keys, true)]
+        queries = later.q[:, :, 1:1 + steps].unflatten(1, (c.n_kv_heads, -1))
+        logits = [queries @ k.unsqueeze(2).mT * c.head_dim ** -0.5 for k in (keys, true)]
         vague = torch.arange(pos.shape[2], device=pos.device) >= cache.length
-        off = (logits[0] - logits[1])[..., vague].std()
-        vary = [x[..., vague].std(-1).mean() for x in logits]
-        part = [x.softmax(-1)[..., vague].sum(-1).mean() for x in logits]
-        table.append(tuple(x.item() for x in (off, *vary, *part)))
+        error = (logits[0] - logits[1])[..., vague].std()
+        spread = [x[..., vague].std(-1).mean() for x in logits]
+        attention = [x.softmax(-1)[..., vague].sum(-1).mean() for x in logits]
+        table.append(tuple(x.item() for x in (error, *spread, *attention)))
     return table
 
 
 def at_depths(tasks: Tasks, depths: tuple[float, ...], each: int, T: int, seed: int = 7) -> Batch:
-    """Needle documents of T tokens, `each` with what is asked for at every depth, one depth after the other.
+    """Return needle documents of T tokens, `each` for every depth, in the order of depths.
+
+    A depth is the place of the fact that is asked for, from 0 (start) to 1 (end).
     """
-    parts = [tasks.batch("needle", seed, each, T, depth=depth) for depth in depths]  # one seed: they align
+    parts = [tasks.batch("needle", seed, each, T, depth=depth) for depth in depths]  # same seed: they align
     tokens, roles = (np.concatenate([getattr(part, x) for part in parts]) for x in ("tokens", "roles"))
     return Batch(tokens, roles, parts[0].question, parts[0].answers)
 
 
 def found_agnostic(model, batch, make, recording=None) -> Tensor:
-    """Which needles of a batch are found, (B,), if the question comes after the compression."""
+    """Return each document's fraction of right answers, (B,), query-agnostic.
+
+    The question comes after the compression. A `recording` of the context is replayed in place of reading it.
+    """
     tokens, context, _ = prompt_and_question(model, batch)
     caches = make(batch.question)
     feed(model, context, caches) if recording is None else replay([recording], caches)
