@@ -10,9 +10,9 @@ from safetensors.torch import load, save
 
 
 def packed(x) -> bytes:
-    """Return the bytes of x: numbers, strings, None, tensors, and lists and string-keyed dicts of these.
+    """Return the bytes of x; TypeError if it contains anything but plain data and tensors.
 
-    Raise TypeError for anything else.
+    Allowed are numbers, strings, None, tensors, lists of these, and dicts of these with strings as keys.
     """
     tensors = {}
 

@@ -41,9 +41,9 @@ class BudgetCache(LayerCache):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.recent < 0 or (self.at_a_time is not None and self.at_a_time < 1):
-            raise ValueError(f"recent {self.recent} must be at least 0 "
-                             f"and at_a_time {self.at_a_time} at least 1")
+        whole("recent", self.recent, 0)
+        if self.at_a_time is not None:
+            whole("at_a_time", self.at_a_time, 1)
         leave, stay = self.at_a_time or 1, self.newest()
         check_budget(self.budget, stay + leave,
                      f"the newest {stay} stay and {leave} leave at a time; lower recent or at_a_time")

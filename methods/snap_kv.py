@@ -9,7 +9,6 @@ Each head keeps the entries with the highest scores, and the window itself.
 Differs from the paper:
 - Window and pool are those of CriticalKV's experiments (arXiv 2502.03805, Algorithm 2). The authors' code has
   an average pool of 5 and a window of 32 (64 by its class default).
-- The window counts inside the budget.
 - The query heads of a group share an entry, so its score is their mean.
 """
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ class HighestScores(Selection):
 class SnapKV(WindowCache):
     """Keep the window, and each head's highest pooled window scores.
 
+    WindowCache stores the window's queries and calls `chosen` when the prompt ends; later tokens are appended.
     PyramidKV and AdaKV override `budgets`; CriticalKV and ChunkKV set another `select`.
     """
     select: Selection = HighestScores()  # chooses the entries beside the window

@@ -1,6 +1,6 @@
-"""The playground, driven in a real browser: python tests/browser.py takes the picture that the README shows.
+"""Drive the playground in a real browser: `python tests/browser.py` takes the picture of notebook 09.
 
-Needs what the repository does not install: `pip install playwright`, and a Chromium on the PATH.
+It needs `pip install playwright` and a Chromium on the PATH, which requirements.txt does not install.
 """
 from contextlib import contextmanager
 import os
@@ -25,19 +25,19 @@ Playground(*load(TINY, "cpu"))"""
 
 @contextmanager
 def server(folder: Path):
-    """A Jupyter server over a folder with a notebook of one cell: yields its address."""
+    """Start a Jupyter server; yield the address of a notebook in `folder` whose one cell is CELL."""
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=dict(
         kernelspec=dict(name="python3", display_name="Python 3", language="python")))
     nbformat.write(book, folder / "play.ipynb")
     command = [sys.executable, "-m", "notebook", "--no-browser", "--allow-root", "--port=0",
                "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"]
-    told, own = folder / "log", os.environ | dict(JUPYTER_CONFIG_DIR=str(folder))
-    with open(told, "w") as log:
-        run = subprocess.Popen(command, stdout=log, stderr=log, env=own)
+    output, environment = folder / "log", os.environ | dict(JUPYTER_CONFIG_DIR=str(folder))
+    with open(output, "w") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
-        while not (port := re.search(r"http://[^:/]+:(\d+)/", told.read_text())):
+        while not (port := re.search(r"http://[^:/]+:(\d+)/", output.read_text())):
             if run.poll() is not None:
-                raise RuntimeError(told.read_text())
+                raise RuntimeError(output.read_text())
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port[1]}/notebooks/play.ipynb"
     finally:
@@ -47,7 +47,7 @@ def server(folder: Path):
 
 @contextmanager
 def playground():
-    """The page of a browser in which the playground stands and has answered."""
+    """Yield a browser page on which the playground has answered."""
     from playwright.sync_api import sync_playwright
     with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as address, sync_playwright() as play:
         browser = play.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
@@ -61,8 +61,8 @@ def playground():
         browser.close()
 
 
-def says(page, text: str):
-    """Waits until the playground says so; an error if it does not."""
+def wait_for(page, text: str):
+    """Wait until the playground shows `text`; TimeoutError if it does not."""
     page.locator(".widget-html").filter(has_text=text).first.wait_for()
 
 
@@ -74,7 +74,7 @@ def choose(page, method: str, setting: str = "agnostic"):
 def main(file: str | Path = ROOT / "notebooks/playground.png"):
     with playground() as page:
         choose(page, "kvzip")
-        says(page, "It answers 2356., the full cache 2356.")
+        wait_for(page, "It answers 2356., the full cache 2356.")
         page.locator(".jp-OutputArea-output .widget-vbox").first.screenshot(path=file)
 
 
