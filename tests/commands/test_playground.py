@@ -71,10 +71,10 @@ def test_its_controls_move_it_and_what_goes_wrong_is_said_and_does_not_stay(ship
 @pytest.mark.skipif(not which("chromium"), reason="drives Chromium, which is not installed")
 def test_in_a_browser():
     pytest.importorskip("playwright", reason="drives a browser by playwright, which is not installed")
-    import browser
+    from tests import browser
     with browser.playground() as page:
-        browser.says(page, "It answers 2356")
+        browser.wait_for(page, "It answers 2356")
         browser.choose(page, "snap_kv", "agnostic")
-        browser.says(page, "It answers 7647")
+        browser.wait_for(page, "It answers 7647")
         browser.choose(page, "kvzip", "agnostic")
-        browser.says(page, "It answers 2356")
+        browser.wait_for(page, "It answers 2356")
