@@ -41,7 +41,8 @@ class BudgetCache(LayerCache):
 
     def __post_init__(self):
         super().__post_init__()
-        whole("recent", self.recent, 0)
+        if self.recent < 0:
+            raise ValueError(f"recent is {self.recent}; it must be at least 0")
         if self.at_a_time is not None:
             whole("at_a_time", self.at_a_time, 1)
         leave, stay = self.at_a_time or 1, self.newest()

@@ -436,7 +436,7 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
     (StreamingLLM, dict(budget=8, sinks=-1), "sinks is -1"),
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
-    (Scissorhands, dict(budget=20, recent=-1), "recent -1 must be a whole number of at least 0"),
+    (Scissorhands, dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
     (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 must be a whole number of at least 1"),
     (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
     (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
