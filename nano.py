@@ -127,7 +127,7 @@ class StreamingLLM(Cache):
 
 
 class H2O(Cache):
-    """Keep the newest, half of the budget, and those that received most attention (arXiv 2306.14048)."""
+    """Keep the newest (half of the budget) and those that received most attention (arXiv 2306.14048)."""
     def evict(self):
         newest = self.pos > self.pos.max() - self.budget // 2
         self.keep(top(self.received.masked_fill(newest, inf), self.budget))
@@ -178,10 +178,10 @@ def answer(Method: type[Cache], budget: int, aware: bool) -> tuple[str, list[Ten
 
 
 def shown(kept: list[Tensor]) -> str:
-    """Return the page, with the tokens that no head keeps dimmed."""
-    left = set(torch.cat([pos.flatten() for pos in kept]).tolist())
+    """Return the page, dimming the tokens that no head keeps."""
+    still_kept = set(torch.cat([pos.flatten() for pos in kept]).tolist())
     words = enumerate(tokenizer.decode([token]) for token in tokenizer.encode(PAGE))
-    return "".join(word if i in left else f"\033[2m{word}\033[0m" for i, word in words)
+    return "".join(word if i in still_kept else f"\033[2m{word}\033[0m" for i, word in words)
 
 
 if __name__ == "__main__":
@@ -194,7 +194,7 @@ if __name__ == "__main__":
         parser.error(f"budget {budget} must be more than SnapKV's observation window, {SnapKV.WINDOW}")
     for aware, when in (True, "is compressed with the page"), (False, "comes after the compression"):
         page = shown(answer(methods[name], budget, aware)[1])
-        print(f"The question {when}. {name} keeps {budget} entries a head, and no dimmed token.\n\n{page}\n")
+        print(f"The question {when}. {name}, {budget} entries a head; dimmed tokens are gone.\n\n{page}\n")
     print(f"The page says {ANSWER}. With {budget} entries a head:\n\n{'':15}aware   agnostic")
     for name, Method in methods.items():
         print(f"{name:14}", *(f"{answer(Method, budget, aware)[0]:7}" for aware in (True, False)))

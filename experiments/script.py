@@ -17,7 +17,7 @@ def parser(module: str, about: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=about,
                                    epilog="Both shipped decoders are measured; --model adds a third.",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(made)
+    model_options(made, without="only the two decoders that ship")
     made.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to")
     return made
 

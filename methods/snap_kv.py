@@ -7,8 +7,8 @@ Each head keeps the entries with the highest scores, and the window itself.
     c = maxpool( 1/w Σ_{t ≥ S−w} α_t ),   keep Top_{b−w}(c) ∪ {S−w … S−1}
 
 Differs from the paper:
-- Window and pool are those of CriticalKV's experiments (arXiv 2502.03805, Algorithm 2). The authors' code has
-  an average pool of 5 and a window of 32 (64 by its class default).
+- The window has 32 queries and the max-pool width 7, as in CriticalKV's experiments (arXiv 2502.03805,
+  Algorithm 2). The authors' code has an average pool of 5 and a window of 32 (64 by its class default).
 - The query heads of a group share an entry, so its score is their mean.
 """
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class HighestScores(Selection):
 class SnapKV(WindowCache):
     """Keep the window, and each head's highest pooled window scores.
 
-    WindowCache stores the window's queries and calls `chosen` when the prompt ends; later tokens are appended.
-    PyramidKV and AdaKV override `budgets`; CriticalKV and ChunkKV set another `select`.
+    WindowCache stores the window's queries and calls `chosen` when the prompt ends. Later tokens are
+    appended. PyramidKV and AdaKV override `budgets`; CriticalKV and ChunkKV set another `select`.
     """
-    select: Selection = HighestScores()  # chooses the entries beside the window
+    select: Selection = HighestScores()  # chooses the entries kept in addition to the window
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,7 +48,7 @@ class SnapKV(WindowCache):
         return indices(F.pad(kept, (0, self.window_size), value=True))  # and the window itself
 
     def budgets(self, scores: Tensor) -> int | Tensor:
-        """Return how many entries each head keeps beside the window: one number, or (B, H)."""
+        """Return how many entries each head keeps in addition to the window: a number, or (B, H)."""
         return self.budget - self.window_size
 
 

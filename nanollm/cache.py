@@ -29,7 +29,7 @@ from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # observe every query
-TILE = 128                            # tokens of a prompt at a time, if every query is observed
+TILE = 128                            # if every query is observed, prompts are read in pieces of this size
 
 
 class PerEntry:
@@ -60,7 +60,7 @@ class PerEntry:
 class LayerCache:
     """Full attention: stores every token of one layer. Subclasses add options as fields."""
     watch = 0          # `observe` receives the probabilities of this many latest queries: 0, a number, or ALL
-    keeps_all = False  # True if no token is lost, for example if all are stored in fewer bits; for tables
+    keeps_all = False  # True if no token is lost; tables then show "all" as the keep ratio
     per_entry = {}     # name → dtype of each PerEntry in the class
 
     def __post_init__(self):
@@ -186,9 +186,9 @@ class LayerCache:
         """Look at a piece's queries and attention probabilities. Called after each piece.
 
         q is (B, H·G, T, D). p (B, H, G, w, S) belongs to the last w queries, and is None if `watch` is 0. w
-        is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or p.mean(2), because a kernel
-        computes only the mean over each G. Do not write to p. An override ends with `super().observe(q, p)`,
-        which calls `evict` each time after the prompt.
+        is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or p.mean(2), because a GPU
+        kernel returns only the mean over a group's G query heads. Do not write to p. An override that evicts
+        ends with `super().observe(q, p)`, which calls `evict` each time after the prompt.
         """
         if self.prompt_done:
             self.evict()
@@ -196,10 +196,11 @@ class LayerCache:
     def end_prefill(self):
         """Mark the end of the prompt. Called once by whoever feeds the prompt.
 
-        T > 1 does not reveal the end, because a prompt may come in pieces.
+        Call it before the prompt's last token, whose logits give the first new token. T > 1 does not reveal
+        the end, because a prompt may come in pieces.
         """
         self.prompt_done = True
-        if self.length:  # 0 if the prompt has one token: a prompt's last token is fed after this call
+        if self.length:  # 0 if the prompt has one token
             self.evict()
 
     # ---- eviction -----------------------------------------------------------------------------------------

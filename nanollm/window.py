@@ -28,7 +28,7 @@ class Selection:
         check_options(self)
 
     def check(self, cache: "WindowCache"):
-        """Raise ValueError, when the cache is made, if the selection does not suit its options."""
+        """Raise ValueError, when the cache is made, if the selection does not suit the cache's options."""
 
     def __call__(self, cache: "WindowCache", scores: Tensor, budget: int | Tensor) -> Tensor:
         """Return a mask (B, H, S − w) of the entries that stay, `budget` per head.
@@ -123,7 +123,7 @@ def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
 def window_scores(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     """Return window scores (B, H, G, S − w): the mean of `window_rows` over the queries.
 
-    They are of the keys before the window, in at least 32 bits.
+    Only the keys before the window get a score. The scores have at least 32 bits.
     """
     if empty is None and q.shape[3] <= 128 and (fast := kernel_for(k, "window_scores")):
         return fast(q, k)

@@ -152,7 +152,7 @@ axis.legend();
 #
 # An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
 #
-# The decoder calls `cache.attend(q, k, v, pos)`. That is four steps: `write` the new keys and values, `read` the slots that attention may see, compute attention, `observe` its probabilities. A compression method overrides some of these, or `evict`. The smallest override forgets nothing and records the probabilities:
+# The decoder calls `cache.attend(q, k, v, pos)`. That is three steps: `write` the new keys and values; compute attention over the slots that `read` returns; `observe` its probabilities. A compression method overrides some of these, or `evict`. The smallest override forgets nothing and records the probabilities:
 
 # %%
 from nanollm.cache import LayerCache
@@ -266,7 +266,7 @@ for name, Method in {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O}
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined, dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the ground is pale, not all heads keep the token.
+# Facts are underlined, dark tokens are kept, grey tokens are dropped. StreamingLLM drops the middle in every head. H2O gives half of its budget to the newest text. The other half goes to heavy hitters, many of them at the start, where tokens have been read longest. Where the background is pale, only some heads keep the token.
 #
 # There are two moments to compress:
 # - **Query-agnostic** (short: agnostic): the cache is compressed before the question is known, as when a document is stored for later questions.

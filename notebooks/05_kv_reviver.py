@@ -72,7 +72,7 @@ for name, Method in {"H2O": H2O, "SnapKV": partial(SnapKV, window_size=8)}.items
 #
 # ## A sketch by hand
 #
-# A count sketch has $r$ rows of $b$ slots. In row $i$, a hash function $h_i$ gives token $J$ a slot and a second one, $g_i$, gives it a sign. To **insert** a token, add it with its sign to its slot in every row. To **read** it, take its slot in every row, multiply by its signs, and take the median of the rows:
+# A count sketch has $r$ rows of $b$ slots. In row $i$, a hash function $h_i$ chooses a slot for token $J$. Another hash function, $g_i$, chooses a sign, $+1$ or $-1$. To **insert** a token, add it with its sign to its slot in every row. To **read** it, take its slot in every row, multiply by its signs, and take the median of the rows:
 #
 # $$S_i[h_i(J)] \mathrel{+}= g_i(J)\,x_J \qquad\qquad \hat x_J = \mathrm{median}_i\; g_i(J)\,S_i[h_i(J)]$$
 #
@@ -111,9 +111,9 @@ axis.set(xticks=range(width), yticks=range(rows), xlabel="slot", ylabel="row");
 #
 # ## The error grows with the tokens in a slot
 #
-# Now with real keys and values: 1024 tokens of a text, in sketches of 12,288 down to 12 slots. The squared error is in units of the variance of the tokens about their mean. So a reader that answers every query with the *mean of all tokens* has an error of 1, and needs one slot.
+# Now with real keys and values: 1024 tokens of a text, in sketches of 12,288 down to 12 slots. The squared error is in units of the variance of the tokens about their mean. So a reader that answers every query with the *mean of all tokens* has an error of 1, and needs one slot. *Tokens per slot* is 1024 divided by the slots of all rows together.
 #
-# *sum (printed)* is the paper's sketch, whose keys have no signs. *signed keys* gives them signs as well. *shrunk* is ours: it stores the mean exactly, sketches the differences from it, and scales each reading by $1/(1+\rho)$, where $\rho$ is the expected number of other tokens in a slot.
+# *sum (printed)* is the paper's sketch: it gives signs to the values, and adds up keys without signs. *signed keys* gives signs to both, as above. *shrunk* is ours: it stores the mean exactly, sketches the differences from it, and scales each reading by $1/(1+\rho)$, where $\rho$ is the expected number of other tokens in a slot.
 
 # %%
 recording = record(model, make_cache(model, Recorder), evaluate.text_windows(tasks, 1, 1024))
@@ -163,8 +163,8 @@ axes[0].legend(fontsize=8);
 # %% [markdown]
 # Far below one token per slot, reading works: most tokens are alone in their slots. Then the errors grow.
 #
-# - The printed sum of keys is farther off than the mean from 0.67 tokens per slot on. Keys have a mean, and without signs every token of a slot adds its own. At 10.67 tokens per slot the error is 607 variances.
-# - With signs the means cancel on average. Keys are farther off than the mean from 0.67 tokens per slot on, values from 1.33.
+# - From 0.67 tokens per slot on, the printed sum of keys has a larger error than the mean. Keys have a mean, and without signs every token of a slot adds its own. At 10.67 tokens per slot the error is 607 variances.
+# - With signs the means cancel on average. From 0.67 tokens per slot on, keys still have a larger error than the mean; values do from 1.33.
 # - The shrunk reading stays below 1 at every size. But from a few tokens per slot on it is nearly the mean: little is left to read.
 # - The stars are what the same bytes buy if every token stays, rounded to few bits. With as many bytes as a sketch of 10.7 tokens per slot, 2 bits have an error of 0.09 for keys and 0.18 for values. Rounding keeps the tokens apart; a sketch adds them up.
 #
@@ -193,14 +193,14 @@ print(text_table(shown))
 #
 # ## What the slots add
 #
-# `python -m experiments.sketch_parts` compares caches of the same bytes, on *built*, the decoder above, and on *learned*, the second decoder of this repository. KL tells how far the predictions of a text's next tokens move from the full cache's, in nats. A *needle* is the fact that is asked for, after the compression. *Slot means* is a fairer reading of the paper: it divides each sum by the tokens in the slot (`methods/kv_reviver_mean.py`). *Mean only* stores the mean of all tokens that are not exact, and a single slot. *No sketch* spends the bytes on exact tokens. RESULTS.md (`sketch`) has the smaller budgets.
+# `python -m experiments.sketch_parts` compares caches of the same bytes, on *built*, the decoder above, and on *learned*, the second decoder of this repository. KL tells how far the predictions of a text's next tokens move from the full cache's, in nats. A *needle* is the fact that is asked for, after the compression. *Slot means* is a kinder interpretation of the paper: it divides each sum by the tokens in the slot (`methods/kv_reviver_mean.py`). *Mean only* stores one vector instead of a sketch: the mean of all tokens that are not kept exactly (its sketch has a single slot). *No sketch* spends the bytes on exact tokens. RESULTS.md (`sketch`) has the smaller budgets.
 
 # %%
 quarter = [row for row in render.rows("sketch") if row["keep_ratio"] == 0.25]
 print(sketch_parts.show(quarter))
 
 # %% [markdown]
-# The slots add nothing. Read as printed they raise the KL by 4.060 nats on *built* and by 3.983 on *learned*. Read as means they raise it by 0.042 and 0.022. The shrunk sketch changes it least, by 0.007 and 0.019. But on both decoders the KL of the mean alone is lower still: the slots beside the mean only cost bytes. No reading finds more than 6 % of the needles.
+# The slots add nothing. Compared with *no sketch*, the sums as printed raise the KL by 4.060 nats on *built* and by 3.983 on *learned*. Slot means raise it by 0.042 and 0.022, and the shrunk sketch by 0.007 and 0.019. But on both decoders the KL of the mean alone is lower still: the slots beside the mean only cost bytes. No reading finds more than 6 % of the needles.
 #
 # ## What helps instead
 #
@@ -241,7 +241,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # - **Few bits for every token.** `quantized_2` (KIVI) takes about as many bytes and finds 97 % of the needles on both decoders. With 3 bits it finds all.
 # - **A better choice.** KVzip rereads the prompt to find out which entries matter, and finds all needles with a quarter of the entries. With 4 bits on top (`kvzip_4`) it takes fewer bytes than KVReviver. Notebook 10 is about KVzip.
 #
-# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: a negative constant on all logits leaves full attention unchanged, but hides the revived tokens, and the harm nearly vanishes (claim R4). That a slot of memory holds at least $1/B$ tokens is true of every model.
+# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: if all keys lower every logit by the same constant, full attention does not change. But a slot that adds up m keys lowers its logits m times as much, so its tokens get no attention and do little harm (claim R4). That a slot of memory holds at least $1/B$ tokens is true of every model.
 #
 # ## Three things to remember
 #

@@ -163,14 +163,14 @@ for name, Method in METHODS.items():
 #
 # One page proves nothing. `Slices` makes documents for three tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. **few-shot** asks for the label of a line of code. `Slices` also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# `Slices` reads `BATCH` documents at a time. It records their queries, keys and values in up to `KEEP` bytes, and feeds the recording to each method.
+# `Slices` reads `BATCH` documents at a time. It records their queries, keys and values in up to `MEMORY` bytes, and feeds the recording to each method.
 #
 # 16 documents a task separate only methods that differ much. The standard error is printed.
 
 # %%
 T, N, BUDGET = 384, 16, 0.25  # tokens of a document, documents a task, share of the prompt
-BATCH, KEEP = 16, 4e9  # fewer at a time for a large model
-bench = Slices(Bridged(model), tasks, T, N, seed=0, batch=BATCH, keep=KEEP)
+BATCH, MEMORY = 16, 4e9  # fewer at a time for a large model
+bench = Slices(Bridged(model), tasks, T, N, seed=0, batch=BATCH, keep=MEMORY)
 print(bench)
 
 
@@ -221,7 +221,7 @@ draw(rows)
 print("above:", table.unfit(rows) or "the full cache does every task")
 torch.manual_seed(0)
 untrained = Bridged(type(model)(model.config).to(DEVICE).eval())
-random = Slices(untrained, tasks, T, 4, seed=0, batch=BATCH, keep=KEEP)
+random = Slices(untrained, tasks, T, 4, seed=0, batch=BATCH, keep=MEMORY)
 row = table.row_of("full", None, T, {}, random.run(untrained, maker(untrained, LayerCache, None)))
 print(f"\nrandom weights:\n{table.unfit([row])}")
 

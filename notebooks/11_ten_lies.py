@@ -287,7 +287,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
 # - *allocated*: all tensors of the caches after the compression.
 # - *peak*: the largest allocation while the prompt is read, 64 tokens at a time, and read again where a method asks for it.
 #
-# Two kinds of method learn something about the decoder first. Their bytes do not depend on it, so DuoAttention gets any three heads, and Fast KVzip no gates.
+# Two kinds of method learn something about the decoder first. Their bytes do not depend on what they learned. So DuoAttention gets three arbitrary heads, and Fast KVzip no trained gates.
 
 # %%
 in_16_bits, _ = load(TINY, "cpu", dtype="bfloat16")

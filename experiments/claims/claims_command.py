@@ -32,7 +32,7 @@ def is_ours(data: bytes) -> bool:
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    shell.model_options(parser)
+    shell.model_options(parser, without="only the two decoders that ship")
     parser.add_argument("--claims", nargs="+", metavar="ID",
                         help="the claims to test; default: all that have a rule")
     parser.add_argument("--documents", type=int, default=32,

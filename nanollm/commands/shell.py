@@ -38,11 +38,10 @@ def load_module(name: str):
         signal.signal(signal.SIGINT, handler)
 
 
-def model_options(parser):
+def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     """Add the options of every command that runs a model; `registry.loaded` reads them."""
     parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint in Hugging Face layout; default nanollm/tiny, the small "
-                             "decoder that ships")
+                        help=f"folder of a checkpoint in Hugging Face layout; default {without}")
     parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
                         help="the code that runs the model: this repository's decoder (ours) or the package "
                              "transformers; default auto: ours if it supports the model's family")
