@@ -11,8 +11,8 @@ Differs from the paper:
 - There a prompt asks the decoder to repeat the text. Here no such words are added, because a decoder without
   instruction tuning would take them for text.
 - There the reread comes in pieces of 2K tokens; here in pieces of 512, each after the 8 tokens before it.
-- There a piece scores only the same piece of the first pass, by a softmax over the system prompt, that piece
-  and itself. Here it scores the whole cache.
+- There each piece of the reread scores only its own copy in the first pass; the softmax covers the system
+  prompt, that copy and the piece. Here it scores the whole cache.
 - There the system prompt always stays, and in NVIDIA/kvpress the first 4 tokens of a chat template. Here no
   entry is protected, so a question at the prompt's end may be lost. (With `sinks=4` the KL falls by at most
   0.003 with a quarter of the entries, and rises by at most 0.016 with an eighth.)

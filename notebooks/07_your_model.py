@@ -209,7 +209,7 @@ def draw(rows):
 draw(rows)
 
 # %% [markdown]
-# SnapKV and ChunkKV answer most questions if the question is known. Otherwise they lose needles and pairs. H2O and StreamingLLM do not use the question: they lose needles and pairs in both settings. They keep few-shot, whose examples stand at the end of the text.
+# SnapKV and ChunkKV answer most questions if the question is known. Otherwise they lose needles and pairs. H2O and StreamingLLM hardly use the question: they lose needles and pairs in both settings. They keep few-shot, whose examples stand at the end of the text.
 #
 # Two bits for every token take fewer bytes than a quarter of the entries in SnapKV. They answer what the full cache answers, and move the predictions least. Does that hold for your model? This cell tells you.
 #
@@ -277,7 +277,7 @@ detach(model)
 #
 # ## Your own method
 #
-# This method keeps the keys that are least like the mean key of their head, and the 8 newest. It uses no query. KeyDiff ([2504.15364](https://arxiv.org/abs/2504.15364)) has the same idea.
+# This method keeps the keys that are least like the mean key of their head, and the 8 newest. It uses no query. The README has a shorter form, a `ScoredCache`, which evicts by its score alone. Here we override `evict`, which runs at the prompt's end and after each later token. KeyDiff ([2504.15364](https://arxiv.org/abs/2504.15364)) has the same idea.
 
 # %%
 @dataclass(eq=False)

@@ -36,7 +36,7 @@
 # | `fit` | `fit` | 3 |
 # | `reuse` | `ChunkKV.chosen` | 2 |
 #
-# **Read first:** ChunkKV ([arXiv 2502.00299](https://arxiv.org/abs/2502.00299)), sections 1 and 3; the docstring of `methods/chunk_kv.py`; `nanollm/window.py`, which calls your functions.
+# **Read first:** ChunkKV ([arXiv 2502.00299](https://arxiv.org/abs/2502.00299)), sections 1 and 3; the docstring of `methods/chunk_kv.py`; `nanollm/window.py`, the class that `ChunkKV` builds on.
 #
 # ## How to check it
 #
@@ -69,7 +69,7 @@ check("grid")
 # - the **score** of each chunk: the `"sum"`, `"mean"` or `"max"` of its tokens' window scores, as `how` says, of the dtype of `scores`;
 # - its **length** in tokens, `torch.int64`.
 #
-# A head may have fewer than M chunks. Give the chunks that it lacks score 0 and length 0, for every `how`.
+# A head may have fewer than M chunks. Give the chunks that it lacks score 0 and length 0, for every `how`. Treat chunk 0 like any other: the caller has already given empty slots scores below 0.
 #
 # Example: window scores 1 2 3 4 in chunks 0 0 2 2 have the sums 3 0 7, the means 1.5 0 3.5, the maxima 2 0 4 and the lengths 2 0 2.
 #

@@ -147,7 +147,7 @@ check("two_stage")
 # The selection of CriticalKV. `scores` is (B, H, G, n). `budget`, a number or (B, H), is at most n: how many of the n tokens before the window stay. Return the mask (B, H, n). The G query heads of a group share their entries.
 #
 # - **Stage 1** takes the ⌊α · budget⌋ highest window scores: first average over the group, then pool with `cache.pool`. `part_of(self.alpha, budget)` computes the number exactly, for a number or a tensor.
-# - **Stage 2** fills up the budget from the other tokens, by the score that `self.second(cache, scores, norms)` returns. Subclasses override `second`, so call it. `norms` are the `value_norms` of `cache.v` and `cache.w_o`. `cache.v` ends with the window's values; leave them out, for they have no window scores.
+# - **Stage 2** fills up the budget from the other tokens, by the score (B, H, n) that `self.second(cache, scores, norms)` returns. Subclasses override `second`, so call it. `norms` are the `value_norms` of `cache.v` and `cache.w_o`. `cache.v` ends with the window's values; leave them out, for they have no window scores.
 #
 # Example: one head, window scores 4 3 2 1, norms 0 1 1 9, α = ½, budget 2. Stage 1 takes token 0, stage 2 token 3.
 
@@ -159,7 +159,7 @@ check("critical")
 #
 # CriticalKV proves that an eviction changes a head's output by at most θ, in the L1 norm:
 #
-# θ = C − (2 − 1/S) · M. 𝒱_i = v_i W_O is a projected value. C = Σ A_i ‖𝒱_i‖₁ over all entries. S = Σ A_i and M = Σ A_i ‖𝒱_i‖₁ over the entries that stay.
+# θ = C − (2 − 1/S) · M. A_i is an entry's attention weight, and 𝒱_i = v_i W_O its projected value. C = Σ A_i ‖𝒱_i‖₁ over all entries. S = Σ A_i and M = Σ A_i ‖𝒱_i‖₁ over the entries that stay (S is no length here).
 #
 # `weights` A and `norms` ‖𝒱‖₁ are (..., n). `kept` is a mask that broadcasts to this shape: one set may serve all query heads of a group. Return θ, (...), of the dtype of `weights`. At least one kept entry has weight. `gathered`, above this function, returns S and M.
 #
