@@ -189,7 +189,7 @@ class KVReviver(LayerCache):
 
     def stored(self) -> list[Stored]:
         scores = self.score[:, :, :self.seen].numel()
-        return super().stored() + [Stored(self.score, scores, follows=False)]
+        return super().stored() + [Stored(self.score, scores, model_dtype=False)]
 
     def beside(self) -> list[Tensor]:
         return [] if self.sketch is None else [self.sketch.x]

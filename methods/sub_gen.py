@@ -131,8 +131,8 @@ class Stream:
 
     def stored(self) -> list[Stored]:
         clusters = int((self.count > 0).sum())
-        return ([Stored(x, x.numel(), follows=x.dim() > 3) for x in (self.k, self.v, self.total)]
-                + [Stored(x, clusters * math.prod(x.shape[3:]), follows=x.dim() > 3)
+        return ([Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in (self.k, self.v, self.total)]
+                + [Stored(x, clusters * math.prod(x.shape[3:]), model_dtype=x.dim() > 3)
                    for x in (self.centre, self.count, self.sample)])
 
 

@@ -255,9 +255,10 @@ class LayerCache:
         live = 0
         if self.slots:
             live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
-        slots = [Stored(x, live * math.prod(x.shape[3:]), follows=name in ("k", "v"))
+        slots = [Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
                  for name, x in self.slots.items()]
-        return slots + [Stored(x, x.numel(), follows=x.dim() > 3) for x in self.beside()]
+        # a tensor with a fourth axis, D, holds keys, values or queries; others hold scores
+        return slots + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
 
     def beside(self) -> list[Tensor]:
         """Return the tensors that a method stores beside its slots."""
@@ -267,11 +268,11 @@ class LayerCache:
 class Stored(NamedTuple):
     """A tensor of a cache, and how many of its numbers are live.
 
-    follows: its numbers have the model's dtype. Scores, for example, always have 32 bits.
+    model_dtype: its numbers have the model's dtype. Scores, for example, always have 32 bits.
     """
     tensor: Tensor
     live: int
-    follows: bool
+    model_dtype: bool
 
 
 @dataclass(eq=False)
@@ -329,5 +330,5 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
 
 def bytes_in_16_bits(caches: list[LayerCache]) -> int:
     """Return all layers' live bytes as if the model's numbers had 16 bits. Tables compare these."""
-    width = lambda x: 2 if x.follows and x.tensor.is_floating_point() else x.tensor.element_size()
+    width = lambda x: 2 if x.model_dtype and x.tensor.is_floating_point() else x.tensor.element_size()
     return sum(x.live * width(x) for cache in caches for x in cache.stored())

@@ -62,7 +62,7 @@ class PackedCache(LayerCache):
 
     def stored(self) -> list[Stored]:
         """Add the packed tensors, with 0 live numbers: the base class counts their live slots."""
-        return super().stored() + [Stored(x, 0, follows=True) for x in self.packed.values()]
+        return super().stored() + [Stored(x, 0, model_dtype=True) for x in self.packed.values()]
 
     def beside(self) -> list[Tensor]:
         return [] if self.counts is None else [self.counts]

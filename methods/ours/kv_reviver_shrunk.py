@@ -139,7 +139,7 @@ class ShrunkReviver(SignedReviver):
 
     def stored(self) -> list[Stored]:
         mean = [] if self.sketch is None else [self.sketch.sum]
-        return super().stored() + [Stored(x, x.numel(), follows=False) for x in mean]
+        return super().stored() + [Stored(x, x.numel(), model_dtype=False) for x in mean]
 
 
 variants = {"kv_reviver_shrunk": ShrunkReviver}

@@ -87,10 +87,10 @@ class Rounded(PackedCache):
     def stored(self) -> list[Stored]:
         if "k_code" not in self.packed:
             return super().stored()
-        rounded = [Stored(x, x.numel(), follows=name != "bias") for name, x in self.packed.items()]
-        new = [Stored(x, x[:, :, :self.length - self.longest].numel(), follows=name in ("k", "v"))
+        rounded = [Stored(x, x.numel(), model_dtype=name != "bias") for name, x in self.packed.items()]
+        new = [Stored(x, x[:, :, :self.length - self.longest].numel(), model_dtype=name in ("k", "v"))
                for name, x in self.slots.items()]
-        return rounded + new + [Stored(x, x.numel(), follows=x.dim() > 3) for x in self.beside()]
+        return rounded + new + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
 
 
 @dataclass(eq=False)
