@@ -83,7 +83,7 @@ def test_numerator_and_normaliser_have_mean_and_variance_of_all_choices(name, sa
 
 
 @pytest.mark.claim("T10")
-def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance():
+def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance(note):
     """The bias is exact for a cluster of scores ±a, whose +a are binomial."""
     a, n, bias = 0.6, 4, []
     k = torch.tensor([[1.0, 0, a, 0], [1, 0, -a, 0]], dtype=F64).repeat(n // 2, 1)
@@ -97,6 +97,7 @@ def test_the_ratio_is_too_large_by_the_normaliser_s_relative_variance():
         assert abs(z - 1) < 4 * z_error and abs(tau - 1) < 4 * tau_error
         assert abs(ratio - expected) < 4 * error and 0 < expected - 1 - variance < 4 * variance ** 2
         bias.append(100 * (ratio - 1))
+        note("T10", **{f"bias_{t}": bias[-1]})
     assert all(1.8 < x / y < 2.7 for x, y in zip(bias, bias[1:]))
 
 
@@ -139,7 +140,7 @@ def test_the_promise_is_broken_only_at_a_small_part_of_the_sizes(name, claim, ep
     error, predicted = found(t, s, 200, 50), standard_error(name, q.double(), k.double(), v.double(), s)
     rms = error.square().mean().sqrt().item()
     assert rms == pytest.approx(predicted, rel=0.12) and error.max() < eps / 5  # ± 4 %
-    note(claim, rms=rms, predicted=predicted)
+    note(claim, kept=beyond[0], broken=beyond[1], rms=rms, predicted=predicted)
 
 
 @pytest.mark.parametrize("eps, half, sides, p", [(0.5, 0.4, 1, 0.01), (0.1, 1, 2, 0.1)])

@@ -99,7 +99,7 @@ def test_signs_make_estimates_unbiased_and_keys_without_are_off(rows):
 
 @pytest.mark.parametrize("ratio, N", [(0.1, 600), (1, 120), (5, 24), (20, 12)])  # a/N and N
 @pytest.mark.claim("R6")
-def test_squared_errors_of_numbers_of_mean_0(ratio, N):
+def test_squared_errors_of_numbers_of_mean_0(ratio, N, note):
     """Above one token a slot, reading 0 has a smaller error, and one row is better than three."""
     a = round(ratio * N)
     one, three = (errors(SignedSketch, r, N // r, unit(a, 32), 100).square().mean((1, 2)) for r in MEDIAN)
@@ -109,6 +109,7 @@ def test_squared_errors_of_numbers_of_mean_0(ratio, N):
         assert three.mean() == pytest.approx(collision_variance(a, N // 3, 3), rel=0.1)
         bound, p = printed_bound(a, N)
         assert (bound, p) == pytest.approx((math.pi * ratio, math.exp(-ratio))) and (three > bound).sum() == 0
+    note("R6", **{f"error_{N}": three.mean()})
 
 
 @pytest.mark.claim("R6")
@@ -211,13 +212,14 @@ def test_swaps_harm_the_papers_sketch(note):
 
 @pytest.mark.claim("R4")
 @pytest.mark.parametrize("budget", [0.0625, 0.1, 0.25, 0.5])
-def test_a_slot_of_memory_never_has_fewer_tokens_than_one_over_the_budget(budget, n=16_000):
+def test_a_slot_of_memory_never_has_fewer_tokens_than_one_over_the_budget(budget, note, n=16_000):
     for vague in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0):
         slots = round(vague * budget * n)
         exact = round(budget * n) - slots
         assert load(budget, vague) == pytest.approx((n - exact) / slots)
         assert load(budget, vague) >= 1 / budget * (1 + 1e-9) or vague == 1
     assert load(budget, 1.0) == pytest.approx(1 / budget)
+    note("R4", **{f"load_{100 * budget:.0f}": load(budget, 0.1)})
 
 
 @pytest.mark.claim("R4")
