@@ -114,7 +114,7 @@ class Cache:
             cache.prompt_done = True
 
     def keep(self, kept: Tensor):
-        """Keep the entries of a mask (H, S). A head that keeps few gets empty slots, which no query sees."""
+        """Keep the entries of a mask (H, S). A head that keeps few gets empty slots: position 10**9."""
         i = (~kept).long().argsort(dim=-1, stable=True)[:, :int(kept.sum(1).max())]  # kept slots first
         self.k, self.v = (x.gather(1, i[..., None].expand(-1, -1, D)) for x in (self.k, self.v))
         self.pos, self.received = self.pos.masked_fill(~kept, 10**9).gather(1, i), self.received.gather(1, i)
@@ -158,7 +158,7 @@ class KVzip(Cache):
         score = torch.stack([cache.highest[:, :len(prompt)] for cache in caches])  # (L, H, T)
         kept = top(score.flatten(), L * H * caches[0].budget).view_as(score)
         for cache, mask in zip(caches, kept):
-            cache.keep(torch.cat((mask, torch.zeros_like(mask)), 1))  # the reread's entries leave
+            cache.keep(torch.cat((mask, torch.zeros_like(mask)), 1))  # without the reread's entries
 
 
 # ---- a question, before or after the compression ----

@@ -46,8 +46,9 @@ SECTIONS = {
         "Window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
         "KVzip, Expected Attention, DuoAttention's retrieval heads and the low-bit caches append these 64 "
         "tokens. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and random stay within their budget from the "
-        "prompt's end on, Scissorhands and CaM from the first token on. Quest keeps every entry; its "
-        "budget is the number of entries that a query reads."),
+        "prompt's end on, Scissorhands and CaM from the first token on. Scissorhands drops half "
+        "when it is full, so its KiB depend on the moment. Quest keeps every entry; its budget is the number "
+        "of entries that a query reads."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
         "python -m nanollm --all --model nanollm/tiny_learned",

@@ -189,7 +189,7 @@ query, key = torch.arange(256)[:, None], torch.arange(256)
 late, old = slice(128, span.start), slice(0, 128)
 even = (1 / (query + 1.0))[late].mean()  # the weight of each token if all were read alike
 average = p[..., late, old].mean(-2) / even  # (B, L, heads, 128)
-measures = {"most read old token, × even": average.amax(-1),
+measures = {"most read token, × even share": average.amax(-1),
             "weight on the last 8 tokens": (p * (key > query - 8))[..., late, :].sum(-1).mean(-1),
             "end of question → value": p[torch.arange(16), :, :, asking, value[:16]]}
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.3), layout="constrained")

@@ -68,7 +68,7 @@ for name, Method in {"H2O": H2O, "SnapKV": partial(SnapKV, window_size=8)}.items
           f"{right['aware'].mean():.2f}; if it comes later: {right['agnostic'].mean():.2f}")
 
 # %% [markdown]
-# SnapKV finds every fact if the question is in the prompt, and few if the question comes later. This is amnesia. H2O finds none either way.
+# SnapKV finds every fact if the question is in the prompt, and few if the question comes later. This is amnesia. H2O finds none either way in these 16 documents.
 #
 # ## A sketch by hand
 #
@@ -137,8 +137,9 @@ for name in kinds:
     for part, column in zip(("keys", "values"), zip(*errors[name][1:7])):
         shown.append([f"{name}, {part}", *(f"{error:.2f}" for error in column)])
 print(text_table(shown))
+per_slot = {n: 32 / (n + 1) for n in few_bits}  # 32 bits a number in a slot; n bits and 1 for ranges
 for n, pair in few_bits.items():
-    print(f"{n} bits a number, the bytes of {256 / (8 * n + 8):.1f} tokens per slot: "
+    print(f"{n} bits a number, the bytes of {per_slot[n]:.1f} tokens per slot: "
           "{:.2f} for keys, {:.2f} for values".format(*pair))
 
 # %%
@@ -149,7 +150,7 @@ for part, axis in enumerate(axes):
     for name, pairs in errors.items():
         axis.loglog([1024 / N for N in sizes], [pair[part] for pair in pairs], label=name,
                     **looks[name])
-    axis.loglog([256 / (8 * n + 8) for n in few_bits], [pair[part] for pair in few_bits.values()],
+    axis.loglog(list(per_slot.values()), [pair[part] for pair in few_bits.values()],
                 label="4, 3, 2 bits a number", **plot.style("quantized_2") | dict(linestyle=""))
     axis.axhline(1, color="black", linewidth=1)
     for tokens_per_slot, what in ((4, "at least 4"), (31, "paper: 31")):
@@ -236,17 +237,17 @@ axes[0].set_ylabel("needles found, question later")
 figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper");
 
 # %% [markdown]
-# The three KVReviver rows keep a quarter of the bytes and find at most 3 % of the needles, fewer than H2O. Two other ways answer the questions:
+# The three KVReviver rows keep a quarter of the bytes and find at most 3 % of the needles, fewer than H2O (9 and 6 % of 32). Two other ways answer the questions:
 #
 # - **Few bits for every token.** `quantized_2` (KIVI) takes about as many bytes and finds 97 % of the needles on both decoders. With 3 bits it finds all.
 # - **A better choice.** KVzip rereads the prompt to find out which entries matter, and finds all needles with a quarter of the entries. With 4 bits on top (`kvzip_4`) it takes fewer bytes than KVReviver. Notebook 10 is about KVzip.
 #
-# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: if all keys lower every logit by the same constant, full attention does not change. But a slot that adds up m keys lowers its logits m times as much, so its tokens get no attention and do little harm (claim R4). That a slot of memory holds at least $1/B$ tokens is true of every model.
+# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: if all keys lower every logit by the same constant, full attention does not change. But a slot that adds up m keys lowers its logits m times as much, so its tokens get no attention and do little harm (claim R4). But the number of tokens per slot is the same for every model.
 #
 # ## Three things to remember
 #
 # 1. **Eviction forgets.** If the question comes later, a choice made by the prompt's last queries loses the answer.
-# 2. **A sketch stores sums.** Beyond about one token per slot the printed readings are worse than the mean of all tokens. At a keep ratio of $B$ a slot holds at least $1/B$ tokens.
+# 2. **A sketch stores sums.** Beyond about one token per slot the printed readings are worse than the mean of all tokens. At a keep ratio of 25 % a slot holds at least 4 tokens.
 # 3. **Bytes buy more elsewhere:** few bits for every token, or entries that are chosen better.
 #
 # ## Exercises

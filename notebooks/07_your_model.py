@@ -157,13 +157,13 @@ for name, Method in METHODS.items():
     print(f"{name:18}{live / 1024:11.1f}{allocated / 1024:11.1f}{in_16 / full:8.0%} of full")
 
 # %% [markdown]
-# `budget=96` is a quarter of the page. `quantized_2` has no budget: it keeps every token in two bits a number. H2O needs a little more, because it stores a score for each entry. StreamingLLM rotates keys again; for a model with learned positions, such as GPT-2, use `streaming_llm_absolute`.
+# `budget=96` is a quarter of the page. `given` passes each method only the settings that it has. `quantized_2` has no budget: it keeps every token in two bits a number. H2O needs a little more, because it stores a score for each entry. StreamingLLM rotates keys again; for a model with learned positions, such as GPT-2, use `streaming_llm_absolute`.
 #
 # ## Compare methods
 #
 # One page proves nothing. `Slices` makes documents for three tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. **few-shot** asks for the label of a line of code. `Slices` also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# `Slices` reads `BATCH` documents at a time. It records their queries, keys and values in up to `MEMORY` bytes, and feeds the recording to each method.
+# `Slices` reads `BATCH` documents at a time. It records their queries, keys and values in up to `MEMORY` bytes, and feeds the recording to each method. `maker` turns a class and a share into the caches of one prompt.
 #
 # 16 documents a task separate only methods that differ much. The standard error is printed.
 

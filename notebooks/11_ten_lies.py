@@ -122,8 +122,8 @@ for Method in (SnapKV, Masked):
 caches = compressed(methods["quantized_4"], context[:1])
 in_16 = bytes_in_16_bits(caches)
 full_16 = bytes_in_16_bits(compressed(methods["full"], context[:1]))
-print(f"by name, of 32 bits: {4 / 32:.1%}    by name, of 16 bits: {4 / 16:.1%}")
-print(f"held,    of 32 bits: {in_16 / full:.1%}    held,    of 16 bits: {in_16 / full_16:.1%}")
+print(f"4 bits a number, of 32: {4 / 32:.1%}    of 16: {4 / 16:.1%}")
+print(f"all that is held, of 32: {in_16 / full:.1%}    of 16: {in_16 / full_16:.1%}")
 
 # %% [markdown]
 # One cache, four shares. The last one is honest. Earlier tables of this repository divided by 32 bits; all tables now divide by 16.
@@ -272,7 +272,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
     print(f"{name:12} mean {row['aware']:.2f}: {parts}")
 
 # %% [markdown]
-# ChunkKV loses some of everything. KVzip finds every needle and loses more than half of the labels, because it may drop the newest tokens, where the question stands. `kvzip_recent` keeps the newest 8 and loses no label. The list of `fewest_bytes`, which notebook 09 draws, is a mean over needles and pairs as well, and leaves labels out.
+# ChunkKV loses some of everything. KVzip finds every needle and loses more than half of the labels, because it may drop the newest tokens, where the question stands. `kvzip_recent` keeps the newest 8 and loses no label. Notebook 09 draws the fewest bytes that keep the answers. That is such a mean, too: over needles and pairs, without labels.
 #
 # In public: the results of a reader in [kvpress #147](https://github.com/NVIDIA/kvpress/issues/147) differ from the leaderboard's graph. The reader posted every task: one stands at 1.6, another at 86.8. Now others can see where the gap lies.
 #

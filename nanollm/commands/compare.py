@@ -51,7 +51,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nanollm", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true",
-                        help="run every method; without it, one method of each family")
+                        help="run every method, without additions; the default is one of each family")
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                         help="run only these methods; ada_kv+critical is the window method ada_kv with the "
                              "addition critical; 'all' is every method, and every window method with each "
