@@ -1,12 +1,14 @@
 """A cache whose heads keep different numbers of slots, stored without padding.
 
 The slots of one head follow those of the previous head. Packed slots can be read, or removed by `keep`, but
-not changed in place. Attention pads them to the longest head, one layer at a time and only while it runs.
+not changed in place. One new token attends to them head by head, without padding. Several new tokens at once
+pad them to the longest head, one layer at a time and only while attention runs.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.kernel_switch import kernel_for
@@ -19,6 +21,7 @@ class PackedCache(LayerCache):
         super().__post_init__()
         self.packed: dict[str, Tensor] = {}  # per-slot tensors (slots of all heads, ...), packed by `pack`
         self.counts = None                   # (B, H): how many slots each head has in `packed`
+        self.sizes: list[int] = []           # the same numbers, read without waiting for a GPU
         self.longest = 0                     # the largest count; `length` − `longest` slots came later
 
     @property
@@ -31,13 +34,22 @@ class PackedCache(LayerCache):
         filled = self.pos != NEVER
         self.packed = {name: self.slot(name)[filled] for name in self.slots}
         self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
-        self.counts, self.longest = filled.sum(-1), self.length
+        self.counts = filled.sum(-1)
+        self.sizes = self.counts.flatten().tolist()
+        self.length = self.longest = max(self.sizes)
+
+    def old(self, name: str) -> Tensor:
+        """Return a packed tensor, (slots of all heads, ...)."""
+        return self.packed[name]
+
+    def new(self, name: str) -> Tensor:
+        """Return the slots that came after the packed ones, (B, H, n, ...)."""
+        return self.slots[name][:, :, :self.length - self.longest]
 
     def slot(self, name: str) -> Tensor:
         if not self.packed:
             return super().slot(name)
-        new = self.slots[name][:, :, :self.length - self.longest]
-        x, offset = self.packed[name], torch.arange(self.longest, device=new.device)
+        new, x, offset = self.new(name), self.old(name), torch.arange(self.longest, device=self.counts.device)
         start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
         old = x[(start + offset).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
         if name == "pos":
@@ -51,14 +63,30 @@ class PackedCache(LayerCache):
 
     def keep(self, i: Tensor):
         super().keep(i)
-        self.packed, self.counts, self.longest = {}, None, 0
+        self.packed, self.counts, self.sizes, self.longest = {}, None, [], 0
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """For one new token a kernel may read the packed slots without padding them."""
-        plain = self.packed and not self.watch and q.shape[2] == 1 and type(self).read is LayerCache.read
-        if plain and (fast := kernel_for(q, "decode_attention", "attend_packed")):
+        if not self.packed or q.shape[2] > 1 or type(self).read is not LayerCache.read:
+            return super().attention(q, pos)
+        if not self.watch and "k" in self.packed and (
+                fast := kernel_for(q, "decode_attention", "attend_packed")):
             return fast(self, q), None
-        return super().attention(q, pos)
+        return self.attend_packed(q)
+
+    def attend_packed(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Attend from one new token (B, H·G, 1, D), which sees every slot: two small products per head."""
+        k, v, *bias = (self.old(name).split(self.sizes) for name in ("k", "v", "bias") if name in self.slots)
+        new = {name: self.new(name).flatten(0, 1) for name in self.slots}                 # (B·H, n, ...)
+        q_h = (q * q.shape[-1] ** -0.5).view(len(k), -1, q.shape[-1])                     # (B·H, G, D)
+        late, score = q_h @ new["k"].mT, [*map(torch.mm, k, q_h.mT)]                      # score (slots, G)
+        if bias:
+            late = late + new["bias"].unsqueeze(1)
+            score = [x + b.unsqueeze(1) for x, b in zip(score, bias[0])]
+        score = pad_sequence(score, batch_first=True, padding_value=-torch.inf)           # (B·H, longest, G)
+        p = torch.cat((score.mT, late), 2).softmax(-1, dtype=torch.float32).to(q)
+        y = torch.stack([p_h[:, :n] @ v_h for p_h, n, v_h in zip(p, self.sizes, v)])
+        y = (y + p[..., self.longest:] @ new["v"]).view_as(q)
+        return y, p.view(*self.counts.shape, -1, 1, self.length) if self.watch else None
 
     def stored(self) -> list[Stored]:
         """Add the packed tensors, with 0 live numbers: the base class counts their live slots."""

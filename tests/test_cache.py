@@ -141,7 +141,7 @@ def test_packed_heads_are_those_of_the_padded_cache():
     for T in (1, 3, 1, 20):
         before = deepcopy(packed)
         (*_, y), (*_, expected) = fill(packed, T, seed=T), fill(padded, T, seed=T)
-        assert torch.equal(y, expected)
+        assert torch.allclose(y, expected, atol=1e-6)
         same_slots(padded, packed)
         assert (packed.length, packed.seen, before.length) == (padded.length, padded.seen, padded.length - T)
         live, allocated = packed.bytes()
@@ -159,8 +159,22 @@ def test_keep_takes_from_packed_and_later_slots_and_may_pack_again():
     assert packed.bytes() == padded.bytes() and not packed.packed
     packed.pack()
     for T in (1, 2):
-        assert torch.equal(fill(packed, T)[-1], fill(padded, T)[-1])
+        assert torch.allclose(fill(packed, T)[-1], fill(padded, T)[-1], atol=1e-6)
         same_slots(padded, packed)
+
+
+def test_a_packed_cache_may_watch_and_have_a_bias():
+    padded, _ = uneven()
+    padded.slots["bias"], padded.watch = padded.pos.masked_fill(padded.pos == NEVER, 0) / 7, 3
+    packed = deepcopy(padded)
+    packed.pack()
+    for _ in range(2):
+        q, k, v = draw(1, seed=5)
+        pos = torch.tensor([[padded.seen]])
+        for cache in (padded, packed):
+            cache.write(k, v, pos, bias=torch.full((2, 2, 1), 0.5))
+        (y, p), (expected_y, expected_p) = packed.attention(q, pos), padded.attention(q, pos)
+        assert torch.allclose(y, expected_y, atol=1e-6) and torch.allclose(p, expected_p, atol=1e-6)
 
 
 def test_state_that_is_not_given_is_zero_and_may_come_late():

@@ -15,11 +15,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from methods.kvzip import KVzip
 from methods.quantized import pack, quantise, unpack
 from methods.snap_kv import SnapKV
-from nanollm.cache import LayerCache, Stored
+from nanollm.cache import Stored
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 
@@ -52,37 +53,25 @@ class Rounded(PackedCache):
         if self.bits == 16 or not self.counts.any():
             return
         k, v = self.packed.pop("k"), self.packed.pop("v")  # (entries of all heads, D)
-        self.sizes = [min(GROUP, n - i) for n in self.counts.flatten().tolist() for i in range(0, n, GROUP)]
-        groups = (quantise(keys, self.bits, 0) for keys in k.split(self.sizes))
+        self.groups = [min(GROUP, n - i) for n in self.sizes for i in range(0, n, GROUP)]
+        groups = (quantise(keys, self.bits, 0) for keys in k.split(self.groups))
         code, zero, scale = map(torch.cat, zip(*groups))
         self.packed |= dict(k_code=pack(code.flatten(), self.bits), k_zero=zero, k_scale=scale)
         code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.bits, 2)
         self.packed |= dict(v_code=pack(code.flatten(), self.bits), v_zero=zero, v_scale=scale)
 
-    def slot(self, name: str) -> Tensor:
+    def old(self, name: str) -> Tensor:
+        """Return a packed tensor, (entries of all heads, ...); "k" and "v" are restored from codes."""
         if f"{name}_code" not in self.packed:
-            return super().slot(name)
-        packed = self.packed
-        try:
-            self.packed = packed | {name: self.restored(name)}
-            return super().slot(name)
-        finally:
-            self.packed = packed
-
-    def restored(self, name: str) -> Tensor:
-        """Return "k" or "v" of all packed entries, restored from codes, (N, D)."""
+            return super().old(name)
         like = self.slots[name]
         code, zero, scale = (self.packed[f"{name}_{part}"] for part in ("code", "zero", "scale"))
-        code = unpack(code, self.bits).view(-1, like.shape[-1])
-        code, zero, scale = code.to(like), zero.to(like), scale.to(like)
-        if name == "k":
-            group = torch.repeat_interleave(torch.tensor(self.sizes, device=code.device))
-            return code * scale[group] + zero[group]
-        return (code.unflatten(1, (zero.shape[1], -1)) * scale + zero).flatten(1)
-
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        codes = "k_code" in self.packed  # no kernel reads codes
-        return LayerCache.attention(self, q, pos) if codes else super().attention(q, pos)
+        code = unpack(code, self.bits).view(-1, like.shape[-1]).to(like)
+        zero, scale = zero.to(like), scale.to(like)
+        if name == "v":
+            return code.unflatten(1, (zero.shape[1], -1)).mul_(scale).add_(zero).flatten(1)
+        group = torch.repeat_interleave(torch.tensor(self.groups, device=code.device), output_size=len(code))
+        return F.embedding(group, zero).addcmul_(code, F.embedding(group, scale))
 
     def stored(self) -> list[Stored]:
         if "k_code" not in self.packed:
