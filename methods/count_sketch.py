@@ -9,12 +9,14 @@ token adds its key and its signed value to its r slots. A query reads these slot
 These are Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. kv_reviver_mean.py reads means
 instead of sums; ours/kv_reviver_shrunk.py repairs the sketch.
 """
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
 from nanollm.kernel_switch import kernel_for
-from nanollm.ranking import expand_index, taken
+from nanollm.ranking import expand_index
 
 PRIME = 2 ** 31 - 1
 
@@ -33,12 +35,15 @@ class Sketch:
         self.flip = torch.tensor([-1 if self.signed_keys else 1] * D + [-1] * D).to(k)  # factors for sign −1
         coefficients = torch.randint(PRIME, (2, 4, rows), generator=torch.Generator().manual_seed(seed))
         self.bucket_by, self.sign_by = coefficients.to(k.device)
-        self.tokens = 0  # above every token's number; 0: `number` computes it, which waits for the GPU
+        self.tokens = 0  # above every token's number; 0: `above` computes it, which waits for the GPU
+
+    def above(self, J: Tensor) -> int:
+        """Return a number above all tokens J."""
+        return self.tokens or (int(J.max()) + 1 if J.numel() else 1)
 
     def number(self, J: Tensor, coefficients: Tensor) -> Tensor:
         """Return c₀J³ + c₁J² + c₂J + c₃ mod p in every row: tokens J (B, H, n) → (B, H, n, r)."""
-        last = self.tokens or (int(J.max()) + 1 if J.numel() else 1)
-        token = torch.arange(last, device=J.device).unsqueeze(-1)
+        token = torch.arange(self.above(J), device=J.device).unsqueeze(-1)
         f = torch.zeros_like(token)
         for c in coefficients:
             f = (f * token + c) % PRIME
@@ -74,19 +79,26 @@ class Sketch:
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n) (Algorithm 2).
 
-        among (B, H, a): all tokens in the sketch; only subclasses use it.
+        among (B, H, a): all tokens in the sketch, J if not given; only subclasses use it.
         """
-        return self.median(self.x, J).chunk(2, -1)
+        return torch.stack([*self.revive(J, among)]).view(*J.shape, -1).chunk(2, -1)
 
-    def median(self, x: Tensor, J: Tensor) -> Tensor:
-        """Return the median over rows of the slots x (B, H, r·b, 2D) of tokens J: (B, H, n, 2D)."""
+    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
+        """Yield the estimates [k | v] of each head, (n, 2D). A head fits into the processor's cache."""
+        return self.median(self.x, J)
+
+    def median(self, x: Tensor, J: Tensor) -> Iterator[Tensor]:
+        """Yield each head's median over rows of the slots x (B, H, r·b, 2D) of tokens J: (n, 2D)."""
         both = torch.cat((x, x * self.flip), 2)  # all slots as read with sign 1, then as read with sign −1
-        slots = self.bucket(J) + self.sign_bit(J) * x.shape[2]
-        estimates = [taken(both, slot) for slot in slots.unbind(3)]
-        if self.rows == 1:
-            return estimates[0]
-        one, two, three = estimates
-        return one.clamp(torch.minimum(two, three), torch.maximum(two, three))
+        token = torch.arange(self.above(J), device=J.device).view(1, 1, -1)
+        slots = self.bucket(token) + self.sign_bit(token) * x.shape[2]
+        slots = slots[0, 0].T.contiguous()       # (r, tokens): the same in all heads
+        for head, j in zip(both.flatten(0, 1), J.flatten(0, 1).long()):
+            one, *others = (F.embedding(row[j], head) for row in slots)
+            if others:
+                two, three = others
+                one = one.clamp(torch.minimum(two, three), torch.maximum(two, three))
+            yield one
 
 
 variants = {}  # not a method: KVReviver stores evicted tokens in it

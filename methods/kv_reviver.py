@@ -95,7 +95,7 @@ class KVReviver(LayerCache):
         return q.shape[2] == 1 and self.sketch is not None and self.length < self.seen
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to exact and revived tokens without copying them into one tensor, as `read` does.
+        """Attend to exact and revived tokens head by head, so that only one head is revived at a time.
 
         On a GPU a kernel revives tile by tile, so revived keys and values are never in memory.
         """
@@ -105,12 +105,16 @@ class KVReviver(LayerCache):
             return fast(self, q, self.sketch.x)
 
         tokens = self.vague_tokens()
-        revived_k, revived_v = self.sketch.query(tokens, tokens)
-        grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)
-        score = torch.cat((grouped @ self.k.mT, grouped @ revived_k.mT), -1) * q.shape[-1] ** -0.5
-        p = score.softmax(-1, dtype=torch.float32).to(q)
-        y = p[..., :self.length] @ self.v + p[..., self.length:] @ revived_v
-        return y.view_as(q), p.unsqueeze(3)
+        q_h = (q * q.shape[-1] ** -0.5).view(q.shape[0] * self.k.shape[1], -1, q.shape[-1])  # (B·H, G, D)
+        exact, rows, outputs = q_h @ self.k.flatten(0, 1).mT, [], []
+        for one, score, revived in zip(q_h, exact, self.sketch.revive(tokens, tokens)):
+            k, v = revived.chunk(2, 1)
+            p = torch.cat((score, one @ k.T), 1).softmax(-1, dtype=torch.float32).to(q)
+            rows.append(p)
+            outputs.append(p[:, self.length:] @ v)
+        p = torch.stack(rows)
+        y = torch.stack(outputs) + p[..., :self.length] @ self.v.flatten(0, 1)
+        return y.view_as(q), p.view(*self.k.shape[:2], -1, 1, p.shape[-1])
 
     def observe(self, q: Tensor, p: Tensor):
         revived = p.shape[-1] > self.length

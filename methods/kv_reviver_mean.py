@@ -9,6 +9,7 @@ vague tokens.
 Everything else is as printed: values have signs, keys have none. So a key is read as the mean key of its
 slot. A value is read as a mean of values with random signs, which is near 0.
 """
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,8 @@ from nanollm.kernel_switch import kernel_for
 
 class MeanSketch(Sketch):
 
-    def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n).
-
-        among (B, H, a): all tokens in the sketch; J if not given.
-        """
-        return self.median(self.means(J if among is None else among), J).chunk(2, -1)
+    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
+        return self.median(self.means(J if among is None else among), J)
 
     def means(self, J: Tensor) -> Tensor:
         """Return the slots, (B, H, r·b, 2D), each divided by its number of tokens.

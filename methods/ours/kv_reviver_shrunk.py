@@ -15,6 +15,7 @@ construction, for any vectors. A single token may have a larger error, and swaps
 One row: without a median, reading is linear. So a new token can attend to the slots directly, and no token is
 read back.
 """
+from collections.abc import Iterable
 from dataclasses import dataclass
 import math
 
@@ -86,14 +87,10 @@ class ShrunkSketch(SignedSketch):
         super().insert(J, k, v, times)
         self.sum += (torch.cat((k, v), -1) * times).to(self.sum).sum(2)
 
-    def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n).
-
-        among (B, H, a): all tokens in the sketch; J if not given.
-        """
+    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
         among = J if among is None else among
         x, mean, factor = self.centred(self.bucket(among), self.signs(among))
-        return (mean + factor * self.median(x, J)).chunk(2, -1)
+        return (m + factor * estimate for m, estimate in zip(mean.flatten(0, 1), self.median(x, J)))
 
     def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor, float]:
         """Return x without the mean's part, the mean (B, H, 1, 2D), and the factor that shrinks.
