@@ -69,11 +69,16 @@ class Quest(LayerCache):
         self.bound()
         u, n = self.bounds(q), min(self.budget // self.page, self.low.shape[2])
         u[..., -1] = torch.inf  # the query's own page
+        pages = u.topk(n, sorted=False).indices  # (B, H, n)
         token = torch.arange(self.page, device=q.device)
-        i = (u.topk(n).indices[..., None] * self.page + token).flatten(2)  # (B, H, n · page)
-        used, i = i < self.length, i.clamp(max=self.length - 1)            # the last page may not be full
-        k, v = (taken(self.slots[name], i) for name in "kv")               # not self.k, which would be copied
+        used = (pages[..., None] * self.page + token).flatten(2) < self.length  # the last page may be partial
+        # a page is one row of a view, so it is copied at once; self.k would copy every slot
+        k, v = (taken(self.slots[name].unflatten(2, (-1, self.page)).flatten(3), pages) for name in "kv")
+        k, v = (x.view(*pages.shape[:2], -1, q.shape[3]) for x in (k, v))
         return fused(q, k, v, used.unsqueeze(2), causal=False), None
+
+    def capacity(self, n: int) -> int:
+        return -(-super().capacity(n) // self.page) * self.page    # whole pages, to read each as one row
 
     def bounds(self, q: Tensor) -> Tensor:
         """Return the upper bound of the scores in each page: one query (B, H·G, 1, D) → (B, H, pages)."""
@@ -87,6 +92,9 @@ class Quest(LayerCache):
         room = -new.shape[2] % self.page
         pages = lambda value: F.pad(new, (0, 0, 0, room), value=value).unflatten(2, (-1, self.page))
         low, high = pages(torch.inf).amin(3), pages(-torch.inf).amax(3)
+        if self.low is not None and done + low.shape[2] == self.low.shape[2]:  # no new page
+            self.low[:, :, done:], self.high[:, :, done:] = low, high
+            return
         if done:
             low, high = (torch.cat((old[:, :, :done], x), 2)
                          for old, x in ((self.low, low), (self.high, high)))
