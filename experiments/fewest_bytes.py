@@ -19,7 +19,7 @@ from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
-from nanollm.generate import end_prompt, prefill, reread, rereads
+from nanollm.generate import end_prompt, prefill, reread, reread_size
 from nanollm.measure.benchmark import TASKS, Benchmark, cut
 from nanollm.measure.evaluate import ask, check_size, maker, prompt_and_question, standard_error
 from nanollm.measure.replay import CannotReplay, replay
@@ -71,13 +71,13 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
             except CannotReplay:
                 caches = make(batch.question, context)
                 prefill(model, context, caches)
-            if rereads(caches):
+            if reread_size(caches):
                 key = len(sizes), caches[0].score
                 if key not in scores:
                     reread(caches, lambda part: prefill(model, context[:, part], caches))
                     scores[key] = [cache.entry_scores for cache in caches]
                 for cache, entry_scores in zip(caches, scores[key]):
-                    cache.entry_scores, cache.rereads = entry_scores, 0
+                    cache.entry_scores, cache.reread_size = entry_scores, 0
             end_prompt(model, context, caches)
             sizes.append(bytes_in_16_bits(caches) / len(tokens))
             right[task].append(ask(model, tokens, batch.answers, batch.question, caches))

@@ -4,8 +4,9 @@
 
 The first table leaves out each part alone and with the others. The second stores the entries that KVzip and
 SnapKV keep in fewer bits (methods/ours/kvzip_4.py). The third compares two ways to find DuoAttention's
-retrieval heads: its trained gates, and KVzip's scores. The question comes after the compression (agnostic):
-32 documents of each task, 512 tokens each.
+retrieval heads: its trained gates, and KVzip's scores. The last lets each piece of the reread score only its
+own entries, or all. The question comes after the compression (agnostic): 32 documents of each task, of 512
+tokens, in the last table of 1536.
 """
 from itertools import product
 import time
@@ -33,6 +34,7 @@ READINGS = {"second": KVzip, "first alone": OneReading}
 RANKED = {"all": True, "each head": False}  # value of the option `across`
 HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
 HEAD_KEEP_RATIOS = 0.5, 0.25, 0.125
+SCORED = {"its own": True, "all": False}  # value of the option `own`
 BITS = 16, 4, 2  # bits per number; 16: not quantized
 
 
@@ -56,7 +58,7 @@ def apart(model, batch, keep_ratios=KEEP_RATIOS) -> tuple[dict[tuple, Tensor], f
         for (ranked, across), part in product(RANKED.items(), keep_ratios):
             compressed = copied(caches)
             for cache in compressed:
-                cache.budget, cache.across, cache.rereads = budget_for(part, context.shape[1]), across, 0
+                cache.budget, cache.across, cache.reread_size = budget_for(part, context.shape[1]), across, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
             found[reading, score, ranked, part] = right
     return found, min(seconds)
@@ -82,9 +84,28 @@ def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tenso
             compressed = copied(caches)
             for cache in compressed:
                 if "budget" in options:
-                    cache.budget, cache.bits, cache.rereads = budget_for(part, n), bits, 0
+                    cache.budget, cache.bits, cache.reread_size = budget_for(part, n), bits, 0
             right = answer(model, tokens, batch.answers, batch.question, compressed)
             found[name, bits, part] = right, bytes_in_16_bits(compressed) // len(tokens)
+    return found
+
+
+@torch.no_grad()
+def by_pieces(model, batch, keep_ratios=(0.125, 0.0625)) -> dict[tuple, tuple[Tensor, float]]:
+    """Return the right answers (B,), agnostic, and seconds of the reread by (scored entries, keep ratio)."""
+    tokens, context, _ = prompt_and_question(model, batch)
+    found = {}
+    for scored, own in SCORED.items():
+        caches = make_cache(model, KVzip, budget=context.shape[1], own=own)
+        prefill(model, context, caches, 64)
+        began = time.perf_counter()
+        reread(caches, lambda part: prefill(model, context[:, part], caches))
+        seconds = time.perf_counter() - began
+        for part in keep_ratios:
+            compressed = copied(caches)
+            for cache in compressed:
+                cache.budget, cache.reread_size = budget_for(part, context.shape[1]), 0
+            found[scored, part] = answer(model, tokens, batch.answers, batch.question, compressed), seconds
     return found
 
 
@@ -95,7 +116,7 @@ def by_heads(model, batch, heads: dict[str, tuple], keep_ratios=HEAD_KEEP_RATIOS
 
 
 def measured(model, encoding, documents: int, length: int) -> list[dict]:
-    """Return the rows of three tables: readings, bits and heads. A task's accuracy is [mean, error]."""
+    """Return the rows of four tables: readings, bits, heads, pieces. A task's accuracy is [mean, error]."""
     check_size(model, documents, 2, length)
     heads, seconds = {}, {}
     for name, Method in HEADS.items():
@@ -108,6 +129,8 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
     readings = {task: apart(model, batch) for task, batch in batches.items()}
     bits = {task: fewer_bits(model, batch) for task, batch in batches.items()}
     duo = {task: by_heads(model, batch, heads) for task, batch in batches.items()}
+    pieces = {task: by_pieces(model, Tasks(encoding, "test").batch(task, 0, documents, 3 * length, **options))
+              for task, options in TASKS.items() if task in batches}
     rows = [dict(table="rereading", times=min(times for _, times in readings.values()))]
     for key in readings["needle"][0]:
         rows.append(dict(table="readings") | dict(zip(("reading", "score", "ranked", "keep_ratio"), key)))
@@ -119,18 +142,25 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
     for name, part in duo["needle"]:
         rows.append(dict(table="heads", heads=name, keep_ratio=part, seconds=seconds[name]))
         rows[-1] |= {task: mean_and_error(found[name, part]) for task, found in duo.items()}
+    for scored, part in pieces["needle"]:
+        found = {task: table[scored, part] for task, table in pieces.items()}
+        rows.append(dict(table="pieces", scored=scored, keep_ratio=part))
+        rows[-1] |= {task: mean_and_error(right) for task, (right, _) in found.items()}
+        rows[-1] |= dict(seconds=sum(seconds for _, seconds in found.values()))
     return rows
 
 
 def show(rows: list[dict]) -> str:
-    """Return three tables for each decoder."""
+    """Return four tables for each decoder."""
     tables, parts = grouped(rows, "decoder", "table"), [TERMS]
     for decoder in dict.fromkeys(decoder for decoder, _ in tables):
         parts += [f"{decoder}: KVzip with and without its parts\n{columns(tables[decoder, 'readings'])}\n"
                   f"The reread takes {tables[decoder, 'rereading'][0]['times']:.1f} times as long as the "
                   "first read.",
                   f"{decoder}: fewer bits\n{columns(tables[decoder, 'bits'])}",
-                  f"{decoder}: DuoAttention by two calibrations\n{columns(tables[decoder, 'heads'])}"]
+                  f"{decoder}: DuoAttention by two calibrations\n{columns(tables[decoder, 'heads'])}",
+                  f"{decoder}: which entries a piece of the reread scores, in texts three times as long\n"
+                  f"{columns(tables[decoder, 'pieces'])}"]
     return "\n\n".join(parts)
 
 
@@ -141,7 +171,8 @@ score    an entry's score is the largest attention weight that it gets (max), or
 ranked   all: the entries of all heads are ranked together; each head: every head keeps as many
 bits     per stored number of keys and values; 16: not quantized
 heads    retrieval heads found by DuoAttention's trained gates, or by KVzip's scores
-seconds  time of this calibration
+scored   by a piece of 512 reread tokens: its own entries, as in the paper, or all
+seconds  time of this calibration, or of both tasks' rereads
 KiB      size of a text's cache after its answer, with 16-bit numbers; quantized entries as stored"""
 
 

@@ -10,9 +10,9 @@ ranked together, so a head that repetition does not need keeps almost nothing.
 Differs from the paper:
 - There a prompt asks the decoder to repeat the text. Here no such words are added, because a decoder without
   instruction tuning would take them for text.
-- There the reread comes in pieces of 2K tokens; here in pieces of 512, each after the 8 tokens before it.
-- There each piece of the reread scores only its own copy in the first pass; the softmax covers the system
-  prompt, that copy and the piece. Here it scores the whole cache.
+- There the reread comes in pieces of 2K tokens; here in pieces of 512, each after the 8 tokens before it. As
+  there, a piece scores only the entries that it repeats. The softmax covers the first 4 tokens (there the
+  system prompt), these entries and the piece. With `own=False` a piece scores the whole cache.
 - There the system prompt always stays, and in NVIDIA/kvpress the first 4 tokens of a chat template. Here no
   entry is protected, so a question at the prompt's end may be lost. (With `sinks=4` the KL falls by at most
   0.003 with a quarter of the entries, and rises by at most 0.016 with an eighth.)
@@ -29,12 +29,14 @@ import math
 
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
-from nanollm.cache import ALL
+from nanollm.attention import probabilities
+from nanollm.cache import ALL, TILE
 from nanollm.check import check_budget, whole
 from nanollm.packed import PackedCache
 from nanollm.ranking import indices, top
+
+SYSTEM = 4  # first tokens of the prompt; the softmax of each piece covers them, as the paper's system prompt
 
 
 @dataclass(eq=False)
@@ -44,7 +46,8 @@ class KVzip(PackedCache):
     across: bool = True  # True: rank the entries of all layers and heads together; False: each head alone
     recent: int = 0      # newest entries of each head, which stay whatever their scores
     sinks: int = 0       # first entries of each head, which stay whatever their scores
-    rereads = 512        # tokens per piece of the reread (`reread` in nanollm/generate.py)
+    own: bool = True     # True: a piece of the reread scores its own entries; False: all entries
+    reread_size = 512    # tokens per piece of the reread (`reread` in nanollm/generate.py); 0: no reread
 
     def __post_init__(self):
         super().__post_init__()
@@ -54,32 +57,56 @@ class KVzip(PackedCache):
                      f"{self.sinks} sinks and the newest {self.recent} stay, and one more")
         if self.score not in ("max", "sum"):
             raise ValueError(f"score is {self.score!r}; it must be 'max' or 'sum'")
-        self.rereading = 0        # during the reread: tokens of the first pass; otherwise 0
+        self.rereading = None     # during the reread: the slice of entries that the piece repeats
+        self.first_pass = 0       # during the reread: tokens of the first pass
         self.entry_scores = None  # S, (B, H, tokens)
 
     def link(self, model, layer: int, previous):
         super().link(model, layer, previous)
         self.previous = previous
 
-    watch = property(lambda self: ALL if self.rereading else 0)
+    watch = property(lambda self: ALL if self.rereading and not self.own else 0)
+
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.rereading and self.own and self.layer == len(self.model.blocks) - 1:
+            return torch.zeros_like(q), None  # nothing uses the reread's logits
+        return super().attention(q, pos)
 
     def observe(self, q: Tensor, p: Tensor | None):
-        if self.watch and not self.prompt_done:
+        if self.rereading and self.own:
+            self.look_at_own(q)
+        elif self.watch and not self.prompt_done:
             self.look(p)
         super().observe(q, p)
 
+    def look_at_own(self, q: Tensor):
+        """Score the entries that the piece repeats, by queries q (B, H·G, T, D) of the reread.
+
+        The softmax covers the first tokens, these entries, and the reread's own tokens up to the query.
+        """
+        own, first = self.rereading, slice(min(SYSTEM, self.rereading.start))
+        i = self.length - q.shape[2]
+        for some in q.split(TILE, 2):
+            i += some.shape[2]
+            keys, pos = (torch.cat([x[:, :, part] for part in (first, own, slice(self.first_pass, i))], 2)
+                         for x in (self.k, self.pos[:, :1]))
+            p = probabilities(some, keys, pos, None, pos[:, 0, -some.shape[2]:])
+            self.add(p[..., first.stop:first.stop + own.stop - own.start], own.start)
+
     def look(self, p: Tensor):
         """Use the probabilities p (B, H, G, T, S) that fall on entries of the first pass."""
-        self.add(p[..., :self.rereading])
+        self.add(p[..., :self.first_pass])
 
-    def add(self, p: Tensor):
-        """Update S with probabilities (B, H, G, T, tokens)."""
+    def add(self, p: Tensor, start: int = 0):
+        """Update S of the entries from `start` on, with probabilities p (B, H, G, T, entries)."""
         p = p.flatten(2, 3)
         new = p.amax(2).float() if self.score == "max" else p.sum(2, dtype=torch.float32)
-        if self.entry_scores is not None:
-            before = F.pad(self.entry_scores, (0, new.shape[2] - self.entry_scores.shape[2]))
-            new = torch.maximum(before, new) if self.score == "max" else before + new
-        self.entry_scores = new
+        n = 0 if self.entry_scores is None else self.entry_scores.shape[2]
+        if start + new.shape[2] > n:
+            more = new.new_zeros(*new.shape[:2], start + new.shape[2] - n)
+            self.entry_scores = torch.cat((*([self.entry_scores] if n else []), more), 2)
+        part = self.entry_scores[:, :, start:start + new.shape[2]]
+        part.copy_(torch.maximum(part, new) if self.score == "max" else part + new)
 
     def end_prefill(self):
         if self.prompt_done:

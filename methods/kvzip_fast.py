@@ -55,7 +55,7 @@ class FastKVzip(KVzip):
     gates: Tensor | None = None  # (L, n + 1, H): per layer W, then b as the last row; None: the newest stay
     recent: int = 8              # newest entries of each head, which stay whatever their scores
     sinks: int = 4               # first entries of each head, which stay whatever their scores
-    rereads = 0
+    reread_size = 0
 
     def __post_init__(self):
         super().__post_init__()

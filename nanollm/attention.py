@@ -17,19 +17,21 @@ def split(n: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterator[tupl
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | None, pos: Tensor, watch: int,
-              first: bool, ragged: bool) -> tuple[Tensor, Tensor | None]:
+              in_order: bool, ragged: bool) -> tuple[Tensor, Tensor | None]:
     """Return the output and the last `watch` queries' probabilities (None if watch is 0).
 
     The output is (B, H·G, T, D), the probabilities are (B, H, G, w, S). Queries q (B, H·G, T, D) have
     positions pos (B or 1, T). Slots k and v (B, H, S, D) have positions slot_pos (B, H, S) and a logit bias
-    (B, H, S) or None. first: the cache was empty before these tokens; if S = T, slot i then holds token i.
-    ragged: some slots may be hidden from the newest query.
+    (B, H, S) or None. in_order: nothing was evicted, so slot i of each head holds token i. ragged: some slots
+    may be hidden from the newest query.
     """
     T = q.shape[2]
     w = min(watch, T)
+    if in_order:
+        slot_pos = slot_pos[:, :1]  # the heads share one mask
     rest, p, outputs = T - w, None, []
     if rest:
-        causal = first and bias is None and k.shape[2] == T
+        causal = in_order and bias is None and k.shape[2] == T
         sees_all = T == 1 and bias is None and not ragged  # the newest token sees every slot
         n = rest if causal else k.shape[2]
         mask = None if causal or sees_all else visible(slot_pos, bias, pos[:, :rest])
@@ -44,12 +46,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Return attention's output (B, H·G, T, D) without storing the probabilities.
 
-    The mask is (B, H, T, S). Without a mask, each query sees every slot or, if `causal`, slots up to its own.
+    The mask is (B, H or 1, T, S). Without a mask, each query sees every slot or, if `causal`, slots up to its
+    own.
     """
     B, heads, T, D = q.shape
     if T == 1:  # the G queries of a group become rows of one small product, so that each key is read once
         return F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask).view(B, heads, 1, D)
-    if mask is not None:
+    if mask is not None and mask.shape[1] > 1:
         mask = mask.repeat_interleave(heads // k.shape[1], 1)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
 
@@ -57,8 +60,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) ->
 def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
     """Return a mask (B, H, T, S) of the slots that each query sees.
 
-    Slots have positions slot_pos (B, H, S), queries have positions pos (B or 1, T). Without a bias (B, H, S)
-    the mask is boolean. With a bias it holds the slot's bias, and −∞ where the slot is hidden.
+    Slots have positions slot_pos (B, H or 1, S), queries have positions pos (B or 1, T). Without a bias (B,
+    H, S) the mask is boolean. With a bias it holds the slot's bias, and −∞ where the slot is hidden.
     """
     seen = slot_pos.unsqueeze(2) <= pos[:, None, :, None]
     return seen if bias is None else torch.where(seen, bias.unsqueeze(2), -math.inf)

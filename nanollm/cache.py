@@ -29,7 +29,7 @@ from nanollm.ranking import expand_index, indices, rank
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # observe every query
-TILE = 128                            # if every query is observed, prompts are read in pieces of this size
+TILE = 32                             # if every query is observed, prompts are read in pieces of this size
 
 
 class PerEntry:
@@ -137,7 +137,7 @@ class LayerCache:
         """
         if self.watch and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
             return fast(self, q, pos)
-        return attention(q, *self.read(), pos, self.watch, self.seen == q.shape[2], self.ragged)
+        return attention(q, *self.read(), pos, self.watch, self.length == self.seen, self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Store T new tokens in the next slots.

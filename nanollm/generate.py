@@ -38,7 +38,7 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     """Feed tokens (B, T), at most `chunk_size` at a time; return the last token's logits (B, V).
 
     Chunks limit the memory of activations. A cache that observes every query computes its probabilities for
-    128 queries at a time in any case.
+    32 queries at a time in any case.
     """
     check_prompt(model, tokens)
     check_chunk(chunk_size)
@@ -78,9 +78,9 @@ def end_prompt(model, tokens: Tensor, caches) -> int:
     return peak
 
 
-def rereads(caches) -> int:
+def reread_size(caches) -> int:
     """Return how many tokens a method rereads at a time (KVzip); 0 if it does not reread."""
-    return getattr(caches[0], "rereads", 0)
+    return getattr(caches[0], "reread_size", 0)
 
 
 def reread_slices(T: int, n: int) -> list[slice]:
@@ -90,7 +90,7 @@ def reread_slices(T: int, n: int) -> list[slice]:
 
 def check_rereads(model, caches, T: int):
     """Raise ValueError if a prompt of T tokens leaves no room to reread its parts after it."""
-    parts, longest = reread_slices(T, rereads(caches)), model.config.max_len
+    parts, longest = reread_slices(T, reread_size(caches)), model.config.max_len
     need = T + max((part.stop - part.start for part in parts), default=0)
     if parts and need > longest:
         raise ValueError(f"{need} tokens exceed the model's length of {longest}: the prompt has {T}, and "
@@ -101,21 +101,21 @@ def reread(caches, read: Callable[[slice], object]) -> int:
     """Reread the prompt if the method asks for it; return the caches' peak allocated bytes.
 
     `read` feeds a part of the prompt once more, behind the whole prompt. Its entries are then removed, before
-    the next part comes.
+    the next part comes. Meanwhile `rereading` of each cache says which entries the part repeats.
     """
     peak = 0
-    T, n = caches[0].seen, rereads(caches)
+    T, n = caches[0].seen, reread_size(caches)
     if n and caches[0].prompt_done:
         raise ValueError("the prompt was already ended; call end_prompt once per prompt")
     for cache in caches if n else ():
         cache.reserve(T + min(n + 8, T))
-    for part in reread_slices(T, n):
+    for i, part in enumerate(reread_slices(T, n)):
         for cache in caches:
-            cache.rereading = T
+            cache.rereading, cache.first_pass = slice(i * n, part.stop), T
         read(part)
         peak = max(peak, cache_bytes(caches)[1])
         for cache in caches:
-            cache.rereading, cache.length, cache.seen = 0, T, T
+            cache.rereading, cache.length, cache.seen = None, T, T
     return peak
 
 

@@ -368,5 +368,5 @@ axis.legend();
 #
 # <details><summary>Hint</summary>
 #
-# `rereads` is a class attribute: `class Small(KVzip): rereads = 64`. Measure needles and time.
+# `reread_size` is a class attribute: `class Small(KVzip): reread_size = 64`. Measure needles and time.
 # </details>

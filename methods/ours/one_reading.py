@@ -18,7 +18,7 @@ from nanollm.check import check_budget, whole
 class OneReading(KVzip):
     """KVzip scored in the first pass, by the attention of later tokens."""
     later: int = 8  # least distance of a token that scores an entry; this many newest entries stay
-    rereads = 0
+    reread_size = 0
     watch = ALL
 
     def __post_init__(self):

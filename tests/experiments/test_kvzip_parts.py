@@ -2,7 +2,7 @@
 import torch
 
 from common import tasks
-from experiments.kvzip_parts import apart, by_heads, fewer_bits
+from experiments.kvzip_parts import apart, by_heads, by_pieces, fewer_bits
 from methods.duo_attention import DuoAttention
 from methods.kvzip import KVzip
 from methods.ours.one_reading import OneReading
@@ -53,3 +53,13 @@ def test_duo_attention_by_two_sets_of_heads():
         make = maker(model, DuoAttention, part, heads=heads[name])
         assert torch.equal(right, retrieve(model, batch, make)["agnostic"])
     assert len(found) == 4 and found["right", 0.3].mean() > found["wrong", 0.3].mean() + 0.3
+
+
+@torch.no_grad()
+def test_scored_entries_of_a_piece():
+    model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 3, 700)  # two pieces
+    found = by_pieces(model, batch, keep_ratios=(0.04,))
+    for scored, own in (("its own", True), ("all", False)):
+        right, seconds = found[scored, 0.04]
+        assert seconds > 0
+        assert torch.equal(right, retrieve(model, batch, maker(model, KVzip, 0.04, own=own))["agnostic"])

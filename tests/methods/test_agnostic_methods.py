@@ -9,7 +9,7 @@ from methods.expected_attention import ExpectedAttention
 from methods.kvzip import KVzip
 from methods.ours.one_reading import OneReading
 from nanollm.cache import NEVER, end_prefill, make_cache
-from nanollm.generate import end_prompt, generate, prefill
+from nanollm.generate import end_prompt, generate, prefill, reread
 
 n = 30
 g = torch.Generator().manual_seed(5)
@@ -74,8 +74,10 @@ def test_expected_attention_is_the_loop(options, freq, cut):
 # ---- KVzip ---
 
 
-def looks(caches):
+def looks(caches, sees=lambda t: [*range(t + 1)]):
     """Return the attention of each layer's recorded queries: {(b, layer, h): [(t, weights of all slots), …]}.
+
+    The query at position t sees the slots sees(t).
     """
     rows_by_head = {}
     for layer, (q, k) in enumerate(caches):
@@ -86,8 +88,9 @@ def looks(caches):
                 for query in range(h * G, h * G + G):
                     for t in range(total - q.shape[2], total):
                         one_query = q[b, query, t - total + q.shape[2]]
-                        p = (k[b, h, :t + 1] @ one_query / math.sqrt(D)).softmax(0).tolist()
-                        rows.append((t, p + [0.0] * (total - t - 1)))
+                        p = torch.zeros(total)
+                        p[sees(t)] = (k[b, h, sees(t)] @ one_query / math.sqrt(D)).softmax(0)
+                        rows.append((t, p.tolist()))
                 rows_by_head[b, layer, h] = rows
     return rows_by_head
 
@@ -140,6 +143,40 @@ def test_kvzip_is_the_loop(Method, recent, sinks, how, across):
         assert kept(cache) == [[sorted(stays[b, layer, h]) for h in range(H)] for b in range(B)], layer
 
 
+@pytest.mark.parametrize("how", ["max", "sum"])
+@pytest.mark.parametrize("own", [True, False])
+@torch.no_grad()
+def test_a_piece_scores_the_entries_that_it_repeats_or_all(own, how):
+    """The scores equal the loop's: the softmax covers the first 4 tokens, the piece's entries, the reread."""
+    model, prompt, recorded = decoder(), TOKENS[:, :24], [[] for _ in range(3)]
+
+    class Recording(KVzip):
+        reread_size = 10
+
+        def attend(self, q, k, v, pos):
+            y = super().attend(q, k, v, pos)
+            if self.rereading:
+                recorded[self.layer].append((self.rereading, (q.clone(), self.k.clone())))
+            return y
+
+    caches = make_cache(model, Recording, budget=10, score=how, own=own)
+    prefill(model, prompt, caches)
+    reread(caches, lambda part: [prefill(model, x, caches) for x in prompt[:, part].split(7, 1)])
+    score = [[[0.0] * 24 for _ in range(B * H)] for _ in range(3)]
+    for pieces in zip(*recorded):
+        part = pieces[0][0]
+        scored = [*range(24)[part]] if own else [*range(24)]
+        seen = sorted({*range(4), *scored})
+        rows_by_head = looks([x for _, x in pieces], lambda t: seen + [*range(24, t + 1)])
+        for (b, layer, h), rows in rows_by_head.items():
+            old = score[layer][b * H + h]
+            for _, p in rows:
+                for i in scored:
+                    old[i] = max(old[i], p[i]) if how == "max" else old[i] + p[i]
+    for layer, cache in enumerate(caches):
+        assert torch.allclose(cache.scores().flatten(0, 1), torch.tensor(score[layer]), atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_long_prompt_is_read_again_in_parts():
     """The reread comes in pieces, each with the 8 tokens before it, at positions after the prompt.
@@ -147,7 +184,7 @@ def test_a_long_prompt_is_read_again_in_parts():
     Afterwards the cache is the same as before.
     """
     class Short(KVzip):
-        rereads = 10
+        reread_size = 10
 
         def attend(self, q, k, v, pos):
             if self.rereading and self.layer == 0:
