@@ -2,9 +2,6 @@
 from pathlib import Path
 import shutil
 
-import jupytext
-import nbformat
-
 from course.assignments import ASSIGNMENTS, COMPARE, Assignment
 from course.functions import emptied, needed
 
@@ -20,6 +17,7 @@ def make(folder: Path, assignments: list[str]):
     The copy holds the emptied functions, the imports of handouts and public tests, and the methods that the
     written questions compare. It leaves out kernels, other tests, notebooks and results.
     """
+    import nbformat  # here, because it and jupytext take seconds to import
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; name a new folder")
 
@@ -49,6 +47,7 @@ def number(name: str) -> int:
 
 def handout(name: str):
     """Return the notebook of an assignment, not yet run."""
+    import jupytext
     book = jupytext.read(ROOT / "course" / name / "handout.py")
     book.metadata = dict(kernelspec=dict(name="python3", display_name="Python 3", language="python"))
     for i, cell in enumerate(book.cells):

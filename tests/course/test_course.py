@@ -58,9 +58,11 @@ def handed_out(tmp_path_factory, course):
 
 
 def test_an_untouched_copy_has_no_points(graded, handed_out, tmp_path):
-    tests = graded(handed_out, tmp_path / "results.json", "--csv", tmp_path / "points.csv")
-    assert tests.keys() == PROBLEMS.keys()
-    for name, problem in PROBLEMS.items():
+    """Of one assignment. In test_course_wrong.py every test refuses an empty function."""
+    own = {name: problem for name, problem in PROBLEMS.items() if name.startswith("cache.")}
+    tests = graded(handed_out, tmp_path / "results.json", "--csv", tmp_path / "points.csv", "--only", "cache")
+    assert tests.keys() == own.keys()
+    for name, problem in own.items():
         source = (handed_out / problem.file).read_text()
         function = source.split("\n")[slice(*place(source, problem.function))]
         line = 1 + next(i for i, text in enumerate(function) if "raise NotImplementedError" in text)
@@ -68,7 +70,7 @@ def test_an_untouched_copy_has_no_points(graded, handed_out, tmp_path):
             assert test["status"] == "failed" and test["score"] == 0, test["name"]
             assert f"NotImplementedError (line {line} of " in test["output"], test
     header, row = csv.reader((tmp_path / "points.csv").open())
-    assert header == ["submission", *PROBLEMS, "total"] and row == ["copy", *["0.00"] * (len(PROBLEMS) + 1)]
+    assert header == ["submission", *own, "total"] and row == ["copy", *["0.00"] * (len(own) + 1)]
 
 
 def test_the_repository_has_all_points(graded, tmp_path):
@@ -100,7 +102,7 @@ def test_attacks_cost_their_own_problem_only(graded, tmp_path):
     try:
         attacked(folder, sentinel)
         before = {path: path.stat().st_mtime_ns for path in [sentinel, *folder.rglob("*")]}
-        tests = graded(folder, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "6")
+        tests = graded(folder, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "2")
         assert {path: path.stat().st_mtime_ns for path in before} == before
         assert sentinel.read_text() == "here"
     finally:
@@ -114,7 +116,7 @@ def test_attacks_cost_their_own_problem_only(graded, tmp_path):
     assert all("in place" in text for text in output["chunks.ranking"])
     assert all(re.search(r"\(line \d+ of insert\)", text) for text in output["sketch.insert"])
     assert len(output["chunks.cut_to"]) == 2  # one call was stopped, and no other begun
-    assert all("more than 6 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
+    assert all("more than 2 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
     assert all(c.isprintable() or c == "\n" for each in output.values() for text in each for c in text)
     assert max(len(text) for each in output.values() for text in each) <= 5000
 
@@ -158,14 +160,6 @@ def points(tmp_path):
     return points
 
 
-@LINUX
-def test_points_do_not_depend_on_the_shell(monkeypatch, tmp_path, points):
-    (tmp_path / "safetensors.py").write_text("")  # would shadow the library
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(submission(tmp_path / os.fsdecode(b"n\xff")))
-    assert points(".") == ["n\N{REPLACEMENT CHARACTER}", "1.00", *["0.00"] * 5, "1.00"]
-
-
 NOSY = """
 right = grid
 def grid(place, size):
@@ -180,7 +174,10 @@ def grid(place, size):
 
 
 @LINUX
-def test_an_editable_install_opens_no_hidden_tests(monkeypatch, tmp_path, points):
+def test_neither_the_shell_nor_an_editable_install_changes_points(monkeypatch, tmp_path, points):
+    """Points do not depend on PYTHONPATH, and a submission opens no hidden tests."""
+    (tmp_path / "safetensors.py").write_text("")  # would shadow the library
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     other = tmp_path / "other"
     shutil.copytree(ROOT / "course", other / "course")
     venv.create(tmp_path / "venv", symlinks=True)
@@ -188,7 +185,8 @@ def test_an_editable_install_opens_no_hidden_tests(monkeypatch, tmp_path, points
     (packages / "editable.pth").write_text(f"{sysconfig.get_path('purelib')}\n{other}\n{ROOT}\n")
     files = [str(root / "course" / "chunks" / "hidden.py") for root in (ROOT, other)]
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    assert points(submission(tmp_path / "nosy", f"{NOSY}FILES = {files}\n"))[-1] == "1.00"
+    monkeypatch.chdir(submission(tmp_path / os.fsdecode(b"n\xff"), f"{NOSY}FILES = {files}\n"))
+    assert points(".") == ["n\N{REPLACEMENT CHARACTER}", "1.00", *["0.00"] * 5, "1.00"]
 
 
 def test_no_room_for_a_copy_costs_no_points():

@@ -11,13 +11,18 @@ from course.messages import packed, unpacked
 ROOT = Path(__file__).parents[2]
 
 
+def body(problem, source: str) -> str:
+    """Return the function's lines in the text of its file."""
+    return "\n".join(source.split("\n")[slice(*place(source, problem.function))])
+
+
 @contextmanager
 def planted(problem, old: str, new: str):
     """Replace a piece of the function's code, wherever it was imported; restore it afterwards."""
     source = (ROOT / problem.file).read_text()
-    body = "\n".join(source.split("\n")[slice(*place(source, problem.function))])
-    assert old in body, f"{problem.name}: {old!r} is not in {problem.function}"
-    changed = source.replace(body, body.replace(old, new))
+    right = body(problem, source)
+    assert old in right, f"{problem.name}: {old!r} is not in {problem.function}"
+    changed = source.replace(right, right.replace(old, new))
     module = import_module(problem.file.removesuffix(".py").replace("/", "."))
     function = module
     for part in problem.function.split("."):

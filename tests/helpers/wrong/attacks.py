@@ -78,7 +78,7 @@ ATTACKS = {
         score.zero_()
         return order""",
     "chunks.cut_to": """
-        end = time.monotonic() + 8  # more than --seconds 6, less than its default
+        end = time.monotonic() + 8  # more than --seconds 2, less than its default
         while time.monotonic() < end:
             pass""",
     "chunks.fit": "say(struct.pack('!i', 1000) + b'half'); time.sleep(1000)",
