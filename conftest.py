@@ -34,6 +34,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+@pytest.fixture(scope="session")
+def typed():
+    """Return typed("python", "-m", MODULE, ...), which runs a line in a process that has only PATH and HOME."""
+    from forks import Forks
+    with Forks() as forks:
+        yield forks.run
+
+
 @pytest.fixture
 def poisoned(monkeypatch):
     """Whatever is allocated without being filled is full of NaN."""

@@ -1,6 +1,5 @@
 """nano.py keeps and answers what the library keeps and answers."""
 import re
-import subprocess
 import sys
 
 import pytest
@@ -42,17 +41,17 @@ def test_its_page_and_question_are_those_of_the_library():
     assert (nano.PAGE, nano.QUESTION, nano.ANSWER) == (demo.PAGE, demo.QUESTION, demo.ANSWER)
 
 
-def test_it_is_one_file_of_200_lines_that_runs_alone(tmp_path):
+def test_it_is_one_file_of_200_lines_that_runs_alone(typed, tmp_path):
     source = open(nano.__file__).read()
     imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.M))
     assert source.count("\n") <= 200
     assert imported - sys.stdlib_module_names == {"safetensors", "tiktoken", "torch"}
-    out = subprocess.run([sys.executable, nano.__file__], cwd=tmp_path, capture_output=True, text=True)
+    out = typed("python", nano.__file__, cwd=tmp_path)
     assert out.returncode == 0 and out.stdout.count("2356") >= 4
 
 
 @pytest.mark.parametrize("argument, message", [
     ("Foo", "invalid choice: 'Foo'"), ("SnapKV 8", "budget 8 must be")])
-def test_bad_input_is_one_line(argument, message):
-    out = subprocess.run([sys.executable, nano.__file__, *argument.split()], capture_output=True, text=True)
+def test_bad_input_is_one_line(argument, message, typed):
+    out = typed("python", nano.__file__, *argument.split())
     assert out.returncode == 2 and message in out.stderr and "Traceback" not in out.stderr

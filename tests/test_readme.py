@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, link
 from experiments import render
-from forks import PATH, Forks
+from forks import PATH
 from methods.random_eviction import RandomEviction
 from nanollm import TINY
 from nanollm.commands import table
@@ -48,18 +48,17 @@ SMALLER = [  # what makes a long command a short one; the first that fits
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(typed, tmp_path_factory):
     """Every command of the README and its folder: run from the root, with only PATH and HOME."""
     results, small = {}, tmp_path_factory.mktemp("small")
     checkpoint_of_two_layers(small)
-    with Forks() as forks:
-        for command in COMMANDS:
-            folder = tmp_path_factory.mktemp("command")
-            more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
-            words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
-            results[command] = folder, forks.run(words, folder, ROOT) if words[:2] == ["python", "-m"] else (
-                subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
-                               capture_output=True, timeout=300, stdin=subprocess.DEVNULL))
+    for command in COMMANDS:
+        folder = tmp_path_factory.mktemp("command")
+        more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
+        words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
+        results[command] = folder, typed(*words) if words[0] == "python" else (
+            subprocess.run(words, cwd=ROOT, text=True, env=dict(PATH=PATH, HOME=os.environ["HOME"]),
+                           capture_output=True, timeout=300, stdin=subprocess.DEVNULL))
     return results
 
 
@@ -120,7 +119,9 @@ def test_the_readme_s_method_does_what_it_says():
 
 def test_the_readme_s_method_beats_random_in_every_column():
     model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
-    bench = Benchmark.build(model, tasks, 512, 32)
+    batches = {task: tasks.batch(task, 0, documents, 512)
+               for task, documents in (("needle", 32), ("pairs", 8), ("few_shot", 8))}
+    bench = Benchmark.read(model, batches, Benchmark.text(model, tasks, 512, 16))
     own, random = (bench.run(model, maker(model, Method, 0.25)) for Method in (snippet(), RandomEviction))
     assert all(own[column] > random[column] for column in table.ACCURACIES) and own["kl"] < random["kl"] / 2
     assert own["needle_agnostic"] >= 0.5 and random["needle_agnostic"] < 0.1

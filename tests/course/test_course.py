@@ -28,12 +28,11 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="without Landlock onl
 
 
 @pytest.fixture(scope="module")
-def course(tmp_path_factory):
+def course():
     """Return course(*words), which runs `python -m nanollm`: exit code, stdout, stderr."""
     with Forks(OMP_NUM_THREADS="1") as forks:
         def course(*args, cwd=ROOT):
-            words = ["python", "-m", "nanollm", *map(str, args)]
-            done = forks.run(words, tmp_path_factory.mktemp("streams"), cwd)
+            done = forks.run("python", "-m", "nanollm", *args, cwd=cwd)
             return done.returncode, done.stdout, done.stderr
         yield course
 

@@ -1,11 +1,8 @@
 """What takes time: each table small, in a new process; weights, bytes and exponents; what is refused."""
 from dataclasses import replace
+from functools import partial
 from itertools import product
 import json
-import os
-from pathlib import Path
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from nanollm.commands.registry import given, pick
 from nanollm.generate import tell_chunk_ends
 from nanollm.model import Config
 
-ROOT = Path(__file__).parents[2]
 SHAPE = Config(60, 80, n_layers=2, n_heads=4, n_kv_heads=2, d_model=64, d_ff=32, head_dim=16, qkv_bias=True)
 
 
@@ -27,13 +23,13 @@ def small(tmp_path_factory):
     return checkpoint_of_two_layers(tmp_path_factory.mktemp("small"))  # for 800 tokens
 
 
-def run(*words):
+@pytest.fixture
+def run(typed):
     """The command in a new process that knows only PATH and HOME."""
-    return subprocess.run([sys.executable, "-m", "experiments.speed", *map(str, words)], capture_output=True,
-                          text=True, cwd=ROOT, env={name: os.environ[name] for name in ("PATH", "HOME")})
+    return partial(typed, "python", "-m", "experiments.speed")
 
 
-def rows_of(*words, folder):
+def rows_of(run, *words, folder):
     """The rows that the command wrote, which are what it shows; and what it printed."""
     done = run(*words, "--json", folder / "rows.json")
     assert done.returncode == 0, done.stderr
@@ -42,8 +38,8 @@ def rows_of(*words, folder):
     return rows
 
 
-def test_steps(small, tmp_path):
-    rows = rows_of("--methods", "snap_kv", "h2o", "--lengths", 168, 256, "--new", 9, "--repeat", 2,
+def test_steps(run, small, tmp_path):
+    rows = rows_of(run, "--methods", "snap_kv", "h2o", "--lengths", 168, 256, "--new", 9, "--repeat", 2,
                    "--model", small, folder=tmp_path)
     tables = {name: [row for row in rows if row["table"] == name] for name in speed.TITLES}
     assert [(row["numbers"], row["slots"]) for row in tables["floor"]] == [
@@ -78,9 +74,9 @@ def test_what_is_compiled_is_the_decoder(monkeypatch):
     assert torch.equal(y, told)
 
 
-def test_growth_of_a_text_longer_than_the_model_was_made_for(small, tmp_path):
-    rows = rows_of("--what", "growth", "--lengths", 900, 64, "--methods", "full", "kvzip", "--model", small,
-                   "--figure", tmp_path / "growth.png", folder=tmp_path)
+def test_growth_of_a_text_longer_than_the_model_was_made_for(run, small, tmp_path):
+    rows = rows_of(run, "--what", "growth", "--lengths", 900, 64, "--methods", "full", "kvzip", "--model",
+                   small, "--figure", tmp_path / "growth.png", folder=tmp_path)
     assert [(row["phase"], row["method"]) for row in rows] == [
         (phase, name) for phase in speed.PHASES for name in ("full", "kvzip")]
     for row in rows:  # of two points the line goes through both
@@ -150,7 +146,7 @@ def test_large_goes_on_where_it_ended_and_says_what_does_not_fit(tmp_path, monke
     ("--lengths 64", "ada_kv at 25 % of 64 tokens: budget 16 must exceed the window 32"),
     ("--what growth --lengths 512 512", "--lengths has one length, 512; growth needs"),
     ("--what large --device cpu --lengths 2000000", "length 2000000 must be a whole number from 1 to")])
-def test_what_cannot_be_measured_is_one_line_before_any_work(wrong, told):
+def test_what_cannot_be_measured_is_one_line_before_any_work(wrong, told, run):
     done = run(*wrong.split())
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {told}"), done.stderr
     assert done.stderr.count("\n") == 1

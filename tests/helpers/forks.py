@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from tempfile import TemporaryDirectory
 
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
@@ -26,13 +27,15 @@ class Forks:
     def __exit__(self, *_):
         self.process.communicate()  # closes its stdin, so it ends
 
-    def run(self, words: list[str], folder: Path, cwd: Path) -> subprocess.CompletedProcess:
-        """Run `python -m MODULE ARGUMENTS` in `cwd`, as a user types it; `folder` gets stdout and stderr."""
-        assert words[:2] == ["python", "-m"]
-        streams = [str(folder / name) for name in ("stdout", "stderr")]
-        print(json.dumps([words[2:], streams, str(cwd)]), file=self.process.stdin, flush=True)
-        code = int(self.process.stdout.readline())
-        return subprocess.CompletedProcess(words, code, *(Path(file).read_text() for file in streams))
+    def run(self, *words, cwd=Path(__file__).parents[2]) -> subprocess.CompletedProcess:
+        """Run `python -m MODULE ARGUMENTS` or `python FILE ARGUMENTS` in `cwd`, as a user types it."""
+        python, *words = map(str, words)
+        assert python == "python" and (words[0] == "-m" or words[0].endswith(".py"))
+        with TemporaryDirectory() as folder:
+            streams = [f"{folder}/stdout", f"{folder}/stderr"]
+            print(json.dumps([words, streams, str(cwd)]), file=self.process.stdin, flush=True)
+            code = int(self.process.stdout.readline())
+            return subprocess.CompletedProcess(words, code, *(Path(file).read_text() for file in streams))
 
 
 def serve():
@@ -50,11 +53,15 @@ def begin(words, streams, cwd):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), stream)
     sys.stdin = open(os.devnull)  # drop input that the parent has read ahead
     os.chdir(cwd)
-    sys.argv, sys.path[0] = words, cwd
-    return words[0]
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = words[1:], cwd
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).absolute().parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
     import torch
     torch.set_num_threads(1)
-    runpy.run_module(serve(), run_name="__main__", alter_sys=True)
+    serve()

@@ -1,9 +1,4 @@
 """The bench without a GPU: what is compared is the same, and counts are those of the tensors."""
-import os
-from pathlib import Path
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -79,8 +74,6 @@ def test_the_floor_is_the_larger_of_two_times():
     ("--resources --dim 0", "--dim 0 must be a whole number from 1 to 256"), ("--lengths 0", "length 0 must"),
     ("--json README.md", "README.md holds something else"),
     pytest.param("", "no GPU here", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is"))])
-def test_what_cannot_be_done_is_one_line_in_a_clean_shell(wrong, told):
-    done = subprocess.run([sys.executable, "-m", "kernels.bench", *wrong.split()], capture_output=True,
-                          text=True, cwd=Path(bench.__file__).parents[1],
-                          env={name: os.environ[name] for name in ("PATH", "HOME")})
+def test_what_cannot_be_done_is_one_line_in_a_clean_shell(wrong, told, typed):
+    done = typed("python", "-m", "kernels.bench", *wrong.split())
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {told}"), done.stderr
