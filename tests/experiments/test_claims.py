@@ -125,7 +125,7 @@ def subject(name):
 
 
 @pytest.mark.parametrize("name, claim", [("built", "P3"), ("built", "P6"), *(
-    ("learned", claim) for claim in ("P2", "P3", "P6", "P7", "P13", "C1", "R6"))])
+    ("learned", claim) for claim in ("P2", "P7", "P13", "C1", "R6"))])
 def test_the_stored_findings_are_what_the_code_finds(claim, name):
     (row,) = (row for row in STORED if (row["claim"], row["model"]) == (claim, name))
     on, found = subject(name), judge(claim, subject(name))
@@ -184,7 +184,8 @@ def test_only_a_model_that_does_not_ship_has_a_third_column(model, columns, two)
     assert [found[0][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
 
 
-def test_both_engines_find_the_same(tmp_path):
+def test_both_engines_find_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_command, "SHIPPED", {"built": SHIPPED["built"]})
     ours, theirs = (run(tmp_path, *f"--claims P6 R5 S7 --documents 2 --length 128 --engine {x}".split())
                     for x in ("ours", "transformers"))
     for a, b in zip(ours, theirs, strict=True):
@@ -273,12 +274,13 @@ def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(tmp_path):
         "    note('S9', nll=numpy.int64(5))\n")
 
     def run_pytest(*options):
-        env = dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'helpers'}")
+        env = dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT / 'tests' / 'helpers'}",
+                   PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")  # the others take seconds to load
         command = [sys.executable, "-m", "pytest", "-q", "-p", "claims_plugin", *options]
         done = subprocess.run(command, cwd=tmp_path, env=env, timeout=100, capture_output=True, text=True)
         return done.returncode, done.stdout
 
-    code, out = run_pytest("-n", "1")
+    code, out = run_pytest("-p", "xdist", "-n", "1")
     assert code == 1 and "1 passed" in out and "S9.few_shot" in out
     assert "markers of unknown claims: T99" in out
     assert "S9.nll" not in out
