@@ -50,12 +50,14 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
     jobs, unfit = candidates.fit(candidates.jobs(args.lengths, args.keep), named)
     torch.manual_seed(settings.seed)
     tasks = Tasks(encoding, "test", text, settings.chat)
+    # a large model computes with several threads, which must not be forked
+    processes = shell.cores() if world == 1 and torch.get_num_threads() == 1 else 1
     keep = psutil.virtual_memory().available / 2 if args.memory is None else args.memory * 1e9
 
     @lru_cache(maxsize=1)
     def read(T: int) -> Slices:
         """Return the benchmark of documents of T tokens. Report its memory, unless a short table keeps it."""
-        slices = Slices(model, tasks, T, settings.documents, settings.seed, args.batch, keep)
+        slices = Slices(model, tasks, T, settings.documents, settings.seed, args.batch, keep, processes)
         if rank == 0 and not (args.short and slices.keeps):
             tqdm.write(str(slices), file=sys.stderr)
         slices.benchmark(model, 0)  # an error of the model ends the run here, not once per row

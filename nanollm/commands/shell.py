@@ -52,6 +52,11 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
                         help="CPU threads; default 0: one for small models, all cores for large ones")
 
 
+def cores() -> int:
+    """Return the cores that this process may use; 1 where a process that computes cannot be forked."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+
+
 def set_threads(asked: int, parameters: int):
     """Set PyTorch's CPU threads. asked: how many; 0 chooses by the model's number of parameters.
 

@@ -2,16 +2,20 @@
 
 A recording holds the queries, keys and values that the decoder gives to each layer's cache.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 import math
+from multiprocessing import get_context
+import pickle
+import signal
 
 import torch
 from torch import Tensor
 
 from nanollm.cache import make_cache
-from nanollm.measure.evaluate import (Make, Reference, check_size, continuation, perturbation,
-                                      prompt_and_question, reference, retrieve, budget_for, standard_error,
-                                      text_windows)
+from nanollm.measure.evaluate import (Make, Reference, check_size, continuation, prompt_and_question,
+                                      reference, retrieve, budget_for, standard_error, text_windows)
 from nanollm.measure.replay import CannotReplay, Recorder, Recording, record
 from nanollm.measure.tasks import Batch, Tasks
 
@@ -59,7 +63,7 @@ class Benchmark:
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
         """Return the right answers (B,) by task and setting, and the text's measurements.
 
-        The text is measured by `continuation` and `perturbation`; without a text the second dict is empty.
+        The text is measured by `continuation`; without a text the second dict is empty.
         """
         right = {}
         for task, batch in self.batches.items():
@@ -67,8 +71,8 @@ class Benchmark:
             right |= {f"{task}_{setting}": x for setting, x in answers.items()}
         if self.full is None:
             return right, {}
-        text = replayed_or_read(continuation, model, self.full, make, self.full.recording)
-        return right, text | dict(l1_alone=perturbation(model, self.full, make))
+        measure = partial(continuation, alone=True)
+        return right, replayed_or_read(measure, model, self.full, make, self.full.recording)
 
     def run(self, model, make: Make) -> dict:
         """Measure caches from `make`, and return a row of `summary`."""
@@ -111,10 +115,13 @@ class Slices:
     """A benchmark of any size, recorded in pieces of `batch` documents or texts.
 
     If all recordings fit into `keep` bytes, each is made once. Otherwise each is made again for every row. A
-    row equals that of one Benchmark of all documents, up to rounding.
+    row equals that of one Benchmark of all documents, up to rounding. processes: how many measure a row at a
+    time, each some of the pieces; forks of this process, so they share the model and the recordings. Decoding
+    speed is then that of a process beside others; a second thread (--threads 2) leaves one process.
     """
 
-    def __init__(self, model, tasks: Tasks, T: int, documents: int, seed: int, batch: int, keep: float):
+    def __init__(self, model, tasks: Tasks, T: int, documents: int, seed: int, batch: int, keep: float,
+                 processes: int = 1):
         check_size(model, documents, 2, T)
         self.pieces = [({task: part}, None) for task, options in TASKS.items()
                        for whole_batch in tasks.batches(task, seed, documents, T, **options)
@@ -127,10 +134,16 @@ class Slices:
         numbers = c.n_layers * (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
         self.bytes = tokens * numbers * model.embed.weight.element_size()
         self.keeps = self.bytes <= keep
+        # on a GPU nothing can be forked, and for a few documents it takes longer than it saves
+        forked = self.bytes > 2e7 and not model.embed.weight.is_cuda
+        self.processes = min(processes, len(self.pieces)) if forked else 1
 
     def run(self, model, make: Make) -> dict:
         """Measure caches from `make` on all pieces, and return a row of `summary`."""
-        return summary([self.benchmark(model, i).measured(model, make) for i in range(len(self.pieces))])
+        for i in range(len(self.pieces)) if self.keeps else ():
+            self.benchmark(model, i)  # recorded before the fork
+        return summary(in_forks(lambda i: self.benchmark(model, i).measured(model, make),
+                                len(self.pieces), self.processes))
 
     def benchmark(self, model, i: int) -> Benchmark:
         """Return the Benchmark of piece i, and record it if that has not been done."""
@@ -144,6 +157,25 @@ class Slices:
     def __str__(self):
         size = f"recordings of all prompts take {self.bytes / 1e9:.2g} GB"
         return size if self.keeps else f"{size}, more than --memory allows; each row reads the prompts again"
+
+
+def in_forks(function: Callable[[int], object], n: int, processes: int) -> list:
+    """Return [function(0), …, function(n − 1)], computed by forks of this process."""
+    if processes == 1:
+        return [function(i) for i in range(n)]
+    with get_context("fork").Pool(processes, begin_fork, [function]) as pool:
+        last_first = [pickle.loads(x) for x in pool.imap(call, range(n)[::-1])]  # the text takes longest
+        return last_first[::-1]
+
+
+def begin_fork(function: Callable[[int], object]):
+    """Keep a function that cannot be sent to a process; Ctrl-C ends the process silently."""
+    call.function = function
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def call(i: int) -> bytes:
+    return pickle.dumps(call.function(i))  # else torch would share each tensor as an open file
 
 
 def cut(batch: Batch, n: int) -> list[Batch]:

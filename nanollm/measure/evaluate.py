@@ -174,13 +174,14 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
 
 @torch.no_grad()
 def continuation(model, full: Reference, make: Make, recording: list[Recording] | None = None,
-                 chunk_size: int = 64) -> dict:
+                 chunk_size: int = 64, alone: bool = False) -> dict:
     """Compress the prompt, feed the continuation token by token, and return measurements.
 
     kl         KL(full ‖ compressed) of the next token in nats, mean over the continuation, (B,)
     nll        −log p of the true token, mean over the continuation, (B,); perplexity is over all texts
     l1         ‖o − ô‖₁ with o = y W_O (Definition 1 of CriticalKV), mean over the continuation, (B, L, H·G);
                the changes of lower layers are included
+    l1_alone   if `alone`: `perturbation`
     live, allocated, peak, live_16
                bytes after the continuation, the peak, and `bytes_in_16_bits`
     device     increase of the GPU allocator's bytes by the compressed prompt; None on a CPU
@@ -201,6 +202,8 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     peak = max(peak, end_prompt(model, full.prompt, caches))
     after_prompt = slots(caches)
     device = torch.cuda.memory_allocated(tokens.device) - before if tokens.is_cuda else None
+    # a replayed prompt is the one that `perturbation` would read
+    more = dict(l1_alone=perturbation(model, full, make, recording and copied(caches))) if alone else {}
 
     # the continuation, token by token
     with head_outputs(model) as heads:
@@ -223,7 +226,7 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
                 tokens_per_s=tokens.shape[0] * new / seconds,
                 device=device, prompt=cut, slots=after_prompt, slots_end=slots(caches),
                 evicts=any(type(cache).evict is not LayerCache.evict for cache in caches),
-                keeps_all=all(cache.keeps_all for cache in caches))
+                keeps_all=all(cache.keeps_all for cache in caches), **more)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -265,17 +268,18 @@ def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) ->
 
 
 @torch.no_grad()
-def perturbation(model, full: Reference, make: Make) -> Tensor:
+def perturbation(model, full: Reference, make: Make, caches: list[LayerCache] | None = None) -> Tensor:
     """Return ‖o − ô‖₁ (Definition 1 of CriticalKV) of each layer alone, (B, L, H·G).
 
     Each layer gets the queries of the full cache. In `continuation`, the queries also change, because the
-    layers below have changed.
+    layers below have changed. caches: those to which the prompt has been replayed, if there are any.
     """
-    caches = make(full.prompt.shape[1], full.prompt)
-    for cache, recording in zip(caches, full.recording):
-        for part in recording.split(64, cache.w_o.device):
-            cache.attend(*part)
-    end_prompt(model, full.prompt, caches)
+    if caches is None:
+        caches = make(full.prompt.shape[1], full.prompt)
+        for cache, recording in zip(caches, full.recording):
+            for part in recording.split(64, cache.w_o.device):
+                cache.attend(*part)
+        end_prompt(model, full.prompt, caches)
 
     answers = []
     for cache, recording in zip(caches, full.continuation):

@@ -2,6 +2,7 @@
 from functools import cache as once
 from itertools import product
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ from nanollm.commands.registry import given, has_budget, pick
 from nanollm.generate import generate, tell_chunk_ends
 from nanollm.hf.checkpoint import from_hf
 from nanollm.measure import evaluate
-from nanollm.measure.benchmark import TASKS, Benchmark, Slices, excess, replayed_or_read, summary
+from nanollm.measure.benchmark import TASKS, Benchmark, Slices, excess, in_forks, replayed_or_read, summary
 from nanollm.measure.evaluate import (bits_per_byte, continuation, exact_match, maker, perturbation,
                                       prompt_and_question, reading_within, reference, retrieve, text_windows)
 from nanollm.measure.replay import CannotReplay, Recorder, feed, record, replay
@@ -351,8 +352,18 @@ def test_slices_make_the_row_of_all_documents_at_once(model, benchmark, monkeypa
         assert row[key] == pytest.approx(whole[key], rel=1e-4), key
     for key, each in row["each"].items():
         assert each == pytest.approx(whole["each"][key], rel=1e-4, abs=1e-6), key
+    assert parts.processes == 1  # too little to fork for
+    parts.processes = 2
+    assert parts.run(model, make)["each"] == row["each"]
     each = 4 * L * (SIZE["n_heads"] + 2 * SIZE["n_kv_heads"]) * model.config.head_dim
     assert parts.bytes == (3 * 4 + 2) * 320 * each and ("again" in str(parts)) == (not keep)
+
+
+def test_what_forks_compute_is_in_order_and_an_error_comes_through():
+    here = os.getpid()
+    assert in_forks(lambda i: 100 // i if i else os.getpid() != here, 5, 2) == [True, 100, 50, 33, 25]
+    with pytest.raises(ZeroDivisionError):
+        in_forks(lambda i: 1 // (i - 3), 5, 2)
 
 
 def test_slices_have_the_documents_of_their_seed(model):
