@@ -13,7 +13,7 @@ It also has means over the texts: `heads`, L of each layer and query head; `laye
 with the layers below it compressed too. The texts are those of `python -m nanollm --documents 128`.
 """
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ from nanollm import TINY, tokenizer
 from nanollm.cache import LayerCache, bytes_in_16_bits, end_prefill, make_cache
 from nanollm.hf import checkpoint
 from nanollm.measure.benchmark import Benchmark, replayed_or_read
-from nanollm.measure.evaluate import (Make, Reference, answer, continuation, maker, perturbation,
+from nanollm.measure.evaluate import (Make, Reference, answer, continuation, maker,
                                       prompt_and_question, reference, retrieve, text_windows)
 from nanollm.measure.replay import Recorder, feed, record, replay
 from nanollm.measure.tasks import Batch, Tasks
@@ -136,8 +136,8 @@ def by_text(model, full: Reference, name: str, keep_ratio: float) -> dict[str, T
 
 def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
     """Return the measurements of `by_text` for caches of `make`."""
-    text = replayed_or_read(continuation, model, full, make, full.recording)
-    row = dict(alone=perturbation(model, full, make), together=text["l1"], kl=text["kl"], nll=text["nll"])
+    text = replayed_or_read(partial(continuation, alone=True), model, full, make, full.recording)
+    row = dict(alone=text["l1_alone"], together=text["l1"], kl=text["kl"], nll=text["nll"])
     return {key: x.cpu() for key, x in row.items()}
 
 
