@@ -24,9 +24,9 @@ def pytest_xdist_auto_num_workers(config):
 
 
 # of files, which begin in this order: who begins a long one last lets the others wait
-LONGEST = ("test_readme", "test_course", "test_kv_reviver", "test_foreign", "test_change_and_text",
-           "test_claims", "test_course_wrong", "test_kernels", "test_scissorhands",
-           "test_duo_gates")
+LONGEST = ("test_course", "test_readme", "test_sketch_error", "test_change_and_text", "test_claims",
+           "test_main", "test_persistence", "test_playground", "test_duo_gates", "test_foreign",
+           "test_chunk_bounds", "test_kernels")
 
 
 def pytest_collection_modifyitems(items):
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def typed():
-    """Return typed("python", "-m", MODULE, ...), which runs a line in a process that has only PATH and HOME."""
+    """Return typed("python", "-m", MODULE, ...), which runs it in a process that knows only PATH and HOME."""
     from forks import Forks
     with Forks() as forks:
         yield forks.run

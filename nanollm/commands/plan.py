@@ -20,7 +20,6 @@ from nanollm.commands.shell import DTYPES
 from nanollm.commands.table import SHOWN, budget, label
 from nanollm.commands.text_table import text_table
 from nanollm.generate import reread, tell_chunk_ends
-from nanollm.hf.bridge import Bridged
 from nanollm.hf.checkpoint import hf_skeleton
 from nanollm.measure.evaluate import budget_for, slots
 
@@ -42,6 +41,7 @@ def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
 
     Both come from config.json alone.
     """
+    from nanollm.hf.bridge import Bridged  # here, because transformers takes seconds to import
     skeleton = hf_skeleton(folder)
     c = Bridged(skeleton).config
     w_o = torch.zeros(1, c.n_kv_heads, c.head_dim, dtype=dtype)  # no method's bytes depend on more rows
