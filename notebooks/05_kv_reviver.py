@@ -137,7 +137,7 @@ for name in kinds:
     for part, column in zip(("keys", "values"), zip(*errors[name][1:7])):
         shown.append([f"{name}, {part}", *(f"{error:.2f}" for error in column)])
 print(text_table(shown))
-per_slot = {n: 32 / (n + 1) for n in few_bits}  # 32 bits a number in a slot; n bits and 1 for ranges
+per_slot = {n: 32 / (n + 1) for n in few_bits}  # bits: 32 a number in a slot; n and 1 for ranges
 for n, pair in few_bits.items():
     print(f"{n} bits a number, the bytes of {per_slot[n]:.1f} tokens per slot: "
           "{:.2f} for keys, {:.2f} for values".format(*pair))
