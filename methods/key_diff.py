@@ -26,8 +26,10 @@ def likeness(k: Tensor) -> Tensor:
 
     The result has at least 32 bits.
     """
-    direction = F.normalize(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1)
-    return F.cosine_similarity(direction, direction.mean(2, keepdim=True), dim=-1)
+    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    scale = 1 / k.norm(dim=-1).clamp(min=1e-12)  # no normalized copy of k: this runs at each step
+    mean = F.normalize(scale.unsqueeze(2) @ k, dim=-1)  # (B, H, 1, D)
+    return (mean @ k.mT).squeeze(2) * scale
 
 
 variants = {"key_diff": KeyDiff}

@@ -30,14 +30,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | 
     if in_order:
         slot_pos = slot_pos[:, :1]  # the heads share one mask
     rest, p, outputs = T - w, None, []
+    sees_all = T == 1 and bias is None and not ragged  # the newest token sees every slot
     if rest:
         causal = in_order and bias is None and k.shape[2] == T
-        sees_all = T == 1 and bias is None and not ragged  # the newest token sees every slot
         n = rest if causal else k.shape[2]
         mask = None if causal or sees_all else visible(slot_pos, bias, pos[:, :rest])
         outputs.append(fused(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
     if w:  # only observed queries need explicit probabilities
-        p = probabilities(q[:, :, rest:], k, slot_pos, bias, pos[:, rest:])
+        p = probabilities(q[:, :, rest:], k, None if sees_all else slot_pos, bias, pos[:, rest:])
         y = p.flatten(2, 3) @ v  # (B, H, G·w, D): a group's queries are rows of one product
         outputs.append(y.view(*q.shape[:2], w, -1))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], p
@@ -67,12 +67,15 @@ def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
     return seen if bias is None else torch.where(seen, bias.unsqueeze(2), -math.inf)
 
 
-def probabilities(q: Tensor, k: Tensor, slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """Return softmax(q kᵀ/√D + bias) over visible slots: q (B, H·G, w, D) → (B, H, G, w, S)."""
+def probabilities(q: Tensor, k: Tensor, slot_pos: Tensor | None, bias: Tensor | None, pos: Tensor) -> Tensor:
+    """Return softmax(q kᵀ/√D + bias) over visible slots: q (B, H·G, w, D) → (B, H, G, w, S).
+
+    If slot_pos is None, every query sees every slot, and there is no bias.
+    """
     B, heads, w, D = q.shape
     H = k.shape[1]
     score = (q.reshape(B, H, -1, D) @ k.mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
-    # adding a float mask is faster than masked_fill
-    mask = visible(slot_pos, q.new_zeros(1, 1, 1) if bias is None else bias, pos)
-    score.add_(mask.unsqueeze(2))
+    if slot_pos is not None:  # adding a float mask is faster than masked_fill
+        mask = visible(slot_pos, q.new_zeros(1, 1, 1) if bias is None else bias, pos)
+        score.add_(mask.unsqueeze(2))
     return score.softmax(-1, dtype=torch.float32).to(q.dtype)

@@ -25,11 +25,11 @@ from nanollm.check import (
     check_attend, check_budget, check_kept, check_numbers, check_options, check_score, check_watch,
     constructed)
 from nanollm.kernel_switch import kernel_for
-from nanollm.ranking import expand_index, indices, rank
+from nanollm.ranking import expand_index, indices, rank, taken
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # observe every query
-TILE = 32                             # if every query is observed, prompts are read in pieces of this size
+TILE = 64                             # if every query is observed, prompts are read in pieces of this size
 
 
 class PerEntry:
@@ -219,9 +219,11 @@ class LayerCache:
         check_kept(i, self.pos.shape)
         empty, i = i < 0, i.clamp(min=0)
         in_use = {name: self.slot(name) for name in self.slots}
-        self.slots = {name: x.gather(2, expand_index(i, x)) for name, x in in_use.items()}
-        self.slots["pos"].masked_fill_(empty, NEVER)
-        self.length, self.ragged = i.shape[2], self.ragged or bool(empty.any())
+        self.slots = {name: taken(x, i) for name, x in in_use.items()}
+        self.length = i.shape[2]
+        if empty.any():
+            self.ragged = True
+            self.slots["pos"].masked_fill_(empty, NEVER)
 
     def drop(self, i: Tensor):
         """Evict slot i (B, H, 1) of each head. The last slot takes its place.
@@ -239,8 +241,8 @@ class LayerCache:
         if self.ragged:
             score = score.masked_fill(self.pos == NEVER, -math.inf)
         if self.length == budget + 1 and not self.ragged:  # one slot too many, as in decoding: no sort needed
-            lowest = score == score.amin(-1, keepdim=True)
-            self.drop(self.pos.masked_fill(~lowest, NEVER).argmin(-1, keepdim=True))
+            higher = score > score.amin(-1, keepdim=True)
+            self.drop(self.pos.masked_fill(higher, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
             check_numbers(score)  # not in decoding, where it would wait for the GPU at each token
             self.keep(indices(rank(score, self.pos) < budget))

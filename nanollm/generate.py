@@ -38,7 +38,7 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     """Feed tokens (B, T), at most `chunk_size` at a time; return the last token's logits (B, V).
 
     Chunks limit the memory of activations. A cache that observes every query computes its probabilities for
-    32 queries at a time in any case.
+    64 queries at a time in any case.
     """
     check_prompt(model, tokens)
     check_chunk(chunk_size)

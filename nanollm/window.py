@@ -116,7 +116,7 @@ def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     (B, H, S) is true.
     """
     token = torch.arange(k.shape[2], device=k.device)
-    slot_pos = token.expand(k.shape[:3]) if empty is None else token.masked_fill(empty, NEVER)
+    slot_pos = token.view(1, 1, -1) if empty is None else token.masked_fill(empty, NEVER)
     return probabilities(q.flatten(1, 2), k, slot_pos, None, token[None, -q.shape[3]:])
 
 
