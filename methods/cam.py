@@ -57,8 +57,9 @@ class CaM(BudgetCache):
 
     def shrink(self, score: Tensor, budget: int):
         kept = top(score, budget)  # `top` needs slots in the order of their tokens, as they are here
-        self.merge(indices(~kept), indices(kept))
-        self.keep(indices(kept))
+        stay = indices(kept)
+        self.merge(indices(~kept), stay)
+        self.keep(stay)
 
     def merge(self, leave: Tensor, stay: Tensor):
         """Add each value of the slots `leave` whose coin wins to m values of the slots `stay`.

@@ -134,7 +134,7 @@ for dropped in (3, 0):
           f"{values[dropped].abs().sum():.1f}: L = {L:.3f}")
 
 # %% [markdown]
-# The largest weight may go, because its value is zero (claim P1). Does our decoder have such entries? Of all entries with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's mean norm:
+# The largest weight may go, because its value is zero (claim P1). Does our decoder have such entries? Of all entries with more than 5 % of a head's weight, we take the one with the smallest norm, relative to the head's mean norm, weighted by attention:
 
 # %%
 W_O = torch.stack([block.attention.o.weight for block in model.blocks])  # (L, d_model, heads · D)
@@ -246,7 +246,7 @@ for one, other in (("two stages", "weights"), ("least θ", "weights"), ("least �
 # %%
 from experiments.change_and_text import stored
 
-rows = stored()  # (method, keep ratio) → L, kl, nll (texts,), heads (L, heads), layers (L,)
+rows = stored()  # (method, keep ratio) → "L" by text, "heads" by layer and head, and more
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained")
 panels, lower = [(base, ratio) for base in ("SnapKV", "AdaKV") for ratio in (0.25, 0.0625)], []
 for axis, (base, ratio) in zip(axes, panels):
@@ -288,7 +288,7 @@ for ratio in ratios:
 #
 # ## Are the answers better?
 #
-# The question is in the prompt (*aware*), a sixteenth of the entries is kept, and 24 documents each ask for a needle or for one of 16 listed key-value pairs. `PooledCritical` pools in both stages, as the authors' code does.
+# The question is in the prompt (*aware*), a sixteenth of the entries is kept, and 24 documents each ask for a needle or for one of 16 listed key-value pairs. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does.
 
 # %%
 from experiments.claims.subject import Subject
@@ -308,7 +308,7 @@ print(f"StreamingLLM {subject.facts('StreamingLLM').mean():.0%}; "
       f"SnapKV with an eighth of the entries {subject.facts('SnapKV', 1 / 8).mean():.0%}")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ and *loses* answers. With a pool in stage 2 more answers are found on SnapKV and AdaKV, and none more on PyramidKV (claim P5: undecided). Stage 1 is not needed (claim P8). With an eighth of the entries SnapKV finds everything, and the norms have nothing left to gain. Why does the pool matter?
+# The paper's rule lowers $\mathcal L$ and *loses* answers. `PooledCritical` finds more answers than plain SnapKV and AdaKV, and no more than plain PyramidKV (claim P5: undecided). Stage 1 is not needed (claim P8). With an eighth of the entries SnapKV finds everything, and the norms have nothing left to gain. Why does the pool matter?
 
 # %%
 panels = {}
@@ -336,7 +336,7 @@ for axis, name, values in zip(axes, names, shares):
     axis.set_ylabel("depth of the needle" if axis is axes[0] else "")
 
 # %% [markdown]
-# Each square is the share of needles found, aware, in four documents. `critical_code` is the authors' code, which pools. It finds as many as SnapKV.
+# Each square is the share of needles found, aware, in four documents. `critical_code` is the authors' code with all its options. It finds as many as SnapKV.
 #
 # ## Does a smaller change mean better text?
 #

@@ -43,7 +43,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. ExpectedAttention guesses the queries to come. DuoAttention gives the whole cache to a few calibrated heads.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `one_reading`, which is KVzip without the reread; `kvzip_recent`, `kvzip_4` and `snap_kv_4`; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `one_reading`, which is KVzip without the reread; `kvzip_recent`, which always keeps the newest entries; `kvzip_4` and `snap_kv_4`, which store the kept entries in four bits; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -72,7 +72,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 #
 # ## All methods on one page
 #
-# Here is every method with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one.
+# Here is every method with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
 #
 # *Needle*: one of four facts in a text is asked for. *Pairs*: the value of one of 16 listed keys. *Label*: the label of a line, after 16 examples. *KL*: how far predictions of plain text move from those of the full cache; less is better.
 
@@ -125,12 +125,12 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # Read one column at a time.
 #
 # - **Long grey lines** are lost bets. Methods that go by window scores find nearly everything aware, and little agnostic. CriticalKV's norms on top (`critical`) do not change that.
-# - **No line, on the left**: the past does not know which fact will be asked for. It does keep enough of 16 examples to label a line, since many examples say the same.
-# - **No line, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits.
+# - **Ring and dot together, on the left**: the past does not know which fact will be asked for. It does keep enough of 16 examples to label a line, since many examples say the same.
+# - **Ring and dot together, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits.
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) come near H2O and do not pass it.
 # - Quest holds the whole cache and reads a quarter of it. It saves no memory.
 #
-# The standard error of a dot stands above the figure. Between two dots nearer than that nothing is decided.
+# The standard error of a dot stands above the figure. A difference of less than two of them decides nothing.
 #
 # ## How few bytes?
 #
@@ -157,7 +157,7 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as bytes; the dotted line is 95 %. H2O lies below the curve on both decoders. SnapKV lies below it on *built*, and reaches it on *learned* with a quarter of the bytes. KVzip lies far above, because most tokens of a text follow from the others. What stays can be rounded too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
+# On the grey curve a method keeps as many answers as bytes; the dotted line is 95 %. H2O lies below the curve on both decoders. SnapKV lies below it on *built*, and on *learned* it reaches the curve where it holds a quarter of the bytes. KVzip lies far above, because most tokens of a text follow from the others. What stays can be rounded too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply.
 #
 # ## What does it cost?
 #

@@ -3,7 +3,7 @@
 #
 # **4 to 5 hours; 18 points by tests, and 4 for the written question.**
 #
-# Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and k = 3 the printed bound is −0.77. A loss cannot be negative: about a quarter of the attention is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
+# Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and weights of a power law with exponent 3 the printed bound is −0.77. A loss cannot be negative: about a quarter of the attention is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
 #
 # ## The idea
 #
@@ -11,7 +11,7 @@
 #
 # Scissorhands assumes that importance persists: the decoder attends again to the tokens it attended to before. An entry is *unimportant* at step s if its weight is below the uniform share 1/s. The entries that were unimportant most often leave.
 #
-# The theorem assumes that the weights follow a power law and that the largest stay. Then the lost attention is at most a number that the paper prints.
+# The theorem assumes that the weights v follow a power law, with exponent k and cut off at u, and that the largest stay. ε is its slack for finitely many weights. Then the lost attention is at most a number that the paper prints.
 #
 # **Example: the cache.** Budget 4; m = 2 entries leave at a time; the newest r = 1 never leaves. Tokens 0 to 5 come one by one. The least important leave first.
 #
@@ -110,7 +110,7 @@ check("share")
 # %% [markdown]
 # ## 4. `draw_power_law` (2 points, check `draw`)
 #
-# The theorem's weights have the density c (x + 1)^{−k} on [0, u − 1]. (The paper writes b for 1; here b is the unit of length.) So
+# The theorem's weights have the density c (x + 1)^{−k} on [0, u − 1]. (The paper has a parameter b in place of 1; we measure weights in units of b.) So
 #
 # P(v > x) = ((x + 1)^{1−k} − u^{1−k}) / (1 − u^{1−k}).
 #

@@ -203,7 +203,7 @@ check("score")
 #
 # The cell compares four caches of a small decoder. Each method keeps a quarter of the prompt's entries. `random` keeps random tokens; `streaming_llm` keeps the first four and the newest. **Before you run it, write down** what you expect, and why:
 #
-# 1. *KiB* counts 16-bit numbers at the end of a text of 512 tokens; the last 64 came after the prompt. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers of 2 bytes each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 448 prompt tokens.)
+# 1. *KiB* is the cache's size at the end of a text of 512 tokens, of which 64 came after the prompt. Keys and values have 16 bits a number. Which fraction of the full cache's bytes does `h2o` take: a quarter, more or less? (A key and a value have 32 numbers each. A position and an accumulated sum take 4 bytes each. The budget is a quarter of the 448 prompt tokens.)
 # 2. A needle is a fact hidden in the text. Does `h2o` find more needles than `streaming_llm`, fewer, or can you not tell? Does H2O gain if the question is part of the compressed prompt (*aware*)?
 # 3. *KL* measures how far predictions move from the full cache's; 0 means not at all. In which order do the three methods come?
 #

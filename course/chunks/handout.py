@@ -64,12 +64,12 @@ check("grid")
 # %% [markdown]
 # ## 2. `chunk_scores` (3 points)
 #
-# `scores` and `chunk` are (..., n), n at least 1. `scores` holds window scores, at least 0. `chunk` holds each token's chunk number, at least 0; rows and heads may be cut differently. M is the largest number in the whole tensor `chunk`, plus one. Return two tensors (..., M):
+# `scores` and `chunk` are (..., n), n at least 1. `scores` holds window scores, at least 0, and scores below 0 for empty slots. `chunk` holds each token's chunk number, at least 0; rows and heads may be cut differently. M is the largest number in the whole tensor `chunk`, plus one. Return two tensors (..., M):
 #
 # - the **score** of each chunk: the `"sum"`, `"mean"` or `"max"` of its tokens' window scores, as `how` says, of the dtype of `scores`;
 # - its **length** in tokens, `torch.int64`.
 #
-# A head may have fewer than M chunks. Give the chunks that it lacks score 0 and length 0, for every `how`. Treat chunk 0 like any other: the caller has already given empty slots scores below 0.
+# A head may have fewer than M chunks. Give the chunks that it lacks score 0 and length 0, for every `how`. Empty slots are in chunk 0; treat it like any other.
 #
 # Example: window scores 1 2 3 4 in chunks 0 0 2 2 have the sums 3 0 7, the means 1.5 0 3.5, the maxima 2 0 4 and the lengths 2 0 2.
 #
@@ -126,7 +126,7 @@ check("fit")
 # If `self.follows` is false, return `super().chosen()`. Otherwise `self.previous` is the previous layer's cache:
 #
 # - If `self.previous.prompt_done` is false, raise a `ValueError` that says what to do: end the prompt from the lowest layer up, as `end_prefill(caches)` does. The wording is not graded.
-# - `self.previous.pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens it kept, and `NEVER` in an empty slot.
+# - `self.previous.pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens it kept, and `NEVER` of `nanollm/cache.py` in an empty slot.
 # - In this layer the prompt is still whole: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
 #
 # Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, in the previous layer's order, with −1 for an empty slot.

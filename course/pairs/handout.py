@@ -136,7 +136,7 @@ check("causal")
 #
 # Alice has bits (n, d), true or false, and keys (n, d): nearly orthogonal vectors of length about 1. For token i she stores k₁ = her i-th key, v₁ = her i-th row of bits, and k₂ = v₂ = 1 everywhere.
 #
-# Make k and v, (n, 2d) each, of the dtype of `keys`. Make a cache of the class `Cache` with `scale=1.0`. Return what `play` returns for this cache, k, v, `keys` and `C`. Pass on `how`.
+# Make k and v, (n, 2d) each, of the dtype of `keys`. Make a cache of the class `Cache` with `scale=1.0`. Return what `play` returns for this cache, k, v, `keys` and `C`. `how` holds further arguments of `play`: pass them on. The check needs your `play` (problem 8), which also explains `C`.
 #
 # Example: the keys (1, 0), (0, 1) and the bits 1 0 / 0 1 make k = 1 0 1 1 / 0 1 1 1, and v the same.
 
@@ -166,7 +166,7 @@ check("play")
 #
 # **Before you run the cells, write down** what you expect, and why:
 #
-# 1. From 128 to 256 to 512 tokens: by which factor do the multiplications of a decoding step grow in `TwoCache`, in `FourCache` and in `FactoredFourCache`? By which factor the bytes that each holds? Where does time not follow the multiplications, and what else moves? Which cache is the fastest?
+# 1. From 128 to 256 to 512 tokens: by which factor do the multiplications of a decoding step grow in `TwoCache`, in `FourCache` and in `FactoredFourCache`? By which factor the bytes that each holds? Where does time not follow the multiplications, and which other number does it follow there? Which cache is the fastest?
 # 2. Bob guesses 16 · 512 bits: from all of Alice's cache, from one bit per number, and with every other token evicted. Which fraction is right?
 # 3. With fewer dimensions d, Alice's 16 keys are less orthogonal. At which of d = 128, 32, 8, 4 do guesses fail?
 #

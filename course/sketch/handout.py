@@ -187,7 +187,7 @@ check("shrink")
 # 1. From which load a/N on is the signed sketch worse than the mean alone, by your `collision_variance`? Will keys or values exceed this theory?
 # 2. The paper gives a tenth of a quarter of the entries to the sketch. What is the load (problem 6), and which error does the theory predict?
 # 3. The load doubles. By how much does the error of unsigned keys (*paper*) grow, and by how much that of signed keys?
-# 4. Which of the four is never above 1 on average, by construction? What is it worth at the load of question 2? In the decoder (last cell): are its predictions nearer to the full cache's than with all bytes spent on exact tokens, and does it find more labels?
+# 4. Which of the four is never above 1 on average, by construction? Which error do you expect of it at the load of question 2? In the decoder (last cell): are its predictions nearer to the full cache's than with all bytes spent on exact tokens, and does it find more labels?
 #
 # Your prediction:
 #

@@ -175,7 +175,7 @@ check("theta")
 #
 # 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
 # 2. CriticalKV's selection chooses by a bound on L1. Does it lower L1?
-# 3. Does it find more or fewer answers than SnapKV, aware (the last rows of the output: differences, mean of the three tasks)? Remember which stage pools.
+# 3. Does it find more or fewer answers than SnapKV, if the question is known (aware)? The last rows of the output show the differences, as means of the three tasks. Remember which stage pools.
 #
 # Your prediction:
 #
