@@ -130,15 +130,16 @@ SECTIONS = {
     "speed": (
         "Speed of decoding, and cost of compression", "python -m experiments.speed --compile",
         "See: after 2,048 tokens, a batch of 8 decodes 1.9 times as fast with SnapKV as with the full "
-        "cache; KVzip's compression, which rereads the prompt, takes 2.7 times as long as the prefill.\n\n"
+        "cache, and 1.3 times as fast with KVzip. KVzip's compression, which rereads the prompt, takes 2.2 "
+        "times as long as the prefill.\n\n"
         "The tables time a decoding step and its floor, the compression, steps with compressed caches, our "
         "full cache inside a model of `transformers` (`nanollm/hf/bridge.py`), and our decoder against "
         "theirs on the same weights. Before the last one, a check makes sure that both write the same "
         "tokens."),
     "growth": (
         "Growth of the cost with the text", "python -m experiments.speed --what growth",
-        "See: the time of KVzip's compression grows nearly with the square of the length (exponent 1.93), "
-        "that of SnapKV's in proportion to the length (0.97).\n\n"
+        "See: KVzip's compression takes 2.2 times as long as reading 512 tokens, and 2.7 times as long as "
+        "reading 16,384. SnapKV's grows more slowly than the length (exponent 0.93).\n\n"
         "![three costs over the tokens](notebooks/growth.png)\n\n"
         "Texts have 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, with "
         "both axes logarithmic."),

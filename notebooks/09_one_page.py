@@ -176,7 +176,7 @@ for name, best in sorted(enough["built"].items(), key=lambda item: item[1]["byte
 print(text_table(table))
 
 # %% [markdown]
-# Nobody saves memory for nothing. KVzip's reread makes reading three times as long. Fast KVzip and DuoAttention avoid the reread, but must learn something about the decoder first. Few bits must become numbers again at each step. KVzip's heads keep unlike numbers of entries, for which PyTorch has no fast attention (`kernels/decode_attention.py` has). No method of the five papers is in this list: they bet on a known question, or on the past.
+# Nobody saves memory for nothing. KVzip's reread makes reading three times as long. Fast KVzip and DuoAttention avoid the reread, but must learn something about the decoder first. Few bits must become numbers again at each step. KVzip's heads keep unlike numbers of entries, so a step attends to them one by one; it is still faster than the full cache's. No method of the five papers is in this list: they bet on a known question, or on the past.
 #
 # ## Which one would you take?
 #

@@ -214,7 +214,7 @@ for phase, method in (("reading the prompt", "full"), ("the prompt's end", "kvzi
 print(text_table(shown))
 
 # %% [markdown]
-# Times of a decoder with random weights, shaped like *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens six and a half times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive for two reasons: each of its tokens sees the whole prompt, and KVzip needs all attention probabilities, which fused attention does not return. The cost is paid once for a document, and pays off if many questions follow. A decoding step becomes no faster in PyTorch, since all heads of a layer are padded to the longest one.
+# Times of a decoder with random weights, shaped like *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens 2.7 times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive because each of its tokens sees the whole prompt, while a token of the first pass sees only those before it. The cost is paid once for a document, and pays off if many questions follow. A decoding step becomes faster, although the heads of a layer have different lengths: each head is attended to by itself.
 #
 # ## When it loses
 #
