@@ -8,6 +8,7 @@ COMMANDS = dict(
     claims="experiments.claims.claims_command",
     compare="nanollm.commands.compare",
     course="course.command",
+    explore="nanollm.commands.explore",
     generate="nanollm.commands.write",
     plan="nanollm.commands.plan",
     train="nanollm.training.train",

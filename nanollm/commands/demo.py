@@ -1,4 +1,5 @@
 """Show which tokens of a page a method keeps, and its answer: python -m nanollm generate."""
+from codecs import getincrementaldecoder
 import os
 import sys
 
@@ -58,6 +59,12 @@ def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Ten
         written.append(logits[0, -1].argmax().item())
         logits = model(torch.full_like(tokens[:, :1], written[-1]), caches)
     return kept, written
+
+
+def pieces(encoding, tokens: list[int]) -> list[str]:
+    """Return one string per token. A character that several tokens share stands at its last token."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    return [decoder.decode(encoding.decode_bytes([token])) for token in tokens]
 
 
 def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:

@@ -1,10 +1,41 @@
-"""Make docs/index.html, a page in which a decoder runs: python -m nanollm explore."""
-import base64
+"""python -m nanollm explore: write docs/index.html, one file in which a decoder runs and forgets.
 
+The page works without network or installation. Its parts are in nanollm/page/.
+"""
+import argparse
+from base64 import b64encode
+import json
+from pathlib import Path
+import sys
+
+import numpy as np
+import tiktoken
 import torch
 from torch import Tensor
 
+from methods.theory.index_game import deal, index_game_four, keep_rows
+from nanollm.cache import bytes_in_16_bits, make_cache
+from nanollm.commands import shell
+from nanollm.commands.demo import PAGE, QUESTION, answer, pieces, prompt
+from nanollm.commands.registry import calibrated, given, has_budget, loaded, one_line, pick
+from nanollm.generate import tell_chunk_ends
+from nanollm.measure.evaluate import budget_for
 from nanollm.model import rope_frequencies
+from nanollm.tokenizer import boundaries
+
+ROOT = Path(__file__).parents[2]
+PARTS = Path(__file__).parents[1] / "page"
+MARK = b'<meta name="generator" content="python -m nanollm explore">'
+KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
+NEW, WINDOW = 4, 8                     # tokens of an answer; queries that SnapKV observes
+LIVE = {  # the methods of decoder.js
+    "full": ("Full cache", "keeps every entry"),
+    "random": ("Random", "keeps entries drawn at random"),
+    "streaming_llm": ("StreamingLLM", "keeps the first 4 tokens and the newest"),
+    "h2o": ("H2O", "keeps the newest, and the entries with the most attention so far"),
+    "snap_kv": ("SnapKV", "keeps the entries to which the last 8 tokens attend"),
+    "key_diff": ("KeyDiff", "keeps the keys least like the mean key"),
+    "kvzip": ("KVzip", "reads the text twice and keeps the entries used while repeating it")}
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -14,15 +45,16 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
-def packed(model) -> tuple[dict, bytes]:
-    """Return the decoder as nanollm/page/decoder.js reads it: sizes with names and shapes, and the file.
+def packed(model, encoding) -> tuple[dict, bytes]:
+    """Return the decoder as nanollm/page/decoder.js reads it: sizes, names, shapes, tokens; and the file.
 
     All 32-bit numbers come first (norms, and a scale for each row of a matrix), then the matrices in 8 bits.
     """
     c = model.config
-    if c.family != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or not c.tie_embeddings:
-        raise ValueError("the page runs Llama decoders without biases and with tied embeddings; give --text "
-                         "FILE, and the page shows stored results of this model")
+    small = isinstance(encoding, tiktoken.Encoding) and sum(p.numel() for p in model.parameters()) < 4e6
+    if not small or c.family != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or not c.tie_embeddings:
+        raise ValueError("this model is too large or of another form than nanollm/tiny; give --text FILE, and "
+                         "the page shows stored results of this model")
     tensors, floats, codes = [], [], []
     for name, weight in model.named_parameters():
         tensors.append([name, list(weight.shape)])
@@ -33,9 +65,107 @@ def packed(model) -> tuple[dict, bytes]:
     config = {name: getattr(c, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "d_model",
                                                   "d_ff", "vocab_size", "norm_eps", "max_len")}
     data = b"".join(x.numpy().tobytes() for x in floats + codes)
-    return dict(config=config | dict(freq=rope_frequencies(c).tolist()), tensors=tensors), data
+    ranks = [b64encode(encoding.decode_single_token_bytes(i)).decode() for i in range(encoding.n_vocab - 1)]
+    return dict(config=config | dict(freq=rope_frequencies(c).tolist()), tensors=tensors, ranks=ranks), data
 
 
-def vocabulary(encoding) -> list[str]:
-    """Return the bytes of each token in base64, in the order of their ranks."""
-    return [base64.b64encode(token).decode() for token in encoding.token_byte_values()]
+@torch.no_grad()
+def view(model, encoding, Method, keep: float, setting: str, text: str, question: str) -> dict:
+    """Return what the page shows of one method: kept entries, bytes after the answer, tokens of the answer.
+
+    keep: percent of the text's tokens. kept: one bit for each head and token, in base64.
+    """
+    tokens, cuts = prompt(model, encoding, text, question)
+    cut = cuts[setting]
+    options = given(Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW)
+    caches = make_cache(model, Method, **options | calibrated(Method, model, encoding))
+    tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()][:, :cut])
+    kept, written = answer(model, tokens, cut, caches, NEW)
+    return dict(kept=b64encode(np.packbits(kept.flatten().cpu().numpy(), bitorder="little")).decode(), n=cut,
+                bytes=bytes_in_16_bits(caches), written=written, answer=encoding.decode(written))
+
+
+def views(model, encoding, methods: dict, text: str, question: str) -> dict[str, dict]:
+    """Return the view of each method, keep ratio and setting as {"snap_kv 25 aware": view}.
+
+    A combination that a method refuses, such as a budget below its window, is left out and named on stderr.
+    """
+    out = {}
+    for name, Method in methods.items():
+        print(name, end=" ", file=sys.stderr, flush=True)
+        for setting in "aware", "agnostic":
+            for keep in KEEPS:
+                try:
+                    if keep == KEEPS[0] or has_budget(Method):
+                        last = view(model, encoding, Method, keep, setting, text, question)
+                    out[f"{name} {keep:g} {setting}"] = last
+                except ValueError as error:
+                    print(f"(not at {keep:g} %: {one_line(error)})", end=" ", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return out
+
+
+def curve() -> list[dict]:
+    """Return the stored rows of `python -m nanollm --all`: share of the full cache's bytes, and accuracy."""
+    rows = json.loads((ROOT / "experiments/stored/all.json").read_text())["rows"]
+    full = rows[0]["live_16"]
+    return [dict(method=row["method"], keep=100 * (row["keep_ratio"] or 1), share=row["live_16"] / full,
+                 aware=row["aware"], agnostic=row["agnostic"]) for row in rows]
+
+
+def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
+    """Play the Index game (Theorem 4.1) with a part of the rows: [share of rows kept, share of right guesses]."""
+    bits, keys = deal(n, d)
+    kept = [n >> i for i in range(6)]
+    return [[m / n, index_game_four(bits, keys, compress=keep_rows(slice(0, m), n)).right(bits)] for m in kept]
+
+
+def page(model, encoding, name: str, text: str, question: str, live: bool) -> str:
+    """Return the whole page. live: the decoder runs in it; else all methods' results are stored in it."""
+    weights = b""
+    data = dict(name=name, live=live, keeps=KEEPS, text=text, question=question.strip("\n"), new=NEW)
+    if live:
+        methods = {key: Method for key, Method in pick([]).items() if key in LIVE}
+        data["model"], weights = packed(model, encoding)
+        data |= dict(curve=curve(), game=index_game())
+    else:
+        methods = pick([])
+    tokens, cuts = prompt(model, encoding, text, question)
+    c = model.config
+    data |= dict(tokens=pieces(encoding, tokens[0].tolist()), cut=cuts["agnostic"],
+                 views=views(model, encoding, methods, text, question),
+                 heads=[c.n_layers, c.n_kv_heads], vocab=c.vocab_size,
+                 methods=[[key, *LIVE.get(key, (key, ""))] for key in methods])
+    read = lambda file: (PARTS / file).read_text()
+    out = read("index.html")
+    for part, content in dict(STYLE=read("style.css"), PAGE=read("page.js"), WORKER=read("decoder.js"),
+                              DATA=json.dumps(data).replace("</", "<\\/"),
+                              WEIGHTS=b64encode(weights).decode()).items():
+        before, _, after = out.partition(f"/*{part}*/")
+        out = before + content + after
+    return out
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(
+        prog="python -m nanollm explore",
+        description="Write a web page that shows what each method keeps of a text and what it answers. The "
+                    "decoder runs in the page. With --text, the page shows stored results instead.")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/index.html", metavar="FILE",
+                        help="file to write; default docs/index.html")
+    parser.add_argument("--text", type=Path, metavar="FILE",
+                        help="store the results of every method on this text, for a model of any size")
+    parser.add_argument("--question", default=QUESTION.strip("\n"), help="default: %(default)r")
+    shell.model_options(parser)
+    args = parser.parse_args(argv)
+    shell.check_output(args.out, "page", lambda data: MARK in data)
+    text = PAGE if args.text is None else shell.read_text(args.text).strip("\n")
+    model, encoding = loaded(args)
+    question = "\n" + args.question
+    tokens, cuts = prompt(model, encoding, text, question)
+    if not cuts["agnostic"] or len(tokens[0]) + NEW > model.config.max_len:
+        raise ValueError(f"text, question and answer have {len(tokens[0]) + NEW} tokens; the text must have at "
+                         f"least 1, and all together at most {model.config.max_len}")
+    out = page(model, encoding, args.model.name, text, question, live=args.text is None)
+    shell.replace(args.out, out.encode())
+    print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")

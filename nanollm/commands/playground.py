@@ -2,7 +2,6 @@
 
     Playground(*load(TINY, "cpu"))    # as the last line of a cell
 """
-from codecs import getincrementaldecoder
 from html import escape
 
 import ipywidgets as widgets
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanollm.cache import bytes_in_16_bits, make_cache
-from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer, prompt
+from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer, pieces, prompt
 from nanollm.commands.registry import calibrated, given, has_budget, one_line, pick
 from nanollm.generate import tell_chunk_ends
 from nanollm.measure.evaluate import budget_for
@@ -91,12 +90,11 @@ class Playground(widgets.VBox):
 
     def shaded(self, tokens: Tensor, shares: Tensor) -> str:
         """Return tokens (T,) as HTML; a compressed token is as dark as the root of its share."""
-        text, decoder = "", getincrementaldecoder("utf-8")("replace")  # a character may span tokens
-        for i, token in enumerate(tokens.tolist()):
-            piece = escape(decoder.decode(self.encoding.decode_bytes([token])))
+        text = ""
+        for i, piece in enumerate(pieces(self.encoding, tokens.tolist())):
             dark = 0.7 * float(shares[i]) ** 0.5 if i < len(shares) else None
             look = f"background:rgba(0,114,178,{dark:.2f})" if dark else "color:#aaa"
             look = "color:#007a3d" if dark is None else look  # came after the compression
-            text += f'<span style="{look}">{piece}</span>'
+            text += f'<span style="{look}">{escape(piece)}</span>'
         return ('<div style="white-space:pre-wrap;font-family:monospace;line-height:1.5;color:black;'
                 f'background:white;padding:6px">{text}</div>')
