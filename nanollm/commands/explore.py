@@ -53,8 +53,8 @@ def packed(model, encoding) -> tuple[dict, bytes]:
     c = model.config
     small = isinstance(encoding, tiktoken.Encoding) and sum(p.numel() for p in model.parameters()) < 4e6
     if not small or c.family != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or not c.tie_embeddings:
-        raise ValueError("this model is too large or of another form than nanollm/tiny; give --text FILE, and "
-                         "the page shows stored results of this model")
+        raise ValueError("this model is too large or of another form than nanollm/tiny; give --text FILE, "
+                         "and the page shows stored results of this model")
     tensors, floats, codes = [], [], []
     for name, weight in model.named_parameters():
         tensors.append([name, list(weight.shape)])
@@ -114,10 +114,10 @@ def curve() -> list[dict]:
 
 
 def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
-    """Play the Index game (Theorem 4.1) with a part of the rows: [share of rows kept, share of right guesses]."""
+    """Play the Index game (Theorem 4.1) with a part of the rows: [share kept, share of right guesses]."""
     bits, keys = deal(n, d)
-    kept = [n >> i for i in range(6)]
-    return [[m / n, index_game_four(bits, keys, compress=keep_rows(slice(0, m), n)).right(bits)] for m in kept]
+    play = lambda m: index_game_four(bits, keys, compress=keep_rows(slice(0, m), n)).right(bits)
+    return [[m / n, play(m)] for m in (n >> i for i in range(6))]
 
 
 def page(model, encoding, name: str, text: str, question: str, live: bool) -> str:
@@ -164,8 +164,8 @@ def main(argv: list[str]):
     question = "\n" + args.question
     tokens, cuts = prompt(model, encoding, text, question)
     if not cuts["agnostic"] or len(tokens[0]) + NEW > model.config.max_len:
-        raise ValueError(f"text, question and answer have {len(tokens[0]) + NEW} tokens; the text must have at "
-                         f"least 1, and all together at most {model.config.max_len}")
+        raise ValueError(f"text, question and answer have {len(tokens[0]) + NEW} tokens; the text must have "
+                         f"at least 1, and all together at most {model.config.max_len}")
     out = page(model, encoding, args.model.name, text, question, live=args.text is None)
     shell.replace(args.out, out.encode())
     print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")
