@@ -36,6 +36,7 @@ LIVE = {  # the methods of decoder.js
     "snap_kv": ("SnapKV", "keeps the entries to which the last 8 tokens attend"),
     "key_diff": ("KeyDiff", "keeps the keys least like the mean key"),
     "kvzip": ("KVzip", "reads the text twice and keeps the entries used while repeating it")}
+STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}  # Python's result, in each page
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,8 +126,9 @@ def page(model, encoding, name: str, text: str, question: str, live: bool) -> st
     weights = b""
     data = dict(name=name, live=live, keeps=KEEPS, text=text, question=question.strip("\n"), new=NEW)
     if live:
-        methods = {key: Method for key, Method in pick([]).items() if key in LIVE}
-        data["model"], weights = packed(model, encoding)
+        methods = pick([*LIVE, *STORED])
+        model_data, weights = packed(model, encoding)
+        data["model"] = model_data | dict(methods=list(LIVE))
         data |= dict(curve=curve(), game=index_game())
     else:
         methods = pick([])
@@ -135,7 +137,7 @@ def page(model, encoding, name: str, text: str, question: str, live: bool) -> st
     data |= dict(tokens=pieces(encoding, tokens[0].tolist()), cut=cuts["agnostic"],
                  views=views(model, encoding, methods, text, question),
                  heads=[c.n_layers, c.n_kv_heads], vocab=c.vocab_size,
-                 methods=[[key, *LIVE.get(key, (key, ""))] for key in methods])
+                 methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
     read = lambda file: (PARTS / file).read_text()
     out = read("index.html")
     for part, content in dict(STYLE=read("style.css"), PAGE=read("page.js"), WORKER=read("decoder.js"),
