@@ -36,7 +36,7 @@ LIVE = {  # the methods of decoder.js
     "snap_kv": ("SnapKV", "keeps the entries to which the last 8 tokens attend"),
     "key_diff": ("KeyDiff", "keeps the keys least like the mean key"),
     "kvzip": ("KVzip", "reads the text twice and keeps the entries used while repeating it")}
-STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}  # Python's result, in each page
+STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}  # Python's result
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
