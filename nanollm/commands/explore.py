@@ -4,6 +4,7 @@ The page works without network or installation. Its parts are in nanollm/page/.
 """
 import argparse
 from base64 import b64encode
+from copy import deepcopy
 import json
 from pathlib import Path
 import sys
@@ -28,7 +29,7 @@ PARTS = Path(__file__).parents[1] / "page"
 MARK = b'<meta name="generator" content="python -m nanollm explore">'
 KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
 NEW, WINDOW = 4, 8                     # tokens of an answer; queries that SnapKV observes
-LIVE = {  # the methods of decoder.js
+LIVE = {  # the methods of methods.js
     "full": ("Full cache", "keeps every entry"),
     "random": ("Random", "keeps entries drawn at random"),
     "streaming_llm": ("StreamingLLM", "keeps the first 4 tokens and the newest"),
@@ -44,6 +45,17 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.detach().float().cpu()
     scale = weight.abs().amax(1).clamp(min=1e-12) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+@torch.no_grad()
+def rounded_model(model):
+    """Return a copy of the decoder in 64 bits whose matrices are rounded as in the page."""
+    copy = deepcopy(model)
+    for weight in copy.parameters():
+        if weight.dim() == 2:
+            code, scale = rounded(weight)
+            weight.copy_(code * scale[:, None])
+    return copy.double()
 
 
 def packed(model, encoding) -> tuple[dict, bytes]:
@@ -130,6 +142,7 @@ def page(model, encoding, name: str, text: str, question: str, live: bool) -> st
         model_data, weights = packed(model, encoding)
         data["model"] = model_data | dict(methods=list(LIVE))
         data |= dict(curve=curve(), game=index_game())
+        model = rounded_model(model)
     else:
         methods = pick([])
     tokens, cuts = prompt(model, encoding, text, question)
@@ -140,7 +153,7 @@ def page(model, encoding, name: str, text: str, question: str, live: bool) -> st
                  methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
     read = lambda file: (PARTS / file).read_text()
     out = read("index.html")
-    for part, content in dict(STYLE=read("style.css"), PAGE=read("page.js"), WORKER=read("decoder.js"),
+    for part, content in dict(STYLE=read("style.css"), PAGE=read("page.js"), WORKER=read("decoder.js") + read("methods.js"),
                               DATA=json.dumps(data).replace("</", "<\\/"),
                               WEIGHTS=b64encode(weights).decode()).items():
         before, _, after = out.partition(f"/*{part}*/")

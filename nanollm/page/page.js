@@ -6,7 +6,7 @@ const $ = id => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const TITLE = new Map(data.methods.map(([name, title]) => [name, title]));
 const SENTENCE = new Map(data.methods.map(([name, , sentence]) => [name, sentence]));
-const FACT = /The code of (\w+) is (\d+)/g;
+const FACT = /The code of (\w+) is\s(\d+)/g;
 
 // The tour: each step sets the controls and says one thing.
 const TOUR = data.live ? [
@@ -210,7 +210,7 @@ function panel(side, view, marked) {
   const tokens = [...reading.tokens, ...(played[side] ?? []).slice(0, $("moment").value).map(step => step.token)];
   const right = short(view.answer) === expected(), share = view.bytes / fullBytes();
   const method = state[side];
-  return element("section", {className: "panel", ariaLabel: `${TITLE.get(method)}, ${side}`},
+  return element("section", {className: `panel ${side}`, ariaLabel: `${TITLE.get(method)}, ${side}`},
     element("h3", {}, TITLE.get(method)),
     element("p", {className: "small"}, SENTENCE.get(method) || "stored result",
             view.live || !data.live ? "" : " (stored result)"),
@@ -229,7 +229,8 @@ function text(side, tokens, kept, n, marked) {
     const name = [i >= n ? "late" : share > .5 ? "some most" : count ? "some" : "",
                   marked.has(i) ? "fact" : "", i === state.token ? "chosen" : ""].join(" ").trim();
     const title = i >= n ? "came after the compression" : `kept by ${count} of ${all} heads`;
-    const span = element("span", {className: name, title}, token);
+    const span = element("span", {className: name, title},
+      reading.text === data.text && i < reading.cut ? token.replace("\n", " ") : token);
     span.dataset.token = i;
     span.style.setProperty("--dark", Math.sqrt(share).toFixed(2));
     return span;
@@ -304,8 +305,8 @@ function curve(setting, title) {
                svg("text", {x: 40, y: y(tick) + 4, "text-anchor": "end"}, percent(tick)));
   for (const tick of [.02, .05, .1, .2, .5, 1].filter(tick => tick > low))
     out.append(svg("text", {x: x(tick), y: H - 24, "text-anchor": "middle"}, percent(tick)));
-  out.append(svg("text", {x: W / 2, y: H - 6, "text-anchor": "middle"}, "bytes of the full cache"),
-             svg("path", {class: "game", d: path(data.game.filter(([share]) => share > low))}));
+  out.append(svg("text", {x: W / 2, y: H - 6, "text-anchor": "middle"}, "bytes, as a share of the full cache's"));
+  if (setting === "agnostic") out.append(svg("path", {class: "game", d: path(data.game.filter(([share]) => share > low))}));
   const point = (row, side) => svg("circle", {cx: x(row.share), cy: y(row[setting]), r: side ? 5 : 3, class: side},
     svg("title", {}, `${row.method}, ${row.keep} %: ${percent(row[setting])} right, ${percent(row.share)} of the bytes`));
   out.append(...data.curve.map(row => point(row, "")));
@@ -315,7 +316,8 @@ function curve(setting, title) {
     out.append(svg("path", {class: side, d: path(rows.map(row => [row.share, row[setting]]))}),
                ...rows.map(row => point(row, side)));
     const last = rows[0], below = side === "right" ? 18 : -9;
-    out.append(svg("text", {x: x(last.share), y: y(last[setting]) + below}, TITLE.get(state[side])));
+    out.append(svg("text", {x: x(last.share) + 10, y: y(last[setting]) + below, "text-anchor": last.share > .5 ? "end" : "start"},
+                   TITLE.get(state[side])));
   }
   return out;
 }
