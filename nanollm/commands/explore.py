@@ -5,6 +5,7 @@ The page works without network or installation. Its parts are in nanollm/page/.
 import argparse
 from base64 import b64encode
 from copy import deepcopy
+from functools import partial
 import json
 from pathlib import Path
 import sys
@@ -91,7 +92,7 @@ def view(model, encoding, Method, keep: float, setting: str, text: str, question
     tokens, cuts = prompt(model, encoding, text, question)
     cut = cuts[setting]
     options = given(Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW)
-    caches = make_cache(model, Method, **options | calibrated(Method, model, encoding))
+    caches = make_cache(model, Method, **options)
     tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()][:, :cut])
     kept, written = answer(model, tokens, cut, caches, NEW)
     return dict(kept=b64encode(np.packbits(kept.flatten().cpu().numpy(), bitorder="little")).decode(), n=cut,
@@ -106,6 +107,7 @@ def views(model, encoding, methods: dict, text: str, question: str) -> dict[str,
     out = {}
     for name, Method in methods.items():
         print(name, end=" ", file=sys.stderr, flush=True)
+        Method = partial(Method, **calibrated(Method, model, encoding))
         for setting in "aware", "agnostic":
             for keep in KEEPS:
                 try:
@@ -153,8 +155,8 @@ def page(model, encoding, name: str, text: str, question: str, live: bool) -> st
                  methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
     read = lambda file: (PARTS / file).read_text()
     out = read("index.html")
-    for part, content in dict(STYLE=read("style.css"), PAGE=read("page.js"), WORKER=read("decoder.js") + read("methods.js"),
-                              DATA=json.dumps(data).replace("</", "<\\/"),
+    for part, content in dict(STYLE=read("style.css"), DATA=json.dumps(data).replace("</", "<\\/"),
+                              PAGE=read("page.js"), WORKER=read("decoder.js") + read("methods.js"),
                               WEIGHTS=b64encode(weights).decode()).items():
         before, _, after = out.partition(f"/*{part}*/")
         out = before + content + after

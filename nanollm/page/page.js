@@ -198,8 +198,6 @@ function controls() {
   $("keep").disabled = state.keep === 100;
   $("kept-percent").value = `${state.keep} %`;
   for (const radio of document.getElementsByName("setting")) radio.checked = (radio.value === "aware") === state.aware;
-  if (document.activeElement !== $("text")) $("text").value = state.text || data.text;
-  if (document.activeElement !== $("question")) $("question").value = state.question || data.question;
   $("moment-label").hidden = !played.left;
   $("play").disabled = !ready;
 }
@@ -355,6 +353,8 @@ function address() {
     {step: step + 1, left, right, keep, asked: aware ? "known" : "later", token, head, ...own}));
 }
 
+function ownText() { [$("text").value, $("question").value] = [state.text || data.text, state.question || data.question]; }
+
 function fromAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   const take = (name, allowed, key = name) => { if (given.has(name) && allowed(given.get(name))) state[key] = given.get(name); };
@@ -372,6 +372,7 @@ function fromAddress() {
   state.step = Math.min(state.step, Math.max(TOUR.length - 1, 0));
   if ([100, ...data.keeps].includes(Number(given.get("keep")))) state.keep = Number(given.get("keep"));
   if (given.has("asked")) state.aware = given.get("asked") === "known";
+  ownText();
 }
 
 async function play() {
@@ -404,7 +405,8 @@ $("back").onclick = () => go(-1);
 $("next").onclick = () => go(1);
 $("read").onclick = () => read($("text").value.trimEnd(), $("question").value.trim());
 $("restore").onclick = () => {
-  [$("text").value, $("question").value] = [data.text, data.question];
+  Object.assign(state, {text: "", question: ""});
+  ownText();
   read(data.text, data.question);
 };
 $("play").onclick = play;

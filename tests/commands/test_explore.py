@@ -14,7 +14,7 @@ from nanollm.cache import make_cache
 from nanollm.commands import explore
 from nanollm.commands.demo import PAGE, QUESTION, answer, pieces, prompt
 from nanollm.commands.registry import load, pick
-from nanollm.measure.tasks import held_out
+from nanollm.measure import corpus
 
 FILE = explore.ROOT / "docs/index.html"
 WIDE = dict(width=1300, height=900)
@@ -47,7 +47,7 @@ def opened(browser, file=FILE, address="", size=WIDE, **options):
 def page(browser):
     """The page, after its decoder has read the text."""
     page = opened(browser)
-    page.get_by_text("The model has read").wait_for()
+    page.get_by_text("tokens here in").wait_for()
     yield page
     assert not page.complaints
     assert [url.partition(":")[0] for url in page.requests] == ["file", "blob"]
@@ -84,7 +84,8 @@ def test_the_file_is_what_the_command_writes(data):
 def test_an_8_bit_weight_is_off_by_half_a_step():
     weight = torch.randn(5, 64)
     codes, scales = explore.rounded(weight)
-    assert codes.dtype == torch.int8 and ((codes * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7).all()
+    assert codes.dtype == torch.int8
+    assert ((codes * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7).all()
 
 
 def test_the_page_keeps_and_answers_what_python_stored(page, data, shipped):
@@ -103,9 +104,10 @@ def test_the_page_keeps_and_answers_what_python_stored(page, data, shipped):
 @pytest.mark.parametrize("number", range(9))
 def test_other_texts(page, shipped, number):
     model, encoding = shipped
-    methods, start = pick(list(explore.LIVE)), 3000 * number + 100
-    text = held_out()[start:start + 300] + f" The code of moon is {4711 + number}. " + "naïve 1, 22, 333 – ✓ "
-    text, question = text + held_out()[start + 300:start + 420 + 40 * number], "\nQ: The code of moon is"
+    methods, source = pick(list(explore.LIVE)), "".join(corpus.kept()["documents"])[5000 * number:]
+    question = "\nQ: The code of moon is"
+    text = f"{source[:300]} The code of moon is {4711 + number}. naïve 1, 22, 333 – ✓ "
+    text += source[300:420 + 40 * number]
     read = asked(page, do="read", text=text, question=question)
     tokens, cuts = prompt(model, encoding, text, question)
     assert read["tokens"] == pieces(encoding, tokens[0].tolist()) and read["cut"] == cuts["agnostic"]
@@ -130,7 +132,7 @@ def waits(page, condition: str):
 
 def test_the_tour_and_the_address(browser):
     page = opened(browser)
-    page.get_by_text("The model has read").wait_for()
+    page.get_by_text("tokens here in").wait_for()
     seen = []
     for step in range(8):
         assert f"{step + 1} of 8" in page.locator("#tour-count").inner_text()
@@ -150,8 +152,8 @@ def test_the_tour_and_the_address(browser):
 
 def test_controls_by_keyboard(browser):
     page = opened(browser, address="#left=snap_kv&right=kvzip&keep=25&asked=later")
-    page.get_by_text("The model has read").wait_for()
-    page.get_by_label("with the text").focus()
+    page.get_by_text("tokens here in").wait_for()
+    page.get_by_role("radio", name="with the text").focus()
     page.keyboard.press("ArrowRight")
     page.locator("#keep").focus()
     page.keyboard.press("ArrowRight")
@@ -173,13 +175,14 @@ def test_controls_by_keyboard(browser):
 
 def test_own_text_and_play(browser):
     page = opened(browser, address="#left=h2o&right=kvzip&keep=50&asked=later")
-    page.get_by_text("The model has read").wait_for()
+    page.get_by_text("tokens here in").wait_for()
     page.get_by_text("Your own text").click()
-    page.locator("#text").fill("Rain fell all day. The code of moon is 1234. <b>Nobody</b> came, and it was dark. " * 2)
+    page.locator("#text").fill("Rain fell. The code of moon is 1234. <b>Nobody</b> came. It was dark. " * 2)
     page.locator("#question").fill("Q: The code of moon is")
     page.get_by_role("button", name="Read this text").click()
     waits(page, "location.hash.includes('text=Rain')")
-    assert "1234" in verdicts(page)[1] and "right" in verdicts(page)[1] and "<b>Nobody" in page.locator(".tokens").first.inner_text()
+    assert "1234" in verdicts(page)[1] and "right" in verdicts(page)[1]
+    assert "<b>Nobody" in page.locator(".tokens").first.inner_text()
     page.get_by_role("button", name="Write 64 tokens").click()
     page.locator("#moment-label").wait_for()
     kept = lambda: page.locator(".panel.left .some").count()
@@ -198,32 +201,36 @@ def test_own_text_and_play(browser):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_it_fits(browser, scheme, width):
-    page = opened(browser, address="#step=6&left=snap_kv&right=kvzip&keep=25", size=dict(width=width, height=800),
-                  color_scheme=scheme)
+    page = opened(browser, address="#step=6&left=snap_kv&right=kvzip&keep=25",
+                  size=dict(width=width, height=800), color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width and not page.complaints
-    ink, ground = page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-    assert (sum(map(int, re.findall(r"\d+", ink))) > sum(map(int, re.findall(r"\d+", ground)))) == (scheme == "dark")
+    ink, ground = (sum(map(int, re.findall(r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}"))))
+                   for name in ("color", "backgroundColor"))
+    assert (ink > ground) == (scheme == "dark")
 
 
-def test_stored_views_of_another_model(browser, tmp_path, typed):
+def test_stored_views_of_another_model(browser, tmp_path, monkeypatch):
     checkpoint_of_two_layers(tmp_path)
-    (tmp_path / "text").write_text(PAGE[:500])
-    command = "-m", "nanollm", "explore", "--model", tmp_path, "--out", tmp_path / "page.html"
-    run = typed("python", *map(str, command), "--text", str(tmp_path / "text"))
-    assert run.returncode == 0, run.stderr
-    page = opened(browser, tmp_path / "page.html")
+    text, out = tmp_path / "text", tmp_path / "page.html"
+    text.write_text(PAGE[:500])
+    monkeypatch.setattr(explore, "KEEPS", (50, 12.5))
+    monkeypatch.setattr(explore, "pick", lambda names: pick(["full", "chunk_kv", "kvzip", "quantized_4"]))
+    explore.main(["--model", str(tmp_path), "--out", str(out), "--text", str(text)])
+    page = opened(browser, out, "#left=full&right=kvzip&keep=12.5")
     names = page.locator("#left option").all_inner_texts()
-    assert {"h2o", "KVzip", "chunk_kv", "quantized_4"} <= {*names} and not page.locator("#tour").is_visible()
+    assert names == ["Full cache", "chunk_kv", "KVzip", "quantized_4"]
+    assert not page.locator("#tour").is_visible() and not page.locator("#own").is_visible()
     page.locator("#left").select_option("chunk_kv")
-    page.get_by_label("with the text").click()
+    page.get_by_role("radio", name="with the text").check()
     waits(page, "location.hash.includes('left=chunk_kv') && location.hash.includes('known')")
     assert len(verdicts(page)) == 2 and not page.complaints and len(page.requests) == 1
 
 
 def test_bad_input(typed, tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    run = typed("python", "-m", "nanollm", "explore", "--out", str(tmp_path / "mine"))
-    assert run.returncode == 2 and "holds something else" in run.stderr and (tmp_path / "mine").read_text() == "mine"
-    (tmp_path / "long").write_text("word " * 9000)
-    run = typed("python", "-m", "nanollm", "explore", "--out", str(tmp_path / "x"), "--text", str(tmp_path / "long"))
-    assert run.returncode == 2 and "at most" in run.stderr and not (tmp_path / "x").exists()
+    mine, long, out = (tmp_path / name for name in ("mine", "long", "out"))
+    mine.write_text("mine")
+    run = typed("python", "-m", "nanollm", "explore", "--out", str(mine))
+    assert run.returncode == 2 and "holds something else" in run.stderr and mine.read_text() == "mine"
+    long.write_text("word " * 9000)
+    run = typed("python", "-m", "nanollm", "explore", "--out", str(out), "--text", str(long))
+    assert run.returncode == 2 and "at most" in run.stderr and not out.exists()
