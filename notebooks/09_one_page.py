@@ -195,7 +195,7 @@ print(text_table(table))
 #
 # ## The playground
 #
-# Change the text, the question, the method, the budget or the window: the text is read, compressed and asked anew. It runs where this notebook runs; a stored notebook shows a picture.
+# Change the text, the question, the method, the budget or the window: the text is read, compressed and asked anew. It runs where this notebook runs; a stored notebook shows a picture. [docs/index.html](../docs/index.html) shows the same in a browser, with six methods and no installation.
 #
 # ![the playground in a browser](playground.png)
 #

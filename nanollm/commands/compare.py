@@ -8,6 +8,7 @@
 The table explains its columns. Other commands, each with its own --help:
 
     python -m nanollm generate         show the entries that a method keeps of a page, or continue a text
+    python -m nanollm explore          write docs/index.html, a page in which a decoder runs
     python -m nanollm plan             predict the memory of a model, its cache and each method
     python -m nanollm claims           test the papers' claims on the decoders that ship, or on yours
     python -m nanollm course           make, check or grade a student's copy of this repository

@@ -403,7 +403,7 @@ for (const radio of document.getElementsByName("setting"))
   radio.onchange = () => change({aware: radio.value === "aware"});
 $("back").onclick = () => go(-1);
 $("next").onclick = () => go(1);
-$("read").onclick = () => read($("text").value.trimEnd(), $("question").value.trim());
+$("read").onclick = () => read($("text").value.trimEnd(), $("question").value);
 $("restore").onclick = () => {
   Object.assign(state, {text: "", question: ""});
   ownText();
