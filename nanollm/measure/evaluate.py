@@ -83,12 +83,12 @@ def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] | None = None,
-             chunk_size: int = 64) -> dict[str, Tensor]:
+             chunk_size: int = 64, asking: Callable | None = None) -> dict[str, Tensor]:
     """Return each document's fraction of exact answers, (B,), "aware" and "agnostic".
 
     With several questions, `aware` sees only the first before the compression. The others come later, each
     after the answer given to the one before. `recordings` are those of `prompt_and_question`'s two parts.
-    Without them the decoder reads `chunk_size` tokens at a time.
+    Without them the decoder reads `chunk_size` tokens at a time. asking: what to return, in place of `ask`.
     """
     tokens, *parts = prompt_and_question(model, batch)
     last = batch.answers[0].start - 1  # the prompt's last token is fed after the compression
@@ -104,19 +104,27 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
     aware = copied(agnostic)
     if last > batch.question:  # a question of one token has nothing left: its last token is fed later
         read(1, aware)
-    return {"aware": answer(model, tokens, batch.answers, last, aware),
-            "agnostic": answer(model, tokens, batch.answers, batch.question, agnostic)}
+    return {"aware": answer(model, tokens, batch.answers, last, aware, asking),
+            "agnostic": answer(model, tokens, batch.answers, batch.question, agnostic, asking)}
 
 
-def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
-    """End the prompt, the first `fed` tokens, and call `ask`."""
+def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache],
+           asking: Callable | None = None) -> Tensor:
+    """End the prompt, the first `fed` tokens, and call `asking`, by default `ask`."""
     end_prompt(model, tokens[:, :fed], caches)
-    return ask(model, tokens, spans, fed, caches)
+    return (asking or ask)(model, tokens, spans, fed, caches)
 
 
 def ask(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
     """Feed tokens (B, T) from `fed` on, answer each span; return the fraction right (B,)."""
-    right = []
+    said = answers(model, tokens, spans, fed, caches)
+    right = [(answer == tokens[:, span]).all(1) for answer, span in zip(said, spans)]
+    return torch.stack(right).float().mean(0)
+
+
+def answers(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> list[Tensor]:
+    """Feed tokens (B, T) from `fed` on; return the tokens that greedy decoding says in place of each span."""
+    said = []
     for span in spans:
         for token in tokens[:, fed:span.start].unbind(1):
             logits = model(token[:, None], caches)
@@ -124,9 +132,9 @@ def ask(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerC
         for _ in range(span.start, span.stop):
             guesses.append(logits[:, -1].argmax(-1))
             logits = model(guesses[-1][:, None], caches)
-        right.append((torch.stack(guesses, 1) == tokens[:, span]).all(1))
+        said.append(torch.stack(guesses, 1))
         fed = span.stop
-    return torch.stack(right).float().mean(0)
+    return said
 
 
 @contextmanager
@@ -290,11 +298,12 @@ def perturbation(model, full: Reference, make: Make, caches: list[LayerCache] | 
 # ---- the model itself, with the full cache ---------------------------------------------------------------
 
 @torch.no_grad()
-def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1, **options) -> float:
+def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: int = 1,
+                by_token: bool = False, **options) -> float:
     """Return the fraction of answers that greedy decoding with the full cache gets right.
 
     One pass over the true tokens is enough: a greedy answer is right if and only if each of its tokens is the
-    most likely one after the true tokens before it.
+    most likely one after the true tokens before it. by_token: return the fraction of these tokens instead.
     """
     check_size(model, documents, 1, T)
     right = []
@@ -303,8 +312,8 @@ def exact_match(model, tasks: Tasks, task: str, T: int, documents: int, seed: in
     for rows in tokens.split(max(1, 16_384 // T)):
         best = model(rows[:, :-1]).argmax(-1)
         for span in batch.answers:
-            exact = (best[:, span.start - 1:span.stop - 1] == rows[:, span]).all(1)
-            right.append(exact.float().mean().item() * len(rows))
+            exact = best[:, span.start - 1:span.stop - 1] == rows[:, span]
+            right.append((exact if by_token else exact.all(1)).float().mean().item() * len(rows))
     return sum(right) / documents / len(batch.answers)
 
 

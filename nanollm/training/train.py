@@ -13,8 +13,10 @@ Three things make retrieval work after so little training. The first matters mos
 
 --start learned starts without retrieval heads. It copies for longer at first, and every document begins with
 BOS. For most of the run, heads and layers are left out at random, so that retrieval spreads over them.
+--start FOLDER continues such a decoder on the harder tasks (measure/hard_tasks.py).
 """
 import argparse
+from collections.abc import Callable
 from contextlib import nullcontext
 import json
 import math
@@ -38,6 +40,7 @@ from nanollm.check import check_seed, whole
 from nanollm.commands.shell import ranks, set_threads
 from nanollm.hf.checkpoint import check_device, from_hf, to_hf
 from nanollm.measure.evaluate import bits_per_byte, exact_match
+from nanollm.measure.hard_tasks import HARD, HardTasks
 from nanollm.measure.tasks import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.model import Config, Decoder
 from nanollm.training.initial_weights import induction_start, learned_start, left_out, without_heads
@@ -62,6 +65,15 @@ LEARNED = [  # the same for --start learned
     (0.40, 512, 8, dict(plain=.46, periodic=.03, associative=.02, few_shot=.10, needle=.12, pairs=.11,
                         copy=.16)),
 ]
+HARDER = [  # for --start FOLDER
+    (0.05, 128, 32, dict(plain=.20, few_shot=.05, needle=.04, pairs=.10, copy=.04, turns=.01, latest=.20,
+                         hops=.08, list=.22, count=.02, rule=.03, paraphrase=.01)),
+    (0.45, 256, 16, dict(plain=.30, few_shot=.05, needle=.06, pairs=.10, copy=.07, turns=.02, latest=.13,
+                         hops=.05, list=.16, count=.01, rule=.04, paraphrase=.01)),
+    (0.50, 512, 8, dict(plain=.36, few_shot=.06, needle=.08, pairs=.11, copy=.08, turns=.02, latest=.10,
+                        hops=.04, list=.10, count=.01, rule=.03, paraphrase=.01)),
+]
+STARTS = "built", "learned"
 LEAVE_OUT = 0.06, 0.85  # heads are left out between these fractions of the steps
 # loss weight of a token, by its role; in the task "plain" every token has weight 1
 WEIGHT = np.zeros(4, dtype=np.float32)
@@ -128,10 +140,33 @@ def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
     elif task == "copy":
         length, start = draw(12, n // 4 - 1), draw(3, 8)
         tokens, roles = tasks.copy(rng, n, length=length, start=start, answer=length - start)
-    else:
+    elif task == "few_shot":
         classes, shots = draw(2, 6), draw(1, min(28, n // 16 - 1))
         tokens, roles = tasks.few_shot(rng, n, shots=shots, classes=classes, every_label=True)
+    else:
+        tokens, roles = getattr(tasks, task)(rng, n, **hard_sizes(task, n, draw))
     return tokens, WEIGHT[roles]
+
+
+def hard_sizes(task: str, n: int, draw: Callable[[int, int], int]) -> dict:
+    """Draw the options of a harder task for a document of n tokens."""
+    if task in ("turns", "paraphrase"):
+        facts = draw(1, max(2, n // 42))
+        return dict(facts=facts, questions=draw(1, min(facts, 6)))
+    if task == "latest":
+        facts = draw(1, max(2, min(6, n // 45)))
+        return dict(facts=facts, changed=draw(1, min(facts, 3)), questions=draw(1, min(facts, 4)))
+    if task == "hops":
+        hops, chains = draw(2, 4), draw(1, 2)
+        if n < 200:
+            hops, chains = min(hops, 3), 1
+        return dict(hops=hops, chains=chains, questions=draw(1, chains))
+    if task == "list":
+        return dict(kinds=draw(1, 2), values=draw(1, 3 if n < 200 else 4))
+    if task == "count":
+        return dict(votes=draw(5, 7 if n < 200 else 16), labels=draw(2, 4))
+    facts = draw(1, max(2, min(6, n // 48)))
+    return dict(facts=facts, questions=draw(1, min(facts, 3)))
 
 
 def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks, bos: bool = False):
@@ -159,6 +194,11 @@ def position_jumps(rng, B: int, T: int, max_len: int, jumps: int = 3) -> torch.T
 def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> float:
     """Return the learning rate's fraction of its peak: warm-up, flat, then decay to 2 %."""
     return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
+
+
+def stages_of(start: str) -> list:
+    """Return the stages for --start."""
+    return {"built": STAGES, "learned": LEARNED}.get(start, HARDER)
 
 
 def stage(step: int, steps: int, stages: list):
@@ -234,8 +274,9 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"),
                         help="folder of the run: a new one, or that of an interrupted run, to resume it")
     parser.add_argument("--steps", type=int, default=3000, help="steps of 4096 tokens")
-    parser.add_argument("--start", choices=("built", "learned"), default="built",
-                        help="initial weights: with retrieval heads (built, default) or without (learned)")
+    parser.add_argument("--start", default="built", metavar="START",
+                        help="initial weights: with retrieval heads (built, default), without (learned), or "
+                             "the folder of a decoder trained here, to learn the harder tasks")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
@@ -249,21 +290,26 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     if not 0 < args.lr <= 1:
         raise ValueError(f"lr {args.lr} must lie above 0 and be at most 1")
     check_device(args.device)
+    if args.start not in STARTS and not (Path(args.start) / "config.json").exists():
+        raise ValueError(f"start {args.start!r} must be built, learned or the folder of a trained decoder")
     return args
 
 
 def main(argv=None):
     args = options(argv)
     rank, world = ranks()
-    learned = args.start == "learned"
-    model = Decoder(Config(**CONFIG, bos=CONFIG["vocab_size"] - 1 if learned else None))
+    if args.start in STARTS:
+        learned = args.start == "learned"
+        model = Decoder(Config(**CONFIG, bos=CONFIG["vocab_size"] - 1 if learned else None))
+        (learned_start if learned else induction_start)(model, args.seed)
+    else:
+        model = from_hf(args.start)
     set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     first, minutes = find(args)
     if world > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    (learned_start if learned else induction_start)(model, args.seed)
     model.to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05,
                                   fused=True)
@@ -273,7 +319,7 @@ def main(argv=None):
         save(args, model, optimizer, 0, minutes)  # claims the folder, and shows that it is writable
 
     encoding = tokenizer.load(TINY / "tokenizer.tiktoken")
-    training, held_out = Tasks(encoding, "train"), Tasks(encoding, "test")
+    training, held_out = HardTasks(encoding, "train"), HardTasks(encoding, "test")
     minutes = learn(args, model, optimizer, first, minutes, training, held_out)
     if world > 1:
         dist.destroy_process_group()
@@ -302,6 +348,7 @@ def learn(args, model: Decoder, optimizer, first: int, minutes: float, training:
                 shown = dict(bpb=bits_per_byte(model, held_out, max(1, few // 2)))
                 if T >= 128:
                     lengths = dict(needle=2 * T, pairs=256, few_shot=256)
+                    lengths |= {} if args.start in STARTS else dict.fromkeys(HARD, 512)
                     shown |= {task: exact_match(model, held_out, task, n, few) for task, n in lengths.items()}
                 row = dict(step=step + 1, tokens_per_document=T, loss=float(np.mean(losses)), **shown,
                            minutes=minutes)
@@ -319,8 +366,8 @@ def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tas
     weights change, if the loss or the gradient is not finite.
     """
     rank, world = ranks()
-    learned, mine, c = args.start == "learned", slice(rank, None, world), model.config
-    T, B, mixture = stage(step, args.steps, LEARNED if learned else STAGES)
+    learned, mine, c = args.start != "built", slice(rank, None, world), model.config
+    T, B, mixture = stage(step, args.steps, stages_of(args.start))
     tokens, weights = batch(args.seed, step, B, T, mixture, training, learned)
     rng = np.random.default_rng((args.seed, step, 1))
     jump = T >= 256 and rng.random() < 0.7
@@ -369,6 +416,7 @@ def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: floa
     asked = {f"needle_{T}": ("needle", T) for T in (256, 512, 1024, 2048)}
     asked |= {"pairs_16_512": ("pairs", 512), "few_shot_16_of_4_classes_512": ("few_shot", 512),
               "copy_512": ("copy", 512)}
+    asked |= {f"{task}_512": (task, 512) for task in HARD if args.start not in STARTS}
     figures = {name: exact_match(model, held_out, task, T, documents)
                for name, (task, T) in tqdm(asked.items(), desc="measuring", disable=None)}
     windows = max(1, documents // 4)
@@ -385,6 +433,7 @@ def finish(args, model: Decoder, training: Tasks, held_out: Tasks, minutes: floa
         documents_per_figure=documents,
         exact_match={k: dict(value=round(v, 4), standard_error=round(math.sqrt(v * (1 - v) / documents), 4))
                      for k, v in figures.items()},
+        copy_512_by_token=round(exact_match(model, held_out, "copy", 512, documents, by_token=True), 4),
         bits_per_byte={k: round(v, 3) for k, v in bits.items()})
     (args.out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))

@@ -12,7 +12,7 @@ import torch
 from nanollm import TINY, tokenizer
 from nanollm.hf.checkpoint import to_hf
 from nanollm.measure import corpus
-from nanollm.measure.tasks import Tasks
+from nanollm.measure.hard_tasks import HardTasks
 from nanollm.model import Config, Decoder
 
 # ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
@@ -143,7 +143,7 @@ def decode(tokens) -> str:
 
 
 @once
-def tasks(split: str) -> Tasks:
+def tasks(split: str) -> HardTasks:
     """Return the library's tasks; for training only every tenth document, because encoding all takes 8 s."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
@@ -151,7 +151,7 @@ def tasks(split: str) -> Tasks:
             patch.setattr(corpus, "documents", lambda: pool)
             patch.setattr(corpus, "text", corpus.text.__wrapped__)
             patch.setattr(corpus, "words", corpus.words.__wrapped__)
-        return Tasks(ENCODING, split)
+        return HardTasks(ENCODING, split)
 
 
 def clusters_of(keys, radius):

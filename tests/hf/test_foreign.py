@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import transformers as hf
 
+import common
 from foreign import foreign_checkpoint
 from nanollm import LEARNED
 from nanollm.__main__ import main
 from nanollm.hf.checkpoint import hf_tokenizer
+from nanollm.measure.hard_tasks import HARD, HardTasks
 from nanollm.measure.tasks import ANSWER, FACT, QUESTION, Tasks
 
 FEW = "--documents 2 --lengths 384 --methods full h2o snap_kv+critical quantized_2 --keep 25".split()
@@ -25,7 +27,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=["bytes", "unigram"])
 def tasks(request, tmp_path_factory):
     folder = foreign_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-    return Tasks(hf_tokenizer(folder), "test")
+    return HardTasks(hf_tokenizer(folder), "test")
 
 
 @pytest.mark.parametrize("task", ["needle", "pairs", "few_shot", "copy"])
@@ -44,6 +46,16 @@ def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
         if task != "copy":
             assert len(answer.strip()) == (2 if task == "few_shot" else 4) and answer.strip().isdecimal()
     assert len(batch.answers) == 1
+
+
+@pytest.mark.parametrize("task", HARD)
+def test_harder_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
+    ours = common.tasks("test")
+    blank = lambda text: re.sub(r"[a-z]{4,}|\d+", "_", " ".join(text.split()))  # words and numbers are drawn
+    make = lambda made: getattr(made, task)(np.random.default_rng(0), 500)
+    text = [blank(made.encoding.decode([t for t, role in zip(*map(np.ndarray.tolist, make(made)))
+                                        if role in (QUESTION, ANSWER)])).strip() for made in (ours, tasks)]
+    assert text[0] == text[1]
 
 
 def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):

@@ -168,7 +168,7 @@ def test_a_record_leaves_every_cache_as_reading_does(model, benchmark, monkeypat
     # one whose question is one token
     last = SimpleNamespace(tokens=TOKENS.numpy(), question=70, answers=[slice(71, 73)])
     recordings = dict(last=[record(model, recorders, part) for part in prompt_and_question(model, last)[1:]])
-    monkeypatch.setattr(evaluate, "answer", lambda model, tokens, spans, fed, caches: (fed, caches))
+    monkeypatch.setattr(evaluate, "answer", lambda *args: args[3:5])
     for task, batch in (benchmark.batches | {"last": last}).items():
         read = retrieve(model, batch, make)
         with monkeypatch.context() as patch:
@@ -313,8 +313,11 @@ def test_exact_match_counts_what_greedy_decoding_writes(model):
     tokens[:13, 300:304] = generate(model, tokens[:13, :300], 4)
     tokens[0, 303] = (tokens[0, 303] + 1) % V
     batch = SimpleNamespace(tokens=tokens.numpy(), question=290, answers=[slice(300, 304)])
-    found = exact_match(model, SimpleNamespace(batch=lambda *_: batch), "needle", 320, 52)
-    assert found == pytest.approx(12 / 52)
+    asked = model, SimpleNamespace(batch=lambda *_: batch), "needle", 320, 52
+    assert exact_match(*asked) == pytest.approx(12 / 52)
+    best = model(tokens[:, :-1]).argmax(-1)[:, 299:303]
+    by_token = (best == tokens[:, 300:304]).float().mean().item()
+    assert exact_match(*asked, by_token=True) == pytest.approx(by_token) and by_token > 12 / 52
 
 
 # ---- rows ---

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 
 from common import decode, tasks
 from nanollm.commands.shell import set_threads
-from nanollm.hf.checkpoint import from_hf
+from nanollm.hf.checkpoint import from_hf, to_hf
 from nanollm.measure.tasks import ANSWER, FACT
 from nanollm.model import Config, Decoder
 from nanollm.training import train
 from nanollm.training.initial_weights import induction_start
-from nanollm.training.train import (CONFIG, LEARNED, STAGES, batch, document, main, position_jumps, schedule,
-                                    stage)
+from nanollm.training.train import (CONFIG, HARDER, LEARNED, STAGES, batch, document, main, position_jumps,
+                                    schedule, stage)
 
 # ---- documents ---
 
@@ -103,7 +103,8 @@ def test_schedule_warms_up_stays_and_decays():
     assert lr[-5:] == [0.02] * 5
 
 
-@pytest.mark.parametrize("stages, steps", [(STAGES, [80, 100, 420, 400]), (LEARNED, [50, 40, 90, 420, 400])])
+@pytest.mark.parametrize("stages, steps", [(STAGES, [80, 100, 420, 400]), (LEARNED, [50, 40, 90, 420, 400]),
+                                           (HARDER, [50, 450, 500])])
 def test_stages_share_out_all_steps_at_4096_tokens_each(stages, steps):
     seen = [tuple(stage(step, 1000, stages)) for step in range(1000)]
     assert [seen.count(tuple(rest)) for _, *rest in stages] == steps
@@ -118,10 +119,10 @@ def shrink(set_):
     """A run of seconds, through set_(object, name, value): a small model and small batches, no measuring."""
     size = dict(max_len=600, n_layers=2, n_heads=4, n_kv_heads=2, d_model=64, d_ff=32)
     set_(train, "CONFIG", CONFIG | size)
-    for name in ("STAGES", "LEARNED"):
+    for name in ("STAGES", "LEARNED", "HARDER"):
         stages = [(share, T, max(B // 16, 2), mixture) for share, T, B, mixture in getattr(train, name)]
         set_(train, name, stages)
-    set_(train, "Tasks", lambda encoding, split: tasks("train"))  # the held-out ones are for measuring
+    set_(train, "HardTasks", lambda encoding, split: tasks("train"))  # the held-out ones are for measuring
     set_(train, "bits_per_byte", lambda model, *_: model.embed.weight.sum().item())
     set_(train, "exact_match", lambda *_, **__: 0.25)
     set_(train, "ngram_bits", lambda *_: {"2-gram": 3.0})
@@ -146,14 +147,19 @@ def held(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-@pytest.fixture(scope="module", params=["built", "learned"])
+@pytest.fixture(scope="module", params=["built", "learned", "a folder"])
 def whole(request, tmp_path_factory):
     """The folder of an uninterrupted run, and how it starts."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder, start = tmp_path_factory.mktemp("whole"), request.param
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch.setattr)
-        run(folder, 6, "--start", request.param)
-    return folder, request.param
+        if start == "a folder":
+            start = str(tmp_path_factory.mktemp("first"))
+            model = Decoder(Config(**train.CONFIG, bos=2047))
+            induction_start(model, 5)
+            to_hf(model, start)
+        run(folder, 6, "--start", start)
+    return folder, start
 
 
 def cut_off(folder: Path, monkeypatch, at: int, *more):
@@ -192,7 +198,7 @@ def shrink_more(set_):
         return torch.randint(0, 2047, (B, T + 1), generator=g), torch.rand(B, T + 1, generator=g)
 
     shrink(set_)
-    set_(train, "Tasks", lambda *_: None)
+    set_(train, "HardTasks", lambda *_: None)
     set_(train, "batch", noise)
 
 
@@ -245,13 +251,15 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
     for name, p in model.named_parameters():
         assert torch.equal(p, last[name].half().float()), name
     assert (whole / "tokenizer.tiktoken").read_bytes() == (train.TINY / "tokenizer.tiktoken").read_bytes()
-    assert [row["tokens_per_document"] for row in log(whole)] == [64, 128, 256, 256, 512, 512]
+    lengths = [64, 128, 256, 256, 512, 512] if start in train.STARTS else [128, 256, 256, 512, 512, 512]
+    assert [row["tokens_per_document"] for row in log(whole)] == lengths
     assert from_hf(train.TINY).config == Config(**CONFIG)
-    assert model.config.bos == (2047 if start == "learned" else None)  # its documents began so
+    assert model.config.bos == (None if start == "built" else 2047)  # its documents began so
     report = json.loads((whole / "train.json").read_text())
     assert report["parameters"] == sum(p.numel() for p in model.parameters())
     assert f"--steps 6 --start {start}" in report["command"] and "--out" not in report["command"]
     assert report["exact_match"]["needle_2048"] == dict(value=0.25, standard_error=0.0271)  # √(¼·¾/256)
+    assert ("hops_512" in report["exact_match"]) == (start not in train.STARTS)
     assert report["bits_per_byte"] == {"model": round(model.embed.weight.sum().item(), 3), "2-gram": 3.0}
 
 
@@ -260,7 +268,8 @@ def test_a_run_ends_with_a_checkpoint_and_its_report(whole):
 
 @pytest.mark.parametrize("wrong, message", [
     ("--every 0", "every 0"), ("--documents 0", "documents 0"), ("--lr nan", "lr nan"),
-    ("--seed -1", "seed -1"), ("--device meta", "device 'meta'"), ("--threads -1", "threads -1")])
+    ("--seed -1", "seed -1"), ("--device meta", "device 'meta'"), ("--threads -1", "threads -1"),
+    ("--start nowhere", "start 'nowhere' must be built, learned or the folder")])
 def test_a_run_that_cannot_be_is_refused_before_any_work(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
         main(["--out", str(tmp_path / "run"), *wrong.split()])
