@@ -5,8 +5,10 @@ import sys
 from nanollm.commands import shell
 
 COMMANDS = dict(
+    ask="nanollm.commands.ask",
     claims="experiments.claims.claims_command",
     compare="nanollm.commands.compare",
+    compress="nanollm.commands.compress",
     course="course.command",
     explore="nanollm.commands.explore",
     generate="nanollm.commands.write",
