@@ -5,8 +5,14 @@ kept tokens are therefore a uniform sample of all tokens seen (reservoir samplin
 
 Every layer, head and text of a batch draws its own priorities. A text therefore keeps other tokens when it
 runs alone than when it runs in a batch.
+
+Critics of the field ask for two more baselines, which protect entries and draw the rest (arXiv 2605.18053 and
+2609.03430). `random_ends` keeps the first and the newest tokens, a tenth of the budget each. `prompt=True`
+keeps the whole prompt, for answers longer than it.
 """
 from dataclasses import dataclass
+from functools import partial
+import math
 
 import torch
 from torch import Tensor
@@ -18,12 +24,16 @@ from nanollm.check import check_seed
 @dataclass(eq=False)
 class RandomEviction(ScoredCache):
     seed: int = 0          # of the random priorities; each layer has its own
+    ends: float = 0.0      # fraction of the budget that stays at the text's start, and as much at its end
+    prompt: bool = False   # True: the prompt stays, and only later tokens are evicted
     priority = PerEntry()  # uniform in [0, 1)
 
     def __post_init__(self):
         super().__post_init__()
         check_seed(self.seed, 1000)
-        self.generator = None
+        if not 0 <= self.ends <= 0.5:
+            raise ValueError(f"ends is {self.ends}; it is a fraction of the budget, between 0 and 0.5")
+        self.generator, self.prompt_length = None, 0
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         if self.generator is None:
@@ -33,8 +43,14 @@ class RandomEviction(ScoredCache):
         priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)
         super().write(k, v, pos, priority=priority.to(k.device))
 
+    def end_prefill(self):
+        self.prompt_length = self.seen if self.prompt else 0
+        super().end_prefill()
+
     def score(self) -> Tensor:
-        return self.priority
+        n = round(self.ends * self.budget)
+        stays = (self.pos < max(n, self.prompt_length)) | (self.pos >= self.seen - n)
+        return self.priority.masked_fill(stays, math.inf)
 
 
-variants = {"random": RandomEviction}
+variants = {"random": RandomEviction, "random_ends": partial(RandomEviction, ends=0.1)}

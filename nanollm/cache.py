@@ -137,7 +137,8 @@ class LayerCache:
         """
         if self.watch and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
             return fast(self, q, pos)
-        return attention(q, *self.read(), pos, self.watch, self.length == self.seen, self.ragged)
+        in_order = self.length == self.seen and not self.ragged
+        return attention(q, *self.read(), pos, self.watch, in_order, self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Store T new tokens in the next slots.

@@ -91,21 +91,23 @@ def test_growth_keeps_slack_small_and_does_not_copy_at_every_token():
 
 
 @pytest.mark.parametrize("kept", [[[[1, 4, 8], [0, 2, 3]], [[5, 6, 7], [2, 4, 6]]],
-                                  [[[1, 4, 8], [2, -1, -1]], [[5, 6, -1], [2, 4, 6]]]])
+                                  [[[1, 4, 8], [2, -1, -1]], [[5, 6, -1], [2, 4, 6]]],
+                                  [[[*range(9)], [2] + [-1] * 8], [[-1] * 9, [5, 6] + [-1] * 7]]])
 @pytest.mark.parametrize("T", [1, 4])
 def test_keep_moves_every_slot_and_attention_sees_what_is_left(kept, T):
-    cache, kept = LayerCache(), torch.tensor(kept)
+    cache, kept = LayerCache(), torch.tensor(kept)  # in the last case a head keeps everything
+    n = kept.shape[2]
     _, k0, v0, _ = fill(cache, 9)
     cache.slots["score"], full, there = cache.pos.float() * 10, cache.bytes(), kept >= 0
     cache.keep(kept)
     assert (cache.pos == kept.where(there, NEVER)).all() and cache.ragged == (not there.all())
     assert (cache.slot("score")[there] == kept[there] * 10).all()
-    i = kept.clamp(min=0)[..., None].expand(2, 2, 3, 8)
+    i = kept.clamp(min=0)[..., None].expand(2, 2, n, 8)
     assert torch.equal(cache.k[there], k0.gather(2, i)[there])
-    assert (cache.length, cache.seen) == (3, 9)
+    assert (cache.length, cache.seen) == (n, 9)
     live, allocated = cache.bytes()
-    assert allocated == (full[1] + 9 * 4 * 4) // 3  # given back, not masked
-    assert live == allocated * there.sum() // 12
+    assert allocated == (full[1] + 9 * 4 * 4) * n // 9  # given back, not masked
+    assert live == allocated * there.sum() // (4 * n)
 
     q, k, v, y = fill(cache, T, seed=5)
     visible = torch.zeros(2, 2, T, 9 + T, dtype=torch.bool)

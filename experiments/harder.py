@@ -1,0 +1,349 @@
+"""Compare all methods on harder tasks: several turns, changed facts, chains, lists, rules, long writing.
+
+    python -m experiments.harder                       # all tasks, both shipped decoders: an hour
+    python -m experiments.harder --tasks turns rule --methods snap_kv kvzip --model FOLDER
+
+The documents come from nanollm/measure/hard_tasks.py. The question comes after the compression (agnostic) or
+is part of the prompt (aware). `depth` places a needle at five depths. `writing` reads a prompt of 64 tokens
+and writes 256 tokens of real text, while the cache stays within its budget; a fact of the prompt is asked for
+at the end.
+"""
+from dataclasses import dataclass
+from functools import partial
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from experiments.script import arguments, decoders, finish, grouped, keep_label, mean_and_error, parser
+from methods.cam import CaM
+from methods.compress_again import again
+from methods.critical_kv import two_stage
+from methods.h2o import H2O
+from methods.kvzip import KVzip
+from methods.random_eviction import RandomEviction
+from methods.scissorhands import Scissorhands
+from methods.snap_kv import SnapKV
+from methods.streaming_llm import StreamingLLM
+from methods.tova import TOVA
+from nanollm.cache import LayerCache
+from nanollm.check import whole
+from nanollm.commands.registry import calibrated, given, has_budget, pick
+from nanollm.commands.shell import command, cores
+from nanollm.commands.text_table import text_table
+from nanollm.generate import end_prompt, prefill
+from nanollm.measure.benchmark import Benchmark, cut, in_forks, replayed_or_read
+from nanollm.measure.evaluate import Make, answers, check_size, maker, retrieve
+from nanollm.measure.hard_tasks import HARD, HardTasks
+from nanollm.measure.tasks import Batch
+from nanollm.ranking import top
+from nanollm.tokenizer import boundaries
+from nanollm.window import Selection, WindowCache
+
+KEEP_RATIOS = 0.25, 0.125
+DEPTH_RATIOS = 0.5, 0.25, 0.125, 0.0625
+DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
+BATCH = 32                    # documents that the model reads at once
+PROMPT, WRITTEN = 64, 256     # tokens of the task `writing`
+# name of a batch: its task and the task's options
+BATCHES = {"turns": ("turns", {}), "latest": ("latest", {}), "list": ("list", {}), "count": ("count", {}),
+           "paraphrase": ("paraphrase", {})}
+BATCHES |= {f"hops {n}": ("hops", dict(hops=n)) for n in (2, 3, 4)}
+BATCHES |= {f"{'banned' if banned else 'allowed'}, {first} first": ("rule", dict(first=first, banned=banned))
+            for first in ("form", "ban") for banned in (False, True)}
+ALL = (*HARD, "depth", "writing")  # the choices of --tasks
+
+
+# ---- known repairs and baselines ---
+
+@dataclass(frozen=True)
+class KeepPrefix(Selection):
+    """SnapKV that never evicts the first tokens, where the rules stand."""
+    first: int = 24
+
+    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+        pooled = cache.pool(scores.mean(2))
+        pooled[..., :self.first] = math.inf
+        return top(pooled, budget)
+
+
+@dataclass(frozen=True)
+class Evenly(Selection):
+    """SnapKV that keeps the same fraction of each 16 tokens (fair eviction, arXiv 2510.00231)."""
+    size: int = 16
+
+    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+        pooled = cache.pool(scores.mean(2))
+        n = pooled.shape[-1]
+        parts = F.pad(pooled, (0, -n % self.size), value=-1).unflatten(-1, (-1, self.size))
+        each = top(parts.flatten(0, 1), budget // parts.shape[2])
+        return two_stage(each.view_as(parts).flatten(2)[..., :n], pooled, budget)
+
+
+REPAIRS = {"snap_kv, prefix kept": partial(SnapKV, select=KeepPrefix()),
+           "snap_kv, evenly": partial(SnapKV, select=Evenly()),
+           "kvzip, prefix kept": partial(KVzip, sinks=24)}
+WRITERS = {"h2o": H2O, "tova": TOVA, "scissorhands": Scissorhands, "cam": CaM, "streaming_llm": StreamingLLM,
+           "snap_kv again": partial(again(SnapKV), every=8), "random": RandomEviction,
+           "random_ends": partial(RandomEviction, ends=0.1),
+           "random, prompt kept": partial(RandomEviction, prompt=True),
+           "random_ends, prompt kept": partial(RandomEviction, prompt=True, ends=0.1)}
+
+
+# ---- what one batch says of a method ---
+
+def numbers(encoding, vocab_size: int) -> Tensor:
+    """Return (vocab_size,) of bool: the tokens that contain a digit."""
+    def digit(token: int) -> bool:
+        try:
+            return any(c.isdigit() for c in encoding.decode([token]))
+        except KeyError:  # the vocabulary may be padded with ids that the tokenizer lacks
+            return False
+    return torch.tensor([digit(token) for token in range(vocab_size)])
+
+
+def judged(name: str, batch: Batch, said: list[Tensor], number: Tensor) -> dict[str, Tensor]:
+    """Return measurements (B,) by name, from what a method said in place of each answer."""
+    tokens = torch.from_numpy(batch.tokens)
+    right = [(x[:, :a.stop - a.start].cpu() == tokens[:, a]).all(1) for x, a in zip(said, batch.answers)]
+    task, said = BATCHES.get(name, (name,))[0], [x.cpu() for x in said]
+    if task == "turns":
+        return {f"turn {i}": x for i, x in enumerate(right, 1)}
+    if task == "list":
+        each = {f"value {i}": x for i, x in enumerate(right, 1)}
+        return each | {"list": torch.stack(right).float().mean(0)}
+    if task == "latest":
+        return {"latest": right[0], "old value": (said[0] == earlier(batch)).all(1)}
+    if task == "hops":
+        length = lambda x: torch.where(number[x].any(1), number[x].int().argmax(1) + 1, x.shape[1])
+        return {name: right[0], f"trace {name[-1]}": length(said[0]) / length(tokens[:, batch.answers[0]])}
+    if task == "rule":
+        mark, word = (said[0][:, part] == tokens[:, batch.answers[0]][:, part]
+                      for part in (slice(1), slice(1, None)))
+        form, ban = ("first", "second") if "form first" in name else ("second", "first")
+        found = {f"form {form}": mark.all(1)}
+        if name.startswith("allowed"):
+            return found | {"answer": word.all(1)}
+        return found | {f"leak, ban {ban}": (said[0][:, 1:] == fact_of(batch)).all(1)}
+    return {name: right[0]}
+
+
+def stated(batch: Batch) -> list[list[int]]:
+    """Return for each row the places in the context where the question's words were said before."""
+    asked = slice(batch.answers[0].start - 4, batch.answers[0].start)  # the key and what follows it
+    places = []
+    for row in torch.from_numpy(batch.tokens):
+        windows = row[:batch.question].unfold(0, 4, 1)
+        places.append((torch.nonzero((windows == row[asked]).all(1)).flatten() + 4).tolist())
+    return places
+
+
+def earlier(batch: Batch) -> Tensor:
+    """Return the value (B, n) that the key asked for had first."""
+    n = batch.answers[0].stop - batch.answers[0].start
+    rows = torch.from_numpy(batch.tokens)
+    return torch.stack([row[place[0]:place[0] + n] for row, place in zip(rows, stated(batch))])
+
+
+def fact_of(batch: Batch) -> Tensor:
+    """Return the word (B, n) that the context states for the key asked for."""
+    n = batch.answers[0].stop - batch.answers[0].start - 1
+    rows = torch.from_numpy(batch.tokens)
+    return torch.stack([row[place[-1]:place[-1] + n] for row, place in zip(rows, stated(batch))])
+
+
+@torch.no_grad()
+def written(model, batch: Batch, make: Make) -> dict[str, Tensor]:
+    """Write the text of a batch after its first PROMPT tokens; return KL by quarter, and the fact asked for.
+
+    KL(full ‖ compressed) of the next token, (B,): the mean over each quarter of the written tokens.
+    """
+    tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
+    full, caches = model(tokens[:, :batch.question]).log_softmax(-1), make(batch.question, tokens[:, :PROMPT])
+    prefill(model, tokens[:, :PROMPT], caches)
+    end_prompt(model, tokens[:, :PROMPT], caches)
+    steps = [model(token[:, None], caches) for token in tokens[:, PROMPT:batch.question].unbind(1)]
+    log_p, full = torch.cat(steps, 1).log_softmax(-1), full[:, PROMPT:]
+    kl = (full.exp() * (full - log_p)).sum(-1).tensor_split(4, 1)
+    said = answers(model, tokens, batch.answers, batch.question, caches)[0]
+    right = (said == tokens[:, batch.answers[0]]).all(1)
+    return {f"KL {i}": x.mean(1) for i, x in enumerate(kl, 1)} | {"fact": right}
+
+
+# ---- all batches of a decoder ---
+
+class Pieces:
+    """The recorded batches of one decoder."""
+
+    def __init__(self, model, tasks: HardTasks, chosen: list[str], documents: int, T: int):
+        made = {name: (task, options, T) for name, (task, options) in BATCHES.items() if task in chosen}
+        if "depth" in chosen:
+            made |= {f"depth {depth:g}": ("needle", dict(depth=depth), T) for depth in DEPTHS}
+        if "writing" in chosen:
+            ask = T - tasks.batches("needle", 0, 1, T, facts=1)[0].question
+            made["writing"] = "needle", dict(facts=1, depth=0.1), PROMPT + WRITTEN + ask
+        self.model, self.number = model, numbers(tasks.encoding, model.config.vocab_size)
+        self.parts = [(name, part) for name, (task, options, length) in made.items()
+                      for whole_batch in tasks.batches(task, 0, documents, length, **options)
+                      for part in cut(whole_batch, BATCH)]
+        self.recorded = [None if name == "writing" else Benchmark.read(model, {name: part}, None)
+                         for name, part in self.parts]
+
+    def measured(self, i: int, make: Make) -> dict[str, dict[str, Tensor]]:
+        """Return the measurements of one batch by setting."""
+        name, batch = self.parts[i]
+        if name == "writing":
+            return dict(writing=written(self.model, batch, make))
+        stretch = 2 if name.startswith("hops") else 1  # a trace may be longer than the right one
+        spans = [slice(a.start, a.start + stretch * (a.stop - a.start)) for a in batch.answers]
+        asking = lambda model, tokens, _, fed, caches: answers(model, tokens, spans, fed, caches)
+        retrieved = replayed_or_read(partial(retrieve, asking=asking), self.model, batch, make,
+                                     self.recorded[i].recordings[name])
+        return {setting: judged(name, batch, said, self.number) for setting, said in retrieved.items()}
+
+    def rows(self, make: Make, wanted) -> list[dict]:
+        """Return a row per setting with [mean, standard error] of each measurement of the wanted batches."""
+        mine = [i for i, (name, _) in enumerate(self.parts) if wanted(name)]
+        found = {}
+        for part in in_forks(lambda i: self.measured(mine[i], make), len(mine), min(cores(), len(mine) or 1)):
+            for setting, values in part.items():
+                for name, x in values.items():
+                    found.setdefault(setting, {}).setdefault(name, []).append(x.float())
+        return [dict(setting=setting) | {name: mean_and_error(torch.cat(x)) for name, x in values.items()}
+                for setting, values in found.items()]
+
+
+def measured(model, encoding, methods: dict, chosen: list[str], documents: int, T: int) -> list[dict]:
+    """Return the rows of all methods on one decoder."""
+    check_size(model, documents, 2, T)
+    pieces = Pieces(model, HardTasks(encoding, "test"), chosen, documents, T)
+    ends = boundaries(encoding, model.config.vocab_size)
+    asked = lambda name: name != "writing" and not name.startswith("depth")
+    jobs = [("answers", name, Method, ratio, asked) for name, Method in (methods | REPAIRS).items()
+            for ratio in (KEEP_RATIOS if has_budget(Method) else [None])]
+    jobs += [("depth", name, Method, ratio, lambda name: name.startswith("depth"))
+             for name, Method in methods.items() if "depth" in chosen
+             for ratio in (DEPTH_RATIOS if has_budget(Method) else [None])]
+    jobs += [("writing", name, Method, ratio, lambda name: name == "writing")
+             for name, Method in (dict(full=LayerCache) | WRITERS).items() if "writing" in chosen
+             for ratio in (KEEP_RATIOS if has_budget(Method) else [None])]
+    options, rows = {}, []
+    for table, name, Method, ratio, wanted in (bar := tqdm(jobs, leave=False, disable=None)):
+        bar.set_description(name)
+        if name not in options:
+            options[name] = given(Method, window_size=8) | calibrated(Method, model, encoding)
+        make = maker(model, Method, ratio, ends=ends, **options[name])
+        rows += [dict(table=table, method=name, keep_ratio=ratio) | row for row in pieces.rows(make, wanted)]
+    return rows
+
+
+# ---- tables ---
+
+TERMS = """\
+turn 1 … 4  accuracy of four questions, one after another, on one compressed prompt
+latest      accuracy if a fact was changed; old value: share of answers that are the earlier value
+hops n      accuracy of a chain of n facts, all steps written out; trace n: its length, of the right one's
+list        accuracy of four numbers of a kind, in order; value 1 … 4: of each
+count       accuracy: which label has the most votes
+form first  share of answers with the right mark, if the rule is the first or the second line
+leak        share of answers that say the banned word, if the ban is the first or the second line
+answer      accuracy of the word where no word is banned
+paraphrase  accuracy of a needle that is asked for in other words
+depth d     accuracy of a needle at depth d: 0 is the text's start, 1 its end
+KL 1 … 4    KL divergence per token in each quarter of 256 written tokens; fact: accuracy of the fact asked
+            for at the end
+A task in brackets: the full cache itself is right in less than half of the cases."""
+OVERVIEW = ("turn 1", "turn 4", "latest", "hops 2", "hops 4", "list", "count", "form first", "form second",
+            "leak, ban first", "leak, ban second", "answer", "paraphrase")
+# what the full cache has to do before a measurement says anything
+NEEDS = {"leak, ban first": "answer", "leak, ban second": "answer", "old value": "latest"} | {
+    f"trace {n}": f"hops {n}" for n in (2, 3, 4)}
+DETAILS = ("turn 2", "turn 3", "old value", "hops 3", "trace 2", "trace 3", "trace 4", "value 1", "value 2",
+           "value 3", "value 4")
+
+
+def too_hard(rows: list[dict], names: tuple[str, ...]) -> list[str]:
+    """Return the measurements at which the full cache fails: less than half of its answers are right."""
+    full = next((row for row in rows if row["method"] == "full"), {})
+    fails = lambda name: name in full and full[name][0] < 0.5
+    return [name for name in names if not name.startswith("KL") and fails(NEEDS.get(name, name))]
+
+
+def columns(rows: list[dict], names: tuple[str, ...]) -> str:
+    """Return a table: method, keep ratio, and the named measurements that the rows have."""
+    names = [name for name in names if name in rows[0]]
+    weak = too_hard(rows, names)
+    return text_table([["method", "keep", *(f"({name})" if name in weak else name for name in names)],
+                       *([row["method"], keep_label(row["keep_ratio"]),
+                          *(f"{row[name][0]:.2f}" for name in names)] for row in rows)])
+
+
+def show(rows: list[dict]) -> str:
+    """Return the tables of each decoder."""
+    parts = [TERMS]
+    for (decoder, table, setting), same in grouped(rows, "decoder", "table", "setting").items():
+        error = max(x[1] for row in same for x in row.values() if isinstance(x, (list, tuple)))
+        title = dict(agnostic="question after the compression", aware="question in the prompt",
+                     writing="long writing")[setting]
+        measurements = tuple(key for key, x in same[0].items() if isinstance(x, (list, tuple)))
+        title = f"{decoder}, {'needles by depth, ' if table == 'depth' else ''}{title}"
+        parts += [f"{title}; standard errors up to {error:.2f}\n{columns(same, names)}"
+                  for names in ((OVERVIEW, DETAILS) if table == "answers" else (measurements,))
+                  if {*names} & {*measurements}]
+    return "\n\n".join(parts)
+
+
+def draw(rows: list[dict], file: Path):
+    """Draw the overview at KEEP_RATIOS[0], question after the compression: a panel per decoder."""
+    import matplotlib.pyplot as plt
+    from nanollm.commands.plot import save
+    shown = [row for row in rows if (row["table"], row["setting"]) == ("answers", "agnostic")
+             and row["keep_ratio"] in (None, KEEP_RATIOS[0])]
+    panels = grouped(shown, "decoder")
+    height = 1.5 + 0.27 * max(map(len, panels.values()))
+    figure, axes = plt.subplots(1, len(panels), figsize=(8.5 * len(panels), height), layout="constrained",
+                                squeeze=False)
+    for axis, ((decoder,), same) in zip(axes[0], panels.items()):
+        weak = too_hard(same, OVERVIEW)
+        names = [name for name in OVERVIEW if name in same[0] and name not in weak]
+        good = lambda row, name: 1 - row[name][0] if name.startswith("leak") else row[name][0]
+        same = sorted(same, key=lambda row: -sum(good(row, name) for name in names))
+        axis.imshow([[good(row, name) for name in names] for row in same], cmap="Blues", vmin=0, vmax=1.5,
+                    aspect="auto")
+        for y, row in enumerate(same):
+            for x, name in enumerate(names):
+                axis.text(x, y, f"{row[name][0]:.2f}", ha="center", va="center", fontsize=8)
+        axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=9)
+        axis.set_yticks(range(len(same)), [row["method"] for row in same], fontsize=9)
+        axis.set_title(f"{decoder}: keep ratio {keep_label(KEEP_RATIOS[0])}, question after the compression")
+    save(figure, file)
+
+
+def main(argv: list[str] | None = None):
+    made = parser("experiments.harder", __doc__)
+    made.add_argument("--tasks", nargs="+", default=[*ALL], choices=ALL, metavar="NAME",
+                      help=f"tasks to measure; default all: {', '.join(ALL)}")
+    made.add_argument("--methods", nargs="+", default=[], metavar="NAME",
+                      help="methods to measure beside the full cache; default: all")
+    made.add_argument("--documents", type=int, default=32, help="documents per batch; default 32")
+    made.add_argument("--length", type=int, default=512, metavar="TOKENS",
+                      help="length of each document; default %(default)s")
+    made.add_argument("--figure", type=Path, metavar="FILE", help="file for a figure, .png, .pdf or .svg")
+    args = arguments(made, argv)
+    whole("documents", args.documents, 2)
+    if args.figure:
+        from nanollm.commands.compare import check_files
+        check_files(args.figure, args.json)
+    methods = pick(["full", *args.methods] if args.methods else [])
+    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
+            for row in measured(model, encoding, methods, args.tasks, args.documents, args.length)]
+    finish(args, rows, show)
+    if args.figure:
+        draw(rows, args.figure)
+
+
+if __name__ == "__main__":
+    command(main)
