@@ -15,25 +15,33 @@ from nanollm.measure.evaluate import standard_error
 def parser(module: str, about: str) -> argparse.ArgumentParser:
     """Return a parser with the options of a model and --json."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=about,
-                                   epilog="Both shipped decoders are measured; --model adds a third.",
+                                   epilog="The shipped decoders are measured; --model adds another.",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    model_options(made, without="only the two decoders that ship")
+    model_options(made, without="only the decoders that ship")
+    made.add_argument("--shipped", nargs="*", choices=SHIPPED, default=[*SHIPPED], metavar="NAME",
+                      help=f"shipped decoders to measure; default: {' '.join(SHIPPED)}. Without a name: none")
     made.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to")
     return made
 
 
 def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Return the parsed command line. ValueError if the file of --json cannot be written."""
+    """Return the parsed command line.
+
+    Raises ValueError if no decoder is named, or the file of --json cannot be written.
+    """
     args = made.parse_args(argv)
+    if not args.shipped and args.model.resolve() in SHIPPED.values():
+        raise ValueError(f"--shipped names no decoder and --model none; name one: {', '.join(SHIPPED)}")
     if args.json:
         check_output(args.json, "rows", lambda data: isinstance(read_json(data), list))
     return args
 
 
 def decoders(args) -> Iterator[tuple]:
-    """Yield name, model and tokenizer of both shipped decoders, then of --model if it is another."""
+    """Yield name, model and tokenizer of the shipped decoders, then of --model if it is another."""
     own = args.model.resolve()
-    folders = SHIPPED if own in SHIPPED.values() else SHIPPED | {str(args.model): own}
+    folders = {name: SHIPPED[name] for name in args.shipped}
+    folders |= {} if own in SHIPPED.values() else {str(args.model): own}
     for name, folder in folders.items():
         yield name, *loaded(args, folder)
 
