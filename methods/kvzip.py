@@ -36,8 +36,7 @@ from torch import Tensor
 from nanollm.attention import probabilities
 from nanollm.cache import ALL, TILE
 from nanollm.check import check_budget, whole
-from nanollm.packed import PackedCache
-from nanollm.ranking import indices, top
+from nanollm.packed import PackedCache, keep_highest, with_previous
 
 SYSTEM = 4  # first tokens of the prompt; the softmax of each piece covers them, as the paper's system prompt
 
@@ -117,18 +116,12 @@ class KVzip(PackedCache):
         super().end_prefill()
         if self.across and self.layer < len(self.model.blocks) - 1:
             return  # the last layer compresses all layers
-        caches = [self]
-        while self.across and caches[0].previous is not None:
-            caches.insert(0, caches[0].previous)
+        caches = with_previous(self) if self.across else [self]
         if self.length > self.budget:
-            scores = torch.stack([cache.scores().to(self.pos.device) for cache in caches], 1)  # (B, L, H, S)
-            scores[..., :self.sinks] = scores[..., self.length - self.recent:] = math.inf
-            ranked = scores.flatten(1) if self.across else scores
-            kept = top(ranked, ranked.shape[-1] // self.length * self.budget).view_as(scores)
-            for cache, stays in zip(caches, kept.unbind(1)):
-                cache.keep(indices(stays.to(cache.pos.device)))
-                if cache.packs:
-                    cache.pack()
+            scores = [cache.scores().clone() for cache in caches]
+            for x in scores:
+                x[..., :self.sinks] = x[..., self.length - self.recent:] = math.inf
+            keep_highest(caches, scores, self.budget, self.across)
         for cache in caches:
             cache.entry_scores = None
 

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.kernel_switch import kernel_for
+from nanollm.ranking import indices, top
 
 
 @dataclass(eq=False)
@@ -94,3 +95,26 @@ class PackedCache(LayerCache):
 
     def beside(self) -> list[Tensor]:
         return [] if self.counts is None else [self.counts]
+
+
+def with_previous(cache: PackedCache) -> list[PackedCache]:
+    """Return the caches of all layers up to this one. Each has stored the one before it as `previous`."""
+    caches = [cache]
+    while caches[0].previous is not None:
+        caches.insert(0, caches[0].previous)
+    return caches
+
+
+def keep_highest(caches: list[PackedCache], scores: list[Tensor], budget: int, together: bool = True):
+    """Keep the highest scores (B, H, S) of each cache: `budget` entries a head on average.
+
+    together: whether all heads of all caches are ranked together; otherwise each head keeps `budget`. If
+    scores are equal, the newest token of the last head of the last layer stays.
+    """
+    scores = torch.stack([x.to(scores[-1].device) for x in scores], 1)  # (B, L, H, S)
+    ranked = scores.flatten(1) if together else scores
+    kept = top(ranked, ranked.shape[-1] // scores.shape[-1] * budget).view_as(scores)
+    for cache, stays in zip(caches, kept.unbind(1)):
+        cache.keep(indices(stays.to(cache.pos.device)))
+        if cache.packs:
+            cache.pack()

@@ -48,7 +48,7 @@ APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"  # and t
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
-GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast"
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive"
 
 
 def each(names, cuts=CUTS):
