@@ -127,14 +127,6 @@ SECTIONS = {
         "error above, and is undecided within one standard error. The last table lists, fewest bytes "
         "first, the methods that keep 95 % on both decoders. `quest` holds every entry; its budget is what "
         "it reads."),
-    "harder": (
-        "Harder tasks", "python -m experiments.harder",
-        "See: SEE.\n\n"
-        "![all methods on the harder tasks](notebooks/harder.png)\n\n"
-        "The documents come from `nanollm/measure/hard_tasks.py`: 32 for each batch, of 512 tokens. Only "
-        "*learned* was trained on these tasks. A measurement says something only if the full cache is right "
-        "in at least half of the cases; the others stand in brackets. The figure has the question after the "
-        "compression, and a quarter of the entries."),
     "worth": (
         "The worth of an entry", "python -m experiments.worth --documents 8",
         "See: attention tells how much an entry changes the answer, but not whether it helps or hurts. The "
@@ -175,8 +167,7 @@ SECTIONS = {
         "`stack` and `shared` are bytes, `shared` of the shared memory of one program. No GPU has timed "
         "the kernels yet."),
 }
-FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png",
-           "harder": "notebooks/harder.png"}  # what --figure writes
+FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png"}  # what --figure writes
 COMPARED = "short", "all", "learned", "additions"  # sections of python -m nanollm; their rows are shortened
 
 
