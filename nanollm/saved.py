@@ -1,11 +1,13 @@
 """Write a compressed cache to a file, and read it again in another process.
 
-The file is safetensors: the tensors of every layer, and a header with the rest of its state, the method's
-options and a fingerprint of the decoder. A loaded cache answers to the last bit as the one that was saved.
+The file is safetensors with a JSON header: the method, its options, the rest of its state, and a fingerprint
+of the decoder. A loaded cache answers bit for bit as the one that was saved.
 
-    save(caches, "page.cache", method="kvzip_4")
-    caches = make_cache(model, KVzip4, **header("page.cache")["options"])
+    save(caches, "page.cache")
+    caches = make_cache(model, RoundedKVzip, **header("page.cache")["options"])
     load("page.cache", caches)
+
+For the transformers bridge: save(memory, …), then attach(model, …) and load(…, memory).
 """
 from dataclasses import fields
 from hashlib import sha256
@@ -20,32 +22,33 @@ from torch import Tensor
 from nanollm.cache import LayerCache
 
 VERSION = 1
-LEFT_OUT = "model", "previous", "chunk_ends"  # set from outside, and not needed after the prompt
-PLAIN = bool, int, float, str, type(None)
+# set by make_cache, or used only until the prompt ends
+NOT_SAVED = "model", "layer", "previous", "chunk_ends", "rereading", "first_pass", "entry_scores", "scores"
+JSON_TYPES = bool, int, float, str, type(None)
 
 
-def save(caches: list[LayerCache], file: Path | str, **note):
-    """Write the caches of all layers, after the prompt's end, to a file. `note` goes into its header.
+def save(caches, file: Path | str, **note):
+    """Write the caches of all layers to a file, after the prompt's end.
 
-    Raises ValueError if the method keeps state that is neither a tensor nor a number, or before the
-    prompt's end.
+    caches: what `make_cache` or the bridge's `attach` returned. note: JSON that `header` returns as "note".
+    Raises ValueError before the prompt's end, or if the state has parts that are neither tensors nor numbers.
     """
-    Path(file).write_bytes(packed(caches, **note))
+    Path(file).write_bytes(to_bytes(caches, **note))
 
 
-def packed(caches: list[LayerCache], **note) -> bytes:
+def to_bytes(caches, **note) -> bytes:
     """Return the bytes that `save` writes."""
+    caches = getattr(caches, "caches", caches)  # those of a bridge's memory
     if not all(cache.prompt_done for cache in caches):
         raise ValueError("the prompt has not ended; call end_prompt(model, prompt, caches) before saving")
     tensors, layers = {}, []
     for i, cache in enumerate(caches):
-        state = {}
-        for name, x in vars(cache).items():
-            if name not in LEFT_OUT and name not in options_of(cache):
-                state[name] = put(trimmed(cache, name, x), f"{i}.{name}", tensors, type(cache).__name__)
-        layers.append(state)
-    options = {name: x for name, x in options_of(caches[0]).items() if isinstance(x, PLAIN)}
-    head = dict(version=VERSION, decoder=fingerprint(caches[0].model), options=options, layers=layers) | note
+        method, left_out = type(cache).__name__, (*NOT_SAVED, *options_of(cache))
+        layers.append({name: encode(trimmed(cache, name, x), f"{i}.{name}", tensors, method)
+                       for name, x in vars(cache).items() if name not in left_out})
+    head = dict(version=VERSION, decoder=fingerprint(caches[0].model), dtype=dtype_of(caches[0].model),
+                method=type(caches[0]).__name__, options=plain_options(caches[0]), hash=hash_of(tensors),
+                note=note, layers=layers)
     return as_bytes(tensors, {"cache": json.dumps(head)})
 
 
@@ -54,64 +57,103 @@ def options_of(cache: LayerCache) -> dict:
     return {field.name: getattr(cache, field.name) for field in fields(cache)}
 
 
+def plain_options(cache: LayerCache) -> dict:
+    """Return the options that JSON can hold. The others, such as selections, act only at the prompt's end."""
+    return {name: x for name, x in options_of(cache).items() if isinstance(x, JSON_TYPES)}
+
+
 def trimmed(cache: LayerCache, name: str, x):
     """Return an attribute of a cache; of `slots` only those in use."""
     if name != "slots":
         return x
-    used = cache.length - getattr(cache, "longest", 0)  # a packed cache counts its packed slots, too
+    used = cache.length - getattr(cache, "longest", 0)  # the length of a packed cache includes packed slots
     return {key: tensor[:, :, :used] for key, tensor in x.items()}
 
 
-def put(x, name: str, tensors: dict[str, Tensor], method: str):
-    """Add the tensors in x to `tensors`, and return x as JSON, with "tensor NAME" in their places."""
+def encode(x, name: str, tensors: dict[str, Tensor], method: str):
+    """Add the tensors in x to `tensors`, and return x as JSON, with {"tensor": name} in their places."""
     if isinstance(x, Tensor):
         tensors[name] = x.contiguous()
         return {"tensor": name}
     if isinstance(x, dict) and all(isinstance(y, Tensor) for y in x.values()):
-        return {"dict": {key: put(y, f"{name}.{key}", tensors, method) for key, y in x.items()}}
-    if isinstance(x, PLAIN) or isinstance(x, list) and all(isinstance(y, PLAIN) for y in x):
+        return {"dict": {key: encode(y, f"{name}.{key}", tensors, method) for key, y in x.items()}}
+    if isinstance(x, JSON_TYPES) or isinstance(x, list) and all(isinstance(y, JSON_TYPES) for y in x):
         return x
     raise ValueError(f"{method} cannot be saved: its {name.partition('.')[2]} is a {type(x).__name__}, not a "
-                     "tensor or a number; use a method that only appends after the prompt")
+                     "tensor or a number; save another method's cache")
 
 
 def fingerprint(model) -> str:
     """Return a hash of a decoder: its config, and the first numbers of every parameter."""
-    c, parts = model.config, [p.detach().flatten()[:1024].float().cpu() for p in model.parameters()]
-    shape = f"{c.vocab_size} {c.n_layers} {c.n_heads} {c.n_kv_heads} {c.head_dim} {parts[0].dtype}"
+    parts = [p.detach().flatten()[:1024].float().cpu() for p in model.parameters()]
+    shape = json.dumps(vars(model.config), sort_keys=True, default=str)
     return sha256(shape.encode() + torch.cat(parts).numpy().tobytes()).hexdigest()[:16]
 
 
+def dtype_of(model) -> str:
+    """Return the number format of a decoder's weights, such as "float32"."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def hash_of(tensors: dict[str, Tensor]) -> str:
+    """Return a hash of all numbers, which shows damage."""
+    numbers = sha256()
+    for name in sorted(tensors):
+        numbers.update(tensors[name].cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return numbers.hexdigest()[:16]
+
+
 def header(file: Path | str) -> dict:
-    """Return the header of a file: version, decoder, options, layers, and the note given to `save`."""
+    """Return a file's header: version, decoder, dtype, method, options, hash, note, layers."""
     try:
         with safe_open(file, "pt") as opened:
             head = json.loads((opened.metadata() or {})["cache"])
     except (SafetensorError, KeyError, json.JSONDecodeError):
-        raise ValueError(f"{file} is not a cache that was saved here; name a file of save()") from None
-    if head.get("version") != VERSION:
-        raise ValueError(f"{file} has version {head.get('version')}; this program reads version {VERSION}; "
+        raise ValueError(f"{file} is not a saved cache, or is damaged; write it with python -m nanollm "
+                         "compress, or with save()") from None
+    if head["version"] != VERSION:
+        raise ValueError(f"{file} has version {head['version']}; this program reads version {VERSION}; "
                          "save the cache again")
     return head
 
 
-def load(file: Path | str, caches: list[LayerCache]):
+def load(file: Path | str, caches):
     """Fill fresh caches of the same method and options with a file's state.
 
-    Raises ValueError if the file is of another decoder, or of another number of layers.
+    Raises ValueError if the file is damaged, if another decoder, number format or method wrote it, or if the
+    caches have seen tokens.
     """
-    head, model = header(file), caches[0].model
+    head, memory = header(file), caches
+    caches = getattr(memory, "caches", memory)
+    model, own = caches[0].model, (type(caches[0]).__name__, plain_options(caches[0]))
+    if head["dtype"] != dtype_of(model):
+        raise ValueError(f"{file} was written in {head['dtype']}, and this decoder has {dtype_of(model)}; "
+                         f"load the decoder in {head['dtype']}")
     if head["decoder"] != fingerprint(model):
-        raise ValueError(f"{file} was written by another decoder; use the one that read the text")
+        raise ValueError(f"{file} was written by another decoder, or by another engine; use the one that "
+                         "read the text")
+    if own != (head["method"], head["options"]):
+        raise ValueError(f"{file} is of {head['method']} with {head['options']}, and these caches are "
+                         f"{own[0]} with {own[1]}; make caches of that method, with header(file)['options']")
+    if caches[0].seen:
+        raise ValueError(f"these caches have seen {caches[0].seen} tokens; load into fresh ones")
+
     device = caches[0].w_o.device
     with safe_open(file, "pt", device=str(device)) as opened:
-        def get(x):
-            if isinstance(x, dict):
-                if "dict" in x:
-                    return {key: get(y) for key, y in x["dict"].items()}
-                return opened.get_tensor(x["tensor"]).clone()  # aligned in memory, else last bits may differ
-            return x
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+    if hash_of(tensors) != head["hash"]:
+        raise ValueError(f"{file} is damaged: its numbers are not those that were saved; "
+                         "save the cache again")
 
-        for cache, state in zip(caches, head["layers"], strict=True):
-            for name, x in state.items():
-                setattr(cache, name, get(x))
+    def decode(x):
+        if not isinstance(x, dict):
+            return x
+        if "dict" in x:
+            return {key: decode(y) for key, y in x["dict"].items()}
+        return tensors[x["tensor"]].clone()  # this aligns it in memory; otherwise last bits may differ
+
+    for cache, state in zip(caches, head["layers"], strict=True):
+        for name, x in state.items():
+            setattr(cache, name, decode(x))
+    if memory is not caches:
+        memory.texts = len(caches[0].pos)

@@ -1,4 +1,4 @@
-"""A cache from a file answers to the last bit as the saved one, and is refused where it does not fit."""
+"""A loaded cache answers bit for bit as the saved one; a file that does not fit is refused."""
 import json
 
 import pytest
@@ -10,10 +10,12 @@ from common import ENCODING, tasks
 from nanollm import LEARNED, TINY
 from nanollm.__main__ import main
 from nanollm.cache import make_cache
+from nanollm.commands.ask import answer
 from nanollm.commands.demo import PAGE
 from nanollm.commands.registry import given, pick
 from nanollm.generate import end_prompt, prefill, tell_chunk_ends
-from nanollm.hf.checkpoint import from_hf
+from nanollm.hf.bridge import attach
+from nanollm.hf.checkpoint import from_hf, hf_model
 from nanollm.saved import header, load, save
 from nanollm.tokenizer import boundaries
 
@@ -45,38 +47,71 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(model, name, tm
     caches, after = read(model, METHODS[name])
     file = tmp_path / "page.cache"
     if name in REFUSED:
-        with pytest.raises(ValueError, match=f"cannot be saved: its {REFUSED[name]} is a .* only appends"):
+        with pytest.raises(ValueError, match=f"cannot be saved: its {REFUSED[name]} is a "):
             save(caches, file)
         assert not file.exists()
         return
     save(caches, file, method=name)
     fresh = make_cache(model, METHODS[name], **header(file)["options"])
     load(file, fresh)
-    assert header(file)["method"] == name
+    assert header(file)["note"] == dict(method=name)
     for part in (*after[:, :12].split(1, 1), after[:, 12:20], *after[:, 20:].split(1, 1)):
         assert torch.equal(model(part, caches), model(part, fresh))
     assert [cache.bytes() for cache in fresh] == [cache.bytes() for cache in caches]
 
 
+def like(model, file, name="snap_kv", **changed):
+    """Return fresh caches with a file's options."""
+    return make_cache(model, METHODS[name], **header(file)["options"] | changed)
+
+
 @torch.no_grad()
-def test_a_file_is_refused_that_is_damaged_or_of_another_decoder(model, tmp_path):
+def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     caches, _ = read(model, METHODS["snap_kv"])
     file = tmp_path / "page.cache"
-    save(caches, file)
-    other = make_cache(from_hf(LEARNED), METHODS["snap_kv"], **header(file)["options"])
-    with pytest.raises(ValueError, match="was written by another decoder"):
-        load(file, other)
+    save(caches, file, version=7)  # a note does not change the header
+    turned, narrow = from_hf(TINY), from_hf(TINY, torch.bfloat16)
+    turned.config.rope_theta = 1e4  # the same weights
+    for fresh, message in ((like(from_hf(LEARNED), file), "was written by another decoder"),
+                           (like(turned, file), "was written by another decoder"),
+                           (like(narrow, file), "was written in float32, and this decoder has bfloat16"),
+                           (like(model, file, "snap_kv_4"), "is of SnapKV with"),
+                           (like(model, file, budget=41), "and these caches are SnapKV with .*41"),
+                           (caches, "have seen 150 tokens")):
+        with pytest.raises(ValueError, match=message):
+            load(file, fresh)
 
     with safe_open(file, "pt") as opened:
         head = json.loads(opened.metadata()["cache"])
     tensors = load_file(file)
-    save_file(tensors, tmp_path / "later", metadata=dict(cache=json.dumps(head | dict(version=2))))
+    write = lambda name, **changed: save_file(tensors, tmp_path / name,
+                                              metadata=dict(cache=json.dumps(head | changed)))
+    write("later", version=2)
     save_file(tensors, tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
     for name, message in (("later", "has version 2; this program reads version 1"),
-                          ("weights", "is not a cache"), ("cut", "is not a cache")):
+                          ("weights", "is not a saved cache"), ("cut", "is not a saved cache")):
         with pytest.raises(ValueError, match=message):
             header(tmp_path / name)
+    tensors["3.slots.v"][0, 0, 5, 2] += 1
+    write("changed")
+    with pytest.raises(ValueError, match="is damaged: its numbers are not those that were saved"):
+        load(tmp_path / "changed", like(model, file))
+
+
+@torch.no_grad()
+def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
+    bridged, file = hf_model(TINY), tmp_path / "page.cache"
+    tokens = torch.from_numpy(tasks("test").batch("plain", 0, 2, 90).tokens)
+    memory = attach(bridged, METHODS["snap_kv"], budget=40, window_size=8)
+    bridged(tokens[:, :80], past_key_values=memory)
+    memory.end_prompt()
+    save(memory, file)
+    fresh = attach(bridged, METHODS["snap_kv"], **header(file)["options"])
+    load(file, fresh)
+    assert fresh.texts == 2
+    logits = [bridged(tokens[:, 80:], past_key_values=x).logits for x in (memory, fresh)]
+    assert torch.equal(*logits)
 
 
 def test_a_prompt_that_has_not_ended_is_not_saved(model, tmp_path):
@@ -91,10 +126,10 @@ def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
     page, file = tmp_path / "page.txt", tmp_path / "page.cache"
     page.write_text(PAGE)
     main(["compress", "--file", str(page), "--out", str(file), "--model", str(folder), "--keep", "25"])
-    said = capsys.readouterr().out
-    assert f"{file.stat().st_size:,} bytes" in said and "tokens read and compressed" in said
+    output = capsys.readouterr().out
+    assert f"{file.stat().st_size:,} bytes" in output and "tokens read and compressed" in output
     page.unlink()
-    main(["ask", str(file), "The code of table is", " The code of star is ", "--model", str(folder)])
+    main(["ask", str(file), "The code of table is", " The code of star is "])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("   [")[0] for line in lines] == ["The code of table is ▸ 2356.",
                                                          "The code of star is ▸ 6098."]
@@ -106,14 +141,31 @@ def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
     ("compress --file PAGE --out page.cache --method quantized_2 --keep 25", "quantized_2 has no budget"),
     ("compress --file PAGE --out PAGE", "holds something else than the cache"),
     ("compress --file PAGE --out page.cache --method random", "random|RandomEviction cannot be saved"),
-    ("ask PAGE question", "is not a cache that was saved here"),
+    ("compress --file EMPTY --out page.cache", "empty.txt is empty"),
+    ("ask PAGE question", "is not a saved cache, or is damaged"),
+    ("ask CACHE question", "was not written by python -m nanollm compress"),
     ("ask nowhere question", "nowhere")])
-def test_bad_input_is_one_line_and_nothing_is_written(words, message, tmp_path, capsys, monkeypatch):
-    page = tmp_path / "page.txt"
+def test_bad_input_is_one_line_and_nothing_is_written(model, words, message, tmp_path, capsys, monkeypatch):
+    page, empty, cache = (tmp_path / name for name in ("page.txt", "empty.txt", "in_python.cache"))
     page.write_text(PAGE)
+    empty.write_text("")
+    save(read(model, METHODS["snap_kv"])[0], cache)
+    files = dict(PAGE=page, EMPTY=empty, CACHE=cache)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        main([str(page) if word == "PAGE" else word for word in words.split()])
+        main([str(files.get(word, word)) for word in words.split()])
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message.split("|")[0] in error or message.split("|")[-1] in error
-    assert [*tmp_path.iterdir()] == [page] and page.read_text() == PAGE
+    assert {*tmp_path.iterdir()} == {*files.values()} and page.read_text() == PAGE
+
+
+def test_an_answer_ends_where_the_decoder_ends(model):
+    """The last answer has fewer tokens; a question that does not fit is refused."""
+    caches = make_cache(model)
+    prefill(model, torch.arange(3060)[None] % 2000, caches)
+    end_prompt(model, torch.arange(3060)[None] % 2000, caches)
+    question = "\nQ: The code of"
+    n = len(ENCODING.encode(question))
+    assert answer(model, ENCODING, caches, question, 24) and caches[0].seen <= 3072
+    with pytest.raises(ValueError, match=f"the question has {n} tokens, .* reads at most"):
+        answer(model, ENCODING, caches, question, 24)
