@@ -6,7 +6,7 @@ kept tokens are therefore a uniform sample of all tokens seen (reservoir samplin
 Every layer, head and text of a batch draws its own priorities. A text therefore keeps other tokens when it
 runs alone than when it runs in a batch.
 
-Critics of the field ask for two more baselines, which protect entries and draw the rest (arXiv 2605.18053 and
+Two papers add baselines that protect some entries and evict the others at random (arXiv 2605.18053 and
 2609.03430). `random_ends` keeps the first and the newest tokens, a tenth of the budget each. `prompt=True`
 keeps the whole prompt, for answers longer than it.
 """
@@ -45,6 +45,8 @@ class RandomEviction(ScoredCache):
 
     def end_prefill(self):
         self.prompt_length = self.seen if self.prompt else 0
+        if self.prompt_length >= self.budget:
+            raise ValueError(f"budget {self.budget} must exceed the prompt's {self.seen} tokens, which stay")
         super().end_prefill()
 
     def score(self) -> Tensor:

@@ -12,6 +12,7 @@ from experiments.harder import (BATCHES, Evenly, KeepPrefix, PROMPT, WRITTEN, Pi
 from methods.h2o import H2O
 from methods.random_eviction import RandomEviction
 from methods.snap_kv import SnapKV
+from methods.streaming_llm import StreamingLLM
 from nanollm import LEARNED, TINY, tokenizer
 from nanollm.cache import LayerCache, end_prefill, make_cache
 from nanollm.generate import generate, prefill
@@ -77,15 +78,17 @@ def test_a_rule_is_obeyed_or_leaked(name):
     assert found[f"form {form}"].all()
     if not options["banned"]:
         assert found["answer"].all() and len(found) == 2
+        assert judged(name, batch, [right.roll(-1, 1)], NUMBER)["answer"].all()  # the word without the mark
+        assert not judged(name, batch, [right * 0 + 9], NUMBER)["answer"].any()
         return
-    leak = f"leak, ban {'second' if form == 'first' else 'first'}"
-    assert not found[leak].any()
+    ban = f"ban {'second' if form == 'first' else 'first'}"
+    leak = f"leak, {ban}"
+    assert found[ban].all() and not found[leak].any()
     never = torch.stack([torch.tensor(ENCODING.encode(text)) for text in (
         decode(row[:batch.question]).split(" Never say")[1].split(".")[0] for row in batch.tokens)])
-    right[:, 1:] = never
-    assert judged(name, batch, [right], NUMBER)[leak].all()
-    right[:, 0] = 9
-    assert not judged(name, batch, [right], NUMBER)[f"form {form}"].any()
+    late = F.pad(never, (3, 1), value=9)  # the banned word comes late, and no mark
+    found = judged(name, batch, [late], NUMBER)
+    assert found[leak].all() and not found[ban].any() and not found[f"form {form}"].any()
 
 
 @torch.no_grad()
@@ -112,7 +115,10 @@ def test_long_writing_holds_the_budget_and_compares_with_the_full_cache():
     place = batch.facts.argmax(1)
     assert (place > 0).all() and (batch.facts[:, PROMPT:] == 0).all()  # the fact stands in the prompt
     full = written(model, batch, maker(model, LayerCache, None))
-    assert all(full[f"KL {i}"].abs().max() < 1e-5 for i in (1, 2, 3, 4)) and full["fact"].all()
+    assert all(full[f"KL {i}"].abs().max() < 1e-5 for i in (1, 2, 3, 4))
+    assert full["fact at once"].all() and full["fact at the end"].all()
+    window = written(model, batch, maker(model, StreamingLLM, 0.25))  # 80 entries: the fact leaves later
+    assert window["fact at once"].all() and not window["fact at the end"].any()
 
     made_caches = []
     make = maker(model, H2O, 0.125)
@@ -162,6 +168,10 @@ def test_random_protects_its_ends_or_the_prompt():
         model(token[:, None], caches)
     for cache in caches:
         assert cache.length == 50 and ((cache.pos < 30).sum(-1) == 30).all()
+    caches = make_cache(model, RandomEviction, budget=30, prompt=True)
+    prefill(model, tokens[:, :30], caches)
+    with pytest.raises(ValueError, match="budget 30 must exceed the prompt's 30 tokens"):
+        end_prefill(caches)
     with pytest.raises(ValueError, match="ends is 0.6"):
         RandomEviction(budget=10, ends=0.6)
 
@@ -175,7 +185,8 @@ def test_a_run_prints_stores_and_draws(tmp_path, capsys, monkeypatch):
     assert {row["decoder"] for row in rows} == {"built", "learned"} and figure.stat().st_size > 10_000
     assert text.strip() == show(rows).strip() and "(count)" in text  # the full cache fails there
     names = harder.too_hard([row for row in rows if row["decoder"] == "built"], harder.OVERVIEW)
-    assert "count" in names and "leak, ban first" in names
+    assert "count" in names and "ban first" in names
+    assert harder.too_hard(rows, ("leak, ban first",)) == ["leak, ban first"]  # it needs the ban's obedience
     assert all(0 <= row[key][0] <= 1 for row in rows for key in ("count", "form first", "leak, ban first"))
     with pytest.raises(SystemExit):
         main(["--tasks", "needle"])
