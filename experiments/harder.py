@@ -1,6 +1,6 @@
 """Compare all methods on harder tasks: several turns, changed facts, chains, lists, rules, long writing.
 
-    python -m experiments.harder                       # all tasks, both shipped decoders: an hour
+    python -m experiments.harder         # all tasks and methods: more than an hour for each decoder
     python -m experiments.harder --tasks turns rule --methods snap_kv kvzip --model FOLDER
 
 The documents come from nanollm/measure/hard_tasks.py. The question comes after the compression (agnostic) or
