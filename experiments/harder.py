@@ -8,6 +8,7 @@ is part of the prompt (aware). `depth` places a needle at five depths. `writing`
 and then 256 tokens of real text one by one, while the cache stays within its budget. A fact of the prompt is
 asked for before and after these tokens.
 """
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 import math
@@ -46,10 +47,10 @@ from nanollm.tokenizer import boundaries
 from nanollm.window import Selection, WindowCache
 
 KEEP_RATIOS = 0.25, 0.125
-DEPTH_RATIOS = 0.5, 0.25, 0.125, 0.0625
+DEPTH_RATIOS = 0.25, 0.125, 0.0625
 DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
 BATCH = 32                    # documents that the model reads at once
-SOLVED = 0.75                 # a measurement says something if the full cache's accuracy is at least this
+SOLVED = 0.75                 # a batch is measured if the full cache's accuracy is at least this
 PROMPT, WRITTEN = 64, 256     # tokens of the task `writing`
 # name of a batch: its task and the task's options
 BATCHES = {"turns": ("turns", {}), "latest": ("latest", {}), "list": ("list", {}), "count": ("count", {}),
@@ -58,6 +59,9 @@ BATCHES |= {f"hops {n}": ("hops", dict(hops=n)) for n in (2, 3, 4)}
 BATCHES |= {f"{'banned' if banned else 'allowed'}, {first} first": ("rule", dict(first=first, banned=banned))
             for first in ("form", "ban") for banned in (False, True)}
 ALL = (*HARD, "depth", "writing")  # the choices of --tasks
+# measurement → the one that the full cache has to solve
+NEEDS = {f"leak, ban {place}": f"ban {place}" for place in ("first", "second")} | {
+    f"trace {n}": f"hops {n}" for n in (2, 3, 4)} | {"old value": "latest"}
 
 
 # ---- known repairs and baselines ---
@@ -213,17 +217,23 @@ class Pieces:
         if name == "writing":
             return dict(writing=written(self.model, batch, make))
         # a trace may be longer than the right one, and a banned word may come late
-        task, first = BATCHES.get(name, (name,))[0], batch.answers[0]
-        more = dict(hops=first.stop - first.start, rule=3).get(task, 0)
+        more = dict(hops=8, rule=3).get(BATCHES.get(name, (name,))[0], 0)
         spans = [slice(a.start, a.stop + more) for a in batch.answers]
         asking = lambda model, tokens, _, fed, caches: answers(model, tokens, spans, fed, caches)
         retrieved = replayed_or_read(partial(retrieve, asking=asking), self.model, batch, make,
                                      self.recorded[i].recordings[name])
         return {setting: judged(name, batch, said, self.number) for setting, said in retrieved.items()}
 
-    def rows(self, make: Make, wanted) -> list[dict]:
+    def solved(self) -> set[str]:
+        """Return the batches that say something: the full cache solves one of their measurements."""
+        make = maker(self.model, LayerCache, None)
+        return {name for name, _ in self.parts if name == "writing" or any(
+            x[0] >= SOLVED for row in self.rows(make, {name}) for key, x in row.items()
+            if key != "setting" and key not in NEEDS)}
+
+    def rows(self, make: Make, wanted: Container[str]) -> list[dict]:
         """Return a row per setting with [mean, standard error] of each measurement of the wanted batches."""
-        mine = [i for i, (name, _) in enumerate(self.parts) if wanted(name)]
+        mine = [i for i, (name, _) in enumerate(self.parts) if name in wanted]
         found = {}
         for part in in_forks(lambda i: self.measured(mine[i], make), len(mine), min(cores(), len(mine) or 1)):
             for setting, values in part.items():
@@ -238,17 +248,19 @@ def measured(model, encoding, methods: dict, chosen: list[str], documents: int, 
     check_size(model, documents, 2, T)
     pieces = Pieces(model, HardTasks(encoding, "test"), chosen, documents, T)
     ends = boundaries(encoding, model.config.vocab_size)
-    asked = lambda name: name != "writing" and not name.startswith("depth")
-    jobs = [("answers", name, Method, ratio, asked) for name, Method in (methods | REPAIRS).items()
-            for ratio in (KEEP_RATIOS if has_budget(Method) else [None])]
-    jobs += [("depth", name, Method, ratio, lambda name: name.startswith("depth"))
-             for name, Method in methods.items() if "depth" in chosen
-             for ratio in (DEPTH_RATIOS if has_budget(Method) else [None])]
-    jobs += [("writing", name, Method, ratio, lambda name: name == "writing")
-             for name, Method in (dict(full=LayerCache) | WRITERS).items() if "writing" in chosen
-             for ratio in (KEEP_RATIOS if has_budget(Method) else [None])]
-    jobs += [("writing", name, Method, KEEP_RATIOS[0], lambda name: name == "writing")
-             for name, Method in KEEPERS.items() if "writing" in chosen]
+    every, solved = {name for name, _ in pieces.parts}, pieces.solved()
+    writing, depth = {"writing"} & every, {name for name in every if name.startswith("depth")}
+    ratios = lambda Method, budgets: budgets if has_budget(Method) else [None]
+    jobs = [("answers", name, Method, ratio, every if name == "full" else solved)
+            for name, Method in (methods | REPAIRS).items() for ratio in ratios(Method, KEEP_RATIOS)]
+    jobs = [(*job, wanted - writing - depth) for *job, wanted in jobs]
+    jobs += [("depth", name, Method, ratio, depth)
+             for name, Method in methods.items() for ratio in ratios(Method, DEPTH_RATIOS)]
+    jobs += [("writing", name, Method, ratio, writing)
+             for name, Method in (dict(full=LayerCache) | WRITERS).items()
+             for ratio in ratios(Method, KEEP_RATIOS)]
+    jobs += [("writing", name, Method, KEEP_RATIOS[0], writing) for name, Method in KEEPERS.items()]
+    jobs = [job for job in jobs if job[-1]]
     options, rows = {}, []
     for table, name, Method, ratio, wanted in (bar := tqdm(jobs, leave=False, disable=None)):
         bar.set_description(name)
@@ -265,7 +277,7 @@ TERMS = """\
 turn 1 … 4  accuracy of four questions, one after another, on one compressed prompt
 latest      accuracy if a fact was changed; old value: share of answers that are the earlier value
 hops n      accuracy of a chain of n facts, all steps written out; trace n: tokens up to the number, divided
-            by those of the right chain (2: no number came)
+            by those of the right chain; an answer may have 8 tokens more than the right one
 list        accuracy of four numbers of a kind, in order; value i: of the i-th number
 count       accuracy: which label has the most votes
 form        share of answers with the right mark, if this rule is the text's first or second line
@@ -277,13 +289,11 @@ depth d     accuracy of a needle at depth d: 0 is the text's start, 1 its end
 KL 1 … 4    KL divergence per token in each quarter of 256 tokens; fact: accuracy of a fact of the prompt,
             asked for right after the prompt or at the end. snap_kv again compresses every 8 tokens, so it
             holds up to 8 entries more
-A measurement in brackets: the full cache's own accuracy is below 0.75. A guess between the two marks, or
+A measurement in brackets: the full cache's own accuracy is below 0.75. A batch of documents in which it
+solves nothing is measured with the full cache alone. A guess between the two marks, or
 between the two values of `latest`, is right in half of the cases; the label of a random vote in 0.58."""
 OVERVIEW = ("turn 1", "turn 4", "latest", "hops 2", "hops 4", "list", "count", "form first", "form second",
             "ban first", "ban second", "answer", "paraphrase")
-# measurement → the one that the full cache has to solve
-NEEDS = {f"leak, ban {place}": f"ban {place}" for place in ("first", "second")} | {
-    f"trace {n}": f"hops {n}" for n in (2, 3, 4)} | {"old value": "latest"}
 DETAILS = ("turn 2", "turn 3", "old value", "hops 3", "trace 2", "trace 3", "trace 4", "value 1", "value 2",
            "value 3", "value 4", "leak, ban first", "leak, ban second")
 
@@ -299,9 +309,9 @@ def columns(rows: list[dict], names: tuple[str, ...]) -> str:
     """Return a table: method, keep ratio, and the named measurements that the rows have."""
     names = [name for name in names if name in rows[0]]
     weak = too_hard(rows, names)
+    cells = lambda row: [f"{row[name][0]:.2f}" if name in row else "" for name in names]
     return text_table([["method", "keep", *(f"({name})" if name in weak else name for name in names)],
-                       *([row["method"], keep_label(row["keep_ratio"]),
-                          *(f"{row[name][0]:.2f}" for name in names)] for row in rows)])
+                       *([row["method"], keep_label(row["keep_ratio"]), *cells(row)] for row in rows)])
 
 
 def show(rows: list[dict]) -> str:
@@ -311,8 +321,8 @@ def show(rows: list[dict]) -> str:
         title = dict(agnostic="question after the compression", aware="question in the prompt",
                      writing="long writing")[setting]
         measurements = tuple(key for key, x in same[0].items() if isinstance(x, (list, tuple)))
-        error = max((row[key][1] for row in same for key in measurements if key[:2] not in ("KL", "tr")),
-                    default=0)
+        error = max((x[1] for row in same for key, x in row.items()
+                     if key in measurements and key[:2] not in ("KL", "tr")), default=0)
         title = f"{decoder}, {'needles by depth, ' if table == 'depth' else ''}{title}"
         parts += [f"{title}{more}; standard errors of accuracies up to {error:.2f}\n{columns(same, names)}"
                   for names, more in (((OVERVIEW, ""), (DETAILS, ", details")) if table == "answers" else

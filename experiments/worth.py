@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
+from methods.chunk_kv import chunk_scores, grid
 from methods.critical_kv import value_norms
 from methods.expected_attention import ExpectedAttention
 from methods.key_diff import likeness
@@ -37,6 +38,7 @@ from nanollm.measure.tasks import Batch, Tasks
 KEEP_RATIOS = 0.25, 0.125, 0.0625, 0.03125, 0.015625
 ASKED = "needle", "pairs"
 WINDOW = 8   # queries of the observation window
+CHUNK = 10   # tokens of ChunkKV's chunks
 ROWS = 128   # removals that one forward pass measures
 DRAWN = 8    # random sets of each size
 SIZES = 4, 16, 64, 256, 1024  # entries removed together
@@ -118,6 +120,7 @@ def from_queries(layer, w_o: Tensor, S: int) -> dict[str, Tensor]:
     window, question = slice(S - WINDOW, S), slice(S, None)
     mean = p[:, :, window, :S].mean(2)                                    # A, (H, G, S)
     W = (mean * norms).sum(-1, keepdim=True)
+    chunk = grid(torch.arange(S), CHUNK).expand(k.shape[1], S)
 
     def one_removal(rows: slice) -> Tensor:
         """Return ‖Σ_g α/(1 − α) W_O (v − y)‖₂, the output's change if one entry goes, mean over queries."""
@@ -128,6 +131,7 @@ def from_queries(layer, w_o: Tensor, S: int) -> dict[str, Tensor]:
 
     return {"attention": p[:, :, :S, :S].sum(2).mean(1),
             "window": mean.mean(1),
+            "window, chunks": chunk_scores(mean.mean(1), chunk, "sum")[0].gather(-1, chunk),
             "window × norm": (mean * norms).mean(1),
             "theta": (mean * (norms + W)).mean(1),
             "one removal": one_removal(window),
@@ -224,9 +228,10 @@ def measured(model, encoding, documents: int, length: int) -> list[dict]:
 TERMS = """\
 worth      what the answer's log probability loses, in nats, if one entry is missing
 score      how a method ranks entries. attention: sum over all queries (H2O); window: mean of the last 8
-           queries (SnapKV); × norm: times ‖W_O v‖₁ (CriticalKV); theta: the slope of CriticalKV's bound;
-           one removal: exact change of the head's output (DropKV); reread: KVzip; gates: Fast KVzip;
-           expected: Expected Attention; keys: KeyDiff; question: by the queries of question and answer
+           queries (SnapKV); chunks: summed over chunks of 10 tokens (ChunkKV); × norm: times ‖W_O v‖₁
+           (CriticalKV); theta: the slope of CriticalKV's bound; one removal: exact change of the head's
+           output (DropKV); reread: KVzip; gates: Fast KVzip; expected: Expected Attention; keys: KeyDiff;
+           question: by the queries of question and answer
 ρ          Spearman's rank correlation of a score and the worth; |worth|: its size, whatever its sign; KL:
            the KL of the next tokens. 1: they rank the entries alike; 0: one says nothing about the other
 top 1 %    share of the 1 % of entries with the highest worth that the score also ranks there"""

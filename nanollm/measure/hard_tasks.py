@@ -116,8 +116,9 @@ class HardTasks(Tasks):
         whole("questions", questions, 1, facts)
         if first not in (None, "form", "ban"):
             raise ValueError(f"first is {first!r}; it must be 'form', 'ban' or None")
-        words = [key for key, _ in self.draw_pairs(rng, 2 * facts + 1)]
-        keys, values, other = words[:facts], words[facts:-1], words[-1]
+        none = self.ids(" none")
+        words = [key for key, _ in self.draw_pairs(rng, 2 * facts + 2) if key != none]
+        keys, values, other = words[:facts], words[facts:2 * facts], words[2 * facts]
         name = ("star", "dash")[rng.integers(2)]
         never = values[0] if rng.random() < 0.5 and banned is None or banned else other
         form = self.ids(f" Answer with a {name}.")
@@ -128,7 +129,7 @@ class HardTasks(Tasks):
         lines = [*((form, ban) if form_first else (ban, form)), *map(self.fact, keys, values)]
         asked = []
         for i in range(questions):
-            said = self.ids(" none") if values[i] == never else values[i]
+            said = none if values[i] == never else values[i]
             asked.append((self.question(keys[i]), mark + said, self.ids(".")))
         depths = [0.0, 0.0, *rng.random(facts)]
         return self.assemble(rng, T, lines, [asked[i] for i in rng.permutation(questions)], depths)

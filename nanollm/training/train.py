@@ -66,12 +66,12 @@ LEARNED = [  # the same for --start learned
                         copy=.16)),
 ]
 HARDER = [  # for --start FOLDER
-    (0.05, 128, 32, dict(plain=.20, few_shot=.05, needle=.04, pairs=.10, copy=.04, turns=.01, latest=.20,
-                         hops=.08, list=.22, count=.02, rule=.03, paraphrase=.01)),
-    (0.45, 256, 16, dict(plain=.30, few_shot=.05, needle=.06, pairs=.10, copy=.07, turns=.02, latest=.13,
-                         hops=.05, list=.16, count=.01, rule=.04, paraphrase=.01)),
-    (0.50, 512, 8, dict(plain=.36, few_shot=.06, needle=.08, pairs=.11, copy=.08, turns=.02, latest=.10,
-                        hops=.04, list=.10, count=.01, rule=.03, paraphrase=.01)),
+    (0.05, 128, 32, dict(plain=.14, few_shot=.04, needle=.04, pairs=.08, copy=.04, turns=.01, latest=.24,
+                         hops=.08, list=.22, count=.01, rule=.09, paraphrase=.01)),
+    (0.45, 256, 16, dict(plain=.24, few_shot=.04, needle=.05, pairs=.09, copy=.05, turns=.02, latest=.17,
+                         hops=.06, list=.16, count=.01, rule=.10, paraphrase=.01)),
+    (0.50, 512, 8, dict(plain=.29, few_shot=.05, needle=.06, pairs=.10, copy=.06, turns=.02, latest=.15,
+                        hops=.06, list=.11, count=.01, rule=.08, paraphrase=.01)),
 ]
 STARTS = "built", "learned"
 LEAVE_OUT = 0.06, 0.85  # heads are left out between these fractions of the steps

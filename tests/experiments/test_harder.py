@@ -57,7 +57,7 @@ def test_latest_tells_an_old_value_from_the_newest():
 def test_a_trace_is_as_long_as_what_was_said_up_to_its_number():
     batch = tasks("test").batch("hops", 0, 2, 400, hops=3)
     right = torch.from_numpy(batch.tokens)[:, batch.answers[0]]
-    longer = F.pad(right, (0, right.shape[1]), value=9)
+    longer = F.pad(right, (0, 8), value=9)
     assert judged("hops 3", batch, [longer], NUMBER)["trace 3"].tolist() == [1, 1]
     assert judged("hops 3", batch, [longer], NUMBER)["hops 3"].all()
     late = longer.roll(7, 1)
@@ -65,7 +65,7 @@ def test_a_trace_is_as_long_as_what_was_said_up_to_its_number():
     n = right.shape[1]
     assert not found["hops 3"].any() and found["trace 3"].tolist() == pytest.approx([(n + 6) / (n - 1)] * 2)
     found = judged("hops 3", batch, [torch.full_like(longer, 9)], NUMBER)  # no number at all
-    assert found["trace 3"].tolist() == pytest.approx([2 * n / (n - 1)] * 2)
+    assert found["trace 3"].tolist() == pytest.approx([(n + 8) / (n - 1)] * 2)
 
 
 @pytest.mark.parametrize("name", [name for name in BATCHES if "," in name])
@@ -97,7 +97,7 @@ def test_rows_are_what_each_method_says_when_asked():
     model, made = from_hf(TINY), tasks("test")
     pieces = Pieces(model, made, ["turns", "paraphrase"], 3, 400)
     make = maker(model, SnapKV, 0.25, window_size=8)
-    row = next(row for row in pieces.rows(make, lambda name: name == "turns") if row["setting"] == "aware")
+    row = next(row for row in pieces.rows(make, {"turns"}) if row["setting"] == "aware")
     batch = made.batch("turns", 0, 3, 400)
     tokens, first = torch.from_numpy(batch.tokens), batch.answers[0]
     caches = make(batch.question, tokens[:, :first.start - 1])
@@ -187,7 +187,10 @@ def test_a_run_prints_stores_and_draws(tmp_path, capsys, monkeypatch):
     names = harder.too_hard([row for row in rows if row["decoder"] == "built"], harder.OVERVIEW)
     assert "count" in names and "ban first" in names
     assert harder.too_hard(rows, ("leak, ban first",)) == ["leak, ban first"]  # it needs the ban's obedience
-    assert all(0 <= row[key][0] <= 1 for row in rows for key in ("count", "form first", "leak, ban first"))
+    assert all(0 <= x[0] <= 1 for row in rows for key, x in row.items()
+               if key in ("count", "form first", "leak, ban first"))
+    built = [row for row in rows if row["decoder"] == "built"]
+    assert all(("count" in row) == (row["method"] == "full") and "turn 1" in row for row in built)
     with pytest.raises(SystemExit):
         main(["--tasks", "needle"])
 
