@@ -13,6 +13,7 @@ COMMANDS = dict(
     explore="nanollm.commands.explore",
     generate="nanollm.commands.write",
     plan="nanollm.commands.plan",
+    record="experiments.record.command",
     train="nanollm.training.train",
 )
 

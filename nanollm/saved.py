@@ -14,14 +14,14 @@ from hashlib import sha256
 import json
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as as_bytes
+from safetensors import SafetensorError
+from safetensors.torch import load as from_safetensors, save as as_bytes
 import torch
 from torch import Tensor
 
 from nanollm.cache import LayerCache
 
-VERSION = 1
+VERSION = 2
 # set by make_cache, or used only until the prompt ends
 NOT_SAVED = "model", "layer", "previous", "chunk_ends", "rereading", "first_pass", "entry_scores", "scores"
 JSON_TYPES = bool, int, float, str, type(None)
@@ -36,8 +36,11 @@ def save(caches, file: Path | str, **note):
     Path(file).write_bytes(to_bytes(caches, **note))
 
 
-def to_bytes(caches, **note) -> bytes:
-    """Return the bytes that `save` writes."""
+def to_bytes(caches, half: bool = False, **note) -> bytes:
+    """Return the bytes that `save` writes. half: store numbers of 32 and 64 bits in 16 where they fit.
+
+    Whole numbers stay exact. Others lose digits, so the loaded cache may answer otherwise.
+    """
     caches = getattr(caches, "caches", caches)  # those of a bridge's memory
     if not all(cache.prompt_done for cache in caches):
         raise ValueError("the prompt has not ended; call end_prompt(model, prompt, caches) before saving")
@@ -47,9 +50,18 @@ def to_bytes(caches, **note) -> bytes:
         layers.append({name: encode(trimmed(cache, name, x), f"{i}.{name}", tensors, method)
                        for name, x in vars(cache).items() if name not in left_out})
     head = dict(version=VERSION, decoder=fingerprint(caches[0].model), dtype=dtype_of(caches[0].model),
-                method=type(caches[0]).__name__, options=plain_options(caches[0]), hash=hash_of(tensors),
-                note=note, layers=layers)
-    return as_bytes(tensors, {"cache": json.dumps(head)})
+                method=type(caches[0]).__name__, options=plain_options(caches[0]), note=note, layers=layers,
+                types={name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()})
+    if half:
+        tensors = {name: in_16_bits(x) for name, x in tensors.items()}
+    return as_bytes(tensors, {"cache": json.dumps(head | dict(hash=hash_of(tensors)))})
+
+
+def in_16_bits(x: Tensor) -> Tensor:
+    """Return x with numbers of 16 bits, if they hold its numbers; else x."""
+    half = x.half() if x.is_floating_point() else x.short()
+    fits = half.isfinite().all() if x.is_floating_point() else (half == x).all()
+    return half if x.element_size() > 2 and fits else x
 
 
 def options_of(cache: LayerCache) -> dict:
@@ -104,15 +116,23 @@ def hash_of(tensors: dict[str, Tensor]) -> str:
 
 
 def header(file: Path | str) -> dict:
-    """Return a file's header: version, decoder, dtype, method, options, hash, note, layers."""
+    """Return a file's header: version, decoder, dtype, method, options, note, layers, types, hash."""
+    return header_of(Path(file).read_bytes(), file)
+
+
+def header_of(data: bytes, name="the file") -> dict:
+    """Return the header in the bytes of a file; name: what messages call it."""
     try:
-        with safe_open(file, "pt") as opened:
-            head = json.loads((opened.metadata() or {})["cache"])
-    except (SafetensorError, KeyError, json.JSONDecodeError):
-        raise ValueError(f"{file} is not a saved cache, or is damaged; write it with python -m nanollm "
+        end = 8 + int.from_bytes(data[:8], "little")  # safetensors begins with the length of its JSON
+        parts = json.loads(data[8:end])
+        head = json.loads(parts.pop("__metadata__")["cache"])
+        if len(data) - end != max((part["data_offsets"][1] for part in parts.values()), default=0):
+            raise ValueError("it was cut")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{name} is not a saved cache, or is damaged; write it with python -m nanollm "
                          "compress, or with save()") from None
     if head["version"] != VERSION:
-        raise ValueError(f"{file} has version {head['version']}; this program reads version {VERSION}; "
+        raise ValueError(f"{name} has version {head['version']}; this program reads version {VERSION}; "
                          "save the cache again")
     return head
 
@@ -123,7 +143,12 @@ def load(file: Path | str, caches):
     Raises ValueError if the file is damaged, if another decoder, number format or method wrote it, or if the
     caches have seen tokens.
     """
-    head, memory = header(file), caches
+    from_bytes(Path(file).read_bytes(), caches, file)
+
+
+def from_bytes(data: bytes, caches, file="the file"):
+    """Fill fresh caches with what `to_bytes` returned; file: what messages call it. Raises as `load`."""
+    head, memory = header_of(data, file), caches
     caches = getattr(memory, "caches", memory)
     model, own = caches[0].model, (type(caches[0]).__name__, plain_options(caches[0]))
     if head["dtype"] != dtype_of(model):
@@ -139,11 +164,14 @@ def load(file: Path | str, caches):
         raise ValueError(f"these caches have seen {caches[0].seen} tokens; load into fresh ones")
 
     device = caches[0].w_o.device
-    with safe_open(file, "pt", device=str(device)) as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+    try:
+        tensors = from_safetensors(data)
+    except SafetensorError:
+        tensors = {}
     if hash_of(tensors) != head["hash"]:
         raise ValueError(f"{file} is damaged: its numbers are not those that were saved; "
                          "save the cache again")
+    tensors = {name: x.to(device, getattr(torch, head["types"][name])) for name, x in tensors.items()}
 
     def decode(x):
         if not isinstance(x, dict):

@@ -16,7 +16,7 @@ from nanollm.commands.registry import given, pick
 from nanollm.generate import end_prompt, prefill, tell_chunk_ends
 from nanollm.hf.bridge import attach
 from nanollm.hf.checkpoint import from_hf, hf_model
-from nanollm.saved import header, load, save
+from nanollm.saved import from_bytes, header, header_of, in_16_bits, load, save, to_bytes
 from nanollm.tokenizer import boundaries
 
 CALIBRATED = "duo_attention", "duo_attention_kvzip", "kvzip_fast"  # their options take seconds
@@ -66,6 +66,21 @@ def like(model, file, name="snap_kv", **changed):
 
 
 @torch.no_grad()
+def test_a_file_in_16_bits_has_half_the_bytes_and_the_same_whole_numbers(model):
+    caches, _ = read(model, METHODS["kvzip"])
+    exact, half = to_bytes(caches), to_bytes(caches, half=True)
+    assert len(half) < 0.6 * len(exact)
+    fresh = make_cache(model, METHODS["kvzip"], **header_of(half)["options"])
+    from_bytes(half, fresh)
+    for old, new in zip(caches, fresh):
+        assert (old.pos == new.pos).all() and old.k.dtype == new.k.dtype and old.pos.dtype == new.pos.dtype
+        assert (old.k.half().float() == new.k).all() and (old.v.half().float() == new.v).all()
+    numbers = torch.tensor([1e5, 1.0])
+    assert in_16_bits(numbers) is numbers and in_16_bits(numbers[1:]).dtype == torch.float16
+    assert in_16_bits(torch.tensor([40000])).dtype == torch.int64
+
+
+@torch.no_grad()
 def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     caches, _ = read(model, METHODS["snap_kv"])
     file = tmp_path / "page.cache"
@@ -86,10 +101,10 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     tensors = load_file(file)
     write = lambda name, **changed: save_file(tensors, tmp_path / name,
                                               metadata=dict(cache=json.dumps(head | changed)))
-    write("later", version=2)
+    write("later", version=3)
     save_file(tensors, tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
-    for name, message in (("later", "has version 2; this program reads version 1"),
+    for name, message in (("later", "has version 3; this program reads version 2"),
                           ("weights", "is not a saved cache"), ("cut", "is not a saved cache")):
         with pytest.raises(ValueError, match=message):
             header(tmp_path / name)
