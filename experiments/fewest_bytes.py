@@ -19,7 +19,7 @@ from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
-from nanollm.generate import end_prompt, prefill, reread, reread_size
+from nanollm.generate import end_prompt, prefill, reread, reread_size, tell_prompt
 from nanollm.measure.benchmark import TASKS, Benchmark, cut
 from nanollm.measure.evaluate import ask, check_size, maker, prompt_and_question, standard_error
 from nanollm.measure.replay import CannotReplay, replay
@@ -72,7 +72,8 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
                 caches = make(batch.question, context)
                 prefill(model, context, caches)
             if reread_size(caches):
-                key = len(sizes), caches[0].score
+                tell_prompt(context, caches)
+                key = len(sizes), caches[0].score, hasattr(caches[0], "prompt")
                 if key not in scores:
                     reread(caches, lambda part: prefill(model, context[:, part], caches))
                     scores[key] = [cache.entry_scores for cache in caches]

@@ -64,6 +64,13 @@ def tell_chunk_ends(caches, ends: Tensor):
         cache.chunk_ends = ends
 
 
+def tell_prompt(tokens: Tensor, caches):
+    """Tell every layer the prompt's tokens (B, T), if its method has an attribute `prompt` for them."""
+    for cache in caches:
+        if hasattr(cache, "prompt"):
+            cache.prompt = tokens
+
+
 @torch.no_grad()
 def end_prompt(model, tokens: Tensor, caches) -> int:
     """Tell every layer that the prompt, tokens (B, T), is over; reread it first if necessary.
@@ -73,6 +80,7 @@ def end_prompt(model, tokens: Tensor, caches) -> int:
     if caches[0].seen != tokens.shape[1]:
         raise ValueError(f"the caches have seen {caches[0].seen} tokens, but the prompt has "
                          f"{tokens.shape[1]}; give the whole prompt that the caches have seen")
+    tell_prompt(tokens, caches)
     peak = reread(caches, lambda part: prefill(model, tokens[:, part], caches))
     end_prefill(caches)
     return peak

@@ -62,6 +62,9 @@ def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dty
     c, g = shape.config, torch.Generator().manual_seed(0)
     pos = torch.arange(T)[None]
     tell_chunk_ends(caches, pos % 16 == 15)  # a chunk ends every 16 tokens
+    for cache in caches:
+        if hasattr(cache, "gain"):  # no decoder can say it of this prompt
+            cache.gain = torch.ones(1, T)
 
     def read(part: slice):
         new = pos[:, part] + caches[0].seen

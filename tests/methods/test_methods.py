@@ -26,7 +26,7 @@ from methods.tensor_attention import FactoredFourCache
 from methods.tova import TOVA
 from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
 from nanollm.commands.registry import given, has_budget, pick
-from nanollm.generate import generate, reread, tell_chunk_ends
+from nanollm.generate import generate, reread, tell_chunk_ends, tell_prompt
 from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
@@ -39,7 +39,7 @@ OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, head
                gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4", "snap_kv_4"  # kept entries have 4 bits
+ROUNDED = "kvzip_4", "kvzip_gain_4", "snap_kv_4"  # kept entries have 4 bits
 # Methods that change what attention sees: merged values, tokens read back from a sketch or few bits,
 # residual entries, sinks with moved keys, or only some of the kept entries (Quest).
 ALTERED = "cam", "kv_reviver", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
@@ -91,6 +91,7 @@ def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **options
         y = [cache.attend(*qkv, pos) for cache, qkv in zip(caches, parts)]
         if stop == PROMPT:
             again = PROMPT + torch.arange(PROMPT)[None]
+            tell_prompt(TOKENS[rows, :PROMPT], caches)
             reread(caches, lambda part: [cache.attend(*(x[rows, :, part] for x in qkv), again[:, part])
                                              for cache, qkv in zip(caches, layers or text())])
             end_prefill(caches)

@@ -1,0 +1,81 @@
+"""Ours: KVzip, weighed by what the reread gains.
+
+KVzip keeps an entry if any query of its reread attends to it. So it keeps what repeats the whole text, also
+the words that the decoder would have guessed without the cache. Here a query counts by the nats that the
+whole prompt's cache gains at the next token:
+
+    g_t = max(0, log p(x_{t+1} | x_≤S, x_≤t) − log p(x_{t+1} | x_≤t))      S tokens, then again up to t
+    score_i = max_t g_t α_{t,i}                                            α of the reread, as in KVzip
+
+What is surprising at first and certain at the second reading, such as a name or a number, keeps its entries.
+Both probabilities cost a reading each, so the prompt is read four times. `kvzip_gain_4` stores the kept
+entries in 4 bits.
+"""
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from methods.kvzip import KVzip
+from methods.ours.kvzip_4 import Rounded
+from nanollm.cache import make_cache
+from nanollm.generate import reread_slices
+
+
+@torch.no_grad()
+def gains(model, tokens: Tensor, n: int) -> Tensor:
+    """Return g (B, T) for a prompt (B, T); the last token's is 0. n: tokens per piece of the reread."""
+    caches, T = make_cache(model), tokens.shape[1]
+
+    def told(part: slice) -> Tensor:
+        """Return the log probability of each token after those of a part, (B, part)."""
+        following = tokens[:, part.start + 1:part.stop + 1]
+        log_p = model(tokens[:, part], caches).float().log_softmax(-1)[:, :following.shape[1]]
+        return log_p.gather(-1, following.unsqueeze(-1)).squeeze(-1)
+
+    once = torch.cat([told(slice(i, min(i + n, T))) for i in range(0, T, n)], 1)
+    again = []
+    for i, part in enumerate(reread_slices(T, n)):
+        again.append(told(part)[:, i * n - part.start:])
+        for cache in caches:
+            cache.length = cache.seen = T
+    gain = (torch.cat(again, 1) - once).clamp(min=0)
+    return torch.cat((gain, gain.new_zeros(len(gain), 1)), 1)
+
+
+@dataclass(eq=False)
+class GainKVzip(KVzip):
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.prompt = None  # the prompt's tokens (B, T), from end_prompt
+        self.gain = None    # g (B, T)
+
+    def look_at_own(self, q: Tensor):
+        if self.prompt is None and self.gain is None:
+            raise ValueError("this method needs the prompt's tokens; call tell_prompt(tokens, caches) before "
+                             "the reread, or end_prompt(model, tokens, caches)")
+        if self.gain is None:
+            self.gain = self.previous.gain if self.layer else gains(self.model, self.prompt, self.reread_size)
+        # place in the prompt of the next query to score
+        self.place = max(self.rereading.start - 8, 0) + self.length - q.shape[2] - self.first_pass
+        super().look_at_own(q)
+
+    def add(self, p: Tensor, start: int = 0):
+        end = self.place + p.shape[3]
+        weight = self.gain[:, self.place:end].to(p)
+        self.place = end
+        super().add(p * weight[:, None, None, :, None], start)
+
+    def end_prefill(self):
+        super().end_prefill()
+        self.prompt = self.gain = None
+
+
+@dataclass(eq=False)
+class RoundedGainKVzip(Rounded, GainKVzip):
+    """GainKVzip in few bits."""
+
+
+variants = {"kvzip_gain": GainKVzip, "kvzip_gain_4": partial(RoundedGainKVzip, bits=4)}
