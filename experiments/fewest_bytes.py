@@ -73,7 +73,7 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
                 prefill(model, context, caches)
             if reread_size(caches):
                 tell_prompt(context, caches)
-                key = len(sizes), caches[0].score, hasattr(caches[0], "prompt")
+                key = len(sizes), caches[0].score, hasattr(caches[0], "prompt_tokens")
                 if key not in scores:
                     reread(caches, lambda part: prefill(model, context[:, part], caches))
                     scores[key] = [cache.entry_scores for cache in caches]

@@ -2,11 +2,11 @@
 
     python -m experiments.kvzip_parts
 
-The first table leaves out each part alone and with the others. The second stores the entries that KVzip and
-SnapKV keep in fewer bits (methods/ours/kvzip_4.py). The third compares two ways to find DuoAttention's
-retrieval heads: its trained gates, and KVzip's scores. The last lets each piece of the reread score only its
-own entries, or all. The question comes after the compression (agnostic): 32 documents of each task, of 512
-tokens, in the last table of 1536.
+The first table leaves out each part alone and with the others, and weighs the reread by its gain. The second
+stores the entries that KVzip and SnapKV keep in fewer bits (methods/ours/kvzip_4.py). The third compares two
+ways to find DuoAttention's retrieval heads: its trained gates, and KVzip's scores. The last lets each piece
+of the reread score only its own entries, or all. The question comes after the compression (agnostic): 32
+documents of each task, of 512 tokens, in the last table of 1536.
 """
 from itertools import product
 import time
@@ -18,19 +18,20 @@ from tqdm import tqdm
 from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
+from methods.ours.kvzip_gain import GainKVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
 from methods.ours.one_reading import OneReading
 from methods.quantized import Quantized
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
-from nanollm.generate import prefill, reread
+from nanollm.generate import prefill, reread, tell_prompt
 from nanollm.measure.benchmark import TASKS
 from nanollm.measure.evaluate import answer, check_size, maker, prompt_and_question, retrieve, budget_for
 from nanollm.measure.tasks import Tasks
 
-KEEP_RATIOS = 0.25, 0.125, 0.0625
-READINGS = {"second": KVzip, "first alone": OneReading}
+KEEP_RATIOS = 0.125, 0.0625, 0.03125
+READINGS = {"second": KVzip, "by gain": GainKVzip, "first alone": OneReading}
 RANKED = {"all": True, "each head": False}  # value of the option `across`
 HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
 HEAD_KEEP_RATIOS = 0.5, 0.25, 0.125
@@ -52,6 +53,7 @@ def apart(model, batch, keep_ratios=KEEP_RATIOS) -> tuple[dict[tuple, Tensor], f
         began = time.perf_counter()
         prefill(model, context, caches, 64)
         first = time.perf_counter()
+        tell_prompt(context, caches)
         reread(caches, lambda part: prefill(model, context[:, part], caches, 64))
         if Method is KVzip:
             seconds.append((time.perf_counter() - first) / (first - began))
@@ -164,9 +166,11 @@ def show(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-LABELS = {"keep_ratio": "keep", "reading": "scores", "second": "reread", "first alone": "first read"}
+LABELS = {"keep_ratio": "keep", "reading": "scores", "second": "reread", "by gain": "reread, by gain",
+          "first alone": "first read"}
 TERMS = """\
-scores   where they come from: KVzip's reread of the prompt, or the first read
+scores   where they come from: KVzip's reread of the prompt, the same weighed by what it gains at each token
+         (methods/ours/kvzip_gain.py), or the first read
 score    an entry's score is the largest attention weight that it gets (max), or their sum
 ranked   all: the entries of all heads are ranked together; each head: every head keeps as many
 bits     per stored number of keys and values; 16: not quantized

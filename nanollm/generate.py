@@ -65,10 +65,10 @@ def tell_chunk_ends(caches, ends: Tensor):
 
 
 def tell_prompt(tokens: Tensor, caches):
-    """Tell every layer the prompt's tokens (B, T), if its method has an attribute `prompt` for them."""
+    """Tell every layer the prompt's tokens (B, T), if its method has an attribute `prompt_tokens`."""
     for cache in caches:
-        if hasattr(cache, "prompt"):
-            cache.prompt = tokens
+        if hasattr(cache, "prompt_tokens"):
+            cache.prompt_tokens = tokens
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from nanollm.cache import LayerCache
 VERSION = 2
 # set by make_cache, or used only until the prompt ends
 NOT_SAVED = ("model", "layer", "previous", "chunk_ends", "rereading", "first_pass", "entry_scores", "scores",
-             "prompt", "gain", "place")
+             "prompt_tokens", "gain", "place")
 JSON_TYPES = bool, int, float, str, type(None)
 
 

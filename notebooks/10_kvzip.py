@@ -149,7 +149,7 @@ parts = {("max", "all", False): "KVzip", ("sum", "all", False): "the sum, not th
          ("max", "each head", False): "a budget per head", ("max", "all", True): "no reread"}
 shown = {part: [name] for part, name in parts.items()}
 for row in render.rows("kvzip"):
-    if row["table"] == "readings" and row["keep_ratio"] == 0.125:
+    if row["table"] == "readings" and row["keep_ratio"] == 0.125 and row["reading"] != "by gain":
         part = row["score"], row["ranked"], row["reading"].startswith("first")
         if part in parts:
             shown[part] += [f"{row[task][0]:.2f}" for task in ("needle", "pairs")]

@@ -49,15 +49,17 @@ class GainKVzip(KVzip):
 
     def __post_init__(self):
         super().__post_init__()
-        self.prompt = None  # the prompt's tokens (B, T), from end_prompt
+        self.prompt_tokens = None  # the prompt's tokens (B, T), from end_prompt
         self.gain = None    # g (B, T)
 
     def look_at_own(self, q: Tensor):
-        if self.prompt is None and self.gain is None:
+        if self.prompt_tokens is None and self.gain is None:
             raise ValueError("this method needs the prompt's tokens; call tell_prompt(tokens, caches) before "
                              "the reread, or end_prompt(model, tokens, caches)")
-        if self.gain is None:
-            self.gain = self.previous.gain if self.layer else gains(self.model, self.prompt, self.reread_size)
+        if self.gain is None and self.layer:
+            self.gain = self.previous.gain
+        elif self.gain is None:
+            self.gain = gains(self.model, self.prompt_tokens, self.reread_size)
         # place in the prompt of the next query to score
         self.place = max(self.rereading.start - 8, 0) + self.length - q.shape[2] - self.first_pass
         super().look_at_own(q)
@@ -70,7 +72,7 @@ class GainKVzip(KVzip):
 
     def end_prefill(self):
         super().end_prefill()
-        self.prompt = self.gain = None
+        self.prompt_tokens = self.gain = None
 
 
 @dataclass(eq=False)

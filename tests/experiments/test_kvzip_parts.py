@@ -5,6 +5,7 @@ from common import tasks
 from experiments.kvzip_parts import apart, by_heads, by_pieces, fewer_bits
 from methods.duo_attention import DuoAttention
 from methods.kvzip import KVzip
+from methods.ours.kvzip_gain import GainKVzip
 from methods.ours.one_reading import OneReading
 from nanollm import TINY
 from nanollm.hf.checkpoint import from_hf
@@ -15,8 +16,8 @@ from nanollm.measure.evaluate import full_cache_bytes, maker, retrieve, budget_f
 def test_each_row_is_what_the_method_finds():
     model, batch = from_hf(TINY), tasks("test").batch("needle", 0, 6, 160)
     found, times = apart(model, batch, keep_ratios=(1.0, 0.25))
-    assert len(found) == 2 * 2 * 2 * 2 and times > 0
-    for reading, Method in (("second", KVzip), ("first alone", OneReading)):
+    assert len(found) == 3 * 2 * 2 * 2 and times > 0
+    for reading, Method in (("second", KVzip), ("by gain", GainKVzip), ("first alone", OneReading)):
         for score in ("max", "sum"):
             for ranked, across in (("all", True), ("each head", False)):
                 make = maker(model, Method, 0.25, score=score, across=across)

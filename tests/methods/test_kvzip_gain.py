@@ -80,7 +80,7 @@ def test_it_needs_the_prompts_tokens_and_forgets_them():
     caches = make_cache(model, GainKVzip, budget=8)
     prefill(model, PROMPT, caches)
     end_prompt(model, PROMPT, caches)
-    assert all(cache.prompt is None and cache.gain is None for cache in caches)
+    assert all(cache.prompt_tokens is None and cache.gain is None for cache in caches)
     assert sum(cache.length for cache in caches) >= 8 and caches[0].seen == 24
 
 
