@@ -3,11 +3,13 @@
     python -m experiments.kvzip_parts
 
 The first table leaves out each part alone and with the others, and weighs the reread by its gain. The second
-stores the entries that KVzip and SnapKV keep in fewer bits (methods/ours/kvzip_4.py). The third compares two
-ways to find DuoAttention's retrieval heads: its trained gates, and KVzip's scores. The last lets each piece
-of the reread score only its own entries, or all. The question comes after the compression (agnostic): 32
-documents of each task, of 512 tokens, in the last table of 1536.
+stores the kept entries in fewer bits, as KIVI rounds (methods/ours/kvzip_4.py) or as TurboQuant does
+(methods/turbo_quant.py). The third compares two ways to find DuoAttention's retrieval heads: its trained
+gates, and KVzip's scores. The last lets each piece of the reread score only its own entries, or all. The
+question comes after the compression (agnostic): 32 documents of each task, of 512 tokens, in the last table
+of 1536.
 """
+from dataclasses import dataclass
 from itertools import product
 import time
 
@@ -22,6 +24,7 @@ from methods.ours.kvzip_gain import GainKVzip
 from methods.ours.kvzip_4 import RoundedKVzip, RoundedWindow
 from methods.ours.one_reading import OneReading
 from methods.quantized import Quantized
+from methods.turbo_quant import Turbo, TurboQuant
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
 from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
@@ -36,7 +39,12 @@ RANKED = {"all": True, "each head": False}  # value of the option `across`
 HEADS = {"trained gates": DuoAttention, "KVzip's scores": DuoByKVzip}
 HEAD_KEEP_RATIOS = 0.5, 0.25, 0.125
 SCORED = {"its own": True, "all": False}  # value of the option `own`
-BITS = 16, 4, 2  # bits per number; 16: not quantized
+BITS = 16, 4, 3, 2  # bits per number; 16: not quantized
+
+
+@dataclass(eq=False)
+class TurboKVzip(Turbo, KVzip):
+    """What KVzip keeps, rounded by TurboQuant."""
 
 
 @torch.no_grad()
@@ -76,12 +84,16 @@ def fewer_bits(model, batch, keep_ratios=KEEP_RATIOS) -> dict[tuple, tuple[Tenso
     found, n = {}, context.shape[1]
     for name, Method, options in tqdm([
             ("full", LayerCache, {}), ("quantized_2", Quantized, dict(bits=2, residual_length=16)),
+            ("turbo_3", TurboQuant, dict(bits=3)), ("turbo_2", TurboQuant, dict(bits=2)),
             ("snap_kv", RoundedWindow, dict(budget=n, window_size=8)),
-            ("kvzip", RoundedKVzip, dict(budget=n))], leave=False, desc="bits", disable=None):
+            ("kvzip", RoundedKVzip, dict(budget=n)), ("kvzip, rotated", TurboKVzip, dict(budget=n)),
+            ("kvzip, two stages", TurboKVzip, dict(budget=n, second=True))],
+            leave=False, desc="bits", disable=None):
         caches = make_cache(model, Method, **options)
         prefill(model, context, caches, 64)
         reread(caches, lambda part: prefill(model, context[:, part], caches, 64))
-        every = product(BITS, keep_ratios) if "budget" in options else [(options.get("bits", 16), None)]
+        widths = [bits for bits in BITS if bits < 16 or Method is not TurboKVzip]
+        every = product(widths, keep_ratios) if "budget" in options else [(options.get("bits", 16), None)]
         for bits, part in every:
             compressed = copied(caches)
             for cache in compressed:
@@ -173,7 +185,8 @@ scores   where they come from: KVzip's reread of the prompt, the same weighed by
          (methods/ours/kvzip_gain.py), or the first read
 score    an entry's score is the largest attention weight that it gets (max), or their sum
 ranked   all: the entries of all heads are ranked together; each head: every head keeps as many
-bits     per stored number of keys and values; 16: not quantized
+bits     per stored number of keys and values; 16: not quantized. rotated: by TurboQuant; two stages: its
+         second stage takes a bit more for keys
 heads    retrieval heads found by DuoAttention's trained gates, or by KVzip's scores
 scored   by a piece of 512 reread tokens: its own entries, as in the paper, or all
 seconds  time of this calibration, or of both tasks' rereads

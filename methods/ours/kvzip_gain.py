@@ -8,8 +8,8 @@ whole prompt's cache gains at the next token:
     score_i = max_t g_t α_{t,i}                                            α of the reread, as in KVzip
 
 What is surprising at first and certain at the second reading, such as a name or a number, keeps its entries.
-Both probabilities cost a reading each, so the prompt is read four times. `kvzip_gain_4` stores the kept
-entries in 4 bits.
+Both probabilities cost a reading each, so the prompt is read four times. `kvzip_gain_turbo` stores the kept
+entries in 3 bits, by TurboQuant.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from methods.kvzip import KVzip
-from methods.ours.kvzip_4 import Rounded
+from methods.turbo_quant import Turbo
 from nanollm.cache import make_cache
 from nanollm.generate import reread_slices
 
@@ -76,8 +76,8 @@ class GainKVzip(KVzip):
 
 
 @dataclass(eq=False)
-class RoundedGainKVzip(Rounded, GainKVzip):
+class TurboGainKVzip(Turbo, GainKVzip):
     """GainKVzip in few bits."""
 
 
-variants = {"kvzip_gain": GainKVzip, "kvzip_gain_4": partial(RoundedGainKVzip, bits=4)}
+variants = {"kvzip_gain": GainKVzip, "kvzip_gain_turbo": partial(TurboGainKVzip, bits=3)}
