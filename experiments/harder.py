@@ -27,6 +27,8 @@ from methods.h2o import H2O
 from methods.key_diff import KeyDiff
 from methods.kv_reviver import KVReviver
 from methods.kvzip import KVzip
+from methods.moment_kv import MomentKV
+from methods.r_kv import RKV
 from methods.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
 from methods.snap_kv import SnapKV
@@ -98,7 +100,8 @@ REPAIRS = {"snap_kv, prefix kept": partial(SnapKV, select=KeepPrefix()),
            "kvzip, prefix kept": partial(KVzip, sinks=24)}
 WRITERS = {"h2o": H2O, "tova": TOVA, "key_diff": KeyDiff, "scissorhands": Scissorhands, "cam": CaM,
            "streaming_llm": StreamingLLM, "kv_reviver": KVReviver,
-           "snap_kv again": partial(again(SnapKV), every=8), "random": RandomEviction,
+           "moment_kv": MomentKV, "snap_kv again": partial(again(SnapKV), every=8),
+           "r_kv again": partial(again(RKV), every=8), "random": RandomEviction,
            "random_ends": partial(RandomEviction, ends=0.1)}
 KEEPERS = {"random, prompt kept": partial(RandomEviction, prompt=True),  # if the budget exceeds the prompt
            "random_ends, prompt kept": partial(RandomEviction, prompt=True, ends=0.1)}
@@ -287,8 +290,8 @@ answer      share of answers that say the right word where no word is banned
 paraphrase  accuracy of a needle that is asked for in other words
 depth d     accuracy of a needle at depth d: 0 is the text's start, 1 its end
 KL 1 … 4    KL divergence per token in each quarter of 256 tokens; fact: accuracy of a fact of the prompt,
-            asked for right after the prompt or at the end. snap_kv again compresses every 8 tokens, so it
-            holds up to 8 entries more
+            asked for right after the prompt or at the end. "again" compresses every 8 tokens, so it holds up
+            to 8 entries more
 A measurement in brackets: the full cache's own accuracy is below 0.75. A batch of documents in which it
 solves nothing is measured with the full cache alone. A guess between the two marks, or
 between the two values of `latest`, is right in half of the cases; the label of a random vote in 0.58."""

@@ -1,4 +1,4 @@
-"""DefensiveKV and DropKV keep what loops written from their papers keep."""
+"""DefensiveKV, DropKV and R-KV keep what loops written from their papers keep."""
 import math
 
 import pytest
@@ -7,6 +7,8 @@ import torch
 from common import decoder
 from methods.defensive_kv import DefensiveKV
 from methods.drop_kv import DropKV
+from methods.r_kv import RKV, Unlike, redundancy
+from methods.snap_kv import SnapKV
 from nanollm.cache import NEVER, end_prefill, make_cache
 
 B, H, G, D, T, LAYERS, WINDOW, BUDGET = 2, 2, 3, 8, 40, 3, 4, 12
@@ -101,3 +103,41 @@ def test_drop_kv_evicts_what_changes_the_output_least(kernel_size):
 def test_a_mass_that_is_no_part_is_refused(mass):
     with pytest.raises(ValueError, match=f"mass is {mass}; it is a part of the attention"):
         DefensiveKV(budget=12, window_size=4, mass=mass)
+
+
+def unlike(q, k, b, h, weight, alike, kernel_size):
+    """Return Z of the entries before the window, by R-KV's definition."""
+    rows, n, half = rows_of(q, k, b, h), T - WINDOW, kernel_size // 2
+    mean = [sum(row[i] for row in rows) / len(rows) for i in range(n)]
+    importance = [max(mean[max(0, i - half):i + half + 1]) for i in range(n)]
+    cos = [[0.0 if i == j else float(torch.cosine_similarity(k[b, h, i], k[b, h, j], dim=0))
+            for i in range(n)] for j in range(n)]
+    for row in cos:
+        like = [i for i in range(n) if row[i] > alike]
+        if like:
+            row[like[-1]] = 0.0
+    total = [math.exp(sum(row[i] for row in cos) / n) for i in range(n)]
+    return [weight * x - (1 - weight) * y / sum(total) for x, y in zip(importance, total)]
+
+
+@pytest.mark.parametrize("weight, alike", [(0.1, 0.3), (0.5, -1.0), (1.0, 0.5)])
+@torch.no_grad()
+def test_r_kv_keeps_what_is_attended_to_and_unlike_the_rest(weight, alike):
+    _, layers, kept = compressed(RKV, select=Unlike(weight, alike), kernel_size=3)
+    for (b, layer, h), held in kept.items():
+        q, k, _ = layers[layer]
+        z = unlike(q, k, b, h, weight, alike, 3)
+        best = sorted(range(T - WINDOW), key=lambda i: (-z[i], -i))[:BUDGET - WINDOW]
+        assert held == sorted([*best, *range(T - WINDOW, T)])
+    if weight == 1:
+        assert kept == compressed(SnapKV, kernel_size=3)[2]
+
+
+@torch.no_grad()
+def test_of_repeated_keys_r_kv_keeps_the_newest():
+    k = torch.randn(1, 1, 8, D, generator=torch.Generator().manual_seed(0))
+    repeated = torch.cat((k, k, k), 2)
+    score = redundancy(repeated, 0.9)[0, 0]
+    assert (score[16:] < score[:8]).all() and (score[16:] < score[8:16]).all()
+    with pytest.raises(ValueError, match="weight 1.5 must lie between 0 and 1"):
+        Unlike(weight=1.5)
