@@ -40,11 +40,12 @@ OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, head
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
 ROUNDED = "kvzip_4", "kvzip_gain_turbo", "snap_kv_4", "turbo_2", "turbo_3"  # kept entries have few bits
-# Methods that change what attention sees: merged values, tokens read back from a sketch, from moments or few
-# bits, residual entries, sinks with moved keys, or only some of the kept entries (Quest).
-ALTERED = "cam", "kv_reviver", "moment_kv", "quantized", "+residual", "streaming_llm", "quest", *ROUNDED
+# Methods that change what attention sees: merged or fitted values, tokens read back from a sketch, moments or
+# few bits, residual entries, sinks with moved keys, or only some of the kept entries (Quest).
+ALTERED = ("cam", "kv_reviver", "moment_kv", "matched", "matching", "quantized", "+residual", "streaming_llm",
+           "quest", *ROUNDED)
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "duo_attention", "expected_attention", "kvzip", "one_reading"  # and their variants
+APPENDS = "attention_matching", "duo_attention", "expected_attention", "kvzip", "one_reading"  # and variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
