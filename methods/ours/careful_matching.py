@@ -1,8 +1,8 @@
 """Ours: attention matching that does not answer for what is gone.
 
-The fits of attention_matching.py reproduce the output of attention for every query of the reread. Many queries
-look up an entry that was evicted. Their output cannot come back, and the attempt smears the values of other
-entries, which later questions look up exactly. A careful fit differs in three ways:
+The fits of attention_matching.py reproduce the output of attention for every query of the reread. Many
+queries look up an entry that was evicted. Their output cannot come back, and the attempt smears the values of
+other entries, which later questions look up exactly. A careful fit differs in three ways:
 
 - a query counts by its gain (kvzip_gain.py), and by the share of its attention that is left, squared;
 - values are pulled towards what they were;
