@@ -449,7 +449,7 @@ def test_what_is_gone_is_dimmed_on_a_terminal(monkeypatch, capsys, terminal, no_
     ("generate --figure x.txt", "must end in .png"), ("generate --tokens 800 x", "800 new ones exceed"),
     ("--device foo", "device 'foo' is not available"),
     ("nope", "unknown command 'nope'; known are ask, claims, compare, compress, course, explore, generate, "
-             "plan, train")])
+             "plan, record, train")])
 def test_a_mistake_is_one_line(checkpoint, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     first, *rest = arguments.split()

@@ -37,11 +37,12 @@ def test_an_addition_goes_on_top_of_what_stands_left_of_it(name, base, chosen):
 def test_all_is_every_window_method_with_each_addition_once():
     found, additions, _ = methods()
     windows = [name for name, Method in found.items() if has_window(Method)]
-    assert windows == ["ada_kv", "chunk_kv", "chunk_kv_semantic", "pyramid_kv", "snap_kv"]
+    assert windows == ["ada_kv", "chunk_kv", "chunk_kv_semantic", "pyramid_kv", "r_kv", "snap_kv"]
     chosen = pick(["all"])
     assert [*chosen] == ["full", *sorted(chosen.keys() - {"full"})] and chosen.keys() >= found.keys()
+    own = "chunk", "r_kv"  # they choose the entries themselves
     assert chosen.keys() - found.keys() == {f"{name}+{x}" for name in windows for x in additions
-                                            if x == "residual" or not name.startswith("chunk")} - found.keys()
+                                            if x == "residual" or not name.startswith(own)} - found.keys()
     assert [*pick(["all", "h2o"])] == [*chosen]
 
 
@@ -63,7 +64,7 @@ def test_what_a_method_is_given_and_finds_out():
     assert [[*given(Method, **known)] for Method in found] == [
         [], [], ["window_size"], ["window_size", "floor"], ["window_size"], ["window_size", "floor"]]
     assert [name for name, Method in pick(["all"]).items() if not has_budget(Method)] == [
-        "full", "quantized_2", "quantized_3", "quantized_4"]
+        "full", "quantized_2", "quantized_3", "quantized_4", "turbo_2", "turbo_3"]
     assert not has_budget(Quantized) and has_budget(partial(SnapKV, window_size=3))
     assert calibrated(LayerCache, None, None) == {}
 

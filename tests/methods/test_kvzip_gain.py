@@ -87,7 +87,7 @@ def test_it_needs_the_prompts_tokens_and_forgets_them():
 def test_with_few_entries_it_finds_more_than_kvzip():
     """A thirty-second of the entries, the question later: most facts stay, where KVzip loses many."""
     model, found = from_hf(TINY), {}
-    batch = tasks("test").batch("pairs", 3, 24, 512)
+    batch = tasks("test").batch("pairs", 3, 12, 384)
     for Method in (KVzip, GainKVzip):
         found[Method] = retrieve(model, batch, maker(model, Method, 1 / 32))["agnostic"]
     assert found[GainKVzip].mean() > found[KVzip].mean() + 0.1
