@@ -12,7 +12,7 @@ bits.
 
 Differs from the paper: rows of the first fit are divided by their mass, so that relative errors count.
 
-Here the fits help one decoder and hurt the other. methods/ours/careful_matching.py hurts neither.
+A more careful fit: methods/ours/careful_matching.py.
 """
 from dataclasses import dataclass
 

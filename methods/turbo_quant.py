@@ -13,7 +13,7 @@ arXiv 2406.03482). It takes one bit a number. Products with a query are then rig
     q·x ≈ q·x̂ + √(π/2)/D · ‖r‖ · (S q)·sign(S r)
 
 The prompt's entries are rounded once, at its end; later tokens stay exact. Only keys have a second stage,
-because only they meet a query. Here it does not earn its bit (python -m experiments.kvzip_parts). What KVzip
+because only they meet a query. `python -m experiments.kvzip_parts` measures what it is worth. What KVzip
 keeps, rounded so: methods/ours/kvzip_gain.py.
 """
 from dataclasses import dataclass, field
