@@ -32,10 +32,10 @@ from nanollm.packed import PackedCache
 @cache
 def codebook(bits: int) -> tuple[Tensor, Tensor]:
     """Return the 2^bits centroids that lie nearest to a standard normal number, and the borders between."""
-    c = torch.linspace(-2, 2, 2 ** bits, dtype=torch.float64)
-    normal = torch.distributions.Normal(c.new_zeros(()), c.new_ones(()))
-    edge = c.new_tensor([math.inf])
-    for _ in range(1000):  # Lloyd: borders halfway, centroids at the mean of their part
+    part = (torch.arange(2 ** bits, dtype=torch.float64) + 0.5) / 2 ** bits
+    normal = torch.distributions.Normal(part.new_zeros(()), part.new_ones(()))
+    c, edge = 3 ** 0.5 * normal.icdf(part), part.new_tensor([math.inf])  # the best for many bits
+    for _ in range(300):  # Lloyd: borders halfway, centroids at the mean of their part
         borders = torch.cat((-edge, (c[1:] + c[:-1]) / 2, edge))
         density, below = normal.log_prob(borders).exp(), normal.cdf(borders)
         c = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
@@ -80,6 +80,7 @@ class Turbo(PackedCache):
         super().link(model, layer, previous)
         if (D := self.w_o.shape[-1]) % 8:
             raise ValueError(f"head dim {D} must be a multiple of 8; use a method that does not round")
+        codebook(self.bits), random_matrix(D, True)  # ready before the first token
 
     @property
     def packs(self) -> bool:

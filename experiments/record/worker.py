@@ -44,6 +44,7 @@ class Entrant:
             self.Method = pick([name])[name]
             self.module = sys.modules[getattr(self.Method, "func", self.Method).__module__]
             self.learned = calibrated(self.Method, self.model, self.encoding)
+            self.caches(64)  # a method computes its tables, such as a codebook, before the first text
 
     def prepare(self, code: bytes):
         """Lock this process in, then run the code from elsewhere, if there is any."""
@@ -84,8 +85,7 @@ class Entrant:
         else:
             saved.from_bytes(zlib.decompress(data), caches)
         for question, length in asked:
-            for token in question.unbind(1):
-                logits = self.model(token[:, None], caches)
+            logits = self.model(question, caches)
             for _ in range(length):
                 said = logits[:, -1].argmax(-1)
                 say(int(said))
