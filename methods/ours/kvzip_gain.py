@@ -13,12 +13,14 @@ entries in 3 bits, by TurboQuant.
 """
 from dataclasses import dataclass
 from functools import partial
+import zlib
 
 import torch
 from torch import Tensor
 
 from methods.kvzip import KVzip
 from methods.turbo_quant import Turbo
+from nanollm import saved
 from nanollm.cache import make_cache
 from nanollm.generate import reread_slices
 
@@ -78,6 +80,17 @@ class GainKVzip(KVzip):
 @dataclass(eq=False)
 class TurboGainKVzip(Turbo, GainKVzip):
     """GainKVzip in few bits."""
+
+
+def to_bytes(caches) -> bytes:
+    """Return a record's file. It leaves out positions: a rotated key knows where it stood."""
+    for cache in caches:
+        cache.packed["pos"] = torch.zeros_like(cache.packed["pos"])
+    return zlib.compress(saved.to_bytes(caches, half=True), 9)
+
+
+def from_bytes(data: bytes, caches):
+    saved.from_bytes(zlib.decompress(data), caches)
 
 
 variants = {"kvzip_gain": GainKVzip, "kvzip_gain_turbo": partial(TurboGainKVzip, bits=3)}

@@ -1,11 +1,13 @@
 """KVzip weighed by what the reread gains."""
+import zlib
+
 import pytest
 import torch
 
 from common import TOKENS, decoder, tasks
 from methods.kvzip import KVzip
-from methods.ours.kvzip_gain import GainKVzip, gains
-from nanollm import TINY
+from methods.ours.kvzip_gain import GainKVzip, from_bytes, gains, to_bytes, variants
+from nanollm import TINY, saved
 from nanollm.cache import make_cache
 from nanollm.generate import end_prompt, prefill, reread, tell_prompt
 from nanollm.hf.checkpoint import from_hf
@@ -82,6 +84,23 @@ def test_it_needs_the_prompts_tokens_and_forgets_them():
     end_prompt(model, PROMPT, caches)
     assert all(cache.prompt_tokens is None and cache.gain is None for cache in caches)
     assert sum(cache.length for cache in caches) >= 8 and caches[0].seen == 24
+
+
+@pytest.mark.parametrize("name", variants)
+@torch.no_grad()
+def test_a_records_file_needs_no_positions(name):
+    """What from_bytes restores answers as the cache itself, from a smaller file than that of `save`."""
+    model = decoder()
+    caches, loaded = (make_cache(model, variants[name], budget=8) for _ in range(2))
+    prefill(model, PROMPT, caches)
+    end_prompt(model, PROMPT, caches)
+    whole = saved.to_bytes(caches, half=True)
+    saved.from_bytes(whole, exact := make_cache(model, variants[name], budget=8))
+    data = to_bytes(caches)
+    from_bytes(data, loaded)
+    later = PROMPT[:, :5]
+    assert torch.equal(model(later, loaded), model(later, exact))
+    assert len(data) < len(zlib.compress(whole, 9))
 
 
 def test_with_few_entries_it_finds_more_than_kvzip():
