@@ -1,6 +1,6 @@
 """Compare all methods on harder tasks: several turns, changed facts, chains, lists, rules, long writing.
 
-    python -m experiments.harder         # all tasks and methods: more than an hour for each decoder
+    python -m experiments.harder         # all tasks and methods: two hours for each decoder
     python -m experiments.harder --tasks turns rule --methods snap_kv kvzip --model FOLDER
 
 The documents come from nanollm/measure/hard_tasks.py. The question comes after the compression (agnostic) or
@@ -49,7 +49,7 @@ from nanollm.tokenizer import boundaries
 from nanollm.window import Selection, WindowCache
 
 KEEP_RATIOS = 0.25, 0.125
-DEPTH_RATIOS = 0.25, 0.125, 0.0625
+DEPTH_RATIOS = 0.125, 0.0625
 DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
 BATCH = 32                    # documents that the model reads at once
 SOLVED = 0.75                 # a batch is measured if the full cache's accuracy is at least this

@@ -129,11 +129,14 @@ SECTIONS = {
         "it reads."),
     "harder": (
         "Harder tasks", "python -m experiments.harder",
-        "See: SEE.\n\n"
+        "See: with a quarter of the entries and a later question, KVzip answers nearly as the full cache "
+        "does. Methods that choose heads or gates beforehand (DuoAttention, Fast KVzip) find facts and lose "
+        "the rules at the text's start. With the question in the prompt, SnapKV finds the first of four "
+        "answers always, and the fourth in a third of the documents.\n\n"
         "![all methods on the harder tasks](notebooks/harder.png)\n\n"
         "The documents come from `nanollm/measure/hard_tasks.py`: 32 for each batch, of 512 tokens. Only "
         "*learned* was trained on these tasks. The figure has the question after the compression, and a "
-        "quarter of the entries."),
+        "quarter of the entries. [Notebook 13](notebooks/13_harder.ipynb) says which verdicts stand."),
     "worth": (
         "The worth of an entry", "python -m experiments.worth --documents 8",
         "See: attention tells how much an entry changes the answer, but not whether it helps or hurts. The "
