@@ -1,6 +1,6 @@
 """Compare all methods on harder tasks: several turns, changed facts, chains, lists, rules, long writing.
 
-    python -m experiments.harder         # all tasks and methods: two hours for each decoder
+    python -m experiments.harder         # all tasks and methods: an hour for *learned*, half an hour for *built*
     python -m experiments.harder --tasks turns rule --methods snap_kv kvzip --model FOLDER
 
 The documents come from nanollm/measure/hard_tasks.py. The question comes after the compression (agnostic) or
@@ -51,6 +51,9 @@ from nanollm.window import Selection, WindowCache
 KEEP_RATIOS = 0.25, 0.125
 DEPTH_RATIOS = 0.125, 0.0625
 DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
+DEEP = ("snap_kv", "pyramid_kv", "chunk_kv", "layer_defensive_kv", "drop_kv", "expected_attention", "key_diff",
+        "duo_attention", "kvzip", "kvzip_fast", "one_reading", "h2o", "tova", "streaming_llm", "scissorhands",
+        "random_ends", "random", "quest", "quantized_2")  # methods of the task `depth`, a few of each family
 BATCH = 32                    # documents that the model reads at once
 SOLVED = 0.75                 # a batch is measured if the full cache's accuracy is at least this
 PROMPT, WRITTEN = 64, 256     # tokens of the task `writing`
@@ -246,8 +249,9 @@ class Pieces:
                 for setting, values in found.items()]
 
 
-def measured(model, encoding, methods: dict, chosen: list[str], documents: int, T: int) -> list[dict]:
-    """Return the rows of all methods on one decoder."""
+def measured(model, encoding, methods: dict, deep: dict, chosen: list[str], documents: int,
+             T: int) -> list[dict]:
+    """Return the rows of all methods on one decoder. deep: the methods of the task `depth`."""
     check_size(model, documents, 2, T)
     pieces = Pieces(model, HardTasks(encoding, "test"), chosen, documents, T)
     ends = boundaries(encoding, model.config.vocab_size)
@@ -258,7 +262,7 @@ def measured(model, encoding, methods: dict, chosen: list[str], documents: int, 
             for name, Method in (methods | REPAIRS).items() for ratio in ratios(Method, KEEP_RATIOS)]
     jobs = [(*job, wanted - writing - depth) for *job, wanted in jobs]
     jobs += [("depth", name, Method, ratio, depth)
-             for name, Method in methods.items() for ratio in ratios(Method, DEPTH_RATIOS)]
+             for name, Method in deep.items() for ratio in ratios(Method, DEPTH_RATIOS)]
     jobs += [("writing", name, Method, ratio, writing)
              for name, Method in (dict(full=LayerCache) | WRITERS).items()
              for ratio in ratios(Method, KEEP_RATIOS)]
@@ -378,8 +382,9 @@ def main(argv: list[str] | None = None):
         from nanollm.commands.compare import check_files
         check_files(args.figure, args.json)
     methods = pick(["full", *args.methods] if args.methods else [])
+    deep = pick(["full", *(args.methods or DEEP)])
     rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
-            for row in measured(model, encoding, methods, args.tasks, args.documents, args.length)]
+            for row in measured(model, encoding, methods, deep, args.tasks, args.documents, args.length)]
     finish(args, rows, show)
     if args.figure:
         draw(rows, args.figure)

@@ -197,8 +197,8 @@ def test_a_run_prints_stores_and_draws(tmp_path, capsys, monkeypatch):
 
 def test_depths_and_the_check_of_sizes():
     model, encoding = from_hf(LEARNED), tokenizer.load(TINY / "tokenizer.tiktoken")
-    rows = measured(model, encoding, {"full": LayerCache}, ["depth"], 2, 256)
+    rows = measured(model, encoding, {}, {"full": LayerCache}, ["depth"], 2, 256)
     depths = [row for row in rows if row["table"] == "depth"]
     assert len(depths) == 2 and all(row[f"depth {d:g}"][0] == 1 for row in depths for d in harder.DEPTHS)
     with pytest.raises(ValueError, match="documents 1"):
-        measured(model, encoding, {}, ["count"], 1, 256)
+        measured(model, encoding, {}, {}, ["count"], 1, 256)
