@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 import math
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from torch import Tensor
@@ -314,11 +315,14 @@ def too_hard(rows: list[dict], names: tuple[str, ...]) -> list[str]:
 
 def columns(rows: list[dict], names: tuple[str, ...]) -> str:
     """Return a table: method, keep ratio, and the named measurements that the rows have."""
-    names = [name for name in names if name in rows[0]]
+    full, *others = rows
+    shown = [name for name in names if name in full and (not others or any(name in row for row in others))]
     weak = too_hard(rows, names)
-    cells = lambda row: [f"{row[name][0]:.2f}" if name in row else "" for name in names]
-    return text_table([["method", "keep", *(f"({name})" if name in weak else name for name in names)],
-                       *([row["method"], keep_label(row["keep_ratio"]), *cells(row)] for row in rows)])
+    cells = lambda row: [f"{row[name][0]:.2f}" if name in row else "" for name in shown]
+    table = text_table([["method", "keep", *(f"({name})" if name in weak else name for name in shown)],
+                        *([row["method"], keep_label(row["keep_ratio"]), *cells(row)] for row in rows)])
+    alone = ", ".join(f"{name} {full[name][0]:.2f}" for name in names if name in full and name not in shown)
+    return "\n".join([table, *([fill(f"Too hard for the full cache: {alone}", 110)] if alone else [])])
 
 
 def show(rows: list[dict]) -> str:
@@ -345,12 +349,13 @@ def draw(rows: list[dict], file: Path):
     shown = [row for row in rows if (row["table"], row["setting"]) == ("answers", "agnostic")
              and row["keep_ratio"] in (None, KEEP_RATIOS[0])]
     panels = grouped(shown, "decoder")
+    named = [[name for name in OVERVIEW if name in same[0] and name not in too_hard(same, OVERVIEW)]
+             for same in panels.values()]
+    widths = [2.5 + 0.5 * len(names) for names in named]
     height = 1.5 + 0.27 * max(map(len, panels.values()))
-    figure, axes = plt.subplots(1, len(panels), figsize=(8.5 * len(panels), height), layout="constrained",
-                                squeeze=False)
-    for axis, ((decoder,), same) in zip(axes[0], panels.items()):
-        weak = too_hard(same, OVERVIEW)
-        names = [name for name in OVERVIEW if name in same[0] and name not in weak]
+    figure, axes = plt.subplots(1, len(panels), figsize=(sum(widths), height), layout="constrained",
+                                squeeze=False, width_ratios=[1 + len(names) for names in named])
+    for axis, ((decoder,), same), names in zip(axes[0], panels.items(), named):
         if not names:
             axis.set_title(f"{decoder}: the full cache solves none of the tasks")
             continue
@@ -362,7 +367,7 @@ def draw(rows: list[dict], file: Path):
                 axis.text(x, y, f"{row[name][0]:.2f}", ha="center", va="center", fontsize=8)
         axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=9)
         axis.set_yticks(range(len(same)), [row["method"] for row in same], fontsize=9)
-        axis.set_title(f"{decoder}: keep ratio {keep_label(KEEP_RATIOS[0])}, question after the compression")
+        axis.set_title(f"{decoder}, {keep_label(KEEP_RATIOS[0])}")
     save(figure, file)
 
 
