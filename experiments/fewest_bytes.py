@@ -71,7 +71,7 @@ def measure(model, pieces: list[Benchmark], make, full: Found | None, scores: di
             except CannotReplay:
                 caches = make(batch.question, context)
                 prefill(model, context, caches)
-            if reread_size(caches):
+            if reread_size(caches) and not hasattr(caches[0], "asked"):  # else it needs the queries, too
                 tell_prompt(context, caches)
                 key = len(sizes), caches[0].score, hasattr(caches[0], "prompt_tokens")
                 if key not in scores:

@@ -91,3 +91,10 @@ def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
     monkeypatch.delattr(fewest_bytes, "measure")
     with pytest.raises(ValueError, match="quest at 6.25 % of 1.. tokens: budget .* a page has 16 tokens"):
         fewest_bytes.found(from_hf(TINY), tasks("test"), pick(["full", "quest"]), 2, 160)
+
+
+def test_a_method_that_fits_to_the_rereads_queries_gets_them_at_each_budget(monkeypatch):
+    monkeypatch.setattr(fewest_bytes, "KEEP_RATIOS", (0.25, 0.125))
+    rows = fewest_bytes.found(from_hf(TINY), tasks("test"), pick(["full", "kvzip", "attention_matching"]), 2, 160)
+    for ratio in (0.25, 0.125):  # a fitted entry has a bias
+        assert rows["attention_matching", ratio].bytes > rows["kvzip", ratio].bytes
