@@ -38,7 +38,7 @@ batch = Tasks(encoding, "test").batch("needle", seed=3, B=1, T=200)
 tokens, n = torch.from_numpy(batch.tokens), batch.question
 rest, answer = tokens[:, n:batch.answers[0].stop], 2  # the question, and the answer's two tokens
 full = make_cache(model)
-prefill(model, tokens[:, :n], full)
+prefill(model, tokens[:, :n], full);
 
 # %%
 def log_p(hidden):
