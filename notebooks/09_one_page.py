@@ -170,7 +170,7 @@ ms = {row["method"]: row["batch 8 ms"] for row in rows("speed") if row["table"] 
 table = [["method", "bytes, built", "bytes, learned", "reading", "a step"]]
 for name, best in sorted(enough["built"].items(), key=lambda item: item[1]["bytes"]):
     if name in enough["learned"]:
-        shares = (f"{enough[decoder][name]['bytes']:.0%}" for decoder in enough)
+        shares = (f"{enough[decoder][name]['bytes']:.1%}" for decoder in enough)
         step = f"{ms[name] / ms['full']:.1f}" if name in ms else "–"
         table.append([name, *shares, f"{best['reading']:.1f}", step])
 print(text_table(table))
