@@ -27,7 +27,8 @@ OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2")
 DASHES = {"": "-", "critical": "--", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
           "chunk": (0, (8, 2)), "semantic": (0, (3, 1, 1, 1)), "reuse": "--", "weight": "--", "shrunk": "--",
           "mean": ":", "absolute": "--", "fast": "--", "recent": "-.", "kvzip": (0, (1, 1)),
-          "no pool": (0, (1, 1)), "residual+entries 4": (0, (3, 1, 1, 1)), "2": "-", "3": "--", "4": ":"}
+          "no pool": (0, (1, 1)), "residual+entries 4": (0, (3, 1, 1, 1)), "2": "-", "3": "--", "4": ":",
+          "gain": (0, (5, 1, 1, 1)), "gain_turbo": "-."}
 
 
 def style(name: str) -> dict:
