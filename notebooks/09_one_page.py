@@ -139,8 +139,9 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
 measured = rows("fewest_bytes")  # python -m experiments.fewest_bytes
+shown = "snap_kv h2o one_reading duo_attention kvzip_fast kvzip kvzip_4 kvzip_gain_turbo"
 for axis, decoder in zip(axes, ("built", "learned")):
-    for name in "snap_kv h2o one_reading duo_attention kvzip_fast kvzip kvzip_4 kvzip_gain_turbo".split():
+    for name in shown.split():
         line = sorted((row["bytes"], row["kept"]) for row in measured
                       if (row["decoder"], row["method"]) == (decoder, name))
         axis.plot(*zip(*line), label=name, **plot.style(name))

@@ -84,7 +84,8 @@ weak = harder.too_hard(asked, harder.OVERVIEW)
 names = [name for name in harder.OVERVIEW if name not in weak]
 asked.sort(key=lambda row: -sum(row[name][0] for name in names))
 figure, axis = plt.subplots(figsize=(8, 11), layout="constrained")
-axis.imshow([[row[name][0] for name in names] for row in asked], cmap="Blues", vmax=1.5, aspect="auto")
+found = [[row[name][0] for name in names] for row in asked]
+axis.imshow(found, cmap="Blues", vmax=1.5, aspect="auto")
 for y, row in enumerate(asked):
     for x, name in enumerate(names):
         axis.text(x, y, f"{row[name][0]:.2f}", ha="center", va="center", fontsize=8)
@@ -105,11 +106,12 @@ axis.set_yticks(range(len(asked)), [row["method"] for row in asked]);
 # Now the question is in the prompt. Window methods know it, and single facts are safe.
 
 # %%
-known = [row for row in render.rows("harder") if row["decoder"] == "learned"
-         and (row["table"], row["setting"]) == ("answers", "aware") and row["keep_ratio"] in (None, 0.25)]
+known = [row for row in render.rows("harder") if row["keep_ratio"] in (None, 0.25)
+         and (row["decoder"], row["table"], row["setting"]) == ("learned", "answers", "aware")]
 names = "turn 1", "turn 4", "hops 2", "hops 4", "latest", "count", "form first", "form second"
-papers = ("full", "snap_kv", "snap_kv+critical", "pyramid_kv", "ada_kv", "chunk_kv", "chunk_kv_reuse",
-          "chunk_kv_semantic", "scissorhands", "kv_reviver", "kv_reviver_shrunk", "h2o", "quantized_2", "kvzip")
+papers = ("full", "snap_kv", "snap_kv+critical", "pyramid_kv", "ada_kv", "chunk_kv",
+          "chunk_kv_reuse", "chunk_kv_semantic", "scissorhands", "kv_reviver",
+          "kv_reviver_shrunk", "h2o", "quantized_2", "kvzip")
 cells = [["", *names]]
 cells += [[row["method"], *(f"{row[name][0]:.2f}" for name in names)]
           for method in papers for row in known if row["method"] == method]
@@ -151,8 +153,9 @@ for axis, keep_ratio in zip(axes, harder.DEPTH_RATIOS):
 writers = [row for row in rows if row["table"] == "writing" and row["keep_ratio"] in (None, 0.25)]
 figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
 for i, row in enumerate(row for row in writers if row["method"] != "full"):
-    axis.plot([32, 96, 160, 224], [row[f"KL {q}"][0] for q in (1, 2, 3, 4)], "o-" if i % 2 else "s--",
-              color=plt.cm.tab20(i), label=f"{row['method']}: fact {row['fact at the end'][0]:.2f}")
+    kl = [row[f"KL {quarter}"][0] for quarter in (1, 2, 3, 4)]
+    axis.plot([32, 96, 160, 224], kl, "o-" if i % 2 else "s--", color=plt.cm.tab20(i),
+              label=f"{row['method']}: fact {row['fact at the end'][0]:.2f}")
 axis.set(xlabel="tokens since the prompt", ylabel="KL per token, nats", yscale="log")
 axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 

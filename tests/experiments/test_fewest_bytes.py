@@ -95,6 +95,7 @@ def test_a_budget_too_small_for_a_method_is_named_before_any_work(monkeypatch):
 
 def test_a_method_that_fits_to_the_rereads_queries_gets_them_at_each_budget(monkeypatch):
     monkeypatch.setattr(fewest_bytes, "KEEP_RATIOS", (0.25, 0.125))
-    rows = fewest_bytes.found(from_hf(TINY), tasks("test"), pick(["full", "kvzip", "attention_matching"]), 2, 160)
+    methods = pick(["full", "kvzip", "attention_matching"])
+    rows = fewest_bytes.found(from_hf(TINY), tasks("test"), methods, 2, 160)
     for ratio in (0.25, 0.125):  # a fitted entry has a bias
         assert rows["attention_matching", ratio].bytes > rows["kvzip", ratio].bytes
