@@ -425,7 +425,7 @@ print(f"few-shot, 48 documents, {budgets[-1]:.2%}:",
 # %% [markdown]
 # `python -m experiments.readings` compares them ([results](../RESULTS.md#other-interpretations-of-the-papers)). `Padded` turns the rule round: new entries leave before old ones, and the KL rises by 0.07 with $m = B/2$ and by 0.23 with $m = 8$. So `Scissorhands` ignores the steps before an entry came. `Rate` is as good as the count. More budget for later layers loses answers in *built*; more for lower layers lowers the KL.
 #
-# *learned* has an attention sink, and counts over 400 steps drop it. There `Rate` lowers the KL by 0.05 ± 0.02.
+# *learned* has an attention sink, and counts over 400 steps drop it in a quarter of the heads. There `Rate` lowers the KL by 0.05 ± 0.02.
 #
 # ## Why: a count is nearly an age
 #
