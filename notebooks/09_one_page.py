@@ -72,7 +72,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 #
 # ## All methods on one page
 #
-# Here is every method with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
+# Here is one row for most methods, with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
 #
 # *Needle*: one of four facts in a text is asked for. *Pairs*: the value of one of 16 listed keys. *Label*: the label of a line, after 16 examples. *KL*: how far predictions of plain text move from those of the full cache; less is better.
 
@@ -158,7 +158,7 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as bytes; the dotted line is 95 %. H2O lies below the curve on both decoders. So does SnapKV; only on *learned*, with half of the bytes, does it reach the curve. KVzip lies far above, because most tokens of a text follow from the others. What stays can be rounded too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply. `kvzip_gain_turbo` (notebook 10) counts only what the reread gains, and stores it in three bits: 1.5 % of the bytes keep 96 % of the answers on both decoders.
+# On the grey curve a method keeps as many answers as bytes; the dotted line is 95 %. H2O lies below the curve on both decoders. So does SnapKV; only on *learned*, with half of the bytes, does it reach the curve. KVzip lies far above, because most tokens of a text follow from the others. What stays can be rounded too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply. `kvzip_gain_turbo` (notebook 10) counts only what the reread gains, and stores it in three bits: 3.0 % of the bytes keep 98 % of the answers on *built* and all on *learned*; half as many keep 96 % on both.
 #
 # ## What does it cost?
 #

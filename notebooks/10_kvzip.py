@@ -243,7 +243,7 @@ print(text_table(shown))
 # %% [markdown]
 # An eighth of the entries in 4 bits takes 77 KiB, less than a fifteenth of the full cache, and answers as many questions. With 2 bits it is 60 KiB, and some pairs are lost. Part of these bytes are the question and the answer, which stay exact. KIVI (`quantized_2`), which keeps every token in 2 bits, takes 274 KiB.
 #
-# `kvzip_gain_turbo` has both: it weighs the reread by its gain and stores what stays in 3 bits. A file of 1.9 % of the full cache's bytes then answers needles, pairs and four questions in turn on both decoders, at least 98 % as often as the full cache ([RECORDS.md](../RECORDS.md)).
+# `kvzip_gain_turbo` has both: it weighs the reread by its gain and stores what stays in 3 bits. With 8 % of the entries, a file of 1.9 % of the full cache's bytes answers needles, pairs and four questions in turn on both decoders, about 98 % as often as the full cache or more ([RECORDS.md](../RECORDS.md)).
 #
 # ## What the reread costs
 
@@ -284,7 +284,7 @@ print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5
       *(f"{share:.0%}" for share in stays))
 
 # %% [markdown]
-# With the question at the prompt's end, KVzip loses labels on *built*: few-shot falls from 1.00 (question later) to 0.44. SnapKV has 0.81. The question's own entries compete with all others, and lose: outside layer 1, at most 23 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then few-shot is back at 1.00 on *built*. On *learned* it rises from 0.62 to 0.84; SnapKV has 0.91.
+# With the question at the prompt's end, KVzip loses labels on *built*: few-shot falls from 1.00 (question later) to 0.44. SnapKV has 0.81. The question's own entries compete with all others, and lose: outside layer 1, at most 23 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then few-shot is back at 1.00 on *built*. On *learned* it rises from 0.62 to 0.84; SnapKV has 0.91. The gain makes it worse: nobody repeats the question, and `kvzip_gain` answers the first of four turns in 59 % of the documents of *learned* where KVzip answers 91 % (RESULTS.md, `harder`).
 #
 # So the choice depends on the setting. If the question is known, SnapKV is much cheaper and finds at least as many needles and pairs. If it is not, the reread is worth its cost.
 #

@@ -332,7 +332,7 @@ def draw(rows: list[dict], file: Path):
         axis.plot(day, size, markersize=8, **plot.style(name) | dict(linestyle=""))
         axis.annotate(name, (day, size), (8, -3), textcoords="offset points", fontsize=8)
     axis.set(ylabel="size, of a full 16-bit cache", yscale="log", xlabel="date", ylim=(0.8, 60),
-             title="The fewest bytes for any later question")
+             title="The fewest bytes for needles, pairs and four turns, asked later")
     axis.set_yticks([1, 2, 5, 10, 20, 50], ["1 %", "2 %", "5 %", "10 %", "20 %", "50 %"])
     axis.minorticks_off()
     plot.save(figure, file)
