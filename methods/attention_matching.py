@@ -81,7 +81,7 @@ class AttentionMatching(KVzip):
         k, v = self.k, self.v
         super().keep(i)
         if not self.asked:
-            return
+            raise ValueError("attention matching has no queries to fit to; reread the prompt with this cache")
         q, weight = (torch.cat(x, dim) for x, dim in zip(zip(*self.asked), (2, 1)))
         q, self.asked = q.unflatten(1, (k.shape[1], -1)), []
         bias, values = torch.zeros_like(self.pos, dtype=torch.float32), self.v.clone()

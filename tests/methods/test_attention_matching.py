@@ -8,7 +8,7 @@ from methods.kvzip import KVzip
 from methods.ours.careful_matching import CarefulMatching
 from methods.ours.kvzip_gain import GainKVzip
 from nanollm.cache import make_cache
-from nanollm.generate import end_prompt, prefill
+from nanollm.generate import end_prompt, prefill, reread
 
 N, n, D = 60, 20, 8
 
@@ -86,3 +86,16 @@ def test_with_room_for_everything_nothing_is_fitted():
     before = [cache.v.clone() for cache in caches]
     end_prompt(model, prompt, caches)
     assert all(torch.equal(cache.v, v) for cache, v in zip(caches, before))
+
+
+@torch.no_grad()
+def test_without_the_rereads_queries_it_fits_nothing_and_says_so():
+    model = decoder()
+    caches, other = (make_cache(model, AttentionMatching, budget=8) for _ in range(2))
+    for each in (caches, other):
+        prefill(model, TOKENS[:, :24], each)
+    reread(other, lambda part: prefill(model, TOKENS[:, :24][:, part], other))
+    for cache, full in zip(caches, other):
+        cache.entry_scores, cache.reread_size = full.entry_scores, 0
+    with pytest.raises(ValueError, match="no queries to fit to; reread the prompt"):
+        end_prompt(model, TOKENS[:, :24], caches)
