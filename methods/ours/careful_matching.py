@@ -7,6 +7,10 @@ other entries, which later questions look up exactly. A careful fit differs in t
 - a query counts by its gain (kvzip_gain.py), and by the share of its attention that is left, squared;
 - values are pulled towards what they were;
 - keys have no bias.
+
+With an eighth of the entries and a later question it counts votes right in 0.88 of the documents of `learned`.
+Unfitted, the same entries count in 0.62, hardly better than a guess, and KVzip's in 0.06. Single facts and
+chains are found as often (python -m experiments.harder).
 """
 from dataclasses import dataclass
 
