@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from methods.quantized import pack, unpack
-from nanollm.cache import Stored
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 
@@ -111,14 +110,6 @@ class Turbo(PackedCache):
             length = self.packed["k_rest"].to(x) * ((math.pi / 2) ** 0.5 / D)
             x = x + signs @ random_matrix(D, False).to(x) * length
         return x
-
-    def stored(self) -> list[Stored]:
-        if "k_code" not in self.packed:
-            return super().stored()
-        rounded = [Stored(x, x.numel(), model_dtype=name != "bias") for name, x in self.packed.items()]
-        new = [Stored(x, x[:, :, :self.length - self.longest].numel(), model_dtype=name in ("k", "v"))
-               for name, x in self.slots.items()]
-        return rounded + new + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
 
 
 @dataclass(eq=False)

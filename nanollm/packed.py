@@ -90,8 +90,12 @@ class PackedCache(LayerCache):
         return y, p.view(*self.counts.shape, -1, 1, self.length) if self.watch else None
 
     def stored(self) -> list[Stored]:
-        """Add the packed tensors, with 0 live numbers: the base class counts their live slots."""
-        return super().stored() + [Stored(x, 0, model_dtype=True) for x in self.packed.values()]
+        if not self.packed:
+            return super().stored()
+        old = [Stored(x, x.numel(), model_dtype=name != "bias") for name, x in self.packed.items()]
+        new = [Stored(x, self.new(name).numel(), model_dtype=name in ("k", "v"))
+               for name, x in self.slots.items()]
+        return old + new + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
 
     def beside(self) -> list[Tensor]:
         return [] if self.counts is None else [self.counts]

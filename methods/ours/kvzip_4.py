@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from methods.kvzip import KVzip
 from methods.quantized import pack, quantise, unpack
 from methods.snap_kv import SnapKV
-from nanollm.cache import Stored
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 
@@ -72,14 +71,6 @@ class Rounded(PackedCache):
             return code.unflatten(1, (zero.shape[1], -1)).mul_(scale).add_(zero).flatten(1)
         group = torch.repeat_interleave(torch.tensor(self.groups, device=code.device), output_size=len(code))
         return F.embedding(group, zero).addcmul_(code, F.embedding(group, scale))
-
-    def stored(self) -> list[Stored]:
-        if "k_code" not in self.packed:
-            return super().stored()
-        rounded = [Stored(x, x.numel(), model_dtype=name != "bias") for name, x in self.packed.items()]
-        new = [Stored(x, x[:, :, :self.length - self.longest].numel(), model_dtype=name in ("k", "v"))
-               for name, x in self.slots.items()]
-        return rounded + new + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
 
 
 @dataclass(eq=False)
