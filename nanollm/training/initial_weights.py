@@ -1,10 +1,12 @@
 """Initial weights, with induction heads (`built`) or only look-back heads (`learned`)."""
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 import math
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanollm.model import Decoder
 
@@ -84,6 +86,22 @@ def learned_start(model: Decoder, seed: int):
     Retrieval must be learned.
     """
     looking_back(model, seed, residual=(2 * model.config.n_layers) ** -0.5)
+
+
+@torch.no_grad()
+def deeper(model: Decoder, times: int) -> Decoder:
+    """Return a decoder with `times` copies of each layer; all but the first add nothing yet.
+
+    So the logits stay the same. LLaMA Pro starts so (arXiv 2401.02415, section 3.2).
+    """
+    larger = deepcopy(model)
+    larger.config = replace(model.config, n_layers=times * model.config.n_layers)
+    larger.blocks = nn.ModuleList(deepcopy(block) for block in model.blocks for _ in range(times))
+    for i, block in enumerate(larger.blocks):
+        if i % times:
+            for weight in (*block.attention.o.parameters(), *block.mlp.down.parameters()):
+                weight.zero_()
+    return larger
 
 
 # ---- leave out heads in training, so that retrieval spreads over layers ---

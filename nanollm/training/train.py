@@ -13,7 +13,8 @@ Three things make retrieval work after so little training. The first matters mos
 
 --start learned starts without retrieval heads. It copies for longer at first, and every document begins with
 BOS. For most of the run, heads and layers are left out at random, so that retrieval spreads over them.
---start FOLDER continues such a decoder on the harder tasks (measure/hard_tasks.py).
+--start FOLDER continues such a decoder on the harder tasks (measure/hard_tasks.py). With --deeper N it has N
+times the layers; the new ones add nothing at first.
 """
 import argparse
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from nanollm.measure.evaluate import bits_per_byte, exact_match
 from nanollm.measure.hard_tasks import HARD, HardTasks
 from nanollm.measure.tasks import ANSWER, FACT, QUESTION, TEXT, Tasks
 from nanollm.model import Config, Decoder
-from nanollm.training.initial_weights import induction_start, learned_start, left_out, without_heads
+from nanollm.training.initial_weights import deeper, induction_start, learned_start, left_out, without_heads
 from nanollm.training.ngram import ngram_bits
 
 CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
@@ -277,6 +278,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", default="built", metavar="START",
                         help="initial weights: with retrieval heads (built, default), without (learned), or "
                              "the folder of a decoder trained here, to learn the harder tasks")
+    parser.add_argument("--deeper", type=int, default=1, metavar="N",
+                        help="with --start FOLDER: copies of each layer (default 1)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
@@ -284,7 +287,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=100, help="steps between measurements and checkpoints")
     parser.add_argument("--documents", type=int, default=256, help="documents per task, measured at the end")
     args = parser.parse_args(argv)
-    for name, most in (("steps", 10 ** 9), ("every", 10 ** 9), ("documents", 10 ** 6)):
+    for name, most in (("steps", 10 ** 9), ("deeper", 100), ("every", 10 ** 9), ("documents", 10 ** 6)):
         whole(name, getattr(args, name), 1, most)
     check_seed(args.seed)
     if not 0 < args.lr <= 1:
@@ -292,6 +295,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     check_device(args.device)
     if args.start not in STARTS and not (Path(args.start) / "config.json").exists():
         raise ValueError(f"start {args.start!r} must be built, learned or the folder of a trained decoder")
+    if args.start in STARTS and args.deeper > 1:
+        raise ValueError(f"deeper {args.deeper} needs --start FOLDER")
     return args
 
 
@@ -303,7 +308,7 @@ def main(argv=None):
         model = Decoder(Config(**CONFIG, bos=CONFIG["vocab_size"] - 1 if learned else None))
         (learned_start if learned else induction_start)(model, args.seed)
     else:
-        model = from_hf(args.start)
+        model = deeper(from_hf(args.start), args.deeper)
     set_threads(args.threads, sum(p.numel() for p in model.parameters()))
     first, minutes = find(args)
     if world > 1:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanollm.model import Config, Decoder, rope
-from nanollm.training.initial_weights import induction_start, learned_start, left_out, without_heads
+from nanollm.training.initial_weights import deeper, induction_start, learned_start, left_out, without_heads
 from nanollm.training.train import CONFIG
 
 
@@ -39,6 +39,16 @@ def test_the_built_start_continues_what_repeats_and_the_learned_does_not(start, 
     if start is learned_start:  # what is not built is drawn
         drawn = torch.cat([block.attention.o.weight.flatten() for block in model.blocks[1:]])
         assert drawn.std().item() == pytest.approx((192 * 12) ** -0.5, rel=0.02)
+
+
+def test_a_deeper_decoder_says_the_same_and_can_learn_in_every_layer():
+    model = Decoder(Config(64, 32, n_layers=2, n_heads=4, n_kv_heads=2, d_model=32, d_ff=32, o_bias=True))
+    larger, tokens = deeper(model, 3), torch.randint(0, 64, (2, 9))
+    assert larger.config.n_layers == len(larger.blocks) == 6 and len(model.blocks) == 2
+    assert torch.equal(larger(tokens), model(tokens))
+    larger(tokens).square().sum().backward()
+    for block in larger.blocks:
+        assert block.attention.o.weight.grad.any() and block.mlp.down.weight.grad.any()
 
 
 @torch.no_grad()
