@@ -1,0 +1,99 @@
+"""Coordinates of a token's keys and values, independent of each other, in which all errors cost the same.
+
+The keys and values of a token come from one hidden state, so they depend on each other. And many errors in
+them never reach a score. So all keys and values of a token in a layer, 2HD numbers x, are coded together:
+
+    z = Uᵀ M^½ (x − μ),   x = μ + M^-½ U z
+
+M says what an error costs, in steps of rounding. For a key this is Δkᵀ E[q qᵀ] Δk / D, with q the queries of
+later questions; for a value ‖W_O Δv‖². So an error of one step costs the same in any direction of z. U holds
+the eigenvectors of the covariance of M^½ x (the Karhunen-Loève transform).
+
+Keys are turned back to position 0 first, because only there do all tokens share their directions. M, μ, U and
+the spread of each coordinate belong to the decoder. They are measured on the training text, on the tokens
+that kvzip_gain_coded keeps.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from methods.ours.kvzip_gain import GainKVzip
+from nanollm.cache import NEVER, make_cache
+from nanollm.generate import end_prompt, prefill
+from nanollm.model import rope, rotate
+
+KEY_STEP, VALUE_STEP = 0.4, 1.5  # of a score; of the length of what a head adds to the residual stream
+
+
+@dataclass(eq=False)
+class TokenGainKVzip(GainKVzip):
+    """GainKVzip that keeps a token in all heads of a layer or in none, by its highest score in a head."""
+    packs = property(lambda self: True)
+
+    def scores(self) -> Tensor:
+        return super().scores().amax(1, keepdim=True)
+
+    def keep(self, i: Tensor):
+        super().keep(i.expand(-1, self.k.shape[1], -1))
+
+    def turned(self, x: Tensor, pos: Tensor, back: bool = False) -> Tensor:
+        """Rotate x (B, heads, n, D) to positions pos (B, n), or from there back to position 0."""
+        if self.freq is None:
+            return x
+        cos, sin = rope(self.freq, pos)
+        return rotate(x, cos, -sin if back else sin)
+
+    def vectors(self) -> Tensor:
+        """Return each token's keys, turned back, and values, (B, n, N) with N = 2HD."""
+        x = torch.cat((self.turned(self.k, self.pos[:, 0], back=True), self.v), 1)
+        return x.transpose(1, 2).flatten(2)
+
+
+@dataclass(eq=False)
+class Watched(TokenGainKVzip):
+    """TokenGainKVzip that records what it keeps, and the queries after the prompt."""
+
+    def end_prefill(self):
+        self.kept = self.vectors()[0]  # all of the first document, because a layer may keep nothing
+        super().end_prefill()
+
+    def pack(self):
+        self.kept = torch.cat((self.kept, self.vectors()[self.pos[:, 0] != NEVER]))
+        super().pack()
+
+    def observe(self, q: Tensor, p: Tensor | None):
+        self.q = q
+        super().observe(q, p)
+
+
+@torch.no_grad()
+def measured(model, tasks, documents: int = 32, T: int = 512, seed: int = 0) -> Tensor:
+    """Return the bases (L, 2N + 2, N), measured on documents of T tokens with facts and questions."""
+    batch = tasks.batch("turns", seed, documents, min(T, model.config.max_len // 2))
+    tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
+    text, later = tokens.tensor_split([batch.question], 1)
+    caches = make_cache(model, Watched, budget=text.shape[1] // 12)
+    prefill(model, text, caches)
+    end_prompt(model, text, caches)
+    model(later, caches)
+    return torch.stack([basis_of(cache, text.shape[1]) for cache in caches])
+
+
+def basis_of(cache: Watched, tokens: int) -> Tensor:
+    """Return the basis (2N + 2, N) of a layer after a text of so many tokens and questions."""
+    x, H, q = cache.kept.double(), cache.k.shape[1], cache.q.repeat(8, 1, 1, 1)
+    places = torch.randint(tokens, (len(q), q.shape[2]), generator=torch.Generator().manual_seed(0))
+    q = cache.turned(q, places.to(q.device), back=True)  # (R_t q)·(R_i k) = (R_-i R_t q)·k, for any place i
+    q, w = (y.double().unflatten(1, (H, -1)).movedim(1, 0).flatten(1, -2) for y in (q, cache.w_o))
+    key = q.mT @ q / (q.shape[1] * q.shape[2] * KEY_STEP ** 2)                      # (H, D, D)
+    value = w.mT @ w * H / (cache.w_o.shape[1] * VALUE_STEP ** 2)
+    cost, turn = torch.linalg.eigh(torch.cat((key, value)))
+    cost = (cost + 1e-3 * cost.mean(-1, keepdim=True)).sqrt().unsqueeze(1)
+    root, inverse = (torch.block_diag(*turn * y @ turn.mT) for y in (cost, 1 / cost))
+    mean = x.mean(0, keepdim=True)
+    variance, U = torch.linalg.eigh(((x - mean) @ root).mT.cov())
+    return torch.cat((root @ U, U.mT @ inverse, mean, variance.clamp(min=0).sqrt()[None])).float()
+
+
+variants = {}  # not a method: kvzip_gain_coded stores what it keeps in these coordinates

@@ -1,0 +1,89 @@
+"""Ours: what kvzip_gain finds worth keeping, in a small file.
+
+A token stays in all heads of a layer or in none. Its keys and values are turned into coordinates that do not
+depend on each other (karhunen_loeve.py), rounded to whole numbers, and written by an entropy coder (rans.py).
+A coordinate that varies less than a step of rounding is nearly always 0, and takes nearly no bits. The file
+of `python -m nanollm record` holds
+
+    the number of tokens, the length of the next part, which tokens each layer keeps (zlib), the codes (rANS)
+
+In memory the kept entries are rounded too, but take as much room as any others. So a step takes as long as
+with kvzip_gain, and only the file is small.
+"""
+from dataclasses import dataclass
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from methods.ours import rans
+from methods.ours.karhunen_loeve import TokenGainKVzip, measured
+from nanollm.measure.hard_tasks import HardTasks
+
+
+@dataclass(eq=False)
+class CodedGainKVzip(TokenGainKVzip):
+    bases: Tensor | None = None  # (L, 2N + 2, N): M^½ U, Uᵀ M^-½, μ, spreads of z; None: no rounding
+
+    def basis(self) -> tuple[Tensor, ...]:
+        """Return this layer's M^½ U and Uᵀ M^-½ (N, N), μ and spreads (1, N)."""
+        N = self.bases.shape[2]
+        return self.bases[self.layer].to(self.w_o).split((N, N, 1, 1))
+
+    def codes(self) -> Tensor:
+        """Return z, rounded, (B, n, N)."""
+        into, _, mean, _ = self.basis()
+        return ((self.vectors() - mean) @ into).round().clamp(-rans.MOST, rans.MOST)
+
+    def pack(self):
+        if self.bases is not None:
+            self.hold(self.codes(), self.pos[:, 0])
+        super().pack()
+
+    def hold(self, codes: Tensor, pos: Tensor):
+        """Fill the slots with the keys and values of codes (B, n, N) at positions pos (B, n)."""
+        _, back, mean, _ = self.basis()
+        x = (codes @ back + mean).unflatten(2, (-1, self.w_o.shape[2])).transpose(1, 2)
+        k, v = x.chunk(2, 1)
+        self.slots = dict(k=self.turned(k, pos), v=v.clone(), pos=pos[:, None].repeat(1, k.shape[1], 1))
+
+    @staticmethod
+    def calibrate(model, encoding) -> dict:
+        """Return the options that depend on the decoder, as arguments of the constructor."""
+        rans.tables()  # ready before the first text
+        return dict(bases=measured(model, HardTasks(encoding, "train")))
+
+
+def to_bytes(caches) -> bytes:
+    """Return a record's file, for a prompt of one text."""
+    tokens, codes = caches[0].seen, []
+    kept = np.zeros((len(caches), tokens), bool)
+    for cache, stays in zip(caches, kept):
+        stays[cache.pos[0, 0].cpu().numpy()] = True
+        codes.append(cache.codes()[0].flatten().long().cpu().numpy())
+    places = zlib.compress(np.packbits(kept), 9)
+    head = np.array([tokens, len(places)], "<u4").tobytes()
+    return head + places + rans.encode(np.concatenate(codes), classes(caches, kept))
+
+
+def from_bytes(data: bytes, caches):
+    """Fill fresh caches with what `to_bytes` returned."""
+    tokens, end = np.frombuffer(data, "<u4", 2).tolist()
+    places = np.frombuffer(zlib.decompress(data[8:8 + end]), np.uint8)
+    kept = np.unpackbits(places, count=len(caches) * tokens).astype(bool).reshape(len(caches), tokens)
+    codes = torch.from_numpy(rans.decode(data[8 + end:], classes(caches, kept)))
+    codes = codes.view(1, -1, caches[0].bases.shape[2]).split(kept.sum(1).tolist(), 1)
+    for cache, stays, z in zip(caches, kept, codes):
+        cache.hold(z.to(cache.w_o), torch.from_numpy(np.flatnonzero(stays)).int().to(cache.w_o.device)[None])
+        cache.length, cache.seen, cache.prompt_done = z.shape[1], tokens, True
+        cache.pack()
+
+
+def classes(caches, kept: np.ndarray) -> np.ndarray:
+    """Return the class of each code of a file, by the spread of its coordinate; kept (L, tokens) of bool."""
+    spreads = [cache.basis()[3].cpu().numpy() for cache in caches]
+    return np.concatenate([np.tile(rans.class_of(x[0]), n) for x, n in zip(spreads, kept.sum(1))])
+
+
+variants = {"kvzip_gain_coded": CodedGainKVzip}
