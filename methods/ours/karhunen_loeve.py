@@ -23,7 +23,7 @@ from nanollm.cache import NEVER, make_cache
 from nanollm.generate import end_prompt, prefill
 from nanollm.model import rope, rotate
 
-KEY_STEP, VALUE_STEP = 0.4, 1.5  # of a score; of the length of what a head adds to the residual stream
+KEY_STEP, VALUE_STEP = 1 / 3, 2.0  # of a score; of the length of what a head adds to the residual stream
 
 
 @dataclass(eq=False)
