@@ -44,9 +44,9 @@ class TokenGainKVzip(GainKVzip):
         cos, sin = rope(self.freq, pos)
         return rotate(x, cos, -sin if back else sin)
 
-    def vectors(self) -> Tensor:
+    def vectors(self, back: bool = True) -> Tensor:
         """Return each token's keys, turned back, and values, (B, n, N) with N = 2HD."""
-        x = torch.cat((self.turned(self.k, self.pos[:, 0], back=True), self.v), 1)
+        x = torch.cat((self.turned(self.k, self.pos[:, 0], back=True) if back else self.k, self.v), 1)
         return x.transpose(1, 2).flatten(2)
 
 
@@ -55,11 +55,14 @@ class Watched(TokenGainKVzip):
     """TokenGainKVzip that records what it keeps, and the queries after the prompt."""
 
     def end_prefill(self):
-        self.kept = self.vectors()[0]  # all of the first document, because a layer may keep nothing
+        # all of the first document too, because a layer may keep nothing
+        self.kept, self.as_stored = self.vectors()[0], self.vectors(back=False)[0]
         super().end_prefill()
 
     def pack(self):
-        self.kept = torch.cat((self.kept, self.vectors()[self.pos[:, 0] != NEVER]))
+        stays = self.pos[:, 0] != NEVER
+        self.kept = torch.cat((self.kept, self.vectors()[stays]))
+        self.as_stored = torch.cat((self.as_stored, self.vectors(back=False)[stays]))
         super().pack()
 
     def observe(self, q: Tensor, p: Tensor | None):
@@ -68,8 +71,8 @@ class Watched(TokenGainKVzip):
 
 
 @torch.no_grad()
-def measured(model, tasks, documents: int = 32, T: int = 512, seed: int = 0) -> Tensor:
-    """Return the bases (L, 2N + 2, N), measured on documents of T tokens with facts and questions."""
+def watched(model, tasks, documents: int = 32, T: int = 512, seed: int = 0) -> list[Watched]:
+    """Return the caches of documents of T tokens with facts, and of questions about them."""
     batch = tasks.batch("turns", seed, documents, min(T, model.config.max_len // 2))
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     text, later = tokens.tensor_split([batch.question], 1)
@@ -77,21 +80,32 @@ def measured(model, tasks, documents: int = 32, T: int = 512, seed: int = 0) -> 
     prefill(model, text, caches)
     end_prompt(model, text, caches)
     model(later, caches)
-    return torch.stack([basis_of(cache, text.shape[1]) for cache in caches])
+    return caches
 
 
-def basis_of(cache: Watched, tokens: int) -> Tensor:
-    """Return the basis (2N + 2, N) of a layer after a text of so many tokens and questions."""
-    x, H, q = cache.kept.double(), cache.k.shape[1], cache.q.repeat(8, 1, 1, 1)
-    places = torch.randint(tokens, (len(q), q.shape[2]), generator=torch.Generator().manual_seed(0))
-    q = cache.turned(q, places.to(q.device), back=True)  # (R_t q)·(R_i k) = (R_-i R_t q)·k, for any place i
+def measured(model, tasks, **options) -> Tensor:
+    """Return the bases (L, 2N + 2, N) of a decoder; options as in `watched`."""
+    return torch.stack([basis(cache.kept, metric(cache)) for cache in watched(model, tasks, **options)])
+
+
+def metric(cache: Watched) -> Tensor:
+    """Return M of each head's key, then of each head's value, (2H, D, D)."""
+    H, q = cache.k.shape[1], cache.q.repeat(8, 1, 1, 1)
+    places = torch.randint(cache.seen - q.shape[2], (len(q), q.shape[2]),
+                           generator=torch.Generator().manual_seed(0)).to(q.device)
+    q = cache.turned(q, places, back=True)  # (R_t q)·(R_i k) = (R_-i R_t q)·k, for any place i of k
     q, w = (y.double().unflatten(1, (H, -1)).movedim(1, 0).flatten(1, -2) for y in (q, cache.w_o))
-    key = q.mT @ q / (q.shape[1] * q.shape[2] * KEY_STEP ** 2)                      # (H, D, D)
+    key = q.mT @ q / (q.shape[1] * q.shape[2] * KEY_STEP ** 2)
     value = w.mT @ w * H / (cache.w_o.shape[1] * VALUE_STEP ** 2)
-    cost, turn = torch.linalg.eigh(torch.cat((key, value)))
+    return torch.cat((key, value))
+
+
+def basis(x: Tensor, M: Tensor) -> Tensor:
+    """Return the basis (2N + 2, N) of vectors x (n, N) with a metric M (N/D, D, D) of blocks."""
+    cost, turn = torch.linalg.eigh(M)
     cost = (cost + 1e-3 * cost.mean(-1, keepdim=True)).sqrt().unsqueeze(1)
     root, inverse = (torch.block_diag(*turn * y @ turn.mT) for y in (cost, 1 / cost))
-    mean = x.mean(0, keepdim=True)
+    x, mean = x.double(), x.double().mean(0, keepdim=True)
     variance, U = torch.linalg.eigh(((x - mean) @ root).mT.cov())
     return torch.cat((root @ U, U.mT @ inverse, mean, variance.clamp(min=0).sqrt()[None])).float()
 

@@ -2,8 +2,8 @@
 
 A token stays in all heads of a layer or in none. Its keys and values are turned into coordinates that do not
 depend on each other (karhunen_loeve.py), rounded to whole numbers, and written by an entropy coder (rans.py).
-A coordinate that varies less than a step of rounding is nearly always 0, and takes nearly no bits. The file
-of `python -m nanollm record` holds
+A coordinate that varies less than a step of rounding is nearly always 0, and takes nearly no bits; one whose
+spread is below LEAST is not written. The file of `python -m nanollm record` holds
 
     the number of tokens, the length of the next part, which tokens each layer keeps (zlib), the codes (rANS)
 
@@ -20,6 +20,9 @@ from torch import Tensor
 from methods.ours import rans
 from methods.ours.karhunen_loeve import TokenGainKVzip, measured
 from nanollm.measure.hard_tasks import HardTasks
+from nanollm.packed import PackedCache
+
+LEAST = 1 / 8  # steps; coordinates that vary less are 0
 
 
 @dataclass(eq=False)
@@ -33,8 +36,9 @@ class CodedGainKVzip(TokenGainKVzip):
 
     def codes(self) -> Tensor:
         """Return z, rounded, (B, n, N)."""
-        into, _, mean, _ = self.basis()
-        return ((self.vectors() - mean) @ into).round().clamp(-rans.MOST, rans.MOST)
+        into, _, mean, spread = self.basis()
+        z = ((self.vectors() - mean) @ into).round().clamp(-rans.MOST, rans.MOST)
+        return z * (spread > LEAST)
 
     def pack(self):
         if self.bases is not None:
@@ -61,7 +65,7 @@ def to_bytes(caches) -> bytes:
     kept = np.zeros((len(caches), tokens), bool)
     for cache, stays in zip(caches, kept):
         stays[cache.pos[0, 0].cpu().numpy()] = True
-        codes.append(cache.codes()[0].flatten().long().cpu().numpy())
+        codes.append(cache.codes()[0, :, cache.basis()[3][0] > LEAST].flatten().long().cpu().numpy())
     places = zlib.compress(np.packbits(kept), 9)
     head = np.array([tokens, len(places)], "<u4").tobytes()
     return head + places + rans.encode(np.concatenate(codes), classes(caches, kept))
@@ -72,18 +76,21 @@ def from_bytes(data: bytes, caches):
     tokens, end = np.frombuffer(data, "<u4", 2).tolist()
     places = np.frombuffer(zlib.decompress(data[8:8 + end]), np.uint8)
     kept = np.unpackbits(places, count=len(caches) * tokens).astype(bool).reshape(len(caches), tokens)
-    codes = torch.from_numpy(rans.decode(data[8 + end:], classes(caches, kept)))
-    codes = codes.view(1, -1, caches[0].bases.shape[2]).split(kept.sum(1).tolist(), 1)
-    for cache, stays, z in zip(caches, kept, codes):
-        cache.hold(z.to(cache.w_o), torch.from_numpy(np.flatnonzero(stays)).int().to(cache.w_o.device)[None])
-        cache.length, cache.seen, cache.prompt_done = z.shape[1], tokens, True
-        cache.pack()
+    codes = torch.from_numpy(rans.decode(data[8 + end:], classes(caches, kept))).to(caches[0].w_o)
+    for cache, stays in zip(caches, kept):
+        written = cache.basis()[3][0] > LEAST
+        z = codes.new_zeros(int(stays.sum()), len(written))
+        n = len(z) * int(written.sum())
+        z[:, written], codes = codes[:n].view(len(z), -1), codes[n:]
+        cache.hold(z[None], torch.from_numpy(np.flatnonzero(stays)).int().to(z.device)[None])
+        cache.length, cache.seen, cache.prompt_done = len(z), tokens, True
+        PackedCache.pack(cache)
 
 
 def classes(caches, kept: np.ndarray) -> np.ndarray:
     """Return the class of each code of a file, by the spread of its coordinate; kept (L, tokens) of bool."""
-    spreads = [cache.basis()[3].cpu().numpy() for cache in caches]
-    return np.concatenate([np.tile(rans.class_of(x[0]), n) for x, n in zip(spreads, kept.sum(1))])
+    spreads = [cache.basis()[3][0].cpu().numpy() for cache in caches]
+    return np.concatenate([np.tile(rans.class_of(x[x > LEAST]), n) for x, n in zip(spreads, kept.sum(1))])
 
 
 variants = {"kvzip_gain_coded": CodedGainKVzip}

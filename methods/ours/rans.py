@@ -16,7 +16,7 @@ from functools import cache
 
 import numpy as np
 
-LANES, PARTS = 96, 14   # states side by side; frequencies are parts of 2^14
+LANES, PARTS = 128, 14  # states side by side; frequencies are parts of 2^14
 MOST = 31               # codes lie between −MOST and MOST
 CLASSES = 40            # spreads of 2^-4 … 2^5.75, in steps of a quarter of an octave
 

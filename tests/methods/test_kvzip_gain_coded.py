@@ -114,7 +114,7 @@ def test_on_built_one_percent_answers():
     model = from_hf(TINY)
     bases = CodedGainKVzip.calibrate(model, ENCODING)["bases"]
     Method = partial(CodedGainKVzip, bases=bases)
-    batch = HardTasks(ENCODING, "test").batch("pairs", 3, 12, 512)
+    batch = HardTasks(ENCODING, "test").batch("pairs", 4, 12, 512)
     assert retrieve(model, batch, maker(model, Method, 0.1))["agnostic"].mean() > 0.9
     full = 512 * 6 * 3 * 32 * 4
     for text in torch.from_numpy(batch.tokens[:2, :batch.question]).split(1):

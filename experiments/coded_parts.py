@@ -1,0 +1,58 @@
+"""Count the bits that kvzip_gain_coded needs for the keys and values of a token, with each of its steps.
+
+    python -m experiments.coded_parts    # both shipped decoders: two minutes
+
+The bits are the entropy of the rounded coordinates, if each is normal with its spread. They are the mean over
+the tokens that stay. All rows but the first have the same steps of rounding, so the same errors.
+"""
+import torch
+from torch import Tensor
+
+from experiments.script import arguments, decoders, finish, parser
+from methods.ours.karhunen_loeve import basis, metric, watched
+from nanollm.commands.text_table import text_table
+from nanollm.measure.hard_tasks import HardTasks
+
+STEPS = ("in 16 bits", "each key and each value alone", "keys turned back to position 0",
+         "all keys and values of a token together")
+
+
+def entropy(spread: Tensor) -> float:
+    """Return the bits of one rounded number for each spread (N,), summed."""
+    border, normal = torch.arange(-200, 201).double() + 0.5, torch.distributions.Normal(0.0, 1.0)
+    p = normal.cdf(border / spread.double().clamp(min=0.01)[:, None]).diff(dim=1)
+    return -torch.special.xlogy(p, p).sum().item() / torch.tensor(2.0).log().item()
+
+
+def spreads(x: Tensor, M: Tensor) -> Tensor:
+    """Return the spread of each coordinate of vectors x (n, N), if the blocks of M are coded together."""
+    return basis(x, M)[-1]
+
+
+def bits(cache) -> tuple[float, ...]:
+    """Return the bits of a token in a layer after each step."""
+    M, N, rows = metric(cache), cache.kept.shape[1], []
+    for x in (cache.as_stored, cache.kept):
+        parts = zip(x.split(M.shape[1], 1), M.split(1))
+        rows.append(sum(entropy(spreads(*part)) for part in parts))
+    return 16 * N, *rows, entropy(spreads(cache.kept, M))
+
+
+@torch.no_grad()
+def table(name: str, model, encoding) -> list[list[str]]:
+    """Return the rows of one decoder: for each step, the bits of a token and of one of its numbers."""
+    caches = watched(model, HardTasks(encoding, "train"))
+    kept = torch.tensor([len(cache.kept) - cache.first_pass for cache in caches]).double()
+    found = torch.tensor([bits(cache) for cache in caches]).double()
+    mean, numbers = (found * kept[:, None]).sum(0) / kept.sum(), caches[0].kept.shape[1]
+    return [[name, what, f"{x:.0f}", f"{x / numbers:.2f}"] for what, x in zip(STEPS, mean.tolist())]
+
+
+def main(argv: list[str] | None = None):
+    args = arguments(parser("experiments.coded_parts", __doc__), argv)
+    rows = [row for name, model, encoding in decoders(args) for row in table(name, model, encoding)]
+    finish(args, rows, lambda rows: text_table([["decoder", "coded", "bits a token", "a number"], *rows]))
+
+
+if __name__ == "__main__":
+    main()
