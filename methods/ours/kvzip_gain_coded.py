@@ -80,8 +80,8 @@ def from_bytes(data: bytes, caches):
     for cache, stays in zip(caches, kept):
         written = cache.basis()[3][0] > LEAST
         z = codes.new_zeros(int(stays.sum()), len(written))
-        n = len(z) * int(written.sum())
-        z[:, written], codes = codes[:n].view(len(z), -1), codes[n:]
+        n = z[:, written].numel()
+        z[:, written], codes = codes[:n].view_as(z[:, written]), codes[n:]
         cache.hold(z[None], torch.from_numpy(np.flatnonzero(stays)).int().to(z.device)[None])
         cache.length, cache.seen, cache.prompt_done = len(z), tokens, True
         PackedCache.pack(cache)

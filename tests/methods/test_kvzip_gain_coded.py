@@ -93,15 +93,22 @@ def test_one_step_in_each_direction_costs_what_the_metric_says(family):
             assert torch.allclose(cost, cost.new_tensor(D * karhunen_loeve.KEY_STEP ** 2), rtol=turned)
 
 
+class EmptyLayer(CodedGainKVzip):
+    def scores(self):
+        return super().scores() * (self.layer != 1)
+
+
+@pytest.mark.parametrize("Method", [CodedGainKVzip, EmptyLayer])
 @torch.no_grad()
-def test_the_file_answers_as_the_cache_that_wrote_it():
+def test_the_file_answers_as_the_cache_that_wrote_it(Method):
     model = decoder()
     N = 2 * 2 * 8
     g = torch.Generator().manual_seed(3)
     into = torch.randn(3, N, N, generator=g) + 4 * torch.eye(N)
     bases = torch.cat((into, torch.linalg.inv(into), torch.zeros(3, 1, N), torch.full((3, 1, N), 3.0)), 1)
-    caches = read(model, CodedGainKVzip, bases=bases)
-    loaded = make_cache(model, CodedGainKVzip, budget=8, bases=bases)
+    caches = read(model, Method, bases=bases)
+    assert (caches[1].pos.shape[2] == 0) == (Method is EmptyLayer)
+    loaded = make_cache(model, Method, budget=8, bases=bases)
     from_bytes(to_bytes(caches), loaded)
     for cache, other in zip(caches, loaded):
         assert all(torch.equal(cache.slot(name), other.slot(name)) for name in ("k", "v", "pos"))
