@@ -1,11 +1,11 @@
-"""Compare interpretations of the papers, for passages that can be read in more than one way.
+"""Compare interpretations of the papers, and leave out parts of their methods.
 
-    python -m experiments.readings                  both shipped decoders: nine minutes of a core
+    python -m experiments.readings                  both shipped decoders: twelve minutes of a core
     python -m experiments.readings --model FOLDER   and your own
 
 Each table compares its rows with its first row, document by document. The question is part of the compressed
-prompt (aware): 32 documents of each task, 256 tokens each. KL is over the last 32 tokens of 32 texts. The
-last table has prompts of 32 tokens and answers of 480 tokens.
+prompt (answers) or comes later (later): 32 documents of each task, 256 tokens each. KL is over the last 32
+tokens of 32 texts. The last table has prompts of 32 tokens and answers of 480 tokens.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +19,14 @@ from experiments.script import arguments, decoders, finish, grouped, mean_and_er
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode
+from methods.defensive_kv import DefensiveKV
+from methods.drop_kv import DropKV
+from methods.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.kv_reviver_mean import MeanReviver
+from methods.moment_kv import MomentKV
 from methods.ours.scissorhands_weight import MeanWeight
+from methods.r_kv import RKV, Unlike
 from methods.scissorhands import Scissorhands
 from methods.theory.persistence_measured import Padded, Rate, tilted
 from nanollm.cache import LayerCache
@@ -30,8 +35,10 @@ from nanollm.commands.text_table import text_table
 from nanollm.measure.benchmark import TASKS, Benchmark, replayed_or_read
 from nanollm.measure.evaluate import Reference, continuation, maker, reference, text_windows
 from nanollm.measure.tasks import Tasks
+from nanollm.ranking import indices, top
 
 FEW = dict(at_a_time=8)
+LAYERS = dict(across=True)
 
 
 @dataclass(eq=False)
@@ -51,6 +58,47 @@ class EndCaM(CaM):
         super().end_prefill()
 
 
+@dataclass(eq=False)
+class MeanAttention(DefensiveKV):
+    """DefensiveKV that takes the mean over queries in place of the maximum."""
+
+    def risk(self, rows: Tensor) -> Tensor:
+        return super().risk(rows.mean((2, 3), keepdim=True))
+
+
+@dataclass(eq=False)
+class NoFloor(DefensiveKV):
+    """DefensiveKV in which an entry may count less than the mean one."""
+
+    def risk(self, rows: Tensor) -> Tensor:
+        return self.pool(rows.amax((2, 3)))
+
+
+@dataclass(eq=False)
+class NoNorms(DefensiveKV):
+    """DefensiveKV without the norms of the values."""
+
+    def norms(self) -> Tensor:
+        return torch.ones_like(super().norms())
+
+
+@dataclass(eq=False)
+class HeadByHead(DefensiveKV):
+    """DefensiveKV in which all heads keep equally many entries."""
+
+    def compress(self):
+        self.keep(indices(top(self.worst_case(), self.budget)))
+
+
+@dataclass(eq=False)
+class NoCovariance(MomentKV):
+    """MomentKV in which the evicted entries stand for their mean."""
+
+    def add(self, i: Tensor):
+        super().add(i)
+        self.moments["C"].zero_()
+
+
 # by group: the first interpretation, then the others; method and options, keep ratio 25 %
 READINGS = {
     "Scissorhands": {
@@ -66,6 +114,18 @@ READINGS = {
                 "the last chunk is cut": (ChunkKV, WINDOW)},
     "KVReviver": {"sums, as printed": (KVReviver, dict(slack=0)),
                   "means of slots": (MeanReviver, dict(slack=0))},
+    "DefensiveKV": {
+        "across layers": (DefensiveKV, LAYERS), "mean attention": (MeanAttention, LAYERS),
+        "no entry raised to the mean": (NoFloor, LAYERS), "no stage 1": (DefensiveKV, LAYERS | dict(mass=0)),
+        "no norms of values": (NoNorms, LAYERS), "not pooled": (DefensiveKV, LAYERS | dict(kernel_size=1)),
+        "across the heads of a layer": (DefensiveKV, {}), "each head alone": (HeadByHead, {})},
+    "DropKV": {"not pooled": (DropKV, {}), "pooled as in SnapKV": (DropKV, dict(kernel_size=7))},
+    "R-KV": {
+        "λ = 0.1": (RKV, {}), "λ = 0.5": (RKV, dict(select=Unlike(weight=0.5))),
+        "λ = 1 (SnapKV)": (RKV, dict(select=Unlike(weight=1.0))),
+        "the newest is penalised, too": (RKV, dict(select=Unlike(alike=1.0)))},
+    "MomentKV": {"moments": (MomentKV, {}), "no covariance": (NoCovariance, {}),
+                 "no moments (H2O)": (H2O, {})},
 }
 LONG = {"SnapKV, once": dict(again=False), "SnapKV": {}, "+critical": dict(select=Critical()),
         "+critical_code": dict(select=CriticalCode())}
@@ -73,12 +133,13 @@ LONG = {"SnapKV, once": dict(again=False), "SnapKV": {}, "+critical": dict(selec
 
 def measured(model, bench: Benchmark, full: Reference, Method, keep_ratio: float, tilt: float = 0.0,
              **options) -> dict[str, Tensor]:
-    """Return which documents are answered right, and the KL of each text, (n,) each."""
+    """Return which documents are answered right in both settings, and the KL of each text, (n,) each."""
     make = maker(model, Method, keep_ratio, **options)
     if tilt:
         make = lambda n, *_: tilted(model, round(keep_ratio * n), tilt, Method, **options)
     kl = replayed_or_read(continuation, model, full, make, full.recording)["kl"]
-    return dict(answers=right_answers(model, bench, make)["aware"].flatten(), KL=kl)
+    right = right_answers(model, bench, make)
+    return dict(answers=right["aware"].flatten(), later=right["agnostic"].flatten(), KL=kl)
 
 
 def groups(model, tasks: Tasks, documents: int = 32) -> Iterator[tuple[str, dict[str, dict]]]:

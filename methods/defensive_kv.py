@@ -59,16 +59,22 @@ class DefensiveKV(WindowCache):
         w = self.window_size
         rows = window_rows(self.queries, self.k, self.empty())
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))          # (B, H, G, w, S)
-        risk = self.pool(rows[..., :-w].amax((2, 3)))                           # r, (B, H, S − w)
-        risk = torch.maximum(risk, risk.mean(-1, keepdim=True))
-        norms = value_norms(self.v[:, :, :-w], self.w_o).mean(2)
-        score = risk * F.normalize(norms, p=1, dim=-1)
+        score = self.risk(rows[..., :-w]) * F.normalize(self.norms(), p=1, dim=-1)
 
         mean = rows.mean((2, 3))                                                # (B, H, S)
         place = rank(mean[..., :-w], self.pos[:, :, :-w])
         gathered = mean[..., :-w].sort(-1, descending=True).values.cumsum(-1) + mean[..., -w:].sum(-1, True)
         needed = (gathered < self.mass).sum(-1, keepdim=True).clamp(max=self.budget - w)
         return F.pad(score.masked_fill(place < needed, math.inf), (0, w), value=math.inf)
+
+    def risk(self, rows: Tensor) -> Tensor:
+        """Return max(r, mean r), (B, H, S − w), of the window's attention (B, H, G, w, S − w)."""
+        risk = self.pool(rows.amax((2, 3)))
+        return torch.maximum(risk, risk.mean(-1, keepdim=True))
+
+    def norms(self) -> Tensor:
+        """Return N (B, H, S − w)."""
+        return value_norms(self.v[:, :, :-self.window_size], self.w_o).mean(2)
 
     def beside(self) -> list[Tensor]:
         return super().beside() + ([] if self.scores is None else [self.scores])

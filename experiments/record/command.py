@@ -319,21 +319,24 @@ def store(rows: list[dict], documents: int):
 
 
 def draw(rows: list[dict], file: Path):
-    """Draw the size of each entry over its date, and the record."""
+    """Draw the size of each entry in the order of their dates, and the record."""
     import matplotlib.pyplot as plt
     from nanollm.commands import plot
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    entries = sorted((same[0]["date"], 100 * max(row["size"] for row in same), same[0]["method"])
-                     for same in by_size(rows))
-    days, sizes, names = zip(*entries)
-    best = [min(sizes[:i + 1]) for i in range(len(sizes))]
-    axis.step(days, best, where="post", color="black")
-    for day, size, name in entries:
-        axis.plot(day, size, markersize=8, **plot.style(name) | dict(linestyle=""))
-        axis.annotate(name, (day, size), (8, -3), textcoords="offset points", fontsize=8)
-    axis.set(ylabel="size, of a full 16-bit cache", yscale="log", xlabel="date", ylim=(0.8, 60),
+    entries = sorted(grouped(rows, "method", "keep", "salt").values(), key=lambda same: same[0]["date"])
+    sizes = [100 * max(row["size"] for row in same) for same in entries]
+    place = [*range(len(sizes))]
+    best = [min(sizes[:i + 1]) for i in place]
+    axis.step([*place, len(place) - 0.4], [*best, best[-1]], where="post", color="black")
+    for i, size, (row, *_) in zip(place, sizes, entries):
+        axis.plot(i, size, markersize=8, **plot.style(row["method"]) | dict(linestyle=""))
+        axis.annotate(f"{row['method']}, {size:.2g} %", (i, size), (8, 6), textcoords="offset points",
+                      fontsize=8)
+    axis.set_xticks(place, [same[0]["date"] for same in entries])
+    axis.set(ylabel="size, of a full 16-bit cache", yscale="log", xlim=(-0.3, len(place)), ylim=(0.4, 60),
              title="The fewest bytes for needles, pairs and four turns, asked later")
-    axis.set_yticks([1, 2, 5, 10, 20, 50], ["1 %", "2 %", "5 %", "10 %", "20 %", "50 %"])
+    ticks = 0.5, 1, 2, 5, 10, 20, 50
+    axis.set_yticks(ticks, [f"{x:g} %" for x in ticks])
     axis.minorticks_off()
     plot.save(figure, file)
 
