@@ -304,7 +304,7 @@ def training(runs: dict[str, dict]) -> str:
 def shipped() -> str:
     """Return the section on the shipped decoders, and on a larger one."""
     runs = {name: json.loads((folder / "train.json").read_text()) for name, folder in SHIPPED.items()}
-    trial = json.loads((HERE / "trial.json").read_text())
+    trial = json.loads((ROOT / "experiments" / "stored" / "trial.json").read_text())
     notes = [f"{name}: {run['note']}" for name, run in runs.items() if "note" in run]
     return "\n\n".join((
         "## The shipped decoders",

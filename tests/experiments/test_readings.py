@@ -5,12 +5,15 @@ import pytest
 import torch
 
 from common import TOKENS, decoder
-from experiments.readings import LONG, READINGS, EndCaM, show, summary
+from experiments.readings import (LONG, READINGS, EndCaM, HeadByHead, MeanAttention, NoCovariance, NoFloor,
+                                  NoNorms, show, summary)
+from methods.defensive_kv import DefensiveKV
 from methods.h2o import H2O
 from methods.kv_reviver_mean import MeanReviver
+from methods.moment_kv import MomentKV
 from methods.ours.scissorhands_weight import MeanWeight
 from methods.theory.persistence_measured import Padded, Rate
-from nanollm.cache import cache_bytes, end_prefill, make_cache
+from nanollm.cache import NEVER, cache_bytes, end_prefill, make_cache
 
 
 @torch.inference_mode()
@@ -30,6 +33,30 @@ def test_cam_at_the_prompts_end_keeps_what_h2o_keeps_and_its_budget_from_then_on
     assert cache_bytes(cam)[0] <= cache_bytes(h2o)[0]
 
 
+@torch.inference_mode()
+def test_what_each_row_of_defensive_kv_and_moment_kv_leaves_out(budget=20):
+    rows = torch.rand(2, 2, 3, 4, 40)
+    risk = lambda Method: Method(budget, window_size=4, kernel_size=1).risk(rows)
+    highest, mean = rows.amax((2, 3)), rows.mean((2, 3))
+    assert torch.equal(risk(NoFloor), highest)
+    assert torch.equal(risk(DefensiveKV), highest.clamp(min=highest.mean(-1, keepdim=True)))
+    assert torch.allclose(risk(MeanAttention), mean.clamp(min=mean.mean(-1, keepdim=True)))
+    model, found = decoder(), {}
+    few = dict(window_size=4, mass=0)
+    for Method in DefensiveKV, NoNorms, HeadByHead, MomentKV, NoCovariance:
+        options = few if issubclass(Method, DefensiveKV) else {}
+        found[Method] = make_cache(model, Method, budget=budget, **options)
+        model(TOKENS, found[Method])
+        end_prefill(found[Method])
+    held = {Method: [(cache.pos != NEVER).sum(2) for cache in caches] for Method, caches in found.items()}
+    assert all((n == budget).all() for n in held[HeadByHead])
+    assert all((n.sum(1) == 2 * budget).all() for n in held[DefensiveKV])
+    assert not all(torch.equal(*x) for x in zip(held[DefensiveKV], held[NoNorms]))
+    for cache, other in zip(found[MomentKV][:1], found[NoCovariance]):
+        assert cache.moments["C"].any() and not other.moments["C"].any()
+        assert all(torch.equal(cache.moments[name], other.moments[name]) for name in "kv")
+
+
 def test_changes_are_paired_with_the_first_reading():
     found = {"first": dict(KL=torch.tensor([1.0, 2.0, 3.0]), most=6.0, last=5.0),
              "other": dict(KL=torch.tensor([2.0, 3.0, 4.5]), most=4.0, last=3.0)}
@@ -39,7 +66,9 @@ def test_changes_are_paired_with_the_first_reading():
     assert "+1.167 ± 0.167" in show([first, other])
 
 
-NAMED = {Rate: "rate", Padded: "absent step", MeanWeight: "mean weight", MeanReviver: "means of slots"}
+NAMED = {Rate: "rate", Padded: "absent step", MeanWeight: "mean weight", MeanReviver: "means of slots",
+         MeanAttention: "mean attention", NoFloor: "raised", NoNorms: "no norms",
+         HeadByHead: "each head alone", NoCovariance: "no covariance"}
 
 
 @torch.inference_mode()
@@ -53,7 +82,8 @@ def test_the_caches_of_a_group_are_what_their_labels_say(title, budget=36, T=39)
             model(part, caches)
         read = caches[0].length
         end_prefill(caches)
-        held[label] = read, caches[0].length, type(caches[0]), getattr(caches[0], "history", None)
+        left = torch.stack([(cache.pos != NEVER).float().mean((0, 1)).sum() for cache in caches]).mean()
+        held[label] = read, left.item(), type(caches[0]), getattr(caches[0], "history", None)
     assert len({str(x) for x in READINGS[title].values()}) == len(READINGS[title]) > 1
     for label, (read, left, Method, history) in held.items():
         assert left <= budget and history == (50 if "w = 50" in label else history)
