@@ -113,11 +113,11 @@ def keep_highest(caches: list[PackedCache], scores: list[Tensor], budget: int, t
     """Keep the highest scores (B, H, S) of each cache: `budget` entries a head on average.
 
     together: whether all heads of all caches are ranked together; otherwise each head keeps `budget`. If
-    scores are equal, the newest token of the last head of the last layer stays.
+    scores are equal, the newest token of the last head of the last layer stays. A score of −∞ never stays.
     """
     scores = torch.stack([x.to(scores[-1].device) for x in scores], 1)  # (B, L, H, S)
     ranked = scores.flatten(1) if together else scores
-    kept = top(ranked, ranked.shape[-1] // scores.shape[-1] * budget).view_as(scores)
+    kept = top(ranked, ranked.shape[-1] // scores.shape[-1] * budget).view_as(scores) & (scores > -torch.inf)
     for cache, stays in zip(caches, kept.unbind(1)):
         cache.keep(indices(stays.to(cache.pos.device)))
         if cache.packs:

@@ -23,16 +23,18 @@ from nanollm.cache import NEVER, make_cache
 from nanollm.generate import end_prompt, prefill
 from nanollm.model import rope, rotate
 
-KEY_STEP, VALUE_STEP = 1 / 3, 2.0  # of a score; of the length of what a head adds to the residual stream
+KEY_STEP, VALUE_STEP = 1 / 4, 1.5  # of a score; of the length of what a head adds to the residual stream
 
 
 @dataclass(eq=False)
 class TokenGainKVzip(GainKVzip):
     """GainKVzip that keeps a token in all heads of a layer or in none, by its highest score in a head."""
+    least: float = 0.0  # lowest score that stays, in nats; the budget may then not be used up
     packs = property(lambda self: True)
 
     def scores(self) -> Tensor:
-        return super().scores().amax(1, keepdim=True)
+        score = super().scores().amax(1, keepdim=True)
+        return score.masked_fill(score < self.least, -torch.inf)
 
     def keep(self, i: Tensor):
         super().keep(i.expand(-1, self.k.shape[1], -1))

@@ -1,9 +1,12 @@
 """Ours: what kvzip_gain finds worth keeping, in a small file.
 
-A token stays in all heads of a layer or in none. Its keys and values are turned into coordinates that do not
-depend on each other (karhunen_loeve.py), rounded to whole numbers, and written by an entropy coder (rans.py).
-A coordinate that varies less than a step of rounding is nearly always 0, and takes nearly no bits; one whose
-spread is below LEAST is not written. The file of `python -m nanollm record` holds
+A token stays in all heads of a layer or in none. It stays if its score (kvzip_gain.py) is at least `least`
+nats in one of the heads. So one text keeps more tokens than another, and the budget is an upper bound.
+
+Keys and values are turned into coordinates that do not depend on each other (karhunen_loeve.py), rounded to
+whole numbers, and written by an entropy coder (rans.py). A coordinate that varies less than a step of
+rounding is nearly always 0, and takes nearly no bits; one whose spread is below NARROW is not written. The
+file of `python -m nanollm record` holds
 
     the number of tokens, the length of the next part, which tokens each layer keeps (zlib), the codes (rANS)
 
@@ -22,11 +25,12 @@ from methods.ours.karhunen_loeve import TokenGainKVzip, measured
 from nanollm.measure.hard_tasks import HardTasks
 from nanollm.packed import PackedCache
 
-LEAST = 1 / 8  # steps; coordinates that vary less are 0
+NARROW = 1 / 8  # steps; coordinates that vary less are 0
 
 
 @dataclass(eq=False)
 class CodedGainKVzip(TokenGainKVzip):
+    least: float = 1.0
     bases: Tensor | None = None  # (L, 2N + 2, N): M^½ U, Uᵀ M^-½, μ, spreads of z; None: no rounding
 
     def basis(self) -> tuple[Tensor, ...]:
@@ -38,7 +42,7 @@ class CodedGainKVzip(TokenGainKVzip):
         """Return z, rounded, (B, n, N)."""
         into, _, mean, spread = self.basis()
         z = ((self.vectors() - mean) @ into).round().clamp(-rans.MOST, rans.MOST)
-        return z * (spread > LEAST)
+        return z * (spread > NARROW)
 
     def pack(self):
         if self.bases is not None:
@@ -46,9 +50,11 @@ class CodedGainKVzip(TokenGainKVzip):
         super().pack()
 
     def hold(self, codes: Tensor, pos: Tensor):
-        """Fill the slots with the keys and values of codes (B, n, N) at positions pos (B, n)."""
-        _, back, mean, _ = self.basis()
-        x = (codes @ back + mean).unflatten(2, (-1, self.w_o.shape[2])).transpose(1, 2)
+        """Fill the slots with keys and values from codes (B, n, N) at positions pos (B, n)."""
+        _, back, mean, spread = self.basis()
+        centres = torch.from_numpy(rans.centres()).to(codes)[rans.class_of(spread[0].cpu().numpy())]
+        z = centres.gather(1, codes.long().flatten(0, 1).T + rans.MOST).T.view_as(codes)
+        x = (z @ back + mean).unflatten(2, (-1, self.w_o.shape[2])).transpose(1, 2)
         k, v = x.chunk(2, 1)
         self.slots = dict(k=self.turned(k, pos), v=v.clone(), pos=pos[:, None].repeat(1, k.shape[1], 1))
 
@@ -65,7 +71,7 @@ def to_bytes(caches) -> bytes:
     kept = np.zeros((len(caches), tokens), bool)
     for cache, stays in zip(caches, kept):
         stays[cache.pos[0, 0].cpu().numpy()] = True
-        codes.append(cache.codes()[0, :, cache.basis()[3][0] > LEAST].flatten().long().cpu().numpy())
+        codes.append(cache.codes()[0, :, cache.basis()[3][0] > NARROW].flatten().long().cpu().numpy())
     places = zlib.compress(np.packbits(kept), 9)
     head = np.array([tokens, len(places)], "<u4").tobytes()
     return head + places + rans.encode(np.concatenate(codes), classes(caches, kept))
@@ -78,7 +84,7 @@ def from_bytes(data: bytes, caches):
     kept = np.unpackbits(places, count=len(caches) * tokens).astype(bool).reshape(len(caches), tokens)
     codes = torch.from_numpy(rans.decode(data[8 + end:], classes(caches, kept))).to(caches[0].w_o)
     for cache, stays in zip(caches, kept):
-        written = cache.basis()[3][0] > LEAST
+        written = cache.basis()[3][0] > NARROW
         z = codes.new_zeros(int(stays.sum()), len(written))
         n = z[:, written].numel()
         z[:, written], codes = codes[:n].view_as(z[:, written]), codes[n:]
@@ -90,7 +96,7 @@ def from_bytes(data: bytes, caches):
 def classes(caches, kept: np.ndarray) -> np.ndarray:
     """Return the class of each code of a file, by the spread of its coordinate; kept (L, tokens) of bool."""
     spreads = [cache.basis()[3][0].cpu().numpy() for cache in caches]
-    return np.concatenate([np.tile(rans.class_of(x[x > LEAST]), n) for x, n in zip(spreads, kept.sum(1))])
+    return np.concatenate([np.tile(rans.class_of(x[x > NARROW]), n) for x, n in zip(spreads, kept.sum(1))])
 
 
 variants = {"kvzip_gain_coded": CodedGainKVzip}

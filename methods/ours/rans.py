@@ -1,10 +1,10 @@
 """An entropy coder: numbers that are likely take few bits (rANS, Duda, arXiv 1311.2540).
 
 Huffman's code spends whole bits, so a number that is nearly certain still takes one. rANS spends −log₂ p. All
-numbers go into one large integer, the state x. A number of frequency f out of 2^14, which begins at c, turns
+numbers go into one large integer, the state x. A number of frequency f out of 2^16, which begins at c, turns
 x into
 
-    ⌊x/f⌋·2^14 + c + x mod f,   and back:   x mod 2^14 lies in c … c + f − 1 and so names the number
+    ⌊x/f⌋·2^16 + c + x mod f,   and back:   x mod 2^16 lies in c … c + f − 1 and so names the number
 
 If x would exceed 32 bits, its lower 16 bits go into the file first. Here LANES states work side by side, so
 that numpy codes that many numbers at once (Giesen, arXiv 1402.3392).
@@ -16,8 +16,8 @@ from functools import cache
 
 import numpy as np
 
-LANES, PARTS = 128, 14  # states side by side; frequencies are parts of 2^14
-MOST = 31               # codes lie between −MOST and MOST
+LANES, PARTS = 128, 16  # states side by side; frequencies are parts of 2^16
+MOST = 127              # codes lie between −MOST and MOST
 CLASSES = 40            # spreads of 2^-4 … 2^5.75, in steps of a quarter of an octave
 
 
@@ -29,7 +29,7 @@ def class_of(spread: np.ndarray) -> np.ndarray:
 
 @cache
 def tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return frequencies and beginnings (classes, codes), and the code at each of the 2^14 parts."""
+    """Return frequencies and beginnings (classes, codes), and the code at each of the 2^16 parts."""
     scale = 2.0 ** (np.arange(CLASSES) / 4 - 4) * (3 ** 0.5 / np.pi)
     border = np.arange(-MOST, MOST) + 0.5
     below = 1 / (1 + np.exp(-np.clip(border / scale[:, None], -40, 40)))
@@ -37,8 +37,23 @@ def tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     f = 1 + np.floor(p * (2 ** PARTS - p.shape[1])).astype(np.int64)
     f[:, MOST] += 2 ** PARTS - f.sum(1)
     first = f.cumsum(1) - f
-    at = np.stack([np.repeat(np.arange(f.shape[1]), row) for row in f])
+    at = np.stack([np.repeat(np.arange(f.shape[1], dtype=np.uint8), row) for row in f])
     return f.astype(np.uint64), first.astype(np.uint64), at
+
+
+@cache
+def centres() -> np.ndarray:
+    """Return the mean of the numbers that are rounded to each code, (classes, codes).
+
+    Small numbers are likelier than large ones, so it lies between the code and 0; here at most 0.4 away.
+    """
+    scale = (2.0 ** (np.arange(CLASSES) / 4 - 4) * (3 ** 0.5 / np.pi))[:, None]
+    t = (np.arange(-MOST, 1) - 0.5) / scale
+    below = 1 / (1 + np.exp(-t.clip(-300)))
+    mean = scale * np.diff(t * below - np.logaddexp(0, t)) / np.diff(below).clip(1e-300)
+    code = np.arange(-MOST, 0)
+    mean = np.clip(mean, code, code + 0.4)
+    return np.concatenate((mean, np.zeros_like(scale), -mean[:, ::-1]), 1)
 
 
 def laid_out(x: np.ndarray) -> np.ndarray:

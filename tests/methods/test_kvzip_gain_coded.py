@@ -39,6 +39,16 @@ def test_every_code_of_every_class_comes_back():
     assert (rans.decode(rans.encode(code, kind), kind) == code).all()
 
 
+def test_centres_are_the_means_of_the_numbers_that_are_rounded_to_a_code():
+    centres, code = rans.centres(), np.arange(-rans.MOST, rans.MOST + 1)
+    assert (np.abs(centres) <= np.abs(code)).all() and (centres.round() == code).all()
+    for spread in 0.5, 1, 8:
+        x = np.random.default_rng(0).logistic(size=10 ** 6) * spread * math.sqrt(3) / math.pi
+        for z in -3, -1, 0, 1, 2:
+            found = centres[rans.class_of(np.array(spread)), z + rans.MOST]
+            assert found == pytest.approx(x[x.round() == z].mean(), abs=0.01)
+
+
 def read(model, Method, **options):
     caches = make_cache(model, Method, budget=8, **options)
     prefill(model, PROMPT[:1], caches)
@@ -61,6 +71,23 @@ def test_a_token_stays_in_all_heads_by_its_highest_score():
     for layer, cache in enumerate(read(model, TokenGainKVzip)):
         for head in cache.pos[0]:
             assert {(layer, i) for i in head.tolist() if i != NEVER} == {x for x in best if x[0] == layer}
+
+
+@torch.no_grad()
+def test_only_scores_from_least_on_stay():
+    model = decoder()
+    all_of_them = [cache.pos[0, 0].tolist() for cache in read(model, TokenGainKVzip)]
+    scores = []
+
+    class Scores(TokenGainKVzip):
+        def scores(self):
+            scores.append(super().scores()[0, 0])
+            return super().scores()
+
+    read(model, Scores)
+    least = torch.cat([x[torch.tensor(stay)] for x, stay in zip(scores, all_of_them)]).median().item()
+    for x, stay, cache in zip(scores, all_of_them, read(model, TokenGainKVzip, least=least)):
+        assert cache.pos[0].tolist() == [[i for i in stay if x[i] >= least]] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -106,7 +133,7 @@ def test_the_file_answers_as_the_cache_that_wrote_it(Method):
     g = torch.Generator().manual_seed(3)
     into = torch.randn(3, N, N, generator=g) + 4 * torch.eye(N)
     bases = torch.cat((into, torch.linalg.inv(into), torch.zeros(3, 1, N), torch.full((3, 1, N), 3.0)), 1)
-    caches = read(model, Method, bases=bases)
+    caches = read(model, Method, bases=bases, least=0)
     assert (caches[1].pos.shape[2] == 0) == (Method is EmptyLayer)
     loaded = make_cache(model, Method, budget=8, bases=bases)
     from_bytes(to_bytes(caches), loaded)

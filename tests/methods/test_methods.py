@@ -36,7 +36,7 @@ BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "q
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # True: a chunk ends
 GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
 OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)),
-               gates=GATES)
+               gates=GATES, least=0)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
 ROUNDED = "kvzip_4", "kvzip_gain_turbo", "snap_kv_4", "turbo_2", "turbo_3"  # kept entries have few bits
