@@ -245,7 +245,7 @@ print(text_table(shown))
 #
 # `kvzip_gain_turbo` has both: it weighs the reread by its gain and stores what stays in 3 bits. With 8 % of the entries, a file of 1.9 % of the full cache's bytes answers needles, pairs and four questions in turn on both decoders, about 98 % as often as the full cache or more ([RECORDS.md](../RECORDS.md)).
 #
-# `kvzip_gain_coded` goes further. It codes all keys and values of a token together, with about one bit for each number. Its file has 0.8 % of the full cache's bytes, and answers as often.
+# `kvzip_gain_coded` goes further. It codes all keys and values of a token together, with about one bit for each number. Its file has less than 1 % of the full cache's bytes and answers as often.
 #
 # ## What the reread costs
 

@@ -11,7 +11,7 @@ the eigenvectors of the covariance of M^½ x (the Karhunen-Loève transform).
 
 Keys are turned back to position 0 first, because only there do all tokens share their directions. M, μ, U and
 the spread of each coordinate belong to the decoder. They are measured on the training text, on the tokens
-that kvzip_gain_coded keeps.
+with the highest scores.
 """
 from dataclasses import dataclass
 
