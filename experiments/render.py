@@ -48,8 +48,8 @@ SECTIONS = {
         "tokens. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and random stay within their budget from the "
         "prompt's end on, Scissorhands and CaM from the first token on. Scissorhands drops half "
         "when it is full, so its KiB depend on the moment. Quest keeps every entry; its budget is the number "
-        "of entries that a query reads. `kvzip_gain_coded` keeps fewer entries than its budget if fewer gain a "
-        "nat; here its entries take as much room as any others, and only its files are small."),
+        "of entries that a query reads. `kvzip_gain_coded` keeps fewer entries than its budget if fewer gain "
+        "a nat; here its entries take as much room as any others, and only its files are small."),
     "learned": (
         "Every method, on the decoder that learned to retrieve",
         "python -m nanollm --all --model nanollm/tiny_learned",
