@@ -9,12 +9,28 @@ import torch
 from torch import Tensor
 
 from experiments.script import arguments, decoders, finish, parser
-from methods.ours.karhunen_loeve import basis, metric, watched
+from methods.ours.karhunen_loeve import Watched, basis, metric, watched
+from nanollm.cache import NEVER
 from nanollm.commands.text_table import text_table
 from nanollm.measure.hard_tasks import HardTasks
 
 STEPS = ("in 16 bits", "each key and each value alone", "keys turned back to position 0",
          "all keys and values of a token together")
+
+
+class Rotated(Watched):
+    """Watched that also records the tokens with their keys as they are stored."""
+
+    def end_prefill(self):
+        self.rotated = self.as_stored()[0]
+        super().end_prefill()
+
+    def pack(self):
+        self.rotated = torch.cat((self.rotated, self.as_stored()[self.pos[:, 0] != NEVER]))
+        super().pack()
+
+    def as_stored(self) -> Tensor:
+        return torch.cat((self.k, self.v), 1).transpose(1, 2).flatten(2)
 
 
 def entropy(spread: Tensor) -> float:
@@ -32,7 +48,7 @@ def spreads(x: Tensor, M: Tensor) -> Tensor:
 def bits(cache) -> tuple[float, ...]:
     """Return the bits of a token in a layer after each step."""
     M, N, rows = metric(cache), cache.kept.shape[1], []
-    for x in (cache.as_stored, cache.kept):
+    for x in (cache.rotated, cache.kept):
         parts = zip(x.split(M.shape[1], 1), M.split(1))
         rows.append(sum(entropy(spreads(*part)) for part in parts))
     return 16 * N, *rows, entropy(spreads(cache.kept, M))
@@ -41,7 +57,7 @@ def bits(cache) -> tuple[float, ...]:
 @torch.no_grad()
 def table(name: str, model, encoding) -> list[list[str]]:
     """Return the rows of one decoder: for each step, the bits of a token and of one of its numbers."""
-    caches = watched(model, HardTasks(encoding, "train"))
+    caches = watched(model, HardTasks(encoding, "train"), Rotated)
     kept = torch.tensor([len(cache.kept) - cache.first_pass for cache in caches]).double()
     found = torch.tensor([bits(cache) for cache in caches]).double()
     mean, numbers = (found * kept[:, None]).sum(0) / kept.sum(), caches[0].kept.shape[1]

@@ -6,7 +6,7 @@ window's queries and the group's query heads: an entry stays if a single query w
 little about later queries, so no entry counts less than the mean one. CriticalKV's two stages follow. Stage 1
 takes the entries that gather 90 % of the mean attention; stage 2 multiplies by the norms of the projected
 values. The entries of a layer's heads are ranked together. `across=True` ranks those of all layers together;
-the paper calls this LayerDefensiveKV.
+the paper calls this LayerDefensiveKV. (Ours, `worst_query`, leaves out stage 1.)
 
     r_i = max_{t in the window, g} α_{t,g,i},   c_i = max(r_i, mean_j r_j) · N_i / Σ_j N_j,
     N_i = mean_g ‖v_i W_O‖₁
@@ -15,6 +15,7 @@ Differs from the paper's code:
 - Scores are max-pooled over 7 neighbouring tokens, as in SnapKV here. There the average of 5 is taken.
 - Stage 1 counts the attention that the window gets, head by head. The code sums the w columns before the
   window, and takes their mean over all heads.
+- What stage 1 takes always stays. In the code it gets the highest score of its layer.
 """
 from dataclasses import dataclass
 from functools import partial

@@ -49,6 +49,7 @@ class KVzip(PackedCache):
     sinks: int = 0       # first entries of each head, which stay whatever their scores
     own: bool = True     # True: a piece of the reread scores its own entries; False: all entries
     reread_size = 512    # tokens per piece of the reread (`reread` in nanollm/generate.py); 0: no reread
+    always = False       # True: rank the entries even if the budget has room for all
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,7 +117,7 @@ class KVzip(PackedCache):
         if self.across and self.layer < len(self.model.blocks) - 1:
             return  # the last layer compresses all layers
         caches = with_previous(self) if self.across else [self]
-        if self.length > self.budget:
+        if self.length > (0 if self.always else self.budget):
             scores = [cache.scores().clone() for cache in caches]
             for x in scores:
                 x[..., :self.sinks] = x[..., self.length - self.recent:] = math.inf

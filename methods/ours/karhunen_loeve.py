@@ -1,17 +1,20 @@
-"""Coordinates of a token's keys and values, independent of each other, in which all errors cost the same.
+"""Coordinates of a token's keys and values that are uncorrelated, and in which all errors cost the same.
 
 The keys and values of a token come from one hidden state, so they depend on each other. And many errors in
-them never reach a score. So all keys and values of a token in a layer, 2HD numbers x, are coded together:
+them never reach a score. So all keys and values of a token in a layer (H heads of D numbers each), 2HD
+numbers x, are coded together:
 
     z = Uᵀ M^½ (x − μ),   x = μ + M^-½ U z
 
-M says what an error costs, in steps of rounding. For a key this is Δkᵀ E[q qᵀ] Δk / D, with q the queries of
-later questions; for a value ‖W_O Δv‖². So an error of one step costs the same in any direction of z. U holds
-the eigenvectors of the covariance of M^½ x (the Karhunen-Loève transform).
+μ is the mean of x. M says what an error costs. For a key Δkᵀ M Δk is Δkᵀ E[q qᵀ] Δk / (D · KEY_STEP²), with q
+the queries of later questions; for a value it is ‖W_O Δv‖² / VALUE_STEP². So if z is rounded to whole
+numbers, an error costs the same in any direction. U holds the eigenvectors of the covariance of M^½ x (the
+Karhunen-Loève transform).
 
-Keys are turned back to position 0 first, because only there do all tokens share their directions. M, μ, U and
-the spread of each coordinate belong to the decoder. They are measured on the training text, on the tokens
-with the highest scores.
+Keys are stored rotated by their positions (RoPE). They are turned back first, because only then do the keys
+of different positions share one covariance. M, μ, U and the spread (standard deviation) of each coordinate
+belong to the decoder. They are measured on the training text: on the tokens that stay in 32 documents, and on
+all tokens of the first document, because a layer may keep none.
 """
 from dataclasses import dataclass
 
@@ -23,14 +26,15 @@ from nanollm.cache import NEVER, make_cache
 from nanollm.generate import end_prompt, prefill
 from nanollm.model import rope, rotate
 
-KEY_STEP, VALUE_STEP = 1 / 4, 1.5  # of a score; of the length of what a head adds to the residual stream
+KEY_STEP = 1 / 4  # error of an attention score that costs 1
+VALUE_STEP = 1.5  # error, as a length in the residual stream, of a value with attention 1 that costs 1
 
 
 @dataclass(eq=False)
 class TokenGainKVzip(GainKVzip):
     """GainKVzip that keeps a token in all heads of a layer or in none, by its highest score in a head."""
-    least: float = 0.0  # lowest score that stays, in nats; the budget may then not be used up
-    packs = property(lambda self: True)
+    least: float = 0.0  # lowest score that stays, in nats; the budget is then an upper bound
+    always, packs = True, True
 
     def scores(self) -> Tensor:
         score = super().scores().amax(1, keepdim=True)
@@ -46,25 +50,23 @@ class TokenGainKVzip(GainKVzip):
         cos, sin = rope(self.freq, pos)
         return rotate(x, cos, -sin if back else sin)
 
-    def vectors(self, back: bool = True) -> Tensor:
+    def vectors(self) -> Tensor:
         """Return each token's keys, turned back, and values, (B, n, N) with N = 2HD."""
-        x = torch.cat((self.turned(self.k, self.pos[:, 0], back=True) if back else self.k, self.v), 1)
-        return x.transpose(1, 2).flatten(2)
+        k = self.turned(self.k, self.pos[:, 0], back=True)
+        return torch.cat((k, self.v), 1).transpose(1, 2).flatten(2)
 
 
 @dataclass(eq=False)
 class Watched(TokenGainKVzip):
     """TokenGainKVzip that records what it keeps, and the queries after the prompt."""
+    budget: int = 38  # a twelfth of the documents' tokens
 
     def end_prefill(self):
-        # all of the first document too, because a layer may keep nothing
-        self.kept, self.as_stored = self.vectors()[0], self.vectors(back=False)[0]
+        self.kept = self.vectors()[0]
         super().end_prefill()
 
     def pack(self):
-        stays = self.pos[:, 0] != NEVER
-        self.kept = torch.cat((self.kept, self.vectors()[stays]))
-        self.as_stored = torch.cat((self.as_stored, self.vectors(back=False)[stays]))
+        self.kept = torch.cat((self.kept, self.vectors()[self.pos[:, 0] != NEVER]))
         super().pack()
 
     def observe(self, q: Tensor, p: Tensor | None):
@@ -73,21 +75,22 @@ class Watched(TokenGainKVzip):
 
 
 @torch.no_grad()
-def watched(model, tasks, documents: int = 32, T: int = 512, seed: int = 0) -> list[Watched]:
+def watched(model, tasks, Cache=Watched, documents: int = 32, T: int = 512, seed: int = 0) -> list[Watched]:
     """Return the caches of documents of T tokens with facts, and of questions about them."""
     batch = tasks.batch("turns", seed, documents, min(T, model.config.max_len // 2))
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     text, later = tokens.tensor_split([batch.question], 1)
-    caches = make_cache(model, Watched, budget=text.shape[1] // 12)
+    caches = make_cache(model, Cache)
     prefill(model, text, caches)
     end_prompt(model, text, caches)
     model(later, caches)
     return caches
 
 
-def measured(model, tasks, **options) -> Tensor:
+def measured(model, tasks, Cache=Watched, **options) -> Tensor:
     """Return the bases (L, 2N + 2, N) of a decoder; options as in `watched`."""
-    return torch.stack([basis(cache.kept, metric(cache)) for cache in watched(model, tasks, **options)])
+    caches = watched(model, tasks, Cache, **options)
+    return torch.stack([basis(cache.kept, metric(cache)) for cache in caches])
 
 
 def metric(cache: Watched) -> Tensor:

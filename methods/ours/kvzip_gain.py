@@ -1,15 +1,15 @@
 """Ours: KVzip, weighed by what the reread gains.
 
-KVzip keeps an entry if any query of its reread attends to it. So it keeps what repeats the whole text, also
-the words that the decoder would have guessed without the cache. Here a query counts by the nats that the
-whole prompt's cache gains at the next token:
+KVzip keeps an entry if any query of its reread attends to it. So it also keeps entries for words that the
+decoder would have guessed anyway. Here a query counts by what the cache gains at the next token, in nats
+(natural logarithms of probability):
 
-    g_t = max(0, log p(x_{t+1} | x_≤S, x_≤t) − log p(x_{t+1} | x_≤t))      S tokens, then again up to t
+    g_t = max(0, log p(x_{t+1} | x_≤T, x_≤t) − log p(x_{t+1} | x_≤t))      all T tokens, then again up to t
     score_i = max_t g_t α_{t,i}                                            α of the reread, as in KVzip
 
-What is surprising at first and certain at the second reading, such as a name or a number, keeps its entries.
-Both probabilities cost a reading each, so the prompt is read four times. `kvzip_gain_turbo` stores the kept
-entries in 3 bits, by TurboQuant.
+What is surprising at first and certain in the reread, such as a name or a number, keeps its entries. (The
+reread comes in pieces of 512 tokens; "again" begins at the piece.) Both probabilities cost a reading each, so
+the prompt is read four times. `kvzip_gain_turbo` stores the kept entries in 3 bits a number, by TurboQuant.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +54,13 @@ class GainKVzip(KVzip):
         self.prompt_tokens = None  # the prompt's tokens (B, T), from end_prompt
         self.gain = None    # g (B, T)
 
-    def look_at_own(self, q: Tensor):
+    def observe(self, q: Tensor, p: Tensor | None):
+        if self.rereading:
+            self.weigh(q.shape[2])
+        super().observe(q, p)
+
+    def weigh(self, T: int):
+        """Find the gains, and the place in the prompt of the T queries that the next scores come from."""
         if self.prompt_tokens is None and self.gain is None:
             raise ValueError("this method needs the prompt's tokens; call tell_prompt(tokens, caches) before "
                              "the reread, or end_prompt(model, tokens, caches)")
@@ -62,9 +68,7 @@ class GainKVzip(KVzip):
             self.gain = self.previous.gain
         elif self.gain is None:
             self.gain = gains(self.model, self.prompt_tokens, self.reread_size)
-        # place in the prompt of the next query to score
-        self.place = max(self.rereading.start - 8, 0) + self.length - q.shape[2] - self.first_pass
-        super().look_at_own(q)
+        self.place = max(self.rereading.start - 8, 0) + self.length - T - self.first_pass
 
     def add(self, p: Tensor, start: int = 0):
         end = self.place + p.shape[3]
@@ -85,7 +89,8 @@ class TurboGainKVzip(Turbo, GainKVzip):
 def to_bytes(caches) -> bytes:
     """Return a record's file. It leaves out positions: a rotated key knows where it stood."""
     for cache in caches:
-        cache.packed["pos"] = torch.zeros_like(cache.packed["pos"])
+        if cache.packed:
+            cache.packed["pos"] = torch.zeros_like(cache.packed["pos"])
     return zlib.compress(saved.to_bytes(caches, half=True), 9)
 
 

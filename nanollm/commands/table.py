@@ -8,7 +8,7 @@ from nanollm.measure.benchmark import TASKS, paired
 
 # The short table: one method of each family, all at one keep ratio.
 SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",
-         "streaming_llm", "random", "kvzip", "quantized_2")
+         "streaming_llm", "random", "worst_query", "kvzip", "quantized_2")
 TERMS = """\
 keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if every token
           stays; in brackets the percentage that a method without a budget kept

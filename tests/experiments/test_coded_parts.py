@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from common import ENCODING
-from experiments.coded_parts import bits, entropy
+from experiments.coded_parts import Rotated, bits, entropy
 from methods.ours import rans
 from methods.ours.karhunen_loeve import basis, metric, watched
 from nanollm import TINY
@@ -22,11 +22,11 @@ def test_entropy_is_that_of_rounded_normal_numbers():
 
 def test_each_step_saves_bits_and_the_coder_needs_about_the_last():
     needed, written = [0.0] * 4, 0
-    for cache in watched(from_hf(TINY), HardTasks(ENCODING, "train"), documents=8, T=256):
+    for cache in watched(from_hf(TINY), HardTasks(ENCODING, "train"), Rotated, documents=8, T=256):
         into, _, mean, spread = basis(cache.kept, metric(cache)).split((192, 192, 1, 1))
         code = ((cache.kept - mean) @ into).round().clamp(-rans.MOST, rans.MOST).long().numpy()
         data = rans.encode(code.ravel(), np.tile(rans.class_of(spread[0].numpy()), len(code)))
         needed = [x + len(code) * y for x, y in zip(needed, bits(cache))]
-        written += 8 * (len(data) - 4 * rans.LANES)
+        written += 8 * (len(data) - 4 * rans.lanes(code.size))
     assert needed == sorted(needed, reverse=True)
     assert 0.9 * needed[-1] < written < 1.1 * needed[-1]

@@ -11,6 +11,7 @@ from methods.ours import karhunen_loeve, rans
 from methods.ours.karhunen_loeve import TokenGainKVzip, measured
 from methods.ours.kvzip_gain import GainKVzip
 from methods.ours.kvzip_gain_coded import CodedGainKVzip, from_bytes, to_bytes
+from methods.ours.retrieval_layers import RetrievalLayers
 from nanollm import TINY
 from nanollm.cache import NEVER, bytes_in_16_bits, make_cache
 from nanollm.generate import end_prompt, prefill
@@ -21,7 +22,7 @@ from nanollm.measure.hard_tasks import HardTasks
 PROMPT = TOKENS[:, :24]
 
 
-@pytest.mark.parametrize("n", [0, 1, rans.LANES, 5000])
+@pytest.mark.parametrize("n", [0, 1, rans.lanes(1), 5000, 10_000])
 def test_codes_come_back_and_take_hardly_more_than_their_entropy(n):
     g = np.random.default_rng(0)
     spread = 2.0 ** g.uniform(-4, 3, n)
@@ -31,11 +32,11 @@ def test_codes_come_back_and_take_hardly_more_than_their_entropy(n):
     assert (rans.decode(data, kind) == code).all()
     below = lambda x: 1 / (1 + np.exp(-x * math.pi / math.sqrt(3) / spread))
     bits = -np.log2(below(code + 0.5) - below(code - 0.5)).sum()
-    assert len(data) < 1.01 * bits / 8 + 4 * rans.LANES + 2
+    assert len(data) < 1.01 * bits / 8 + 4 * rans.lanes(n) + 2
 
 
 def test_every_code_of_every_class_comes_back():
-    code, kind = (x.ravel() for x in np.mgrid[-rans.MOST:rans.MOST + 1, :rans.CLASSES])
+    code, kind = (x.ravel() for x in np.mgrid[-rans.MOST:rans.MOST + 1, :len(rans.SPREAD)])
     assert (rans.decode(rans.encode(code, kind), kind) == code).all()
 
 
@@ -125,7 +126,10 @@ class EmptyLayer(CodedGainKVzip):
         return super().scores() * (self.layer != 1)
 
 
-@pytest.mark.parametrize("Method", [CodedGainKVzip, EmptyLayer])
+Layers = partial(RetrievalLayers, layers=(1, 0), sinks=1, recent=1)
+
+
+@pytest.mark.parametrize("Method", [CodedGainKVzip, EmptyLayer, Layers])
 @torch.no_grad()
 def test_the_file_answers_as_the_cache_that_wrote_it(Method):
     model = decoder()
@@ -141,6 +145,22 @@ def test_the_file_answers_as_the_cache_that_wrote_it(Method):
         assert all(torch.equal(cache.slot(name), other.slot(name)) for name in ("k", "v", "pos"))
     assert torch.equal(model(PROMPT[:1, :5], loaded), model(PROMPT[:1, :5], caches))
     assert bytes_in_16_bits(loaded) == bytes_in_16_bits(caches)
+
+
+@pytest.mark.parametrize("budget, whole", [(9, []), (10, [1]), (16, [1]), (17, [1, 0]), (24, [0, 1, 2])])
+@torch.no_grad()
+def test_as_many_retrieval_layers_keep_everything_as_fit(budget, whole):
+    caches = make_cache(decoder(), RetrievalLayers, budget=budget, layers=(1, 0), sinks=2, recent=1)
+    prefill(caches[0].model, PROMPT[:1], caches)
+    end_prompt(caches[0].model, PROMPT[:1], caches)
+    for layer, cache in enumerate(caches):
+        kept = [*range(24)] if layer in whole else [0, 1, 23]
+        assert cache.pos[0].tolist() == [kept] * 2
+
+
+def test_the_layers_with_retrieval_heads_are_found():
+    found = RetrievalLayers.calibrate(from_hf(TINY), ENCODING)
+    assert found["layers"] == (1,) and found["bases"].shape == (6, 2 * 192 + 2, 192)
 
 
 def test_on_built_one_percent_answers():

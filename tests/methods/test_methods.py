@@ -34,6 +34,7 @@ LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
 METHODS = pick(["all"])
 # untrained weights gain less than a nat
 METHODS["kvzip_gain_coded"] = partial(METHODS["kvzip_gain_coded"], least=0)
+METHODS["retrieval_layers"] = partial(METHODS["retrieval_layers"], layers=(1,), recent=4)
 # without Quest, whose budget counts the entries that a query reads
 BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # True: a chunk ends
@@ -48,7 +49,8 @@ ROUNDED = "kvzip_4", "kvzip_gain_turbo", "snap_kv_4", "turbo_2", "turbo_3"  # ke
 ALTERED = ("cam", "kv_reviver", "moment_kv", "matched", "matching", "quantized", "+residual", "streaming_llm",
            "quest", *ROUNDED)
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "attention_matching", "duo_attention", "expected_attention", "kvzip", "one_reading"  # and variants
+APPENDS = ("attention_matching", "duo_attention", "expected_attention", "kvzip", "one_reading",
+           "retrieval_layers")  # and variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
