@@ -79,15 +79,16 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 # %%
 FAMILIES = {
     "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical snap_kv+theta "
-                     "snap_kv+residual tova",
+                     "snap_kv+residual r_kv drop_kv tova",
+    "worst window query": "defensive_kv layer_defensive_kv worst_query",
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
     "the past": "h2o scissorhands scissorhands_weight cam",
-    "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
-    "the text": "kvzip kvzip_recent kvzip_fast one_reading",
-    "calibrated heads": "duo_attention duo_attention_kvzip",
+    "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk moment_kv",
+    "the text": "kvzip kvzip_recent kvzip_gain kvzip_fast one_reading",
+    "calibrated heads": "duo_attention duo_attention_kvzip retrieval_layers",
     "keys, places, chance": "expected_attention key_diff streaming_llm "
                             "streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4",
+    "few bits": "quantized_2 quantized_3 quantized_4 turbo_2 kvzip_4 snap_kv_4",
     "everything held": "quest full",
 }
 
@@ -102,7 +103,7 @@ print(f"{len(names)} rows, {documents} documents a task, standard error at most 
       f"{0.5 / documents ** 0.5:.2f}")
 
 # %%
-figure, axes = plt.subplots(1, 4, figsize=(11, 9.5), layout="constrained", sharey=True)
+figure, axes = plt.subplots(1, 4, figsize=(11, 11.5), layout="constrained", sharey=True)
 for axis, task in zip(axes, ("needle", "pairs", "few_shot")):
     aware, agnostic = ([row[f"{task}_{x}"] for row in page] for x in ("aware", "agnostic"))
     axis.hlines(height, aware, agnostic, color="0.75")
@@ -126,7 +127,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 #
 # - **Long grey lines** are lost bets. Methods that go by window scores find nearly everything aware, and little agnostic. CriticalKV's norms on top (`critical`) do not change that.
 # - **Ring and dot together, on the left**: the past does not know which fact will be asked for. It does keep enough of 16 examples to label a line, since many examples say the same.
-# - **Ring and dot together, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits.
+# - **Ring and dot together, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits. `worst_query` needs neither a second reading nor a calibration: it ranks all entries of all layers by the window query that wants them most.
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) come near H2O and do not pass it.
 # - Quest holds the whole cache and reads a quarter of it. It saves no memory.
 #
@@ -139,7 +140,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
 measured = rows("fewest_bytes")  # python -m experiments.fewest_bytes
-shown = "snap_kv h2o one_reading duo_attention kvzip_fast kvzip kvzip_4 kvzip_gain_turbo"
+shown = "snap_kv h2o one_reading duo_attention worst_query kvzip_fast kvzip kvzip_4 kvzip_gain_turbo"
 for axis, decoder in zip(axes, ("built", "learned")):
     for name in shown.split():
         line = sorted((row["bytes"], row["kept"]) for row in measured
@@ -185,6 +186,7 @@ print(text_table(table))
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `snap_kv`, `pyramid_kv` | the question says what to keep | every later question |
 # | other questions come; a third of the memory is there | `quantized_3` | nothing is chosen, so nothing is chosen wrongly | slower steps |
+# | questions come early or late; a quarter of the memory is there | `worst_query` | the query that wants an entry most shows what it is for | with an eighth, later questions |
 # | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
 # | the fewest bytes; reading may take six times as long | `kvzip_gain_turbo` | only what the text does not foretell must be kept | reading four times, slower steps |
 # | many prompts, each read once | `kvzip_fast`, `duo_attention` | they have learned what a reread would say | a calibration |

@@ -243,9 +243,9 @@ print(text_table(shown))
 # %% [markdown]
 # An eighth of the entries in 4 bits takes 77 KiB, less than a fifteenth of the full cache, and answers as many questions. With 2 bits it is 60 KiB, and some pairs are lost. Part of these bytes are the question and the answer, which stay exact. KIVI (`quantized_2`), which keeps every token in 2 bits, takes 274 KiB.
 #
-# `kvzip_gain_turbo` has both: it weighs the reread by its gain and stores what stays in 3 bits. With 8 % of the entries, a file of 1.9 % of the full cache's bytes answers needles, pairs and four questions in turn on both decoders, about 98 % as often as the full cache or more ([RECORDS.md](../RECORDS.md)).
+# `kvzip_gain_turbo` has both: it weighs the reread by its gain and stores what stays in 3 bits. With 8 % of the entries its file has 1.9 % of the full cache's bytes. Three bits lose some pairs on *built*, 2 to 6 % of them ([RECORDS.md](../RECORDS.md)).
 #
-# `kvzip_gain_coded` goes further. It codes all keys and values of a token together, with about one bit for each number. Its file has less than 1 % of the full cache's bytes and answers as often.
+# `kvzip_gain_coded` goes further. It codes all keys and values of a token together, with about one bit for each number. Its file has less than 1 % of the full cache's bytes and answers as often. With one reading in place of four, `retrieval_layers` needs about 2 %: it keeps the one or two layers that fetch facts.
 #
 # ## What the reread costs
 

@@ -9,11 +9,12 @@ questions, never the text, and answers with the decoder. Both are locked in (wor
 is the file's length over that of a full cache in 16 bits: nothing is taken from what a method says of itself.
 
 A size counts if at least 95 % of the full cache's right answers remain, on each task and each shipped
-decoder, with p < .01 (one-sided). The texts are drawn from a seed made of the method's own file and a salt
-that is drawn after it, so no method can know them. The time until the first token may be twice the full
+decoder, with p < .01 (one-sided). The texts are drawn from a seed made of the method's files and a random
+salt, so no method can know them; --salt repeats a run. The time until the first token may be twice the full
 cache's. Without --keep, the keep ratio is halved until the answers no longer suffice.
 """
 import argparse
+import ast
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import date
@@ -31,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from experiments.record.worker import FAILED, ROOT, as_bytes, numbers, serve
+from experiments.record.worker import FAILED, ROOT, TOKENS, as_bytes, numbers, serve
 from experiments.script import grouped
 from nanollm import SHIPPED, TINY, tokenizer
 from nanollm.check import whole
@@ -44,7 +45,6 @@ from nanollm.measure.hard_tasks import HardTasks
 from nanollm.measure.tasks import Batch
 
 TASKS = "needle", "pairs", "turns"  # later questions that both shipped decoders answer
-T = 512
 ENOUGH, SURE = 0.95, 0.01
 SLOWEST = 2.0                       # most of the time to the first token, over the full cache's
 RATIOS = 25, 12.5, 6.25, 3.125, 1.5625
@@ -145,15 +145,34 @@ def short_by(row: list[Answered], full: list[Answered]) -> tuple[float, float, f
     return ENOUGH + mean / answered, error / answered, 1 - NormalDist().cdf(mean / error)
 
 
-def seed_of(source: bytes, salt: str) -> int:
+def imported(node: ast.Import | ast.ImportFrom, name: str) -> tuple[str, ...]:
+    """Return which modules a statement may import with one of its names."""
+    return (name,) if isinstance(node, ast.Import) else (str(node.module), f"{node.module}.{name}")
+
+
+def sources(content: bytes) -> bytes:
+    """Return the content of a method's file, and of every file in methods/ that it imports, in turn."""
+    found, new = {}, {Path(): content}
+    while new:
+        found |= new
+        names = [name for content in new.values() for node in ast.walk(ast.parse(content))
+                 if isinstance(node, (ast.Import, ast.ImportFrom))
+                 for x in node.names for name in imported(node, x.name)]
+        files = {ROOT / name.replace(".", "/") for name in names if name.startswith("methods.")}
+        files = {file.with_suffix(".py") for file in files} - found.keys()
+        new = {file: file.read_bytes() for file in sorted(files) if file.exists()}
+    return b"".join(found.values())
+
+
+def seed_of(content: bytes, salt: str) -> int:
     """Return the seed of the texts for a method's file and a salt."""
-    return int.from_bytes(sha256(source + salt.encode()).digest()[:4], "big")
+    return int.from_bytes(sha256(sources(content) + salt.encode()).digest()[:4], "big")
 
 
 def texts(encoding, seed: int, documents: int) -> dict[str, list[Batch]]:
     """Return for each task its documents, in batches of one row."""
     made = HardTasks(encoding, "test")
-    return {task: cut(made.batch(task, seed, documents, T), 1) for task in TASKS}
+    return {task: cut(made.batch(task, seed, documents, TOKENS), 1) for task in TASKS}
 
 
 def measured(entrant: tuple, folder: Path, asked: dict[str, list[Batch]], full: dict | None, lanes: int,
@@ -239,6 +258,10 @@ def entrants(args) -> list[tuple[str, bytes, bool, list]]:
         code = shell.read_text(args.file)
         if (n := len(code.splitlines())) > 150:
             raise ValueError(f"{args.file} has {n} lines; a method may have at most 150")
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            raise ValueError(f"{args.file}, line {error.lineno}: {error.msg}") from None
         found.append((args.file.name, code.encode(), False, ratios))
     return found
 
@@ -319,19 +342,19 @@ def store(rows: list[dict], documents: int):
 
 
 def draw(rows: list[dict], file: Path):
-    """Draw the size of each entry in the order of their dates, and the record."""
+    """Draw the size of each entry and the record: by date, and those of one day from the largest down."""
     import matplotlib.pyplot as plt
     from nanollm.commands import plot
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    entries = sorted(grouped(rows, "method", "keep", "salt").values(), key=lambda same: same[0]["date"])
+    entries = sorted(by_size(rows)[::-1], key=lambda same: same[0]["date"])
     sizes = [100 * max(row["size"] for row in same) for same in entries]
     place = [*range(len(sizes))]
     best = [min(sizes[:i + 1]) for i in place]
     axis.step([*place, len(place) - 0.4], [*best, best[-1]], where="post", color="black")
     for i, size, (row, *_) in zip(place, sizes, entries):
         axis.plot(i, size, markersize=8, **plot.style(row["method"]) | dict(linestyle=""))
-        axis.annotate(f"{row['method']}, {size:.2g} %", (i, size), (8, 6), textcoords="offset points",
-                      fontsize=8)
+        label = f"{row['method']}, {size:.2g} %" + (", one reading" if row["readings"] == 1 else "")
+        axis.annotate(label, (i, size), (8, 6), textcoords="offset points", fontsize=8)
     axis.set_xticks(place, [same[0]["date"] for same in entries])
     axis.set(ylabel="size, of a full 16-bit cache", yscale="log", xlim=(-0.3, len(place)), ylim=(0.4, 60),
              title="The fewest bytes for needles, pairs and four turns, asked later")
@@ -362,6 +385,8 @@ def main(argv: list[str]):
     if args.store and args.documents < LEAST:
         raise ValueError(f"--store needs {LEAST} texts of each task, not {args.documents}; "
                          "leave --documents out")
+    if args.store and args.salt:
+        raise ValueError("--store draws its own salt, so that nobody can choose the texts; leave --salt out")
     args.salt = args.salt or secrets.token_hex(4)
     print(f"salt {args.salt}", flush=True)
     rows = race(args)

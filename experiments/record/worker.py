@@ -27,6 +27,7 @@ from nanollm.tokenizer import boundaries
 
 ROOT = Path(__file__).parents[2]
 FAILED, FOREIGN = b"error: ", "submission"
+TOKENS = 512  # of a document: the text, the questions and the answers
 LIMITS_HERE = dict(memory=4 * 2 ** 30, seconds=60, files=64)  # of one text
 
 
@@ -44,7 +45,7 @@ class Entrant:
             self.Method = pick([name])[name]
             self.module = sys.modules[getattr(self.Method, "func", self.Method).__module__]
             self.learned = calibrated(self.Method, self.model, self.encoding)
-            self.caches(64)  # a method computes its tables, such as a codebook, before the first text
+            self.caches(TOKENS)  # a method computes its tables, such as a codebook, before the first text
 
     def prepare(self, code: bytes):
         """Lock this process in, then run the code from elsewhere, if there is any."""

@@ -10,8 +10,8 @@ import torch
 from common import ENCODING
 from experiments.record import command
 from experiments.record.command import (ENOUGH, Answered, Pair, by_size, full_bytes, hopeless, judged, main,
-                                        page, seed_of, short_by, texts, verdict)
-from experiments.record.worker import Entrant, as_bytes
+                                        page, seed_of, short_by, sources, texts, verdict)
+from experiments.record.worker import ROOT, Entrant, as_bytes
 from nanollm import LEARNED, TINY, saved
 from nanollm.measure.evaluate import answers
 
@@ -134,6 +134,9 @@ def test_a_process_that_dies_or_prints_is_one_text_without_answer(pair, batch):
 def test_the_texts_depend_on_the_file_and_the_salt():
     seeds = {seed_of(file, salt) for file in (b"a", b"b") for salt in ("1", "2")}
     assert len(seeds) == 4 and seed_of(b"a", "1") == seed_of(b"a", "1")
+    imported = sources(b"import methods.ours.rans\nfrom methods.ours import kvzip_gain\nimport torch")
+    for name in "ours/rans", "ours/kvzip_gain", "kvzip", "turbo_quant", "quantized":  # the last three in turn
+        assert imported.count((ROOT / "methods" / f"{name}.py").read_bytes()) == 1
     one, two = (texts(ENCODING, seed, 3)["needle"] for seed in sorted(seeds)[:2])
     assert len(one) == 3 and len(one[0].tokens) == 1 and (one[0].tokens != two[0].tokens).any()
     assert (one[0].tokens != one[1].tokens).any()
@@ -176,7 +179,8 @@ def test_the_command_prints_stores_and_draws(tmp_path, capsys, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "experiments" / "record").mkdir(parents=True)
     (tmp_path / "experiments" / "record" / "head.md").write_text("# Records\n")
-    argv = ["full", "--salt", "s", "--store", "--documents"]
+    monkeypatch.setattr(command.secrets, "token_hex", lambda n: "s")
+    argv = ["full", "--store", "--documents"]
     with pytest.raises(ValueError, match="--store needs 256 texts"):
         main([*argv, "3"])
     monkeypatch.setattr(command, "LEAST", 3)
@@ -193,9 +197,11 @@ def test_the_command_prints_stores_and_draws(tmp_path, capsys, monkeypatch):
     smaller = row | dict(method="b", size=row["size"] / 2, readings=2)
     assert [same[0]["method"] for same in by_size([row, smaller])] == ["b", "full"]
     assert page([row, smaller]).count("`b`") == 1
-    for wrong, message in ((["--keep", "0", "full"], "--keep is 0 %"), ([], "name a method")):
+    for wrong, message in ((["--keep", "0", "full"], "--keep is 0 %"), ([], "name a method"),
+                           (["full", "--store", "--salt", "s"], "leave --salt out")):
         with pytest.raises(ValueError, match=message):
             main(wrong)
-    (tmp_path / "long.py").write_text("x = 1\n" * 151)
-    with pytest.raises(ValueError, match="151 lines"):
-        main(["--file", str(tmp_path / "long.py")])
+    for code, message in (("x = 1\n" * 151, "151 lines"), ("x = 1\nx =\n", "line 2: invalid syntax")):
+        (tmp_path / "mine.py").write_text(code)
+        with pytest.raises(ValueError, match=message):
+            main(["--file", str(tmp_path / "mine.py")])
