@@ -140,7 +140,8 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
 measured = rows("fewest_bytes")  # python -m experiments.fewest_bytes
-shown = "snap_kv h2o one_reading duo_attention worst_query kvzip_fast kvzip kvzip_4 kvzip_gain_turbo"
+shown = ("snap_kv h2o one_reading duo_attention worst_query kvzip_fast kvzip kvzip_4 "
+         "kvzip_gain_turbo")
 for axis, decoder in zip(axes, ("built", "learned")):
     for name in shown.split():
         line = sorted((row["bytes"], row["kept"]) for row in measured
