@@ -50,8 +50,8 @@ def test_centres_are_the_means_of_the_numbers_that_are_rounded_to_a_code():
             assert found == pytest.approx(x[x.round() == z].mean(), abs=0.01)
 
 
-def read(model, Method, **options):
-    caches = make_cache(model, Method, budget=8, **options)
+def read(model, Method, budget=8, **options):
+    caches = make_cache(model, Method, budget=budget, **options)
     prefill(model, PROMPT[:1], caches)
     end_prompt(model, PROMPT[:1], caches)
     return caches
@@ -89,6 +89,8 @@ def test_only_scores_from_least_on_stay():
     least = torch.cat([x[torch.tensor(stay)] for x, stay in zip(scores, all_of_them)]).median().item()
     for x, stay, cache in zip(scores, all_of_them, read(model, TokenGainKVzip, least=least)):
         assert cache.pos[0].tolist() == [[i for i in stay if x[i] >= least]] * 2
+    for x, cache in zip(scores, read(model, TokenGainKVzip, budget=24, least=least)):  # room for all
+        assert cache.pos[0].tolist() == [[i for i in range(24) if x[i] >= least]] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
