@@ -52,9 +52,10 @@ from nanollm.window import Selection, WindowCache
 KEEP_RATIOS = 0.25, 0.125
 DEPTH_RATIOS = 0.125, 0.0625
 DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
-DEEP = ("snap_kv", "pyramid_kv", "chunk_kv", "layer_defensive_kv", "drop_kv", "expected_attention",
-        "key_diff", "duo_attention", "kvzip", "kvzip_fast", "one_reading", "h2o", "tova", "streaming_llm",
-        "scissorhands", "random_ends", "random", "quest", "quantized_2")  # methods of the task `depth`
+DEEP = ("snap_kv", "pyramid_kv", "chunk_kv", "layer_defensive_kv", "worst_query", "drop_kv",
+        "expected_attention", "key_diff", "duo_attention", "kvzip", "kvzip_fast", "one_reading", "h2o",
+        "tova", "streaming_llm", "scissorhands", "random_ends", "random", "quest",
+        "quantized_2")  # methods of the task `depth`
 BATCH = 32                    # documents that the model reads at once
 SOLVED = 0.75                 # a batch is measured if the full cache's accuracy is at least this
 PROMPT, WRITTEN = 64, 256     # tokens of the task `writing`
