@@ -21,7 +21,7 @@ from .launch import block_of, launcher  # before triton: chooses what runs it
 import triton
 import triton.language as tl
 
-from .decode_attention import LOG2E, added_up, partials
+from .decode_attention import LOG2E, add_tile, added_up, partials
 
 
 def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
@@ -58,13 +58,8 @@ def rows_of_pairs(p_rows, p_k2, p_v1, p_v2, p_m, p_l, p_acc, n, parts, G: tl.con
         b_k2 = tl.load(p_k2 + o_bd, mask=is_b[:, None] & is_d, other=0.0)
         b_s = tl.dot(b_rows, tl.trans(b_k2), input_precision="ieee")  # (a, b)
         b_s = tl.where(is_b[None, :], b_s, float("-inf"))
-        b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_m_new[:, None])
-        b_alpha = tl.exp2(b_m - b_m_new)
         b_v2 = tl.load(p_v2 + o_bd, mask=is_b[:, None] & is_d, other=0.0)
-        b_l = b_l * b_alpha + tl.sum(b_p, 1)
-        b_acc = b_acc * b_alpha[:, None] + tl.dot(b_p.to(b_v2.dtype), b_v2, input_precision="ieee")
-        b_m = b_m_new
+        b_m, b_l, b_acc = add_tile(b_s, b_v2, b_m, b_l, b_acc)
 
     # weigh the rows against each other; rows beyond n get weight 0
     b_m = tl.where(is_a, b_m, float("-inf"))
