@@ -174,22 +174,6 @@ def mirrored(theta: Tensor, k: int = 10) -> Tensor:
     return independent([theta[0]] * (k - 1) + [0.6 - theta[0]])
 
 
-def together(theta: Tensor) -> Tensor:
-    """Return the table of a fair coin x, and y = x with probability θ.
-
-    Neither token alone depends on θ.
-    """
-    return torch.stack((torch.cat((theta, 1 - theta)), torch.cat((1 - theta, theta)))) / 2
-
-
-def copies(theta: Tensor) -> Tensor:
-    """Return the table of x, which is 0 with probability θ, and y = x.
-
-    Either token alone has all the information about θ.
-    """
-    return torch.diag(torch.cat((theta, 1 - theta)))
-
-
 def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
     """Return the table of a Markov chain: a state is 1 with probability theta[previous state].
 

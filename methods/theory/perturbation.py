@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from methods.critical_kv import part_of, two_stage, value_norms
-from methods.ours.theta import least_theta, theta
 from nanollm.cache import make_cache
 from nanollm.generate import prefill
 from nanollm.ranking import top
@@ -61,7 +60,7 @@ def theta_relaxed(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor)
     return theta_hat(weights, norms, first, none) - (2 - 1 / assumption_1(weights, first)) * least
 
 
-# ---- heads of a model, and random heads -----------------------------------------------------------------
+# ---- the heads of a model -----------------------------------------------------------------
 
 def seen_by_window(model, tokens: Tensor, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return A, ‖𝒱‖₁ and 𝒱 of prompts (B, T); A is the mean over the last `window_size` queries.
@@ -75,37 +74,3 @@ def seen_by_window(model, tokens: Tensor, window_size: int) -> tuple[Tensor, Ten
     weights = [window_rows(cache.queries, cache.k).mean(3) for cache in caches]
     norms = [value_norms(cache.v, cache.w_o) for cache in caches]
     return tuple(torch.stack([x.flatten(1, 2) for x in layers], 1) for layers in (weights, norms, values))
-
-
-def drawn_heads(heads: int = 300, n: int = 512, d: int = 64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A and ‖𝒱‖₁ (heads, n) and 𝒱 (heads, n, d) of random heads; A and 𝒱 are independent."""
-    g = torch.Generator().manual_seed(seed)
-    weights = (2 * torch.randn(heads, n, generator=g)).softmax(-1)
-    values = torch.randn(heads, n, d, generator=g) * torch.rand(heads, n, 1, generator=g)
-    return weights, values.abs().sum(-1), values
-
-
-def heads_that_win(weights: Tensor, norms: Tensor, values: Tensor, budget: int) -> Tensor:
-    """Return the fraction of heads in which one selection has a lower θ or L than another.
-
-    Shape (2, 3). Rows: θ, L. Columns: two stages lower than top-A, `least_theta` lower than top-A,
-    `least_theta` lower than two stages. Each entry has one query head; no window, no pooling.
-    """
-    ours = least_theta(weights.unsqueeze(-2), norms.unsqueeze(-2), budget, window_size=0)
-    sets = top(weights, budget), torch.logical_or(*algorithm_1(weights, norms, budget)), ours
-    lower = []
-    for measure, x in ((theta, norms), (perturbation, values)):
-        by_weight, staged, least = (measure(weights, x, kept) for kept in sets)
-        pairs = (staged, by_weight), (least, by_weight), (least, staged)
-        lower.append([(one < other * (1 - 1e-6)).float().mean() for one, other in pairs])
-    return torch.tensor(lower)
-
-
-def read_much_saying_little(weights: Tensor, norms: Tensor, window_size: int) -> tuple[int, int, int, int]:
-    """Return (prompt, layer, head, token) of the smallest norm among entries of weight > 5 %.
-
-    Norms are divided by the head's mean norm Σ A_i ‖𝒱_i‖₁. The window's entries are left out.
-    """
-    relative = (norms / (weights * norms).sum(-1, keepdim=True))[..., :-window_size]
-    index = torch.where(weights[..., :-window_size] > 0.05, relative, 9).argmin()
-    return tuple(i.item() for i in torch.unravel_index(index, relative.shape))

@@ -1,14 +1,13 @@
 """Measure KVReviver's sketch (arXiv 2512.17917): its errors, its load, and the paper's budgets by layer.
 
 The sketch returns estimates of keys and values; their errors belong to claims R2, R6 and R7. The load is the
-number of tokens that share a slot (R4). Other functions compute the paper's budgets by layer (R5), its Figure
-2 (R9), the bytes of scores (R12) and needles at given depths (R13). Notebook 05 shows the errors.
-`python -m nanollm claims` prints the verdicts on these claims, except R2 and R7.
+number of tokens that share a slot (R4). Other functions compute the paper's budgets by layer (R5) and its
+Figure 2 (R9). Notebook 05 shows the errors. `python -m nanollm claims` prints the verdicts on these claims,
+except R2 and R7.
 """
 from dataclasses import dataclass
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 import torch.nn.functional as F
@@ -19,7 +18,6 @@ from methods.quantized import quantise
 from nanollm.cache import end_prefill
 from nanollm.measure.evaluate import answer, prompt_and_question
 from nanollm.measure.replay import feed, replay
-from nanollm.measure.tasks import Batch, Tasks
 from nanollm.model import Decoder
 
 # ---- budgets by layer ---
@@ -159,25 +157,6 @@ def load(budget: float, vague: float) -> float:
     return 1 + (1 - budget) / (vague * budget)
 
 
-def score_share(budget: float, head_dim: int, bytes_per_number: int) -> float:
-    """Return the fraction of a budget's bytes that the scores of all n tokens take.
-
-    These are 4n of Bn (2·D·bytes + 4) bytes, where B is the budget as a fraction of n.
-    """
-    return 4 / (budget * (2 * head_dim * bytes_per_number + 4))
-
-
-def of_a_head(Method, budget: float, tokens: int, head_dim: int, dtype: torch.dtype, **options):
-    """Return a cache of one head after a prompt of `tokens` tokens; budget: a fraction of these.
-
-    Keys and values are 0, because the cache's size does not depend on them.
-    """
-    cache, x = Method(round(budget * tokens), **options), torch.zeros(1, 1, tokens, head_dim, dtype=dtype)
-    cache.write(x, x, torch.arange(tokens)[None])
-    cache.end_prefill()
-    return cache
-
-
 def shifted(Method, offset: float):
     """Return a subclass of Method whose attention logits are all larger by `offset`.
 
@@ -231,16 +210,6 @@ def revived_logits(model, full, make, steps: int = 16) -> list[tuple[float, ...]
         attention = [x.softmax(-1)[..., vague].sum(-1).mean() for x in logits]
         table.append(tuple(x.item() for x in (error, *spread, *attention)))
     return table
-
-
-def at_depths(tasks: Tasks, depths: tuple[float, ...], each: int, T: int, seed: int = 7) -> Batch:
-    """Return needle documents of T tokens, `each` for every depth, in the order of depths.
-
-    A depth is the place of the fact that is asked for, from 0 (start) to 1 (end).
-    """
-    parts = [tasks.batch("needle", seed, each, T, depth=depth) for depth in depths]  # same seed: they align
-    tokens, roles = (np.concatenate([getattr(part, x) for part in parts]) for x in ("tokens", "roles"))
-    return Batch(tokens, roles, parts[0].question, parts[0].answers)
 
 
 def found_agnostic(model, batch, make, recording=None) -> Tensor:

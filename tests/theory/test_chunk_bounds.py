@@ -19,9 +19,8 @@ from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.snap_kv import SnapKV
 from methods.theory import chunk_bounds
 from methods.theory.chunk_bounds import (LaterGroups, PlacedChunks, answer_bound, aware, bounds, chunk_noise,
-                                         copies, distance_bound, divergence, fisher, independent, jaccard,
-                                         lessons, markov, mirrored, read, remainder, together,
-                                         token_divergences, token_noise)
+                                         distance_bound, divergence, fisher, independent, jaccard, lessons,
+                                         markov, mirrored, read, remainder, token_divergences, token_noise)
 from nanollm import TINY, tokenizer
 from nanollm.hf import checkpoint
 from nanollm.measure.evaluate import held, maker, standard_error
@@ -144,6 +143,16 @@ def test_lessons_are_counted_by_document(monkeypatch):
 
 
 # ---- noise: tokens of every example, or whole examples ---
+
+
+def together(theta):
+    """Return the table of a fair coin x, and y = x with probability θ: no token alone depends on θ."""
+    return torch.stack((torch.cat((theta, 1 - theta)), torch.cat((1 - theta, theta)))) / 2
+
+
+def copies(theta):
+    """Return the table of x, which is 0 with probability θ, and y = x: each says all about θ."""
+    return torch.diag(torch.cat((theta, 1 - theta)))
 
 
 @pytest.mark.claim("C3")
