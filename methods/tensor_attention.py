@@ -186,7 +186,7 @@ class PairAttention(nn.Module):
     Keys are not rotated: a product of *three* rotated vectors depends on absolute positions, not only on
     distances. So a Llama knows positions here only through the causal mask.
     """
-    w_o = Attention.w_o
+    w_o, project = Attention.w_o, Attention.project
 
     def __init__(self, config: Config):
         super().__init__()
@@ -196,9 +196,7 @@ class PairAttention(nn.Module):
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, sum of heads, T, D)
-        q, k, v = qkv.split(self.heads, 1)
+        q, k, v = self.project(x, None)
         k = torch.cat((k[:, ::2], k[:, 1::2]), -1)  # (B, H, T, 2D): each head's two vectors
         v = torch.cat((v[:, ::2], v[:, 1::2]), -1)
 
