@@ -314,10 +314,7 @@ def floored(case: Case, ceiling: dict[str, float]) -> dict:
 
 
 def measured(case: Case, ceiling: dict[str, float], cache: int) -> dict:
-    """Return the row of one case: times in µs, and ratios.
-
-    cache: bytes of the GPU's cache.
-    """
+    """Return the row of one case: times in µs, and ratios. cache: bytes of the GPU's cache."""
     sets = [case.draw() for _ in range(min(max(1, 4 * cache // case.bytes), 256))]
     row = floored(case, ceiling)
     row["kernel"] = microseconds(case.kernel, sets, True)

@@ -86,10 +86,7 @@ def plain(q: Tensor, segments: list[Segment], sums: bool = False) -> tuple[Tenso
 
 @triton.jit
 def add_tile(b_s, b_v, b_m, b_l, b_acc):
-    """Update m, l and acc with one tile of scores (G, slots) and values (slots, D).
-
-    The scores are multiplied by log₂ e beforehand.
-    """
+    """Update m, l and acc with a tile of scores times log₂ e (G, slots) and values (slots, D)."""
     b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_p = tl.exp2(b_s - b_m_new[:, None])
     b_alpha = tl.exp2(b_m - b_m_new)

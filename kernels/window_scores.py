@@ -51,10 +51,7 @@ def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, 
 @triton.jit(do_not_specialize=["n", "parts"])
 def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
              BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write log Σ exp(s) over `share` keys for each query, (B·H, parts, G, w).
-
-    A program covers BLOCK_G query heads of a group.
-    """
+    """Write log Σ exp(s) over `share` keys, (B·H, parts, G, w), for BLOCK_G query heads of a group."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
@@ -80,10 +77,7 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
 @triton.jit(do_not_specialize=["n"])
 def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
                  BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write the window scores (B·H, G, n − w) of `share` keys before the window.
-
-    A program covers BLOCK_G query heads of a group.
-    """
+    """Write window scores (B·H, G, n − w) of `share` keys, for BLOCK_G query heads of a group."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)

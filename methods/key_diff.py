@@ -22,10 +22,7 @@ class KeyDiff(ScoredCache):
 
 
 def likeness(k: Tensor) -> Tensor:
-    """Return the cosine of each key and the mean direction of all keys: k (B, H, S, D) → (B, H, S).
-
-    The result has at least 32 bits.
-    """
+    """Return the cosine of keys (B, H, S, D) and their mean direction, (B, H, S), in at least 32 bits."""
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     scale = 1 / k.norm(dim=-1).clamp(min=1e-12)  # no normalized copy of k: this runs at each step
     mean = F.normalize(scale.unsqueeze(2) @ k, dim=-1)  # (B, H, 1, D)

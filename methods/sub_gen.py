@@ -68,10 +68,7 @@ class Stream:
         return ~(distance > self.radius)  # not <=: a NaN then counts as near, so the loop in `join` ends
 
     def join(self, k: Tensor) -> Tensor:
-        """Return each key's cluster, (B, H, T): the oldest one near it, or else a new one.
-
-        A cluster's centre is its first key.
-        """
+        """Return each key's cluster, (B, H, T): the oldest near it, or a new one with the key as centre."""
         used = (self.count > 0).sum(-1)
         near = self.near(k, self.centre) & (self.count > 0).unsqueeze(2)
         cluster = (near.cumsum(-1) == 0).sum(-1)  # the first that is near; M if none is

@@ -98,10 +98,7 @@ def reach(cache: WindowCache, key: Tensor) -> Tensor:
 
 
 def mean_weights(member: Tensor, scores: Tensor) -> Tensor:
-    """Return each group's weights for its mean, (B, H, E, n), from window scores (B, H, n).
-
-    They add up to 1, or are all 0 in an empty group.
-    """
+    """Return weights (B, H, E, n) for each group's mean, ∝ window scores (B, H, n); 0 in an empty group."""
     weight = member * scores.unsqueeze(2)
     return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 

@@ -90,10 +90,7 @@ def replayed(batch: Batch, recordings: list[list[Recording]], make: Make, agnost
 
 @torch.no_grad()
 def aware(model, batch: Batch, recordings: list[list[Recording]], make: Make) -> Tensor:
-    """Return the fraction of each document's questions answered right, (B,), query-aware.
-
-    The prompt contains the first question.
-    """
+    """Return the fraction of questions answered right, (B,); the prompt contains the first question."""
     caches, spans = replayed(batch, recordings, make), batch.answers
     return answer(model, torch.from_numpy(batch.tokens), spans, spans[0].start - 1, caches)
 
@@ -200,10 +197,7 @@ def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
 
 
 def token_divergences(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL_j(θ* ‖ θ) of each token given the earlier ones, (k,).
-
-    Their sum is the tables' KL (chain rule).
-    """
+    """Return KL_j(θ* ‖ θ) of each token given the earlier ones, (k,); their sum is the tables' KL."""
     prefixes = [divergence(p, q, list(range(j))) for j in range(p.dim() + 1)]
     return torch.stack([after - before for before, after in zip(prefixes, prefixes[1:])])
 

@@ -29,10 +29,7 @@ from nanollm.model import Config, Decoder, rope, rope_frequencies, rotate
 
 
 def projected_basis(n: int, d: int, generator: torch.Generator) -> Tensor:
-    """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5): (n, d), float64.
-
-    Entries are Gaussian, divided by √d.
-    """
+    """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5), Gaussian / √d: (n, d), float64."""
     return torch.randn(n, d, dtype=torch.float64, generator=generator) / d ** 0.5
 
 

@@ -216,10 +216,7 @@ def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
 
 
 def drifts(layer: OneLayer, start: Tensor, T: int, budget: int, strength: Tensor | None = None):
-    """Return ‖x_t − x̃_t‖₂ and the mass lost for each token after `start`, (T − n,) each.
-
-    x_t attends to all keys, x̃_t to `budget` of them.
-    """
+    """Return ‖x_t − x̃_t‖₂ and the mass lost, (T − n,) each; x̃_t attends to `budget` keys, x_t to all."""
     full, _ = rollout(layer, start, T, strength=strength)
     evicted, lost = rollout(layer, start, T, budget, strength)
     return (full - evicted).norm(dim=-1)[len(start):], lost

@@ -183,10 +183,7 @@ class Padded(Scissorhands):
 
 @dataclass(eq=False)
 class Rate(Scissorhands):
-    """Rank an entry by the fraction of steps at which it was unimportant.
-
-    The steps are those since it came, at most the last w.
-    """
+    """Rank an entry by the fraction of its last steps, at most w, at which it was unimportant."""
 
     def importance(self) -> Tensor:
         return super().importance() / (self.seen - self.pos).clamp(max=self.history)
