@@ -61,19 +61,19 @@ class MomentKV(H2O):
 
     def add(self, i: Tensor):
         """Add slots i (B, H, n) to the moments."""
-        new = {name: x.gather(2, expand_index(i, x)).float() for name, x in (("k", self.k), ("v", self.v))}
-        n, both = i.shape[2], self.evicted + i.shape[2]
-        mean = {name: x.mean(2) for name, x in new.items()}
-        k, v = (new[name] - mean[name].unsqueeze(2) for name in "kv")
-        C = v.mT @ k / n  # rows: the value's channels
+        n = i.shape[2]
+        k, v = (x.gather(2, expand_index(i, x)).float() for x in (self.k, self.v))
+        mean_k, mean_v = k.mean(2), v.mean(2)
+        C = (v - mean_v.unsqueeze(2)).mT @ (k - mean_k.unsqueeze(2)) / n  # rows: the value's channels
+        self.evicted += n
         if self.moments:
-            old = {name: x.float() for name, x in self.moments.items()}
-            apart = {name: mean[name] - old[name] for name in mean}
-            share = n / both
-            C = (1 - share) * old["C"] + share * C + share * (1 - share) * (
-                apart["v"].unsqueeze(3) * apart["k"].unsqueeze(2))
-            mean = {name: old[name] + share * apart[name] for name in mean}
-        self.evicted, self.moments = both, {name: x.to(self.k) for name, x in (mean | dict(C=C)).items()}
+            share = n / self.evicted
+            old_k, old_v, old_C = (self.moments[name].float() for name in "kvC")
+            apart_k, apart_v = mean_k - old_k, mean_v - old_v
+            C = (1 - share) * old_C + share * C + share * (1 - share) * (
+                apart_v.unsqueeze(3) * apart_k.unsqueeze(2))
+            mean_k, mean_v = old_k + share * apart_k, old_v + share * apart_v
+        self.moments = {name: x.to(self.k) for name, x in dict(k=mean_k, v=mean_v, C=C).items()}
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.evicted:
