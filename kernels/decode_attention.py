@@ -262,15 +262,10 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def attend_packed(cache, q: Tensor) -> Tensor:
-    """Return y of q (B, H·G, 1, D) over packed slots and newer slots, for `PackedCache.attention`.
-
-    The newer slots are in a buffer of equal capacity per head.
-    """
+    """Return y of q (B, H·G, 1, D) over packed slots and newer slots, for `PackedCache.attention`."""
     counts = cache.counts.flatten()
     old = Segment(cache.packed["k"], cache.packed["v"], counts.cumsum(0) - counts, counts.int(),
                   cache.longest, cache.packed.get("bias"))
-    new = {name: x[:, :, :cache.length - cache.longest] for name, x in cache.slots.items()}
-    B, _, _, D = q.shape
-    grouped = q.view(B, new["k"].shape[1], -1, D)
-    y, _ = decode_attention(grouped, [old, Segment.of(new["k"], new["v"], new.get("bias"))])
+    new = Segment.of(*(cache.new(name) for name in ("k", "v", "bias") if name in cache.slots))
+    y, _ = decode_attention(q.view(*cache.counts.shape, -1, q.shape[3]), [old, new])
     return y.view_as(q)
