@@ -31,14 +31,8 @@ from nanollm.window import WindowCache
 class PlacedChunks(Chunks):
     """Shift each document's grid of chunks so that token `at` has place `place` in its chunk."""
     again = False             # the grid is known for the prompt only
-    at: Tensor | None = None  # (B,), a token index for each document
+    at: Tensor | None = None  # (B,), a token index for each document, like torch.from_numpy(batch.stated)
     place: int = 0            # from 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not isinstance(self.at, Tensor):
-            raise ValueError(f"at is a {type(self.at).__name__}; it must be a tensor (B,), one token index "
-                             "per document: give torch.from_numpy(batch.stated)")
 
     def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
         first_end = (self.at.to(scores.device) - self.place - 1) % self.chunk_size  # end of the first chunk

@@ -63,7 +63,7 @@ class OneLayer:
 
 def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, strength: Tensor | None = None,
             normalise: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `start` (n, d) extended to T tokens (T, d), and the mass lost per step, (T − n,).
+    """Return `start` (n, d) extended to T tokens (T, d), and the mass lost per step, (T − n,); 2 ≤ n < T.
 
     budget: number of keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1: each step
         evicts the entry with the lowest score, then attends to the rest. The first step evicts as many as
@@ -74,10 +74,6 @@ def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, s
         condition makes ‖F(a)‖ ≤ 1/2. Its proof needs only ‖x‖ ≤ 1, which holds without `normalise`.
     """
     n = len(start)
-    if not 2 <= n < T:
-        raise ValueError(f"start has {n} tokens and T is {T}; start needs at least 2 tokens and fewer than T")
-    if budget is not None and budget < 1:
-        raise ValueError(f"budget is {budget}; it must be at least 1, or None to keep every entry")
     x = torch.cat((start, start.new_zeros(T - n, start.shape[1])))
     kept, lost = torch.arange(n - 1), []
 

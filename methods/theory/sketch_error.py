@@ -29,9 +29,6 @@ def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]
     averages of W_K and W_V are added. The fraction `even` of the total is divided equally among the layers
     (ours), so that no layer has too little room.
     """
-    if not 0 <= even <= 1:
-        raise ValueError(f"even is {even}; this fraction of the total budget must be 0 to 1")
-
     weights = keys_and_values(model)
     fisher = torch.zeros(len(weights))
     for text in tokens.split(1):
@@ -63,8 +60,6 @@ def keys_and_values(model) -> list[list[tuple]]:
 
 def share_out(caches: list, shares: tuple[float, ...]) -> list:
     """Divide the total budget of fresh caches by `shares`, one per layer; return these caches."""
-    if len(shares) != len(caches):
-        raise ValueError(f"{len(shares)} shares for {len(caches)} layers; give one per layer")
     if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-3:
         raise ValueError(f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1")
     total = sum(cache.budget for cache in caches)
