@@ -102,7 +102,7 @@ class KVReviver(LayerCache):
         if not self.revives(q):
             return super().attention(q, pos)
         if fast := kernel_for(q, "revive_attention", "attend_one"):
-            return fast(self, q, self.sketch.x)
+            return fast(self, q, *self.kernel_input())
 
         tokens = self.vague_tokens()
         q_h = (q * q.shape[-1] ** -0.5).view(q.shape[0] * self.k.shape[1], -1, q.shape[-1])  # (B·H, G, D)
@@ -115,6 +115,10 @@ class KVReviver(LayerCache):
         p = torch.stack(rows)
         y = torch.stack(outputs) + p[..., :self.length] @ self.v.flatten(0, 1)
         return y.view_as(q), p.view(*self.k.shape[:2], -1, 1, p.shape[-1])
+
+    def kernel_input(self) -> tuple:
+        """Return the slots that the kernel reads; subclasses may add a mean and a factor."""
+        return (self.sketch.x,)
 
     def observe(self, q: Tensor, p: Tensor):
         revived = p.shape[-1] > self.length

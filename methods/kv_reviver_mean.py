@@ -17,7 +17,6 @@ from torch import Tensor
 
 from methods.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
-from nanollm.kernel_switch import kernel_for
 
 
 class MeanSketch(Sketch):
@@ -40,12 +39,8 @@ class MeanSketch(Sketch):
 class MeanReviver(KVReviver):
     kind = MeanSketch
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """On a GPU, give the kernel the means instead of the sums."""
-        fast = kernel_for(q, "revive_attention", "attend_one")
-        if not self.revives(q) or fast is None:
-            return super().attention(q, pos)
-        return fast(self, q, self.sketch.means(self.vague_tokens()))
+    def kernel_input(self) -> tuple:
+        return (self.sketch.means(self.vague_tokens()),)
 
 
 variants = {"kv_reviver_mean": MeanReviver}

@@ -25,7 +25,6 @@ from torch import Tensor
 from methods.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
 from nanollm.cache import Stored
-from nanollm.kernel_switch import kernel_for
 
 MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of 1 or 3 normals (Lemma 2)
 
@@ -109,18 +108,16 @@ class SignedReviver(KVReviver):
     kind = SignedSketch
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to slots directly if the sketch has one row; otherwise on a GPU by a kernel."""
-        if not self.revives(q):
+        """Attend to slots directly if the sketch has one row."""
+        if self.rows > 1 or not self.revives(q):
             return super().attention(q, pos)
+        grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)
+        y, p = self.sketch.attend(grouped, self.k, self.v, self.vague_tokens())
+        return y.view_as(q), p.unsqueeze(3)
 
+    def kernel_input(self) -> tuple:
         tokens = self.vague_tokens()
-        if self.rows == 1:
-            grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)
-            y, p = self.sketch.attend(grouped, self.k, self.v, tokens)
-            return y.view_as(q), p.unsqueeze(3)
-        if fast := kernel_for(q, "revive_attention", "attend_one"):
-            return fast(self, q, *self.sketch.centred(self.sketch.bucket(tokens), self.sketch.signs(tokens)))
-        return super().attention(q, pos)
+        return self.sketch.centred(self.sketch.bucket(tokens), self.sketch.signs(tokens))
 
 
 @dataclass(eq=False)
