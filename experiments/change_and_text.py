@@ -35,9 +35,9 @@ from nanollm import TINY, tokenizer
 from nanollm.cache import LayerCache, bytes_in_16_bits, end_prefill, make_cache
 from nanollm.hf import checkpoint
 from nanollm.measure.benchmark import Benchmark, replayed_or_read
-from nanollm.measure.evaluate import (Make, Reference, answer, continuation, maker,
-                                      prompt_and_question, reference, retrieve, text_windows)
-from nanollm.measure.replay import Recorder, feed, record, replay
+from nanollm.measure.evaluate import (Make, Reference, answer, continuation, maker, reference, retrieve,
+                                      text_windows)
+from nanollm.measure.replay import feed
 from nanollm.measure.tasks import Batch, Tasks
 from nanollm.ranking import top
 
@@ -63,7 +63,6 @@ for Rule in RULES:
 METHODS |= {f"{Rule.__name__}, no pool": (Rule, WINDOW | dict(kernel_size=1)) for Rule in RULES}
 METHODS["StreamingLLM"] = StreamingLLM, {}
 METHODS |= {f"SnapKV+{name}": (SnapKV, WINDOW | options) for name, options in VARIANTS.items()}
-COMMAND = dict(SnapKV="snap_kv", PyramidKV="pyramid_kv", AdaKV="ada_kv", StreamingLLM="streaming_llm")
 
 
 @dataclass(frozen=True)
@@ -119,43 +118,29 @@ ONE_OPTION = {
 
 # ---- measurements ----------------------------------------------------------------------------------------
 
-def texts(model, tasks: Tasks) -> Reference:
-    """Return 64 texts of 512 tokens with the full cache's predictions of the last 64."""
-    return reference(model, text_windows(tasks, 64, 512), 64)
-
-
-def by_text(model, full: Reference, name: str, keep_ratio: float) -> dict[str, Tensor]:
-    """Return the measurements of a method of METHODS, text by text.
+def by_text(model, full: Reference, Method, keep_ratio: float, **options) -> dict[str, Tensor]:
+    """Return the measurements of a method, text by text.
 
     alone: ‖o − ô‖₁ with only one layer compressed; together: with the layers below compressed too,
     (texts, L, H·G) each; kl and nll (texts,).
     """
-    Method, options = METHODS[name]
-    return text_by_text(model, full, maker(model, Method, keep_ratio, **options))
-
-
-def text_by_text(model, full: Reference, make: Make) -> dict[str, Tensor]:
-    """Return the measurements of `by_text` for caches of `make`."""
+    make = maker(model, Method, keep_ratio, **options)
     text = replayed_or_read(partial(continuation, alone=True), model, full, make, full.recording)
     row = dict(alone=text["l1_alone"], together=text["l1"], kl=text["kl"], nll=text["nll"])
     return {key: x.cpu() for key, x in row.items()}
 
 
 def measured(model, full: Reference, name: str, keep_ratio: float) -> dict[str, np.ndarray]:
-    """Return a method's row: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
-    text = by_text(model, full, name, keep_ratio)
+    """Return the row of a method of METHODS: L, kl and nll (texts,), heads (L, H·G), layers (L,)."""
+    Method, options = METHODS[name]
+    text = by_text(model, full, Method, keep_ratio, **options)
     row = dict(L=text["alone"].mean((1, 2)), kl=text["kl"], nll=text["nll"])
     row |= dict(heads=text["alone"].mean(0), layers=text["together"].mean((0, 2)))
     return {key: x.numpy() for key, x in row.items()}
 
 
-def answers(model, bench: Benchmark, Method, keep_ratio: float, **options) -> dict[str, Tensor]:
-    """Return each document's share of right answers, (tasks, documents), "aware" and "agnostic"."""
-    return right_answers(model, bench, maker(model, Method, keep_ratio, **options))
-
-
 def right_answers(model, bench: Benchmark, make: Make) -> dict[str, Tensor]:
-    """Return `answers` for caches of `make`."""
+    """Return each document's share of right answers, (tasks, documents), "aware" and "agnostic"."""
     each = [replayed_or_read(retrieve, model, batch, make, bench.recordings[task])
             for task, batch in bench.batches.items()]
     return {setting: torch.stack([x[setting] for x in each]) for setting in ("aware", "agnostic")}
@@ -169,9 +154,9 @@ def one_option_at_a_time(model, bench: Benchmark, full: Reference, keep_ratio: f
     rows = {}
     for name, select in {"SnapKV": SnapKV.select, **ONE_OPTION}.items():
         options = dict(select=select, **WINDOW)
-        right = answers(model, bench, SnapKV, keep_ratio, **options)["aware"].flatten()
-        text = text_by_text(model, full, maker(model, SnapKV, keep_ratio, **options))
-        rows[name] = dict(answers=right, L=text["alone"].mean((1, 2)), kl=text["kl"])
+        right = right_answers(model, bench, maker(model, SnapKV, keep_ratio, **options))["aware"]
+        text = by_text(model, full, SnapKV, keep_ratio, **options)
+        rows[name] = dict(answers=right.flatten(), L=text["alone"].mean((1, 2)), kl=text["kl"])
     return rows
 
 
@@ -200,9 +185,10 @@ def long_answer(model, texts: Tensor, asked: dict[str, Batch], again: bool = Tru
         log_p = model(token[:, None], caches)[:, 0].log_softmax(-1)
         kl.append(F.kl_div(log_p, true, log_target=True, reduction="none").sum(-1))
         kib.append(bytes_in_16_bits(caches) / len(texts) / 1024)
-    right = {task: answer(model, torch.from_numpy(batch.tokens).to(texts.device), batch.answers, T // 16,
-                          prompted(torch.from_numpy(batch.tokens).to(texts.device)))
-             for task, batch in asked.items()}
+    right = {}
+    for task, batch in asked.items():
+        tokens = torch.from_numpy(batch.tokens).to(texts.device)
+        right[task] = answer(model, tokens, batch.answers, T // 16, prompted(tokens))
     return dict(kl=torch.stack(kl, 1).mean(1), most=max(kib), last=kib[-1]) | right
 
 
@@ -219,16 +205,11 @@ def needles_found(model, tasks: Tasks, names, depths, lengths, budget: int = 32)
     found = np.zeros((len(names), len(depths), len(lengths)))
     for (i, depth), (j, T) in product(enumerate(depths), enumerate(lengths)):
         batch = tasks.batch("needle", seed=j, B=4, T=T, depth=depth)
-        tokens, *parts = prompt_and_question(model, batch)
-        recorders = make_cache(model, Recorder)
-        recordings = [record(model, recorders, part) for part in parts]
+        bench = Benchmark.read(model, {"needle": batch}, None)
         for m, name in enumerate(names):
             Method, options = METHODS[name]
-            caches = make_cache(model, Method, budget=budget, **options)
-            for n in (1, 2):
-                replay(recordings[:n], caches)
-            right = answer(model, tokens, batch.answers, batch.answers[0].start - 1, caches)
-            found[m, i, j] = right.mean()
+            make = lambda *_: make_cache(model, Method, budget=budget, **options)
+            found[m, i, j] = right_answers(model, bench, make)["aware"].mean()
     return found
 
 
@@ -244,50 +225,6 @@ def stored() -> dict[tuple[str, float], dict[str, np.ndarray]]:
     return rows
 
 
-def difference(name: str, base: str, keep_ratio: float, key: str) -> tuple[float, float]:
-    """Return the mean difference of two stored rows, text by text, and its standard error."""
-    d = stored()[name, keep_ratio][key] - stored()[base, keep_ratio][key]
-    return d.mean(), d.std(ddof=1) / len(d) ** 0.5
-
-
-def change(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
-    """Return `difference` of L in units of the base's mean L."""
-    unit = stored()[base, keep_ratio]["L"].mean()
-    return tuple(x / unit for x in difference(name, base, keep_ratio, "L"))
-
-
-def saved(name: str, base: str, keep_ratio: float, key: str = "kl") -> tuple[float, float]:
-    """Return the share of the budget that a method saves, and its standard error (Fig. 1).
-
-    It is compared with the budget at which the base has the same score; 0.2 saves a fifth. The base's
-    budget is interpolated, as in the figure. The standard error comes from drawing the texts anew. Beyond the
-    base's scores at all KEEP_RATIOS, the nearest keep ratio counts.
-    """
-    mine, base_rows = stored()[name, keep_ratio][key], np.stack([stored()[base, x][key] for x in KEEP_RATIOS])
-
-    def part(texts) -> float:
-        enough = np.interp(mine[texts].mean(), base_rows[:, texts].mean(1), np.log2(KEEP_RATIOS))
-        return 1 - keep_ratio / 2 ** enough
-
-    resampled = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
-    return part(slice(None)), np.std([part(texts) for texts in resampled])
-
-
-def lower(name: str, base: str, keep_ratio: float) -> float:
-    """Return the share of heads whose L is lower than the base's."""
-    return (stored()[name, keep_ratio]["heads"] < stored()[base, keep_ratio]["heads"]).mean()
-
-
-def last_layer(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
-    """Return the last layer's change relative to the base's, with all layers and it alone compressed.
-
-    −0.1 is a tenth less.
-    """
-    row, other = stored()[name, keep_ratio], stored()[base, keep_ratio]
-    together = row["layers"][-1] / other["layers"][-1] - 1
-    return together, row["heads"][-1].mean() / other["heads"][-1].mean() - 1
-
-
 def ranks(x: np.ndarray) -> np.ndarray:
     """Return the ranks of x (n,), from 1; equal numbers have their mean rank."""
     _, place, n = np.unique(x, return_inverse=True, return_counts=True)
@@ -299,27 +236,17 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     return np.corrcoef(ranks(x), ranks(y))[0, 1]
 
 
-def correlation_over_methods(x: np.ndarray, y: np.ndarray, draws: int = 1000, seed: int = 0) -> tuple:
-    """Return the rank correlation of the means of x and y (methods, texts), and its 95 % interval.
+def correlation_of_change_and_kl(names: list[str], keep_ratios: list[float]) -> tuple:
+    """Return the rank correlation of mean L and mean KL over these stored rows, and its 95 % interval.
 
-    The interval comes from drawing the texts anew, the same for x and y.
+    The interval comes from drawing the texts anew, the same for L and KL.
     """
-    resampled = np.random.default_rng(seed).integers(0, x.shape[1], (draws, x.shape[1]))
-    values = [rank_correlation(x[:, i].mean(1), y[:, i].mean(1)) for i in resampled]
-    return rank_correlation(x.mean(1), y.mean(1)), *np.quantile(values, [0.025, 0.975])
-
-
-def correlation_of_change_and_kl(names: list[str], shares: list[float]) -> tuple:
-    """Return `correlation_over_methods` of L and KL, over these methods at these keep ratios."""
-    rows = [stored()[name, keep_ratio] for name in names for keep_ratio in shares]
-    return correlation_over_methods(*(np.array([row[key] for row in rows]) for key in ("L", "kl")))
-
-
-def command_name(name: str) -> str:
-    """Return the name on the command line: "snap_kv+critical" for "SnapKV+critical"."""
-    for rule, command in COMMAND.items():
-        name = name.replace(rule, command)
-    return name.replace(", ", "+")
+    rows = [stored()[name, keep_ratio] for name in names for keep_ratio in keep_ratios]
+    L, kl = (np.array([row[key] for row in rows]) for key in ("L", "kl"))  # (rows, texts)
+    texts = L.shape[1]
+    resampled = np.random.default_rng(0).integers(0, texts, (1000, texts))
+    values = [rank_correlation(L[:, i].mean(1), kl[:, i].mean(1)) for i in resampled]
+    return rank_correlation(L.mean(1), kl.mean(1)), *np.quantile(values, [0.025, 0.975])
 
 
 # methods compared at every keep ratio; among them those that only select entries by window scores
@@ -329,10 +256,9 @@ WINDOW_METHODS = [name for name in COMPARED if "residual" not in name and name !
 
 if __name__ == "__main__":
     model, tasks = checkpoint.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
-    full = texts(model, tasks)
-    for name in METHODS:
-        for keep_ratio in KEEP_RATIOS:
-            row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist()
-                   for key, x in measured(model, full, name, keep_ratio).items()}
-            row = dict(method=name, keep_ratio=keep_ratio) | row
-            print(json.dumps(row, separators=(",", ":")), flush=True)
+    full = reference(model, text_windows(tasks, 64, 512), 64)
+    for name, keep_ratio in product(METHODS, KEEP_RATIOS):
+        row = {key: np.vectorize(lambda n: float(f"{n:.4g}"))(x).tolist()
+               for key, x in measured(model, full, name, keep_ratio).items()}
+        row = dict(method=name, keep_ratio=keep_ratio) | row
+        print(json.dumps(row, separators=(",", ":")), flush=True)

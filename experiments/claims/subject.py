@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.change_and_text import METHODS, answers, by_text
+from experiments.change_and_text import METHODS, by_text, right_answers
 from experiments.script import mean_and_error as mean
 from methods.theory.perturbation import seen_by_window
 from methods.theory.sketch_error import share_out
@@ -101,7 +101,8 @@ class Subject:
 
     def row(self, task: str, Method, keep_ratio: float | None, **options) -> dict[str, Tensor]:
         """Return each document's share of right answers, (documents,), "aware" and "agnostic"."""
-        rows = [answers(self.model, bench, Method, keep_ratio, **options) for bench in self.bench(task)]
+        make = maker(self.model, Method, keep_ratio, **options)
+        rows = [right_answers(self.model, bench, make) for bench in self.bench(task)]
         return {setting: torch.cat([row[setting][0] for row in rows]).cpu() for setting in rows[0]}
 
     def answered(self, Method, keep_ratio: float | None, *tasks: str, setting="aware", **options) -> Tensor:
@@ -124,7 +125,8 @@ class Subject:
 
     def of_text(self, name: str) -> dict[str, Tensor]:
         """Return `by_text` of a method of METHODS with a quarter of the entries."""
-        return by_text(self.model, self.text, name, 0.25)
+        Method, options = METHODS[name]
+        return by_text(self.model, self.text, Method, 0.25, **options)
 
     def kl(self, Method, shares: tuple | None = None, **options) -> Tensor:
         """Return each text's KL, (texts,), at a quarter of the bytes; `shares` divide them by layer."""

@@ -8,9 +8,9 @@ import torch
 from common import tasks
 from experiments import change_and_text
 from experiments.change_and_text import (ALL_OF_CODE, CODE, COMPARED, METHODS, ONE_OPTION, RULES, KEEP_RATIOS,
-                                         WINDOW_METHODS, WINDOW, CodeOptions, OtherNorms, change,
-                                         correlation_of_change_and_kl, difference, l2_norms, last_layer,
-                                         long_answer, lower, needles_found, saved, stored)
+                                         WINDOW_METHODS, WINDOW, CodeOptions, OtherNorms,
+                                         correlation_of_change_and_kl, l2_norms, long_answer, needles_found,
+                                         stored)
 from experiments.claims.rules import P5, P8
 from experiments.claims.subject import HOLDS, OPEN, Subject, above, below, mean
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
@@ -18,6 +18,53 @@ from methods.snap_kv import SnapKV
 from nanollm import TINY
 from nanollm.hf import checkpoint
 from nanollm.measure.evaluate import reference, standard_error, text_windows
+
+
+# ---- numbers of the stored rows ---
+
+
+def difference(name: str, base: str, keep_ratio: float, key: str) -> tuple[float, float]:
+    """Return the mean difference of two stored rows, text by text, and its standard error."""
+    d = stored()[name, keep_ratio][key] - stored()[base, keep_ratio][key]
+    return d.mean(), d.std(ddof=1) / len(d) ** 0.5
+
+
+def change(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
+    """Return `difference` of L in units of the base's mean L."""
+    unit = stored()[base, keep_ratio]["L"].mean()
+    return tuple(x / unit for x in difference(name, base, keep_ratio, "L"))
+
+
+def saved(name: str, base: str, keep_ratio: float, key: str = "kl") -> tuple[float, float]:
+    """Return the share of the budget that a method saves, and its standard error (Fig. 1).
+
+    It is compared with the budget at which the base has the same score; 0.2 saves a fifth. The base's
+    budget is interpolated, as in the figure. The standard error comes from drawing the texts anew. Beyond the
+    base's scores at all KEEP_RATIOS, the nearest keep ratio counts.
+    """
+    mine, base_rows = stored()[name, keep_ratio][key], np.stack([stored()[base, x][key] for x in KEEP_RATIOS])
+
+    def part(texts) -> float:
+        enough = np.interp(mine[texts].mean(), base_rows[:, texts].mean(1), np.log2(KEEP_RATIOS))
+        return 1 - keep_ratio / 2 ** enough
+
+    resampled = np.random.default_rng(0).integers(0, len(mine), (200, len(mine)))
+    return part(slice(None)), np.std([part(texts) for texts in resampled])
+
+
+def lower(name: str, base: str, keep_ratio: float) -> float:
+    """Return the share of heads whose L is lower than the base's."""
+    return (stored()[name, keep_ratio]["heads"] < stored()[base, keep_ratio]["heads"]).mean()
+
+
+def last_layer(name: str, base: str, keep_ratio: float) -> tuple[float, float]:
+    """Return the last layer's change relative to the base's, with all layers and it alone compressed.
+
+    −0.1 is a tenth less.
+    """
+    row, other = stored()[name, keep_ratio], stored()[base, keep_ratio]
+    together = row["layers"][-1] / other["layers"][-1] - 1
+    return together, row["heads"][-1].mean() / other["heads"][-1].mean() - 1
 
 
 # ---- answers: needles and pairs in 24 documents of 256 tokens each ---
@@ -76,7 +123,7 @@ def test_of_the_options_of_the_code_the_pool_or_a_larger_stage_1_saves_answers(o
 def test_a_difference_is_paired_and_has_its_standard_error(monkeypatch):
     x, y = np.random.default_rng(0).normal(size=(2, 30)) + [[3], [2]]
     rows = {("a", 0.5): dict(L=x), ("b", 0.5): dict(L=y)}
-    monkeypatch.setattr(change_and_text, "stored", lambda: rows)
+    monkeypatch.setitem(globals(), "stored", lambda: rows)
     expected = (x - y).mean(), standard_error(torch.from_numpy(x - y))
     assert difference("a", "b", 0.5, "L") == pytest.approx(expected)
     assert change("a", "b", 0.5) == pytest.approx([n / y.mean() for n in expected])
@@ -86,7 +133,7 @@ def test_a_difference_is_paired_and_has_its_standard_error(monkeypatch):
 def test_equal_scores_by_the_papers_rule_save_no_budget(note, monkeypatch):
     with monkeypatch.context() as patch:  # the base scores as well as that between 50 and 25 %
         rows = {("a", keep_ratio): dict(kl=np.full(3, n)) for n, keep_ratio in enumerate(KEEP_RATIOS, 1)}
-        patch.setattr(change_and_text, "stored", lambda: rows | {("b", 0.25): dict(kl=np.full(3, 1.5))})
+        patch.setitem(globals(), "stored", lambda: rows | {("b", 0.25): dict(kl=np.full(3, 1.5))})
         assert saved("b", "a", 0.25) == (pytest.approx(1 - 0.5 ** 0.5), 0) and saved("a", "a", 0.25)[0] == 0
     for base, addition in product((Rule.__name__ for Rule in RULES), ("critical", "critical_code")):
         part, error = saved(f"{base}+{addition}", base, 0.25)
@@ -178,7 +225,7 @@ def test_the_advantage_of_the_last_layer_does_not_accumulate(note, monkeypatch):
     with monkeypatch.context() as patch:  # two layers of two heads
         rows = dict(a=dict(heads=np.array([[9, 9], [1, 2]]), layers=[9, 4]),
                     b=dict(heads=np.array([[7, 7], [2, 4]]), layers=[7, 5]))
-        patch.setattr(change_and_text, "stored", lambda: {(name, 0.5): row for name, row in rows.items()})
+        patch.setitem(globals(), "stored", lambda: {(name, 0.5): row for name, row in rows.items()})
         assert last_layer("a", "b", 0.5) == pytest.approx((-0.2, -0.5))
     together, alone = -np.array([[last_layer(f"{base}+critical", base, keep) for keep in KEEP_RATIOS]
                                  for base in ("SnapKV", "AdaKV")]).transpose(2, 0, 1)

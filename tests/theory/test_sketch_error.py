@@ -13,7 +13,7 @@ import torch
 
 from common import TOKENS, decoder, tasks
 from exact import F64, check, near, random
-from experiments.change_and_text import answers
+from experiments.change_and_text import right_answers
 from experiments.claims.rules import R10, R14, R15, R4, R9
 from experiments.claims.subject import HOLDS, NOT, Subject, above
 from methods.count_sketch import Sketch
@@ -414,7 +414,8 @@ def test_with_the_question_in_the_prompt_needles_between_the_ends_are_lost(note)
     bench = Benchmark.read(model, dict(needle=at_depths(depths, 3, 512)), None)
     for name, Method, options in (("paper", KVReviver, {}), ("means", MeanReviver, {}), ("h2o", H2O, {}),
                                 ("snap", SnapKV, dict(window_size=8))):
-        found = answers(model, bench, Method, 0.25, **options)["aware"][0].view(5, 3).mean(1)
+        make = evaluate.maker(model, Method, 0.25, **options)
+        found = right_answers(model, bench, make)["aware"][0].view(5, 3).mean(1)
         note("R13", **{name: found.mean(), f"{name}_inside": found[1:4].mean()})
         assert found[1:4].mean() == 1 if name == "snap" else found[1:4].mean() < 0.3
 
