@@ -12,6 +12,7 @@ from math import log
 import os
 from pathlib import Path
 import platform
+import re
 import shlex
 from statistics import fmean
 import subprocess
@@ -28,163 +29,10 @@ ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "stored"
 TARGET = ROOT / "RESULTS.md"
 
-# name: (title, command, one sentence on what to see and how it was measured)
-SECTIONS = {
-    "short": (
-        "One method of each family", "python -m nanollm",
-        "See: if the question comes after the compression (agnostic), only `worst_query`, KVzip and KIVI "
-        "(`quantized_2`) stay within 0.1 of the full cache's accuracy.\n\n"
-        "The keep ratio is 25 %. Each task has 8 documents. The sentences below the table are computed "
-        "from its rows."),
-    "all": (
-        "Every method", "python -m nanollm --all",
-        "See: with a quarter of the entries and a later question (agnostic), `worst_query`, KVzip, Fast "
-        "KVzip and DuoAttention find every needle; SnapKV finds 0.12 of them. KVzip reads the prompt twice, "
-        "Fast KVzip and DuoAttention are calibrated; `worst_query` needs neither.\n\n"
-        "![accuracy and KL over the bytes of the cache](notebooks/compare.png)\n\n"
-        "Every method with a budget is measured at four keep ratios. For KL, perplexity and KiB, 64 "
-        "tokens follow the compressed prompt. The last table lists the changes by additions.\n\n"
-        "Window methods (SnapKV, PyramidKV, AdaKV and what is built on them), KVzip and its variants, Fast "
-        "KVzip, Expected Attention, DuoAttention's retrieval heads and the low-bit caches append these 64 "
-        "tokens. H2O, TOVA, KeyDiff, StreamingLLM, KVReviver and random stay within their budget from the "
-        "prompt's end on, Scissorhands and CaM from the first token on. Scissorhands drops half "
-        "when it is full, so its KiB depend on the moment. Quest keeps every entry; its budget is the number "
-        "of entries that a query reads. `kvzip_gain_coded` and `retrieval_layers` may keep fewer entries "
-        "than their budget. Here their entries take as much room as any others; only their files are small."),
-    "learned": (
-        "Every method, on the decoder that learned to retrieve",
-        "python -m nanollm --all --model nanollm/tiny_learned",
-        "See: with a quarter of the entries and a later question, `worst_query`, KVzip, Fast KVzip and "
-        "DuoAttention find every needle here, too. Expected Attention finds 0.91 of them, and 0.38 on the "
-        "decoder above.\n\n"
-        "The initial weights of the decoder above (*built*) contained retrieval heads. This decoder "
-        "(*learned*) has the same shape and learned its own. The measurement is the same."),
-    "claims": (
-        "The papers' claims, on both decoders", "python -m nanollm claims",
-        "See: 5 of the 22 claims hold on both decoders, and 8 hold on neither.\n\n"
-        "A rule on measured numbers decides each claim. Numbers are ± one standard error. "
-        "[CLAIMS.md](CLAIMS.md) has the rules and the results of the tests."),
-    "inside": (
-        "Attention inside the two decoders", "python -m experiments.inside",
-        "See: without the attention of layer 0 or of layer 1, *built* finds no needle; *learned* needs "
-        "only layer 0.\n\n"
-        "Each column is a layer. Accuracies come from 32 needle documents of 256 tokens, the other rows "
-        "from 16 documents or texts. Texts of *learned* begin with BOS. [Notebook "
-        "08](notebooks/08_two_decoders.ipynb) draws these numbers."),
-    "readings": (
-        "Other interpretations of the papers", "python -m experiments.readings",
-        "See: CriticalKV depends most on pooling the scores of its stage 2; with an eighth of the entries, "
-        "pooling raises the accuracy from 0.52 to 0.89 on *built* and from 0.12 to 0.90 on *learned*. "
-        "LayerDefensiveKV answers more without its stage 1 (`worst_query`): of the later questions 0.95 in "
-        "place of 0.43 on *built*, and 0.75 in place of 0.47 on *learned*.\n\n"
-        "Each row is one interpretation of a paper. `change` is its difference from the first row of the "
-        "table, paired by document or text, ± one standard error. `answers` is the accuracy over all "
-        "tasks, aware; `later` is that for questions after the compression. `L` is the L1 change of a head's "
-        "output with only its own layer compressed. The "
-        "keep ratio is 25 %, for CriticalKV 12.5 %.\n\n"
-        "The last table of each decoder compresses again while it decodes, nearly as in CriticalKV's Table "
-        "7: the cache shrinks to an eighth of the text whenever it holds half of it. (In the paper it "
-        "shrinks to 64 tokens whenever it exceeds 256, for texts of about 567 tokens.) Its KiB are of one "
-        "text, with 16-bit numbers."),
-    "additions": (
-        "Changes by each selection", "python -m nanollm --methods all --documents 128",
-        "See: on SnapKV, PyramidKV and AdaKV, the paper's selection (`critical`) lowers L1 at every keep "
-        "ratio but loses answers when the question is known; the authors' code (`critical_code`) loses "
-        "none.\n\n"
-        "Each selection is put on each window method that accepts it. The first row of a group has means, "
-        "the other rows changes against it, paired by document, ± one standard error. aware and agnostic "
-        "are mean accuracies over the three tasks; nll is the mean −log p of the true next token. The "
-        "second stage of `critical` does not pool the scores, and that of `critical_code` does. `theta`, "
-        "`residual` and `semantic` are ours."),
-    "kvzip": (
-        "KVzip taken apart", "python -m experiments.kvzip_parts",
-        "See: with an eighth of the entries KVzip finds every needle; without its reread, its maximum or "
-        "its ranking across heads it finds fewer. If the gain of the reread weighs its queries, a "
-        "thirty-second is enough.\n\n"
-        "The question comes after the compression (agnostic). The first table leaves out each of KVzip's "
-        "three parts; the method `one_reading` above is its row *first read, max, all*. The second stores "
-        "the kept entries in fewer bits (`methods/ours/kvzip_4.py`). Its KiB count the cache after the "
-        "answer; in the tables of every method 64 tokens follow, so KiB are larger there. The third table "
-        "compares two calibrations of DuoAttention. The last table has longer texts, which are reread in "
-        "three pieces. There the paper's way, in which a piece scores only its own entries, takes two thirds "
-        "of the time and finds as much, within two standard errors."),
-    "sketch": (
-        "KVReviver's sketch taken apart", "python -m experiments.sketch_parts",
-        "See: no reading of the sketch has a lower KL than *mean only*, which stores nothing but the mean of "
-        "the evicted tokens.\n\n"
-        "All rows of a keep ratio hold about the same bytes. *sum (printed)* reads a slot as the paper's "
-        "Algorithm 2 prints it. *slot means* divides by the number of tokens in the slot. *signed keys* "
-        "gives keys random signs, as values have them. *shrunk* is ours. *no sketch* spends the bytes on "
-        "exact tokens. `against no sketch` is the change of the KL, text by text. The question comes after "
-        "the compression."),
-    "tensor": (
-        "Tensor attention: one decoding step", "python -m methods.theory.index_game",
-        "See: the cache of four matrices that never forms a pair (`FactoredFourCache`) needs less time and "
-        "less memory than the cache of two matrices (`TwoCache`), at every length where both were "
-        "measured.\n\n"
-        "`TwoCache` stores keys and values of all pairs of tokens. `FourCache` stores four matrices and "
-        "forms the pairs at each step. `multiplied` counts multiplications, and `moved` the bytes that a "
-        "step reads and writes."),
-    "fewest_bytes": (
-        "Fewest bytes for a question that comes later", "python -m experiments.fewest_bytes",
-        "See: `kvzip_gain_turbo` needs the fewest bytes to keep 95 % of the answers on both decoders: 1.5 % "
-        "of the full cache's on *built* and 3.0 % on *learned*. `kvzip_4` needs 4.3 % on both. "
-        "([RECORDS.md](RECORDS.md) asks for more: each task alone, and p < .01.)\n\n"
-        "Each task has 256 documents of 512 tokens. A row keeps 95 % if its share is at least one standard "
-        "error above, and is undecided within one standard error. The last table lists, fewest bytes "
-        "first, the methods that keep 95 % on both decoders. `quest` holds every entry; its budget is what "
-        "it reads."),
-    "harder": (
-        "Harder tasks", "python -m experiments.harder",
-        "See: on *learned*, with a quarter of the entries and a later question, KVzip is nowhere far below "
-        "the full cache. `worst_query` loses some changed facts (0.75 in place of 0.91) and chains of four "
-        "(0.53 in place of 0.91). DuoAttention and Fast KVzip find facts, and lose the rule of form. With "
-        "the question in the prompt, `worst_query` answers as the full cache does; SnapKV finds the first of "
-        "four answers always, and the fourth in 34 % of the documents (*built*: 9 %).\n\n"
-        "![all methods on the harder tasks](notebooks/harder.png)\n\n"
-        "The documents come from `nanollm/measure/hard_tasks.py`: 32 for each batch, of 512 tokens. Only "
-        "*learned* was trained on these tasks. The figure has the question after the compression, and a "
-        "quarter of the entries. [Notebook 13](notebooks/13_harder.ipynb) says which verdicts stand."),
-    "worth": (
-        "The worth of an entry", "python -m experiments.worth --documents 8",
-        "See: attention tells how much an entry changes the answer, but not whether it helps or hurts. The "
-        "question's own queries rank entries by the size of their effect (ρ |worth|), and no score ranks "
-        "them by the worth itself (ρ worth is near 0).\n\n"
-        "Each entry of 16 documents per decoder is left out alone, exactly. The worthiest entries cost "
-        "little one by one, and the whole answer together. Yet kept by their worth, 1.6 % of the entries "
-        "answer every question: the order is right, the sums are not."),
-    "speed": (
-        "Speed of decoding, and cost of compression", "python -m experiments.speed --compile",
-        "See: after 2,048 tokens, a batch of 8 decodes 1.9 times as fast with SnapKV as with the full "
-        "cache, and 1.3 times as fast with KVzip. KVzip's compression, which rereads the prompt, takes 2.2 "
-        "times as long as the prefill.\n\n"
-        "The tables time a decoding step and its floor, the compression, steps with compressed caches, our "
-        "full cache inside a model of `transformers` (`nanollm/hf/bridge.py`), and our decoder against "
-        "theirs on the same weights. Before the last one, a check makes sure that both write the same "
-        "tokens."),
-    "growth": (
-        "Growth of the cost with the text", "python -m experiments.speed --what growth",
-        "See: KVzip's compression takes 2.2 times as long as reading 512 tokens, and 2.7 times as long as "
-        "reading 16,384. SnapKV's grows more slowly than the length (exponent 0.93).\n\n"
-        "![three costs over the tokens](notebooks/growth.png)\n\n"
-        "Texts have 512 to 16,384 tokens. An exponent is the slope of a line through all lengths, with "
-        "both axes logarithmic."),
-    "large": (
-        "Speed and memory in any model's shape", "python -m experiments.speed --what large",
-        "See: after 4 prompts of 1,024 tokens, SnapKV holds a quarter of the full cache's memory (2.13 of "
-        "8.52 MB), but its peak is higher than the full cache's (9.89 against 9.37 MB), since the whole "
-        "prompt is cached first.\n\n"
-        "Weights are random, here of a small shape on a CPU. No GPU has run this yet. On a GPU, `python -m "
-        "experiments.speed --what large --shape llama3-8b --lengths 8192 32768 65536 --batch 1 4 16` "
-        "measures real sizes, the bytes that the GPU's allocator counts, and decoding with and without "
-        "kernels."),
-    "resources": (
-        "Kernels, compiled", "python -m kernels.bench --resources",
-        "See: no kernel spills registers to memory (`stack` is 0).\n\n"
-        "Each kernel is compiled for an H100, for `bf16` and `fp16` numbers. `registers` are per thread; "
-        "`stack` and `shared` are bytes, `shared` of the shared memory of one program. No GPU has timed "
-        "the kernels yet."),
-}
+# sections.md has the words before the tables; SECTIONS: title, command and words by name
+HEAD, *PARTS = (ROOT / "experiments" / "sections.md").read_text().strip().split("\n\n## ")
+SECTION = re.compile(r"(\w+) · (.+)\n`(.+)`\n\n((?s:.+))")
+SECTIONS = {name: words for name, *words in (SECTION.fullmatch(part).groups() for part in PARTS)}
 FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png",
            "harder": "notebooks/harder.png"}  # what --figure writes
 COMPARED = "short", "all", "learned", "additions"  # sections of python -m nanollm; their rows are shortened
@@ -332,17 +180,12 @@ def shipped() -> str:
 def rendered() -> str:
     """Return the text of RESULTS.md."""
     anchor = lambda title: "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
-    head = ("# Results\n\nEach table has the command that measured its rows, with date and machine. "
-            "`python -m experiments.render NAME` runs the command again; the names are in the list below. "
-            "Seed 0 fixes accuracies, KL, L1 and bytes; other machines may round last digits differently. "
-            "Compare times only within a table. [CLAIMS.md](CLAIMS.md) lists the papers' claims and says "
-            "whether they hold here.")
     glossary = (f"Columns and terms in many tables:\n\n```\n{table.terms()}\n"
                 "built     decoder whose initial weights contained retrieval heads (nanollm/tiny)\n"
                 "learned   decoder of the same shape that learned its own (nanollm/tiny_learned)\n```")
     contents = "\n".join(f"- [{title}](#{anchor(title)}): `{name}`"
                          for name, (title, _, _) in SECTIONS.items())
-    return "\n\n".join((head, contents, glossary, *map(section, SECTIONS), shipped())) + "\n"
+    return "\n\n".join((HEAD, contents, glossary, *map(section, SECTIONS), shipped())) + "\n"
 
 
 def main(argv: list[str]):
