@@ -208,12 +208,9 @@ def show_enough(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None):
-    made = parser("experiments.fewest_bytes", __doc__)
+    made = parser("experiments.fewest_bytes", __doc__, documents=256, length=512)
     made.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                       help="methods to measure beside the full cache; default: all")
-    made.add_argument("--documents", type=int, default=256, help="documents per task; default 256")
-    made.add_argument("--length", type=int, default=512, metavar="TOKENS",
-                      help="length of each document; default 512")
     args = arguments(made, argv)
     methods = pick(["full", *args.methods] if args.methods else [])
     rows = []

@@ -36,7 +36,7 @@ from methods.snap_kv import SnapKV
 from methods.streaming_llm import StreamingLLM
 from methods.tova import TOVA
 from nanollm.cache import LayerCache, copied
-from nanollm.check import whole
+from nanollm.commands.compare import check_files
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command, cores
 from nanollm.commands.text_table import text_table
@@ -126,27 +126,27 @@ def numbers(encoding, vocab_size: int) -> Tensor:
 
 def judged(name: str, batch: Batch, said: list[Tensor], number: Tensor) -> dict[str, Tensor]:
     """Return measurements (B,) by name, from the tokens that a method generated for each answer."""
-    tokens = torch.from_numpy(batch.tokens)
-    right = [(x[:, :a.stop - a.start].cpu() == tokens[:, a]).all(1) for x, a in zip(said, batch.answers)]
-    task, said = BATCHES.get(name, (name,))[0], [x.cpu() for x in said]
+    tokens, said = torch.from_numpy(batch.tokens), [x.cpu() for x in said]
+    right = [(x[:, :a.stop - a.start] == tokens[:, a]).all(1) for x, a in zip(said, batch.answers)]
+    task, answer = BATCHES.get(name, (name,))[0], tokens[:, batch.answers[0]]
     if task == "turns":
         return {f"turn {i}": x for i, x in enumerate(right, 1)}
     if task == "list":
         each = {f"value {i}": x for i, x in enumerate(right, 1)}
         return each | {"list": torch.stack(right).float().mean(0)}
     if task == "latest":
-        return {"latest": right[0], "old value": (said[0] == earlier(batch)).all(1)}
+        return {"latest": right[0], "old value": (said[0] == stated(batch, 0)).all(1)}
     if task == "hops":
         length = lambda x: torch.where(number[x].any(1), number[x].int().argmax(1) + 1, x.shape[1])
-        return {name: right[0], f"trace {name[-1]}": length(said[0]) / length(tokens[:, batch.answers[0]])}
+        return {name: right[0], f"trace {name[-1]}": length(said[0]) / length(answer)}
     if task == "rule":
-        answer = tokens[:, batch.answers[0]]
         form, ban = ("first", "second") if "form first" in name else ("second", "first")
         obeyed = {f"form {form}": said[0][:, 0] == answer[:, 0]}
         word = says(said[0], answer[:, 1:])
         if name.startswith("allowed"):
             return obeyed | {"answer": word}
-        return obeyed | {f"ban {ban}": word, f"leak, ban {ban}": says(said[0], fact_of(batch))}
+        banned = stated(batch, -1)[:, :-1]  # a word is one token shorter than an answer, which has a mark
+        return obeyed | {f"ban {ban}": word, f"leak, ban {ban}": says(said[0], banned)}
     return {name: right[0]}
 
 
@@ -155,28 +155,18 @@ def says(said: Tensor, words: Tensor) -> Tensor:
     return (said.unfold(1, words.shape[1], 1) == words.unsqueeze(1)).all(2).any(1)
 
 
-def stated(batch: Batch) -> list[list[int]]:
-    """Return for each row the places in the context where the question's words were said before."""
-    asked = slice(batch.answers[0].start - 4, batch.answers[0].start)  # the key and what follows it
-    places = []
+def stated(batch: Batch, mention: int) -> Tensor:
+    """Return the tokens (B, n) that follow the question's key in the context, as many as an answer has.
+
+    mention: 0 for the key's first mention, −1 for its last.
+    """
+    answer, found = batch.answers[0], []
+    asked = slice(answer.start - 4, answer.start)  # the key and what follows it
     for row in torch.from_numpy(batch.tokens):
         windows = row[:batch.question].unfold(0, 4, 1)
-        places.append((torch.nonzero((windows == row[asked]).all(1)).flatten() + 4).tolist())
-    return places
-
-
-def earlier(batch: Batch) -> Tensor:
-    """Return the value (B, n) that the key asked for had first."""
-    n = batch.answers[0].stop - batch.answers[0].start
-    rows = torch.from_numpy(batch.tokens)
-    return torch.stack([row[place[0]:place[0] + n] for row, place in zip(rows, stated(batch))])
-
-
-def fact_of(batch: Batch) -> Tensor:
-    """Return the word (B, n) that the context states for the key asked for."""
-    n = batch.answers[0].stop - batch.answers[0].start - 1
-    rows = torch.from_numpy(batch.tokens)
-    return torch.stack([row[place[-1]:place[-1] + n] for row, place in zip(rows, stated(batch))])
+        place = torch.nonzero((windows == row[asked]).all(1)).flatten()[mention] + 4
+        found.append(row[place:place + answer.stop - answer.start])
+    return torch.stack(found)
 
 
 @torch.no_grad()
@@ -258,24 +248,20 @@ def measured(model, encoding, methods: dict, deep: dict, chosen: list[str], docu
     pieces = Pieces(model, HardTasks(encoding, "test"), chosen, documents, T)
     ends = boundaries(encoding, model.config.vocab_size)
     every, solved = {name for name, _ in pieces.parts}, pieces.solved()
-    writing, depth = {"writing"} & every, {name for name in every if name.startswith("depth")}
-    ratios = lambda Method, budgets: budgets if has_budget(Method) else [None]
-    jobs = [("answers", name, Method, ratio, every if name == "full" else solved)
-            for name, Method in (methods | REPAIRS).items() for ratio in ratios(Method, KEEP_RATIOS)]
-    jobs = [(*job, wanted - writing - depth) for *job, wanted in jobs]
-    jobs += [("depth", name, Method, ratio, depth)
-             for name, Method in deep.items() for ratio in ratios(Method, DEPTH_RATIOS)]
-    jobs += [("writing", name, Method, ratio, writing)
-             for name, Method in (dict(full=LayerCache) | WRITERS).items()
-             for ratio in ratios(Method, KEEP_RATIOS)]
-    jobs += [("writing", name, Method, KEEP_RATIOS[0], writing) for name, Method in KEEPERS.items()]
-    jobs = [job for job in jobs if job[-1]]
+    batches = dict(depth={name for name in every if name.startswith("depth")}, writing={"writing"} & every)
+    batches["answers"] = every - batches["depth"] - batches["writing"]
+    groups = (("answers", methods | REPAIRS, KEEP_RATIOS), ("depth", deep, DEPTH_RATIOS),
+              ("writing", dict(full=LayerCache) | WRITERS, KEEP_RATIOS),
+              ("writing", KEEPERS, KEEP_RATIOS[:1]))
+    jobs = [(table, name, Method, ratio) for table, group, ratios in groups if batches[table]
+            for name, Method in group.items() for ratio in (ratios if has_budget(Method) else [None])]
     options, rows = {}, []
-    for table, name, Method, ratio, wanted in (bar := tqdm(jobs, leave=False, disable=None)):
+    for table, name, Method, ratio in (bar := tqdm(jobs, leave=False, disable=None)):
         bar.set_description(name)
         if name not in options:
             options[name] = given(Method, window_size=8) | calibrated(Method, model, encoding)
         make = maker(model, Method, ratio, ends=ends, **options[name])
+        wanted = batches[table] & solved if table == "answers" and name != "full" else batches[table]
         rows += [dict(table=table, method=name, keep_ratio=ratio) | row for row in pieces.rows(make, wanted)]
     return rows
 
@@ -373,19 +359,14 @@ def draw(rows: list[dict], file: Path):
 
 
 def main(argv: list[str] | None = None):
-    made = parser("experiments.harder", __doc__)
+    made = parser("experiments.harder", __doc__, documents=32, length=512)
     made.add_argument("--tasks", nargs="+", default=[*ALL], choices=ALL, metavar="NAME",
                       help=f"tasks to measure; default all: {', '.join(ALL)}")
     made.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                       help="methods to measure beside the full cache; default: all")
-    made.add_argument("--documents", type=int, default=32, help="documents per batch; default 32")
-    made.add_argument("--length", type=int, default=512, metavar="TOKENS",
-                      help="length of each document; default %(default)s")
     made.add_argument("--figure", type=Path, metavar="FILE", help="file for a figure, .png, .pdf or .svg")
     args = arguments(made, argv)
-    whole("documents", args.documents, 2)
     if args.figure:
-        from nanollm.commands.compare import check_files
         check_files(args.figure, args.json)
     methods = pick(["full", *args.methods] if args.methods else [])
     deep = pick(["full", *(args.methods or DEEP)])

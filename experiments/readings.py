@@ -192,10 +192,7 @@ def show(rows: list[dict]) -> str:
 
 @torch.no_grad()
 def main(argv: list[str] | None = None):
-    made = parser("experiments.readings", __doc__)
-    made.add_argument("--documents", type=int, default=32,
-                      help="documents per task, and number of texts; default 32")
-    args, rows = arguments(made, argv), []
+    args, rows = arguments(parser("experiments.readings", __doc__, documents=32), argv), []
     for name, model, encoding in decoders(args):
         each_group = groups(model, Tasks(encoding, "test"), args.documents)
         for group, measurements in tqdm(each_group, desc=name, leave=False, disable=None):

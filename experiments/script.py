@@ -12,8 +12,12 @@ from nanollm.commands.shell import check_output, model_options, read_json, repla
 from nanollm.measure.evaluate import standard_error
 
 
-def parser(module: str, about: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of a model and --json."""
+def parser(module: str, about: str, documents: int | None = None,
+           length: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options of a model and --json.
+
+    It also has --documents and --length if their default is given.
+    """
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=about,
                                    epilog="The shipped decoders are measured; --model adds another.",
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -21,6 +25,12 @@ def parser(module: str, about: str) -> argparse.ArgumentParser:
     made.add_argument("--shipped", nargs="*", choices=SHIPPED, default=[*SHIPPED], metavar="NAME",
                       help=f"shipped decoders to measure; default: {' '.join(SHIPPED)}. Without a name: none")
     made.add_argument("--json", type=Path, metavar="FILE", help="file to write the rows to")
+    if documents:
+        made.add_argument("--documents", type=int, default=documents,
+                          help="documents per task, and number of texts if any; default %(default)s")
+    if length:
+        made.add_argument("--length", type=int, default=length, metavar="TOKENS",
+                          help="length of each document; default %(default)s")
     return made
 
 
@@ -56,11 +66,7 @@ def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):
 def by_documents(argv: list[str] | None, module: str, about: str, length: int,
                  measured: Callable[..., list[dict]], show: Callable[[list[dict]], str]):
     """Run measured(model, tokenizer, documents, length) on each decoder; print and write the rows."""
-    made = parser(module, about)
-    made.add_argument("--documents", type=int, default=32, help="documents per task; default 32")
-    made.add_argument("--length", type=int, default=length, metavar="TOKENS",
-                      help="length of each document; default %(default)s")
-    args = arguments(made, argv)
+    args = arguments(parser(module, about, 32, length), argv)
     rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
             for row in measured(model, encoding, args.documents, args.length)]
     finish(args, rows, show)

@@ -44,7 +44,7 @@ def test_turns_and_lists_are_judged_answer_by_answer():
 def test_latest_tells_an_old_value_from_the_newest():
     batch = tasks("test").batch("latest", 0, 6, 400)
     newest = torch.from_numpy(batch.tokens)[:, batch.answers[0]]
-    old = harder.earlier(batch)
+    old = harder.stated(batch, 0)
     for row, key, value in zip(batch.tokens, batch.tokens[:, batch.answers[0].start - 4:], old):
         text = decode(row[:batch.question])
         assert text.index(f" is {decode(value)}.") < text.index(f" is {decode(key[4:6])}.")
