@@ -11,6 +11,7 @@ from torch import Tensor
 from experiments.script import arguments, decoders, finish, parser
 from methods.ours.karhunen_loeve import Watched, basis, metric, watched
 from nanollm.cache import NEVER
+from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.measure.hard_tasks import HardTasks
 
@@ -40,18 +41,12 @@ def entropy(spread: Tensor) -> float:
     return -torch.special.xlogy(p, p).sum().item() / torch.tensor(2.0).log().item()
 
 
-def spreads(x: Tensor, M: Tensor) -> Tensor:
-    """Return the spread of each coordinate of vectors x (n, N), if the blocks of M are coded together."""
-    return basis(x, M)[-1]
-
-
 def bits(cache) -> tuple[float, ...]:
     """Return the bits of a token in a layer after each step."""
-    M, N, rows = metric(cache), cache.kept.shape[1], []
-    for x in (cache.rotated, cache.kept):
-        parts = zip(x.split(M.shape[1], 1), M.split(1))
-        rows.append(sum(entropy(spreads(*part)) for part in parts))
-    return 16 * N, *rows, entropy(spreads(cache.kept, M))
+    M, N = metric(cache), cache.kept.shape[1]
+    together = lambda x, M: entropy(basis(x, M)[-1])  # the blocks of M are coded together
+    alone = [sum(map(together, x.split(M.shape[1], 1), M.split(1))) for x in (cache.rotated, cache.kept)]
+    return 16 * N, *alone, together(cache.kept, M)
 
 
 @torch.no_grad()
@@ -71,4 +66,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

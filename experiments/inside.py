@@ -30,14 +30,14 @@ DISTANCES = 16, 32, 64, 128  # tokens between the ends of two observation window
 # ---- retrieval ---
 
 @torch.no_grad()
-def found_without(model, tasks: Tasks, heads: Iterable[tuple[int, int]], documents: int = 32, T: int = 256,
-                  task: str = "needle") -> float:
-    """Return the accuracy while these (layer, query head) add nothing to the residual stream."""
+def found_without(model, tasks: Tasks, heads: Iterable[tuple[int, int]], documents: int = 32,
+                  T: int = 256) -> float:
+    """Return the accuracy on needles while these (layer, query head) add nothing to the residual."""
     stays = torch.ones(model.config.n_layers, 1, model.config.n_heads, device=model.embed.weight.device)
     for layer, head in heads:
         stays[layer, :, head] = 0
     with without_heads(model, stays):
-        return exact_match(model, tasks, task, T, documents)
+        return exact_match(model, tasks, "needle", T, documents)
 
 
 @torch.no_grad()
@@ -109,11 +109,11 @@ def sinks(model, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return read[..., 0].mean(0), read.amax(-1).mean(0)
 
 
-def norm_spread(model, tokens: Tensor, low: float = 0.05, high: float = 0.95) -> Tensor:
-    """Return quantile `high` over quantile `low` of the norms ‖𝒱‖₁, (L, heads), mean over texts."""
+def norm_spread(model, tokens: Tensor) -> Tensor:
+    """Return the 95 % quantile over the 5 % quantile of the norms ‖𝒱‖₁, (L, heads), mean over texts."""
     with torch.no_grad():
         norms = [seen_by_window(model, text, 8)[1] for text in tokens.split(1)]
-    ends = torch.cat(norms).float().quantile(torch.tensor([low, high], device=norms[0].device), -1)
+    ends = torch.cat(norms).float().quantile(torch.tensor([0.05, 0.95], device=norms[0].device), -1)
     return (ends[1] / ends[0]).mean(0)
 
 
@@ -170,7 +170,6 @@ LABELS = {
     "weight on the first token, strongest head": "weight on the first token",
     "weight on the most read, strongest head": "weight on the top token",
     "value norms, 95 % over 5 %, mean": "spread of value norms",
-    "exponent of the weights' tail": "exponent of the weights' tail",
     "pivotal tokens that were so before": "pivotal tokens that were pivotal before",
 } | {f"window scores still true {d} tokens later": f"top tokens still on top {d} tokens later"
      for d in DISTANCES}

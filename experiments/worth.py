@@ -12,6 +12,7 @@ scores, ranked over all heads together. The third adds up the worth of single en
 with the loss when all of them are missing.
 """
 from copy import deepcopy
+import math
 from typing import NamedTuple
 
 import torch
@@ -73,12 +74,6 @@ def removed(model, caches: list[LayerCache], rest: Tensor, answer: int, absent: 
     right = (log_p[:, -answer:].argmax(-1) == target).all(1)
     kl = (full.exp() * (full - log_p)).sum(-1).mean(1)
     return Loss(full[:, -answer:].gather(-1, target[..., None]).sum() - said, kl, right)
-
-
-def each_entry(shape: tuple[int, int, int]) -> Tensor:
-    """Return (L·H·S, L, H, S) of bool: each row removes one entry."""
-    n = shape[0] * shape[1] * shape[2]
-    return torch.eye(n, dtype=torch.bool).view(n, *shape)
 
 
 # ---- the scores of methods, (L, H, S) each ---
@@ -168,7 +163,8 @@ def of_document(model, precise, batch: Batch, gates: dict, generator: torch.Gene
     caches = make_cache(precise)
     prefill(precise, tokens[:, :S], caches)
     shape = len(caches), caches[0].k.shape[1], S
-    loss = removed(precise, caches, rest, length, each_entry(shape))
+    each_entry = torch.eye(math.prod(shape), dtype=torch.bool).view(-1, *shape)  # a row removes one entry
+    loss = removed(precise, caches, rest, length, each_entry)
     worth, kl = loss.worth.view(shape), loss.kl.view(shape)
     found = scores(model, tokens[:, :answer.stop], S, gates)
     top = highest(worth, worth.numel() // 100)
