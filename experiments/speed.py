@@ -243,10 +243,11 @@ def against_transformers(model, theirs, lengths: list[int], new: int, repeat: in
             times = in_turn({(run, count): lambda run=run, count=count: seconds(lambda: run(count))
                              for run in (ours, of_transformers) for count in (new + 1, 1)}, repeat)
             a, b = (times[run, new + 1][0] - times[run, 1][0] for run in (ours, of_transformers))
-            valid = a > 0 and b > 0  # else the machine was busy with other work
-            yield dict(table="greedy", repeat=repeat, new=new, threads=threads, prompt=n) | dict.fromkeys(
-                ("nanollm", "transformers", "ratio")) | (
-                dict(nanollm=new / a, transformers=new / b, ratio=b / a) if valid else {})
+            row = dict(table="greedy", repeat=repeat, new=new, threads=threads, prompt=n)
+            if a > 0 and b > 0:
+                yield row | dict(nanollm=new / a, transformers=new / b, ratio=b / a)
+            else:  # the machine was busy with other work
+                yield row | dict(nanollm=None, transformers=None, ratio=None)
 
 
 def steps(args):
@@ -382,16 +383,15 @@ def measure(model: Decoder, Method, options: dict, tokens: Tensor, new: int, chu
     ends = torch.arange(T, device=tokens.device)[None] % 16 == 15  # for methods that keep chunks
     caches, prompt = make_cache(model, Method, **options), tokens[:, :-1]
     tell_chunk_ends(caches, ends)
-    times = [now(cuda)]
-    peak = feed(model, prompt, caches, chunk)
-    times.append(now(cuda))
-    peak = max(peak, end_prompt(model, prompt, caches))
-    times.append(now(cuda))
+    peaks = []
+    reading, ending = seconds(lambda: peaks.append(feed(model, prompt, caches, chunk)),
+                              lambda: peaks.append(end_prompt(model, prompt, caches)),
+                              clock=partial(now, cuda))
     gpu_bytes = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()] if cuda else []
     live, allocated = cache_bytes(caches)
     speed, token = decode(model, caches, tokens[:, -1:], new, cuda)
-    row = {"reading s": times[1] - times[0], "end s": times[2] - times[1], "tokens/s": speed,
-           "live": live / 1e6, "allocated": allocated / 1e6, "peak": peak / 1e6}
+    row = {"reading s": reading, "end s": ending, "tokens/s": speed,
+           "live": live / 1e6, "allocated": allocated / 1e6, "peak": max(peaks) / 1e6}
     if cuda:
         row |= {name: (x - before) / 1e6 for name, x in zip(("GPU", "GPU peak"), gpu_bytes)}
         fast = kernel_switch.on_gpu(model.embed.weight.new_zeros(model.config.head_dim))

@@ -41,6 +41,7 @@ from nanollm.commands.registry import has_budget, pick
 from nanollm.commands.text_table import text_table
 from nanollm.hf.checkpoint import read_config
 from nanollm.measure.benchmark import cut
+from nanollm.measure.evaluate import full_cache_bytes
 from nanollm.measure.hard_tasks import HardTasks
 from nanollm.measure.tasks import Batch
 
@@ -98,13 +99,10 @@ class Pair:
         pipe.send([self.code, *parts])
         while message := pipe.recv_bytes():
             if message.startswith(FAILED):
-                error = message[len(FAILED):].decode(errors="replace")
-            else:
-                found.append((time.perf_counter() - began, message[1:]))
-                continue
-            while pipe.recv_bytes():
-                pass
-            raise RuntimeError(error)
+                while pipe.recv_bytes():  # until the job's end
+                    pass
+                raise RuntimeError(message[len(FAILED):].decode(errors="replace"))
+            found.append((time.perf_counter() - began, message[1:]))
         return found
 
     def answered(self, batch: Batch) -> Answered:
@@ -128,12 +126,6 @@ class Pair:
 
 
 # ---- judging ---
-
-def full_bytes(folder: Path, tokens: int) -> int:
-    """Return the bytes of a full cache of so many tokens in 16 bits: keys and values."""
-    c = read_config(folder)
-    return tokens * c.n_layers * c.n_kv_heads * c.head_dim * 2 * 2
-
 
 def short_by(row: list[Answered], full: list[Answered]) -> tuple[float, float, float]:
     """Return the share of the full cache's right answers kept, its error, and p of "at most ENOUGH kept"."""
@@ -207,7 +199,7 @@ def judged(folder: Path, found: dict[str, list[Answered]], full: dict[str, list[
            asked: dict[str, list[Batch]]) -> dict:
     """Return the row of one entrant on one decoder."""
     every, base = sum(found.values(), []), sum(full.values(), [])
-    size = fmean(x.size / full_bytes(folder, batch.question)
+    size = fmean(x.size / full_cache_bytes(read_config(folder), batch.question)
                  for task, row in found.items() for x, batch in zip(row, asked[task]))
     over = lambda name: median(getattr(x, name) for x in every) / median(getattr(x, name) for x in base)
     kept = {task: short_by(row, full[task]) for task, row in found.items()}

@@ -9,12 +9,13 @@ import torch
 
 from common import ENCODING
 from experiments.record import command
-from experiments.record.command import (ENOUGH, Answered, Pair, by_size, full_bytes, hopeless, judged, main,
-                                        page, seed_of, short_by, sources, texts, verdict)
+from experiments.record.command import (ENOUGH, Answered, Pair, by_size, hopeless, judged, main, page,
+                                        seed_of, short_by, sources, texts, verdict)
 from experiments.record.worker import ROOT, Entrant, as_bytes
 from nanollm import LEARNED, TINY, saved
 from nanollm.measure.evaluate import answers
 
+TOKEN = 6 * 3 * 32 * 2 * 2  # bytes in 16 bits: layers, heads, numbers, key and value
 FULL_CODE = """
 from dataclasses import dataclass
 from nanollm.cache import LayerCache
@@ -121,7 +122,7 @@ def test_a_lie_about_bytes_does_not_change_the_size(pair, batch):
     lies = FULL_CODE + "Mine.bytes = Mine.stored = lambda self: (0, 0)\n"
     honest, lying = of_code(pair, batch, FULL_CODE), of_code(pair, batch, lies)
     assert lying.right == honest.right == 1
-    assert lying.size == pytest.approx(honest.size, rel=0.01) and honest.size > 0.8 * full_bytes(TINY, 448)
+    assert lying.size == pytest.approx(honest.size, rel=0.01) and honest.size > 0.8 * 448 * TOKEN
 
 
 def test_a_process_that_dies_or_prints_is_one_text_without_answer(pair, batch):
@@ -162,8 +163,7 @@ def test_a_row_counts_if_its_answers_surely_suffice():
     row = judged(TINY, dict(needle=full, pairs=full), base, asked)
     assert verdict(row, 256) == "yes" and row["reading"] == row["first"] == 1
     n = asked["needle"][0].question, asked["pairs"][0].question
-    assert row["size"] == pytest.approx(np.mean([1000 / full_bytes(TINY, x) for x in n]))
-    assert full_bytes(TINY, 100) == 100 * 6 * 3 * 32 * 2 * 2
+    assert row["size"] == pytest.approx(np.mean([1000 / (x * TOKEN) for x in n]))
     assert verdict(judged(TINY, dict(needle=full, pairs=lost), base, asked), 256).startswith("pairs: 95 %")
     slow = [x._replace(first=0.3) for x in full]
     assert "3.0 times" in verdict(judged(TINY, dict(needle=slow, pairs=slow), base, asked), 256)
