@@ -8,10 +8,9 @@ the tokens that stay. All rows but the first have the same steps of rounding, so
 import torch
 from torch import Tensor
 
-from experiments.script import arguments, decoders, finish, parser
+from experiments.script import run
 from methods.ours.karhunen_loeve import Watched, basis, metric, watched
 from nanollm.cache import NEVER
-from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.measure.hard_tasks import HardTasks
 
@@ -50,20 +49,21 @@ def bits(cache) -> tuple[float, ...]:
 
 
 @torch.no_grad()
-def table(name: str, model, encoding) -> list[list[str]]:
-    """Return the rows of one decoder: for each step, the bits of a token and of one of its numbers."""
+def measured(model, encoding) -> list[dict]:
+    """Return for each step the bits of a token and of one of its numbers, mean over the tokens that stay."""
     caches = watched(model, HardTasks(encoding, "train"), Rotated)
     kept = torch.tensor([len(cache.kept) - cache.first_pass for cache in caches]).double()
     found = torch.tensor([bits(cache) for cache in caches]).double()
     mean, numbers = (found * kept[:, None]).sum(0) / kept.sum(), caches[0].kept.shape[1]
-    return [[name, what, f"{x:.0f}", f"{x / numbers:.2f}"] for what, x in zip(STEPS, mean.tolist())]
+    return [dict(coded=step, bits=x, number=x / numbers) for step, x in zip(STEPS, mean.tolist())]
 
 
-def main(argv: list[str] | None = None):
-    args = arguments(parser("experiments.coded_parts", __doc__), argv)
-    rows = [row for name, model, encoding in decoders(args) for row in table(name, model, encoding)]
-    finish(args, rows, lambda rows: text_table([["decoder", "coded", "bits a token", "a number"], *rows]))
+def show(rows: list[dict]) -> str:
+    """Return a row for each decoder and step."""
+    return text_table([["decoder", "coded", "bits a token", "a number"],
+                       *([row["decoder"], row["coded"], f"{row['bits']:.0f}", f"{row['number']:.2f}"]
+                         for row in rows)])
 
 
 if __name__ == "__main__":
-    command(main)
+    run("experiments.coded_parts", __doc__, measured, show)

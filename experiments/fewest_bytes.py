@@ -207,11 +207,11 @@ def show_enough(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None):
+def main():
     made = parser("experiments.fewest_bytes", __doc__, documents=256, length=512)
     made.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                       help="methods to measure beside the full cache; default: all")
-    args = arguments(made, argv)
+    args = arguments(made)
     methods = pick(["full", *args.methods] if args.methods else [])
     rows = []
     for name, model, encoding in decoders(args):

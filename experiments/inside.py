@@ -12,13 +12,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 import torch.nn.functional as F
-from tqdm import tqdm
 
-from experiments.script import arguments, decoders, finish, grouped, parser
+from experiments.script import grouped, run
 from methods.duo_gates import ask, predictions
 from methods.theory.persistence_measured import attention_maps, observed
 from methods.theory.perturbation import seen_by_window
-from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import exact_match, text_windows
 from nanollm.measure.tasks import Tasks
@@ -199,13 +197,10 @@ def show(rows: list[dict]) -> str:
     return "\n\n".join(tables)
 
 
-def main(argv: list[str] | None = None):
-    args = arguments(parser("experiments.inside", __doc__), argv)
-    rows = [dict(decoder=name, measurement=measurement, layers=x)
-            for name, model, encoding in tqdm(decoders(args), unit="model", leave=False, disable=None)
-            for measurement, x in page(model, Tasks(encoding, "test")).items()]
-    finish(args, rows, show)
+def measured(model, encoding) -> list[dict]:
+    """Return a row for each measurement of `page`."""
+    return [dict(measurement=name, layers=x) for name, x in page(model, Tasks(encoding, "test")).items()]
 
 
 if __name__ == "__main__":
-    command(main)
+    run("experiments.inside", __doc__, measured, show)

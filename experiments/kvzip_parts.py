@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
+from experiments.script import grouped, keep_label, mean_and_error, run, with_error
 from methods.duo_attention import DuoAttention, DuoByKVzip
 from methods.kvzip import KVzip
 from methods.ours.kvzip_gain import GainKVzip
@@ -26,7 +26,6 @@ from methods.ours.one_reading import OneReading
 from methods.quantized import Quantized
 from methods.turbo_quant import Turbo, TurboQuant
 from nanollm.cache import LayerCache, bytes_in_16_bits, copied, make_cache
-from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.generate import prefill, reread, tell_prompt
 from nanollm.measure.benchmark import TASKS
@@ -207,9 +206,5 @@ def columns(rows: list[dict]) -> str:
                        *([cell(key, row[key]) for key in names] for row in rows)])
 
 
-def main(argv: list[str] | None = None):
-    by_documents(argv, "experiments.kvzip_parts", __doc__, 512, measured, show)
-
-
 if __name__ == "__main__":
-    command(main)
+    run("experiments.kvzip_parts", __doc__, measured, show, documents=32, length=512)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.change_and_text import WINDOW, long_answer, one_option_at_a_time, right_answers
-from experiments.script import arguments, decoders, finish, grouped, mean_and_error, parser, with_error
+from experiments.script import grouped, mean_and_error, run, with_error
 from methods.cam import CaM
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical, CriticalCode
@@ -30,7 +30,6 @@ from methods.r_kv import RKV, Unlike
 from methods.scissorhands import Scissorhands
 from methods.theory.persistence_measured import Padded, Rate, tilted
 from nanollm.cache import LayerCache
-from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.measure.benchmark import TASKS, Benchmark, replayed_or_read
 from nanollm.measure.evaluate import Reference, continuation, maker, reference, text_windows
@@ -162,13 +161,13 @@ def groups(model, tasks: Tasks, documents: int = 32) -> Iterator[tuple[str, dict
                                                  for name, how in LONG.items()}
 
 
-def summary(decoder: str, group: str, measurements: dict[str, dict]) -> list[dict]:
+def summary(group: str, measurements: dict[str, dict]) -> list[dict]:
     """Return a row for each interpretation: means, changes against the first, and standard errors."""
     first, rows = next(iter(measurements.values())), []
     for reading, each in measurements.items():
         means = {key: mean_and_error(x) for key, x in each.items() if isinstance(x, Tensor)}
         changes = {} if each is first else {key: mean_and_error(each[key] - first[key]) for key in means}
-        rows.append(dict(decoder=decoder, group=group, reading=reading, means=means, changes=changes,
+        rows.append(dict(group=group, reading=reading, means=means, changes=changes,
                          kib=[each[key] for key in ("most", "last") if key in each]))
     return rows
 
@@ -191,14 +190,12 @@ def show(rows: list[dict]) -> str:
 
 
 @torch.no_grad()
-def main(argv: list[str] | None = None):
-    args, rows = arguments(parser("experiments.readings", __doc__, documents=32), argv), []
-    for name, model, encoding in decoders(args):
-        each_group = groups(model, Tasks(encoding, "test"), args.documents)
-        for group, measurements in tqdm(each_group, desc=name, leave=False, disable=None):
-            rows += summary(name, group, measurements)
-    finish(args, rows, show)
+def all_rows(model, encoding, documents: int) -> list[dict]:
+    """Return the rows of all groups."""
+    each_group = groups(model, Tasks(encoding, "test"), documents)
+    return [row for group, measurements in tqdm(each_group, leave=False, disable=None)
+            for row in summary(group, measurements)]
 
 
 if __name__ == "__main__":
-    command(main)
+    run("experiments.readings", __doc__, all_rows, show, documents=32)

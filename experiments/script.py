@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanollm import SHIPPED
 from nanollm.commands.registry import loaded
-from nanollm.commands.shell import check_output, model_options, read_json, replace
+from nanollm.commands.shell import check_output, command, model_options, read_json, replace
 from nanollm.measure.evaluate import standard_error
 
 
@@ -34,7 +34,7 @@ def parser(module: str, about: str, documents: int | None = None,
     return made
 
 
-def arguments(made: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+def arguments(made: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line.
 
     Raises ValueError if no decoder is named, or the file of --json cannot be written.
@@ -63,13 +63,19 @@ def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):
         replace(args.json, json.dumps(rows, indent=1).encode())
 
 
-def by_documents(argv: list[str] | None, module: str, about: str, length: int,
-                 measured: Callable[..., list[dict]], show: Callable[[list[dict]], str]):
-    """Run measured(model, tokenizer, documents, length) on each decoder; print and write the rows."""
-    args = arguments(parser(module, about, 32, length), argv)
-    rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
-            for row in measured(model, encoding, args.documents, args.length)]
-    finish(args, rows, show)
+def run(module: str, about: str, measured: Callable[..., list[dict]], show: Callable[[list[dict]], str],
+        documents: int | None = None, length: int | None = None):
+    """Run an experiment as a command: measure each decoder, print the rows, and write them to a file.
+
+    measured(model, tokenizer, …) returns the rows of a decoder. It also gets the values of --documents and
+    --length if they have a default here.
+    """
+    def main():
+        args = arguments(parser(module, about, documents, length))
+        sizes = [getattr(args, name) for name in ("documents", "length") if name in args]
+        finish(args, [dict(decoder=name) | row for name, model, encoding in decoders(args)
+                      for row in measured(model, encoding, *sizes)], show)
+    command(main)
 
 
 def grouped(rows: list[dict], *keys: str) -> dict[tuple, list[dict]]:

@@ -14,13 +14,12 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
+from experiments.script import grouped, keep_label, mean_and_error, run, with_error
 from methods.kv_reviver import KVReviver
 from methods.kv_reviver_mean import MeanReviver
 from methods.ours.kv_reviver_shrunk import ShrunkReviver, SignedReviver
 from methods.theory.sketch_error import found_agnostic
 from nanollm.cache import make_cache
-from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.measure.evaluate import (check_size, continuation, maker, prompt_and_question, reference,
                                       text_windows)
@@ -74,9 +73,5 @@ def show(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: list[str] | None = None):
-    by_documents(argv, "experiments.sketch_parts", __doc__, 480, measured, show)
-
-
 if __name__ == "__main__":
-    command(main)
+    run("experiments.sketch_parts", __doc__, measured, show, documents=32, length=480)

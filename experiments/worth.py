@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import by_documents, grouped, keep_label, mean_and_error, with_error
+from experiments.script import grouped, keep_label, mean_and_error, run, with_error
 from methods.chunk_kv import chunk_scores, grid
 from methods.critical_kv import value_norms
 from methods.expected_attention import ExpectedAttention
@@ -28,7 +28,6 @@ from methods.kvzip import KVzip
 from methods.kvzip_fast import FastKVzip
 from nanollm.attention import probabilities
 from nanollm.cache import NEVER, LayerCache, copied, make_cache
-from nanollm.commands.shell import command
 from nanollm.commands.text_table import text_table
 from nanollm.generate import prefill, reread
 from nanollm.measure.benchmark import cut
@@ -261,9 +260,5 @@ def show(rows: list[dict]) -> str:
     return "\n\n".join(parts)
 
 
-def main(argv: list[str] | None = None):
-    by_documents(argv, "experiments.worth", __doc__, 256, measured, show)
-
-
 if __name__ == "__main__":
-    command(main)
+    run("experiments.worth", __doc__, measured, show, documents=32, length=256)

@@ -60,10 +60,10 @@ def test_what_each_row_of_defensive_kv_and_moment_kv_leaves_out(budget=20):
 def test_changes_are_paired_with_the_first_reading():
     found = {"first": dict(KL=torch.tensor([1.0, 2.0, 3.0]), most=6.0, last=5.0),
              "other": dict(KL=torch.tensor([2.0, 3.0, 4.5]), most=4.0, last=3.0)}
-    first, other = json.loads(json.dumps(summary("built", "group", found)))
+    first, other = json.loads(json.dumps(summary("group", found)))
     assert first["means"]["KL"] == pytest.approx([2, 1 / 3 ** 0.5]) and first["changes"] == {}
     assert other["changes"]["KL"] == pytest.approx([3.5 / 3, 1 / 6]) and other["kib"] == [4, 3]
-    assert "+1.167 ± 0.167" in show([first, other])
+    assert "+1.167 ± 0.167" in show([dict(decoder="built") | row for row in (first, other)])
 
 
 NAMED = {Rate: "rate", Padded: "absent step", MeanWeight: "mean weight", MeanReviver: "means of slots",
