@@ -269,15 +269,13 @@ def race(args) -> list[dict]:
                 for decoder, folder in SHIPPED.items()}
         for keep in ratios:
             share, same = None if keep is None else keep / 100, []
+            option = "" if keep is None else f" --keep {keep:g}"
             entrant = (name, share) if ours else (None, share, content)
             for decoder, folder in SHIPPED.items():
-                label = f"{name}{'' if keep is None else f' at {keep:g} %'}, {decoder}"
-                found = measured(entrant, folder, asked, full[decoder], lanes, label)
-                command = f"python -m nanollm record {name} --salt {args.salt}"
-                if keep is not None:
-                    command += f" --keep {keep:g}"
+                found = measured(entrant, folder, asked, full[decoder], lanes, f"{name}{option}, {decoder}")
                 same.append(dict(method=name, keep=keep, decoder=decoder, seed=seed, salt=args.salt,
-                                 date=str(date.today()), command=command)
+                                 date=str(date.today()),
+                                 command=f"python -m nanollm record {name} --salt {args.salt}{option}")
                             | judged(folder, found, full[decoder], asked))
                 if verdict(same[-1], args.documents) != "yes":
                     break

@@ -71,30 +71,6 @@ class Entrant:
         own = getattr(self.module, "to_bytes", None)
         return own(caches) if own else zlib.compress(saved.to_bytes(caches, half=True), 9)
 
-    @torch.no_grad()
-    def answer(self, tokens: int, asked: list[tuple[torch.Tensor, int]], data: bytes, say):
-        """Ask questions of a text of so many tokens, one after another; `say` gets each token of an answer.
-
-        asked: the tokens (1, n) of each question, and the length of its answer. Raises ValueError if the
-        decoder is fed more than these tokens.
-        """
-        fed = Counted(self.model)
-        caches = self.caches(tokens)
-        own = getattr(self.module, "from_bytes", None)
-        if own:
-            own(data, caches)
-        else:
-            saved.from_bytes(zlib.decompress(data), caches)
-        for question, length in asked:
-            logits = self.model(question, caches)
-            for _ in range(length):
-                said = logits[:, -1].argmax(-1)
-                say(int(said))
-                logits = self.model(said[:, None], caches)
-        own = sum(question.shape[1] + length for question, length in asked)
-        if fed.most() != own:
-            raise ValueError(f"the decoder was fed {fed.most()} tokens, but questions and answers have {own}")
-
 
 class Counted:
     """Counts the tokens that go through each part of a decoder."""
@@ -143,7 +119,7 @@ def serve(pipe: Connection, reads: bool, *entrant):
             hear.close()
             try:
                 entrant.prepare(code)
-                read_one(entrant, tell, *job) if reads else answer_one(entrant, tell, *job)
+                (read_one if reads else answer_one)(entrant, tell, *job)
             except BaseException as error:
                 tell.send_bytes(FAILED + f"{type(error).__name__}: {error}".encode())
             finally:
@@ -163,11 +139,27 @@ def read_one(entrant: Entrant, tell: Connection, text: bytes):
     tell.send_bytes(b"+" + as_bytes([-(-fed.most() // tokens.shape[1])]) + file)
 
 
+@torch.no_grad()
 def answer_one(entrant: Entrant, tell: Connection, sizes: bytes, questions: bytes, file: bytes):
-    """sizes: the text's tokens, then for each question its length and that of its answer."""
+    """Ask the questions of a text, one after another, and send each token of an answer.
+
+    sizes: the text's tokens, then for each question its length and that of its answer. Raises ValueError if
+    the decoder is fed more than questions and answers.
+    """
     tokens, *lengths = numbers(sizes)
-    rest, asked = torch.tensor([numbers(questions)]), []
+    rest, model = torch.tensor([numbers(questions)]), entrant.model
+    fed, caches = Counted(model), entrant.caches(tokens)
+    own = getattr(entrant.module, "from_bytes", None)
+    if own:
+        own(file, caches)
+    else:
+        saved.from_bytes(zlib.decompress(file), caches)
     for n, answer in zip(lengths[::2], lengths[1::2]):
-        asked.append((rest[:, :n], answer))
-        rest = rest[:, n:]
-    entrant.answer(tokens, asked, file, lambda token: tell.send_bytes(b"+" + as_bytes([token])))
+        logits, rest = model(rest[:, :n], caches), rest[:, n:]
+        for _ in range(answer):
+            said = logits[:, -1].argmax(-1)
+            tell.send_bytes(b"+" + as_bytes([int(said)]))
+            logits = model(said[:, None], caches)
+    if fed.most() != sum(lengths):
+        raise ValueError(f"the decoder was fed {fed.most()} tokens, but questions and answers have "
+                         f"{sum(lengths)}")
