@@ -30,7 +30,7 @@ HERE = ROOT / "experiments" / "stored"
 TARGET = ROOT / "RESULTS.md"
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
-HEAD, *PARTS = (ROOT / "experiments" / "sections.md").read_text().strip().split("\n\n## ")
+HEAD, *PARTS, FOOT = (ROOT / "experiments" / "sections.md").read_text().strip().split("\n\n## ")
 SECTION = re.compile(r"(\w+) · (.+)\n`(.+)`\n\n((?s:.+))")
 SECTIONS = {name: words for name, *words in (SECTION.fullmatch(part).groups() for part in PARTS)}
 FIGURES = {"all": "notebooks/compare.png", "growth": "notebooks/growth.png",
@@ -161,20 +161,7 @@ def shipped() -> str:
     runs = {name: json.loads((folder / "train.json").read_text()) for name, folder in SHIPPED.items()}
     trial = json.loads((ROOT / "experiments" / "stored" / "trial.json").read_text())
     notes = [f"{name}: {run['note']}" for name, run in runs.items() if "note" in run]
-    return "\n\n".join((
-        "## The shipped decoders",
-        "See: with the full cache, both decoders find at least 97 % of the needles at every length up to "
-        "2,048 tokens.\n\nThe upper rows describe the training. The lower rows are accuracies on held-out "
-        "documents, by task and tokens: greedy decoding with the full cache, ± one standard error. Of `list` "
-        "and `turns` each answer counts, and the right answers before it are given.",
-        training(runs), *notes,
-        "### Is the decoder too small?",
-        "See: no. With twice the layers, lists (`list`) and exact copies (`copy`) stay as hard, within one "
-        "standard error. Needles improve by 0.4 to 2.3 percentage points.\n\n"
-        "Both runs continue *learned* on the same documents. One has the same 6 layers, the other 12: each "
-        "layer was copied, and the copies add nothing at first (`--deeper 2`). Other work was done beside "
-        "them. Their weights are not in this repository.",
-        training(trial)))
+    return "## " + FOOT.format(shipped="\n\n".join((training(runs), *notes)), trial=training(trial))
 
 
 def rendered() -> str:

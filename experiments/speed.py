@@ -67,7 +67,6 @@ PHASES = "reading the prompt", "the prompt's end", "one step"
 
 # ---- helpers ---
 
-
 def phases(model, tokens: Tensor, caches: list[LayerCache], steps: int = 0) -> list[float]:
     """Return the seconds to read a prompt, to compress it, and of each of `steps` steps after it."""
     return seconds(lambda: prefill(model, tokens, caches), lambda: end_prompt(model, tokens, caches),
@@ -93,7 +92,6 @@ def budgets(model, methods: dict, lengths: list[int], percent: float) -> dict[tu
 
 
 # ---- steps ---
-
 
 def compiled(model):
     """Return a copy of the decoder whose blocks are compiled, except for the calls of the growing cache.
@@ -277,7 +275,6 @@ def steps(args):
 
 # ---- growth ---
 
-
 @torch.no_grad()
 def growth(args):
     """Yield rows: ms of each phase by length, and the exponent in time ∝ tokens^exponent (least squares)."""
@@ -329,7 +326,6 @@ def draw(rows: list[dict], file: Path):
 
 
 # ---- large ---
-
 
 def skeleton(config: Config, dtype: torch.dtype) -> Decoder:
     """Return the decoder without memory for its weights."""
@@ -535,7 +531,6 @@ def show(rows: list[dict]) -> str:
 
 
 # ---- the command line ---
-
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     """Return the command line. The options depend on --what."""
