@@ -8,7 +8,7 @@ is part of the prompt (aware). `depth` places a needle at five depths. `writing`
 and then 256 tokens of real text one by one, while the cache stays within its budget. A fact of the prompt is
 asked for before and after these tokens.
 """
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 import math
@@ -293,14 +293,14 @@ DETAILS = ("turn 2", "turn 3", "old value", "hops 3", "trace 2", "trace 3", "tra
            "value 3", "value 4", "leak, ban first", "leak, ban second")
 
 
-def too_hard(rows: list[dict], names: tuple[str, ...]) -> list[str]:
+def too_hard(rows: list[dict], names: Iterable[str]) -> list[str]:
     """Return the measurements at which the full cache's accuracy is below SOLVED."""
     full = next((row for row in rows if row["method"] == "full"), {})
     fails = lambda name: name in full and full[name][0] < SOLVED
     return [name for name in names if not name.startswith("KL") and fails(NEEDS.get(name, name))]
 
 
-def columns(rows: list[dict], names: tuple[str, ...]) -> str:
+def columns(rows: list[dict], names: Iterable[str]) -> str:
     """Return a table: method, keep ratio, and the named measurements that the rows have."""
     full, *others = rows
     shown = [name for name in names if name in full and (not others or any(name in row for row in others))]
@@ -318,14 +318,13 @@ def show(rows: list[dict]) -> str:
     for (decoder, table, setting), same in grouped(rows, "decoder", "table", "setting").items():
         title = dict(agnostic="question after the compression", aware="question in the prompt",
                      writing="long writing")[setting]
-        measurements = tuple(key for key, x in same[0].items() if isinstance(x, (list, tuple)))
+        measurements = [key for key, x in same[0].items() if isinstance(x, (list, tuple))]
         error = max((x[1] for row in same for key, x in row.items()
                      if key in measurements and key[:2] not in ("KL", "tr")), default=0)
         title = f"{decoder}, {'needles by depth, ' if table == 'depth' else ''}{title}"
+        tables = {"": OVERVIEW, ", details": DETAILS} if table == "answers" else {"": measurements}
         parts += [f"{title}{more}; standard errors of accuracies up to {error:.2f}\n{columns(same, names)}"
-                  for names, more in (((OVERVIEW, ""), (DETAILS, ", details")) if table == "answers" else
-                                      ((measurements, ""),))
-                  if {*names} & {*measurements}]
+                  for more, names in tables.items() if {*names} & {*measurements}]
     return "\n\n".join(parts)
 
 

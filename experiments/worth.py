@@ -242,21 +242,17 @@ def show(rows: list[dict]) -> str:
             f"{task}: of {row['entries']:.0f} entries of a document, {row['over']:.0f} are worth more than "
             f"0.01 nats; {row['under']:.0f} make the answer likelier by more than that if they are missing"
             for (task,), (row,) in of("entries").items()))
-        for table, names, cells in (
-                ("scores", ("ρ worth", "ρ |worth|", "ρ KL", "top 1 %"),
+        for table, labels, names, cells in (
+                ("scores", dict(score="score"), ("ρ worth", "ρ |worth|", "ρ KL", "top 1 %"),
                  lambda row: [with_error(*row[key]) for key in ("worth", "size", "kl", "top")]),
-                ("kept", [keep_label(ratio) for ratio in KEEP_RATIOS],
-                 lambda row: [f"{mean:.2f}" for mean, _ in row["right"]])):
+                ("kept", dict(score="score"), [keep_label(ratio) for ratio in KEEP_RATIOS],
+                 lambda row: [f"{mean:.2f}" for mean, _ in row["right"]]),
+                ("sums", dict(chosen="removed together", n="entries"), ("Σ alone", "together"),
+                 lambda row: [with_error(*row[key]) for key in ("alone", "together")])):
             parts.append(text_table([
-                ["score", *(f"{task} {name}" for task in tasks for name in names)],
-                *([same[0]["score"], *(cell for row in same for cell in cells(row))]
+                [*labels.values(), *(f"{task} {name}" for task in tasks for name in names)],
+                *([*(str(same[0][key]) for key in labels), *(cell for row in same for cell in cells(row))]
                   for same in zip(*of(table).values()))]))
-        parts.append(text_table([
-            ["removed together", "entries",
-             *(f"{task} {x}" for task in tasks for x in ("Σ alone", "together"))],
-            *([same[0]["chosen"], str(same[0]["n"]),
-               *(with_error(*row[key]) for row in same for key in ("alone", "together"))]
-              for same in zip(*of("sums").values()))]))
     return "\n\n".join(parts)
 
 
