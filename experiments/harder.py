@@ -8,7 +8,7 @@ is part of the prompt (aware). `depth` places a needle at five depths. `writing`
 and then 256 tokens of real text one by one, while the cache stays within its budget. A fact of the prompt is
 asked for before and after these tokens.
 """
-from collections.abc import Container, Iterable
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 import math
@@ -293,14 +293,14 @@ DETAILS = ("turn 2", "turn 3", "old value", "hops 3", "trace 2", "trace 3", "tra
            "value 3", "value 4", "leak, ban first", "leak, ban second")
 
 
-def too_hard(rows: list[dict], names: Iterable[str]) -> list[str]:
+def too_hard(rows: list[dict], names: Sequence[str]) -> list[str]:
     """Return the measurements at which the full cache's accuracy is below SOLVED."""
     full = next((row for row in rows if row["method"] == "full"), {})
     fails = lambda name: name in full and full[name][0] < SOLVED
     return [name for name in names if not name.startswith("KL") and fails(NEEDS.get(name, name))]
 
 
-def columns(rows: list[dict], names: Iterable[str]) -> str:
+def columns(rows: list[dict], names: Sequence[str]) -> str:
     """Return a table: method, keep ratio, and the named measurements that the rows have."""
     full, *others = rows
     shown = [name for name in names if name in full and (not others or any(name in row for row in others))]
