@@ -56,13 +56,13 @@ STORED, PAGE = ROOT / "experiments" / "stored" / "records.json", ROOT / "RECORDS
 
 class Answered(NamedTuple):
     """What came of one text."""
-    right: float    # share of the questions answered right
-    size: int       # bytes of the file
-    readings: int   # how often the decoder read the text
-    reading: float  # seconds until the file was there
-    first: float    # seconds from the question to the first token
-    step: float     # seconds a token after it
-    error: str      # why there is no answer
+    right: float = 0.0    # share of the questions answered right
+    size: int = 0         # bytes of the file
+    readings: int = 0     # how often the decoder read the text
+    reading: float = 0.0  # seconds until the file was there
+    first: float = 0.0    # seconds from the question to the first token
+    step: float = 0.0     # seconds a token after it
+    error: str = ""       # why there is no answer
 
 
 class Pair:
@@ -118,11 +118,11 @@ class Pair:
             (readings,), file = numbers(file[:4]), file[4:]
             said = self.job(False, [as_bytes(sizes), as_bytes(np.concatenate(asked)), file])
         except (RuntimeError, ValueError) as error:
-            return Answered(0.0, 0, 0, 0.0, 0.0, 0.0, str(error))
+            return Answered(error=str(error))
         words = iter([token for _, message in said for token in numbers(message)])
         right = [[next(words, None) for _ in answer] == answer for answer in expected]
         steps = (said[-1][0] - said[0][0]) / max(len(said) - 1, 1)
-        return Answered(fmean(right), len(file), readings, reading, said[0][0], steps, "")
+        return Answered(fmean(right), len(file), readings, reading, said[0][0], steps)
 
 
 # ---- judging ---
