@@ -119,7 +119,7 @@ def serve(pipe: Connection, reads: bool, *entrant):
             hear.close()
             try:
                 entrant.prepare(code)
-                (read_one if reads else answer_one)(entrant, tell, *job)
+                read_one(entrant, tell, *job) if reads else answer_one(entrant, tell, *job)
             except BaseException as error:
                 tell.send_bytes(FAILED + f"{type(error).__name__}: {error}".encode())
             finally:
