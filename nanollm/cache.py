@@ -75,8 +75,7 @@ class LayerCache:
     def link(self, model, layer: int, previous: "LayerCache | None"):
         """Tell the cache its decoder and its layer; `make_cache` calls this.
 
-        previous: the previous layer's cache (None in the first layer), for methods whose layers share
-        choices.
+        previous: the previous layer's cache or None, for methods whose layers share choices.
         """
         check_watch(self)
         self.model, self.layer = model, layer
@@ -88,10 +87,7 @@ class LayerCache:
 
     @property
     def freq(self) -> Tensor | None:
-        """Return RoPE's angles per token, (D/2,), on this layer's device.
-
-        None if the decoder has no RoPE, or rotates only a part of each head.
-        """
+        """Return RoPE's angles per token, (D/2,); None if heads are not rotated, or only in part."""
         freq = getattr(self.model, "freq", None)
         return None if freq is None else freq.to(self.w_o.device)
 
@@ -141,11 +137,7 @@ class LayerCache:
         return attention(q, *self.read(), pos, self.watch, in_order, self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        """Store T new tokens in the next slots.
-
-        `state` gives further per-slot tensors (B, H, T, ...) by name. Those not given are 0 for the new
-        slots.
-        """
+        """Store T new tokens in the next slots. `state`: further per-slot tensors (B, H, T, ...), else 0."""
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
         if self.slots and end > self.slots["k"].shape[2]:
@@ -169,10 +161,7 @@ class LayerCache:
             self.slots[name] = torch.cat((x, more), 2)
 
     def capacity(self, n: int) -> int:
-        """Return how many slots to allocate if n are needed.
-
-        A cache that grows gets a tenth more, so that few decoding steps have to copy it.
-        """
+        """Return how many slots to allocate for n: a tenth more while the cache grows, to copy less often."""
         return n + n // 10 if self.length else n
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -207,16 +196,10 @@ class LayerCache:
     # ---- eviction -----------------------------------------------------------------------------------------
 
     def evict(self):
-        """Remove entries. Called at the prompt's end and after each later piece.
-
-        Full attention removes none.
-        """
+        """Remove entries (here none). Called at the prompt's end and after each later piece."""
 
     def keep(self, i: Tensor):
-        """Keep only slots i (B, H, n); −1 stands for an empty slot.
-
-        All per-slot tensors move together.
-        """
+        """Keep only slots i (B, H, n) of all per-slot tensors; −1 stands for an empty slot."""
         check_kept(i, self.pos.shape)
         empty, i = i < 0, i.clamp(min=0)
         in_use = {name: self.slot(name) for name in self.slots}
@@ -227,10 +210,7 @@ class LayerCache:
             self.slots["pos"].masked_fill_(empty, NEVER)
 
     def drop(self, i: Tensor):
-        """Evict slot i (B, H, 1) of each head. The last slot takes its place.
-
-        Nothing else is copied.
-        """
+        """Evict slot i (B, H, 1) of each head; the last slot takes its place. Nothing else is copied."""
         for x in self.slots.values():
             last = x[:, :, self.length - 1:self.length].clone()
             x.scatter_(2, expand_index(i, x), last)
@@ -288,10 +268,7 @@ class ScoredCache(LayerCache):
         check_budget(self.budget, 1, "one slot")
 
     def score(self) -> Tensor:
-        """Return a score (B, H, S) for each slot; ±inf is allowed.
-
-        The slots with the lowest scores are evicted. If scores are equal, the oldest token goes first.
-        """
+        """Return a score (B, H, S) for each slot, ±inf allowed. The lowest go first, of equals the oldest."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(self) -> (B, H, S)")
 
     def evict(self):
@@ -302,10 +279,7 @@ class ScoredCache(LayerCache):
 # ---- a list of caches, one per layer ---------------------------------------------------------------------
 
 def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
-    """Return one cache per layer of the decoder. Options go to the method.
-
-    Raises ValueError if an option is wrong.
-    """
+    """Return one cache per layer of the decoder; options go to the method. ValueError if one is wrong."""
     caches = []
     for layer in range(len(model.blocks)):
         cache = constructed(Method, options)

@@ -29,10 +29,7 @@ def check_budget(budget: int, least: int, why: str):
 
 
 def fits(x, kind) -> bool:
-    """Return whether x fits a declared type.
-
-    Every finite number fits float, whole numbers included. A bool fits neither int nor float.
-    """
+    """Return whether x fits a declared type. Finite numbers fit float; a bool fits neither int nor float."""
     parts = get_args(kind)
     if kind in (int, float):
         number = Integral if kind is int else Real
@@ -48,10 +45,7 @@ def fits(x, kind) -> bool:
 
 
 def check_type(name: str, x, kind, owner: str = ""):
-    """Raise ValueError unless x fits the type declared for `name`.
-
-    owner: " of Class", for the message.
-    """
+    """Raise ValueError unless x fits the type declared for `name`. owner: " of Class", for the message."""
     if not fits(x, kind):
         words = {int: "a whole number", float: "a finite number", bool: "True or False", dict: "an object"}
         expected = words.get(kind, getattr(kind, "__name__", str(kind)))
@@ -70,10 +64,7 @@ def check_row(row: dict, kinds: dict, file):
 
 
 def check_options(method):
-    """Raise ValueError unless all options are dataclass fields that fit their types.
-
-    method: a cache or a selection.
-    """
+    """Raise ValueError unless all options of a cache or selection are dataclass fields of fitting types."""
     name, kinds = type(method).__name__, get_type_hints(type(method))
     options = {field.name for field in fields(method)}
     for option, kind in kinds.items():
@@ -98,10 +89,9 @@ def constructed(Method, options: dict):
 
 
 def check_watch(cache):
-    """Raise ValueError unless `watch` is a number of queries that suits `observe`.
+    """Raise ValueError unless `watch` is a number, and above 0 if `observe` needs probabilities.
 
-    It must be above 0 if `observe` needs probabilities.
-    An `observe` that works without probabilities declares `p: Tensor | None`.
+    An `observe` that works without them declares `p: Tensor | None`.
     """
     if type(cache.watch) is not int or cache.watch < 0:
         raise ValueError(f"watch {cache.watch!r} of {type(cache).__name__} "
@@ -138,10 +128,7 @@ def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: i
 
 
 def check_kept(i: Tensor, shape: tuple[int, int, int]):
-    """Raise ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S).
-
-    A slot below 0 stands for an empty one.
-    """
+    """Raise ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S); below 0 means empty."""
     B, H, S = shape
     if not isinstance(i, Tensor) or i.dim() != 3 or i.shape[:2] != (B, H) or i.dtype != int64:
         given = f"of shape {tuple(i.shape)}, {i.dtype}," if isinstance(i, Tensor) else f"{i!r:.60}"

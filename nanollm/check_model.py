@@ -9,10 +9,7 @@ SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
 
 
 def check_field(name: str, x, kind: type):
-    """Raise ValueError unless x fits the type `kind` of the field `name`.
-
-    Numbers must be above 0, also after rounding to 32 bits.
-    """
+    """Raise ValueError unless x fits `kind`; numbers must be above 0, also after rounding to 32 bits."""
     if kind is int:
         whole(name, x, 1, 2 ** 31 - 1)
     else:
@@ -22,10 +19,7 @@ def check_field(name: str, x, kind: type):
 
 
 def check_config(c):
-    """Raise ValueError unless a decoder can have this shape.
-
-    Also turns NumPy's numbers into Python's, which json can write.
-    """
+    """Raise ValueError unless a decoder can have this shape. Turn NumPy's numbers into Python's, for json."""
     if c.family not in ("llama", "gpt2"):
         raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
     for name, kind in type(c).__annotations__.items():

@@ -57,10 +57,7 @@ def rope_frequencies(config: Config, device=None) -> Tensor:
 
 
 def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of RoPE's angles at positions pos (..., T): (..., 1, T, D) each.
-
-    The dimension of size 1 broadcasts over heads.
-    """
+    """Return cos and sin of RoPE's angles at positions pos (..., T), (..., 1, T, D) each; 1 is the heads'."""
     angle = (pos[..., None].float() * freq).unsqueeze(-3)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the minus of Llama's rotate_half
@@ -86,10 +83,7 @@ def norm(config: Config) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245): G query heads share one key/value head.
-
-    Query heads h·G … h·G+G−1 share key/value head h.
-    """
+    """Grouped-query attention (arXiv 2305.13245): query heads h·G … h·G+G−1 share key/value head h."""
 
     def __init__(self, config: Config):
         super().__init__()

@@ -114,10 +114,7 @@ class Foreign:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def turn(self) -> tuple[list[int], list[int]]:
-        """Return the chat template's tokens before and after a user's words.
-
-        The second list ends where the answer begins.
-        """
+        """Return the chat template's tokens before a user's words, and after them up to the answer."""
         mark = "the user's words"
         try:
             chat = self.hf.apply_chat_template([dict(role="user", content=mark)], tokenize=False,

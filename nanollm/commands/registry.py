@@ -40,10 +40,7 @@ def methods() -> tuple[dict, dict, dict]:
 
 
 def check_names(module, taken: dict):
-    """Raise ValueError unless a file's variants are caches, its additions selections, and all names are new.
-
-    taken: the names that other files use.
-    """
+    """Raise ValueError unless variants are caches, additions selections, and all names new (not `taken`)."""
     if not hasattr(module, "variants"):
         raise ValueError("it defines no variants; end it with variants = {'name': Class}")
     additions = getattr(module, "additions", {})
@@ -80,8 +77,7 @@ def has_window(Method) -> bool:
 def compose(name: str, variants: dict, additions: dict) -> partial:
     """Return the method that a name like "ada_kv+critical+residual" describes, built from left to right.
 
-    A selection with an `inner` wraps the selection to its left. Any other selection would replace it; this is
-    a ValueError.
+    A selection with an `inner` wraps the one to its left. Any other would replace it: a ValueError.
     """
     base, *more = name.split("+")
     if len({*more}) < len(more):
@@ -100,10 +96,9 @@ def compose(name: str, variants: dict, additions: dict) -> partial:
 
 
 def pick(names: list[str]) -> dict:
-    """Return the named methods; every variant if `names` is empty.
+    """Return the named methods, such as "ada_kv+critical"; every variant if `names` is empty.
 
-    "ada_kv+critical" is a window method with an addition. "all" adds every variant and every window method
-    with each addition.
+    "all" adds every variant, and every window method with each addition.
     """
     variants, additions, broken = methods()
     for file, why in broken.items():

@@ -30,10 +30,7 @@ Job = tuple[int, str, float | None]  # length in tokens, name of the method, kee
 
 
 def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
-    """Measure the rows that the options select, and print them as a table.
-
-    text: the content of --text. stored: the content of --json.
-    """
+    """Measure the selected rows and print them. text, stored: the contents of --text and --json."""
     rank, world = shell.ranks()
     check_seed(settings.seed)
     whole("batch", args.batch, 1)

@@ -38,10 +38,7 @@ EACH = dict.fromkeys((*ACCURACIES, "nll", "kl", "l1_alone"), list[Real])  # row[
 
 
 def row_of(name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict) -> dict:
-    """Return a row: the method and settings, the measurements of `Benchmark.run`, and means over the tasks.
-
-    Bytes are divided by the number of texts.
-    """
+    """Return a row: method, settings, results of `Benchmark.run` (bytes per text), means over the tasks."""
     row = dict(method=name, keep_ratio=keep_ratio, tokens=T) | settings | measured
     for key in ("live", "live_16", "allocated", "peak", "device"):
         row[key] = row[key] and row[key] // len(row["each"]["kl"])
@@ -62,10 +59,7 @@ LONG = (26, 6, 6, 14, 14, 14, 10, 5, 6, 8, 8)  # from method to the GPU's KiB
 
 
 def header(T: int, documents: int, seed: int, short: bool = False, gpu: bool = False) -> str:
-    """Return the lines above the rows: number of documents, largest standard error, names of the columns.
-
-    gpu: add a column for the bytes that the GPU's allocator counts.
-    """
+    """Return the lines above the rows: documents, largest standard error, names of the columns."""
     error = 0.5 / (documents - 1) ** 0.5  # largest if half of the answers are right
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in TASKS)]
     names = ["method", "keep", "KiB", *["aware agnostic"] * len(TASKS)]

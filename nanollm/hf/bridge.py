@@ -152,8 +152,7 @@ class Memory(Cache):
     def end_prompt(self):
         """Tell every layer that the prompt is over; the caches then compress it.
 
-        For a method that rereads the prompt, call generate.end_prompt(Bridged(model), tokens, caches)
-        instead.
+        If the method rereads the prompt, call generate.end_prompt(Bridged(model), tokens, caches) instead.
         """
         self.check_whole()
         if not self.get_seq_length():
@@ -358,10 +357,7 @@ def by_name(decoder: nn.Module, args: tuple, kwargs: dict) -> dict:
 
 
 def attach(model, Method=LayerCache, **options) -> Memory:
-    """Return a memory for one batch of texts, to pass as `past_key_values`.
-
-    Its `end_prompt` compresses the prompt.
-    """
+    """Return a memory for one batch of texts, to pass as `past_key_values`."""
     bridged = Bridged(model)
     return Memory(bridged, partial(make_cache, bridged, Method, **options))
 
@@ -379,10 +375,7 @@ def detach(model):
 # ---- parts of a model that methods need: output projections, RoPE's angles, masks --------------------------
 
 def output_projections(model) -> list[nn.Module]:
-    """Return each layer's output projection W_O, found by name.
-
-    It belongs to a module with a `layer_idx`; OUTPUTS lists the known names.
-    """
+    """Return each layer's W_O, a child of a module with a `layer_idx`, by a name in OUTPUTS."""
     by_layer, layers = {}, model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         for name in OUTPUTS if hasattr(module, "layer_idx") else ():

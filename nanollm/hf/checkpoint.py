@@ -35,10 +35,7 @@ KEYS = {
 
 
 def require(hf: dict, key: str, *allowed):
-    """Raise ValueError unless config.json has one of `allowed` under `key`.
-
-    If the key is absent, the first of `allowed` is assumed.
-    """
+    """Raise ValueError unless config.json has one of `allowed` under `key`; absent means the first."""
     if hf.get(key, allowed[0]) not in allowed:
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"{key} {hf[key]!r:.60} is not implemented; only {words} is")
@@ -135,10 +132,7 @@ def read_config(folder: Path) -> Config:
 
 
 def hf_config(c: Config) -> dict:
-    """Return the content of config.json for c.
-
-    It has rope_theta and rope_scaling, because every version of transformers reads these.
-    """
+    """Return config.json for c, with the rope_theta and rope_scaling that every transformers reads."""
     biases = c.qkv_bias, c.o_bias, c.mlp_bias
     if c.family == "gpt2":
         kind, name = "gpt2", "GPT2LMHeadModel"

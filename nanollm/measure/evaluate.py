@@ -56,10 +56,7 @@ def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, *
 
 
 def reading_within(make: Make) -> Make:
-    """Return a function that makes caches which evict while they read the prompt.
-
-    Their end_prefill is called before the prompt begins.
-    """
+    """Return a function that makes caches which evict while they read: end_prefill was already called."""
     def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
         caches = make(tokens, prompt)
         end_prefill(caches)
@@ -70,10 +67,7 @@ def reading_within(make: Make) -> Make:
 # ---- retrieval ---
 
 def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens (B, T), the context, and the question without its last token.
-
-    The last token is fed after the compression.
-    """
+    """Return all tokens (B, T), the context, and the question without its last token, which is fed later."""
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     check_prompt(model, tokens)
     if not batch.answers:
@@ -266,10 +260,7 @@ def held(caches: list[LayerCache], tokens: int) -> Tensor:
 
 
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
-    """Return ‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁, (B, L, H·G), the mean over new tokens.
-
-    answers: ŷ (B, H·G, new, D), one per layer.
-    """
+    """Return ‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁, (B, L, H·G), mean over new tokens; answers: ŷ (B, H·G, new, D)."""
     return torch.stack([
         torch.einsum("bhtd,ohd->bhto", wide(answer - y), wide(cache.w_o)).abs().sum(-1).mean(-1)
         for y, cache, answer in zip(full.answers, caches, answers)], 1)
@@ -327,10 +318,7 @@ def check_size(model, documents: int, least: int, T: int):
 
 
 def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
-    """Return (windows, T) tokens: evenly spaced windows of the text, without special tokens.
-
-    Each window begins with BOS if texts of `model` do.
-    """
+    """Return (windows, T) tokens: evenly spaced windows of the text, after BOS if texts of `model` are."""
     first = opening(tasks.encoding, model.config) if model else []
     stream, n = tasks.stream[tasks.stream != tasks.bos], T - len(first)
     whole("windows", windows, 1)
@@ -345,10 +333,7 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Return the model's mean bits per byte over `windows` windows of T tokens.
-
-    The first token of a window is not predicted.
-    """
+    """Return the mean bits per byte over `windows` windows of T tokens, of which the first is given."""
     bits, rows = 0.0, text_windows(tasks, windows, T, model)
     for part in rows.to(model.embed.weight.device).split(16):
         logits = model(part[:, :-1]).flatten(0, 1)

@@ -87,10 +87,7 @@ REPORT = "train.json"  # written last, so a run that has it is finished
 # ---- documents -----------------------------------------------------------------------------------------
 
 def periodic(rng, n: int, tasks: Tasks):
-    """Return a segment repeated up to n tokens, and roles: each repetition is an answer.
-
-    This is the densest signal for induction.
-    """
+    """Return a segment repeated up to n tokens, and roles. This is the densest signal for induction."""
     length = int(rng.integers(4, n // 2 + 1))
     segment = rng.integers(0, tasks.bos, length) if rng.random() < 0.6 else tasks.filler(rng, length)
     roles = np.full(n, ANSWER, dtype=np.uint8)
@@ -171,10 +168,7 @@ def hard_sizes(task: str, n: int, draw: Callable[[int, int], int]) -> dict:
 
 
 def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks, bos: bool = False):
-    """Return tokens and loss weights (B, T + 1) of a step.
-
-    They depend only on seed and step, so that a run can resume.
-    """
+    """Return tokens and loss weights (B, T + 1) of a step. They depend only on seed and step."""
     rng = np.random.default_rng((seed, step))
     kinds = rng.choice(list(mixture), B, p=np.array(list(mixture.values())) / sum(mixture.values()))
     tokens, weights = zip(*(document(rng, T + 1, kind, tasks, bos) for kind in kinds))
@@ -213,10 +207,7 @@ def stage(step: int, steps: int, stages: list):
 
 
 def save(args, model: Decoder, optimizer, step: int, minutes: float):
-    """Save weights and AdamW's moments in one file.
-
-    The file is replaced at once, so an interrupted run leaves a complete one.
-    """
+    """Save weights and AdamW's moments in one file, replaced at once: an interrupt leaves a whole file."""
     tensors = {}
     for name, p in model.named_parameters():
         state = optimizer.state[p]  # empty before the first step
