@@ -68,17 +68,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, d: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(d)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 def norm(config: Config) -> nn.Module:
-    kind = RMSNorm if config.family == "llama" else nn.LayerNorm
+    kind = nn.RMSNorm if config.family == "llama" else nn.LayerNorm
     return kind(config.d_model, eps=config.norm_eps)
 
 
