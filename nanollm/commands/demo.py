@@ -27,6 +27,7 @@ hours; so he slept, and counted the birds."""
 QUESTION = "\nQ: The code of table is "
 FACT, ANSWER = " The code of table is 2356.", "2356"
 METHOD, BUDGET = "snap_kv", 32  # finds the fact aware, loses it agnostic
+NEW = 4  # tokens of an answer in `explore` and in the playground
 
 SETTINGS = {"aware": "the question is part of the prompt that is compressed",
             "agnostic": "the question comes after the page is compressed"}
@@ -61,6 +62,22 @@ def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Ten
     return kept, written
 
 
+def compressed(model, encoding, Method, options: dict, tokens: Tensor, cut: int,
+               new: int = NEW) -> tuple[list, Tensor, list[int]]:
+    """Return a method's caches, and what `answer` returns."""
+    caches = make_cache(model, Method, **options)
+    tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()][:, :cut])
+    return caches, *answer(model, tokens, cut, caches, new)
+
+
+def check_length(model, text: str, tokens: Tensor):
+    """Raise ValueError if there is no text, or if tokens (1, T) and an answer are too long for the model."""
+    n, longest = len(tokens[0]) + NEW, model.config.max_len
+    if not text.strip() or n > longest:
+        raise ValueError(f"text, question and answer have {n} tokens; the text must have at least 1 token, "
+                         f"and all together at most {longest}")
+
+
 def pieces(encoding, tokens: list[int]) -> list[str]:
     """Return one string per token. A character that several tokens share stands at its last token."""
     decoder = getincrementaldecoder("utf-8")("replace")
@@ -86,14 +103,11 @@ def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
     """
     (tokens, cuts), new = prompt(model, encoding, PAGE, QUESTION), len(encoding.encode_ordinary(ANSWER))
     _, expected = answer(model, tokens, cuts["aware"], make_cache(model), new)
-    ends = boundaries(encoding, model.config.vocab_size)[tokens.cpu()]
     dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     panels = {}
     for setting, cut in cuts.items():
-        caches = make_cache(model, Method, **options)
-        tell_chunk_ends(caches, ends[:, :cut])
-        kept, written = answer(model, tokens, cut, caches, new)
+        _, kept, written = compressed(model, encoding, Method, options, tokens, cut, new)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
         gone = [share == 0 for share in shares]
         own, full = encoding.decode(written), encoding.decode(expected)

@@ -16,20 +16,18 @@ import torch
 from torch import Tensor
 
 from methods.theory.index_game import deal, index_game_four, keep_rows
-from nanollm.cache import bytes_in_16_bits, make_cache
+from nanollm.cache import bytes_in_16_bits
 from nanollm.commands import shell
-from nanollm.commands.demo import PAGE, QUESTION, answer, pieces, prompt
+from nanollm.commands.demo import NEW, PAGE, QUESTION, check_length, compressed, pieces, prompt
 from nanollm.commands.registry import calibrated, given, has_budget, loaded, one_line, pick
-from nanollm.generate import tell_chunk_ends
 from nanollm.measure.evaluate import budget_for
 from nanollm.model import rope_frequencies
-from nanollm.tokenizer import boundaries
 
 ROOT = Path(__file__).parents[2]
 PARTS = Path(__file__).parents[1] / "page"
 MARK = b'<meta name="generator" content="python -m nanollm explore">'
 KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
-NEW, WINDOW = 4, 8                     # tokens of an answer; queries that SnapKV observes
+WINDOW = 8                             # queries that SnapKV observes
 LIVE = {  # the methods of methods.js
     "full": ("Full cache", "keeps every entry"),
     "random": ("Random", "keeps entries drawn at random"),
@@ -92,9 +90,7 @@ def view(model, encoding, Method, keep: float, setting: str, text: str, question
     tokens, cuts = prompt(model, encoding, text, question)
     cut = cuts[setting]
     options = given(Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW)
-    caches = make_cache(model, Method, **options)
-    tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()][:, :cut])
-    kept, written = answer(model, tokens, cut, caches, NEW)
+    caches, kept, written = compressed(model, encoding, Method, options, tokens, cut)
     return dict(kept=b64encode(np.packbits(kept.flatten().cpu().numpy(), bitorder="little")).decode(), n=cut,
                 bytes=bytes_in_16_bits(caches), written=written, answer=encoding.decode(written))
 
@@ -179,10 +175,7 @@ def main(argv: list[str]):
     text = PAGE if args.text is None else shell.read_text(args.text).strip("\n")
     model, encoding = loaded(args)
     question = "\n" + args.question
-    tokens, cuts = prompt(model, encoding, text, question)
-    if not cuts["agnostic"] or len(tokens[0]) + NEW > model.config.max_len:
-        raise ValueError(f"text, question and answer have {len(tokens[0]) + NEW} tokens; the text must have "
-                         f"at least 1, and all together at most {model.config.max_len}")
+    check_length(model, text, prompt(model, encoding, text, question)[0])
     out = page(model, encoding, args.model.name, text, question, live=args.text is None)
     shell.replace(args.out, out.encode())
     print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from nanollm.cache import bytes_in_16_bits, make_cache
-from nanollm.commands.demo import PAGE, QUESTION, SETTINGS, answer, pieces, prompt
+from nanollm.commands.demo import (NEW, PAGE, QUESTION, SETTINGS, answer, check_length, compressed, pieces,
+                                   prompt)
 from nanollm.commands.registry import calibrated, given, has_budget, one_line, pick
-from nanollm.generate import tell_chunk_ends
 from nanollm.measure.evaluate import budget_for
-from nanollm.tokenizer import boundaries
-
-NEW = 4  # tokens in an answer
 
 
 class Playground(widgets.VBox):
@@ -61,16 +58,10 @@ class Playground(widgets.VBox):
         model = self.model
         tokens, cuts = prompt(model, self.encoding, self.text.value, f"\n{self.question.value}")
         cut = cuts[self.setting.value]
-        if not self.text.value.strip() or len(tokens[0]) + NEW > model.config.max_len:
-            raise ValueError(f"text, question and answer have {len(tokens[0]) + NEW} tokens; the text must "
-                             f"have at least 1 token, and all together at most {model.config.max_len}")
-
+        check_length(model, self.text.value, tokens)
         budget = budget_for(self.budget.value / 100, cuts["agnostic"])
         options = options | given(Method, budget=budget, window_size=self.window.value)
-        ends = boundaries(self.encoding, model.config.vocab_size)[tokens.cpu()]
-        caches = make_cache(model, Method, **options)
-        tell_chunk_ends(caches, ends[:, :cut])
-        kept, written = answer(model, tokens, cut, caches, NEW)
+        caches, kept, written = compressed(model, self.encoding, Method, options, tokens, cut)
         key = tuple(tokens[0].tolist())
         if key not in self.expected:
             full = make_cache(model)
