@@ -6,7 +6,7 @@ from typing import ClassVar, get_args, get_origin, get_type_hints
 
 from torch import Tensor, int32, int64
 
-# ---- numbers, options, rows: what a user gives -------------------------------------------------------------
+# ---- numbers, options: what a user gives -------------------------------------------------------------
 
 
 def whole(name: str, x, least: int, most: int | None = None):
@@ -50,17 +50,6 @@ def check_type(name: str, x, kind, owner: str = ""):
         words = {int: "a whole number", float: "a finite number", bool: "True or False", dict: "an object"}
         expected = words.get(kind, getattr(kind, "__name__", str(kind)))
         raise ValueError(f"{name} {' '.join(repr(x).split()):.60}{owner} must be {expected}")
-
-
-def check_row(row: dict, kinds: dict, file):
-    """Raise ValueError unless a row from `file` has every key of `kinds` with a fitting value."""
-    for key, kind in kinds.items():
-        if key not in row:
-            raise ValueError(f"a row in {file} has no {key!r}; another version may have written it, so name "
-                             "another file")
-        if not fits(row[key], kind):
-            raise ValueError(f"{key!r} of a row in {file} is {row[key]!r:.60}, which is not valid; "
-                             "name another file")
 
 
 def check_options(method):

@@ -17,25 +17,11 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm train            train a decoder like the one that ships
 """
 import argparse
-from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
 from zlib import crc32
 
 from nanollm.commands import shell
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings that all rows of a run share; each row repeats them."""
-    model: str       # the checkpoint's folder
-    engine: str
-    dtype: str
-    documents: int   # per task
-    seed: int
-    window: int      # observation window: how many of the prompt's last queries score the entries
-    text: str | None  # the file of --text with its checksum
-    chat: bool
 
 
 def main(argv: list[str]):
@@ -44,8 +30,9 @@ def main(argv: list[str]):
     stored = check_files(args.figure, args.json)
     text = shell.read_text(args.text) if args.text else None
     source = None if text is None else f"{args.text}, crc32 {crc32(text.encode()):08x}"
-    settings = Settings(str(args.model.resolve()), args.engine, args.dtype, args.documents, args.seed,
-                        args.window, source, args.chat)
+    # what all rows of a run share; each row repeats it
+    settings = dict(model=str(args.model.resolve()), engine=args.engine, dtype=args.dtype,
+                    documents=args.documents, seed=args.seed, window=args.window, text=source, chat=args.chat)
     shell.load_module("nanollm.commands.rows").main(args, settings, text, stored)
 
 

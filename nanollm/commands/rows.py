@@ -1,24 +1,18 @@
 """Measure the rows of python -m nanollm; print and store each before the next begins."""
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from functools import lru_cache
 import json
-from math import isclose
-import os
 from pathlib import Path
-from statistics import fmean
 import sys
 import time
 
 import psutil
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from nanollm import TINY
-from nanollm.check import check_row, check_seed, whole
+from nanollm.check import check_seed, whole
 from nanollm.commands import plot, shell, table
-from nanollm.commands.compare import Settings
 from nanollm.commands.registry import calibrated, given, has_budget, loaded, one_line, pick
 from nanollm.generate import check_rereads
 from nanollm.measure.benchmark import Benchmark, Slices, excess
@@ -29,33 +23,29 @@ from nanollm.tokenizer import boundaries
 Job = tuple[int, str, float | None]  # length in tokens, name of the method, keep ratio (None: no budget)
 
 
-def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
+def main(args: Namespace, settings: dict, text: str | None, stored: bytes):
     """Measure the selected rows and print them. text, stored: the contents of --text and --json."""
-    rank, world = shell.ranks()
-    check_seed(settings.seed)
+    check_seed(args.seed)
     whole("batch", args.batch, 1)
-    rows = {job_of(row): row for row in earlier(stored, args.json, settings)} if args.resume else {}
-    if world > 1 and args.device == "cuda":  # one GPU per process
-        args.device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
-
+    rows = earlier(stored, args.json, settings) if args.resume else {}
     methods = pick([*table.SHOWN] if args.short else args.methods)
     model, encoding = loaded(args)
     for T in args.lengths:
         whole("length", T, 16, model.config.max_len)
-    candidates = Candidates(model, encoding, methods, settings.window)
+    candidates = Candidates(model, encoding, methods, args.window)
     named = bool(args.methods) and "all" not in args.methods
     jobs, unfit = candidates.fit(candidates.jobs(args.lengths, args.keep), named)
-    torch.manual_seed(settings.seed)
-    tasks = Tasks(encoding, "test", text, settings.chat)
+    torch.manual_seed(args.seed)
+    tasks = Tasks(encoding, "test", text, args.chat)
     # a large model computes with several threads, which must not be forked
-    processes = shell.cores() if world == 1 and torch.get_num_threads() == 1 else 1
+    processes = shell.cores() if torch.get_num_threads() == 1 else 1
     keep = psutil.virtual_memory().available / 2 if args.memory is None else args.memory * 1e9
 
     @lru_cache(maxsize=1)
     def read(T: int) -> Slices:
         """Return the benchmark of documents of T tokens. Report its memory, unless a short table keeps it."""
-        slices = Slices(model, tasks, T, settings.documents, settings.seed, args.batch, keep, processes)
-        if rank == 0 and not (args.short and slices.keeps):
+        slices = Slices(model, tasks, T, args.documents, args.seed, args.batch, keep, processes)
+        if not (args.short and slices.keeps):
             tqdm.write(str(slices), file=sys.stderr)
         slices.benchmark(model, 0)  # an error of the model ends the run here, not once per row
         return slices
@@ -70,57 +60,51 @@ def main(args: Namespace, settings: Settings, text: str | None, stored: bytes):
             measured = slices.run(model, candidates.calibrated(name, keep_ratio))
         except Exception as error:
             return f"{table.label(name, keep_ratio)}: {one_line(error)}"
-        return table.row_of(name, keep_ratio, T, vars(settings), measured)
+        return table.row_of(name, keep_ratio, T, settings, measured)
 
-    if rank == 0:
-        for name, error in unfit.items():
-            print(f"{name} is left out: {error}", file=sys.stderr)
-        for message in idle(methods, named and "keep" in args.asked, "window" in args.asked):
-            print(message, file=sys.stderr)
-        model_name = "the small decoder that ships" if args.model == TINY else args.model
-        on_gpu = torch.device(args.device).type == "cuda"
-        print(f"Methods that compress the KV cache, compared on {model_name}.\n\n"
-              f"{table.terms(args.short, on_gpu)}", flush=True)
+    for name, error in unfit.items():
+        print(f"{name} is left out: {error}", file=sys.stderr)
+    for message in idle(methods, named and "keep" in args.asked, "window" in args.asked):
+        print(message, file=sys.stderr)
+    model_name = "the small decoder that ships" if args.model == TINY else args.model
+    on_gpu = torch.device(args.device).type == "cuda"
+    print(f"Methods that compress the KV cache, compared on {model_name}.\n\n"
+          f"{table.terms(args.short, on_gpu)}", flush=True)
     began, shown, failed = time.time(), [], []
-    for row, write in shared_out(jobs, measure, rank, world):
+    bar = tqdm(jobs, disable=None, leave=False, unit="row")
+    for job in bar:
+        T, name, _ = job
+        bar.set_description(f"{name}, {T} tokens")
+        row = measure(job)
         if isinstance(row, str):
             failed.append(row)
-            write(row)
+            bar.write(row)
             continue
-        if not shown or shown[-1]["tokens"] != row["tokens"]:
-            gpu = row["device"] is not None
-            write(table.header(row["tokens"], settings.documents, settings.seed, args.short, gpu))
+        if not shown or shown[-1]["tokens"] != T:
+            bar.write(table.header(T, args.documents, args.seed, args.short, row["device"] is not None))
         shown.append(row)
-        write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
-        rows[job_of(row)] = row
+        bar.write(table.show(row, args.short) + (f"\n  ! {why}" if (why := excess(row)) else ""))
+        rows[job] = row
         if args.json:
             stored = shell.replace(args.json, json.dumps([*rows.values()], indent=1).encode(), stored)
 
-    if rank == 0:
-        finish(args, shown, time.time() - began)
+    finish(args, shown, time.time() - began)
     if failed:
         raise ValueError(f"{len(failed)} of {len(jobs)} rows failed: {'; '.join(failed)}")
 
 
-def job_of(row: dict) -> Job:
-    return row["tokens"], row["method"], row["keep_ratio"]
-
-
-def earlier(stored: bytes, file: Path, settings: Settings) -> list[dict]:
-    """Return the rows of a file. ValueError if a row is broken or was measured with other settings."""
+def earlier(stored: bytes, file: Path, settings: dict) -> dict[Job, dict]:
+    """Return the rows of a file. ValueError if a row lacks a key or was measured with other settings."""
     rows = json.loads(stored or "[]")
     for row in rows:
-        check_row(row, table.HOLDS, file)
-        check_row(row["each"], table.EACH, file)
-        for name in table.ACCURACIES:
-            if not isclose(row[name], mean := fmean(row["each"][name]), abs_tol=1e-6):
-                raise ValueError(f"{name!r} of a row in {file} is {row[name]}, but the mean over its "
-                                 f"documents is {mean}; name another file")
-        for name, x in vars(settings).items():
+        if lacks := (table.KEYS - row.keys()) | (table.EACH - row["each"].keys()):
+            raise ValueError(f"a row in {file} has no {min(lacks)!r}; another version may have written it, "
+                             "so name another file")
+        for name, x in settings.items():
             if row.get(name) != x:
                 raise ValueError(f"the rows in {file} were measured with --{name} {row.get(name)}, not {x}; "
                                  "give the same option, or name another file")
-    return rows
+    return {(row["tokens"], row["method"], row["keep_ratio"]): row for row in rows}
 
 
 def idle(methods: dict, keep: bool, window: bool) -> list[str]:
@@ -190,29 +174,6 @@ class Candidates:
 def shortest(T: int) -> int:
     """Return the tokens of the shortest prompt among documents of T tokens."""
     return T - Benchmark.continuation_length(T) - 1
-
-
-def shared_out(jobs: list[Job], measure: Callable[[Job], dict | str], rank: int, world: int) -> Iterator:
-    """Measure `world` jobs at a time, one on each rank. On rank 0, yield each result in order.
-
-    Each comes with a function that prints above the progress bar.
-    """
-    if world > 1:
-        dist.init_process_group("gloo")
-    bar = tqdm(range(0, len(jobs), world), disable=rank > 0 or None, leave=False,
-               unit="row" if world == 1 else "rows")
-    for first in bar:
-        T, name, _ = jobs[first]
-        bar.set_description(f"{name}, {T} tokens")
-        mine = measure(jobs[first + rank]) if first + rank < len(jobs) else None
-        results = [mine] * world
-        if world > 1:
-            dist.all_gather_object(results, mine)
-        for row in results:
-            if rank == 0 and row is not None:
-                yield row, bar.write
-    if world > 1:
-        dist.destroy_process_group()
 
 
 def finish(args: Namespace, rows: list[dict], seconds: float):

@@ -1,5 +1,4 @@
 """Tables of python -m nanollm: the rows, the changes by additions, and sentences under the short table."""
-from numbers import Real
 from statistics import fmean
 from textwrap import fill
 
@@ -27,14 +26,13 @@ tokens/s  decoding speed of all texts together"""
 GPU_TERMS = "GPU, KiB  size of one text's cache after the compression, as the GPU's allocator counts it"
 NEARLY = 0.1  # a method that loses at most this much mean accuracy counts as nearly lossless
 
-# ---- the keys of a row, and the type of each value ----
+# ---- the keys of a row that tables and figures show ----
 
 SETTINGS = "aware", "agnostic"
 ACCURACIES = tuple(f"{task}_{setting}" for task in TASKS for setting in SETTINGS)
-HOLDS = dict(method=str, each=dict, l1_alone=list[list[Real]], keeps_all=bool, evicts=bool) | dict.fromkeys(
-    (*ACCURACIES, *SETTINGS, "tokens", "prompt", "live_16", "kl", "perplexity", "tokens_per_s"),
-    Real) | dict.fromkeys(("keep_ratio", "device", "slots", "slots_end"), Real | None)
-EACH = dict.fromkeys((*ACCURACIES, "nll", "kl", "l1_alone"), list[Real])  # row["each"]: a value per document
+EACH = {*ACCURACIES, "nll", "kl", "l1_alone"}  # the keys of row["each"], lists with a value per document
+KEYS = {*ACCURACIES, *SETTINGS, "method", "keep_ratio", "tokens", "prompt", "live_16", "kl", "perplexity",
+        "l1_alone", "tokens_per_s", "device", "slots", "slots_end", "keeps_all", "evicts"}
 
 
 def row_of(name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict) -> dict:

@@ -220,12 +220,10 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
     assert len(measured) == 1
     arguments = ["--model", str(checkpoint), "--json", "rows.json", *SMALL, *three.split(), "--resume"]
     refused(capsys, [*arguments, "--dtype", "bfloat16"], "were measured with --dtype float32, not bfloat16")
-    for broken, message in ({"live_16": ...}, "has no 'live_16'"), ({"kl": "1"}, "'kl' of a row in .* is"), (
-            {"needle_agnostic": -7.0}, "'needle_agnostic' of a row in .* is -7.0, but the mean"), (
-            {"l1_alone": [[]]}, "'l1_alone' of a row"), ({"each": {}}, "has no 'needle_aware'"):
+    for broken, lacks in ({"live_16": ...}, "live_16"), ({"each": {}}, "few_shot_agnostic"):
         row = {key: x for key, x in (rows[1] | broken).items() if x is not ...}
         Path("rows.json").write_text(json.dumps([rows[0], row, rows[2]]))
-        refused(capsys, arguments, message)
+        refused(capsys, arguments, f"has no '{lacks}'")
     Path("rows.json").write_text(json.dumps(rows))
     measured.clear()
     (row,) = compare(checkpoint, "--methods full --documents 2 --seed 1")  # without --resume: anew
