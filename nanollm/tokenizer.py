@@ -1,15 +1,12 @@
-"""Byte-level BPE: a short trainer. The trained tokenizer runs as a `tiktoken.Encoding`.
+"""Our tokenizer, byte-level BPE (arXiv 1508.07909) as a `tiktoken.Encoding`, and those of transformers.
 
-At first each byte of a word is a token. The trainer makes the most frequent pair of neighbouring tokens one
-token, and repeats this (Sennrich et al., arXiv 1508.07909). It updates its counts instead of recounting: only
-words with the merged pair are touched, so 1024 tokens take seconds, not minutes.
+In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 355 the two-digit numbers. Each
+of the others joins two tokens: the most frequent neighbours in the training text (measure/corpus.py).
 """
 import base64
-from collections import Counter, defaultdict
 from os.path import isfile
 from pathlib import Path
 
-import regex
 import tiktoken
 import torch
 
@@ -18,81 +15,22 @@ PATTERN = r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]{1,2}|\s+(?!\S)|\s+"
 BOS = "<|bos|>"
 
 
-def train(texts: list[str], vocab_size: int) -> dict[bytes, int]:
-    """Return the ranks of vocab_size tokens: 256 bytes, 100 two-digit numbers, then the merges.
-
-    Of equally frequent pairs the larger one is merged first.
-    """
-    if isinstance(texts, str):
-        raise ValueError("texts are one string; give a list of strings")
-    if not isinstance(vocab_size, int) or vocab_size < 356:
-        raise ValueError(f"vocab_size {vocab_size} must be at least 356: 256 bytes and 100 two-digit numbers")
-    ranks = {bytes([b]): b for b in range(256)}
-    for number in range(100):  # two digits are always one token
-        ranks[b"%02d" % number] = len(ranks)
-
-    counts = Counter(word for text in texts for word in regex.findall(PATTERN, text))
-    words = [[bytes([b]) for b in word.encode()] for word in counts if not word[0].isdigit()]
-    times = [n for word, n in counts.items() if not word[0].isdigit()]  # how often each word occurs
-    pairs, words_with = Counter(), defaultdict(set)  # how often a pair occurs, and in which words
-    for i, word in enumerate(words):
-        for pair in zip(word, word[1:]):
-            pairs[pair] += times[i]
-            words_with[pair].add(i)
-
-    while len(ranks) < vocab_size and pairs:
-        a, b = best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        if not pairs[best]:  # every word is one token
-            break
-        ranks.setdefault(a + b, len(ranks))
-        for i in words_with.pop(best):
-            for pair in zip(words[i], words[i][1:]):
-                pairs[pair] -= times[i]
-            words[i] = merge(words[i], a, b)
-            for pair in zip(words[i], words[i][1:]):
-                pairs[pair] += times[i]
-                words_with[pair].add(i)
-        del pairs[best]
-    return ranks
-
-
-def merge(word: list[bytes], a: bytes, b: bytes) -> list[bytes]:
-    """Return the word with each pair a, b joined to one token, from left to right."""
-    out, i = [], 0
-    while i < len(word):
-        together = word[i] == a and word[i + 1:i + 2] == [b]
-        out.append(a + b if together else word[i])
-        i += 1 + together
-    return out
-
-
-def save(ranks: dict[bytes, int], path: str | Path):
-    """Write tiktoken's file format. A line holds a token in base64, a space and its rank."""
-    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
-    Path(path).write_text("".join(lines))
-
-
 def load(file: str | Path) -> tiktoken.Encoding:
-    """Return the encoding in a .tiktoken file that `save` wrote.
+    """Return the encoding in a .tiktoken file. Each line has a token in base64 and its rank.
 
-    Raises ValueError with the file and the line if the file is broken. A file that was cut off between two
-    lines looks whole here; `check_vocabulary` notices it.
+    ValueError if the file is missing or broken. One that was cut off between two lines looks whole here;
+    `check_vocabulary` notices it.
     """
     if not isfile(file):
         raise ValueError(f"no tokenizer at {file}; give the path of a .tiktoken file")
-    ranks = {}
-    for line in Path(file).read_bytes().splitlines():
-        try:
-            token, rank = line.split()
-            token, in_order = base64.b64decode(token, validate=True), int(rank) == len(ranks)
-        except ValueError:
-            in_order = False
-        if not in_order or ranks.setdefault(token, len(ranks)) != int(rank):
-            n = len(ranks)
-            raise ValueError(f"line {n + 1} of {file}, {line!r:.60}, must be a new token in base64 and "
-                             f"its rank {n}; copy the file again")
-    if missing := {bytes([b]) for b in range(256)} - ranks.keys():
-        raise ValueError(f"{file} has no token for the byte {ord(min(missing))}; copy the file again")
+    lines = Path(file).read_bytes().splitlines()
+    try:
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, lines)}
+    except ValueError:
+        ranks = {}
+    if [*ranks.values()] != [*range(len(lines))] or not ranks.keys() >= {bytes([b]) for b in range(256)}:
+        raise ValueError(f"{file} is damaged: its lines must be tokens in base64, all bytes among them, and "
+                         "their ranks 0, 1, …; copy the file again")
     return tiktoken.Encoding(Path(file).stem, pat_str=PATTERN, mergeable_ranks=ranks,
                              special_tokens={BOS: len(ranks)})
 
