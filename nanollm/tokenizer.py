@@ -4,7 +4,6 @@ In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 35
 of the others joins two tokens: the most frequent neighbours in the training text (measure/corpus.py).
 """
 import base64
-from os.path import isfile
 from pathlib import Path
 
 import tiktoken
@@ -18,11 +17,9 @@ BOS = "<|bos|>"
 def load(file: str | Path) -> tiktoken.Encoding:
     """Return the encoding in a .tiktoken file. Each line has a token in base64 and its rank.
 
-    ValueError if the file is missing or broken. One that was cut off between two lines looks whole here;
+    ValueError if the file is broken. One that was cut off between two lines looks whole here;
     `check_vocabulary` notices it.
     """
-    if not isfile(file):
-        raise ValueError(f"no tokenizer at {file}; give the path of a .tiktoken file")
     lines = Path(file).read_bytes().splitlines()
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, lines)}

@@ -51,11 +51,6 @@ def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
         check_vocabulary(SimpleNamespace(n_vocab=0), 9)
 
 
-def test_a_missing_file_is_refused():
-    with pytest.raises(ValueError, match="no tokenizer at nowhere/x.tiktoken"):
-        load("nowhere/x.tiktoken")
-
-
 def test_nothing_that_stands_before_a_piece_for_a_foreign_tokenizer_stays_in_it():
     pieces = ["\n", "\n\n", "\t", "Q", ":"]  # two line breaks are one token
 

@@ -3,12 +3,10 @@
 This file does not import torch. So `--help` and mistakes on the command line are answered at once.
 """
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 import json
 import os
 from pathlib import Path
-from select import select as wait
 import signal
 import sys
 
@@ -101,10 +99,7 @@ def fail(why: str):
         print(end="", flush=True)  # prints nothing if stdout is closed
     except OSError:  # else Python's flush at exit fails again, with another message and exit code
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    try:
-        print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
-    except OSError:  # stderr is closed too
-        os._exit(2)
+    print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -116,8 +111,6 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
     """
     if not file.parent.is_dir():
         raise ValueError(f"folder {file.parent} for {file.name} does not exist; make it first")
-    with suppress(FileNotFoundError):
-        file.stat()  # raises OSError if a link leads to itself
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a file; name a file for the {what}")
     if file.exists() and not os.access(file, os.W_OK):
@@ -131,18 +124,9 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file or a pipe. ValueError if it is not text, too long, or without writer."""
-    pipe = file.is_fifo()
-    opener = (lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) if pipe else None  # or open() blocks
-    with open(file, "rb", opener=opener) as source:
-        data = b""
-        if pipe:
-            wait([source], [], [], 2)
-            with suppress(BlockingIOError):  # the pipe has a writer that has written nothing yet
-                if not (data := os.read(source.fileno(), 1)):
-                    raise ValueError(f"pipe {file} has no writer; name a file that holds a text")
-            os.set_blocking(source.fileno(), True)
-        data += source.read(LONGEST)
+    """Return the text of a file or a pipe. ValueError if it is not text, or too long."""
+    with file.open("rb") as source:
+        data = source.read(LONGEST)
     if len(data) >= LONGEST:
         raise ValueError(f"{file} is longer than {LONGEST // 10 ** 6} MB; name a shorter text")
     try:
