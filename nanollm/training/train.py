@@ -17,7 +17,6 @@ BOS. For most of the run, heads and layers are left out at random, so that retri
 times the layers; the new ones add nothing at first.
 """
 import argparse
-from collections.abc import Callable
 from contextlib import nullcontext
 import json
 import math
@@ -119,7 +118,6 @@ def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
 
     bos: whether documents without questions begin with BOS, too; those with questions always do.
     """
-    draw = lambda least, most: int(rng.integers(least, most + 1))
     if bos and task in ("plain", "periodic", "associative"):
         tokens, weights = document(rng, n - 1, task, tasks)
         return np.append(tasks.bos, tokens), np.append(np.float32(0), weights)
@@ -128,26 +126,24 @@ def document(rng, n: int, task: str, tasks: Tasks, bos: bool = False):
     if task in ("periodic", "associative"):
         tokens, roles = (periodic if task == "periodic" else associative)(rng, n, tasks)
         return tokens, (roles == ANSWER).astype(np.float32)
-    if task == "needle":
-        facts = draw(1, min(12, max(2, n // 32)))
-        questions = facts if rng.random() < 0.5 else draw(1, facts)
-        tokens, roles = tasks.needle(rng, n, facts=facts, questions=questions)
-    elif task == "pairs":
-        pairs = draw(2, min(24, n // 16))
-        tokens, roles = tasks.pairs(rng, n, listed=pairs, questions=draw(1, min(pairs, n // 40)))
-    elif task == "copy":
-        length, start = draw(12, n // 4 - 1), draw(3, 8)
-        tokens, roles = tasks.copy(rng, n, length=length, start=start, answer=length - start)
-    elif task == "few_shot":
-        classes, shots = draw(2, 6), draw(1, min(28, n // 16 - 1))
-        tokens, roles = tasks.few_shot(rng, n, shots=shots, classes=classes, every_label=True)
-    else:
-        tokens, roles = getattr(tasks, task)(rng, n, **hard_sizes(task, n, draw))
+    tokens, roles = getattr(tasks, task)(rng, n, **sizes(rng, n, task))
     return tokens, WEIGHT[roles]
 
 
-def hard_sizes(task: str, n: int, draw: Callable[[int, int], int]) -> dict:
-    """Draw the options of a harder task for a document of n tokens."""
+def sizes(rng, n: int, task: str) -> dict:
+    """Draw the options of a retrieval task for a document of n tokens."""
+    draw = lambda least, most: int(rng.integers(least, most + 1))
+    if task == "needle":
+        facts = draw(1, min(12, max(2, n // 32)))
+        return dict(facts=facts, questions=facts if rng.random() < 0.5 else draw(1, facts))
+    if task == "pairs":
+        pairs = draw(2, min(24, n // 16))
+        return dict(listed=pairs, questions=draw(1, min(pairs, n // 40)))
+    if task == "copy":
+        length, start = draw(12, n // 4 - 1), draw(3, 8)
+        return dict(length=length, start=start, answer=length - start)
+    if task == "few_shot":
+        return dict(classes=draw(2, 6), shots=draw(1, min(28, n // 16 - 1)), every_label=True)
     if task in ("turns", "paraphrase"):
         facts = draw(1, max(2, n // 42))
         return dict(facts=facts, questions=draw(1, min(facts, 6)))
