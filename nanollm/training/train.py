@@ -187,11 +187,6 @@ def schedule(step: int, steps: int, warmup: int = 50, decay: float = 0.4) -> flo
     return min((step + 1) / warmup, 1.0, max(0.02, (1 - step / steps) / decay))
 
 
-def stages_of(start: str) -> list:
-    """Return the stages for --start."""
-    return {"built": STAGES, "learned": LEARNED}.get(start, HARDER)
-
-
 def stage(step: int, steps: int, stages: list):
     """Return tokens per document, documents per batch and task mixture at this step."""
     done = 0.0
@@ -359,7 +354,8 @@ def take_step(args, model: Decoder, forward, optimizer, step: int, training: Tas
     """
     rank, world = ranks()
     learned, mine, c = args.start != "built", slice(rank, None, world), model.config
-    T, B, mixture = stage(step, args.steps, stages_of(args.start))
+    stages = {"built": STAGES, "learned": LEARNED}.get(args.start, HARDER)
+    T, B, mixture = stage(step, args.steps, stages)
     tokens, weights = batch(args.seed, step, B, T, mixture, training, learned)
     rng = np.random.default_rng((args.seed, step, 1))
     jump = T >= 256 and rng.random() < 0.7

@@ -217,8 +217,6 @@ def interrupt():
     ("qwen2", dict(tie_word_embeddings="false"), "tie_word_embeddings 'false' must be True or False"),
     ("qwen2", dict(rope_scaling=[8.0]), "rope_scaling [8.0] must be an object"),
     # sizes of another checkpoint, before memory is taken
-    ("qwen2", dict(num_hidden_layers=10 ** 9), "num_hidden_layers 1000000000 must be a whole number"),
-    ("qwen2", dict(hidden_size=2 ** 30, intermediate_size=2 ** 30), "more than 2**63 bytes"),
     ("qwen2", dict(vocab_size=2 ** 30), f"is [61, 32] and should be [{2 ** 30}, 32]")])
 def test_a_config_that_is_not_understood_is_refused(copy, case, config, words):
     refused(copy(case, config), words)
@@ -232,7 +230,6 @@ NAME = "model.layers.1.self_attn.k_proj.bias"
     ("gpt2 3 heads", {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)},
      "c_fc.weight is [40, 24] and should be [24, 40]"),
     ("llama3.1", {NAME: torch.ones(32)}, f"{NAME!r} has"),  # a bias that config.json does not announce
-    ("qwen2", {"embed_tokens.weight": torch.zeros(61, 32)}, "is the second tensor model.embed_tokens.weight"),
     ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, f"tensor {NAME} holds inf or nan"),
     ("qwen2", {NAME: torch.ones(16, dtype=torch.int8)}, f"tensor {NAME} holds torch.int8")])
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
@@ -259,14 +256,9 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
         refused(tmp_path, f"config.json {words}")
 
 
-def test_what_is_no_device_and_no_dtype_for_weights_is_refused(saved, tmp_path):
+def test_what_is_no_device_is_refused(saved):
     for name in "meta", "hpu", "x":
         refused(saved("qwen2"), f"device {name!r} is not available", "use cpu", device=name)
-    for dtype in torch.int8, "float16":
-        refused(saved("qwen2"), "is not for weights; use one of torch.float16, torch.bfloat16", dtype=dtype)
-        with pytest.raises(ValueError, match="is not for weights"):
-            to_hf(Decoder(tiny()), tmp_path / "new", dtype)
-    assert not (tmp_path / "new").exists()
 
 
 def test_tokenizer(tmp_path):
