@@ -27,12 +27,6 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
                          f"of {longest}; shorten the prompt or ask for fewer new tokens")
 
 
-def check_chunk(chunk_size: int | None):
-    """Raise ValueError unless chunk_size is at least 1, or None for the whole prompt at once."""
-    if chunk_size is not None:
-        whole("chunk", chunk_size, 1)
-
-
 @torch.no_grad()
 def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Tensor:
     """Feed tokens (B, T), at most `chunk_size` at a time; return the last token's logits (B, V).
@@ -41,12 +35,11 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     64 queries at a time in any case.
     """
     check_prompt(model, tokens)
-    check_chunk(chunk_size)
     T, longest = tokens.shape[1], model.config.max_len
     total = T + (caches[0].seen if caches else 0)
     if total > longest:  # checked here, so that not even the first chunk is read
         raise ValueError(f"{total} tokens exceed the model's length of {longest}; shorten the text")
-    for part in tokens.split(min(chunk_size or T, T), 1):
+    for part in tokens.split(T if chunk_size is None else chunk_size, 1):
         logits = model(part, caches, last=1)
     return logits[:, -1]
 
@@ -155,23 +148,16 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
 
 
 def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float = 0.0, top_k: int = 0,
-           top_p: float = 1.0, stop: tuple[int, ...] = (), seed: int = 0,
-           chunk_size: int | None = None) -> Iterator[Tensor]:
-    """Yield up to `new` tokens (B,) that continue prompt (B, T), one by one.
+           top_p: float = 1.0, seed: int = 0) -> Iterator[Tensor]:
+    """Yield `new` tokens (B,) that continue prompt (B, T), one by one.
 
-    `caches` are fresh ones from `make_cache`, by default full attention. A row that has produced a token of
-    `stop` repeats it. The stream ends when all rows have produced one. Raises ValueError at the call, not at
-    the first token, if an argument is out of range.
+    `caches` are fresh ones from `make_cache`, by default full attention. Raises ValueError at the call, not
+    at the first token, if an argument is out of range.
     """
     whole("new", new, 1)
     check_prompt(model, prompt, new)
     check_sampling(temperature, top_k, top_p)
     check_seed(seed)
-    check_chunk(chunk_size)
-    if not isinstance(stop, (tuple, list)):
-        raise ValueError(f"stop {stop!r:.60} must be a tuple of token ids, (3,) for one")
-    for token in stop:
-        whole("stop", token, 0, model.config.vocab_size - 1)
     caches = make_cache(model) if caches is None else caches
     check_caches(caches, model.config.n_layers, len(prompt))
     if caches[0].seen:
@@ -180,26 +166,20 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
 
     check_rereads(model, caches, prompt.shape[1] - 1)
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk_size)
+    return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p)
 
 
 @torch.no_grad()
-def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p, stop, chunk):
+def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p):
     if prompt.shape[1] > 1:
-        prefill(model, prompt[:, :-1], caches, chunk)
+        prefill(model, prompt[:, :-1], caches)
     end_prompt(model, prompt[:, :-1], caches)
-    token, ended = prompt[:, -1], None
+    token = prompt[:, -1]
     for _ in range(new):
-        following = sample(model(token[:, None], caches)[:, -1], temperature, top_k, top_p, generator)
-        if stop:
-            following = following if ended is None else torch.where(ended, token, following)
-            ended = torch.isin(following, torch.tensor(stop, device=following.device))
-        token = following
+        token = sample(model(token[:, None], caches)[:, -1], temperature, top_k, top_p, generator)
         yield token
-        if stop and ended.all():
-            return
 
 
 def generate(model, prompt: Tensor, new: int, caches=None, **options) -> Tensor:
-    """Return the tokens of `stream` in one tensor (B, ≤ new)."""
+    """Return the tokens of `stream` in one tensor (B, new)."""
     return torch.stack([*stream(model, prompt, new, caches, **options)], 1)

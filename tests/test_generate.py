@@ -40,11 +40,10 @@ def from_scratch(model, prompt, new):
     return text[:, prompt.shape[1]:]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_greedy_decoding_equals_recomputing_everything_for_each_token(model, chunk):
+def test_greedy_decoding_equals_recomputing_everything_for_each_token(model):
     expected = from_scratch(model, PROMPT, 30)
     assert len(set(expected[0].tolist())) > 10  # the text is no short loop
-    assert torch.equal(generate(model, PROMPT, 30, chunk_size=chunk), expected)
+    assert torch.equal(generate(model, PROMPT, 30), expected)
     assert torch.equal(generate(model, PROMPT[:, :1], 10), from_scratch(model, PROMPT[:, :1], 10))
 
 
@@ -54,9 +53,9 @@ def test_prefill_in_chunks_and_the_last_prompt_token_after_the_compression(model
         caches = make_cache(model, Probe)
         assert torch.allclose(prefill(model, PROMPT, caches, chunk), model(PROMPT)[:, -1], atol=1e-5)
         assert caches[1].parts == parts and caches[1].finished == []
-    for T, chunk, parts in ((1, None, []), (2, None, [1]), (20, 8, [8, 8, 3])):
+    for T, parts in ((1, []), (2, [1]), (20, [19])):
         caches = make_cache(model, Probe)
-        tokens = stream(model, PROMPT[:, :T], 5, caches, chunk_size=chunk)
+        tokens = stream(model, PROMPT[:, :T], 5, caches)
         assert caches[0].seen == 0
         for n in range(5):  # they come as they are made; the fifth is never fed
             next(tokens)
@@ -110,19 +109,6 @@ def test_temperature_0_is_greedy_else_a_seed_decides(model):
     assert torch.equal(a, b) and (a != c).float().mean() > 0.5
 
 
-def test_a_row_that_met_a_stop_token_repeats_it_and_the_last_ends_the_stream(model):
-    free = generate(model, PROMPT, 30)
-    first, second = ({t: row.index(t) for t in set(row)} for row in free.tolist())
-    stop = (next(t for t, i in first.items() if i == 4), next(t for t, i in second.items() if 8 < i < 25))
-    at = [min(i for i, t in enumerate(row) if t in stop) for row in free.tolist()]
-    stop += (next(t for t in PROMPT[0].tolist() if not (free == t).any()),)  # one of the prompt stops nothing
-    got = generate(model, PROMPT, 30, stop=[*reversed(stop)])
-    assert at[0] != at[1] and got.shape == (2, max(at) + 1)
-    for row, expected, i in zip(got, free, at):
-        assert row[:i + 1].tolist() == expected[:i + 1].tolist()
-        assert (row[i:] == expected[i]).all()
-
-
 def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
     caches = make_cache(model, Probe)
     prefill(model, PROMPT, caches)
@@ -144,8 +130,6 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
     (dict(top_k=-1), "top_k -1 must be a whole number"),
     *((dict(top_p=x), f"top_p {x} must be a number from 1e-06 to 1") for x in (0.0, 1.1, math.nan)),
     (dict(seed=-1), "seed -1 must be a whole number from 0 to 922"),
-    (dict(chunk_size=0), "chunk 0 must be a whole number of at least 1"),
-    (dict(stop=3), "stop 3 must be a tuple"), (dict(stop=(3, V)), "stop 50 must be .* from 0 to 49"),
     (dict(caches=[]), "3 layers need a cache each")])
 def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(model, wrong, message):
     caches = make_cache(model, Probe)

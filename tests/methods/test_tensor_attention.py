@@ -213,7 +213,7 @@ def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
     for Method, options in CACHES.values():
         caches = make_cache(model, Method, **options)
         assert equal(torch.cat([model(part, caches) for part in TOKENS.split(8, 1)], 1), whole, atol=1e-11)
-        new = generate(model, TOKENS, 8, make_cache(model, Method, **options), chunk_size=5)
+        new = generate(model, TOKENS, 8, make_cache(model, Method, **options))
         assert torch.equal(new, loop[:, 13:])
 
 
