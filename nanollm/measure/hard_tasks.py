@@ -16,16 +16,6 @@ class HardTasks(Tasks):
     """The tasks of tasks.py and seven harder ones."""
     KNOWN = (*Tasks.KNOWN, *HARD)
 
-    def fact(self, key: list[int], value: list[int], number: bool = False) -> list[int]:
-        """Return the tokens of " The code of KEY is VALUE."; `number` says that the value is a number."""
-        is_ = self.before(" is") if number else self.ids(" is")
-        return self.ids(" The code of") + key + is_ + value + self.ids(".")
-
-    def question(self, key: list[int], number: bool = False) -> list[int]:
-        """Return the tokens that ask for a key's value."""
-        is_ = self.before(" is") if number else self.ids(" is")
-        return self.ask(self.ids("\nQ:"), self.ids(" The code of") + key + is_)
-
     def turns(self, rng, T: int, facts: int = 6, questions: int = 4):
         """Make a document with facts, and ask several questions, one after another."""
         return self.needle(rng, T, facts, questions)
@@ -42,8 +32,8 @@ class HardTasks(Tasks):
         keys, values = [key for key, _ in drawn[:facts]], [value for _, value in drawn]
         stated = rng.permutation([*range(facts), *range(changed)])  # keys 0 … changed − 1 come twice
         newest = dict(zip(stated, values))                          # a later value replaces an earlier one
-        lines = [self.fact(keys[i], value, number=True) for i, value in zip(stated, values)]
-        asked = [(self.question(keys[i], number=True), newest[i], self.ids("."))
+        lines = [self.fact(keys[i], value) for i, value in zip(stated, values)]
+        asked = [(self.question(keys[i]), newest[i], self.ids("."))
                  for i in rng.permutation(questions)]
         return self.assemble(rng, T, lines, asked, np.sort(rng.random(len(lines))))
 
@@ -59,12 +49,12 @@ class HardTasks(Tasks):
         for i in range(chains):
             chain = drawn[i * hops:(i + 1) * hops]
             values = [key for key, _ in chain[1:]] + [chain[-1][1]]
-            steps = [self.fact(key, value, number=j == hops - 1)
+            steps = [self.fact(key, value, is_number=j == hops - 1)
                      for j, ((key, _), value) in enumerate(zip(chain, values))]
             lines += steps
-            first = len(self.fact(chain[0][0], []))  # the question has said "The code of A is"
-            trace = [t for step in steps for t in step]
-            asked.append((self.question(chain[0][0]), trace[first - 1:-1], self.ids(".")))
+            said = self.begun(chain[0][0], is_number=False)  # by the question
+            trace = [t for step in steps for t in step][len(said):-1]
+            asked.append((self.question(chain[0][0], is_number=False), trace, self.ids(".")))
         lines = [lines[i] for i in rng.permutation(len(lines))]
         return self.assemble(rng, T, lines, [asked[i] for i in rng.permutation(chains)[:questions]])
 
@@ -126,11 +116,12 @@ class HardTasks(Tasks):
         form_first = rng.random() < 0.5 if first is None else first == "form"
         mark = self.ids(MARKS[name])
 
-        lines = [*((form, ban) if form_first else (ban, form)), *map(self.fact, keys, values)]
+        lines = [form, ban] if form_first else [ban, form]
+        lines += [self.fact(key, value, is_number=False) for key, value in zip(keys, values)]
         asked = []
         for i in range(questions):
             said = none if values[i] == never else values[i]
-            asked.append((self.question(keys[i]), mark + said, self.ids(".")))
+            asked.append((self.question(keys[i], is_number=False), mark + said, self.ids(".")))
         depths = [0.0, 0.0, *rng.random(facts)]
         return self.assemble(rng, T, lines, [asked[i] for i in rng.permutation(questions)], depths)
 
@@ -139,7 +130,7 @@ class HardTasks(Tasks):
         whole("facts", facts, 1)
         whole("questions", questions, 1, facts)
         drawn = self.draw_pairs(rng, facts)
-        lines = [self.fact(key, value, number=True) for key, value in drawn]
+        lines = [self.fact(key, value) for key, value in drawn]
         ask, it_is = self.ids("\nQ: Which number belongs to"), self.before("? It is")
         asked = [(self.ask(ask, drawn[i][0] + it_is), drawn[i][1], self.ids("."))
                  for i in rng.permutation(facts)[:questions]]

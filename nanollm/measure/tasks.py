@@ -117,6 +117,16 @@ class Tasks:
         """Return a question up to its answer."""
         return before + words + ([] if self.reply is None else self.reply + words)
 
+    def begun(self, key: list[int], is_number: bool = True) -> list[int]:
+        """Return the tokens of " The code of KEY is", before a number or a word."""
+        return self.ids(" The code of") + key + (self.before(" is") if is_number else self.ids(" is"))
+
+    def fact(self, key: list[int], value: list[int], is_number: bool = True) -> list[int]:
+        return self.begun(key, is_number) + value + self.ids(".")
+
+    def question(self, key: list[int], is_number: bool = True) -> list[int]:
+        return self.ask(self.ids("\nQ:"), self.begun(key, is_number))
+
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and roles of a document: text with facts in it, then the questions.
 
@@ -153,14 +163,12 @@ class Tasks:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
 
         pairs = self.draw_pairs(rng, facts, numbers)
-        start, stop, ask = (self.ids(s) for s in (" The code of", ".", "\nQ:"))
-        is_ = self.before(" is")
         depths, asked = rng.random(facts), rng.permutation(facts)[:questions]
         if depth is not None:
             depths[asked[0]] = depth
 
-        stated = [start + key + is_ + value + stop for key, value in pairs]
-        questions = [(self.ask(ask, start + pairs[i][0] + is_), pairs[i][1], stop) for i in asked]
+        stated = [self.fact(key, value) for key, value in pairs]
+        questions = [(self.question(pairs[i][0]), pairs[i][1], self.ids(".")) for i in asked]
         return self.assemble(rng, T, stated, questions, depths)
 
     def pairs(self, rng, T: int, listed: int = 16, questions: int = 1):

@@ -8,16 +8,15 @@ from nanollm.measure.evaluate import count_bytes, text_windows
 from nanollm.measure.tasks import Tasks
 
 
-def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
-               discount: float = 0.75) -> dict[str, float]:
+DISCOUNT = 0.75  # d
+
+
+def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512) -> dict[str, float]:
     """Return the bits per byte of 2-, 3- and 4-grams, on the decoder's measuring windows.
 
     They are interpolated by absolute discounting (Ney et al. 1994):
     p_n(t | context) = max(count − d, 0)/total + d · kinds/total · p_{n−1}(t | shorter context)
     """
-    if not 0 < discount <= 1:
-        raise ValueError(f"discount {discount} must be above 0 and at most 1; at 0 unseen tokens would have "
-                         "probability 0")
     stream, rows, V = training.stream, text_windows(held_out, windows, T), training.encoding.n_vocab
     counts, totals, kinds = ([Counter() for _ in range(4)] for _ in range(3))
     for n in range(4):
@@ -34,8 +33,8 @@ def ngram_bits(training: Tasks, held_out: Tasks, windows: int, T: int = 512,
         key = tuple(context[len(context) - n:])
         if key not in totals[n]:
             return p(n - 1, context, token)
-        shorter = discount * kinds[n][key] * p(n - 1, context, token)
-        return (max(counts[n][*key, token] - discount, 0) + shorter) / totals[n][key]
+        shorter = DISCOUNT * kinds[n][key] * p(n - 1, context, token)
+        return (max(counts[n][*key, token] - DISCOUNT, 0) + shorter) / totals[n][key]
 
     bits = [0.0, 0.0, 0.0]
     for row in rows.tolist():

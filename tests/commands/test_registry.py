@@ -77,7 +77,6 @@ def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
         "syntax": ("def", r"SyntaxError: .*\(syntax.py, line 1\)"),
         "three": ("variants = {'three': 3}", "'three' is 3; it must be a subclass of LayerCache"),
         "typo": ("def f():\n    undefined\nf()", "NameError, line 2 of typo.py: name 'undefined'"),
-        "number": ("from methods.h2o import H2O\nvariants = {7: H2O}", "7 is not a string; write variants"),
         "on_top": ("from methods.h2o import H2O\nvariants, additions = {}, {'more': H2O}",
                    "the addition 'more' is not a dict with a selection; write additions"),
         "zz_again": ((only_h2o / "h2o.py").read_text(), "another file already has a method 'h2o'")}
