@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanollm.cache import make_cache
 from nanollm.generate import end_prompt, tell_chunk_ends
-from nanollm.measure.evaluate import feed, held
+from nanollm.measure.evaluate import answers, feed, held
 from nanollm.tokenizer import boundaries, opening
 
 PAGE = """\
@@ -53,13 +53,9 @@ def answer(model, tokens: Tensor, cut: int, caches: list, new: int) -> tuple[Ten
     """
     feed(model, tokens[:, :cut], caches)
     end_prompt(model, tokens[:, :cut], caches)
-    kept, written = held(caches, cut)[0], []
-    for token in tokens[:, cut:].unbind(1):
-        logits = model(token[:, None], caches)
-    for _ in range(new):
-        written.append(logits[0, -1].argmax().item())
-        logits = model(torch.full_like(tokens[:, :1], written[-1]), caches)
-    return kept, written
+    kept, T = held(caches, cut)[0], tokens.shape[1]
+    (written,) = answers(model, tokens, [slice(T, T + new)], cut, caches)
+    return kept, written[0].tolist()
 
 
 def compressed(model, encoding, Method, options: dict, tokens: Tensor, cut: int,

@@ -16,15 +16,6 @@ LONGEST = 10 ** 8  # bytes; a longer text is refused
 DTYPES = "float32", "bfloat16", "float16"
 
 
-def ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of processes; (0, 1) without torchrun."""
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ValueError(f"RANK is {rank!r} and WORLD_SIZE {world!r}; RANK must be a whole number below "
-                         "WORLD_SIZE; torchrun sets both, unset both to run one process")
-    return int(rank), int(world)
-
-
 def load_module(name: str):
     """Import a module that takes seconds to load. Until it is loaded, Ctrl-C ends the program silently."""
     handler = signal.getsignal(signal.SIGINT)

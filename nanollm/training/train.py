@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from nanollm import TINY, tokenizer
 from nanollm.check import check_seed, whole
-from nanollm.commands.shell import ranks, set_threads
+from nanollm.commands.shell import set_threads
 from nanollm.hf.checkpoint import check_device, from_hf, to_hf
 from nanollm.measure.evaluate import bits_per_byte, exact_match
 from nanollm.measure.hard_tasks import HARD, HardTasks
@@ -280,6 +280,11 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     if args.start in STARTS and args.deeper > 1:
         raise ValueError(f"deeper {args.deeper} needs --start FOLDER")
     return args
+
+
+def ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of processes; (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def main(argv=None):
