@@ -31,8 +31,7 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
 def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Tensor:
     """Feed tokens (B, T), at most `chunk_size` at a time; return the last token's logits (B, V).
 
-    Chunks limit the memory of activations. A cache that observes every query computes its probabilities for
-    64 queries at a time in any case.
+    Chunks limit the memory of activations.
     """
     check_prompt(model, tokens)
     T, longest = tokens.shape[1], model.config.max_len
@@ -47,8 +46,7 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
 def tell_chunk_ends(caches, ends: Tensor):
     """Tell every layer which of the prompt's tokens end a chunk of text: ends (B, T) of bool.
 
-    `boundaries(encoding, V)[prompt]` (nanollm/tokenizer.py) computes it. Only methods with semantic chunks
-    use it (methods/ours/chunk_kv_semantic.py).
+    `boundaries(encoding, V)[prompt]` (tokenizer.py) computes it, for methods with semantic chunks.
     """
     if ends.dtype != torch.bool or ends.dim() != 2:
         raise ValueError(f"ends {tuple(ends.shape)} of {ends.dtype} must be (B, T) of bool, true for tokens "

@@ -96,10 +96,7 @@ def check_vocabulary(encoding, vocab_size: int):
 
 
 def boundaries(encoding, vocab_size: int) -> torch.Tensor:
-    """Return (vocab_size,) of bool: tokens that contain a line break or end with . : ; ! or ?
-
-    encoding: any object with `decode`, such as tiktoken's or that of the tokenizers library.
-    """
+    """Return (vocab_size,) of bool: tokens that contain a line break or end with . : ; ! or ?"""
     def ends(token: int) -> bool:
         try:
             piece = encoding.decode([token])

@@ -51,8 +51,7 @@ def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
 def compressed(shape, Method, keep_ratio: float | None, T: int, dtype: torch.dtype, window: int) -> dict:
     """Compress one random prompt of T tokens, and return the bytes that its caches take.
 
-    after: bytes allocated after the compression. peak: most bytes allocated until then. The other keys are
-    those that `table.budget` needs.
+    after: bytes after the compression. peak: most bytes until then. `table.budget` needs the other keys.
     """
     options = {} if keep_ratio is None else dict(budget=budget_for(keep_ratio, T))
     caches = make_cache(shape, Method, **given(Method, window_size=window) | options)

@@ -62,8 +62,8 @@ def is_ours(data: bytes, title: str = TITLE) -> bool:
 def comparison(rows: list[dict], file: Path):
     """Draw rows of at most eight methods and the full cache; each line has its name at the end.
 
-    If every method has one row: lines from aware to agnostic mean accuracy, and KL over bytes. Otherwise
-    both accuracies and KL over bytes.
+    If every method has one row: lines from aware to agnostic accuracy, and KL over bytes. Otherwise both
+    accuracies and KL over bytes.
     """
     if not rows:
         raise ValueError("the list of rows is empty; measure at least one row to draw")

@@ -22,8 +22,7 @@ METHODS = Path(__file__).parents[2] / "methods"
 def methods() -> tuple[dict, dict, dict]:
     """Return the variants by name, the additions by name, and the files left out, each with the reason.
 
-    Full attention is the first variant. An addition is a dict of options that gives a window method another
-    selection.
+    Full attention comes first. An addition is a dict with another selection for a window method.
     """
     variants, additions, broken = {"full": LayerCache}, {}, {}
     for file in sorted(METHODS.glob("*.py")) + sorted(METHODS.glob("ours/*.py")):

@@ -49,9 +49,8 @@ def cores() -> int:
 def set_threads(asked: int, parameters: int):
     """Set PyTorch's CPU threads. asked: how many; 0 chooses by the model's number of parameters.
 
-    A model below 50 million parameters gets one thread. A second thread on a free core saves a sixth of the
-    time at 2048 tokens and nothing at 128 (RESULTS.md). On a busy core it costs time, because the two threads
-    wait for each other at every operation.
+    A model below 50 million parameters gets one: a second saves a sixth of the time on a free core, and costs
+    time on a busy one (RESULTS.md).
     """
     import torch
     from nanollm.check import whole
@@ -95,10 +94,9 @@ def fail(why: str):
 
 
 def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
-    """Return the content of an output file. ValueError or OSError if it may not be replaced.
+    """Return the content of an output file: absent, empty, or `ours`, written by this program.
 
-    It must be writable, and absent, empty or written by this program. what: its content in a word, for
-    messages. ours: tells whether this program wrote the data.
+    ValueError or OSError if it may not be replaced. what: its content in a word, for messages.
     """
     if not file.parent.is_dir():
         raise ValueError(f"folder {file.parent} for {file.name} does not exist; make it first")

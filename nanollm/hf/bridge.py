@@ -212,10 +212,9 @@ class Memory(Cache):
 
 
 def texts_of(x, i: Tensor, texts: int):
-    """Return the texts i of a cache, or of one of its attributes.
+    """Return the texts i of a cache, or of one of its attributes, whose first dimension is the text.
 
-    The first dimension of a cache's tensors is the text. Raises TypeError for an attribute that cannot be
-    split by text.
+    Raises TypeError for an attribute that cannot be split by text.
     """
     if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` joins all texts
         options, new = {field.name for field in fields(x)}, copy(x)

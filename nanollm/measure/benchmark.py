@@ -79,9 +79,8 @@ class Benchmark:
 def summary(parts: list[tuple[dict[str, Tensor], dict]]) -> dict:
     """Combine the results of `Benchmark.measured` on several parts into one row.
 
-    The row has the mean and standard error of each task and setting, and everything that `continuation`
-    returns. "each" has the values of single documents, or of single texts for kl, nll and L1. Bytes are
-    summed.
+    The row has the mean and standard error of each task and setting, and what `continuation` returns, bytes
+    summed. "each" has the values of single documents, or of single texts for kl, nll and L1.
     """
     row, each = {}, {}
     for key in dict.fromkeys(key for right, _ in parts for key in right):

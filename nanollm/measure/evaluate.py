@@ -38,8 +38,7 @@ def budget_for(keep_ratio: float, tokens: int) -> int:
 def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, **options) -> Make:
     """Return a function that makes caches whose budget is keep_ratio times the prompt's tokens.
 
-    keep_ratio is None for a method without a budget. ends (V,) of bool are the tokens that end a semantic
-    chunk (`tokenizer.boundaries`), for methods with such chunks.
+    keep_ratio: None for a method without a budget. ends (V,): `tokenizer.boundaries`, for semantic chunks.
     """
     if keep_ratio is not None and (not fits(keep_ratio, float) or not 0 < keep_ratio <= 1):
         raise ValueError(f"keep_ratio {keep_ratio} of the prompt must lie above 0 and be at most 1")
@@ -239,8 +238,7 @@ def wide(x: Tensor) -> Tensor:
 def slots(caches: list[LayerCache]) -> float | None:
     """Return live slots per key/value head: the mean over heads, in the text with the most.
 
-    The mean allows heads and layers to share budgets. Tensors that a method stores beside its slots count
-    only in its bytes. None if a cache has no slots.
+    The mean allows heads and layers to share budgets. Only slots count. None if a cache has none.
     """
     try:
         live = [cache.pos != NEVER for cache in caches]

@@ -251,8 +251,7 @@ class Tasks:
     def batches(self, task: str, seed: int, B: int, T: int, **options) -> list[Batch]:
         """Return the first B documents drawn of a task, in as few aligned batches as possible.
 
-        With our tokenizer all align, and this equals `batch`. With another one, the number of tokens in a
-        question or in a number may vary.
+        With our tokenizer all align, as in `batch`. With another, questions and numbers vary in tokens.
         """
         if not isinstance(self.encoding, Foreign):
             return [self.batch(task, seed, B, T, **options)]
