@@ -17,7 +17,6 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm train            train a decoder like the one that ships
 """
 import argparse
-from os.path import realpath
 from pathlib import Path
 from zlib import crc32
 
@@ -87,8 +86,6 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     if args.documents is None:
         args.documents = 256 if args.full else 8 if args.short else 32
 
-    if args.memory is not None and not args.memory >= 0:
-        raise ValueError(f"--memory is {args.memory:g} GB; it must be at least 0")
     if args.resume and not args.json:
         raise ValueError("--resume continues the rows of a file; name it with --json")
     for percent in args.keep:
@@ -101,8 +98,6 @@ def check_files(figure: Path, rows: Path | None) -> bytes:
     """Return the content of the file of rows. ValueError or OSError if a file cannot be written."""
     if figure.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure is {figure}; its name must end in .png, .pdf or .svg")
-    if rows and realpath(rows) == realpath(figure):
-        raise ValueError(f"rows and figure both go to {rows}; name two files")
     is_figure = lambda data: shell.load_module("nanollm.commands.plot").is_ours(data)  # slow import
     shell.check_output(figure, "figure", is_figure)
     return shell.check_output(rows, "rows", is_rows) if rows else b""

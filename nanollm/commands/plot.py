@@ -43,18 +43,18 @@ def style(name: str) -> dict:
     return dict(color=color, marker=marker, linestyle=DASHES.get(variant, "--"))
 
 
-def save(figure, file: Path, title: str = TITLE):
+def save(figure, file: Path):
     """Write a figure, with a title in its metadata that `is_ours` recognises."""
     data = BytesIO()
-    figure.savefig(data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": title})
+    figure.savefig(data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": TITLE})
     plt.close(figure)
     replace(file, data.getvalue())
 
 
-def is_ours(data: bytes, title: str = TITLE) -> bool:
-    """Return whether data is a PNG, PDF or SVG file with this title, as `save` writes it."""
+def is_ours(data: bytes) -> bool:
+    """Return whether data is a PNG, PDF or SVG file that `save` wrote."""
     marks = (b"Title\0%b", b"(%b)", b"<dc:title>%b</dc:title>")
-    return data.startswith((b"\x89PNG", b"%PDF", b"<?xml")) and any(x % title.encode() in data for x in marks)
+    return data.startswith((b"\x89PNG", b"%PDF", b"<?xml")) and any(x % TITLE.encode() in data for x in marks)
 
 
 # ---- the comparison ----
@@ -65,8 +65,6 @@ def comparison(rows: list[dict], file: Path):
     If every method has one row: lines from aware to agnostic accuracy, and KL over bytes. Otherwise both
     accuracies and KL over bytes.
     """
-    if not rows:
-        raise ValueError("the list of rows is empty; measure at least one row to draw")
     full = next((row for row in rows if row["method"] == "full"), None)
     points = {name: sorted((row for row in rows if row["method"] == name), key=lambda row: row["live_16"])
               for name in drawn([row["method"] for row in rows])}
@@ -207,8 +205,6 @@ def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = Fals
     most: the value of the darkest ground. diverging: purple below 0, orange above.
     """
     values = np.asarray(values)
-    if values.ndim != 2:  # imshow reads a third dimension as colours
-        raise ValueError(f"values of {title!r} have shape {values.shape}; it must be (L, heads)")
     most = 1.4 * (most or np.abs(values).max())  # keeps the ground light enough for black digits
     axis.imshow(values, cmap="PuOr_r" if diverging else "Blues", vmin=-most if diverging else 0, vmax=most)
     for (layer, head), value in np.ndenumerate(values):

@@ -40,7 +40,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from nanollm.cache import ALL, TILE, LayerCache, copied, end_prefill, make_cache
-from nanollm.check import whole
 from nanollm.check_model import check_forward
 from nanollm.model import rope, rotate
 
@@ -167,11 +166,8 @@ class Memory(Cache):
 
     def crop(self, tokens: int):
         """Keep only the first `tokens` tokens; if `tokens` ≤ 0, remove the last −`tokens`."""
-        seen = self.get_seq_length()
-        whole("crop", tokens, -seen)
-        left = tokens if tokens > 0 else seen + tokens
-        self.check_whole()
-        if left < seen:
+        left = tokens if tokens > 0 else self.get_seq_length() + tokens
+        if left < self.get_seq_length():
             self.activate_past_recording()
             for cache in self.caches:
                 cache.length = cache.seen = left
@@ -184,14 +180,10 @@ class Memory(Cache):
 
     def batch_select_indices(self, i: Tensor):
         """Replace the batch by its texts i (N,), in this order. A text may be taken twice."""
-        self.check_whole()
         if not self.texts:
             return
         try:
-            i = torch.arange(self.texts, device=getattr(i, "device", None))[i]  # i may be a mask, or a list
             states = [vars(texts_of(cache, i, self.texts)) for cache in self.caches]
-        except IndexError:
-            raise ValueError(f"texts {i} must all be among 0 … {self.texts - 1}") from None
         except TypeError:
             raise ValueError(f"{type(self.caches[0]).__name__} cannot repeat or choose texts, which beam "
                              "search needs; take another method") from None

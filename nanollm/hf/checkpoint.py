@@ -79,11 +79,7 @@ def llama_config(hf: dict) -> Config:
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
     require(rope, "rope_type", "default", "llama3")
     require(hf | rope, "partial_rotary_factor", 1.0)
-    old, scaled = "original_max_position_embeddings", rope["rope_type"] == "llama3"
-    if scaled and hf.get(old, rope.get(old)) != rope.get(old):  # transformers shows one and uses the other
-        raise ValueError(f"{old} is {hf[old]} at the top level and {rope.get(old)} in rope_scaling; "
-                         "give the right one in rope_scaling and remove the other")
-    llama = kind == "llama"
+    scaled, llama = rope["rope_type"] == "llama3", kind == "llama"
     bias = llama and hf.get("attention_bias", False)
     return Config(rope_theta=rope["rope_theta"],
                   rope_scaling={key: rope[key] for key in SCALING} if scaled else None,
@@ -184,10 +180,7 @@ def open_shards(folder: Path) -> list[safe_open]:
     """Return the checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if not isfile(folder / names[0]) and isfile(index):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no weight_map, an object {{tensor: file}}; download it again")
-        names = sorted({str(name) for name in weight_map.values()})
+        names = sorted({*read_json(index)["weight_map"].values()})
     elif not isfile(folder / names[0]) and (pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]):
         raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it "
                          "to safetensors (transformers: load it, then save_pretrained)")

@@ -104,8 +104,6 @@ class HardTasks(Tasks):
         """
         whole("facts", facts, 1)
         whole("questions", questions, 1, facts)
-        if first not in (None, "form", "ban"):
-            raise ValueError(f"first is {first!r}; it must be 'form', 'ban' or None")
         none = self.ids(" none")
         words = [key for key, _ in self.draw_pairs(rng, 2 * facts + 2) if key != none]
         keys, values, other = words[:facts], words[facts:2 * facts], words[2 * facts]

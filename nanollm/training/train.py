@@ -3,8 +3,8 @@
     python -m nanollm train --out runs/tiny              # an hour and a half on one CPU core
     torchrun --nproc-per-node 2 -m -- nanollm train ...   # the rows of each batch are divided among the ranks
 
-An interrupted run resumes from its last checkpoint if seed, learning rate, start and number of steps are
-unchanged (the schedule depends on them). Files of other runs are never overwritten.
+An interrupted run resumes from its last checkpoint if seed, lr, start, deeper and steps are unchanged (the
+schedule depends on them). Files of other runs are never overwritten.
 
 Three things make retrieval work after so little training. The first matters most.
 1. Structured initial weights (initial_weights.py). The architecture is ordinary.
@@ -78,7 +78,7 @@ LEAVE_OUT = 0.06, 0.85  # heads are left out between these fractions of the step
 # loss weight of a token, by its role; in the task "plain" every token has weight 1
 WEIGHT = np.zeros(4, dtype=np.float32)
 WEIGHT[[TEXT, FACT, QUESTION, ANSWER]] = 0.3, 0.0, 0.1, 4.0
-RECIPE = "seed", "lr", "steps", "start"  # a run depends only on these; its checkpoint stores them
+RECIPE = "seed", "lr", "steps", "start", "deeper"  # a run depends only on these; its checkpoint stores them
 CHECKPOINT, PART = "checkpoint.safetensors", "checkpoint.part"
 REPORT = "train.json"  # written last, so a run that has it is finished
 
@@ -242,9 +242,6 @@ def find(args) -> tuple[int, float]:
 def resume(file: Path, model: Decoder, optimizer, step: int):
     """Load the tensors that `save` wrote after `step` steps."""
     tensors = load_file(file, device=str(model.embed.weight.device))
-    shapes = {name + end: p.shape for name, p in model.named_parameters() for end in ("", ".m", ".v")}
-    if {name: x.shape for name, x in tensors.items()} != shapes:
-        raise ValueError(f"{file} holds the tensors of another model; name a new folder")
     for name, p in model.named_parameters():
         p.data.copy_(tensors[name])
         done = torch.tensor(float(step), device=p.device)

@@ -204,7 +204,6 @@ def interrupt():
     ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), "'linear' is not"),
     ("llama3.1", dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks 'factor'"),
     ("llama3.1", dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
-    ("llama3.1", dict(original_max_position_embeddings=16), "is 16 at the top level and 32 in rope_scaling"),
     ("mistral", dict(sliding_window=63), "sliding_window 63 is below max_position_embeddings 64"),
     ("mistral", dict(sliding_window=DROP, max_position_embeddings=8192), "sliding_window 4096"),
     ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
@@ -216,7 +215,6 @@ def interrupt():
     ("qwen2", dict(rope_parameters=None, rope_theta="1e4"), "rope_theta '1e4' must be a finite number"),
     ("qwen2", dict(tie_word_embeddings="false"), "tie_word_embeddings 'false' must be True or False"),
     ("qwen2", dict(rope_scaling=[8.0]), "rope_scaling [8.0] must be an object"),
-    # sizes of another checkpoint, before memory is taken
     ("qwen2", dict(vocab_size=2 ** 30), f"is [61, 32] and should be [{2 ** 30}, 32]")])
 def test_a_config_that_is_not_understood_is_refused(copy, case, config, words):
     refused(copy(case, config), words)
@@ -243,10 +241,8 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     refused(tmp_path, "pytorch_model.bin", "pickle", "convert it to safetensors")
     (tmp_path.parent / "above.safetensors").touch()
-    for content, words in (([], "has no weight_map"), (dict(a=3), "/3' is missing"),
-                           (dict(a="../above.safetensors"), "above.safetensors' is missing")):
-        write_config(dict(weight_map=content), tmp_path / "model.safetensors.index.json")
-        refused(tmp_path, tmp_path, words)
+    write_config(dict(weight_map=dict(a="../above.safetensors")), tmp_path / "model.safetensors.index.json")
+    refused(tmp_path, tmp_path, "above.safetensors' is missing")
     file, whole = tmp_path / "model.safetensors", (saved("qwen2") / "model.safetensors").read_bytes()
     for content in whole[:-4], b"version https://git-lfs.github.com/spec/v1":
         file.write_bytes(content)

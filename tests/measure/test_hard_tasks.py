@@ -130,7 +130,7 @@ def test_documents_align_and_a_seed_decides_them(task):
     ("latest", dict(changed=5), "changed 5 .* 4"), ("latest", dict(questions=9), "questions 9"),
     ("hops", dict(hops=1), "hops 1"), ("hops", dict(questions=3), "questions 3"),
     ("list", dict(kinds=1, questions=2), "questions 2"), ("count", dict(labels=1), "labels 1"),
-    ("count", dict(votes=3), "votes 3"), ("rule", dict(first="mark"), "'mark'"),
+    ("count", dict(votes=3), "votes 3"),
     ("rule", dict(questions=5), "questions 5"), ("paraphrase", dict(questions=5), "questions 5")])
 def test_what_cannot_be_asked_for_is_refused(task, options, message):
     with pytest.raises(ValueError, match=message):
