@@ -47,9 +47,11 @@ def to_bytes(caches, half: bool = False, **note) -> bytes:
         raise ValueError("the prompt has not ended; call end_prompt(model, prompt, caches) before saving")
     tensors, layers = {}, []
     for i, cache in enumerate(caches):
-        method, left_out = type(cache).__name__, (*NOT_SAVED, *options_of(cache))
-        layers.append({name: encode(trimmed(cache, name, x), f"{i}.{name}", tensors, method)
-                       for name, x in vars(cache).items() if name not in left_out})
+        left_out = *NOT_SAVED, *(field.name for field in fields(cache))
+        used = cache.length - getattr(cache, "longest", 0)  # a packed cache's length includes packed slots
+        state = vars(cache) | dict(slots={name: x[:, :, :used] for name, x in cache.slots.items()})
+        layers.append({name: encode(x, f"{i}.{name}", tensors, type(cache).__name__)
+                       for name, x in state.items() if name not in left_out})
     head = dict(version=VERSION, decoder=fingerprint(caches[0].model), dtype=dtype_of(caches[0].model),
                 method=type(caches[0]).__name__, options=plain_options(caches[0]), note=note, layers=layers,
                 types={name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()})
@@ -65,22 +67,10 @@ def in_16_bits(x: Tensor) -> Tensor:
     return half if x.element_size() > 2 and fits else x
 
 
-def options_of(cache: LayerCache) -> dict:
-    """Return a cache's options by name."""
-    return {field.name: getattr(cache, field.name) for field in fields(cache)}
-
-
 def plain_options(cache: LayerCache) -> dict:
     """Return the options that JSON can hold. The others, such as selections, act only at the prompt's end."""
-    return {name: x for name, x in options_of(cache).items() if isinstance(x, JSON_TYPES)}
-
-
-def trimmed(cache: LayerCache, name: str, x):
-    """Return an attribute of a cache; of `slots` only those in use."""
-    if name != "slots":
-        return x
-    used = cache.length - getattr(cache, "longest", 0)  # the length of a packed cache includes packed slots
-    return {key: tensor[:, :, :used] for key, tensor in x.items()}
+    options = {field.name: getattr(cache, field.name) for field in fields(cache)}
+    return {name: x for name, x in options.items() if isinstance(x, JSON_TYPES)}
 
 
 def encode(x, name: str, tensors: dict[str, Tensor], method: str):
