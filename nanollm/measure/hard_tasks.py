@@ -25,7 +25,6 @@ class HardTasks(Tasks):
 
         Keys that were stated twice are asked for first.
         """
-        whole("facts", facts, 1)
         whole("changed", changed, 1, facts)
         whole("questions", questions, 1, facts)
         drawn = self.draw_pairs(rng, facts + changed)
@@ -43,7 +42,6 @@ class HardTasks(Tasks):
         The answer writes each step out, so every step has to find a fact.
         """
         whole("hops", hops, 2)
-        whole("chains", chains, 1)
         whole("questions", questions, 1, chains)
         drawn, lines, asked = self.draw_pairs(rng, hops * chains), [], []
         for i in range(chains):
@@ -63,8 +61,6 @@ class HardTasks(Tasks):
 
         Each number is an answer of its own: after a wrong one the next is still asked for.
         """
-        whole("kinds", kinds, 1)
-        whole("values", values, 1)
         whole("questions", questions, 1, kinds)
         names = [key for key, _ in self.draw_pairs(rng, kinds)]
         drawn = [value for _, value in self.draw_pairs(rng, kinds * values)]
@@ -102,7 +98,6 @@ class HardTasks(Tasks):
         which rule comes first, "form" or "ban". banned: whether one question's value is the banned word. Both
         are random by default.
         """
-        whole("facts", facts, 1)
         whole("questions", questions, 1, facts)
         none = self.ids(" none")
         words = [key for key, _ in self.draw_pairs(rng, 2 * facts + 2) if key != none]
@@ -125,7 +120,6 @@ class HardTasks(Tasks):
 
     def paraphrase(self, rng, T: int, facts: int = 4, questions: int = 1):
         """Make the needle's document, and ask in other words than the fact's."""
-        whole("facts", facts, 1)
         whole("questions", questions, 1, facts)
         drawn = self.draw_pairs(rng, facts)
         lines = [self.fact(key, value) for key, value in drawn]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nanollm.attention import probabilities
 from nanollm.cache import LayerCache, cache_bytes
-from nanollm.check import whole
 from nanollm.generate import prefill
 
 
@@ -48,7 +47,6 @@ class CannotReplay(Exception):
 
 def feed(model, tokens: Tensor, caches: list[LayerCache], chunk_size: int = 64) -> int:
     """Feed tokens (B, T) of a prompt; return the most bytes that the caches allocated."""
-    whole("chunk", chunk_size, 1)
     peak = 0
     for part in tokens.split(chunk_size, 1):
         prefill(model, part, caches)

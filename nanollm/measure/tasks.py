@@ -157,7 +157,6 @@ class Tasks:
         depth: the place of the first fact asked for, from 0 (start) to 1 (end). numbers: four-digit numbers
         per value; the model is trained with one.
         """
-        whole("facts", facts, 1)
         whole("questions", questions, 1, facts)
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(f"depth {depth} must lie between 0, the text's start, and 1, its end")
@@ -173,7 +172,6 @@ class Tasks:
 
     def pairs(self, rng, T: int, listed: int = 16, questions: int = 1):
         """Make a document with a block of `key: value` lines in the text, and ask for some keys."""
-        whole("listed", listed, 1)
         whole("questions", questions, 1, listed)
         items = self.draw_pairs(rng, listed)
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
@@ -228,8 +226,7 @@ class Tasks:
         if task not in self.KNOWN:
             raise ValueError(f"task {task!r} is unknown; known are {', '.join(self.KNOWN)}")
         check_seed(seed)
-        whole("tokens", T, 1, 2 ** 31)
-        whole("documents", B, 1, 2 ** 31 // T)  # more would not fit into memory
+        whole("documents", B, 1)
         rng, make = np.random.default_rng(seed), getattr(self, task)
         return (make(rng, T, **options) for _ in count())
 

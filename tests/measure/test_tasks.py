@@ -154,7 +154,7 @@ def test_too_short_a_document_says_how_many_tokens_are_missing(task):
     ("needle", dict(numbers=1000), "1000"), ("needle", dict(depth=1.5), "1.5"),
     ("copy", dict(length=20, start=8, answer=13), "13 .* 12"), ("few_shot", dict(classes=9), "9 .* 8"),
     ("few_shot", dict(B=2, every_label=True, shots=6, T=200), "B 2 must be 1"), ("ids", {}, "needle, pairs"),
-    ("plain", dict(seed=-1), "-1"), ("plain", dict(B=10 ** 30), "5368709"), ("plain", dict(B=0), "0"),
+    ("plain", dict(seed=-1), "-1"), ("plain", dict(B=0), "0"),
     ("plain", dict(T=10 ** 8, B=1), "100000000")])
 def test_what_cannot_be_asked_for_is_refused_by_its_number(task, call, named):
     with pytest.raises(ValueError, match=named):
