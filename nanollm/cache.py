@@ -137,7 +137,10 @@ class LayerCache:
         return attention(q, *self.read(), pos, self.watch, in_order, self.ragged)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        """Store T new tokens in the next slots. `state`: further per-slot tensors (B, H, T, ...), else 0."""
+        """Store T new tokens in the next slots.
+
+        `state`: further per-slot tensors (B, H, T, ...) by name. Those not given are 0 for the new tokens.
+        """
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
         if self.slots and end > self.slots["k"].shape[2]:

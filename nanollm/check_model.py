@@ -19,7 +19,7 @@ def check_field(name: str, x, kind: type):
 
 
 def check_config(c):
-    """Raise ValueError unless a decoder can have this shape. Turn NumPy's numbers into Python's, for json."""
+    """Raise ValueError unless a decoder can have this shape; turn NumPy's numbers into Python's, for json."""
     if c.family not in ("llama", "gpt2"):
         raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
     for name, kind in type(c).__annotations__.items():

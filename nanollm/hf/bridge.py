@@ -352,7 +352,7 @@ def detach(model):
 # ---- parts of a model that methods need: output projections, RoPE's angles, masks --------------------------
 
 def output_projections(model) -> list[nn.Module]:
-    """Return each layer's W_O, a child of a module with a `layer_idx`, by a name in OUTPUTS."""
+    """Return each layer's output projection W_O: it has a name in OUTPUTS, in a module with a `layer_idx`."""
     by_layer, layers = {}, model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         for name in OUTPUTS if hasattr(module, "layer_idx") else ():

@@ -55,7 +55,7 @@ def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, *
 
 
 def reading_within(make: Make) -> Make:
-    """Return a function that makes caches which evict while they read: end_prefill was already called."""
+    """Return a function that makes caches which evict while they read the prompt, as if it had ended."""
     def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
         caches = make(tokens, prompt)
         end_prefill(caches)
@@ -316,7 +316,7 @@ def check_size(model, documents: int, least: int, T: int):
 
 
 def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
-    """Return (windows, T) tokens: evenly spaced windows of the text, after BOS if texts of `model` are."""
+    """Return (windows, T) tokens: evenly spaced windows of the text, each after BOS if `model` uses it."""
     first = opening(tasks.encoding, model.config) if model else []
     stream, n = tasks.stream[tasks.stream != tasks.bos], T - len(first)
     whole("windows", windows, 1)
@@ -331,7 +331,7 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Return the mean bits per byte over `windows` windows of T tokens, of which the first is given."""
+    """Return the mean bits per byte over `windows` windows of T tokens; their first tokens are given."""
     bits, rows = 0.0, text_windows(tasks, windows, T, model)
     for part in rows.to(model.embed.weight.device).split(16):
         logits = model(part[:, :-1]).flatten(0, 1)
