@@ -1,4 +1,5 @@
 """python -m nanollm COMMAND [options]: run a command; without one, run compare."""
+from importlib import import_module
 from pathlib import Path
 import sys
 
@@ -25,7 +26,7 @@ def main(argv: list[str]):
              if (root / f"{module.replace('.', '/')}.py").exists()]
     if name not in known:
         shell.fail(f"unknown command {name!r}; known are {', '.join(known)}")
-    shell.command(shell.load_module(COMMANDS[name]).main, rest)
+    shell.command(import_module(COMMANDS[name]).main, rest)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm train            train a decoder like the one that ships
 """
 import argparse
+from importlib import import_module
 from pathlib import Path
 from zlib import crc32
 
@@ -32,7 +33,7 @@ def main(argv: list[str]):
     # what all rows of a run share; each row repeats it
     settings = dict(model=str(args.model.resolve()), engine=args.engine, dtype=args.dtype,
                     documents=args.documents, seed=args.seed, window=args.window, text=source, chat=args.chat)
-    shell.load_module("nanollm.commands.rows").main(args, settings, text, stored)
+    import_module("nanollm.commands.rows").main(args, settings, text, stored)  # loads torch
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
@@ -98,7 +99,7 @@ def check_files(figure: Path, rows: Path | None) -> bytes:
     """Return the content of the file of rows. ValueError or OSError if a file cannot be written."""
     if figure.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure is {figure}; its name must end in .png, .pdf or .svg")
-    is_figure = lambda data: shell.load_module("nanollm.commands.plot").is_ours(data)  # slow import
+    is_figure = lambda data: import_module("nanollm.commands.plot").is_ours(data)  # loads matplotlib
     shell.check_output(figure, "figure", is_figure)
     return shell.check_output(rows, "rows", is_rows) if rows else b""
 

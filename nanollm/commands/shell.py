@@ -3,7 +3,6 @@
 This file does not import torch. So `--help` and mistakes on the command line are answered at once.
 """
 from collections.abc import Callable
-from importlib import import_module
 import json
 import os
 from pathlib import Path
@@ -14,17 +13,6 @@ from nanollm import TINY
 
 LONGEST = 10 ** 8  # bytes; a longer text is refused
 DTYPES = "float32", "bfloat16", "float16"
-
-
-def load_module(name: str):
-    """Import a module that takes seconds to load. Until it is loaded, Ctrl-C ends the program silently."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        return import_module(name)
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):

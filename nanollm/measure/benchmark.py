@@ -56,8 +56,7 @@ class Benchmark:
     def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0) -> "Benchmark":
         """Make and record `documents` documents of each task and half as many texts, T tokens each."""
         check_size(model, documents, 2, T)
-        batches = {task: tasks.batch(task, seed, documents, T, **options)
-                   for task, options in TASKS.items()}
+        batches = {task: tasks.batch(task, seed, documents, T, **options) for task, options in TASKS.items()}
         return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
@@ -204,5 +203,3 @@ def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
     own, other = (torch.tensor([x["each"][key] for key in keys]) for x in (row, base))
     difference = own - other
     return difference.mean().item(), standard_error(difference.flatten())
-
-

@@ -32,8 +32,7 @@ class HardTasks(Tasks):
         stated = rng.permutation([*range(facts), *range(changed)])  # keys 0 … changed − 1 come twice
         newest = dict(zip(stated, values))                          # a later value replaces an earlier one
         lines = [self.fact(keys[i], value) for i, value in zip(stated, values)]
-        asked = [(self.question(keys[i]), newest[i], self.ids("."))
-                 for i in rng.permutation(questions)]
+        asked = [(self.question(keys[i]), newest[i], self.ids(".")) for i in rng.permutation(questions)]
         return self.assemble(rng, T, lines, asked, np.sort(rng.random(len(lines))))
 
     def hops(self, rng, T: int, hops: int = 3, chains: int = 2, questions: int = 1):
