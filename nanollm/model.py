@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
 
-from nanollm.check_model import check_config, check_forward
+from nanollm.check import check_config, check_forward
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Config:
     head_dim: int = 0                 # D; 0 means d_model / n_heads
     family: str = "llama"             # RMSNorm, RoPE, SwiGLU; or "gpt2": LayerNorm, learned positions, GELU
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama 3.1's; its keys stand in check_model.SCALING
+    rope_scaling: dict | None = None  # Llama 3.1's; its keys stand in check.SCALING
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     o_bias: bool = False

@@ -40,7 +40,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from nanollm.cache import LayerCache, copied, end_prefill, make_cache
-from nanollm.check_model import check_forward
+from nanollm.check import check_forward
 from nanollm.model import rope, rotate
 
 NAME = "nanollm"  # the name under which transformers knows our attention function

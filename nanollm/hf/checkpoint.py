@@ -16,8 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch import Tensor
 
-from nanollm.check import whole
-from nanollm.check_model import SCALING, check_field
+from nanollm.check import SCALING, check_field, whole
 from nanollm.model import Attention, Config, Decoder
 from nanollm.tokenizer import Foreign
 
