@@ -34,7 +34,7 @@ def main(args: Namespace, settings: dict, text: str | None, stored: bytes):
         whole("length", T, 16, model.config.max_len)
     candidates = Candidates(model, encoding, methods, args.window)
     named = bool(args.methods) and "all" not in args.methods
-    jobs, unfit = candidates.fit(candidates.jobs(args.lengths, args.keep), named)
+    jobs, unfit = candidates.jobs(args.lengths, [percent / 100 for percent in args.keep], named)
     torch.manual_seed(args.seed)
     tasks = Tasks(encoding, "test", text, args.chat)
     # a large model computes with several threads, which must not be forked
@@ -128,12 +128,6 @@ class Candidates:
                         for name, Method in methods.items()}
         self.measured = {}  # by name: the options that a method measured on the decoder
 
-    def jobs(self, lengths: list[int], percents: list[float]) -> list[Job]:
-        """Return a job for each length, method and keep ratio; one keep ratio, None, without a budget."""
-        keep_ratios = [percent / 100 for percent in percents]
-        return [(T, name, keep_ratio) for T in lengths for name, Method in self.methods.items()
-                for keep_ratio in (keep_ratios if has_budget(Method) else [None])]
-
     def calibrated(self, name: str, keep_ratio: float | None) -> Make:
         """Return a function that makes a method's caches, with the options that it measures."""
         if name not in self.measured:
@@ -141,12 +135,15 @@ class Candidates:
         options = self.options[name] | self.measured[name]
         return maker(self.model, self.methods[name], keep_ratio, **options)
 
-    def fit(self, jobs: list[Job], named: bool) -> tuple[list[Job], dict[str, ValueError]]:
+    def jobs(self, lengths: list[int], keep_ratios: list[float],
+             named: bool) -> tuple[list[Job], dict[str, ValueError]]:
         """Return the jobs that can run, and the error of each method that cannot run on this model.
 
-        ValueError if a budget is too small for a method. If `named`, also if a method cannot run on this
-        model: its name was on the command line.
+        A method without a budget has one keep ratio, None. ValueError if a budget is too small for a method;
+        if `named`, on the command line, also if a method cannot run on this model.
         """
+        jobs = [(T, name, keep_ratio) for T in lengths for name, Method in self.methods.items()
+                for keep_ratio in (keep_ratios if has_budget(Method) else [None])]
         unfit = {}
         for T, name, keep_ratio in jobs:
             error = self.why_not(T, name, keep_ratio)
