@@ -164,7 +164,7 @@ class LayerCache:
             self.slots[name] = torch.cat((x, more), 2)
 
     def capacity(self, n: int) -> int:
-        """Return how many slots to allocate for n: a tenth more while the cache grows, to copy less often."""
+        """Return how many slots to allocate for n; a tenth more if the cache grows, to copy rarely."""
         return n + n // 10 if self.length else n
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -213,7 +213,7 @@ class LayerCache:
             self.slots["pos"].masked_fill_(empty, NEVER)
 
     def drop(self, i: Tensor):
-        """Evict slot i (B, H, 1) of each head; the last slot takes its place. Nothing else is copied."""
+        """Evict slot i (B, H, 1) of each head. The last slot moves there; nothing else is copied."""
         for x in self.slots.values():
             last = x[:, :, self.length - 1:self.length].clone()
             x.scatter_(2, expand_index(i, x), last)
@@ -271,7 +271,7 @@ class ScoredCache(LayerCache):
         check_budget(self.budget, 1, "one slot")
 
     def score(self) -> Tensor:
-        """Return a score (B, H, S) for each slot, ±inf allowed. The lowest go first, of equals the oldest."""
+        """Return a score (B, H, S), ±inf allowed. The lowest are evicted, the oldest among equals."""
         raise NotImplementedError(f"{type(self).__name__} needs a method score(self) -> (B, H, S)")
 
     def evict(self):
@@ -282,7 +282,7 @@ class ScoredCache(LayerCache):
 # ---- a list of caches, one per layer ---------------------------------------------------------------------
 
 def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
-    """Return one cache per layer of the decoder; options go to the method. ValueError if one is wrong."""
+    """Return one cache per layer of the decoder. ValueError if an option of the method is wrong."""
     caches = []
     for layer in range(len(model.blocks)):
         cache = constructed(Method, options)

@@ -30,7 +30,7 @@ def check_budget(budget: int, least: int, why: str):
 
 
 def fits(x, kind) -> bool:
-    """Return whether x fits a declared type. Finite numbers fit float; a bool fits neither int nor float."""
+    """Return whether x fits a declared type. A finite number fits float; a bool is no number."""
     parts = get_args(kind)
     if kind in (int, float):
         number = Integral if kind is int else Real
@@ -46,7 +46,7 @@ def fits(x, kind) -> bool:
 
 
 def check_type(name: str, x, kind, owner: str = ""):
-    """Raise ValueError unless x fits the type declared for `name`. owner: " of Class", for the message."""
+    """Raise ValueError unless x fits the type of `name`. owner: " of Class", for the message."""
     if not fits(x, kind):
         words = {int: "a whole number", float: "a finite number", bool: "True or False", dict: "an object"}
         expected = words.get(kind, getattr(kind, "__name__", str(kind)))
@@ -54,7 +54,7 @@ def check_type(name: str, x, kind, owner: str = ""):
 
 
 def check_options(method):
-    """Raise ValueError unless all options of a cache or selection are dataclass fields of fitting types."""
+    """Raise ValueError unless all options of a method are dataclass fields that fit their types."""
     name, kinds = type(method).__name__, get_type_hints(type(method))
     options = {field.name for field in fields(method)}
     for option, kind in kinds.items():
@@ -116,7 +116,7 @@ def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: i
 
 
 def check_kept(i: Tensor, shape: tuple[int, int, int]):
-    """Raise ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S); below 0 means empty."""
+    """Raise ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S), or below 0."""
     B, H, S = shape
     if not isinstance(i, Tensor) or i.dim() != 3 or i.shape[:2] != (B, H) or i.dtype != int64:
         given = f"of shape {tuple(i.shape)}, {i.dtype}," if isinstance(i, Tensor) else f"{i!r:.60}"
@@ -169,7 +169,7 @@ SCALING = dict(factor=float, low_freq_factor=float, high_freq_factor=float,
 
 
 def check_field(name: str, x, kind: type):
-    """Raise ValueError unless x fits `kind`; numbers must be above 0, also after rounding to 32 bits."""
+    """Raise ValueError unless x fits `kind`; a number must be above 0, also in 32 bits."""
     if kind is int:
         whole(name, x, 1, 2 ** 31 - 1)
     else:
@@ -179,7 +179,7 @@ def check_field(name: str, x, kind: type):
 
 
 def check_config(c):
-    """Raise ValueError unless a decoder can have this shape; turn NumPy's numbers into Python's, for json."""
+    """Raise ValueError unless a decoder can have this shape; make all numbers Python's, for json."""
     if c.family not in ("llama", "gpt2"):
         raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
     for name, kind in type(c).__annotations__.items():

@@ -57,7 +57,7 @@ def rope_frequencies(config: Config, device=None) -> Tensor:
 
 
 def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of RoPE's angles at positions pos (..., T): (..., 1, T, D) each, for all heads."""
+    """Return cos and sin of RoPE's angles at pos (..., T): (..., 1, T, D) each, 1 for the heads."""
     angle = (pos[..., None].float() * freq).unsqueeze(-3)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the minus of Llama's rotate_half

@@ -40,7 +40,7 @@ class Selection:
 
 @dataclass(eq=False)
 class WindowCache(PackedCache):
-    """Stores the prompt's last queries and compresses once, when the prompt ends. Decoding then appends."""
+    """Stores the prompt's last queries, and compresses once: when the prompt ends."""
     budget: int            # entries that each key/value head may keep, window included
     window_size: int = 32  # queries of the observation window, w
     kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 turns it off
@@ -87,7 +87,7 @@ class WindowCache(PackedCache):
         return self.pos == NEVER if self.ragged else None
 
     def pool(self, score: Tensor) -> Tensor:
-        """Max-pool scores (..., S) over `kernel_size` neighbours, so that text around a fact stays, too."""
+        """Max-pool scores (..., S) over `kernel_size` neighbours, so that text around a fact stays."""
         score = max_pool(score, self.kernel_size)
         if self.ragged:  # −1 is below every score
             empty = self.empty()[:, :, :score.shape[-1]]

@@ -31,7 +31,7 @@ def main(argv: list[str]):
 
 @torch.no_grad()
 def answer(model, encoding, caches: list, question: str, new: int) -> str:
-    """Feed a question; return what greedy decoding writes up to a line's end, at most `new` tokens."""
+    """Feed a question; return what greedy decoding writes to a line's end, at most `new` tokens."""
     ids = encoding.encode_ordinary(question)
     room = model.config.max_len - caches[0].seen - len(ids)
     if room < 1:

@@ -67,7 +67,7 @@ def compressed(model, encoding, Method, options: dict, tokens: Tensor, cut: int,
 
 
 def check_length(model, text: str, tokens: Tensor):
-    """Raise ValueError if there is no text, or if tokens (1, T) and an answer are too long for the model."""
+    """Raise ValueError if there is no text, or if tokens (1, T) and an answer are too long."""
     n, longest = len(tokens[0]) + NEW, model.config.max_len
     if not text.strip() or n > longest:
         raise ValueError(f"text, question and answer have {n} tokens; the text must have at least 1 token, "

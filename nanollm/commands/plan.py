@@ -37,7 +37,7 @@ prompts that fit   how many prompts fit into the memory of --memory, beside the 
 
 
 def shape_of(folder: Path, dtype: torch.dtype) -> tuple[SimpleNamespace, int]:
-    """Return a stand-in for the decoder, for `make_cache`, and the bytes of its weights, from config.json."""
+    """Return a stand-in for the decoder and the bytes of its weights, from config.json alone."""
     from nanollm.hf.bridge import Bridged  # here, because transformers takes seconds to import
     skeleton = hf_skeleton(folder)
     c = Bridged(skeleton).config

@@ -39,7 +39,7 @@ def methods() -> tuple[dict, dict, dict]:
 
 
 def check_names(module, taken: dict):
-    """Raise ValueError unless variants are caches, additions selections, and all names new (not `taken`)."""
+    """Raise ValueError unless variants are caches, additions selections, and no name is taken."""
     if not hasattr(module, "variants"):
         raise ValueError("it defines no variants; end it with variants = {'name': Class}")
     additions = getattr(module, "additions", {})

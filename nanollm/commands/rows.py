@@ -94,7 +94,7 @@ def main(args: Namespace, settings: dict, text: str | None, stored: bytes):
 
 
 def earlier(stored: bytes, file: Path, settings: dict) -> dict[Job, dict]:
-    """Return the rows of a file. ValueError if a row lacks a key or was measured with other settings."""
+    """Return a file's rows. ValueError if a row lacks a key or was measured with other settings."""
     rows = json.loads(stored or "[]")
     for row in rows:
         if lacks := (table.KEYS - row.keys()) | (table.EACH - row["each"].keys()):

@@ -49,7 +49,7 @@ def set_threads(asked: int, parameters: int):
 
 
 def command(run: Callable, *arguments):
-    """Run a command. An error that its user can cause becomes one line and exit code 2; a bug does not."""
+    """Run a command. An error that its user can cause becomes one line and exit code 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -36,7 +36,7 @@ KEYS = {*ACCURACIES, *SETTINGS, "method", "keep_ratio", "tokens", "prompt", "liv
 
 
 def row_of(name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict) -> dict:
-    """Return a row: method, settings, results of `Benchmark.run` (bytes per text), means over the tasks."""
+    """Return a row: method, settings, measurements (bytes per text), and means over the tasks."""
     row = dict(method=name, keep_ratio=keep_ratio, tokens=T) | settings | measured
     for key in ("live", "live_16", "allocated", "peak", "device"):
         row[key] = row[key] and row[key] // len(row["each"]["kl"])

@@ -93,7 +93,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 
 def write(model, encoding, Method, options: dict, text: str, new: int, sampling: dict):
-    """Continue a text and print each token as it comes; then the cache's size, and the full cache's text."""
+    """Continue a text, and print each token as it comes; then compare with the full cache."""
     ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
     prompt = torch.tensor([ids], dtype=torch.long, device=model.embed.weight.device)
     ends = boundaries(encoding, model.config.vocab_size)

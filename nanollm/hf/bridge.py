@@ -204,10 +204,7 @@ class Memory(Cache):
 
 
 def texts_of(x, i: Tensor, texts: int):
-    """Return the texts i of a cache, or of one of its attributes, whose first dimension is the text.
-
-    Raises TypeError for an attribute that cannot be split by text.
-    """
+    """Return the texts i of a cache or of one of its attributes; a text is the first dimension."""
     if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` joins all texts
         options, new = {field.name for field in fields(x)}, copy(x)
         for name in vars(x).keys() - options - {"model", "previous"}:
@@ -352,7 +349,7 @@ def detach(model):
 # ---- parts of a model that methods need: output projections, RoPE's angles, masks --------------------------
 
 def output_projections(model) -> list[nn.Module]:
-    """Return each layer's output projection W_O: it has a name in OUTPUTS, in a module with a `layer_idx`."""
+    """Return each layer's output projection W_O, found by its name (OUTPUTS) and `layer_idx`."""
     by_layer, layers = {}, model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         for name in OUTPUTS if hasattr(module, "layer_idx") else ():

@@ -34,7 +34,7 @@ KEYS = {
 
 
 def require(hf: dict, key: str, *allowed):
-    """Raise ValueError unless config.json has one of `allowed` under `key`; absent means the first."""
+    """Raise ValueError unless hf[key] is one of `allowed`; if absent, it is the first of them."""
     if hf.get(key, allowed[0]) not in allowed:
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"{key} {hf[key]!r:.60} is not implemented; only {words} is")
@@ -123,7 +123,7 @@ def read_config(folder: Path) -> Config:
 
 
 def hf_config(c: Config) -> dict:
-    """Return config.json for c, with the rope_theta and rope_scaling that every transformers reads."""
+    """Return config.json for c, with rope_theta and rope_scaling: every transformers reads them."""
     biases = c.qkv_bias, c.o_bias, c.mlp_bias
     if c.family == "gpt2":
         kind, name = "gpt2", "GPT2LMHeadModel"

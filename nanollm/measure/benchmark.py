@@ -60,7 +60,7 @@ class Benchmark:
         return Benchmark.read(model, batches, Benchmark.text(model, tasks, T, documents))
 
     def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
-        """Return right answers (B,) by task and setting, and the text's `continuation`, {} without a text."""
+        """Return the right answers (B,) by task and setting, and `continuation` of the text, or {}."""
         right = {}
         for task, batch in self.batches.items():
             answers = replayed_or_read(retrieve, model, batch, make, self.recordings[task])
@@ -199,7 +199,7 @@ def excess(row: dict) -> str:
 
 
 def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
-    """Return the mean difference of two rows of one Benchmark, paired by document, and its standard error."""
+    """Return the mean difference of two rows of one Benchmark by document, and its error."""
     own, other = (torch.tensor([x["each"][key] for key in keys]) for x in (row, base))
     difference = own - other
     return difference.mean().item(), standard_error(difference.flatten())

@@ -55,7 +55,7 @@ def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, *
 
 
 def reading_within(make: Make) -> Make:
-    """Return a function that makes caches which evict while they read the prompt, as if it had ended."""
+    """Return a function that makes caches which evict while they read: their prompt has ended."""
     def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
         caches = make(tokens, prompt)
         end_prefill(caches)
@@ -66,7 +66,7 @@ def reading_within(make: Make) -> Make:
 # ---- retrieval ---
 
 def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens (B, T), the context, and the question without its last token, which is fed later."""
+    """Return all tokens (B, T), context, and question without its last token, which is fed later."""
     tokens = torch.from_numpy(batch.tokens).to(model.embed.weight.device)
     check_prompt(model, tokens)
     if not batch.answers:
@@ -258,7 +258,7 @@ def held(caches: list[LayerCache], tokens: int) -> Tensor:
 
 
 def changes(full: Reference, caches: list[LayerCache], answers: list[Tensor]) -> Tensor:
-    """Return ‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁, (B, L, H·G), mean over new tokens; answers: ŷ (B, H·G, new, D)."""
+    """Return ‖o − ô‖₁ = ‖(y − ŷ) W_O‖₁, (B, L, H·G), from ŷ (B, H·G, new, D); mean over tokens."""
     return torch.stack([
         torch.einsum("bhtd,ohd->bhto", wide(answer - y), wide(cache.w_o)).abs().sum(-1).mean(-1)
         for y, cache, answer in zip(full.answers, caches, answers)], 1)
@@ -316,7 +316,7 @@ def check_size(model, documents: int, least: int, T: int):
 
 
 def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
-    """Return (windows, T) tokens: evenly spaced windows of the text, each after BOS if `model` uses it."""
+    """Return (windows, T) tokens: evenly spaced windows of text, after BOS if `model` uses it."""
     first = opening(tasks.encoding, model.config) if model else []
     stream, n = tasks.stream[tasks.stream != tasks.bos], T - len(first)
     whole("windows", windows, 1)
@@ -331,7 +331,7 @@ def count_bytes(tasks: Tasks, rows: Tensor) -> int:
 
 @torch.no_grad()
 def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Return the mean bits per byte over `windows` windows of T tokens; their first tokens are given."""
+    """Return the model's mean bits per byte over windows of T tokens; the first token is given."""
     bits, rows = 0.0, text_windows(tasks, windows, T, model)
     for part in rows.to(model.embed.weight.device).split(16):
         logits = model(part[:, :-1]).flatten(0, 1)

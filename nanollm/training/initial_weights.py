@@ -81,7 +81,7 @@ def induction_start(model: Decoder, seed: int):
 
 
 def learned_start(model: Decoder, seed: int):
-    """Set weights with which layer 0 looks back. No head matches or copies: retrieval must be learned."""
+    """Set weights with which layer 0 looks back. Matching and copying must be learned."""
     looking_back(model, seed, residual=(2 * model.config.n_layers) ** -0.5)
 
 
@@ -104,7 +104,7 @@ def deeper(model: Decoder, times: int) -> Decoder:
 # ---- leave out heads in training, so that retrieval spreads over layers ---
 
 def left_out(rng: np.random.Generator, B: int, layers: int, heads: int, share: float = 0.15) -> Tensor:
-    """Return (layers, B, heads): 0 where a document's head or layer is left out, else 1. Layer 0 stays."""
+    """Return (layers, B, heads): 0 if a document's head or layer is left out, never of layer 0."""
     stays = (rng.random((layers, B, heads)) >= share) & (rng.random((layers, B, 1)) >= share)
     stays[0] = True
     return torch.from_numpy(stays.astype(np.float32))

@@ -86,7 +86,7 @@ REPORT = "train.json"  # written last, so a run that has it is finished
 # ---- documents -----------------------------------------------------------------------------------------
 
 def periodic(rng, n: int, tasks: Tasks):
-    """Return a segment repeated up to n tokens, a dense signal for induction; roles: repeats are answers."""
+    """Return a segment repeated to n tokens, a dense signal for induction, and roles of answers."""
     length = int(rng.integers(4, n // 2 + 1))
     segment = rng.integers(0, tasks.bos, length) if rng.random() < 0.6 else tasks.filler(rng, length)
     roles = np.full(n, ANSWER, dtype=np.uint8)
@@ -164,7 +164,7 @@ def sizes(rng, n: int, task: str) -> dict:
 
 
 def batch(seed: int, step: int, B: int, T: int, mixture: dict[str, float], tasks: Tasks, bos: bool = False):
-    """Return tokens and loss weights (B, T + 1) of a step. They depend only on seed and step (to resume)."""
+    """Return tokens and loss weights (B, T + 1) of a step; only seed and step determine them."""
     rng = np.random.default_rng((seed, step))
     kinds = rng.choice(list(mixture), B, p=np.array(list(mixture.values())) / sum(mixture.values()))
     tokens, weights = zip(*(document(rng, T + 1, kind, tasks, bos) for kind in kinds))
@@ -198,7 +198,7 @@ def stage(step: int, steps: int, stages: list):
 
 
 def save(args, model: Decoder, optimizer, step: int, minutes: float):
-    """Save weights and AdamW's moments in one file. It is replaced at once, so an interrupt does no harm."""
+    """Save weights and AdamW's moments in one file, replaced at once: it is always whole."""
     tensors = {}
     for name, p in model.named_parameters():
         state = optimizer.state[p]  # empty before the first step
