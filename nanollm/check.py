@@ -97,6 +97,8 @@ def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: i
 
     vectors: a key has `vectors` times the numbers of a query (2 in tensor attention, whose keys are pairs).
     """
+    if not all(isinstance(x, Tensor) for x in (q, k, v, pos)):
+        raise ValueError("q, k, v and pos must be tensors")
     if len({(x.dtype, x.device) for x in (q, k, v)}) > 1 or not q.is_floating_point():
         types = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise ValueError(f"q, k and v are {types}; they must be of one floating dtype on one device")

@@ -39,7 +39,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
-from nanollm.cache import LayerCache, copied, end_prefill, make_cache
+from nanollm.cache import ALL, TILE, LayerCache, copied, end_prefill, make_cache
 from nanollm.check import check_forward
 from nanollm.model import rope, rotate
 
@@ -238,11 +238,24 @@ def attention(module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
         raise ValueError("the mask is not causal; give a batch texts of one length, and no mask")
     if scaling is not None and scaling != D ** -0.5:
         q = q * (scaling * D ** 0.5)  # LayerCache multiplies by 1/√D itself
-    with torch.no_grad():  # slots are written in place, so their gradients would be wrong
-        y = cache.attend(q, k, v, torch.arange(cache.seen, cache.seen + T, device=q.device)[None])
-    if torch.is_grad_enabled() and q.requires_grad:
-        y = NoGradient.apply(q, y)
+    y = attend(cache, q, k, v, torch.arange(cache.seen, cache.seen + T, device=q.device)[None])
     return y.transpose(1, 2).contiguous(), None
+
+
+def attend(cache: LayerCache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """Call cache.attend, and refuse gradients that would be wrong.
+
+    Slots are written in place, so gradients are right only for the first part of a prompt.
+    """
+    has_graph = any(x.requires_grad for x in cache.slots.values())
+    if has_graph:  # the slots belong to the graph of an earlier call; continue with a copy
+        cache.slots = {name: x.detach().clone() for name, x in cache.slots.items()}
+    rewritten = has_graph or cache.prompt_done or cache.watch == ALL and q.shape[2] > TILE
+    if not (rewritten and torch.is_grad_enabled() and q.requires_grad):
+        return cache.attend(q, k, v, pos)
+    with torch.no_grad():
+        y = cache.attend(q, k, v, pos)
+    return NoGradient.apply(q, y)
 
 
 class NoGradient(torch.autograd.Function):
@@ -254,7 +267,8 @@ class NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(*_):
-        raise ValueError("no gradient goes through a memory; read the whole text without one")
+        raise ValueError("no gradient goes through a memory that has read earlier tokens; "
+                         "read the whole text in one call, or without a memory")
 
 
 AttentionInterface.register(NAME, attention)
