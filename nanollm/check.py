@@ -7,7 +7,7 @@ from typing import ClassVar, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, int32, int64
 
-# ---- numbers, options: what a user gives -------------------------------------------------------------
+# ---- numbers, options: what a user gives -------------------------------------------------------------------
 
 
 def whole(name: str, x, least: int, most: int | None = None):

@@ -132,7 +132,6 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
     """Return the next token (B,), drawn from logits (B, V). Temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1)
-    check_sampling(temperature, top_k, top_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # 16 bits may overflow
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
