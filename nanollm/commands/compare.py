@@ -18,6 +18,7 @@ The table explains its columns. Other commands, each with its own --help:
 """
 import argparse
 from importlib import import_module
+from os.path import realpath
 from pathlib import Path
 from zlib import crc32
 
@@ -99,6 +100,8 @@ def check_files(figure: Path, rows: Path | None) -> bytes:
     """Return the content of the file of rows. ValueError or OSError if a file cannot be written."""
     if figure.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure is {figure}; its name must end in .png, .pdf or .svg")
+    if rows and realpath(rows) == realpath(figure):
+        raise ValueError(f"rows and figure both go to {rows}; name two files")
     is_figure = lambda data: import_module("nanollm.commands.plot").is_ours(data)  # loads matplotlib
     shell.check_output(figure, "figure", is_figure)
     return shell.check_output(rows, "rows", is_rows) if rows else b""

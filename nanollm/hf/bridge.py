@@ -40,7 +40,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
 from nanollm.cache import ALL, TILE, LayerCache, copied, end_prefill, make_cache
-from nanollm.check import check_forward
+from nanollm.check import check_forward, whole
 from nanollm.model import rope, rotate
 
 NAME = "nanollm"  # the name under which transformers knows our attention function
@@ -166,8 +166,11 @@ class Memory(Cache):
 
     def crop(self, tokens: int):
         """Keep only the first `tokens` tokens; if `tokens` ≤ 0, remove the last −`tokens`."""
-        left = tokens if tokens > 0 else self.get_seq_length() + tokens
-        if left < self.get_seq_length():
+        seen = self.get_seq_length()
+        whole("crop", tokens, -seen)
+        left = tokens if tokens > 0 else seen + tokens
+        self.check_whole()
+        if left < seen:
             self.activate_past_recording()
             for cache in self.caches:
                 cache.length = cache.seen = left
@@ -180,10 +183,14 @@ class Memory(Cache):
 
     def batch_select_indices(self, i: Tensor):
         """Replace the batch by its texts i (N,), in this order. A text may be taken twice."""
+        self.check_whole()
         if not self.texts:
             return
         try:
+            i = torch.arange(self.texts, device=getattr(i, "device", None))[i]  # i may be a mask, or a list
             states = [vars(texts_of(cache, i, self.texts)) for cache in self.caches]
+        except IndexError:
+            raise ValueError(f"texts {i} must all be among 0 … {self.texts - 1}") from None
         except TypeError:
             raise ValueError(f"{type(self.caches[0]).__name__} cannot repeat or choose texts, which beam "
                              "search needs; take another method") from None
@@ -204,7 +211,10 @@ class Memory(Cache):
 
 
 def texts_of(x, i: Tensor, texts: int):
-    """Return the texts i of a cache or of one of its attributes; a text is the first dimension."""
+    """Return the texts i (first dimension) of a cache or of one of its attributes.
+
+    TypeError if an attribute cannot be split by text.
+    """
     if isinstance(x, LayerCache) and not getattr(x, "packed", None):  # `packed` joins all texts
         options, new = {field.name for field in fields(x)}, copy(x)
         for name in vars(x).keys() - options - {"model", "previous"}:
@@ -345,7 +355,7 @@ def by_name(decoder: nn.Module, args: tuple, kwargs: dict) -> dict:
 
 
 def attach(model, Method=LayerCache, **options) -> Memory:
-    """Return a memory for one batch of texts, to pass as `past_key_values`."""
+    """Return a memory to pass as `past_key_values`; its `end_prompt` compresses the prompt."""
     bridged = Bridged(model)
     return Memory(bridged, partial(make_cache, bridged, Method, **options))
 

@@ -78,7 +78,11 @@ def llama_config(hf: dict) -> Config:
     rope = {"rope_type": rope.get("type"), "rope_theta": hf.get("rope_theta", 10_000.0), **rope}
     require(rope, "rope_type", "default", "llama3")
     require(hf | rope, "partial_rotary_factor", 1.0)
-    scaled, llama = rope["rope_type"] == "llama3", kind == "llama"
+    old, scaled = "original_max_position_embeddings", rope["rope_type"] == "llama3"
+    if scaled and hf.get(old, rope.get(old)) != rope.get(old):  # transformers shows one and uses the other
+        raise ValueError(f"{old} is {hf[old]} at the top level and {rope.get(old)} in rope_scaling; "
+                         "give the right one in rope_scaling and remove the other")
+    llama = kind == "llama"
     bias = llama and hf.get("attention_bias", False)
     return Config(rope_theta=rope["rope_theta"],
                   rope_scaling={key: rope[key] for key in SCALING} if scaled else None,
@@ -175,21 +179,24 @@ def layout(model: Decoder) -> dict[str, Tensor]:
     return names
 
 
-def open_shards(folder: Path) -> list[safe_open]:
+def open_shards(folder: Path) -> dict[Path, safe_open]:
     """Return the checkpoint's files, memory-mapped. ValueError if one is missing or damaged."""
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if not isfile(folder / names[0]) and isfile(index):
-        names = sorted({*read_json(index)["weight_map"].values()})
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map, an object {{tensor: file}}; download it again")
+        names = sorted({str(name) for name in weight_map.values()})
     elif not isfile(folder / names[0]) and (pickled := [*folder.glob("*.bin"), *folder.glob("*.pt*")]):
         raise ValueError(f"{pickled[0]} is a pickle, which can run code when opened; convert it "
                          "to safetensors (transformers: load it, then save_pretrained)")
-    shards = []
+    shards = {}
     for name in names:
         file = folder / name
         if Path(name).name != name or not isfile(file):  # an index must not lead out of the folder
             raise ValueError(f"{str(file)!r:.200} is missing; give the folder of a whole checkpoint")
         try:
-            shards.append(safe_open(file, "pt"))
+            shards[file] = safe_open(file, "pt")
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or not a safetensors file ({error}); "
                              "download it again") from None
@@ -204,6 +211,13 @@ def check_device(name: str | torch.device) -> torch.device:
         return one.device
     except Exception as error:  # each backend raises its own error
         raise ValueError(f"device {str(name)!r} is not available ({brief(error)}); use cpu") from None
+
+
+def check_dtype(dtype: torch.dtype):
+    """Raise ValueError unless weights can be stored and multiplied in this dtype."""
+    allowed = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    if dtype not in allowed:
+        raise ValueError(f"dtype {dtype!r:.60} is not for weights; use one of {', '.join(map(str, allowed))}")
 
 
 class NoDraws(TorchFunctionMode):
@@ -230,12 +244,15 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
     unknown.
     """
     folder, device = Path(folder), check_device(device)
+    check_dtype(dtype)
     config = read_config(folder)
     prefix = LAYERS[config.family].split(".")[0] + "."  # base models are saved without it
     stored = {}  # full name → its shard, and its name in that shard
-    for shard in open_shards(folder):
+    for file, shard in open_shards(folder).items():
         for name in shard.keys():
             full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+            if full in stored:
+                raise ValueError(f"{name!r} in {file} is the second tensor {full}; remove one of them")
             if not DERIVED.search(full):
                 stored[full] = shard, name
 
@@ -276,9 +293,10 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     """Write config.json and model.safetensors, weights cast to dtype.
 
     The layout is gpt2 or llama, as the family, or qwen2 if only q, k and v have biases. Raises ValueError if
-    the biases or heads fit no layout, or if a weight is not finite in dtype.
+    the biases or heads fit no layout, if dtype is not a float type, or if a weight is not finite in dtype.
     """
     c = model.config
+    check_dtype(dtype)
     if type(kind := model.blocks[0].attention) is not Attention:
         raise ValueError(f"the layers of this decoder are {type(kind).__name__}, "
                          "which fits no Hugging Face model")

@@ -244,6 +244,7 @@ def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, ca
     ("--text /dev/zero", "/dev/zero is longer than"),
     ("--json folder", "folder is not a file; name a file for the rows"),
     ("--figure table.txt", "must end in .png"),
+    ("--json folder/../x.png --figure x.png", "rows and figure both go to folder/../x.png"),
     ("--json nowhere/rows.json", "folder nowhere for rows.json does not exist")])
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, options, message):
     Path("folder").mkdir()

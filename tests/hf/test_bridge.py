@@ -211,7 +211,8 @@ def test_a_call_that_was_broken_off_is_told_of_until_reset(monkeypatch):
         patch.setattr(model.model.layers[1].self_attn, "forward", deaf)
         with pytest.raises(ValueError, match="layer 1 does not go through transformers' attention interface"):
             model(TOKENS, past_key_values=memory)
-    for call in (lambda: model(TOKENS, past_key_values=memory), memory.end_prompt):
+    for call in (lambda: model(TOKENS, past_key_values=memory), memory.end_prompt, lambda: memory.crop(-1),
+                 lambda: memory.reorder_cache(torch.tensor([0]))):
         with pytest.raises(ValueError, match="call stopped after only some layers had read"):
             call()
     memory.reset()
@@ -320,7 +321,9 @@ def test_what_cannot_be_taken_out_or_chosen_is_refused():
     model(TOKENS, past_key_values=memory)
     draft = dict(prompt_lookup_num_tokens=2, past_key_values=attach(model, StreamingLLM, budget=8))
     for call, message in ((lambda: memory.crop(-1), "StreamingLLM cannot remove tokens"),
-                          (lambda: model.generate(TOKENS[:1], **draft), "StreamingLLM cannot remove tokens")):
+                          (lambda: model.generate(TOKENS[:1], **draft), "StreamingLLM cannot remove tokens"),
+                          (lambda: memory.crop(-41), "crop -41 must be a whole number of at least -40"),
+                          (lambda: memory.reorder_cache(torch.tensor([3])), "must all be among 0 … 2")):
         with pytest.raises(ValueError, match=message):
             call()
 

@@ -204,6 +204,7 @@ def interrupt():
     ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), "'linear' is not"),
     ("llama3.1", dict(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4}), "lacks 'factor'"),
     ("llama3.1", dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    ("llama3.1", dict(original_max_position_embeddings=16), "is 16 at the top level and 32 in rope_scaling"),
     ("mistral", dict(sliding_window=63), "sliding_window 63 is below max_position_embeddings 64"),
     ("mistral", dict(sliding_window=DROP, max_position_embeddings=8192), "sliding_window 4096"),
     ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
@@ -228,6 +229,7 @@ NAME = "model.layers.1.self_attn.k_proj.bias"
     ("gpt2 3 heads", {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)},
      "c_fc.weight is [40, 24] and should be [24, 40]"),
     ("llama3.1", {NAME: torch.ones(32)}, f"{NAME!r} has"),  # a bias that config.json does not announce
+    ("qwen2", {"embed_tokens.weight": torch.zeros(61, 32)}, "is the second tensor model.embed_tokens.weight"),
     ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, f"tensor {NAME} holds inf or nan"),
     ("qwen2", {NAME: torch.ones(16, dtype=torch.int8)}, f"tensor {NAME} holds torch.int8")])
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
@@ -241,8 +243,10 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     refused(tmp_path, "pytorch_model.bin", "pickle", "convert it to safetensors")
     (tmp_path.parent / "above.safetensors").touch()
-    write_config(dict(weight_map=dict(a="../above.safetensors")), tmp_path / "model.safetensors.index.json")
-    refused(tmp_path, tmp_path, "above.safetensors' is missing")
+    for content, words in (([], "has no weight_map"), (dict(a=3), "/3' is missing"),
+                           (dict(a="../above.safetensors"), "above.safetensors' is missing")):
+        write_config(dict(weight_map=content), tmp_path / "model.safetensors.index.json")
+        refused(tmp_path, tmp_path, words)
     file, whole = tmp_path / "model.safetensors", (saved("qwen2") / "model.safetensors").read_bytes()
     for content in whole[:-4], b"version https://git-lfs.github.com/spec/v1":
         file.write_bytes(content)
@@ -252,9 +256,14 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
         refused(tmp_path, f"config.json {words}")
 
 
-def test_what_is_no_device_is_refused(saved):
+def test_what_is_no_device_and_no_dtype_for_weights_is_refused(saved, tmp_path):
     for name in "meta", "hpu", "x":
         refused(saved("qwen2"), f"device {name!r} is not available", "use cpu", device=name)
+    for dtype in torch.int8, "float16":
+        refused(saved("qwen2"), "is not for weights; use one of torch.float16, torch.bfloat16", dtype=dtype)
+        with pytest.raises(ValueError, match="is not for weights"):
+            to_hf(Decoder(tiny()), tmp_path / "new", dtype)
+    assert not (tmp_path / "new").exists()
 
 
 def test_tokenizer(tmp_path):
