@@ -38,7 +38,7 @@ from methods.tova import TOVA
 from nanollm.cache import LayerCache, copied
 from nanollm.commands.compare import check_files
 from nanollm.commands.registry import calibrated, given, has_budget, pick
-from nanollm.commands.shell import command, cores
+from nanollm.commands.shell import check_keep, command, cores
 from nanollm.commands.text_table import text_table
 from nanollm.generate import end_prompt, prefill
 from nanollm.measure.benchmark import Benchmark, cut, in_forks, replayed_or_read
@@ -49,7 +49,6 @@ from nanollm.ranking import top
 from nanollm.tokenizer import boundaries
 from nanollm.window import Selection, WindowCache
 
-KEEP_RATIOS = 0.25, 0.125
 DEPTH_RATIOS = 0.125, 0.0625
 DEPTHS = 0.0, 0.25, 0.5, 0.75, 1.0
 DEEP = ("snap_kv", "pyramid_kv", "chunk_kv", "layer_defensive_kv", "worst_query", "drop_kv",
@@ -242,7 +241,7 @@ class Pieces:
 
 
 def measured(model, encoding, methods: dict, deep: dict, chosen: list[str], documents: int,
-             T: int) -> list[dict]:
+             T: int, keep_ratios: Sequence[float] = (0.25, 0.125)) -> list[dict]:
     """Return the rows of all methods on one decoder. deep: the methods of the task `depth`."""
     check_size(model, documents, 2, T)
     pieces = Pieces(model, HardTasks(encoding, "test"), chosen, documents, T)
@@ -250,9 +249,9 @@ def measured(model, encoding, methods: dict, deep: dict, chosen: list[str], docu
     every, solved = {name for name, _ in pieces.parts}, pieces.solved()
     batches = dict(depth={name for name in every if name.startswith("depth")}, writing={"writing"} & every)
     batches["answers"] = every - batches["depth"] - batches["writing"]
-    groups = (("answers", methods | REPAIRS, KEEP_RATIOS), ("depth", deep, DEPTH_RATIOS),
-              ("writing", dict(full=LayerCache) | WRITERS, KEEP_RATIOS),
-              ("writing", KEEPERS, KEEP_RATIOS[:1]))
+    groups = (("answers", methods | REPAIRS, keep_ratios), ("depth", deep, DEPTH_RATIOS),
+              ("writing", dict(full=LayerCache) | WRITERS, keep_ratios),
+              ("writing", KEEPERS, keep_ratios[:1]))
     jobs = [(table, name, Method, ratio) for table, group, ratios in groups if batches[table]
             for name, Method in group.items() for ratio in (ratios if has_budget(Method) else [None])]
     options, rows = {}, []
@@ -329,12 +328,12 @@ def show(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], file: Path):
-    """Draw the overview at KEEP_RATIOS[0], question after the compression: a panel per decoder."""
+    """Draw the overview at the highest keep ratio, question after the compression: a panel per decoder."""
     import matplotlib.pyplot as plt
     from nanollm.commands.plot import save
-    shown = [row for row in rows if (row["table"], row["setting"]) == ("answers", "agnostic")
-             and row["keep_ratio"] in (None, KEEP_RATIOS[0])]
-    panels = grouped(shown, "decoder")
+    rows = [row for row in rows if (row["table"], row["setting"]) == ("answers", "agnostic")]
+    most = max((row["keep_ratio"] for row in rows if row["keep_ratio"]), default=None)
+    panels = grouped([row for row in rows if row["keep_ratio"] in (None, most)], "decoder")
     named = [[name for name in OVERVIEW if name in same[0] and name not in too_hard(same, OVERVIEW)]
              for same in panels.values()]
     widths = [2.5 + 0.5 * len(names) for names in named]
@@ -353,7 +352,7 @@ def draw(rows: list[dict], file: Path):
                 axis.text(x, y, f"{row[name][0]:.2f}", ha="center", va="center", fontsize=8)
         axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=9)
         axis.set_yticks(range(len(same)), [row["method"] for row in same], fontsize=9)
-        axis.set_title(f"{decoder}, {keep_label(KEEP_RATIOS[0])}")
+        axis.set_title(f"{decoder}, {keep_label(most)}")
     save(figure, file)
 
 
@@ -364,13 +363,18 @@ def main(argv: list[str] | None = None):
     made.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                       help="methods to measure beside the full cache; default: all")
     made.add_argument("--figure", type=Path, metavar="FILE", help="file for a figure, .png, .pdf or .svg")
+    made.add_argument("--keep", nargs="+", type=float, default=[25, 12.5], metavar="PERCENT",
+                      help="keep ratios of all tables but `depth`; default 25 12.5")
     args = arguments(made, argv)
+    for percent in args.keep:
+        check_keep(percent)
     if args.figure:
         check_files(args.figure, args.json)
     methods = pick(["full", *args.methods] if args.methods else [])
     deep = pick(["full", *(args.methods or DEEP)])
     rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
-            for row in measured(model, encoding, methods, deep, args.tasks, args.documents, args.length)]
+            for row in measured(model, encoding, methods, deep, args.tasks, args.documents, args.length,
+                                [percent / 100 for percent in args.keep])]
     finish(args, rows, show)
     if args.figure:
         draw(rows, args.figure)

@@ -436,8 +436,7 @@ def large(args):
         for x in numbers:
             whole(name, x, 1, 2 ** 20)
     check_seed(args.seed)
-    if not 0 < args.keep <= 100:
-        raise ValueError(f"--keep is {args.keep:g} %; it must be above 0 and at most 100")
+    shell.check_keep(args.keep)
 
     dtype, config = getattr(torch, args.dtype), read_config(args.model) if args.model else SHAPES[args.shape]
     after = 1 + 2 * args.new  # tokens, with and without kernels

@@ -370,8 +370,8 @@ def main(argv: list[str]):
     whole("documents", args.documents, 2)
     if not args.methods and not args.file:
         raise ValueError("name a method, or a file with --file")
-    if args.keep is not None and not 0 < args.keep <= 100:
-        raise ValueError(f"--keep is {args.keep:g} %; it must be above 0 and at most 100")
+    if args.keep is not None:
+        shell.check_keep(args.keep)
     if args.store and args.documents < LEAST:
         raise ValueError(f"--store needs {LEAST} texts of each task, not {args.documents}; "
                          "leave --documents out")

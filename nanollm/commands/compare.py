@@ -91,8 +91,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     if args.resume and not args.json:
         raise ValueError("--resume continues the rows of a file; name it with --json")
     for percent in args.keep:
-        if not 0 < percent <= 100:
-            raise ValueError(f"--keep is {percent:g} %; it must be above 0 and at most 100")
+        shell.check_keep(percent)
     return args
 
 

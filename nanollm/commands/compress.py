@@ -63,8 +63,8 @@ def read_options(argv: list[str]) -> argparse.Namespace:
                              "default 12.5")
     shell.model_options(parser)
     args = parser.parse_args(argv)
-    if args.keep is not None and not 0 < args.keep <= 100:
-        raise ValueError(f"--keep is {args.keep:g} %; it must be above 0 and at most 100")
+    if args.keep is not None:
+        shell.check_keep(args.keep)
     if args.method == "all":
         raise ValueError("--method is all, but a file holds one cache; name one method")
     return args

@@ -29,6 +29,12 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
                         help="CPU threads; default 0: one for small models, all cores for large ones")
 
 
+def check_keep(percent: float):
+    """Raise ValueError unless `percent`, the value of --keep, is above 0 and at most 100."""
+    if not 0 < percent <= 100:
+        raise ValueError(f"--keep is {percent:g} %; it must be above 0 and at most 100")
+
+
 def cores() -> int:
     """Return the cores that this process may use; 1 where a process that computes cannot be forked."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
