@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.script import arguments, decoders, finish, grouped, keep_label, parser, with_error
+from experiments.script import (arguments, check_budgets, decoders, finish, grouped, keep_label, parser,
+                                with_error)
 from nanollm.cache import bytes_in_16_bits
 from nanollm.commands.registry import calibrated, given, has_budget, pick
 from nanollm.commands.shell import command
@@ -106,22 +107,16 @@ def found(model, tasks: Tasks, methods: dict, documents: int, T: int) -> dict[tu
     batches = {task: tasks.batch(task, 0, documents, T, **TASKS[task]) for task in ("needle", "pairs")}
     learned, rows, scores = {}, {}, {}
     ends = boundaries(tasks.encoding, model.config.vocab_size)
-    jobs = [(name, part) for name, Method in methods.items()
+    jobs = [(name, Method, part) for name, Method in methods.items()
             for part in (KEEP_RATIOS if has_budget(Method) else [None])]
-    shortest = min(batch.question for batch in batches.values())
-    for name, part in jobs:  # an error here ends the run before any work
-        try:
-            maker(model, methods[name], part, **given(methods[name], window_size=8))(shortest)
-        except ValueError as error:
-            raise ValueError(f"{name} at {keep_label(part)} of {shortest} tokens: {error}") from None
-
+    check_budgets(model, jobs, min(batch.question for batch in batches.values()))
     pieces = [Benchmark.read(model, dict(zip(batches, parts)), None)
               for parts in zip(*(cut(batch, FIRST) for batch in batches.values()))]
-    for name, part in tqdm(jobs, leave=False, disable=None):
+    for name, Method, part in tqdm(jobs, leave=False, disable=None):
         if name not in learned:
-            learned[name] = calibrated(methods[name], model, tasks.encoding)
-        options = dict(ends=ends) | given(methods[name], window_size=8) | learned[name]
-        make = maker(model, methods[name], part, **options)
+            learned[name] = calibrated(Method, model, tasks.encoding)
+        options = dict(ends=ends) | given(Method, window_size=8) | learned[name]
+        make = maker(model, Method, part, **options)
         rows[name, part] = measure(model, pieces, make, rows.get(("full", None)), scores)
     return rows
 

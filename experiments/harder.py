@@ -20,7 +20,8 @@ from torch import Tensor
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from experiments.script import arguments, decoders, finish, grouped, keep_label, mean_and_error, parser
+from experiments.script import (arguments, check_budgets, decoders, finish, grouped, keep_label,
+                                mean_and_error, parser)
 from methods.cam import CaM
 from methods.compress_again import again
 from methods.critical_kv import two_stage
@@ -251,9 +252,10 @@ def measured(model, encoding, methods: dict, deep: dict, chosen: list[str], docu
     batches["answers"] = every - batches["depth"] - batches["writing"]
     groups = (("answers", methods | REPAIRS, keep_ratios), ("depth", deep, DEPTH_RATIOS),
               ("writing", dict(full=LayerCache) | WRITERS, keep_ratios),
-              ("writing", KEEPERS, keep_ratios[:1]))
+              ("writing", KEEPERS, [x for x in keep_ratios if x * (PROMPT + WRITTEN) > PROMPT]))
     jobs = [(table, name, Method, ratio) for table, group, ratios in groups if batches[table]
             for name, Method in group.items() for ratio in (ratios if has_budget(Method) else [None])]
+    check_budgets(model, jobs, min(part.question for _, part in pieces.parts))
     options, rows = {}, []
     for table, name, Method, ratio in (bar := tqdm(jobs, leave=False, disable=None)):
         bar.set_description(name)
@@ -374,7 +376,7 @@ def main(argv: list[str] | None = None):
     deep = pick(["full", *(args.methods or DEEP)])
     rows = [dict(decoder=name) | row for name, model, encoding in decoders(args)
             for row in measured(model, encoding, methods, deep, args.tasks, args.documents, args.length,
-                                [percent / 100 for percent in args.keep])]
+                                [percent / 100 for percent in dict.fromkeys(args.keep)])]
     finish(args, rows, show)
     if args.figure:
         draw(rows, args.figure)

@@ -1,15 +1,15 @@
 """Code that the scripts of this folder share: options, decoders, writing rows to a file."""
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import json
 from pathlib import Path
 
 from torch import Tensor
 
 from nanollm import SHIPPED
-from nanollm.commands.registry import loaded
+from nanollm.commands.registry import given, loaded
 from nanollm.commands.shell import check_output, command, model_options, read_json, replace
-from nanollm.measure.evaluate import standard_error
+from nanollm.measure.evaluate import maker, standard_error
 
 
 def parser(module: str, about: str, documents: int | None = None,
@@ -54,6 +54,18 @@ def decoders(args) -> Iterator[tuple]:
     folders |= {} if own in SHIPPED.values() else {str(args.model): own}
     for name, folder in folders.items():
         yield name, *loaded(args, folder)
+
+
+def check_budgets(model, jobs: Iterable[tuple], tokens: int):
+    """Raise ValueError if a budget does not fit a text of so many tokens, before any work.
+
+    jobs: tuples that end with a method's name, the method and a keep ratio.
+    """
+    for *_, name, Method, ratio in jobs:
+        try:
+            maker(model, Method, ratio, **given(Method, window_size=8))(tokens)
+        except ValueError as error:
+            raise ValueError(f"{name} at {keep_label(ratio)} of {tokens} tokens: {error}") from None
 
 
 def finish(args, rows: list[dict], show: Callable[[list[dict]], str]):

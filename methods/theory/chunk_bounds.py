@@ -31,7 +31,7 @@ from nanollm.window import WindowCache
 class PlacedChunks(Chunks):
     """Shift each document's grid of chunks so that token `at` has place `place` in its chunk."""
     again = False             # the grid is known for the prompt only
-    at: Tensor | None = None  # (B,), a token index for each document, like torch.from_numpy(batch.stated)
+    at: Tensor | None = None  # required: (B,), a token of each document, torch.from_numpy(batch.stated)
     place: int = 0            # from 0
 
     def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:

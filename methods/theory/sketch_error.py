@@ -63,7 +63,7 @@ def share_out(caches: list, shares: tuple[float, ...]) -> list:
     if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-3:
         raise ValueError(f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1")
     total = sum(cache.budget for cache in caches)
-    for cache, share in zip(caches, shares):
+    for cache, share in zip(caches, shares, strict=True):
         cache.budget = round(total * share)
     return caches
 

@@ -110,4 +110,5 @@ def is_rows(data: bytes) -> bool:
     """Return whether data is a list of rows that this command wrote."""
     rows = shell.read_json(data)
     return isinstance(rows, list) and rows != [] and all(
-        isinstance(row, dict) and {"method", "keep_ratio", "each"} <= row.keys() for row in rows)
+        isinstance(row, dict) and {"method", "keep_ratio"} <= row.keys() and isinstance(row.get("each"), dict)
+        for row in rows)

@@ -77,6 +77,8 @@ def compose(name: str, variants: dict, additions: dict) -> partial:
     A selection with an `inner` wraps the one to its left. Any other would replace it: a ValueError.
     """
     base, *more = name.split("+")
+    if len({*more}) < len(more):
+        raise ValueError(f"{name} names an addition twice; name it once")
     select, options = variants[base].select, {}
     plain = getattr(variants.get("snap_kv"), "select", None)  # the selection that an addition may replace
     for before, addition in zip([base, *more], more):

@@ -3,6 +3,7 @@
 This file does not import torch. So `--help` and mistakes on the command line are answered at once.
 """
 from collections.abc import Callable
+from contextlib import suppress
 import json
 import os
 from pathlib import Path
@@ -88,12 +89,14 @@ def fail(why: str):
 
 
 def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
-    """Return the content of an output file: absent, empty, or `ours`, written by this program.
+    """Return the content of an output file. It must be absent, empty or `ours`: written by this program.
 
     ValueError or OSError if it may not be replaced. what: its content in a word, for messages.
     """
     if not file.parent.is_dir():
         raise ValueError(f"folder {file.parent} for {file.name} does not exist; make it first")
+    with suppress(FileNotFoundError):
+        file.stat()  # raises OSError if a link leads to itself
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a file; name a file for the {what}")
     if file.exists() and not os.access(file, os.W_OK):
@@ -113,10 +116,13 @@ def read_text(file: Path) -> str:
     if len(data) >= LONGEST:
         raise ValueError(f"{file} is longer than {LONGEST // 10 ** 6} MB; name a shorter text")
     try:
-        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); "
                          "name another file") from error
+    if "\0" in text:
+        raise ValueError(f"{file} is not text (it contains zero bytes); name another file")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(data: bytes):

@@ -105,11 +105,15 @@ def read_json(path: Path) -> dict:
 
 
 def config_file(folder: str | Path) -> dict:
-    """Return the content of config.json. ValueError if it is missing."""
+    """Return the content of config.json. ValueError if it is missing or has too many layers."""
     path = Path(folder) / "config.json"
     if not isfile(path):
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
-    return read_json(path)
+    hf = read_json(path)
+    for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if hf.get(key) is not None:
+            whole(f"{path}: {key}", hf[key], 1, 1000)  # building more would take minutes
+    return hf
 
 
 def read_config(folder: Path) -> Config:
@@ -256,9 +260,13 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
             if not DERIVED.search(full):
                 stored[full] = shard, name
 
-    with torch.device("meta"), NoDraws():  # costs neither memory nor the time for random weights
-        model = Decoder(config).to(dtype)
-    names, hint = layout(model), "is config.json that of these weights?"
+    hint = "is config.json that of these weights?"
+    try:
+        with torch.device("meta"), NoDraws():  # costs neither memory nor the time for random weights
+            model = Decoder(config).to(dtype)
+    except RuntimeError:
+        raise ValueError(f"{folder} should hold a tensor of more than 2**63 bytes; {hint}") from None
+    names = layout(model)
     tied = config.tie_embeddings and stored.pop("lm_head.weight", None)
     if extra := stored.keys() - names:
         raise ValueError(f"tensor {min(extra)!r} has no place in a {config.family} decoder "

@@ -199,7 +199,7 @@ def excess(row: dict) -> str:
 
 
 def paired(row: dict, base: dict, keys: list[str]) -> tuple[float, float]:
-    """Return the mean difference of two rows of one Benchmark by document, and its error."""
+    """Return the mean difference of two rows over `keys`, by document, and its standard error."""
     own, other = (torch.tensor([x["each"][key] for key in keys]) for x in (row, base))
     difference = own - other
     return difference.mean().item(), standard_error(difference.flatten())

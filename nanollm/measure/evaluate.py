@@ -55,7 +55,7 @@ def maker(model, Method, keep_ratio: float | None, ends: Tensor | None = None, *
 
 
 def reading_within(make: Make) -> Make:
-    """Return a function that makes caches which evict while they read: their prompt has ended."""
+    """Return a function that makes caches which evict while they read, as if the prompt had ended."""
     def ready(tokens: int, prompt: Tensor | None = None) -> list[LayerCache]:
         caches = make(tokens, prompt)
         end_prefill(caches)

@@ -281,7 +281,10 @@ def options(argv: list[str] | None) -> argparse.Namespace:
 
 def ranks() -> tuple[int, int]:
     """Return this process's rank and the number of processes; (0, 1) without torchrun."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world:  # it would train on a part of each batch, and write nothing
+        raise ValueError(f"RANK is {rank} and WORLD_SIZE {world}; torchrun sets both, so unset both")
+    return rank, world
 
 
 def main(argv=None):

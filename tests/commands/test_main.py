@@ -241,7 +241,7 @@ def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, ca
 @pytest.mark.parametrize("options, message", [
     ("--json mine.json", "mine.json holds something else than the rows of an earlier run; name another file"),
     ("--figure photo.png", "photo.png holds something else than the figure of an earlier run"),
-    ("--text /dev/zero", "/dev/zero is longer than"),
+    ("--text /dev/zero", "/dev/zero is longer than"), ("--text zeros", "it contains zero bytes"),
     ("--json folder", "folder is not a file; name a file for the rows"),
     ("--figure table.txt", "must end in .png"),
     ("--json folder/../x.png --figure x.png", "rows and figure both go to folder/../x.png"),
@@ -249,7 +249,7 @@ def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, ca
 def test_files_are_looked_at_before_any_work(checkpoint, capsys, monkeypatch, options, message):
     Path("folder").mkdir()
     kept = {"mine.json": b'[{"method": "h2o", "keep_ratio": 0.5, "each": {}}, {"model_type": "llama"}]',
-            "photo.png": b"\x89PNG, after Figure of python -m nanollm"}
+            "photo.png": b"\x89PNG, after Figure of python -m nanollm", "zeros": b"a\0b"}
     for name, data in kept.items():
         Path(name).write_bytes(data)
     monkeypatch.setattr("nanollm.commands.shell.LONGEST", 999)

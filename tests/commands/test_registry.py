@@ -50,7 +50,8 @@ def test_all_is_every_window_method_with_each_addition_once():
     *((name, "unknown method .* known are full, .*h2o.*, all; on window methods, .*: chunk, critical")
       for name in ("nope", "ada_kv+nope", "ada_kv+critical+nope", "h2o+critical")),
     ("ada_kv+residual+critical", "critical chooses the entries itself, .* undo residual; put it first"),
-    ("chunk_kv+critical", "critical chooses the entries itself, .* undo chunk_kv; put it on another")])
+    ("chunk_kv+critical", "critical chooses the entries itself, .* undo chunk_kv; put it on another"),
+    ("ada_kv+critical+residual+residual", "names an addition twice")])
 def test_what_cannot_be_composed_is_refused(name, message):
     with pytest.raises(ValueError, match=message) as error:
         pick(["h2o", name])

@@ -216,6 +216,9 @@ def interrupt():
     ("qwen2", dict(rope_parameters=None, rope_theta="1e4"), "rope_theta '1e4' must be a finite number"),
     ("qwen2", dict(tie_word_embeddings="false"), "tie_word_embeddings 'false' must be True or False"),
     ("qwen2", dict(rope_scaling=[8.0]), "rope_scaling [8.0] must be an object"),
+    # sizes of another checkpoint, before memory is taken
+    ("qwen2", dict(num_hidden_layers=10 ** 9), "num_hidden_layers 1000000000 must be a whole number"),
+    ("qwen2", dict(hidden_size=2 ** 30, intermediate_size=2 ** 30), "more than 2**63 bytes"),
     ("qwen2", dict(vocab_size=2 ** 30), f"is [61, 32] and should be [{2 ** 30}, 32]")])
 def test_a_config_that_is_not_understood_is_refused(copy, case, config, words):
     refused(copy(case, config), words)

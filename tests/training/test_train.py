@@ -224,6 +224,13 @@ def test_two_processes_learn_what_one_learns(tmp_path, monkeypatch):
         assert two == pytest.approx(one, rel=1e-3)
 
 
+def test_a_rank_without_its_world_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # would train on a part of each batch, and write nothing
+    with pytest.raises(ValueError, match="RANK is 1 and WORLD_SIZE 1; .* unset both"):
+        train.ranks()
+
+
+
 def test_the_loss_is_the_weighted_mean_and_the_first_step_is_small(small, tmp_path):
     (row,) = run(tmp_path, 1, "--every", "2")
     model = Decoder(Config(**train.CONFIG))
