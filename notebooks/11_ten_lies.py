@@ -297,7 +297,7 @@ ends = boundaries(encoding, model.config.vocab_size)
 
 def needed(Method):
     """Bytes held, allocated, and allocated at the peak."""
-    options = given(Method, window_size=8, heads=((1, 0), (1, 1), (1, 2)))
+    options = given(Method, window_size=8, heads=((1, 0), (1, 1), (1, 2)), layers=(1,))
     make = maker(in_16_bits, Method, 0.25 if has_budget(Method) else None, ends, **options)
     caches = make(text.shape[1], text)
     peak = max(feed(in_16_bits, text, caches), end_prompt(in_16_bits, text, caches))
@@ -331,7 +331,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# Read the bars from above. Both kinds of Scissorhands, and CaM, evict while they read: their peak is what they hold. A full Scissorhands cache takes more than a quarter, since each entry carries a record of 400 steps. All others first fill a whole cache, with some slack because buffers grow ahead. KVzip needs twice the cache, for it appends the reread text before it compresses; with a longer prompt that part stays at 520 tokens. Quest frees nothing, and adds the bounds of its pages. It only reads less.
+# Read the bars from above. Both kinds of Scissorhands, and CaM, evict while they read: their peak is what they hold. A full Scissorhands cache takes more than a quarter, since each entry carries a record of 400 steps. All others first fill a whole cache, with some slack because buffers grow ahead. KVzip needs twice the cache, for it appends the reread text before it compresses; with a longer prompt that part stays at 520 tokens. Attention matching needs three times the cache, since it also holds the queries of the reread. Quest frees nothing, and adds the bounds of its pages. It only reads less.
 #
 # The table leaves out activations and the short-lived tensors of one layer, such as unpacked keys. On a GPU they count too.
 #
