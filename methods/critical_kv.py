@@ -35,7 +35,10 @@ from nanollm.window import Selection, WindowCache
 
 @dataclass(frozen=True)
 class Critical(Selection):
-    """Algorithm 1: stage 1 by pooled window scores, stage 2 by unpooled window scores × norms."""
+    """Algorithm 1 with the scores of Algorithm 2.
+
+    Stage 1 uses pooled window scores; stage 2 uses unpooled window scores × norms.
+    """
     alpha: float = 0.25  # fraction of the budget that stage 1 chooses by weight alone, α
 
     def __post_init__(self):
