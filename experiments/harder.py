@@ -286,8 +286,8 @@ KL 1 … 4    KL divergence per token in each quarter of 256 tokens; fact: accur
             asked for right after the prompt or at the end. "again" compresses every 8 tokens, so it holds up
             to 8 entries more
 A measurement in brackets: the full cache's own accuracy is below 0.75. A batch of documents in which it
-solves nothing is measured with the full cache alone. A guess between the two marks, or
-between the two values of `latest`, is right in half of the cases; the label of a random vote in 0.58."""
+solves nothing is measured with the full cache alone. A guess between the two marks, or between the two
+values of `latest`, is right in half of the cases; the label of a random vote in 0.58."""
 OVERVIEW = ("turn 1", "turn 4", "latest", "hops 2", "hops 4", "list", "count", "form first", "form second",
             "ban first", "ban second", "answer", "paraphrase")
 DETAILS = ("turn 2", "turn 3", "old value", "hops 3", "trace 2", "trace 3", "trace 4", "value 1", "value 2",

@@ -138,7 +138,8 @@ def from_bytes(data: bytes, caches, file="the file"):
     """Fill fresh caches with what `to_bytes` returned; file: what messages call it. Raises as `load`."""
     head, memory = header_of(data, file), caches
     caches = getattr(memory, "caches", memory)
-    model, own = caches[0].model, (type(caches[0]).__name__, plain_options(caches[0]))
+    model, options = caches[0].model, plain_options(caches[0])  # None stands where a tensor was
+    own = type(caches[0]).__name__, {name: x for name, x in options.items() if name in head["options"]}
     if head["dtype"] != dtype_of(model):
         raise ValueError(f"{file} was written in {head['dtype']}, and this decoder has {dtype_of(model)}; "
                          f"load the decoder in {head['dtype']}")

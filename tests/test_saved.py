@@ -1,15 +1,17 @@
 """A loaded cache answers bit for bit as the saved one; a file that does not fit is refused."""
+from dataclasses import dataclass
 import json
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 import torch
+from torch import Tensor
 
 from common import ENCODING, tasks
 from nanollm import LEARNED, TINY
 from nanollm.__main__ import main
-from nanollm.cache import make_cache
+from nanollm.cache import LayerCache, make_cache
 from nanollm.commands.ask import answer
 from nanollm.commands.demo import PAGE
 from nanollm.commands.registry import given, pick
@@ -58,6 +60,21 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(model, name, tm
     for part in (*after[:, :12].split(1, 1), after[:, 12:20], *after[:, 20:].split(1, 1)):
         assert torch.equal(model(part, caches), model(part, fresh))
     assert [cache.bytes() for cache in fresh] == [cache.bytes() for cache in caches]
+
+
+@dataclass(eq=False)
+class Measured(LayerCache):
+    """Full attention with an option that a file leaves out: it acts only at the prompt's end."""
+    bases: Tensor | None = None
+
+
+@torch.no_grad()
+def test_a_file_is_loaded_without_what_its_method_measured_beforehand(model, tmp_path):
+    caches, after = read(model, Measured, bases=torch.ones(2))
+    save(caches, tmp_path / "page.cache")
+    fresh = make_cache(model, Measured, **header(tmp_path / "page.cache")["options"])
+    load(tmp_path / "page.cache", fresh)
+    assert torch.equal(model(after, caches), model(after, fresh))
 
 
 def like(model, file, name="snap_kv", **changed):

@@ -217,7 +217,7 @@ def verdict(row: dict, texts: int) -> str:
         return f"the first token takes {row['first']:.1f} times as long as the full cache's"
     worst = max(row["p"], key=row["p"].get)
     if row["p"][worst] >= SURE or row["texts"] < texts:
-        return f"{worst}: {100 * row['kept'][worst][0]:.0f} % kept, p = {row['p'][worst]:.2g}"
+        return f"no: {worst}, p = {row['p'][worst]:.2g} with {row['texts']} texts of each task"
     return "yes"
 
 
@@ -254,6 +254,8 @@ def entrants(args) -> list[tuple[str, bytes, bool, list]]:
             ast.parse(code)
         except SyntaxError as error:
             raise ValueError(f"{args.file}, line {error.lineno}: {error.msg}") from None
+        if "variants" not in code:
+            raise ValueError(f"{args.file} needs a line variants = {{name: Class}}")
         found.append((args.file.name, code.encode(), False, ratios))
     return found
 
@@ -305,12 +307,13 @@ def page(rows: list[dict]) -> str:
     for title, mine in (("One reading of the text", lambda row: row["readings"] == 1),
                         ("Any number of readings", lambda row: True)):
         table = [["", "method", "keep", *(f"{name}, {what}" for name in SHIPPED for what in ("size", "kept")),
-                  "reading", "first token", "step", "date", "command"]]
+                  "readings", "reading", "first token", "step", "date", "command"]]
         table.append(["---"] * len(table[0]))
         for rank, same in enumerate((x for x in by_size(rows) if all(map(mine, x))), 1):
             cells = [cell for row in same for cell in (
                 f"{100 * row['size']:.2f} %", f"{100 * min(x for x, _ in row['kept'].values()):.1f} %")]
-            times = [f"{max(row[name] for row in same):.1f}" for name in ("reading", "first", "step")]
+            times = [str(max(row["readings"] for row in same))]
+            times += [f"{max(row[name] for row in same):.1f}" for name in ("reading", "first", "step")]
             first = same[0]
             table.append([str(rank), f"`{first['method']}`", keep_words(first["keep"]), *cells, *times,
                           first["date"], f"`{first['command']}`"])

@@ -10,6 +10,7 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm generate         show the entries that a method keeps of a page, or continue a text
     python -m nanollm compress         read a text once, and keep its compressed cache in a file
     python -m nanollm ask              answer questions from that file, without the text
+    python -m nanollm record           find the smallest file that still answers later questions
     python -m nanollm explore          write docs/index.html, a page in which a decoder runs
     python -m nanollm plan             predict the memory of a model, its cache and each method
     python -m nanollm claims           test the papers' claims on the decoders that ship, or on yours
