@@ -189,7 +189,8 @@ print(text_table(table))
 # | other questions come; a third of the memory is there | `quantized_3` | nothing is chosen, so nothing is chosen wrongly | slower steps |
 # | questions come early or late; a quarter of the memory is there | `worst_query` | the query that wants an entry most shows what it is for | with an eighth, later questions |
 # | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
-# | the fewest bytes; reading may take six times as long | `kvzip_gain_turbo` | only what the text does not foretell must be kept | reading four times, slower steps |
+# | the fewest bytes in memory; reading may take six times as long | `kvzip_gain_turbo` | only what the text does not foretell must be kept | reading four times, slower steps, some pairs |
+# | the smallest file ([RECORDS.md](../RECORDS.md)) | `kvzip_gain_coded`; after one reading `retrieval_layers` | keys and values of a token depend on each other | calibration; all but facts in the first |
 # | many prompts, each read once | `kvzip_fast`, `duo_attention` | they have learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | a little memory for the newest |
 # | examples, then a label | `h2o` | many lines say the same | single facts |
