@@ -18,15 +18,15 @@ pytest_plugins = ["claims_plugin"]  # CLAIMS.md from what the tests record
 
 
 def pytest_xdist_auto_num_workers(config):
-    """As many processes as there are cores for a run of all tests, none beside this one for less."""
+    """Return how many processes run the tests: one for each core if all run, else 0 (this one)."""
     from claims_plugin import is_whole
     return min(os.cpu_count(), 4) if is_whole(config) else 0
 
 
-# of files, which begin in this order: who begins a long one last lets the others wait
-LONGEST = ("test_course", "test_readme", "test_sketch_error", "test_change_and_text", "test_claims",
-           "test_main", "test_persistence", "test_playground", "test_duo_gates", "test_foreign",
-           "test_chunk_bounds", "test_kernels")
+# these files begin first, in this order, so that no process runs a long one alone at the end
+LONGEST = ("test_methods", "test_course", "test_duo_gates", "test_readme", "test_nano", "test_window_methods",
+           "test_sketch_error", "test_change_and_text", "test_claims", "test_main", "test_persistence",
+           "test_foreign", "test_chunk_bounds", "test_kernels")
 
 
 def pytest_collection_modifyitems(items):
@@ -44,7 +44,7 @@ def typed():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Whatever is allocated without being filled is full of NaN."""
+    """Fill with NaN every tensor that is allocated without being filled."""
     def full_of_nan(make):
         return lambda *a, **k: x.fill_(math.nan) if (x := make(*a, **k)).is_floating_point() else x
 
@@ -54,11 +54,11 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def only_h2o(monkeypatch, tmp_path_factory):
-    """A folder in the place of methods/ that has h2o.py alone."""
+    """Return a folder in the place of methods/ that has baselines/h2o.py alone."""
     folder = tmp_path_factory.mktemp("own") / "methods"
-    folder.mkdir()
-    shutil.copy(Path(__file__).parent / "methods" / "h2o.py", folder)
-    monkeypatch.setattr("nanollm.commands.registry.METHODS", folder)
+    (folder / "baselines").mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "methods" / "baselines" / "h2o.py", folder / "baselines")
+    monkeypatch.setattr("lab.registry.METHODS", folder)
     monkeypatch.syspath_prepend(folder.parent)
     loaded = lambda: [name for name in sys.modules if name.split(".")[0] == "methods"]
     for name in loaded():

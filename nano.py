@@ -3,9 +3,8 @@
     python nano.py             the page below as SnapKV keeps it, then every method's answer
     python nano.py KVzip 55    another method, another budget
 
-A decoder stores a key and a value for each token in each head: an entry. A method keeps `budget` entries a
-head. If the question is part of the compressed prompt, the method can keep what the question needs. If the
-question comes later, most methods have lost the answer. The folder methods/ has each method in full.
+A decoder stores an entry, a key and a value, for each token in each head. A method keeps `budget` entries a
+head. If the question comes after the compression, most methods have lost the answer.
 """
 import argparse
 import base64
@@ -38,7 +37,6 @@ FOLDER = Path(__file__).parent / "nanollm" / "tiny"
 config = json.loads((FOLDER / "config.json").read_text())
 weights = {name: x.float() for name, x in load_file(FOLDER / "model.safetensors").items()}
 L, H, D = (config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
-G = config["num_attention_heads"] // H  # query heads that share one key/value head
 ranks = {base64.b64decode(a): int(b) for a, b in map(str.split, open(FOLDER / "tokenizer.tiktoken"))}
 pattern = r" ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|[0-9]{1,2}|\s+(?!\S)|\s+"
 tokenizer = tiktoken.Encoding("nano", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -91,7 +89,7 @@ class Cache:
         """Write the entries of T new tokens; return the attention output (H·G, T, D)."""
         self.k, self.v = torch.cat((self.k, k), 1), torch.cat((self.v, v), 1)
         self.pos = torch.cat((self.pos, pos.expand(H, -1)), 1)
-        score = q.unflatten(0, (H, G)) @ self.k[:, None].mT / D ** 0.5  # (H, G, T, S)
+        score = q.unflatten(0, (H, -1)) @ self.k[:, None].mT / D ** 0.5  # (H, G, T, S): G queries share a key
         p = score.masked_fill(self.pos[:, None, None] > pos[:, None], -inf).softmax(-1)  # no later token
         self.received = torch.cat((self.received, torch.zeros(k.shape[:2])), 1) + p.sum((1, 2))
         y = (p @ self.v[:, None]).flatten(0, 1)
@@ -141,10 +139,10 @@ class SnapKV(Cache):
 
     def evict(self):
         if not self.prompt_done:
-            score = self.window.mean((1, 2))[:, :-self.WINDOW]       # mean over group and window
+            score = self.window.mean((1, 2))[:, :-self.WINDOW]  # mean over group and window
             score = max_pool1d(score, self.POOL, 1, self.POOL // 2)  # the neighbours of an entry stay, too
-            kept = top(score, self.budget - self.WINDOW)
-            self.keep(torch.cat((kept, torch.ones(H, self.WINDOW).bool()), 1))
+            n = self.k.shape[1] - score.shape[1]  # the window's own entries, which stay
+            self.keep(torch.cat((top(score, self.budget - n), torch.ones(H, n).bool()), 1))
 
 
 class KVzip(Cache):
@@ -166,8 +164,10 @@ def answer(Method: type[Cache], budget: int, aware: bool) -> tuple[str, list[Ten
     """Return the answer, and the positions (H, slots) that each layer kept right after the compression."""
     page, question = (torch.tensor(tokenizer.encode(text)) for text in (PAGE, QUESTION))
     tokens, caches = torch.cat((page, question)), [Method(budget) for _ in range(L)]
-    n = len(tokens) - 1 if aware else len(page)  # the last token always comes after the compression
-    forward(tokens[:n], caches, 0)
+    n = len(tokens) - 1 if aware else len(page)
+    forward(tokens[:n + aware], caches, 0)
+    for cache in caches:  # the window saw the last token; now it is forgotten, and comes again below
+        cache.keep(cache.pos < n)
     Method.compress(caches, tokens[:n])
     kept = [cache.pos for cache in caches]
     for i in range(n, len(tokens) + 1):  # the rest of the question, then the answer: one token at a time

@@ -31,19 +31,19 @@ ASSIGNMENTS = {
             drop=(2, "LayerCache.drop")),
         *of("nanollm/ranking.py", indices=(1, "indices")),
         *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
-        *of("methods/h2o.py", score=(2, "H2O.score")),
-    ], beside=["methods/random_eviction.py", "methods/streaming_llm.py"]),
+        *of("methods/baselines/h2o.py", score=(2, "H2O.score")),
+    ], beside=["methods/baselines/random_eviction.py", "methods/baselines/streaming_llm.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
         *of("nanollm/window.py", window_scores=(1, "window_scores"), pool=(1, "max_pool")),
         *of("nanollm/ranking.py", top=(2, "top")),
-        *of("methods/ada_kv.py", shares=(4, "shared")),
+        *of("methods/baselines/ada_kv.py", shares=(4, "shared")),
         *of("methods/critical_kv.py", norms=(2, "value_norms"), two_stage=(1, "two_stage"),
             critical=(3, "Critical.__call__")),
         *of("methods/ours/theta.py", theta=(1, "theta")),
     ]),
     "chunks": Assignment("Chunks", "2 to 3 hours", of(
         "methods/chunk_kv.py", grid=(1, "grid"), chunk_scores=(3, "chunk_scores"), ranking=(2, "ranking"),
-        cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.chosen"),
+        cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.compress"),
     )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [
         *of("methods/scissorhands.py", pieces=(4, "BudgetCache.pieces"), observe=(4, "Scissorhands.observe")),
@@ -57,16 +57,15 @@ ASSIGNMENTS = {
         *of("methods/theory/index_game.py", alice=(1, "index_game_four"), play=(3, "play")),
     ]),
     "sketch": Assignment("The sketch", "3 to 4 hours", [
-        *of("methods/count_sketch.py", hash=(2, "Sketch.number"), slots=(1, "Sketch.bucket"),
+        *of("methods/baselines/count_sketch.py", hash=(2, "Sketch.number"), slots=(1, "Sketch.bucket"),
             insert=(4, "Sketch.insert"), median=(2, "Sketch.median")),
         *of("methods/theory/sketch_error.py", variance=(2, "collision_variance"), load=(1, "load")),
-        *of("methods/kv_reviver_mean.py", means=(2, "MeanSketch.means")),
+        *of("methods/ours/kv_reviver_mean.py", means=(2, "MeanSketch.means")),
         *of("methods/ours/kv_reviver_shrunk.py", shrink=(4, "ShrunkSketch.centred")),
     ]),
 }
 PROBLEMS = {f"{name}.{problem.name}": problem
             for name, each in ASSIGNMENTS.items() for problem in each.problems}
-COMPARE = "nanollm/commands/compare.py"  # its imports include the decoder and all measurements
 
 
 def assignment_of(problem: str) -> str:

@@ -3,16 +3,8 @@ import ast
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-import re
 
-
-@cache  # the grader calls this for every function of a file
-def parsed(source: str) -> ast.Module | None:
-    """Return the syntax tree, or None if the source is not valid Python."""
-    try:
-        return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+parsed = cache(ast.parse)  # the grader asks for every function of a file
 
 
 def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
@@ -22,36 +14,25 @@ def find(tree: ast.Module, name: str) -> ast.FunctionDef | None:
     return node if isinstance(node, ast.FunctionDef) else None
 
 
-def place(source: str, name: str) -> tuple[int, int] | None:
-    """Return the lines of a function as a slice of source.split("\n"), decorators included; None if missing.
+def place(source: str, name: str) -> slice:
+    """Return a function's lines, decorators included, in source.split("\n"). ValueError if it is missing."""
+    node = find(parsed(source), name)
+    if node is None:
+        raise ValueError(f"the file has no function {name}; write it under this name")
+    return slice(min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1, node.end_lineno)
 
-    If the file is not valid Python, the function is the block indented below its `def`.
+
+def needed(root: Path, files: Iterable[str], leaves: Iterable[str] = ()) -> set[str]:
+    """Return these files below `root` and all files below it that they import, directly or indirectly.
+
+    The imports of `leaves` do not count.
     """
-    if tree := parsed(source):
-        node = find(tree, name)
-        return node and (min([node.lineno, *(x.lineno for x in node.decorator_list)]) - 1, node.end_lineno)
-    lines, (*within, last), start, indent = source.split("\n"), name.split("."), 0, 0
-    for kind, word in [*(("class", each) for each in within), ("def", last)]:
-        pattern = re.compile(rf" {{{indent}}}{kind} {word}\b")
-        start = next((i for i in range(start, len(lines)) if pattern.match(lines[i])), None)
-        if start is None:
-            return None
-        indent += 4
-    inner = re.compile(rf" {{{indent}}}|\s*$| {{{indent - 4}}}\)")  # or a signature's end
-    end = next((i for i in range(start + 1, len(lines)) if not inner.match(lines[i])), len(lines))
-    while not lines[end - 1].strip():
-        end -= 1
-    return start, end
-
-
-def needed(root: Path, files: Iterable[str]) -> set[str]:
-    """Return these files below `root` and all files below it that they import, directly or indirectly."""
     all_files, left = set(), [*files]
     while left:
         file = left.pop()
         if file not in all_files and (root / file).is_file():
             all_files.add(file)
-            left += imported((root / file).read_text())
+            left += [] if file in leaves else imported((root / file).read_text())
     return all_files
 
 
@@ -89,15 +70,15 @@ def emptied(source: str, names: list[str]) -> str:
 def spliced(ours: str, theirs: str, mine: str, others: list[str]) -> str:
     """Return the submitted file, helpers included, with our version of the `others`.
 
-    So only the function `mine` is graded, and no mistake costs twice. If their file is not valid Python, or
-    lacks one of the others, return our file with their function. Raise ValueError if it lacks `mine`.
+    So only the function `mine` is graded, and no mistake costs twice. ValueError if the file is not valid
+    Python, or lacks one of the functions.
     """
-    if place(theirs, mine) is None:
-        raise ValueError(f"the file has no function {mine}; write it under this name")
-    into, put, taken = ours, theirs, [mine]
-    if parsed(theirs) and all(place(theirs, name) for name in others):
-        into, put, taken = theirs, ours, others
-    lines, source = into.split("\n"), put.split("\n")
-    for name in sorted(taken, key=lambda name: -place(into, name)[0]):
-        lines[slice(*place(into, name))] = source[slice(*place(put, name))]
+    try:
+        parsed(theirs)
+    except SyntaxError as error:
+        raise ValueError(f"the file is not valid Python: {error.msg} (line {error.lineno})") from error
+    places = {name: place(theirs, name) for name in (mine, *others)}
+    lines, our_lines = theirs.split("\n"), ours.split("\n")
+    for name in sorted(others, key=lambda name: -places[name].start):
+        lines[places[name]] = our_lines[place(ours, name)]
     return "\n".join(lines)

@@ -2,13 +2,14 @@
 from pathlib import Path
 import shutil
 
-from course.assignments import ASSIGNMENTS, COMPARE, Assignment
+from course.assignments import ASSIGNMENTS, Assignment
 from course.functions import emptied, needed
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "LICENSE", "requirements.txt", "nanollm/held_out", "nanollm/tiny"
-COMMANDS = ("nanollm/__main__.py", COMPARE, "methods/snap_kv.py",
-            "course/command.py", "course/grader.py", "course/submission.py")
+COMMANDS = ("nanollm/__main__.py", "lab/compare.py", "methods/baselines/snap_kv.py", "course/__main__.py",
+            "course/grader.py")
+COMMAND_LIST = "lab/commands.py"  # imports every command; a copy has one of them, compare
 
 
 def make(folder: Path, assignments: list[str]):
@@ -25,7 +26,8 @@ def make(folder: Path, assignments: list[str]):
     for name in assignments:
         roots += [*ASSIGNMENTS[name].beside, *(problem.file for problem in ASSIGNMENTS[name].problems),
                   *(f"course/{name}/{file}.py" for file in ("adapter", "public", "handout"))]
-    files = {ROOT / file for file in needed(ROOT, roots) if Path(file).name not in ("make.py", "handout.py")}
+    files = {ROOT / file for file in needed(ROOT, roots, leaves=[COMMAND_LIST])
+             if Path(file).name not in ("make.py", "handout.py")}
     for source in files.union(*([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).iterdir()
                                 for name in WHOLE)):
         to = folder / source.relative_to(ROOT)
@@ -75,7 +77,7 @@ Python 3.11 or newer, Linux or macOS, no GPU. In this folder:
 pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu    # Linux only: saves gigabytes
 pip install -r requirements.txt
 jupyter lab                          # open the first handout and read it
-python -m nanollm course check       # run all public tests; one assignment: --only {next(iter(chosen))}
+python -m course check       # run all public tests; one assignment: --only {next(iter(chosen))}
 ```
 
 1. Read a problem in the handout. It names a function and its file.

@@ -1,92 +1,90 @@
-"""The process that runs a submission for the grader; it never sees a test or an expected value.
+"""The process that runs one submitted function for the grader.
 
-`python submission.py FD` imports torch once. For each order that arrives on the socket FD it forks. The fork
-locks itself in (sandbox.py) before it reads a line of the submission.
+It is forked before the grader imports a test, so it holds no expected values. It answers calls of
+course/ASSIGNMENT/adapter.py. The submitted file takes the place of ours when it is imported.
 """
-import ctypes
 from importlib import import_module
-import json
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import spec_from_loader
+import io
+import linecache
 from multiprocessing.connection import Connection
 import os
 from pathlib import Path
-import platform
-import signal
-import socket
+import resource
 import sys
 import traceback
 
+import psutil
 import torch
-from messages import packed, unpacked  # scripts beside it: the package `course` is the submission's
-from sandbox import below, libraries, lock_in
+
+ROOT = Path(__file__).resolve().parents[1]
+GiB = 2 ** 30
+MEMORY, SECONDS = 2 * GiB, 120  # limits of a process: bytes, beside what it has when forked; processor time
 
 
-def serve(folder: str, package: str, connection: Connection):
-    """Answer calls of course/PACKAGE/adapter.py in `folder`, a copy of the repository with one submitted
-    function, until the grader closes the connection.
-    """
-    # without course/, and without an editable install: a package there would go before a folder here
-    sys.path[:] = [folder, *(path for path in sys.path if below(path, libraries()))]
-    os.chdir(folder)
-    os.environ.clear()
-    torch.set_num_threads(1)
-    lock_in(folder)
-    adapter = None
+class Submitted(MetaPathFinder, Loader):
+    """Imports the submitted source in place of our file."""
+
+    def __init__(self, file: str, source: str):
+        self.module = file.removesuffix(".py").replace("/", ".")
+        self.path, self.source = str(ROOT / file), source
+        linecache.cache[self.path] = len(source), None, source.splitlines(keepends=True), self.path
+
+    def find_spec(self, name, path, target=None):
+        return spec_from_loader(name, self, origin=self.path) if name == self.module else None
+
+    def exec_module(self, module):
+        exec(compile(self.source, self.path, "exec"), vars(module))
+
+
+def serve(connection: Connection, assignment: str, file: str, source: str):
+    """Answer calls until the grader ends this process. `source` is the submitted text of `file`."""
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in 1, 2:  # the grader prints its results there
+        os.dup2(nowhere, stream)
+    sys.meta_path.insert(0, Submitted(file, source))
     while True:
-        try:
-            call = unpacked(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            adapter = adapter or import_module(f"course.{package}.adapter")
-            given = unpacked(packed(call["args"]))
-            value = getattr(adapter, call["call"])(**call["args"])
-            changed = [name for name, x in given.items()
-                       if isinstance(x, torch.Tensor) and not torch.equal(x, call["args"][name])]
-            answer = packed(dict(value=value, changed=changed))
-        except BaseException as error:
-            answer = packed(dict(raised=raised(error, folder)))
-        connection.send_bytes(answer)
+        connection.send_bytes(answer(f"course.{assignment}.adapter", *unpacked(connection.recv_bytes())))
 
 
-def raised(error: BaseException, folder: str) -> dict:
-    """Return the error's kind, message and line, and a traceback of the submission's own files."""
+def answer(adapter: str, call: str, args: bytes) -> bytes:
+    """Return the packed result of a function of the adapter module, or what it raised.
+
+    args: its packed keyword arguments. `changed` names the tensors among them that the call changed.
+    """
+    given, before = unpacked(args), unpacked(args)
+    try:
+        value = getattr(import_module(adapter), call)(**given)
+        changed = [name for name, x in before.items()
+                   if isinstance(x, torch.Tensor) and not torch.equal(x, given[name])]
+        return packed(dict(value=value, changed=changed))
+    except BaseException as error:
+        return packed(dict(raised=described(error)))
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """Return the error's kind, message and place, and a traceback of the submission's own files."""
     theirs = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
-              if (file := frame.f_code.co_filename).startswith(folder) and "/course/" not in file]
-    where = ""
+              if frame.f_code.co_filename.startswith((f"{ROOT}/nanollm/", f"{ROOT}/methods/"))]
+    place = ""
     if theirs:  # count lines from the function's start: the file may be put together from two
         frame, line = theirs[-1]
-        where = f"line {line - frame.f_code.co_firstlineno + 1} of {frame.f_code.co_name}"
-    trace = "".join(traceback.StackSummary.extract(theirs).format()).replace(folder + "/", "")
-    return dict(kind=type(error).__name__, message=str(error)[:2000], where=where, trace=trace[:4000])
+        place = f"line {line - frame.f_code.co_firstlineno + 1} of {frame.f_code.co_name}"
+    trace = "".join(traceback.StackSummary.extract(theirs).format()).replace(f"{ROOT}/", "")
+    return dict(kind=type(error).__name__, message=str(error)[:2000], place=place, trace=trace[:4000])
 
 
-def main():
-    """Fork for each order on the socket: the arguments of `serve` as JSON, and the file to answer on."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    for dtype in (torch.float16, torch.bfloat16):
-        x = torch.ones(64, 64, dtype=dtype)
-        x @ x  # at the first such product PyTorch looks up the processor; locked in it could not
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if platform.system() == "Linux":
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: no grandchild gets lost
-    while True:
-        order, fds, *_ = socket.recv_fds(control, 65536, 1)
-        if not order:
-            return
-        order = json.loads(order)
-        if "TorchDispatchMode" in Path(order["folder"], f"course/{order['package']}/adapter.py").read_text():
-            import_module("torch._dynamo")  # the mode would, locked in, and needs a folder to write to
-        if not os.fork():
-            control.close()
-            for stream, flags in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
-                os.dup2(os.open(os.devnull, flags), stream)
-            try:
-                serve(**order, connection=Connection(fds[0]))
-            finally:
-                os._exit(0)
-        os.close(fds[0])
-        control.send(b"forked")
+def packed(x) -> bytes:
+    """Return the bytes of x: tensors, numbers, strings, None, and lists, tuples and dicts of these."""
+    data = io.BytesIO()
+    torch.save(x, data)
+    return data.getvalue()
 
 
-if __name__ == "__main__":
-    main()
+def unpacked(data: bytes):
+    """Return what `packed` made the bytes of. Code in them is not run: weights_only refuses it."""
+    return torch.load(io.BytesIO(data), weights_only=True)

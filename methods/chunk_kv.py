@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from methods.snap_kv import SnapKV
+from methods.baselines.snap_kv import SnapKV
 from nanollm.cache import NEVER
 from nanollm.check import whole
 from nanollm.window import Selection, WindowCache
@@ -137,27 +137,19 @@ class ChunkKV(SnapKV):
             raise ValueError(f"reuse is {self.reuse}, but only Chunks can be reused; "
                              f"set reuse=1 with {type(self.select).__name__}")
 
-    @property
-    def follows(self) -> bool:
-        """Whether this layer takes the previous layer's choice."""
-        return self.layer % self.reuse > 0
-
-    def link(self, model, layer: int, previous):
-        super().link(model, layer, previous)
-        self.previous = previous
+    @classmethod
+    def compress(cls, model, tokens: Tensor, caches: list["ChunkKV"]):
+        """Let the lowest layer of each group choose; the layers above it keep the same slots."""
+        reuse = caches[0].reuse
+        for lowest, *others in (caches[i:i + reuse] for i in range(0, len(caches), reuse)):
+            if lowest.seen > lowest.budget:
+                chosen = lowest.chosen()
+                for cache in (lowest, *others):
+                    cache.keep_chosen(chosen.to(cache.pos.device))
 
     def remember(self, q: Tensor):
-        if not self.follows:  # a layer that follows computes no scores
+        if self.layer % self.reuse == 0:  # the other layers of a group compute no scores
             super().remember(q)
-
-    def chosen(self) -> Tensor:
-        if not self.follows:
-            return super().chosen()
-        if not self.previous.prompt_done:
-            raise ValueError(f"layer {self.layer} uses the indices of layer {self.layer - 1}, which has not "
-                             "compressed yet; call end_prefill(caches), which starts with the lowest layer")
-        kept = self.previous.pos.to(self.pos.device)  # positions; slot i of this layer still holds token i
-        return torch.where(kept == NEVER, -1, kept - self.pos[:, :, :1]).long()
 
 
 @dataclass(frozen=True)

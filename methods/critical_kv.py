@@ -27,7 +27,7 @@ import math
 import torch
 from torch import Tensor
 
-from methods.snap_kv import SnapKV
+from methods.baselines.snap_kv import SnapKV
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache

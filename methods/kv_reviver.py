@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.count_sketch import Sketch
+from methods.baselines.count_sketch import Sketch
 from nanollm.cache import ALL, NEVER, LayerCache, Stored
 from nanollm.check import check_seed
-from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank
 
 
@@ -95,15 +94,9 @@ class KVReviver(LayerCache):
         return q.shape[2] == 1 and self.sketch is not None and self.length < self.seen
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to exact and revived tokens head by head, so that only one head is revived at a time.
-
-        On a GPU a kernel revives tile by tile, so revived keys and values are never in memory.
-        """
+        """Attend to exact and revived tokens head by head, so that only one head is revived at a time."""
         if not self.revives(q):
             return super().attention(q, pos)
-        if fast := kernel_for(q, "revive_attention", "attend_one"):
-            return fast(self, q, *self.kernel_input())
-
         tokens = self.vague_tokens()
         q_h = (q * q.shape[-1] ** -0.5).view(q.shape[0] * self.k.shape[1], -1, q.shape[-1])  # (B·H, G, D)
         exact, rows, outputs = q_h @ self.k.flatten(0, 1).mT, [], []
@@ -116,15 +109,16 @@ class KVReviver(LayerCache):
         y = torch.stack(outputs) + p[..., :self.length] @ self.v.flatten(0, 1)
         return y.view_as(q), p.view(*self.k.shape[:2], -1, 1, p.shape[-1])
 
-    def kernel_input(self) -> tuple:
-        """Return the slots that the kernel reads; subclasses may add a mean and a factor."""
-        return (self.sketch.x,)
-
     def observe(self, q: Tensor, p: Tensor):
         revived = p.shape[-1] > self.length
         tokens = torch.cat((self.pos, self.vague_tokens()), 2) if revived else self.pos
         self.score.scatter_add_(2, tokens.long(), p.sum((2, 3), dtype=torch.float32))
         super().observe(q, p)
+
+    def crop(self, n: int):
+        self.in_recent -= self.seen - n
+        super().crop(n)
+        self.score[:, :, n:] = 0
 
     def sizes(self, beside: int = 0) -> tuple[int, int, int]:
         """Return three numbers of slots: in a row of the sketch, in Recent, in Candidate.

@@ -11,8 +11,8 @@ entries stay.
 Differs from the paper:
 - The query heads of a group share an entry, so their mean weight is compared with 1/s.
 - Steps before an entry came do not count. The paper pads its record with zeros, which counts each such step
-  as unimportant, because 0 < 1/s (`Padded` in theory/persistence_measured.py).
-- All layers have the same budget. Section 4.2 gives later layers more (`tilted` in the same file).
+  as unimportant, because 0 < 1/s.
+- All layers have the same budget. Section 4.2 gives later layers more.
 - w is 400, as in the paper, whose texts have 2048 tokens; ours are shorter.
 
 The authors' code has no budget: it keeps the newest 10 entries, and those that exceeded the 90th percentile

@@ -1,9 +1,11 @@
 """The KV cache, and the interface through which every method compresses it.
 
 The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens,
-`attend` runs write → attention → observe. A method overrides what it needs: `write` (what is stored), `read`
-(what attention sees), `observe` (what was attended to), `evict` (what is removed). A method that gives each
-entry a score overrides `score` of ScoredCache and nothing else.
+`attend` runs write → attention → observe. When the whole prompt has been read, `compress(model, tokens,
+caches)` lets the method remove entries. A method overrides what it needs: `write` (what is stored), `read`
+(what attention sees), `observe` (what was attended to), `evict` (what is removed from a layer), `compress`
+(all layers at once). A method that gives each entry a score overrides `score` of ScoredCache and nothing
+else.
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
 window. A slot is a place in the cache's tensors. It holds one entry, a token's key and value, or is empty.
@@ -22,8 +24,7 @@ from torch import Tensor
 
 from nanollm.attention import attention, split
 from nanollm.check import (
-    check_attend, check_budget, check_kept, check_numbers, check_options, check_score, check_watch,
-    constructed)
+    check_attend, check_budget, check_kept, check_numbers, check_options, check_score, constructed, whole)
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank, taken
 
@@ -69,15 +70,12 @@ class LayerCache:
         self.length = 0                     # slots in use
         self.seen = 0                       # tokens so far, evicted ones too: the next token's position
         self.ragged = False                 # some slots are empty or hidden: even one new token needs a mask
-        self.prompt_done = False
+        self.prompt_done = False            # the prompt was compressed; what follows is decoding
         self.model, self.layer = None, 0    # the decoder, and which of its layers this is
 
-    def link(self, model, layer: int, previous: "LayerCache | None"):
-        """Tell the cache its decoder and its layer; `make_cache` calls this.
-
-        previous: the previous layer's cache or None, for methods whose layers share choices.
-        """
-        check_watch(self)
+    def link(self, model, layer: int):
+        """Tell the cache its decoder and its layer; `make_cache` calls this."""
+        whole(f"watch of {type(self).__name__}", self.watch, 0)
         self.model, self.layer = model, layer
 
     @property
@@ -186,20 +184,39 @@ class LayerCache:
         if self.prompt_done:
             self.evict()
 
-    def end_prefill(self):
-        """Mark the end of the prompt. Called once by whoever feeds the prompt.
-
-        Call it before the prompt's last token, whose logits give the first new token. T > 1 does not reveal
-        the end, because a prompt may come in pieces.
-        """
-        self.prompt_done = True
-        if self.length:  # 0 if the prompt has one token
-            self.evict()
-
     # ---- eviction -----------------------------------------------------------------------------------------
 
+    @classmethod
+    def compress(cls, model, tokens: Tensor, caches: list["LayerCache"]):
+        """Compress the caches of all layers, which have read the prompt, tokens (B, T). Here each evicts.
+
+        A method overrides this if it chooses over several layers, or if it reads the prompt again. Call the
+        function `compress` of this file, not this method.
+        """
+        for cache in caches:
+            cache.evict()
+
+    def forget_prompt(self):
+        """Drop what was remembered for the compression alone (here nothing). Called right after it."""
+
     def evict(self):
-        """Remove entries (here none). Called at the prompt's end and after each later piece."""
+        """Remove entries (here none). Called when the prompt is compressed, and after each later piece."""
+
+    def crop(self, n: int):
+        """Forget the newest tokens of a prompt, so that n are left. Scores keep what their queries added.
+
+        Only before `compress`: after it, a head may have evicted any of them.
+        """
+        if not 0 <= n <= self.seen:
+            raise ValueError(f"{n} tokens cannot be left of {self.seen}; give 0 to {self.seen}")
+        if self.prompt_done and n < self.seen:
+            raise ValueError("a compressed cache cannot forget tokens; call crop before compress")
+        if self.length == self.seen and not self.ragged:  # slot i holds token i
+            self.length = n
+        elif n < self.seen:
+            newest = self.pos.masked_fill(self.pos == NEVER, -1).amax((1, 2), keepdim=True)
+            self.keep(indices(self.pos <= newest - (self.seen - n)))
+        self.seen = n
 
     def keep(self, i: Tensor):
         """Keep only slots i (B, H, n) of all per-slot tensors; −1 stands for an empty slot."""
@@ -286,15 +303,36 @@ def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
     caches = []
     for layer in range(len(model.blocks)):
         cache = constructed(Method, options)
-        cache.link(model, layer, caches[-1] if caches else None)
+        cache.link(model, layer)
         caches.append(cache)
     return caches
 
 
-def end_prefill(caches: list[LayerCache]):
-    """Tell every layer, the first one first, that the prompt is over."""
+@torch.no_grad()
+def compress(model, tokens: Tensor, caches: list[LayerCache]):
+    """Compress caches that have read tokens (B, T): the whole prompt, or the conversation so far.
+
+    Until the next `begin_turn`, methods that evict while they decode do so after each piece.
+    """
+    if caches[0].seen != tokens.shape[1]:
+        raise ValueError(f"the caches have seen {caches[0].seen} tokens, but the prompt has "
+                         f"{tokens.shape[1]}; give the whole prompt that the caches have seen")
+    type(caches[0]).compress(model, tokens, caches)
     for cache in caches:
-        cache.end_prefill()
+        cache.forget_prompt()
+        cache.prompt_done = True
+
+
+def begin_turn(caches: list[LayerCache]):
+    """Read on as in a prompt: the tokens of a conversation's next turn, which `compress` ends again."""
+    for cache in caches:
+        cache.prompt_done = False
+
+
+def crop(caches: list[LayerCache], n: int):
+    """Let every layer forget the newest tokens, so that n are left."""
+    for cache in caches:
+        cache.crop(n)
 
 
 def copied(caches: list[LayerCache]) -> list[LayerCache]:

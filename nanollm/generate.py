@@ -1,15 +1,14 @@
-"""Prefill, end of the prompt, decoding and sampling.
+"""Prefill, decoding and sampling. The whole prompt is read, and then the cache is compressed.
 
-The prompt's last token is fed *after* the cache has been compressed. Otherwise the full cache would predict
-the first new token.
+The prompt's own logits, from the full cache, give the first new token.
 """
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import cache_bytes, end_prefill, make_cache
-from nanollm.check import check_caches, check_seed, check_tokens, fits, whole
+from nanollm.cache import compress, make_cache
+from nanollm.check import check_caches, check_seed, check_tokens, whole
 
 LEAST = 1e-6  # a lower temperature would make logits overflow, and a lower top_p would round to 0
 
@@ -55,76 +54,13 @@ def tell_chunk_ends(caches, ends: Tensor):
         cache.chunk_ends = ends
 
 
-def tell_prompt(tokens: Tensor, caches):
-    """Tell every layer the prompt's tokens (B, T), if its method has an attribute `prompt_tokens`."""
-    for cache in caches:
-        if hasattr(cache, "prompt_tokens"):
-            cache.prompt_tokens = tokens
-
-
-@torch.no_grad()
-def end_prompt(model, tokens: Tensor, caches) -> int:
-    """Tell every layer that the prompt, tokens (B, T), is over; reread it first if necessary.
-
-    Returns the most bytes that the caches allocated during the reread, or 0 if there is none.
-    """
-    if caches[0].seen != tokens.shape[1]:
-        raise ValueError(f"the caches have seen {caches[0].seen} tokens, but the prompt has "
-                         f"{tokens.shape[1]}; give the whole prompt that the caches have seen")
-    tell_prompt(tokens, caches)
-    peak = reread(caches, lambda part: prefill(model, tokens[:, part], caches))
-    end_prefill(caches)
-    return peak
-
-
-def reread_size(caches) -> int:
-    """Return how many tokens a method rereads at a time (KVzip); 0 if it does not reread."""
-    return getattr(caches[0], "reread_size", 0)
-
-
-def reread_slices(T: int, n: int) -> list[slice]:
-    """Return the parts of T tokens to reread: `n` tokens each, and the 8 before them."""
-    return [slice(max(start - 8, 0), min(start + n, T)) for start in range(0, T, n)] if n else []
-
-
-def check_rereads(model, caches, T: int):
-    """Raise ValueError if a prompt of T tokens leaves no room to reread its parts after it."""
-    parts, longest = reread_slices(T, reread_size(caches)), model.config.max_len
-    need = T + max((part.stop - part.start for part in parts), default=0)
-    if parts and need > longest:
-        raise ValueError(f"{need} tokens exceed the model's length of {longest}: the prompt has {T}, and "
-                         "this method rereads parts of it after its end; shorten the text")
-
-
-def reread(caches, read: Callable[[slice], object]) -> int:
-    """Reread the prompt if the method asks for it; return the caches' peak allocated bytes.
-
-    `read` feeds a part of the prompt once more, behind the whole prompt. Its entries are then removed, before
-    the next part comes. Meanwhile `rereading` of each cache says which entries the part repeats.
-    """
-    peak = 0
-    T, n = caches[0].seen, reread_size(caches)
-    if n and caches[0].prompt_done:
-        raise ValueError("the prompt was already ended; call end_prompt once per prompt")
-    for cache in caches if n else ():
-        cache.reserve(T + min(n + 8, T))
-    for i, part in enumerate(reread_slices(T, n)):
-        for cache in caches:
-            cache.rereading, cache.first_pass = slice(i * n, part.stop), T
-        read(part)
-        peak = max(peak, cache_bytes(caches)[1])
-        for cache in caches:
-            cache.rereading, cache.length, cache.seen = None, T, T
-    return peak
-
-
 def check_sampling(temperature: float, top_k: int, top_p: float):
     """Raise ValueError unless `sample` can work with these options."""
     whole("top_k", top_k, 0)
-    if not fits(temperature, float) or not (temperature == 0 or temperature >= LEAST):
-        raise ValueError(f"temperature {temperature!r:.60} must be 0 or a finite number, at least {LEAST:g}")
-    if not fits(top_p, float) or not LEAST <= top_p <= 1:
-        raise ValueError(f"top_p {top_p!r:.60} must be a number from {LEAST:g} to 1")
+    if not (temperature == 0 or LEAST <= temperature < torch.inf):
+        raise ValueError(f"temperature is {temperature}; it must be 0 or a finite number, at least {LEAST:g}")
+    if not LEAST <= top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be a number from {LEAST:g} to 1")
 
 
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
@@ -161,20 +97,19 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
         raise ValueError(f"the cache has already seen {caches[0].seen} tokens; "
                          "make a new one for a new prompt")
 
-    check_rereads(model, caches, prompt.shape[1] - 1)
     generator = torch.Generator(prompt.device).manual_seed(seed)
     return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p)
 
 
 @torch.no_grad()
 def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p):
-    if prompt.shape[1] > 1:
-        prefill(model, prompt[:, :-1], caches)
-    end_prompt(model, prompt[:, :-1], caches)
-    token = prompt[:, -1]
-    for _ in range(new):
-        token = sample(model(token[:, None], caches)[:, -1], temperature, top_k, top_p, generator)
+    logits = prefill(model, prompt, caches)
+    compress(model, prompt, caches)
+    for left in reversed(range(new)):
+        token = sample(logits, temperature, top_k, top_p, generator)
         yield token
+        if left:
+            logits = model(token[:, None], caches)[:, -1]
 
 
 def generate(model, prompt: Tensor, new: int, caches=None, **options) -> Tensor:

@@ -28,7 +28,7 @@ class Config:
     head_dim: int = 0                 # D; 0 means d_model / n_heads
     family: str = "llama"             # RMSNorm, RoPE, SwiGLU; or "gpt2": LayerNorm, learned positions, GELU
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = None  # Llama 3.1's; its keys stand in check.SCALING
+    rope_scaling: dict | None = None  # Llama 3.1's; its keys are check.SCALING
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     o_bias: bool = False
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         `pos` (B or 1, T) overrides the positions (training uses position jumps). Raises ValueError, before a
         cache changes, if the sequence would exceed config.max_len or an argument does not fit.
         """
-        check_forward(self, tokens, cache, pos, last)
+        check_forward(self, tokens, cache, last)
         if pos is None:
             seen = cache[0].seen if cache else 0
             pos = torch.arange(seen, seen + tokens.shape[1], device=tokens.device)[None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nanollm.cache import NEVER, LayerCache, Stored
@@ -66,6 +67,12 @@ class PackedCache(LayerCache):
         super().keep(i)
         self.packed, self.counts, self.sizes, self.longest = {}, None, [], 0
 
+    def keep_chosen(self, i: Tensor):
+        """Keep only slots i (B, H, n); −1 stands for an empty slot. Pack them if the heads differ."""
+        self.keep(i)
+        if self.packs:
+            self.pack()
+
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.packed or q.shape[2] > 1 or type(self).read is not LayerCache.read:
             return super().attention(q, pos)
@@ -101,24 +108,15 @@ class PackedCache(LayerCache):
         return [] if self.counts is None else [self.counts]
 
 
-def with_previous(cache: PackedCache) -> list[PackedCache]:
-    """Return the caches of all layers up to this one. Each has stored the one before it as `previous`."""
-    caches = [cache]
-    while caches[0].previous is not None:
-        caches.insert(0, caches[0].previous)
-    return caches
+def keep_highest(caches: list[PackedCache], scores: list[Tensor], budget: int):
+    """Keep the highest scores (B, H, S) of all heads of all caches: `budget` entries a head on average.
 
-
-def keep_highest(caches: list[PackedCache], scores: list[Tensor], budget: int, together: bool = True):
-    """Keep the highest scores (B, H, S) of each cache: `budget` entries a head on average.
-
-    together: whether all heads of all caches are ranked together; otherwise each head keeps `budget`. If
-    scores are equal, the newest token of the last head of the last layer stays. A score of −∞ never stays.
+    If scores are equal, the newest token of the last head of the last cache stays. A score of −∞ never stays.
     """
-    scores = torch.stack([x.to(scores[-1].device) for x in scores], 1)  # (B, L, H, S)
-    ranked = scores.flatten(1) if together else scores
-    kept = top(ranked, ranked.shape[-1] // scores.shape[-1] * budget).view_as(scores) & (scores > -torch.inf)
+    device, S = scores[-1].device, max(x.shape[2] for x in scores)
+    scores = [x.masked_fill(cache.pos == NEVER, -torch.inf).to(device) for cache, x in zip(caches, scores)]
+    ranked = torch.stack([F.pad(x, (0, S - x.shape[2]), value=-torch.inf) for x in scores], 1)  # (B, L, H, S)
+    L, H = ranked.shape[1:3]
+    kept = top(ranked.flatten(1), L * H * budget).view_as(ranked) & (ranked > -torch.inf)
     for cache, stays in zip(caches, kept.unbind(1)):
-        cache.keep(indices(stays.to(cache.pos.device)))
-        if cache.packs:
-            cache.pack()
+        cache.keep_chosen(indices(stays[:, :, :cache.length].to(cache.pos.device)))

@@ -1,7 +1,7 @@
 """Our tokenizer, byte-level BPE (arXiv 1508.07909) as a `tiktoken.Encoding`, and those of transformers.
 
 In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 355 the two-digit numbers. Each
-of the others joins two tokens: the most frequent neighbours in the training text (measure/corpus.py).
+of the others joins two tokens: the most frequent neighbours in the training text (lab/corpus.py).
 """
 import base64
 from pathlib import Path

@@ -1,10 +1,10 @@
 """The observation window: the prompt's last queries decide which entries stay.
 
 SnapKV, PyramidKV, AdaKV, CriticalKV and ChunkKV share `WindowCache` (Algorithm 2 of CriticalKV, arXiv
-2502.03805). methods/snap_kv.py chooses the entries. The other methods build on it and change the number of
-entries (`budgets`) or the choice (`select`, a `Selection`):
+2502.03805). methods/baselines/snap_kv.py chooses the entries. The other methods build on it and change the
+number of entries (`budgets`) or the choice (`select`, a `Selection`):
 
-    make_cache(model, methods.ada_kv.AdaKV, budget=64, select=methods.critical_kv.Critical(alpha=0.25))
+    make_cache(model, AdaKV, budget=64, select=Critical(alpha=0.25))
 """
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from nanollm.packed import PackedCache
 @dataclass(frozen=True)
 class Selection:
     """A rule that chooses which entries stay."""
-    again = True  # whether it can be applied to its own output (methods/compress_again.py)
+    again = True  # whether it can be applied to its own output (methods/ours/compress_again.py)
 
     def __post_init__(self):
         check_options(self)
@@ -40,7 +40,7 @@ class Selection:
 
 @dataclass(eq=False)
 class WindowCache(PackedCache):
-    """Stores the prompt's last queries, and compresses once: when the prompt ends."""
+    """Stores the prompt's last queries, and evicts only when the prompt is compressed."""
     budget: int            # entries that each key/value head may keep, window included
     window_size: int = 32  # queries of the observation window, w
     kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 turns it off
@@ -52,7 +52,8 @@ class WindowCache(PackedCache):
             raise ValueError(f"window_size {w} must be at least 1, and kernel_size {kernel} an odd number")
         if self.budget <= w:
             raise ValueError(f"budget {self.budget} must exceed the window {w}")
-        self.queries = None  # the last queries so far, (B, H, G, ≤ w, D)
+        self.queries = None    # the prompt's last queries so far, (B, H, G, ≤ w, D)
+        self.forgotten = None  # keys of the window's tokens that `crop` removed, (B, H, c, D), or None
 
     def observe(self, q: Tensor, p: Tensor | None):
         if not self.prompt_done:
@@ -65,18 +66,39 @@ class WindowCache(PackedCache):
         last = new if self.queries is None else torch.cat((self.queries, new), 3)
         self.queries = last[:, :, :, -self.window_size:].clone()  # a view would keep all of them in memory
 
-    def end_prefill(self):
-        if self.prompt_done:
-            raise ValueError("end_prefill was already called for this cache; call it once per prompt")
-        if self.length > self.budget:
-            self.compress()
-        self.queries = None
-        super().end_prefill()
+    def crop(self, n: int):
+        if self.queries is not None:  # the forgotten tokens' queries still count, and they saw these keys
+            gone = self.k[:, :, self.length - (self.seen - n):].clone()
+            self.forgotten = gone if self.forgotten is None else torch.cat((gone, self.forgotten), 2)
+        super().crop(n)
 
-    def compress(self):
-        self.keep(self.chosen())
-        if self.packs:
-            self.pack()
+    @property
+    def before(self) -> int:
+        """Return the number of slots before the window.
+
+        Example: 10 tokens were read with a window of 4, and the last was cropped. Then 9 slots are left, and
+        6 of them are before the window.
+        """
+        return self.length + self.cropped - self.queries.shape[3]
+
+    @property
+    def cropped(self) -> int:
+        """Return how many of the window's tokens `crop` removed."""
+        return 0 if self.forgotten is None else self.forgotten.shape[2]
+
+    @property
+    def room(self) -> int:
+        """Return how many entries before the window a head may keep."""
+        return self.budget - (self.length - self.before)
+
+    @classmethod
+    def compress(cls, model, tokens: Tensor, caches: list["WindowCache"]):
+        for cache in caches:
+            if cache.seen > cache.budget:
+                cache.keep_chosen(cache.chosen())
+
+    def forget_prompt(self):
+        self.queries = self.forgotten = None
 
     def chosen(self) -> Tensor:
         """Return the slots that stay, (B, H, n); −1 stands for no slot."""
@@ -85,6 +107,13 @@ class WindowCache(PackedCache):
     def empty(self) -> Tensor | None:
         """Return a mask (B, H, S) of the slots without an entry; None if there are none."""
         return self.pos == NEVER if self.ragged else None
+
+    def observed(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what `window_rows` takes: queries, the keys that they saw, and which of these are empty."""
+        if self.forgotten is None:
+            return self.queries, self.k, self.empty()
+        empty = F.pad(self.empty(), (0, self.cropped)) if self.ragged else None
+        return self.queries, torch.cat((self.k, self.forgotten), 2), empty
 
     def pool(self, score: Tensor) -> Tensor:
         """Max-pool scores (..., S) over `kernel_size` neighbours, so that text around a fact stays."""
@@ -95,7 +124,7 @@ class WindowCache(PackedCache):
         return score
 
     def beside(self) -> list[Tensor]:
-        return super().beside() + ([] if self.queries is None else [self.queries])
+        return super().beside() + [x for x in (self.queries, self.forgotten) if x is not None]
 
 
 def max_pool(score: Tensor, width: int) -> Tensor:

@@ -67,8 +67,8 @@ print("largest difference:", f"{(torch.stack(outputs) - together).abs().max():.0
 from nanollm import TINY, tokenizer
 from nanollm.cache import cache_bytes, make_cache
 from nanollm.generate import generate
-from nanollm.hf import checkpoint
-from nanollm.measure.tasks import Tasks
+from nanollm import checkpoint
+from lab.tasks import Tasks
 
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
@@ -152,7 +152,7 @@ axis.legend();
 #
 # An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
 #
-# The decoder calls `cache.attend(q, k, v, pos)`. That is three steps: `write` the new keys and values; compute attention over the slots that `read` returns; `observe` its probabilities. A compression method overrides some of these, or `evict`. The smallest override forgets nothing and records the probabilities:
+# The decoder calls `cache.attend(q, k, v, pos)`. That is three steps: `write` the new keys and values; compute attention over the slots that `read` returns; `observe` its probabilities. A compression method overrides some of these, or `evict`, which is called once when the whole prompt has been read. The smallest override forgets nothing and records the probabilities:
 
 # %%
 from nanollm.cache import LayerCache
@@ -183,7 +183,7 @@ value = torch.from_numpy(batch.stated)  # where the value asked for starts
 print(encoding.decode(needle[0].tolist()))
 
 # %%
-from nanollm.commands import plot
+from lab import plot
 
 query, key = torch.arange(256)[:, None], torch.arange(256)
 late, old = slice(128, span.start), slice(0, 128)
@@ -221,14 +221,14 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # %% [markdown]
 # A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks the end of the question: this query reads a value far back.
 #
-# The retrieval head looks for "the token that came after the one I am reading now". Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained (`nanollm/training/initial_weights.py`). Notebook 08 compares it with a decoder that learned its own.
+# The retrieval head looks for "the token that came after the one I am reading now". Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained (`lab/training/initial_weights.py`). Notebook 08 compares it with a decoder that learned its own.
 #
 # ## Forgetting two entries
 #
 # The value has two tokens. `keep` is how every method forgets. Just before the question's last token is read, it drops the value's two tokens, in one layer or in all others.
 
 # %%
-from nanollm.measure.evaluate import answer
+from lab.evaluate import answer
 
 retrieval, _ = strongest(measures["end of question → value"].mean(0))
 others = [[i for i in range(asking) if i not in (start, start + 1)] for start in value.tolist()]
@@ -251,8 +251,8 @@ for name, layers in cases.items():
 # **StreamingLLM** keeps the first four tokens and the newest. **H2O** keeps the newest and the heavy hitters: the entries with the largest sum of attention from all queries so far, for each head apart. Here both keep a quarter of the prompt, and the prompt ends before the question.
 
 # %%
-from methods import h2o, random_eviction, streaming_llm
-from nanollm.cache import end_prefill
+from methods.baselines import h2o, random_eviction, streaming_llm
+from nanollm.cache import compress
 
 prompt, facts = needle[:1, :batch.question], batch.facts[0, :batch.question]
 pieces = [encoding.decode([token]) for token in prompt[0].tolist()]
@@ -260,7 +260,7 @@ panels = {}
 for name, Method in {"StreamingLLM": streaming_llm.StreamingLLM, "H2O": h2o.H2O}.items():
     caches = make_cache(model, Method, budget=round(batch.question / 4))
     model(prompt, caches)
-    end_prefill(caches)  # the prompt is over: the caches evict
+    compress(model, prompt, caches)  # the whole prompt has been read: each layer evicts
     kept = plot.kept(caches, batch.question)  # (L, H, tokens) of bool
     panels[f"{name}, layer {retrieval}"] = kept[retrieval].mean(0)
 plot.text(pieces, panels, facts, columns=2, width=72);
@@ -273,7 +273,7 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 # - **Query-aware** (short: aware): the question is part of the prompt that is compressed, as in a chat.
 
 # %%
-from nanollm.measure.evaluate import maker, retrieve
+from lab.evaluate import maker, retrieve
 
 methods = {"streaming_llm": streaming_llm.StreamingLLM, "h2o": h2o.H2O,
            "random": random_eviction.RandomEviction}
@@ -308,10 +308,10 @@ axes[0].legend();
 #
 # 1. How many GiB of cache do 64 conversations of 8192 tokens with Llama-3-70B take in 16 bits? How many tokens fit into 80 GiB?
 #    <details><summary>Hint</summary>Call <code>full_cache_bytes(*shapes["Llama-3-70B"], …)</code>. Only the total number of tokens matters.</details>
-# 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `exact_match` (`nanollm/measure/evaluate.py`) on `"needle"`.
+# 2. How much does the model depend on its retrieval head? Set the head's columns of `blocks[layer].attention.o.weight` to zero and measure `retrieve(model, batch, maker(model, LayerCache, None))`.
 #    <details><summary>Hint</summary>Head h owns the columns h·D to (h+1)·D. Work on a copy of the model; then remove the next strongest head as well.</details>
 # 3. Does this model need its first token? Compare `StreamingLLM` with `sinks=0` and `sinks=4`.
-#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>nanollm/measure/evaluate.py</code> measure the perplexity.</details>
+#    <details><summary>Hint</summary><code>maker</code> passes options on to the method. `continuation` and `reference` in <code>lab/evaluate.py</code> measure the perplexity.</details>
 # 4. What is `H2O` with `recent=1`, and what with `recent=0`? Predict both curves of the last figure, then draw them.
 #    <details><summary>Hint</summary>The newest token is always kept.</details>
 # 5. Write an oracle: a `LayerCache` that keeps exactly the facts and the newest tokens. How small may its budget be before needles are lost, agnostic?

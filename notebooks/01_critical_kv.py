@@ -5,7 +5,7 @@
 #
 # SnapKV, PyramidKV and AdaKV say yes: they keep the entries that the end of the prompt *attends to*. **CriticalKV** (arXiv 2502.03805) says no: an entry with a large weight and a tiny value adds nothing to the output. It bounds how much the output changes when an entry goes, and keeps the entries that lower this bound.
 #
-# Read `00_kv_cache.ipynb` first. The code beside this notebook: `nanollm/window.py`, `methods/snap_kv.py`, `methods/critical_kv.py`. Reading takes 40 minutes, running two. P1 to P13 are claims in `CLAIMS.md`, which has their tests and details. The paper measures models of 7 and 8 billion parameters; ours has 2.8 million.
+# Read `00_kv_cache.ipynb` first. The code beside this notebook: `nanollm/window.py`, `methods/baselines/snap_kv.py`, `methods/critical_kv.py`. Reading takes 30 minutes, running less than two. P1 to P10 are claims in `CLAIMS.md`. The paper measures models of 7 and 8 billion parameters; ours has 2.8 million.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from nanollm import TINY, tokenizer
-from nanollm.cache import end_prefill, make_cache
-from nanollm.commands import plot
-from nanollm.hf import checkpoint
-from nanollm.measure.replay import Recorder, feed, record
-from nanollm.measure.tasks import Tasks
+from nanollm.cache import compress, make_cache
+from lab import plot
+from nanollm import checkpoint
+from lab.replay import Recorder, feed, record
+from lab.tasks import Tasks
 
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -33,7 +33,7 @@ w = 8  # queries of the observation window; the papers' 32 are too many for our 
 
 # %%
 batch = tasks.batch("needle", seed=0, B=16, T=256)
-n = batch.answers[0].start - 1  # the question's last token is fed after the compression
+n = batch.answers[0].start  # the prompt ends with the question's last token
 prompts, facts = torch.from_numpy(batch.tokens[:, :n]), batch.facts[0, :n]
 recording = record(model, make_cache(model, Recorder), prompts)  # q, k, v, pos of each layer
 
@@ -53,7 +53,7 @@ panels = {f"window scores, layer {i}": F.pad(scores[i] / scores[i].max(), (0, w)
 plot.text(pieces, panels, facts, "weight 0", "largest weight", columns=2, width=72);
 
 # %% [markdown]
-# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, just before its value. In layer 5 it looks at the newest text.
+# Facts are underlined; a darker token has a larger score. In layer 1, where this decoder's retrieval heads are, the window looks at the fact that the question asks for, up to the first token of its value. In layer 5 it looks at the newest text.
 #
 # ## SnapKV in ten lines
 #
@@ -80,17 +80,17 @@ print(*kept.sum(-1).unique().tolist(), "entries in every head; in layer 1, head 
 print(*kept[0, 1, 0].nonzero()[:, 0].tolist())
 
 # %% [markdown]
-# The library's SnapKV keeps the same entries in each of the 16 × 6 × 3 heads:
+# The library's SnapKV does this when the whole prompt has been read. It keeps the same entries in each of the 16 × 6 × 3 heads:
 
 # %%
-from methods.snap_kv import SnapKV
+from methods.baselines.snap_kv import SnapKV
 
 
-def compress(Method, tokens, budget, **options):
-    """Caches that have read tokens (B, n) and then evicted."""
+def compressed(Method, tokens, budget, **options):
+    """Caches that have read tokens (B, n) and were then compressed."""
     caches = make_cache(model, Method, budget=budget, window_size=w, **options)
     feed(model, tokens, caches)
-    end_prefill(caches)
+    compress(model, tokens, caches)
     return caches
 
 
@@ -99,19 +99,19 @@ def positions(mask):
     return mask.nonzero()[:, -1].view(*mask.shape[:-1], -1)
 
 
-library = torch.stack([cache.pos for cache in compress(SnapKV, prompts, 32)], 1)
+library = torch.stack([cache.pos for cache in compressed(SnapKV, prompts, 32)], 1)
 assert torch.equal(positions(kept), library)
 
 # %% [markdown]
 # SnapKV gives every head the same budget. **PyramidKV** gives lower layers more. **AdaKV** lets the heads of a layer compete: a head gets as many entries as it has among the layer's highest window scores. The total stays the same.
 
 # %%
-from methods.ada_kv import AdaKV
-from methods.pyramid_kv import PyramidKV
+from methods.baselines.ada_kv import AdaKV
+from methods.baselines.pyramid_kv import PyramidKV
 
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
 for axis, Method in zip(axes, (SnapKV, PyramidKV, AdaKV)):
-    entries = plot.kept(compress(Method, prompts[:1], 32), n).sum(-1)
+    entries = plot.kept(compressed(Method, prompts[:1], 32), n).sum(-1)
     plot.heads(axis, entries, f"{Method.__name__}: {entries.sum()} entries", "{:.0f}", most=60)
     axis.set_xlabel("key/value head")
 
@@ -176,7 +176,8 @@ def critical_kv(A, norms, budget, alpha=0.25, pool=7):
     return F.pad(top(products, budget - w), (0, w), value=True)
 
 
-library = torch.stack([cache.pos for cache in compress(SnapKV, prompts, 32, select=Critical())], 1)
+caches = compressed(SnapKV, prompts, 32, select=Critical())
+library = torch.stack([cache.pos for cache in caches], 1)
 assert torch.equal(positions(critical_kv(A, norms, 32)), library)
 
 # %% [markdown]
@@ -219,7 +220,7 @@ axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# The order is as proven (claims P3, P4), but θ is 3 to 4.4 times $\mathcal L$. And Assumption 1 often fails (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 73, 58 and 32 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
+# The order is as proven (claims P3, P4), but θ is 2.8 to 4.2 times $\mathcal L$. And Assumption 1 often fails (claim P6). The budgets 63, 32 and 16 are 25, 12.5 and 6.25 % of the prompt. With them, σ > 1/2 holds in 70, 60 and 31 % of the heads. The paper's Figure 4 shows $S$, the weight of the *whole* budget, which is larger.
 #
 # Could a better minimiser help? `least_theta`, ours, takes into account that a kept entry also raises $S$. At 64 entries:
 
@@ -241,150 +242,115 @@ for one, other in (("two stages", "weights"), ("least θ", "weights"), ("least �
 #
 # ## Is the change smaller?
 #
-# Now a text is compressed, its continuation is read, and $\mathcal L$ is measured at these later queries, for each head alone. The numbers of 64 texts are stored (`python -m experiments.change_and_text`). Here is the change of $\mathcal L$ in percent; purple heads gain by CriticalKV's selection:
+# Now 12 texts are compressed, the next 64 tokens are read, and $\mathcal L$ is measured at these later queries, for each head alone. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does. `Residual` is ours: it adds one entry for all evicted ones.
 
 # %%
-from experiments.change_and_text import stored
+from lab.evaluate import continuation, maker, reference, retrieve, text_windows
+from methods.critical_kv import PooledCritical
+from methods.ours.residual import Residual
 
-rows = stored()  # (method, keep ratio) → "L" by text, "heads" by layer and head, and more
+CHOICES = {"": {}, ", no pool": dict(kernel_size=1), "+critical": dict(select=Critical()),
+           "+critical, pooled": dict(select=PooledCritical()),
+           "+critical, no pool": dict(select=Critical(), kernel_size=1),
+           "+residual": dict(select=Residual())}
+METHODS = [(SnapKV, choice) for choice in CHOICES] + [
+    (Method, choice) for Method in (PyramidKV, AdaKV) for choice in ("", "+critical", "+residual")]
+RATIOS = 0.5, 0.25, 0.0625
+
+# %%
+full, rows = reference(model, text_windows(tasks, 12, 512, model), new=64), {}
+for ratio in RATIOS:
+    for Method, choice in METHODS:
+        make = maker(model, Method, ratio, window_size=w, **CHOICES[choice])
+        row = continuation(model, full, make, full.recording, alone=True)
+        L, kl = row["l1_alone"].numpy(), row["kl"].numpy()  # (texts, layers, heads), (texts,)
+        rows[Method.__name__ + choice, ratio] = L, kl
+
+# %%
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), layout="constrained")
-panels, lower = [(base, ratio) for base in ("SnapKV", "AdaKV") for ratio in (0.25, 0.0625)], []
+panels = [(base, ratio) for base in ("SnapKV", "AdaKV") for ratio in (0.25, 0.0625)]
 for axis, (base, ratio) in zip(axes, panels):
-    relative = rows[base + "+critical", ratio]["heads"] / rows[base, ratio]["heads"] - 1
-    lower.append((relative < 0).mean())
-    title = f"{base}, {100 * ratio:g} %: lower in {lower[-1]:.0%}"
-    plot.heads(axis, 100 * relative, title, "{:+.0f}", diverging=True, most=30)
-print(f"L is lower in {np.mean(lower):.1%} of the heads; the paper: 74.3 %")
+    critical, plain = (rows[name, ratio][0].mean(0) for name in (base + "+critical", base))
+    title = f"{base}, {100 * ratio:g} %: lower in {(critical < plain).mean():.0%}"
+    plot.heads(axis, 100 * (critical / plain - 1), title, "{:+.0f}", diverging=True, most=30)
 
 # %% [markdown]
-# $\mathcal L$ is lower in most heads, as the paper says (claim P7). But the selection changes *two* things: it multiplies by norms, and it drops the pool in stage 2. We take them apart:
+# The figure shows the change of $\mathcal L$ in percent; purple heads gain by CriticalKV's selection. $\mathcal L$ is lower in most heads, as the paper says (claim P7). But the selection changes *two* things: it multiplies by norms, and it drops the pool in stage 2. We take them apart:
 
 # %%
-ratios = 0.5, 0.25, 0.125, 0.0625
 pairs = {"CriticalKV: norms, and no pool in stage 2": ("SnapKV+critical", "SnapKV"),
          "only no pool": ("SnapKV, no pool", "SnapKV"),
-         "only norms, both pooled": ("SnapKV+critical, stage 2 pooled", "SnapKV"),
+         "only norms, both pooled": ("SnapKV+critical, pooled", "SnapKV"),
          "only norms, neither pooled": ("SnapKV+critical, no pool", "SnapKV, no pool")}
-print("heads with a lower L" + " " * 22, *(f"{ratio:9.2%}" for ratio in ratios))
-for words, (name, base) in pairs.items():
-    cells = [(rows[name, x]["heads"] < rows[base, x]["heads"]).mean() for x in ratios]
+print("heads with a lower L" + " " * 22, *(f"{ratio:9.2%}" for ratio in RATIOS))
+for words, names in pairs.items():
+    cells = [np.less(*(rows[name, ratio][0].mean(0) for name in names)).mean() for ratio in RATIOS]
     print(f"{words:42}", *(f"{cell:9.0%}" for cell in cells))
 
 # %% [markdown]
-# Dropping the pool, without any norms, gains almost as many heads as CriticalKV does, or more. With the pool in both stages, the norms gain in fewer than half of the heads. So most of the lower $\mathcal L$ comes from the missing pool.
-#
-# The paper also says that the advantage grows from layer to layer. In the last layer:
-
-# %%
-for ratio in ratios:
-    critical, plain = rows["SnapKV+critical", ratio], rows["SnapKV", ratio]
-    alone = critical["heads"][-1].mean() / plain["heads"][-1].mean() - 1
-    together = critical["layers"][-1] / plain["layers"][-1] - 1
-    print(f"{ratio:6.2%}: L changes by {alone:+.0%} if this layer alone is compressed, "
-          f"by {together:+.0%} if all are")
-
-# %% [markdown]
-# Most of the advantage vanishes when the layers below are compressed too (claim P13).
+# Dropping the pool, without any norms, gains about as many heads as CriticalKV does. The norms alone gain in fewer than half of the heads, except at 50 %. So most of the lower $\mathcal L$ comes from the missing pool.
 #
 # ## Are the answers better?
 #
-# The question is in the prompt (*aware*), a sixteenth of the entries is kept, and 24 documents each ask for a needle or for one of 16 listed key-value pairs. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does.
+# Now 24 documents each ask for a needle or for one of 16 listed key-value pairs. The question is in the prompt (*aware*), and a sixteenth of the entries stays. To be sure that the compressed cache answers, the last token's entry is forgotten before the compression, and the token is fed again. The window still holds its query.
 
 # %%
-from experiments.claims.subject import Subject
-from methods.critical_kv import PooledCritical
+asked = [tasks.batch(task, seed=0, B=24, T=256) for task in ("needle", "pairs")]
 
-subject = Subject(model, tasks, documents=24)
-found = {rule: subject.facts(rule).mean() for rule in ("SnapKV", "PyramidKV", "AdaKV")}
-for rule, plain in found.items():
-    paper, pooled = (subject.facts(rule, select=select()).mean()
-                     for select in (Critical, PooledCritical))
-    print(f"{rule:12} {plain:.0%} found; with Critical {100 * (paper - plain):+.0f} points, "
-          f"with PooledCritical {100 * (pooled - plain):+.0f}")
-for alpha in (0.0, 0.25):
-    both = [subject.facts("SnapKV", select=x(alpha)).mean() for x in (Critical, PooledCritical)]
-    print("SnapKV, α = {:4}: Critical {:.0%}, PooledCritical {:.0%}".format(alpha, *both))
-print(f"StreamingLLM {subject.facts('StreamingLLM').mean():.0%}; "
-      f"SnapKV with an eighth of the entries {subject.facts('SnapKV', 1 / 8).mean():.0%}")
+
+def answered(Method, keep_ratio=1 / 16, **options):
+    """Share of right answers, mean over both tasks."""
+    make = maker(model, Method, keep_ratio, window_size=w, **options)
+    return np.mean([retrieve(model, batch, make)["aware"].mean() for batch in asked])
+
+
+print(f"{'':10} plain  Critical  PooledCritical")
+for Method in (SnapKV, PyramidKV, AdaKV):
+    found = answered(Method), *(answered(Method, select=x()) for x in (Critical, PooledCritical))
+    print("{:10} {:5.0%} {:9.0%} {:15.0%}".format(Method.__name__, *found))
+print(f"SnapKV without a pool: {answered(SnapKV, kernel_size=1):.0%}")
 
 # %% [markdown]
-# The paper's rule lowers $\mathcal L$ and *loses* answers. `PooledCritical` finds more answers than plain SnapKV and AdaKV, and no more than plain PyramidKV (claim P5: undecided). Stage 1 is not needed (claim P8). With an eighth of the entries SnapKV finds everything, and the norms have nothing left to gain. Why does the pool matter?
+# The paper's rule lowers $\mathcal L$ and *loses* answers. `PooledCritical` finds more than plain SnapKV. On PyramidKV and AdaKV its gain is within the errors (48 questions, a standard error of up to 7 points). SnapKV without a pool finds hardly anything. Why does the pool matter?
 
 # %%
 panels = {}
 for name, select in {"SnapKV": SnapKV.select, "Critical": Critical()}.items():
-    caches = compress(SnapKV, prompts[:1], 16, select=select)
+    caches = compressed(SnapKV, prompts[:1], 16, select=select)
     panels[f"{name}, layer 1, 16 entries"] = plot.kept(caches, n)[1].mean(0)
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# The question's last token comes after the compression. The window's queries therefore do not look for the *value* yet: they look at the words before it. The pool reaches three tokens further, to the value. Unpooled scores do not.
-#
-# With longer texts and a fixed budget of 32 entries, the gap grows:
-
-# %%
-from experiments.change_and_text import needles_found
-
-depths, lengths = [0, .25, .5, .75, 1], [256, 512, 1024, 2048]
-names = ["StreamingLLM", "SnapKV", "SnapKV+critical", "SnapKV+critical_code"]
-shares = needles_found(model, tasks, names, depths, lengths, budget=32)
-figure, axes = plt.subplots(1, len(names), figsize=(13, 3), layout="constrained", sharey=True)
-for axis, name, values in zip(axes, names, shares):
-    plot.heads(axis, values, f"{name}: {values.mean():.0%}", "{:.2f}", most=1)
-    axis.set(xlabel="tokens", xticks=range(4), xticklabels=lengths, yticks=range(5),
-             yticklabels=[f"{depth:.0%}" for depth in depths])
-    axis.set_ylabel("depth of the needle" if axis is axes[0] else "")
-
-# %% [markdown]
-# Each square is the share of needles found, aware, in four documents. `critical_code` is the authors' code with all its options. It finds as many as SnapKV.
+# The question's last token looks at the *first* token of the value. The answer also needs the second, which no query of the prompt looks for. The pool reaches three tokens further, so it keeps both. Unpooled scores drop the second token in many heads.
 #
 # ## Does a smaller change mean better text?
 #
-# The argument for a small $\mathcal L$ is that a small change of the attention output makes a small change of the prediction (Appendix I). We compare 19 methods at four keep ratios: $\mathcal L$ against the KL divergence of the next-token prediction from the full cache's.
+# The argument for a small $\mathcal L$ is that a small change of the attention output makes a small change of the prediction (Appendix I). We compare the 12 methods measured above: $\mathcal L$ against the KL divergence of the next-token prediction from the full cache's.
 
 # %%
-from experiments.change_and_text import COMPARED, WINDOW_METHODS, correlation_of_change_and_kl
+def rank_correlation(x, y):
+    return np.corrcoef(x.argsort().argsort(), y.argsort().argsort())[0, 1]
+
 
 figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
-for ratio, marker in zip(ratios, "os^D"):
-    L, kl = ([rows[name, ratio][key].mean() for name in COMPARED] for key in ("L", "kl"))
-    axis.plot(L, kl, marker, alpha=0.7, label=f"{ratio:.2%}")
-    print(f"{ratio:6.2%}, rank correlation and 95 % interval:", end="")
-    for names in (COMPARED, WINDOW_METHODS):
-        r, low, high = correlation_of_change_and_kl(names, [ratio])
-        print(f"  {len(names)} methods {r:+.2f} ({low:+.2f} … {high:+.2f})", end="")
-    print()
-print(f"all ratios together: {correlation_of_change_and_kl(COMPARED, ratios)[0]:+.2f}")
+again = np.random.default_rng(0).integers(12, size=(500, 12))  # texts, drawn again for the interval
+for ratio, marker in zip(RATIOS, "osD"):
+    L, kl = zip(*(row for (_, x), row in rows.items() if x == ratio))
+    L, kl = np.stack(L).mean((2, 3)), np.stack(kl)  # (methods, texts)
+    axis.plot(L.mean(1), kl.mean(1), marker, alpha=0.7, label=f"{ratio:.2%}")
+    r = rank_correlation(L.mean(1), kl.mean(1))
+    drawn = [rank_correlation(L[:, i].mean(1), kl[:, i].mean(1)) for i in again]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    print(f"{ratio:6.2%}: rank correlation {r:+.2f}, 95 % interval {low:+.2f} … {high:+.2f}")
 axis.set(xlabel="L", ylabel="KL, nats")
 axis.grid(alpha=0.3)
 axis.legend(title="entries kept");
 
 # %% [markdown]
-# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, it does not (claim P10): the correlation is positive at 50 %, negative at 25 and 12.5 %, and near zero at 6.25 %. Over the 15 methods that only choose entries by window scores, it is clearly negative from 25 % down. The leftmost markers of a cloud are methods that add one entry for all evicted ones (`methods/ours/residual.py`): they lower $\mathcal L$ a lot, and the KL hardly.
+# *Across* keep ratios the argument holds: fewer entries, larger $\mathcal L$, larger KL. *Within* a keep ratio, where one has to choose a method, it holds only at 50 %. At 25 % and 6.25 % the intervals contain 0 (claim P10). The leftmost markers of a cloud are those of `Residual`: it lowers $\mathcal L$ a lot, and the KL hardly.
 #
 # We think the reason is this. $\mathcal L$ is a mean over all later queries, but an answer needs one entry for one query.
 #
-# ## The rest of the paper
-#
-# - In Table 7 a short prompt has a long answer, which is compressed as it grows. There the norms do not help: with the paper's rule the KL rises a little (claim P12, below).
-# - In few-shot labelling the examples are the newest part of the prompt. With a quarter of the entries StreamingLLM comes close to SnapKV in this task (below).
-# - One option of the authors' code at a time, all budget rules with all selections, and tasks one by one: `RESULTS.md`.
-
-# %%
-import json
-
-from experiments.claims.claims_renderer import ROOT
-from methods.streaming_llm import StreamingLLM
-
-for claim in json.loads((ROOT / "experiments/stored/claims.json").read_text())["rows"]:
-    if claim["claim"] == "P12" and claim["model"] == "built":  # python -m nanollm claims
-        (kl, _), (more, error), *_ = claim["numbers"].values()
-        print(f"P12: KL {kl:.3f} with SnapKV, {more:+.3f} ± {error:.3f} with the paper's rule")
-labels = {"StreamingLLM": subject.answered(StreamingLLM, 1 / 4, "few_shot"),
-          "SnapKV": subject.answered(SnapKV, 1 / 4, "few_shot", window_size=w)}
-print("few-shot, 25 %:", *(f"{name} {right.mean():.0%}" for name, right in labels.items()))
-
-# %% [markdown]
 # ## Three things to remember
 #
 # 1. If the question is in the prompt, its last queries tell which entries the answer needs, as long as neighbours are kept too (the pool).
@@ -394,12 +360,12 @@ print("few-shot, 25 %:", *(f"{name} {right.mean():.0%}" for name, right in label
 # ## Exercises
 #
 # 1. A value has two tokens. Which is the smallest `kernel_size` of the pool with which SnapKV still finds needles at a sixteenth? What do you expect for values of four tokens?
-#    <details><summary>Hint</summary>Which neighbour is lost? Call <code>subject.facts("SnapKV", kernel_size=…)</code>, with odd numbers.</details>
+#    <details><summary>Hint</summary>Which neighbour is lost? Call <code>answered(SnapKV, kernel_size=…)</code>, with odd numbers.</details>
 # 2. Draw answers over α, from 0 to 1, for `Critical` and `PooledCritical`. Where do the curves meet, and why?
 #    <details><summary>Hint</summary>α = 1 leaves nothing to stage 2.</details>
 # 3. Is it the norms that help `PooledCritical`? Write a control that uses the norms of other tokens.
-#    <details><summary>Hint</summary>Compare with <code>OtherNorms</code> in <code>experiments/change_and_text.py</code>.</details>
+#    <details><summary>Hint</summary>Subclass <code>PooledCritical</code>, and let <code>second</code> shuffle the norms with <code>torch.randperm</code>.</details>
 # 4. Give each head a sink: add to its first key a vector that draws half of the weight, and set its value to zero. Does CriticalKV win now?
-#    <details><summary>Hint</summary>Subclass <code>SnapKV</code> and change <code>self.k</code> and <code>self.v</code> at the start of <code>end_prefill</code>.</details>
+#    <details><summary>Hint</summary>Subclass <code>SnapKV</code> and change <code>self.k</code> and <code>self.v</code> at the start of <code>chosen</code>.</details>
 # 5. AdaKV's window scores decide how many entries a head gets. Let $A\lVert\mathcal V\rVert_1$ decide instead. Does it lower $\mathcal L$, the KL, or both?
 #    <details><summary>Hint</summary>Override <code>budgets</code> of <code>AdaKV</code>; <code>value_norms</code> in <code>methods/critical_kv.py</code> computes the norms.</details>

@@ -5,25 +5,26 @@
 #
 # SnapKV and its relatives choose single tokens. **ChunkKV** (arXiv 2502.00299) cuts the prompt into chunks of ten tokens and keeps the best chunks whole, because a token means little without its neighbours. It also lets neighbouring layers share one choice, and argues that whole chunks help in-context learning.
 #
-# Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in `CLAIMS.md`, which has their tests and details. All numbers come from one decoder with 2.8 million parameters.
+# Read `00_kv_cache.ipynb` first, and in `01_critical_kv.ipynb` the part about window scores. The code beside this notebook: `methods/chunk_kv.py`. Reading takes 30 minutes, running under two. C1 to C4 are claims in [CLAIMS.md](../CLAIMS.md). All numbers come from *built*, a decoder with 2.8 million parameters.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
-from functools import partial
+from dataclasses import dataclass
+import time
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lab import plot
+from lab.evaluate import answer, maker, standard_error, text_windows
+from lab.replay import Recorder, record, replay
+from lab.tasks import Tasks, Unmarked
+from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
-from methods.ours.chunk_kv_semantic import SemanticChunkKV
-from methods.snap_kv import SnapKV
-from nanollm import TINY, tokenizer
-from nanollm.cache import LayerCache, end_prefill, make_cache
-from nanollm.commands import plot
-from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import maker, standard_error, text_windows
-from nanollm.measure.tasks import Tasks, Unmarked
+from methods.ours.chunk_kv_semantic import SemanticChunkKV, cut_at
+from nanollm import TINY, checkpoint, tokenizer
+from nanollm.cache import compress, crop, make_cache
 
 # %%
 torch.set_grad_enabled(False)
@@ -52,33 +53,30 @@ def make(name, ratio, **more):
 # - *Semantic chunks*, ours: chunks that end where a line, a sentence or a clause ends.
 
 # %%
-def compress(name, tokens, ratio):
-    """Caches that have read tokens (B, n) and then evicted."""
+def compressed(name, tokens, ratio):
+    """Caches of all layers that have read tokens (B, n) and then evicted."""
     caches = make(name, ratio)(tokens.shape[1], tokens)
     model(tokens, caches)
-    end_prefill(caches)
+    compress(model, tokens, caches)
     return caches
 
 
 batch = tasks.batch("needle", seed=5, B=1, T=256, facts=2, numbers=4)
-n = batch.answers[0].start - 1
+n = batch.answers[0].start  # tokens of the prompt: all before the answer
 prompt, facts = torch.from_numpy(batch.tokens[:, :n]), batch.facts[0, :n]
 pieces = [encoding.decode([token]) for token in prompt[0].tolist()]
-panels = {name: plot.kept(compress(name, prompt, 1 / 8), n)[1].mean(0)
+panels = {name: plot.kept(compressed(name, prompt, 1 / 8), n)[1].mean(0)
           for name in ("single tokens", "SnapKV", "ChunkKV", "semantic chunks")}
 plot.text(pieces, panels, facts, columns=2, width=72);
 
 # %% [markdown]
-# This is layer 1, where this decoder's retrieval heads are. Facts are underlined; a darker token is kept by more of the three heads. Single tokens are crumbs. The pool widens each crumb by three tokens to either side, but does not reach the value's end. A chunk of ten could hold the value, but the grid cuts it. The chunk that ends with the sentence holds it all.
+# This is layer 1, where this decoder's retrieval heads are. Facts are underlined; a darker token is kept by more of the three heads. The question asks for the second fact. Single tokens keep the start of its value. SnapKV's pool widens each choice by three tokens to either side, and still loses the middle of the value. ChunkKV keeps this value whole. Its grid cuts the other fact in two, and the half with the value is lost. Chunks that end with the sentence hold both facts.
 #
 # ## ChunkKV in ten lines
 #
 # The input is the window scores of notebook 01: the attention that each earlier token got from the last 8 queries, averaged over them and over the query heads of a group.
 
 # %%
-from nanollm.measure.replay import Recorder, record
-
-
 def window_scores(q, k):
     """Window scores (B, H, n − w) of queries (B, heads, n, D) and keys (B, H, n, D)."""
     logits = q[:, :, -w:].unflatten(1, (k.shape[1], -1)) @ k.mT.unsqueeze(2) / q.shape[-1] ** 0.5
@@ -101,7 +99,7 @@ def chunk_kv(scores, budget, size=10):
 
 # %%
 layers = record(model, make_cache(model, Recorder), prompt)  # q, k, v, pos of each layer
-library = plot.kept(compress("ChunkKV", prompt, 1 / 8), n)
+library = plot.kept(compressed("ChunkKV", prompt, 1 / 8), n)
 ours = [chunk_kv(window_scores(layer.q, layer.k), round(n / 8))[0] for layer in layers]
 assert (torch.stack(ours).numpy() == library).all()
 print(library.sum(-1).min(), "entries in every head")
@@ -109,21 +107,25 @@ print(library.sum(-1).min(), "entries in every head")
 # %% [markdown]
 # ## Long facts and short ones
 #
-# From here on: 32 documents of 256 tokens for each task, the question in the prompt (*aware*), a quarter of the entries. Values have 2, 4 or 8 tokens. The facts are `Unmarked`: no full stop or line break of theirs helps semantic chunks.
+# From here on: 32 documents of 256 tokens for each task, the question in the prompt (*aware*), a quarter of the entries. Each prompt is read once and recorded; every method gets the recording. The last token's query scores the entries, but its answer must come from the compressed cache. So its entry is forgotten, and the token is fed again. Values have 2, 4 or 8 tokens. The facts are `Unmarked`: no full stop or line break of theirs helps semantic chunks.
 
 # %%
-from methods.theory.chunk_bounds import aware, read
-
 unmarked, asked = Unmarked(encoding, "test"), {}
 for task, options in {"needle": {}, "pairs": {}, "few_shot": {}, "2": dict(facts=1, numbers=1),
                       "4": dict(facts=1, numbers=2), "8": dict(facts=1, numbers=4)}.items():
     batch = unmarked.batch("needle" if task.isdigit() else task, 1, 32, 256, **options)
-    asked[task] = batch, read(model, batch)  # documents, and what the caches receive
+    prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start])
+    asked[task] = batch, record(model, make_cache(model, Recorder), prompts)
 
 
 def found(task, make_caches):
     """Which of the 32 questions are answered, as numbers 0 and 1."""
-    return aware(model, *asked[task], make_caches)
+    batch, recording = asked[task]
+    tokens, last = torch.from_numpy(batch.tokens), batch.answers[0].start - 1
+    caches = make_caches(batch.question, tokens[:, :last + 1])
+    replay([recording], caches)  # the whole prompt, as the model read it
+    crop(caches, last)           # its last token is fed again after the compression
+    return answer(model, tokens, batch.answers, last, caches)
 
 # %%
 figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
@@ -137,33 +139,43 @@ axis.grid(alpha=0.3)
 figure.legend(loc="outside right center");
 
 # %% [markdown]
-# This is the paper's case (claim C1). SnapKV keeps the start of a long value and never the whole. Chunks of 10 find some long values, chunks of 20 more. Chunks that end where the text does find nearly all.
+# This is the paper's case (claim C1). SnapKV finds values of up to four tokens, because its pool reaches three tokens beyond the first; it never finds eight. Chunks of 10 find some long values, chunks of 20 more. Chunks that end where the text does find nearly all.
 #
 # ## The grid cuts
 #
 # A fixed grid has a cost. `PlacedChunks` shifts the grid so that the value's first token has a given place in its chunk, 0 to 9. The value has two tokens. At place 9 the grid cuts it in two; at place 0 it cuts it off from the words before.
 
 # %%
-from methods.theory.chunk_bounds import PlacedChunks
+@dataclass(frozen=True)
+class PlacedChunks(Chunks):
+    """Shift each document's grid so that token `value` (B,) has place `place` in its chunk."""
+    value: torch.Tensor | None = None
+    place: int = 0
 
+    def cut(self, cache, scores):
+        ends = torch.zeros_like(scores[:, 0], dtype=torch.bool)
+        ends.scatter_(1, (self.value[:, None] - self.place - 1) % self.chunk_size, True)
+        return cut_at(ends, self.chunk_size)[:, None].expand(scores.shape)
+
+# %%
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
 for task, style in (("needle", "o-"), ("pairs", "s--")):
     stated = torch.from_numpy(asked[task][0].stated)  # where the value starts
     right = []
     for place in range(10):
-        select = PlacedChunks(at=stated, place=place)
+        select = PlacedChunks(value=stated, place=place)
         right.append(found(task, make("ChunkKV", 1 / 4, select=select)).mean().item())
     axis.plot(right, style, label=task)
     snap = found(task, make("SnapKV", 1 / 4)).mean()
-    print(f"{task:7} at places 0 and 9 {np.mean([right[0], right[9]]):.0%}, at places 3 to 8 "
-          f"{np.mean(right[3:9]):.0%}; SnapKV {snap:.0%}")
+    print(f"{task:7} at places 0 to 8 {np.mean(right[:9]):.0%}, at place 9 {right[9]:.0%}; "
+          f"SnapKV {snap:.0%}")
 axis.set(xlabel="place of the value's first token in its chunk", ylabel="answered, aware",
          xticks=range(10))
 axis.grid(alpha=0.3)
 axis.legend();
 
 # %% [markdown]
-# Only the grid has moved. Inside a chunk all answers survive; at a cut most are lost. Window scores fall on the words *before* a value, because the question's words look for what comes next. A chunk that begins with the value has gathered no score.
+# Only the grid has moved. Inside a chunk nearly all answers survive; at a cut most are lost. The prompt's last query looks for the value's first token, and the queries before it look for the words before the value. So the chunk with the first token gathers the scores. The chunk after it gathers none.
 #
 # Two repairs: *pool and maximum* takes SnapKV's pooled scores and a chunk's maximum in place of its sum, so that a score counts beside a cut, too. *Semantic chunks* move the cuts.
 
@@ -176,7 +188,7 @@ for name in names:
     print(f"{name:18}", *(f"{x.mean():7.0%} ± {standard_error(x):3.0%} " for x in right))
 
 # %% [markdown]
-# *Few-shot* asks for the label of a line of code after 16 labelled lines. Each repair has a price. With the pool and the maximum, short values are safe, but more than half of the long values are lost. Semantic chunks keep long values, but need marks in the text: the list of pairs has none, and many pairs are lost.
+# *Few-shot* asks for the label of a line of code after 16 labelled lines. Each repair has a price. With the pool and the maximum, short values are safe, but many long values are lost. Semantic chunks keep long values, but need marks in the text: the list of pairs has none, and they do no better there than a fixed grid.
 #
 # ## Can layers share a choice?
 #
@@ -186,7 +198,7 @@ for name in names:
 texts = text_windows(tasks, 4, 512, model)
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.3), layout="constrained")
 for axis, name in zip(axes, ("single tokens", "SnapKV", "ChunkKV")):
-    caches = compress(name, texts, 0.1)
+    caches = compressed(name, texts, 0.1)
     kept = torch.zeros(4, c.n_layers, c.n_kv_heads, 512, dtype=torch.bool)
     for i, cache in enumerate(caches):
         kept[:, i].scatter_(-1, cache.pos.long(), True)
@@ -196,15 +208,21 @@ for axis, name in zip(axes, ("single tokens", "SnapKV", "ChunkKV")):
     axis.set_xlabel("layer")
 
 # %% [markdown]
-# It holds, but not for all layers. Layers 2 to 5 agree; layer 1, which retrieves, agrees with none. What does it cost if the lowest layer of a group chooses for the others (`reuse`)? `LaterGroups` starts the first group at layer 1.
+# It holds, but not for all layers. Layers 2 to 5 agree; layer 1, which retrieves, agrees with none. What does it cost if the lowest layer of a group chooses for the others (`reuse`)? `FromLayer1` lets layer 0 choose for itself, and layer 1 for all layers above it.
 
 # %%
-from methods.theory.chunk_bounds import LaterGroups
+class FromLayer1(ChunkKV):
+    @classmethod
+    def compress(cls, model, tokens, caches):
+        for leader, others in (caches[0], []), (caches[1], caches[2:]):
+            chosen = leader.chosen()
+            for cache in (leader, *others):
+                cache.keep_chosen(chosen)
 
-later = partial(LaterGroups, first=1)
+
 for name, Method, reuse in (("every layer chooses", ChunkKV, 1),
                             ("groups of 2 from layer 0", ChunkKV, 2),
-                            ("group of 5 from layer 1", later, 5)):
+                            ("group of 5 from layer 1", FromLayer1, 1)):
     shared = maker(model, Method, 1 / 4, window_size=w, reuse=reuse)
     right = [found(task, shared).mean() for task in ("needle", "pairs")]
     print("{:26} needles {:.0%}, pairs {:.0%}".format(name, *right))
@@ -212,22 +230,25 @@ for name, Method, reuse in (("every layer chooses", ChunkKV, 1),
 # %% [markdown]
 # If layer 1 must take layer 0's indices, most answers are lost. If it chooses for itself, the five upper layers can share its choice. The place where a group begins matters more than its size. The similarity did not say so: layer 1 resembles the layers that it leads no more than it resembles layer 0.
 #
-# Sharing saves time (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens (on a busy machine the times vary):
+# Sharing saves time (claim C4). The paper's 26.5 % more throughput is a number of large models on a GPU. On one CPU core, for 1024 tokens:
 
 # %%
-from methods.theory.chunk_bounds import seconds
-
-makes = {f"reuse {n}": maker(model, ChunkKV, 1 / 4, reuse=n) for n in (1, 2, 4)}
-makes["full cache"] = maker(model, LayerCache, None)
 prompt = torch.from_numpy(tasks.batch("needle", 0, 1, 1024).tokens)
 threads = torch.get_num_threads()
 torch.set_num_threads(1)
-best = seconds(model, prompt, makes, rounds=15)
+for reuse in (1, 2, 4):
+    choosing, reading = [], []
+    for _ in range(5):
+        caches = maker(model, ChunkKV, 1 / 4, reuse=reuse)(1024)
+        began = time.perf_counter()
+        model(prompt, caches)
+        read = time.perf_counter()
+        compress(model, prompt, caches)
+        choosing.append(time.perf_counter() - read)
+        reading.append(read - began)
+    print(f"reuse {reuse}: {1e3 * min(choosing):.1f} ms to choose and evict, "
+          f"{min(choosing) / min(reading):.1%} of the time to read the prompt")
 torch.set_num_threads(threads)
-for n in (1, 2, 4):
-    time = best[f"reuse {n}"] - best["full cache"]  # without writing keys and values
-    print(f"reuse {n}: {1e3 * time:.1f} ms to choose, "
-          f"{time / best['reading']:.1%} of the time to read the prompt")
 
 # %% [markdown]
 # ## In-context learning: do whole examples help?
@@ -235,20 +256,34 @@ for n in (1, 2, 4):
 # The paper argues (claim C3): an example teaches as a whole. A choice of tokens takes a bit from every example and adds noise to all; chunks keep some examples whole. We measure the share of the 16 examples of which a head keeps *every* token, and the KL divergence at the answer from the full cache's prediction.
 
 # %%
-from methods.theory.chunk_bounds import lessons
-
-(line_break,) = encoding.encode_ordinary("\n")
 batch = tasks.batch("few_shot", 2, 32, 256, shots=16)
-recordings = read(model, batch)
-makes = {name: make(name, 1 / 4) for name in ("single tokens", "SnapKV", "ChunkKV")}
-for setting in ("aware", "agnostic"):
-    rows = lessons(model, batch, recordings, makes, line_break, agnostic=setting == "agnostic")
-    for name, row in rows.items():
-        print(f"{setting:9} {name:14} whole {row['whole'].mean():4.0%}   "
-              f"KL {row['kl'].mean():.2f} ± {standard_error(row['kl']):.2f}")
+tokens, last = torch.from_numpy(batch.tokens), batch.answers[0].start - 1
+(line_break,) = encoding.encode_ordinary("\n")
+lines = [[*row.nonzero()[0], batch.question] for row in batch.facts & (batch.tokens == line_break)]
+
+
+def at_the_answer(caches):
+    """Kept tokens (B, L, H, last) after the compression; log-probabilities (B, V) of the answer."""
+    model(tokens[:, :last + 1], caches)
+    crop(caches, last)
+    compress(model, tokens[:, :last], caches)
+    kept = torch.zeros(len(tokens), c.n_layers, c.n_kv_heads, last, dtype=torch.bool)
+    for i, cache in enumerate(caches):
+        kept[:, i].scatter_(-1, cache.pos.long(), True)
+    return kept, model(tokens[:, last:last + 1], caches)[:, -1].log_softmax(-1)
+
+# %%
+_, full = at_the_answer(make_cache(model))
+for name in ("single tokens", "SnapKV", "ChunkKV"):
+    kept, log_p = at_the_answer(make(name, 1 / 4)(last, tokens))
+    whole = torch.stack([head[..., a:b].all(-1).float().mean() for head, row in zip(kept, lines)
+                         for a, b in zip(row, row[1:])])
+    kl = F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1)
+    print(f"{name:14} examples whole {whole.mean():4.0%}   "
+          f"KL {kl.mean():.4f} ± {standard_error(kl):.4f}")
 
 # %% [markdown]
-# The premise holds: chunks keep the most examples whole. The conclusion does not follow. Aware, SnapKV has fewer whole examples than ChunkKV and the same KL. Agnostic, single tokens have the fewest whole examples and the lowest KL, though the differences are within two standard errors.
+# The premise holds: chunks keep the most examples whole. The conclusion does not follow. The query that asks for the label is in the observation window. Each method keeps what this query looks at, and predicts nearly as the full cache does, however few examples are whole.
 #
 # The appendix (Eq. 10 to 16) bounds the error of a wrong model θ that a prompt cannot tell from the true θ\*. It expands the KL of each token around θ\*, with $I_j$ the Fisher information: $\mathrm{KL}_j = \frac12\delta^\top I_j\delta + \text{remainder}$, where $\delta = \theta - \theta^*$. Then Eq. 11 drops the remainder, which may be negative. With $R$ the largest remainder over $\lVert\delta\rVert^2$, the repaired bounds have $\lambda_{\min} - 2R$ in place of $\lambda_{\min}$. Two models in which all can be computed exactly: a Markov chain of five tokens, and ten independent tokens.
 
@@ -276,12 +311,12 @@ axes[0].legend();
 # %% [markdown]
 # A bound over what it bounds must not lie below 1. The paper's bounds fall below; with the remainder they hold. They say nothing about a decoder's weights, though: double a layer's value matrix and halve its output matrix, and no prediction changes, so $\lambda_{\min} = 0$ (exercise 5).
 #
-# The paper's other settings (chunk lengths, kvpress's variant, all keep ratios, the agnostic setting) are in `RESULTS.md`.
+# The table `all` in [RESULTS.md](../RESULTS.md) has all keep ratios and the agnostic setting.
 #
 # ## Three things to remember
 #
 # 1. Whole chunks keep long facts that single tokens lose.
-# 2. A fixed grid loses the short facts that it cuts; a pool with the maximum, or chunks that end where the text does, repair this in part.
+# 2. A fixed grid loses the facts that it cuts. A pool with the maximum, or chunks that end where the text does, repair this.
 # 3. Similar choices, or more whole examples, do not by themselves mean better answers.
 #
 # ## Exercises
@@ -292,7 +327,7 @@ axes[0].legend();
 #    <details><summary>Hint</summary>At how many places does a chunk of ten hold all eight tokens? Which of these also hold the words before the value?</details>
 # 3. Semantic chunks end at six marks. Try line breaks alone. Which task gains, which loses?
 #    <details><summary>Hint</summary>Build your own <code>ends</code>: a mask of bool over the vocabulary, as <code>tokenizer.boundaries</code> does.</details>
-# 4. Write a rule that chooses where a group begins from what a layer can see at the prompt's end. Does it find layer 1?
+# 4. Write a rule that chooses where a group begins from what a layer has seen of the prompt. Does it find layer 1?
 #    <details><summary>Hint</summary>Similarity is not enough. Compare the window scores that a layer's own choice gathers with those that the lower layer's choice gathers.</details>
 # 5. Show that no token tells two sets of this decoder's weights apart: change two matrices, but no logit.
 #    <details><summary>Hint</summary>In one layer, double the value part of <code>attention.qkv.weight</code> and halve <code>attention.o.weight</code>.</details>

@@ -7,7 +7,7 @@
 #
 # KVReviver divides a head's budget into three parts. *Recent* holds the newest tokens. *Candidate* holds the tokens with the most attention so far. The sketch, which the paper calls *Vague*, holds all others. Its share is a tenth of the budget.
 #
-# The code: `methods/count_sketch.py` has the sketch and `methods/kv_reviver.py` the cache. `CLAIMS.md` checks the paper's claims R1 to R15, most of which this lesson leaves out.
+# The code: `methods/baselines/count_sketch.py` has the sketch and `methods/kv_reviver.py` the cache. [CLAIMS.md](../CLAIMS.md) checks the paper's claims R1 to R15, most of which this lesson leaves out.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -15,25 +15,23 @@ from functools import partial
 import matplotlib.pyplot as plt
 import torch
 
-from experiments import render, sketch_parts
-from methods.count_sketch import Sketch
-from methods.h2o import H2O
-from methods.kv_reviver import KVReviver
-from methods.ours.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
-from methods.snap_kv import SnapKV
-from methods.theory.sketch_error import relative_error, revived_logits, rounded
-from nanollm import SHIPPED, TINY, tokenizer
-from nanollm.attention import probabilities
-from nanollm.cache import make_cache
-from nanollm.commands import plot
-from nanollm.commands.text_table import text_table
+from lab import evaluate, plot, render_results
+from lab.replay import Recorder, record
+from lab.tasks import Tasks
+from lab.text_table import text_table
 
 # %%
-from nanollm.hf import checkpoint
-from nanollm.measure import evaluate
-from nanollm.measure.replay import Recorder, record
-from nanollm.measure.tasks import Tasks
+from methods.baselines.count_sketch import Sketch
+from methods.baselines.h2o import H2O
+from methods.baselines.quantized import quantise
+from methods.baselines.snap_kv import SnapKV
+from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
+from methods.theory.sketch_error import relative_error
+from nanollm import SHIPPED, TINY, checkpoint, tokenizer
+from nanollm.attention import probabilities
+from nanollm.cache import make_cache
 
+# %%
 torch.set_grad_enabled(False)
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 tasks, c = Tasks(encoding, "test"), model.config
@@ -68,7 +66,7 @@ for name, Method in {"H2O": H2O, "SnapKV": partial(SnapKV, window_size=8)}.items
           f"{right['aware'].mean():.2f}; if it comes later: {right['agnostic'].mean():.2f}")
 
 # %% [markdown]
-# SnapKV finds every fact if the question is in the prompt, and few if the question comes later. This is amnesia. H2O finds none either way in these 16 documents.
+# SnapKV finds every fact if the question is in the prompt, and few if the question comes later. This is amnesia. H2O finds hardly any either way.
 #
 # ## A sketch by hand
 #
@@ -128,8 +126,16 @@ for name, (Kind, rows) in kinds.items():
         sketch = Kind(k, rows, N // rows, seed=0)
         sketch.insert(tokens, k, v)
         errors[name].append([relative_error(*pair) for pair in zip(sketch.query(tokens), (k, v))])
-few_bits = {n: [relative_error(rounded(k, n, over_tokens=True), k),
-                relative_error(rounded(v, n, over_tokens=False), v)] for n in (2, 3, 4)}
+
+# %%
+def rounded(x, bits, dim):
+    """x at `bits` bits a number; 32 neighbours along `dim` share a range."""
+    code, zero, scale = quantise(x.unflatten(dim, (-1, 32)), bits, dim + 1)
+    return (code * scale.float() + zero.float()).flatten(dim, dim + 1)
+
+
+few_bits = {n: [relative_error(rounded(k, n, 2), k), relative_error(rounded(v, n, 3), v)]
+            for n in (2, 3, 4)}  # keys share ranges over tokens, values over channels, as in KIVI
 
 # %%
 shown = [["squared error / variance; tokens per slot:", *(f"{1024 / N:.2f}" for N in sizes[1:7])]]
@@ -175,42 +181,14 @@ axes[0].legend(fontsize=8);
 #
 # With a quarter of the entries a slot holds at least 4 tokens, and 31 if the sketch gets a tenth of the budget, as in the paper. These are the vertical lines. At both lines the sums are far worse than the mean, and the shrunk reading is better than the mean by a fifth at most. **No split of the budget makes the printed sums tell more than the mean of all tokens** (claim R4).
 #
-# ## What the decoder makes of the readings
-#
-# A wrong key is worse than a missing one, because softmax picks the largest logit. Here are the logits of the revived tokens after 447 tokens, with a quarter of the bytes: how far they are off, how much the true logits vary, and how much attention the revived tokens get and should get.
-
-# %%
-full = evaluate.reference(model, text[:, :480], 32)
-shown = [["mean over the layers", "logits off by", "logits vary by", "attention", "true attention"]]
-for name, Method in {"sum (printed)": KVReviver, "signed keys": SignedReviver,
-                     "shrunk": ShrunkReviver}.items():
-    by_layer = torch.tensor(revived_logits(model, full, evaluate.maker(model, Method, 0.25)))
-    off, _, vary, part, true_part = by_layer.mean(0).tolist()
-    shown.append([name, *(f"{number:.2f}" for number in (off, vary, part, true_part))])
-print(text_table(shown))
-
-# %% [markdown]
-# The errors of the printed sum are more than a hundred times as large as the differences between true logits, and the revived tokens get less than half of the attention that they should get. With signed keys they get nearly all attention: softmax picks the largest error. The shrunk readings are off by more than the true logits vary, so they hardly tell one token from another.
-#
-# ## What the slots add
-#
-# `python -m experiments.sketch_parts` compares caches of the same bytes, on *built*, the decoder above, and on *learned*, the second decoder of this repository. KL tells how far the predictions of a text's next tokens move from the full cache's, in nats. A *needle* is the fact that is asked for, after the compression. *Slot means* is a kinder interpretation of the paper: it divides each sum by the tokens in the slot (`methods/kv_reviver_mean.py`). *Mean only* stores one vector instead of a sketch: the mean of all tokens that are not kept exactly (its sketch has a single slot). *No sketch* spends the bytes on exact tokens. RESULTS.md (`sketch`) has the smaller budgets.
-
-# %%
-quarter = [row for row in render.rows("sketch") if row["keep_ratio"] == 0.25]
-print(sketch_parts.show(quarter))
-
-# %% [markdown]
-# The slots add nothing. Compared with *no sketch*, the sums as printed raise the KL by 4.060 nats on *built* and by 4.235 on *learned*. Slot means raise it by 0.042 and 0.011, and the shrunk sketch by 0.007 and 0.008. But on both decoders the KL of the mean alone is lower still: the slots beside the mean only cost bytes. No reading finds more than 6 % of the needles.
-#
 # ## What helps instead
 #
-# These rows come from the tables of all methods in RESULTS.md. Needles and pairs are asked for after the compression. KiB are the bytes of a text's cache after 64 more tokens.
+# These rows come from the tables of all methods in [RESULTS.md](../RESULTS.md), for *built*, the decoder above, and *learned*, the second decoder of this repository. Needles and pairs are asked for after the compression. The KL tells how far the predictions of a text's next tokens move from the full cache's, in nats. KiB are the bytes of a text's cache after 64 more tokens. `kv_reviver_mean` is a kinder interpretation of the paper: it divides each sum by the tokens in the slot. `kv_reviver_shrunk` is ours.
 
 # %%
 names = ("full", "h2o", "kv_reviver", "kv_reviver_mean", "kv_reviver_shrunk", "quantized_2",
          "quantized_3", "kvzip", "kvzip_4")
-stored = {"built": render.by_method("all"), "learned": render.by_method("learned")}
+stored = {"built": render_results.by_method("all"), "learned": render_results.by_method("learned")}
 for decoder in SHIPPED:
     shown = [[decoder, "keep", "KiB", "needle", "pairs", "KL"]]
     for (method, keep_ratio), row in stored[decoder].items():
@@ -239,10 +217,10 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # %% [markdown]
 # The three KVReviver rows keep a quarter of the bytes and find at most 3 % of the needles, fewer than H2O (9 and 6 % of 32). Two other ways answer the questions:
 #
-# - **Few bits for every token.** `quantized_2` (KIVI) takes about as many bytes and finds 97 % of the needles on both decoders. With 3 bits it finds all.
+# - **Few bits for every token.** `quantized_2` (KIVI) takes about as many bytes and finds nearly all needles on both decoders. With 3 bits it finds all.
 # - **A better choice.** KVzip rereads the prompt to find out which entries matter, and finds all needles with a quarter of the entries. With 4 bits on top (`kvzip_4`) it takes fewer bytes than KVReviver. Notebook 10 is about KVzip.
 #
-# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sum harms may depend on the model: if all keys lower every logit by the same constant, full attention does not change. But a slot that adds up m keys lowers its logits m times as much, so its tokens get no attention and do little harm (claim R4). But the number of tokens per slot is the same for every model.
+# The paper's models have 7 billion parameters, these have 2.8 million. How much the printed sums harm may depend on the model. The number of tokens per slot does not.
 #
 # ## Three things to remember
 #
@@ -255,10 +233,10 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 # 1. In the sketch by hand, use one row of 12 slots. How many tokens are read correctly? Then try other seeds, with three rows and with one.
 #    <details><summary>Hint</summary>Set <code>rows, width = 1, 12</code>. With one row a token is right if it is alone in its slot, or if the others cancel.</details>
 # 2. Subtracting a token's true vector removes the token completely. KVReviver subtracts its *estimate* when the token moves out of the sketch. What happens to the others?
-#    <details><summary>Hint</summary><code>take_out</code> in <code>methods/theory/sketch_error.py</code> returns the error of the values that are still in the sketch. Claim R2 has the numbers for 120 tokens.</details>
+#    <details><summary>Hint</summary><code>library.insert(token, *library.query(token), times=-1.0)</code> takes out an estimate. Claim R2 has the numbers for 120 tokens.</details>
 # 3. A sketch is linear: its slots are as many equations as there are slots. When can all tokens be computed exactly?
-#    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Use <code>solve</code> in <code>methods/theory/least_squares.py</code>.</details>
+#    <details><summary>Hint</summary>If the tokens' patterns of signs are linearly independent, which needs at least as many slots as tokens. Put <code>sign</code> into a matrix of (slots, tokens), and call <code>torch.linalg.lstsq</code>.</details>
 # 4. Give neighbouring tokens the same slot: token $J$ goes to slot $\lfloor J b/a \rfloor$, and its reading is the mean of the slot. Is the error lower than that of the shrunk sketch?
 #    <details><summary>Hint</summary>No sketch is needed: <code>k.unflatten(2, (b, -1)).mean(3)</code> has the means. Repeat them and use <code>relative_error</code>.</details>
-# 5. With 1 bit a number, `quantise` in `methods/quantized.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
+# 5. With 1 bit a number, `quantise` in `methods/baselines/quantized.py` takes the ends of the range as its two levels. Take the mean plus and minus the mean deviation instead. How much does the error fall?
 #    <details><summary>Hint</summary>Group the tokens as <code>rounded</code> does, and compute <code>m ± (x − m).abs().mean()</code> in each group.</details>

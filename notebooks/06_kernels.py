@@ -5,38 +5,34 @@
 #
 # To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it pads heads of unlike length (AdaKV), writes out weights of which only sums are needed (H2O), and sends revived keys through memory (KVReviver). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for five jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
 #
-# Everything runs on a CPU. Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16 (bfloat16 it gets wrong), but not fast from slow.
+# Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16 (it gets bfloat16 wrong), but not fast from slow.
 #
 # **Read before:** notebook 00; nothing about GPUs. **Code beside it:** `kernels/decode_attention.py`. **Time:** half an hour to read, a minute to run.
 
 # %%
 import os; os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is imported
 import sys; sys.path[:0] = [".", ".."]  # the repository, from its root or from notebooks/
-import json
 import math
-from pathlib import Path
-import subprocess
+import timeit
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
 # %%
-from kernels import bench
 from kernels.decode_attention import Segment, decode_attention
 import triton
 import triton.language as tl
-from nanollm.measure.timing import best
-from methods.ada_kv import AdaKV
+from methods.baselines.ada_kv import AdaKV
 from methods.ours.kv_reviver_shrunk import SignedSketch
-from nanollm import TINY, tokenizer
-from nanollm.cache import end_prefill, make_cache
-from nanollm.hf import checkpoint
-from nanollm.measure import evaluate
-from nanollm.measure.replay import feed
-from nanollm.measure.tasks import Tasks
+from nanollm import TINY, checkpoint, tokenizer
+from nanollm.cache import compress, make_cache
+from lab import evaluate
+from lab.replay import feed
+from lab.tasks import Tasks
 
 # %%
 torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # so that times are those of one processor core
 torch.manual_seed(0)
 n, D = 1000, 64  # slots, head dim
 q, k, v = 3 * torch.randn(D), torch.randn(n, D), torch.randn(n, D)
@@ -132,7 +128,7 @@ print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs()
 # %% [markdown]
 # `kernels/decode_attention.py` adds four things. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. Slots may have a bias. The sums of the weights can be kept.
 #
-# How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. The tests do both, at lengths such as 1, 63 and 65.
+# How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. `tests/kernels` does both, at lengths such as 1, 63 and 65.
 
 # %%
 storage = torch.full((2, n + 24, D), math.nan)  # the slots that are there, and room to spare
@@ -150,7 +146,7 @@ model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tik
 text = evaluate.text_windows(Tasks(encoding, "test"), 4, 512)
 caches = make_cache(model, AdaKV, budget=128)
 feed(model, text, caches)
-end_prefill(caches)
+compress(model, text, caches)
 counts = torch.stack([cache.counts for cache in caches], 1)  # (B, layers, heads)
 padded = counts.amax((0, 2))  # a layer of the whole batch is one rectangle
 
@@ -190,12 +186,12 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
 #
 # ## 6. The fastest kernel is the one that you do not need
 #
-# KVReviver reads *every* evicted token back before each attention. It gathers three slots of its sketch, takes the median of each number, and attends to the result. `kernels/revive_attention.py` does that in registers. Each token still costs $3 \cdot 2D$ numbers.
+# KVReviver reads *every* evicted token back before each attention. It gathers three slots of its sketch, takes the median of each number, and attends to the result. Each token costs $3 \cdot 2D$ numbers.
 #
 # With one row there is no median, and reading back is linear. All tokens of a slot have the same score up to their signs, $\hat s_J = \pm\, q\cdot S_{h(J)}$. The values add up as $\sum_J \pm p_J S_{h(J)} = \sum_{slots} (\sum_{J \in slot} \pm p_J)\, S$. So attend to the *slots*, give each token its score, and add up the weights of each slot. That takes two numbers a token in place of $2D$, and nothing is approximated.
 
 # %%
-torch.set_num_threads(1)
+milliseconds = lambda run: 1e3 * min(timeit.repeat(run, number=1, repeat=5))
 print("tokens in the sketch   by reading back      by slots   ratio    difference")
 for tokens in (1024, 4096, 16384):
     sketch = SignedSketch(torch.zeros(1, 2, 1, 64), 1, tokens // 100, 0)
@@ -208,10 +204,10 @@ for tokens in (1024, 4096, 16384):
         p = (one @ keys.mT / 8).softmax(-1)  # with probabilities, which the method wants
         return p @ values
 
-    slow, fast = best(read_back, 5), best(lambda: sketch.attend(one, *few, J), 5)
+    slow = milliseconds(read_back)
+    fast = milliseconds(lambda: sketch.attend(one, *few, J))
     off = (read_back() - sketch.attend(one, *few, J)[0]).norm() / read_back().norm()
-    print(f"{tokens:20} {1e3 * slow:14.2f} ms {1e3 * fast:10.2f} ms {slow / fast:7.1f} {off:13.1e}")
-torch.set_num_threads(2)
+    print(f"{tokens:20} {slow:14.2f} ms {fast:10.2f} ms {slow / fast:7.1f} {off:13.1e}")
 
 # %% [markdown]
 # This needs no kernel. `kv_reviver_shrunk`, which has one row, does so on every machine. The printed method has three rows.
@@ -228,55 +224,39 @@ rows = F.scaled_dot_product_attention(k1 * q, k2, v2)                           
 print(f"off by {(score.logsumexp(1).softmax(0) @ (v1 * rows) - every_pair).abs().max():.1e}")
 
 # %% [markdown]
-# ## 8. What the compiler says
+# ## 8. The best that a GPU can do
 #
-# A kernel can be compiled for a GPU that is not there. The compiler reports the registers and the shared memory that a program takes. They decide how many programs run on an SM at once. `stack` counts bytes that did not fit into registers; a good kernel has none. An SM of an H100 has 65,536 registers and 228 KiB of shared memory. A program here has 128 threads, or 256 (pairs, norms).
+# A kernel must move its inputs and outputs through memory once, and do its multiplications. An H200 moves 4.8 TB a second, and its tensor cores do 989 · 10¹² operations in 16 bits. The slower of the two decides. The cell counts both for one token in one key/value head of an 8-billion Llama: 4 query heads a group, head dim 128, 16 bits, 32 queries in the observation window.
 
 # %%
-command = [sys.executable, bench.__file__, "--resources"]
-print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-# %% [markdown]
-# ## 9. The best that a GPU can do
-#
-# A kernel must move its inputs and outputs through memory once, and do its multiplications. Divide the bytes by the copy rate, and the operations by the rate of the tensor cores. The larger time is the *floor*. Drawn over operations per byte, the two rates make a roof:
-
-# %%
-stored = Path(bench.__file__).with_name("bench.json")
-if stored.exists():
-    results = json.loads(stored.read_text())
-else:  # the data sheet of an H200 in the place of measured ceilings, and no points
-    ceiling = dict(copy=4.8e12, product=989e12)
-    shown = bench.cases(lengths=[8192, 32768], batches=[1], device="cpu")
-    rows = [bench.floored(case, ceiling) for case in shown]
-    results = dict(device="an H200 by its data sheet", ceilings=ceiling, rows=rows)
-print("µs; one layer of an 8-billion Llama on " + results["device"] + "\n")
-print(bench.show([row for row in results["rows"] if row["batch"] == 1 and row["tokens"] >= 8192]))
+G, d, w, width, n = 4, 128, 32, 4096, 8192  # group, head dim, window, d_model, tokens
+jobs = {"decode_attention": (4 * G * d, 4 * d),  # operations; bytes of a key and a value
+        "window_scores": (4 * G * w * d, 4 * d + 4 * G),  # the key twice, a score per query head
+        "value_norms": (2 * G * d * width, 2 * d + 4 * G),  # a value; a norm per query head
+        "pair_attention": (4 * G * d * n, 8 * d)}  # two keys, two values; n pairs per query head
+moves, works = 4.8e12, 989e12  # bytes and operations a second, from the data sheet
+print(f"memory and tensor cores are equally slow at {works / moves:.0f} operations a byte")
+for name, (operations, size) in jobs.items():
+    slower = "memory" if size / moves > operations / works else "tensor cores"
+    print(f"{name:17} {operations / size:6.0f} operations a byte: bound by {slower}")
 
 # %%
-copy, product = results["ceilings"]["copy"], results["ceilings"]["product"]
-roof = lambda x: min(copy * x, product) / 1e12  # TFLOP/s at so many operations a byte
-figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
-x = [0.5, product / copy, 1e5]
-axis.plot(x, [roof(at) for at in x], "k-", linewidth=1,
-          label=f"ceilings: {copy / 1e12:.2f} TB/s, {product / 1e12:.0f} TFLOP/s")
-names = dict.fromkeys(row["kernel_name"] for row in results["rows"] if row["operations"])
-for name, marker in zip(names, "osD^v<>pPX*h"):
-    rows = [row for row in results["rows"] if row["kernel_name"] == name]
-    x = [row["ops_per_byte"] for row in rows]
-    y = [row["operations"] / row["kernel"] / 1e6 if "kernel" in row else roof(at)
-         for at, row in zip(x, rows)]
-    axis.scatter(x, y, marker=marker, facecolors="none", edgecolors="k", label=name)
+figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
+roof = lambda x: min(moves * x, works) / 1e12  # TFLOP/s at x operations a byte
+ends = 1, works / moves, 1e5
+axis.plot(ends, [roof(x) for x in ends], "k-", linewidth=1)
+for (name, (operations, size)), marker in zip(jobs.items(), "osD^v"):
+    x = operations / size
+    axis.plot(x, roof(x), marker, color="C0", markersize=9, markerfacecolor="none", label=name)
 axis.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved",
-         ylabel="TFLOP/s", title=results["device"])
-axis.legend(fontsize=8);
+         ylabel="at most, TFLOP/s", ylim=(3, 3000))
+axis.grid(alpha=0.3)
+axis.legend(fontsize=8, loc="lower right");
 
 # %% [markdown]
-# Without measured points this is a prediction. `python -m kernels.bench`, on a machine with a GPU, checks every kernel against its plain code, measures rates and times, and writes `kernels/bench.json`, which the cell above then shows.
+# On the slope, only fewer bytes help: decoding, reviving and window scores are there. Value norms and pairs are under the flat roof: only fewer multiplications help. The roof has one gap: reviving with three rows also takes 3 · 2D numbers a token from the GPU's cache.
 #
-# The two rates meet at 206 operations a byte. Decoding has 4 and reviving 40. They are bound by memory: only fewer bytes help. Window scores (124, since the kernel reads keys twice) are bound by memory as well. Pairs and value norms have thousands of operations a byte and are bound by the tensor cores. The roof has one gap: reviving with three rows also takes 3 · 2D numbers a token from the GPU's cache.
-#
-# `insert` is the sketch's insertion. `ragged` are heads of 0.2 to 1.8 times the mean length. `by slots` is section 6, in PyTorch.
+# This is a prediction. `python -m lab.kernel_bench`, on a machine with a GPU, prints what a kernel really takes, beside the plain code and PyTorch's attention.
 #
 # ## Three things to remember
 #

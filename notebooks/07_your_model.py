@@ -5,7 +5,7 @@
 #
 # This notebook gives a compressed KV cache to a causal language model of `transformers`. It runs on the checkpoint that is shipped. One cell names the folder: put your own there.
 #
-# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `nanollm/cache.py`, `nanollm/hf/bridge.py`. **Time:** half an hour to read, a minute to run.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `nanollm/cache.py`, `nanollm/bridge.py`. **Time:** half an hour to read, a minute to run.
 #
 # Sentences about results describe the shipped model, with 2.8 M parameters. For another model, trust the numbers that your cells print.
 
@@ -20,16 +20,16 @@ import torch.nn.functional as F
 import transformers
 
 # %%
-from methods.snap_kv import SnapKV
+from methods.baselines.snap_kv import SnapKV
 from nanollm import TINY
 from nanollm.cache import LayerCache, bytes_in_16_bits, cache_bytes
-from nanollm.commands import plot, table
-from nanollm.commands.registry import given, has_budget, load, pick
-from nanollm.hf.bridge import Bridged, attach, detach
-from nanollm.measure.benchmark import TASKS, Slices, paired
-from nanollm.measure.corpus import words
-from nanollm.measure.evaluate import maker, retrieve, standard_error
-from nanollm.measure.tasks import Tasks
+from lab import plot, table
+from lab.registry import given, has_budget, load, pick
+from nanollm.bridge import Bridged, attach, detach
+from lab.benchmark import TASKS, build, run
+from lab.corpus import words
+from lab.evaluate import maker, retrieve, standard_error
+from lab.tasks import Tasks
 
 torch.set_grad_enabled(False);  # or whatever is read would be kept for a backward pass
 
@@ -66,19 +66,19 @@ print(encoding.decode(prompt[0].tolist()), "⟦", encoding.decode(right.tolist()
 # ## Five lines
 #
 # 1. `attach` makes one cache per layer, of the method and options that you name.
-# 2. The model reads the prompt into these caches.
-# 3. `end_prompt` tells the caches that the prompt is over. The method compresses.
-# 4. `generate` continues from the compressed caches.
+# 2. The model reads the whole prompt into these caches.
+# 3. `memory.compress` lets the method choose, once, over the whole prompt. It also forgets the prompt's last token.
+# 4. `generate` feeds that token again and continues from the compressed caches.
 # 5. `detach` returns the model to its own attention.
 #
-# The last token of the prompt is read after the compression. Otherwise the full cache would produce the first token of the answer.
+# The last token is read twice. The first time its query scores the entries. The second time it attends to the compressed cache, so that the full cache does not produce the first token of the answer.
 #
 # The method is SnapKV. The last 8 queries of the prompt score all entries. Each head keeps 48 entries, those of the 8 last tokens included.
 
 # %%
 memory = attach(model, SnapKV, budget=48, window_size=8)
-model(prompt[:, :-1], past_key_values=memory)
-memory.end_prompt()
+model(prompt, past_key_values=memory)
+memory.compress(prompt)
 written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right),
                          do_sample=False)
 detach(model)
@@ -91,11 +91,11 @@ print("answer:", encoding.decode(written[0, answer.start:].tolist()))
 # The function below is the same five lines, with the number of compressed tokens as an argument.
 
 # %%
-def ask(Method=LayerCache, cut=answer.start - 1, **options):
+def ask(Method=LayerCache, cut=answer.start, **options):
     """The answer, with the first `cut` tokens compressed; what each head then kept; the bytes."""
     memory = attach(model, Method, **options)
     model(prompt[:, :cut], past_key_values=memory)
-    memory.end_prompt()
+    memory.compress(prompt[:, :cut])
     kept = plot.kept(memory.caches, cut)
     bytes_ = *cache_bytes(memory.caches), bytes_in_16_bits(memory.caches)
     written = model.generate(prompt, past_key_values=memory, max_new_tokens=len(right),
@@ -104,7 +104,7 @@ def ask(Method=LayerCache, cut=answer.start - 1, **options):
     return encoding.decode(written[0, answer.start:].tolist()), kept, bytes_
 
 
-CUTS = {"aware": answer.start - 1, "agnostic": page.question}
+CUTS = {"aware": answer.start, "agnostic": page.question}
 print("right     ", encoding.decode(right.tolist()), "\nfull cache", ask()[0])
 kept = {}
 for setting, cut in CUTS.items():
@@ -114,9 +114,24 @@ for setting, cut in CUTS.items():
 # %% [markdown]
 # Aware, the answer is that of the full cache. Agnostic, the answer has the right form and a wrong number.
 #
+# In a conversation, `begin_turn` lets the model read on as in a prompt, and `compress` ends each turn. Here the text is the first turn and the question the second:
+
+# %%
+memory = attach(model, SnapKV, budget=48, window_size=8)
+for end in (page.question, answer.start):
+    memory.begin_turn()
+    model(prompt[:, memory.get_seq_length():end], past_key_values=memory)
+    read = memory.caches[0].length
+    memory.compress(prompt[:, :end])
+    print(f"{end} tokens so far: {read} entries a head, {memory.caches[0].length} after compress")
+detach(model)
+
+# %% [markdown]
+# The second turn chooses among what the first has left, and the new entries. An entry that a turn evicts never comes back.
+#
 # ## What the heads keep
 #
-# In the figure a row is a key/value head and a column is a token. Blue entries stay. Pale bands are the facts; the arrow marks the number that the question asks for. The grey columns at the right come after the compression.
+# In the figure a row is a key/value head and a column is a token. Blue entries stay. Pale bands are the facts; the arrow marks the number that the question asks for. The last token, and in the agnostic setting the question (grey), come after the compression.
 
 # %%
 value, H = page.stated[0], c.n_kv_heads  # where the number that is asked for stands
@@ -161,49 +176,43 @@ for name, Method in METHODS.items():
 #
 # ## Compare methods
 #
-# One page proves nothing. `Slices` makes documents for three tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. **few-shot** asks for the label of a line of code. `Slices` also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
+# One page proves nothing. `build` makes documents for three tasks. **needle** is the task above. **pairs** lists 16 key-value pairs and asks for one. **few-shot** asks for the label of a line of code. It also compresses plain text and measures how far the following predictions move from the full cache's: the KL, in nats a token.
 #
-# `Slices` reads `BATCH` documents at a time. It records their queries, keys and values in up to `MEMORY` bytes, and feeds the recording to each method. `maker` turns a class and a share into the caches of one prompt.
+# The model reads each document once. Its queries, keys and values are recorded, and `run` feeds the recording to each method. `maker` turns a class and a keep ratio into the caches of one prompt.
 #
 # 16 documents a task separate only methods that differ much. The standard error is printed.
 
 # %%
-T, N, BUDGET = 384, 16, 0.25  # tokens of a document, documents a task, share of the prompt
-BATCH, MEMORY = 16, 4e9  # fewer at a time for a large model
-bench = Slices(Bridged(model), tasks, T, N, seed=0, batch=BATCH, keep=MEMORY)
-print(bench)
+T, N, BUDGET = 384, 16, 0.25  # tokens of a document, documents a task, keep ratio
+bench = build(Bridged(model), tasks, T, N)
 
 
 def measure(name, Method):
-    """A row: what the method keeps of the answers, what it changes, and its bytes. Printed, too."""
+    """A row: what the method keeps of the answers, what it changes, and its bytes."""
     bridged, keep_ratio = Bridged(model), BUDGET if has_budget(Method) else None
     make = maker(bridged, Method, keep_ratio, **given(Method, window_size=8))
-    row = table.row_of(name, keep_ratio, T, {}, bench.run(bridged, make))
-    print(table.show(row, short=True))
-    return row
+    settings = dict(documents=N, seed=0)
+    return table.row_of(name, keep_ratio, T, settings, run(bench, bridged, make))
 
 
-print(table.header(T, N, seed=0, short=True))
 rows = [measure(name, Method) for name, Method in METHODS.items()]
+print(table.header(rows[0], short=True))
+print("\n".join(table.show(row, short=True) for row in rows))
 
 # %% [markdown]
-# KiB are the bytes of one text after its continuation, in 16 bits. `full` and `quantized_2` keep every token, so the table says "all". The figure shows the mean accuracy of the three tasks, and the KL over the bytes. A bar is one standard error.
+# KiB are the bytes of one text after its continuation, in 16 bits. `full` and `quantized_2` keep every token, so the table says "all". The figure shows the mean accuracy of the three tasks in both settings, and the KL, over the bytes.
 
 # %%
 def draw(rows):
-    """Mean accuracy, aware and agnostic; KL over bytes. In the colours of every figure here."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
-    points, full = {row["method"]: [row] for row in rows if row["method"] != "full"}, rows[0]
-    plot.slopes(axes[0], points, full)
-    plot.over_bytes(axes[1], points, full, "kl", "KL(full ‖ compressed) per token, nats")
-    axes[1].autoscale(False)
-    for row in rows[1:]:
-        bar = dict(fmt="none", ecolor=plot.style(row["method"])["color"], capsize=3, linewidth=1)
-        for x, setting in enumerate(table.SETTINGS):
-            error = sum(row[f"{task}_{setting}_se"] ** 2 for task in TASKS) ** 0.5
-            axes[0].errorbar(x, row[setting], error / len(TASKS), **bar)
-        axes[1].errorbar(row["live_16"] / 1024, row["kl"],
-                         standard_error(torch.tensor(row["each"]["kl"])), **bar)
+    """Mean accuracy, aware and agnostic, and KL, over bytes."""
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    points, full = {row["method"]: [row] for row in rows[1:]}, rows[0]
+    labels = "accuracy, aware", "accuracy, agnostic", "KL(full ‖ compressed) per token, nats"
+    for axis, key, label in zip(axes, ("aware", "agnostic", "kl"), labels):
+        plot.over_bytes(axis, points, full, key, label)
+        axis.set_xlim(full["live_16"] / 8192, full["live_16"] / 1024)  # an eighth of full, to full
+    for axis in axes[:2]:
+        axis.get_legend().remove()
 
 
 draw(rows)
@@ -221,12 +230,13 @@ draw(rows)
 print("above:", table.unfit(rows) or "the full cache does every task")
 torch.manual_seed(0)
 untrained = Bridged(type(model)(model.config).to(DEVICE).eval())
-random = Slices(untrained, tasks, T, 4, seed=0, batch=BATCH, keep=MEMORY)
-row = table.row_of("full", None, T, {}, random.run(untrained, maker(untrained, LayerCache, None)))
+few = build(untrained, tasks, T, 4)
+measured = run(few, untrained, maker(untrained, LayerCache, None))
+row = table.row_of("full", None, T, dict(documents=4, seed=0), measured)
 print(f"\nrandom weights:\n{table.unfit([row])}")
 
 # %% [markdown]
-# Shorter documents are easier. A chat model may need its template: `Tasks(encoding, "test", chat=True)`. If a task stays too hard, leave it out and compare the KL, which needs no answers.
+# Shorter documents are easier. If a task stays too hard, leave it out and compare the KL, which needs no answers.
 #
 # ## Is it still your model?
 #
@@ -250,34 +260,26 @@ detach(model)
 #
 # ## Models that are refused
 #
-# A cache here computes plain attention over the kept entries. A model that computes something else would give wrong answers, so `attach` refuses it and says why. The small models below have random weights. The last line is your model with a padded batch.
+# A cache here computes plain attention over the kept entries. A model that computes something else (capped scores, a short sliding window, sink logits, cross attention) would give wrong answers, so `attach` refuses it and says why. Two examples: a small model with random weights and a sliding window, and your model with a padded batch.
 
 # %%
-small = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
-             num_attention_heads=4, num_key_value_heads=2)
-shapes = {"Gemma2ForCausalLM": small,
-          "MistralForCausalLM": small | dict(sliding_window=16),
-          "GptOssForCausalLM": small | dict(num_local_experts=4),
-          "BloomForCausalLM": dict(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
-          "T5ForConditionalGeneration": dict(vocab_size=97, d_model=32, num_layers=2)}
-models = {name: (Model := getattr(transformers, name))(Model.config_class(**shape)).eval()
-          for name, shape in shapes.items()}
+Model = transformers.MistralForCausalLM
+sliding = Model(Model.config_class(vocab_size=97, hidden_size=32, intermediate_size=48, head_dim=8,
+                                   num_hidden_layers=2, num_attention_heads=4,
+                                   num_key_value_heads=2, sliding_window=16)).eval()
 text = torch.arange(3, 43)[None]  # 40 tokens
 padding = dict(attention_mask=(text > 6).to(DEVICE))  # as if the first four were padding
-for name, one in (models | {"yours": model}).items():
+for one, more in (sliding, {}), (model, padding):
     try:
-        memory = attach(one)
-        one(text.to(one.device), past_key_values=memory, **(padding if one is model else {}))
+        one(text.to(one.device), past_key_values=attach(one), **more)
     except ValueError as error:
-        print(f"{name}:\n    {error}")
+        print(f"{type(one).__name__}: {error}")
 detach(model)
 
 # %% [markdown]
-# The reasons, in order: capped scores, a sliding window shorter than the text, sink logits, attention outside the interface of `transformers`, cross attention, a padded batch.
-#
 # ## Your own method
 #
-# This method keeps the keys that are least like the mean key of their head, and the 8 newest. It uses no query. The README has a shorter form, a `ScoredCache`, which evicts by its score alone. Here we override `evict`, which runs at the prompt's end and after each later token. KeyDiff ([2504.15364](https://arxiv.org/abs/2504.15364)) has the same idea.
+# This method keeps the keys that are least like the mean key of their head, and the 8 newest. It uses no query. The README has a shorter form, a `ScoredCache`, which evicts by its score alone. Here we override `evict`, which runs when the prompt is compressed and after each later token. KeyDiff ([2504.15364](https://arxiv.org/abs/2504.15364)) has the same idea.
 
 # %%
 @dataclass(eq=False)
@@ -292,13 +294,16 @@ class UnlikeKeys(LayerCache):
 
 
 rows.append(measure("unlike_keys", UnlikeKeys))
+print(table.show(rows[-1], short=True))
 
 # %%
 draw(rows)
 snap_kv = next(row for row in rows if row["method"] == "snap_kv")
 for setting in table.SETTINGS:
-    more, error = paired(rows[-1], snap_kv, [f"{task}_{setting}" for task in TASKS])
-    print(f"{setting}: unlike_keys against snap_kv, answers: {more:+.2f} ±{error:.2f}, by document")
+    own, other = (torch.tensor([row["each"][f"{task}_{setting}"] for task in TASKS]).flatten()
+                  for row in (rows[-1], snap_kv))
+    print(f"{setting}: unlike_keys minus snap_kv, answers by document: {(own - other).mean():+.2f} "
+          f"±{standard_error(own - other):.2f}")
 
 # %% [markdown]
 # Agnostic, it finds needles that nobody has asked for yet. It loses few-shot answers, and its predictions move most.
@@ -323,16 +328,15 @@ for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": Unlik
 #
 # ## Three things to remember
 #
-# 1. Five lines give your model a compressed cache; `end_prompt` compresses.
+# 1. Five lines give your model a compressed cache: it reads the whole prompt, then `memory.compress` lets the method choose.
 # 2. Measure aware and agnostic, and check first that the full cache can do the task.
 # 3. Count bytes in 16 bits, on tensors that exist.
 #
 # ## Where to go
 #
 # - `python -m nanollm --model FOLDER` compares more methods. A file in `methods/` that ends with `variants = {"unlike_keys": UnlikeKeys}` adds your method to every table.
-# - `--text FILE` hides the facts in your text. `--chat` uses the tokenizer's chat template.
-# - `--dtype bfloat16 --batch 4 --memory 8` make large models fit. `--json rows.json --resume` continues after an interruption.
-# - `python -m nanollm plan --model FOLDER --lengths 32768` computes the memory of weights and caches from `config.json` alone.
+# - `--text FILE` hides the facts in your text.
+# - `--dtype bfloat16` halves the bytes of weights and cache; the head of the table says how many both take.
 # - `python -m nanollm generate --model FOLDER --method h2o --budget 64 --file TEXT` continues your text.
 #
 # ## Exercises
@@ -341,5 +345,5 @@ for name, Method in {"full": LayerCache, "snap_kv": SnapKV, "unlike_keys": Unlik
 #    <details><summary>Hint</summary>Call <code>ask</code> with other budgets, and change <code>seed</code> in <code>tasks.batch</code>.</details>
 # 2. Let `UnlikeKeys` compare values instead of keys. Predict first which task gains.
 #    <details><summary>Hint</summary>Change one letter.</details>
-# 3. Does SnapKV need the question at the very end? Put 32 tokens of other text behind it, before `end_prompt`, and draw the figure again.
+# 3. Does SnapKV need the question at the very end? Put 32 tokens of other text behind it, before `memory.compress`, and draw the figure again.
 #    <details><summary>Hint</summary><code>tasks.filler</code> and <code>torch.cat</code>.</details>

@@ -1,11 +1,11 @@
 # %% [markdown]
 # # One page: which method would you take?
 #
-# You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has more than thirty methods. Which one would you take?
+# You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has about thirty methods. Which one would you take?
 #
-# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods, then in bytes and time. It ends with a table to choose by, and a playground.
+# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods, then for smaller budgets. It ends with a table to choose by.
 #
-# **Before:** `00_kv_cache.ipynb`. **Runs:** under a minute. Long measurements are not repeated here; their rows are read from `experiments/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
+# **Before:** `00_kv_cache.ipynb`. **Runs:** under a minute. Long measurements are not repeated here; their rows are read from `lab/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
 #
 # Words: an *entry* is one token's key and value in one head. The *keep ratio* is the share of the prompt's entries that stay. *Aware*: the question is part of the compressed prompt. *Agnostic*: it comes after the compression.
 
@@ -15,14 +15,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from experiments import fewest_bytes
-from experiments.render import by_method, rows
+from lab.render_results import by_method
 from nanollm import TINY
 from nanollm.cache import make_cache
-from nanollm.commands import plot
-from nanollm.commands.demo import FACT, PAGE, QUESTION, answer, prompt
-from nanollm.commands.registry import given, load, pick
-from nanollm.commands.text_table import text_table
+from lab import plot
+from lab.example_page import FACT, PAGE, QUESTION, answer, prompt
+from lab.registry import given, load, pick
 
 # %%
 torch.set_grad_enabled(False)
@@ -41,9 +39,9 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Two kinds of method drop no token for good. KIVI (`quantized`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
 #
-# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. ExpectedAttention guesses the queries to come. DuoAttention gives the whole cache to a few calibrated heads.
+# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. DuoAttention gives the whole cache to a few calibrated heads.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `one_reading`, which is KVzip without the reread; `kvzip_recent`, which always keeps the newest entries; `kvzip_4` and `snap_kv_4`, which store the kept entries in four bits; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `kvzip_4` and `snap_kv_4`, which store the kept entries in four bits; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -79,17 +77,16 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 # %%
 FAMILIES = {
     "window scores": "snap_kv pyramid_kv ada_kv snap_kv+critical snap_kv+theta "
-                     "snap_kv+residual r_kv drop_kv tova",
+                     "snap_kv+residual tova",
     "worst window query": "defensive_kv layer_defensive_kv worst_query",
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
     "the past": "h2o scissorhands scissorhands_weight cam",
-    "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk moment_kv",
-    "the text": "kvzip kvzip_recent kvzip_gain kvzip_fast one_reading",
-    "calibrated heads": "duo_attention duo_attention_kvzip retrieval_layers",
-    "keys, places, chance": "expected_attention key_diff streaming_llm "
-                            "streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 turbo_2 kvzip_4 snap_kv_4",
-    "everything held": "quest full",
+    "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
+    "the text": "kvzip kvzip_recent kvzip_fast",
+    "calibrated heads": "duo_attention duo_attention_kvzip",
+    "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4",
+    "everything held": "full",
 }
 
 # %%
@@ -103,7 +100,7 @@ print(f"{len(names)} rows, {documents} documents a task, standard error at most 
       f"{0.5 / documents ** 0.5:.2f}")
 
 # %%
-figure, axes = plt.subplots(1, 4, figsize=(11, 11.5), layout="constrained", sharey=True)
+figure, axes = plt.subplots(1, 4, figsize=(11, 9.5), layout="constrained", sharey=True)
 for axis, task in zip(axes, ("needle", "pairs", "few_shot")):
     aware, agnostic = ([row[f"{task}_{x}"] for row in page] for x in ("aware", "agnostic"))
     axis.hlines(height, aware, agnostic, color="0.75")
@@ -129,57 +126,33 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # - **Ring and dot together, on the left**: the past does not know which fact will be asked for. It does keep enough of 16 examples to label a line, since many examples say the same.
 # - **Ring and dot together, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits. `worst_query` needs neither a second reading nor a calibration: it ranks all entries of all layers by the window query that wants them most.
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) come near H2O and do not pass it.
-# - Quest holds the whole cache and reads a quarter of it. It saves no memory.
 #
 # The standard error of a dot stands above the figure. A difference of less than two of them decides nothing.
 #
-# ## How few bytes?
+# ## How small may the budget be?
 #
-# The page shows one budget. Now the budget shrinks, and the question comes later. Each line is the share of the full cache's answers that a method keeps, mean of needles and pairs. The left decoder, *built*, started with retrieval heads in its weights. The right one, *learned*, learned its own.
+# The page shows one budget. Now the budget shrinks from a half to a sixteenth, and the question comes later. Each line is the share of the full cache's answers that a method keeps, mean of needles and pairs. The left decoder, *built*, started with retrieval heads in its weights. The right one, *learned*, learned its own.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-measured = rows("fewest_bytes")  # python -m experiments.fewest_bytes
-shown = ("snap_kv h2o one_reading duo_attention worst_query kvzip_fast kvzip kvzip_4 "
-         "kvzip_gain_turbo")
-for axis, decoder in zip(axes, ("built", "learned")):
-    for name in shown.split():
-        line = sorted((row["bytes"], row["kept"]) for row in measured
-                      if (row["decoder"], row["method"]) == (decoder, name))
-        axis.plot(*zip(*line), label=name, **plot.style(name))
-    line = sorted((row["bytes"], row["kept"]) for row in measured
-                  if row["decoder"] == decoder and row["method"].startswith("quantized"))
-    axis.plot(*zip(*line), label="quantized, 2 to 4 bits", **plot.style("quantized_2"))
-    axis.plot(*[np.geomspace(0.015, 0.7)] * 2, color="0.6", linewidth=1)
-    axis.axhline(0.95, color="black", linewidth=0.8, linestyle=":")
-    axis.set(title=decoder, xscale="log", xlabel="share of a full cache's bytes, 16 bits",
-             xticks=[0.02, 0.05, 0.1, 0.2, 0.5], xticklabels=["2 %", "5 %", "10 %", "20 %", "50 %"])
+for axis, (decoder, section) in zip(axes, {"built": "all", "learned": "learned"}.items()):
+    measured, ratios = by_method(section), (0.0625, 0.125, 0.25, 0.5)
+    answers = lambda *row: sum(measured[row][f"{task}_agnostic"] for task in ("needle", "pairs"))
+    for name in "snap_kv h2o duo_attention worst_query kvzip_fast kvzip kvzip_4".split():
+        line = [answers(name, ratio) / answers("full", None) for ratio in ratios]
+        axis.plot(ratios, line, label=name, **plot.style(name))
+    axis.plot(ratios, ratios, color="0.6", linewidth=1)
+    axis.set(title=decoder, xscale="log", xlabel="keep ratio, %", xticks=ratios,
+             xticklabels=[f"{100 * ratio:g}" for ratio in ratios])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 axes[0].set(ylabel="answers kept, agnostic")
 axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as bytes; the dotted line is 95 %. H2O lies below the curve on both decoders. So does SnapKV; only on *learned*, with half of the bytes, does it reach the curve. KVzip lies far above, because most tokens of a text follow from the others. What stays can be rounded too: `kvzip_4` stores KVzip's entries in four bits, and the two savings multiply. `kvzip_gain_turbo` (notebook 10) counts only what the reread gains, and stores it in three bits: 3.0 % of the bytes keep 98 % of the answers on *built* and all on *learned*; half as many keep 96 % on both.
+# On the grey curve a method keeps as many answers as entries. H2O lies on it or below; so does SnapKV. DuoAttention and `worst_query` lose nothing with a quarter, and nearly everything with a sixteenth. KVzip lies far above, because most tokens of a text follow from the others. `kvzip_4` stores KVzip's entries in four bits, and its line hardly differs: the two savings multiply.
 #
-# ## What does it cost?
-#
-# Which methods keep 95 % of the answers on both decoders, and what do they ask in return? *Reading* is the time until a question may come, in units of the full cache's. *A step* is a decoding step of a batch of 8 after 2,048 tokens, with a quarter of the entries, in the same units. Both are times of a CPU.
-
-# %%
-enough = {decoder: fewest_bytes.enough([row for row in measured if row["decoder"] == decoder])
-          for decoder in ("built", "learned")}
-ms = {row["method"]: row["batch 8 ms"] for row in rows("speed") if row["table"] == "step"}
-table = [["method", "bytes, built", "bytes, learned", "reading", "a step"]]
-for name, best in sorted(enough["built"].items(), key=lambda item: item[1]["bytes"]):
-    if name in enough["learned"]:
-        shares = (f"{enough[decoder][name]['bytes']:.1%}" for decoder in enough)
-        step = f"{ms[name] / ms['full']:.1f}" if name in ms else "–"
-        table.append([name, *shares, f"{best['reading']:.1f}", step])
-print(text_table(table))
-
-# %% [markdown]
-# Nobody saves memory for nothing. KVzip's reread makes reading three times as long, and weighing it by its gain six times. Fast KVzip and DuoAttention avoid the reread, but must learn something about the decoder first. Few bits must become numbers again at each step. KVzip's heads keep unlike numbers of entries, so a step attends to them one by one; it is still faster than the full cache's. No method of the five papers is in this list: they bet on a known question, or on the past.
+# Bytes are not the only price. With KVzip's reread, reading takes about three times as long (notebook 10). Fast KVzip and DuoAttention avoid it, but must learn something about the decoder first. Few bits must become numbers again at each step. RESULTS.md, `speed`, has times.
 #
 # ## Which one would you take?
 #
@@ -189,29 +162,15 @@ print(text_table(table))
 # | other questions come; a third of the memory is there | `quantized_3` | nothing is chosen, so nothing is chosen wrongly | slower steps |
 # | questions come early or late; a quarter of the memory is there | `worst_query` | the query that wants an entry most shows what it is for | with an eighth, later questions |
 # | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
-# | the fewest bytes in memory; reading may take six times as long | `kvzip_gain_turbo` | only what the text does not foretell must be kept | reading four times, slower steps, some pairs |
-# | the smallest file ([RECORDS.md](../RECORDS.md)) | `kvzip_gain_coded`; after one reading `retrieval_layers` | keys and values of a token depend on each other | calibration; all but facts in the first |
 # | many prompts, each read once | `kvzip_fast`, `duo_attention` | they have learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | a little memory for the newest |
 # | examples, then a label | `h2o` | many lines say the same | single facts |
 # | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
-# | enough memory, little bandwidth | `quest` | each query reads the pages that it needs | more memory than the full cache |
 #
 # All this was measured on two decoders of 2.8 M parameters. On your model the answer may differ, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #
-# ## The playground
+# The page of text is also in a browser: [docs/index.html](../docs/index.html) shows it with some of the methods, and needs no installation.
 #
-# Change the text, the question, the method, the budget or the window: the text is read, compressed and asked anew. It runs where this notebook runs; a stored notebook shows a picture. [docs/index.html](../docs/index.html) shows the same in a browser, with six methods and no installation.
-#
-# ![the playground in a browser](playground.png)
-#
-# Take `snap_kv`, *agnostic*, and raise the budget until it finds the code. Take `kvzip` and lower it until the code is lost. Write a text of your own: `The code of NAME is NUMBER.` is the kind of fact that this decoder was trained on.
-
-# %%
-from nanollm.commands.playground import Playground
-Playground(model, encoding)
-
-# %% [markdown]
 # ## Three things to remember
 #
 # 1. Ask first what is known about the question. Window scores answer the question in the prompt, and lose most others.
@@ -224,14 +183,14 @@ Playground(model, encoding)
 #
 # <details><summary>Hint</summary>
 #
-# Replace `len(context) // 4` in the cell that draws the page of text, or use the playground.
+# Replace `len(context) // 4` in the cell that draws the page of text.
 # </details>
 #
 # 2. Draw the page again for *learned*. Which families move?
 #
 # <details><summary>Hint</summary>
 #
-# `by_method("learned")` has the rows. Look at `expected_attention` first.
+# `by_method("learned")` has the rows. Look at `chunk_kv_reuse` first.
 # </details>
 #
 # 3. Draw the page with an eighth of the entries. Which dots fall, and why KVzip's ring for labels?

@@ -1,30 +1,30 @@
 # %% [markdown]
 # # KVzip: which entries will a question need that nobody has asked yet?
 #
-# **Before this:** notebook 00 (the KV cache, induction heads). **Runs:** two minutes. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
+# **Before this:** notebook 00 (the KV cache, induction heads). **Runs:** under two minutes. **Afterwards you know** how KVzip finds the entries that later questions need, which parts of the method matter, what it costs, and when it fails.
 #
-# The code: `methods/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/kvzip_fast.py`, `methods/ours/kvzip_4.py` and `methods/ours/kvzip_gain.py`. RESULTS.md has the long tables.
+# The code: `methods/baselines/kvzip.py` (Kim et al., arXiv 2505.23416), `methods/baselines/kvzip_fast.py` and `methods/ours/kvzip_4.py`. RESULTS.md has the long tables.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
 from functools import partial
+import time
 import matplotlib.pyplot as plt
 import torch
 
-from experiments import render
-from methods.kvzip import KVzip
-from methods.kvzip_fast import FastKVzip, fit, lessons
-from methods.ours.kvzip_gain import gains
-from methods.snap_kv import SnapKV
-from nanollm import SHIPPED, TINY, tokenizer
-from nanollm.cache import make_cache
-from nanollm.commands import plot
-from nanollm.commands.text_table import text_table
-from nanollm.generate import end_prompt, prefill
-from nanollm.hf import checkpoint
-from nanollm.measure.evaluate import held, maker, retrieve
-from nanollm.measure.replay import Recorder, record
-from nanollm.measure.tasks import Tasks
+from lab import plot
+from lab.evaluate import held, maker, retrieve
+from lab.registry import pick
+from lab.render_results import by_method
+from lab.replay import Recorder, record
+from lab.tasks import Tasks
+from lab.text_table import text_table
+from methods.baselines.kvzip import KVzip
+from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
+from methods.baselines.snap_kv import SnapKV
+from nanollm import SHIPPED, TINY, checkpoint, tokenizer
+from nanollm.cache import bytes_in_16_bits, compress, make_cache
+from nanollm.generate import prefill
 
 # %% [markdown]
 # ## Why the question is unknown
@@ -79,9 +79,9 @@ kept = score >= score.flatten().topk(stay).values[-1]
 # %%
 caches = make_cache(model, KVzip, budget=n // 8)
 prefill(model, text, caches)
-end_prompt(model, text, caches)  # rereads, ranks and evicts
+compress(model, text, caches)  # rereads, ranks and evicts
 assert torch.equal(torch.from_numpy(plot.kept(caches, n)), kept)
-print(f"{kept.sum()} of {kept.numel()} entries stay, the same as in methods/kvzip.py")
+print(f"{kept.sum()} of {kept.numel()} entries stay, the same as in methods/baselines/kvzip.py")
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 4), layout="constrained")
@@ -98,7 +98,7 @@ for axis, (layer, head) in zip(axes, ((0, 0), (1, 0), (4, 1))):
 pieces = [encoding.decode([token]) for token in text[0].tolist()]
 caches = make_cache(model, snap_kv, budget=n // 8)
 prefill(model, text, caches)
-end_prompt(model, text, caches)
+compress(model, text, caches)
 panels = {"SnapKV, layer 1": plot.kept(caches, n)[1].mean(0),
           "KVzip, layer 1": kept[1].float().mean(0)}
 plot.text(pieces, panels, batch.facts[0, :n], columns=2, width=72);
@@ -143,63 +143,6 @@ for axis, (name, folder) in zip(axes, SHIPPED.items()):
 # %% [markdown]
 # The heads that repeat the text get most of the entries. They are in layer 1 of *built*, and in layers 1 and 2 of *learned*. In all other layers a head keeps 2 % at most. With a budget per head, each of these heads would have to drop seven eighths of its entries, and the other heads would keep entries that repeating does not need.
 #
-# How much does each part add? Here are the needles and the pairs (one of 16 listed pairs is asked for) that are found with an eighth of the entries, 32 documents each. The rows are those of RESULTS.md, `kvzip`. *No reread* takes the largest attention of the first pass, from tokens at least 8 later (`methods/ours/one_reading.py`).
-
-# %%
-parts = {("max", "all", False): "KVzip", ("sum", "all", False): "the sum, not the largest",
-         ("max", "each head", False): "a budget per head", ("max", "all", True): "no reread"}
-shown = {part: [name] for part, name in parts.items()}
-for row in render.rows("kvzip"):
-    if row["table"] == "readings" and row["keep_ratio"] == 0.125 and row["reading"] != "by gain":
-        part = row["score"], row["ranked"], row["reading"].startswith("first")
-        if part in parts:
-            shown[part] += [f"{row[task][0]:.2f}" for task in ("needle", "pairs")]
-head = ["keeps 12.5 %", *(f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs"))]
-print(text_table([head, *shown.values()]))
-
-# %% [markdown]
-# On *built* each part is needed: without any one of them at most 81 % of the needles are found. On *learned* the sum loses few answers. On both decoders a budget per head loses half of the pairs or more, and no reread loses most of the needles.
-#
-# ## Ours: weigh the reread by what it gains
-#
-# KVzip keeps an entry if any token of the reread looks at it. So it also keeps what repeats words that the decoder would have guessed without the first copy. How much does the first copy help? The gain of a token $t$ is the rise of the next token's log probability, in nats, from the first reading to the second:
-#
-# $$g_t = \max\left(0,\; \log p_{\text{reread}}(x_{t+1}) - \log p_{\text{first}}(x_{t+1})\right), \qquad S_i = \max_t\, g_t\, \alpha_{t,i}.$$
-
-# %%
-twice = torch.cat((text, text), 1)
-log_p = model(twice)[0, :-1].log_softmax(-1).gather(-1, twice[0, 1:, None]).squeeze(-1)
-gain = torch.cat(((log_p[n:] - log_p[:n - 1]).clamp(min=0), torch.zeros(1)))  # the last token's: 0
-assert torch.allclose(gain, gains(model, text, 512)[0], atol=1e-3)  # methods/ours/kvzip_gain.py
-weighed = (attention * gain[:, None]).amax((2, 3))
-plot.text(pieces, {"gain of the reread at each token": gain.roll(1) / gain.max()},
-          batch.facts[0, :n], low="no gain", high="the largest gain", width=110)
-for few in (8, 32):
-    places = c.n_layers * c.n_kv_heads * (n // few)
-    for name, s in {"KVzip": score, "by gain": weighed}.items():
-        left = (s >= s.flatten().topk(places).values[-1])[1][:, facts].float().mean()
-        print(f"{name:7} keeps 1/{few} of all entries, and {left:.0%} of the facts' in layer 1")
-
-# %% [markdown]
-# The names and codes of the facts gain much: nothing before them foretells them, but the first copy does. *self.* and line breaks gain next to nothing. With 1/32 of all entries, layer 1 keeps 55 % of the facts' entries by gain, where KVzip keeps 39 %.
-#
-# The answers, from RESULTS.md, `kvzip`: 32 documents, the question comes later.
-
-# %%
-shown = [["question later", *(f"{share}, {task}" for share in ("1/8", "1/16", "1/32")
-                              for task in ("needle", "pairs"))]]
-for name in SHIPPED:
-    for how, reading in {"kvzip": "second", "kvzip_gain": "by gain"}.items():
-        mine = [row for row in render.rows("kvzip")
-                if (row["decoder"], row.get("reading"), row.get("score"), row.get("ranked"))
-                == (name, reading, "max", "all")]
-        shown.append([f"{how}, {name}", *(f"{row[task][0]:.2f}" for row in mine
-                                          for task in ("needle", "pairs"))])
-print(text_table(shown))
-
-# %% [markdown]
-# With 1/32 of the entries the gain raises the pairs from 0.62 to 0.91 on *built*, and from 0.31 to 0.72 on *learned*. The price: each of the two probabilities needs a reading of its own, so `kvzip_gain` reads the prompt four times, where KVzip reads it twice.
-#
 # ## Gates that learn the scores
 #
 # The reread takes longer than the first pass. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from $x_i$, the queries, keys and values of its token in all heads of the layer:
@@ -209,13 +152,13 @@ print(text_table(shown))
 # The gates learn once for a decoder, from KVzip's scores of plain text without facts or questions. From then on no prompt is reread.
 
 # %%
-x, y = lessons(model, Tasks(encoding, "train"))  # queries, keys and values of tokens; their scores
+x, y = lessons(model, Tasks(encoding, "train"), documents=32)  # queries, keys, values; scores
 gates = fit(x, y)  # 600 steps of Adam on the cross-entropy
 for keep_ratio in (0.25, 0.125):
     right = retrieve(model, batch, maker(model, FastKVzip, keep_ratio, gates=gates))
     print(f"{x.shape[1]} tokens seen; keeps {keep_ratio:.1%}, question later: "
           f"{right['agnostic'].mean():.2f} of the facts found")
-stored = {name: render.by_method(section) for name, section in zip(SHIPPED, ("all", "learned"))}
+stored = {"built": by_method("all"), "learned": by_method("learned")}
 shown = [["facts found, question later", "25 %", "12.5 %", "6.25 %"]]
 for name, method in ((name, method) for name in SHIPPED for method in ("kvzip", "kvzip_fast")):
     found = [stored[name][method, share]["needle_agnostic"] for share in (0.25, 0.125, 0.0625)]
@@ -223,88 +166,91 @@ for name, method in ((name, method) for name in SHIPPED for method in ("kvzip", 
 print(text_table(shown))
 
 # %% [markdown]
-# The first lines are of the gates trained here, on *built*. They read 32,768 tokens. With a quarter of the entries the gates lose no needle on either decoder. With fewer entries they lose more than the reread does: with 6.25 % they find 78 % of the needles on *built* and 84 % on *learned*, where the reread finds all.
+# The first lines are of the gates trained here, on *built*. They read half as many tokens as `FastKVzip.calibrate` does, whose gates the table has. With a quarter of the entries the gates lose no needle on either decoder. With fewer entries they lose more than the reread does: with 6.25 % they find 78 % of the needles on *built* and 84 % on *learned*, where the reread finds all.
 #
 # ## Few bits on top
 #
-# The entries that stay can be stored in fewer bits (`kvzip_4` has four). KiB: the cache of one text after its answer:
+# The entries that stay can also be stored in fewer bits. `kvzip_4` has four. `quantized_4` is KIVI, which keeps every token in four bits. Bytes are those of one document right after the compression, if the model's numbers have 16 bits:
 
 # %%
-shown = [["", "bits", "keep", "KiB", "needle", "pairs"]]
-for row in render.rows("kvzip"):
-    if (row["table"] == "bits" and row["decoder"] == "built"
-            and (row["method"], row["keep_ratio"]) in (("full", None), ("kvzip", 0.125),
-                                                       ("quantized_2", None))):
-        found = [f"{row[task][0]:.2f}" for task in ("needle", "pairs")]
-        shown.append([row["method"], f"{row['bits']}", "12.5 %" if row["keep_ratio"] else "all",
-                      f"{row['needle, KiB']:.0f}", *found])
+head = [f"{task}, {name}" for name in SHIPPED for task in ("needle", "pairs")]
+shown, full = [["question later", "bytes", *head]], None
+for method, ratio in (("full", None), ("quantized_4", None), ("kvzip", 0.125), ("kvzip_4", 0.125)):
+    budget = {} if ratio is None else dict(budget=n // 8)
+    caches = make_cache(model, pick([method])[method], **budget)
+    prefill(model, text, caches)
+    compress(model, text, caches)
+    full = full or bytes_in_16_bits(caches)
+    cells = [f"{stored[name][method, ratio][f'{task}_agnostic']:.2f}"
+             for name in SHIPPED for task in ("needle", "pairs")]
+    shown.append([method, f"{bytes_in_16_bits(caches) / full:.1%}", *cells])
 print(text_table(shown))
 
 # %% [markdown]
-# An eighth of the entries in 4 bits takes 77 KiB, less than a fifteenth of the full cache, and answers as many questions. With 2 bits it is 60 KiB, and some pairs are lost. Part of these bytes are the question and the answer, which stay exact. KIVI (`quantized_2`), which keeps every token in 2 bits, takes 274 KiB.
-#
-# `kvzip_gain_turbo` has both: it weighs the reread by its gain and stores what stays in 3 bits. With 8 % of the entries its file has 1.9 % of the full cache's bytes. Three bits lose some pairs on *built*, 2 to 6 % of them ([RECORDS.md](../RECORDS.md)).
-#
-# `kvzip_gain_coded` goes further. It codes all keys and values of a token together, with about one bit for each number. Its file has less than 1 % of the full cache's bytes and answers as often. With one reading in place of four, `retrieval_layers` needs about 2 %: it keeps the one or two layers that fetch facts.
+# An eighth of the entries in four bits takes a twenty-third of the full cache's bytes, and answers as many questions as the eighth in 16 bits.
 #
 # ## What the reread costs
 
 # %%
-growth = {(row["phase"], row["method"]): row for row in render.rows("growth")}
-lengths = "512", "2048", "8192", "16384"
-shown = [["milliseconds, one core", *(f"{length} tokens" for length in lengths)]]
-for phase, method in (("reading the prompt", "full"), ("the prompt's end", "kvzip"),
-                      ("the prompt's end", "snap_kv"), ("one step", "full"), ("one step", "kvzip")):
-    shown.append([f"{method}: {phase}", *(f"{growth[phase, method][x]:.0f}" for x in lengths)])
+shown = [["milliseconds", "reading", "KVzip's compression"]]
+for tokens in (512, 1024, 2048):
+    long = torch.from_numpy(tasks.stream[None, :tokens].astype("int64"))
+    caches = make_cache(model, KVzip, budget=tokens // 8)
+    start = time.perf_counter()
+    prefill(model, long, caches, 512)
+    middle = time.perf_counter()
+    compress(model, long, caches)
+    seconds = middle - start, time.perf_counter() - middle
+    shown.append([f"{tokens} tokens", *(f"{1000 * x:.0f}" for x in seconds)])
 print(text_table(shown))
 
 # %% [markdown]
-# Times of a decoder with random weights, shaped like *built*, as measured for RESULTS.md, `growth`. KVzip rereads at the prompt's end. With 512 tokens this takes twice as long as reading the prompt, with 16,384 tokens 2.7 times as long. SnapKV's choice takes 0.12 seconds at most. The reread is expensive because each of its tokens sees the whole prompt, while a token of the first pass sees only those before it. The cost is paid once for a document, and pays off if many questions follow. A decoding step becomes faster, although the heads of a layer have different lengths: each head is attended to by itself.
+# The reread takes longer than the first pass, because each of its tokens sees the whole prompt, while a token of the first pass sees only those before it. (Your times will differ.) The cost is paid once for a document, and pays off if many questions follow.
 #
 # ## When it loses
 #
-# So far the question came later. Now it stands at the prompt's end, inside the text that is compressed, and an eighth of the entries stays. *Few-shot* documents list labelled lines and ask for the label of a last one.
+# So far the question came later. Now it stands at the prompt's end, inside the text that is compressed, and an eighth of the entries stays. 24 *few-shot* documents list labelled lines and ask for the label of a last one.
 
 # %%
-ASKED = "needle_aware", "pairs_aware", "few_shot_aware", "few_shot_agnostic"
-shown = [["keeps 12.5 %", *(task.replace("_", " ") for task in ASKED)]]
-for name in SHIPPED:
-    for method in ("snap_kv", "kvzip", "kvzip_recent"):
-        row = stored[name][method, 0.125]
-        shown.append([f"{method}, {name}", *(f"{row[task]:.2f}" for task in ASKED)])
-print(text_table(shown))
+labels = tasks.batch("few_shot", seed=0, B=24, T=512)
+METHODS = {"snap_kv": snap_kv, "kvzip": KVzip, "kvzip_recent": partial(KVzip, recent=8)}
+for name, folder in SHIPPED.items():
+    decoder = checkpoint.from_hf(folder)
+    for method, Method in METHODS.items():
+        right = retrieve(decoder, labels, maker(decoder, Method, 0.125))
+        print(f"{name:8} {method:13} labels right if the question is in the prompt: "
+              f"{right['aware'].mean():.2f}; if it comes later: {right['agnostic'].mean():.2f}")
 
 # %%
-labels = tasks.batch("few_shot", seed=0, B=8, T=512)
-end = labels.answers[0].start - 1  # the prompt ends with the question
-prompts = torch.from_numpy(labels.tokens)[:, :end]
+end = labels.answers[0].start  # the prompt ends with the question
+prompts = torch.from_numpy(labels.tokens)[:8, :end]
 caches = make_cache(model, KVzip, budget=end // 8)
 prefill(model, prompts, caches, 64)
-end_prompt(model, prompts, caches)
+compress(model, prompts, caches)
 stays = held(caches, end)[..., labels.question:].float().mean((0, 2, 3))
 print("KVzip on built, few-shot. The question's entries that stay, layers 0 to 5:",
       *(f"{share:.0%}" for share in stays))
 
 # %% [markdown]
-# With the question at the prompt's end, KVzip loses labels on *built*: few-shot falls from 1.00 (question later) to 0.44. SnapKV has 0.81. The question's own entries compete with all others, and lose: outside layer 1, at most 23 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then few-shot is back at 1.00 on *built*. On *learned* it rises from 0.62 to 0.84; SnapKV has 0.91. The gain makes it worse: nobody repeats the question, and `kvzip_gain` answers the first of four turns in 59 % of the documents of *learned* where KVzip answers 91 % (RESULTS.md, `harder`).
+# With the question at the prompt's end, KVzip loses labels: on *built* 0.42 of them are right, on *learned* 0.71. SnapKV has them all. The question's own entries compete with all others, and lose: outside layer 1, at most 20 % of them stay in a layer. `kvzip_recent` also keeps the 8 newest entries of each head, within the same budget. Then all labels are right on *built*, and 0.88 on *learned*. (24 documents: a standard error of up to 0.10.)
 #
-# So the choice depends on the setting. If the question is known, SnapKV is much cheaper and finds at least as many needles and pairs. If it is not, the reread is worth its cost.
+# So the choice depends on the setting. If the question is known, SnapKV is much cheaper and answers as well or better. If it is not, the reread is worth its cost.
 #
 # ## Three things to remember
 #
 # 1. **Answering a question about a text and repeating the text need the same entries.** The reread finds them without a question.
-# 2. **The largest attention and one ranking for all layers.** A fact is looked at once, so a sum overlooks it. Few heads retrieve, so equal budgets waste most entries.
-# 3. **The price is the reread,** paid once for a document. Gates avoid it at some loss, and few bits on top make the cache a fifteenth.
+# 2. **The largest attention and one ranking for all layers.** A fact is looked at once, so a sum may overlook it. Few heads retrieve, so equal budgets waste most entries.
+# 3. **The price is the reread,** paid once for a document. Gates avoid it at some loss, and few bits on top make the cache smaller still.
 #
 # ## Exercises
 #
 # 1. Compute the scores from the first pass alone: the largest attention that an entry gets from tokens at least 8 later. How many of the facts' entries in layer 1 stay?
-#    <details><summary>Hint</summary>In <code>reread</code>, feed <code>text</code> once and mask the pairs of tokens that are less than 8 apart. Or look at <code>methods/ours/one_reading.py</code>.</details>
+#    <details><summary>Hint</summary>In <code>reread</code>, feed <code>text</code> once and mask the pairs of tokens that are less than 8 apart. </details>
 # 2. Find the head and the token with the largest *sum* of attention. Why do so many tokens look at it?
 #    <details><summary>Hint</summary><code>total.flatten().argmax()</code>, then <code>pieces[…]</code>. Heavy hitters and sinks are in notebook 00.</details>
 # 3. How long must the reread be? Let only every second token of the reread count, then every fourth. Which entries are lost first?
 #    <details><summary>Hint</summary><code>attention[..., ::2, :].amax((2, 3))</code>, and compare with <code>kept</code>.</details>
 # 4. How much do two documents differ in the heads that keep most? If hardly, the budgets could be fixed once for a decoder, without any reread.
-#    <details><summary>Hint</summary>Compute the percentages of each head for several rows of <code>batch.tokens</code>. DuoAttention (<code>methods/duo_attention.py</code>) fixes them once.</details>
+#    <details><summary>Hint</summary>Compute the percentages of each head for several rows of <code>batch.tokens</code>. DuoAttention (<code>methods/baselines/duo_attention.py</code>) fixes them once.</details>
 # 5. Train the gates on needle documents in place of plain text. What happens at 6.25 %, on needles and on pairs?
-#    <details><summary>Hint</summary><code>lessons(model, tasks, of=("needle",))</code> with <code>Tasks(encoding, "train")</code>, then <code>fit</code> and <code>retrieve</code>.</details>
+#    <details><summary>Hint</summary><code>lessons(model, tasks, task_names=("needle",))</code> with <code>Tasks(encoding, "train")</code>, then <code>fit</code> and <code>retrieve</code>.</details>

@@ -1,16 +1,19 @@
 """The interface: what is written is read, what is evicted is gone, attention stays exact on the rest."""
 from copy import deepcopy
+from itertools import product
 import math
 
 from hypothesis import given, settings, strategies as st
 import pytest
 import torch
 
-from common import decoder, dense
-from methods.snap_kv import SnapKV
-from nanollm.cache import ALL, NEVER, LayerCache, PerEntry, ScoredCache, cache_bytes, make_cache
-from nanollm.measure.evaluate import full_cache_bytes
+from common import decoder, dense, end
+from lab.evaluate import full_cache_bytes
+from methods.baselines.snap_kv import SnapKV
+from nanollm.cache import (ALL, NEVER, LayerCache, PerEntry, ScoredCache, begin_turn, cache_bytes, compress,
+                           crop, make_cache)
 from nanollm.model import Config
+from nanollm.packed import keep_highest
 from nanollm.ranking import top
 
 
@@ -27,6 +30,13 @@ def fill(cache, T, seed=0, **shape):
     return q, k, v, y
 
 
+def causal(q, k, bias=0):
+    """Return the probabilities (B, H, G, T, T) of causal attention by definition."""
+    score = (q.unflatten(1, (k.shape[1], -1)) @ k.mT.unsqueeze(2)) / math.sqrt(k.shape[3])
+    score = score + (bias[:, :, None, None] if torch.is_tensor(bias) else bias)
+    return score.masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -math.inf).softmax(-1)
+
+
 class Watched(LayerCache):
     """Full attention that asks for the probabilities of every query, or of a window; perhaps biased."""
     def __init__(self, watch, bias=None):
@@ -40,14 +50,22 @@ class Watched(LayerCache):
         self.heard.append(p)
 
 
+def test_a_long_prompt_is_watched_in_tiles_and_a_long_question_whole():
+    for prompt_done, tiles in ((False, [64, 64, 64, 64, 44]), (True, [300])):  # the question may evict once
+        (q, k, v), cache = draw(300), Watched(ALL)
+        cache.prompt_done = prompt_done
+        y = cache.attend(q, k, v, torch.arange(300)[None])
+        assert torch.allclose(y, (causal(q, k) @ v.unsqueeze(2)).flatten(1, 2), atol=1e-5)
+        assert [p.shape[3] for p in cache.heard] == tiles
+
+
 @pytest.mark.parametrize("watch", [0, 1, 3, ALL])
 @pytest.mark.parametrize("chunks", [[11], [5, 1, 5]])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("G", [1, 3])
 def test_output_and_watched_weights_are_those_of_causal_attention(watch, chunks, biased, G):
     (q, k, v), bias, done = draw(11, G=G), torch.randn(2, 2, 11) * biased, 0
-    score = (q.unflatten(1, (2, G)) @ k.mT.unsqueeze(2)) / math.sqrt(8) + bias[:, :, None, None]
-    weights = score.masked_fill(torch.ones(11, 11).triu(1).bool(), -math.inf).softmax(-1)  # (B, H, G, T, S)
+    weights = causal(q, k, bias)
     expected, cache = (weights @ v.unsqueeze(2)).flatten(1, 2), Watched(watch, bias if biased else None)
     for n in chunks:
         part, done = slice(done, done + n), done + n
@@ -59,23 +77,6 @@ def test_output_and_watched_weights_are_those_of_causal_attention(watch, chunks,
             assert p.shape == (2, 2, G, w, done)
             assert torch.allclose(p, weights[..., done - w:done, :done], rtol=1e-5, atol=1e-7)
             assert (p[..., 0, done - w + 1:] == 0).all()  # the first watched query sees nothing newer
-
-
-@pytest.mark.parametrize("prompt_done, tiles", [(False, [64, 64, 64, 64, 44]), (True, [300])])
-def test_a_long_prompt_is_watched_tile_by_tile_and_its_sums_are_those_of_the_whole_matrix(prompt_done, tiles):
-    (q, k, v), cache = draw(300), Watched(ALL)
-    cache.prompt_done = prompt_done  # a question after the prompt is one `observe`: then it may evict
-    y = cache.attend(q, k, v, torch.arange(300)[None])
-    score = (q.unflatten(1, (2, 3)) @ k.mT.unsqueeze(2)) / math.sqrt(8)
-    weights = score.masked_fill(torch.ones(300, 300).triu(1).bool(), -math.inf).softmax(-1)
-    assert torch.allclose(y, (weights @ v.unsqueeze(2)).flatten(1, 2), atol=1e-5)
-    assert [p.shape[3] for p in cache.heard] == tiles
-    got, largest = torch.zeros(2, 2, 300), torch.zeros(2, 2, 300)
-    for p in cache.heard:
-        got[..., :p.shape[4]] += p.sum((2, 3))
-        largest[..., :p.shape[4]] = torch.maximum(largest[..., :p.shape[4]], p.amax((2, 3)))
-    assert torch.allclose(got, weights.sum((2, 3)), rtol=1e-4)
-    assert torch.allclose(largest, weights.amax((2, 3)), rtol=1e-4)
 
 
 def test_growth_keeps_slack_small_and_does_not_copy_at_every_token():
@@ -151,7 +152,7 @@ def test_packed_heads_are_those_of_the_padded_cache():
         assert torch.equal(before.pos, padded.pos[..., :-T])  # a copy is not written to
 
 
-def test_keep_takes_from_packed_and_later_slots_and_may_pack_again():
+def test_keep_takes_from_packed_and_later_slots():
     padded, packed = uneven()
     for cache in (padded, packed):
         fill(cache, 4)
@@ -159,14 +160,10 @@ def test_keep_takes_from_packed_and_later_slots_and_may_pack_again():
     same_slots(padded, packed)
     assert packed.pos[0, 0].tolist() == [1, 8, 11] and packed.pos[1, 1].tolist() == [12, NEVER, NEVER]
     assert packed.bytes() == padded.bytes() and not packed.packed
-    packed.pack()
-    for T in (1, 2):
-        assert torch.allclose(fill(packed, T)[-1], fill(padded, T)[-1], atol=1e-6)
-        same_slots(padded, packed)
 
 
 def test_a_packed_cache_may_watch_and_have_a_bias():
-    padded, _ = uneven()
+    padded = uneven()[0]
     padded.slots["bias"], padded.watch = padded.pos.masked_fill(padded.pos == NEVER, 0) / 7, 3
     packed = deepcopy(padded)
     packed.pack()
@@ -177,6 +174,69 @@ def test_a_packed_cache_may_watch_and_have_a_bias():
             cache.write(k, v, pos, bias=torch.full((2, 2, 1), 0.5))
         (y, p), (expected_y, expected_p) = packed.attention(q, pos), padded.attention(q, pos)
         assert torch.allclose(y, expected_y, atol=1e-6) and torch.allclose(p, expected_p, atol=1e-6)
+
+
+EVEN = [[[1, 4, 8], [8, 0, 3]], [[8, 7, 6], [2, 4, 6]]]  # slots that heads keep; −1: no slot
+UNEVEN = [[[1, 4, 8], [2, -1, -1]], [[5, 8, -1], [6, 7, -1]]]
+
+
+@pytest.mark.parametrize("kept, packed", [(None, False), (EVEN, False), (UNEVEN, False), (UNEVEN, True)])
+@pytest.mark.parametrize("new, n", [(0, 9), (0, 8), (0, 6), (2, 11), (2, 10), (2, 7), (2, 0)])
+def test_crop_forgets_the_newest_tokens(kept, packed, new, n):
+    """Entries of tokens before n are left, and new tokens come as if the others had never been there."""
+    cache = SnapKV(budget=33)
+    k0, v0 = fill(cache, 9)[1:3]
+    cache.prompt_done, cache.queries = True, None
+    if kept is not None:
+        cache.keep(torch.tensor(kept))
+    if packed:
+        cache.pack()
+    k1, v1 = fill(cache, new, seed=1)[1:3] if new else (k0[:, :, :0], v0[:, :, :0])
+    held = [[{*pos} & {*range(n)} for pos in row] for row in cache.pos.tolist()]
+    if n < cache.seen:
+        with pytest.raises(ValueError, match="call crop before compress"):
+            cache.crop(n)
+    begin_turn([cache])
+    cache.crop(n)
+    assert [[{*pos} - {NEVER} for pos in row] for row in cache.pos.tolist()] == held
+    assert cache.seen == n and cache.length == max(len(pos) for row in held for pos in row)
+
+    q, k, v, y = fill(cache, 3, seed=2)
+    visible = torch.ones(3, 12 + new).tril(9 + new).bool().repeat(2, 2, 1, 1)
+    for b, h in product(range(2), range(2)):
+        visible[b, h, :, [*{*range(9 + new)} - held[b][h]]] = False
+    expected = dense(q, torch.cat((k0, k1, k), 2), torch.cat((v0, v1, v), 2), visible)
+    assert torch.allclose(y, expected, atol=1e-5) and (cache.pos[..., -3:] == torch.arange(n, n + 3)).all()
+
+
+@torch.no_grad()
+def test_wrong_numbers_of_tokens_are_refused():
+    """`crop` leaves 0 to all tokens; `compress` needs exactly the tokens that were read."""
+    model, tokens = decoder(), torch.zeros(1, 9, dtype=torch.long)
+    caches = make_cache(model)
+    model(tokens, caches)
+    for n in (-1, 10):
+        with pytest.raises(ValueError, match=f"{n} tokens cannot be left of 9; give 0 to 9"):
+            crop(caches, n)
+    crop(caches, 8)
+    assert [cache.seen for cache in caches] == [8, 8, 8]
+    with pytest.raises(ValueError, match="seen 8 tokens, but the prompt has 9"):
+        compress(model, tokens, caches)
+
+
+@pytest.mark.parametrize("budget, expected", [
+    (1, [[[2], [8]], [[4, 8], []]]), (2, [[[2], [5, 7, 8]], [[1, 4, 8], [2]]]), (9, None)])
+def test_the_highest_scores_of_all_heads_and_caches_stay_and_no_empty_slot(budget, expected):
+    """Of equal scores, here 0, the newest entry of the last head of the last cache stays."""
+    held = [[[2, 4, 6], [5, 7, 8]], [[1, 4, 8], [2]]]
+    scores = [[[4, 0, 0], [0, 0, 5]], [[1, 3, 3], [0, 9, 9]]]  # there is no entry where the score is 9
+    caches = [SnapKV(budget=33), SnapKV(budget=33)]
+    for cache, (a, b) in zip(caches, held):
+        fill(cache, 9, B=1)
+        cache.keep(torch.tensor([[a, b + [-1] * (3 - len(b))]]))
+    keep_highest(caches, [torch.tensor([x]).float() for x in scores], budget)
+    found = [[[i for i in head if i != NEVER] for head in cache.pos[0].tolist()] for cache in caches]
+    assert found == (expected or held)
 
 
 def test_state_that_is_not_given_is_zero_and_may_come_late():
@@ -250,23 +310,18 @@ class Marked(ScoredCache):
 def test_a_method_is_a_score_and_a_budget():
     cache = Oldest(budget=5)
     fill(cache, 12)
-    assert cache.length == 12  # all of the prompt, until it ends
-    cache.end_prefill()
+    assert cache.length == 12  # all of the prompt, until it is compressed
+    end(cache)
     for _ in range(3):
         fill(cache, 1)
         assert (cache.pos.sort(-1).values == torch.arange(5)).all() and cache.seen > 12
-    with pytest.raises(ValueError, match="budget 0 must be at least 1"):
-        Oldest(budget=0)
-    with pytest.raises(NotImplementedError, match="needs a method score"):
-        fill(ended := ScoredCache(budget=2), 3)
-        ended.end_prefill()
 
 
 def test_what_a_method_declares_per_entry_moves_with_it():
     cache = Marked(budget=6)
     fill(cache, 9)
     assert cache.age.dtype == torch.int32 and (cache.age == 9).all()
-    cache.end_prefill()
+    end(cache)
     arrived = {t: 8 if t < 9 else t for t in range(20)}  # the last token of the piece that brought it
     for t in range(9, 20):
         fill(cache, 1)
@@ -276,21 +331,18 @@ def test_what_a_method_declares_per_entry_moves_with_it():
     other = Marked(budget=6)  # a declaration belongs to the class, its numbers to the cache
     fill(other, 2)
     assert (other.age == 2).all() and Oldest.per_entry == {}
-    with pytest.raises(ValueError, match=r"mark \(2, 2, 3\) must be \(2, 2, 2\), one for each slot"):
-        other.mark = torch.zeros(2, 2, 3)
 
 
-def test_the_windows_queries_count_as_memory_until_the_prompt_ends():
+def test_the_windows_queries_count_as_memory_until_the_prompt_is_compressed():
     cache = SnapKV(budget=10, window_size=4)
     fill(cache, 20)
     queries = 2 * 6 * 4 * 8 * 4
     assert cache.queries.untyped_storage().nbytes() == queries  # not a view of all of them
     assert cache.bytes()[0] == queries + 2 * 2 * 20 * (2 * 8 * 4 + 4)
-    cache.end_prefill()
+    cache.crop(18)
+    assert cache.bytes()[0] == queries + 2 * 2 * (18 * (2 * 8 * 4 + 4) + 2 * 8 * 4)  # two keys that they saw
+    end(cache)
     assert cache.bytes() == (2 * 2 * 10 * (2 * 8 * 4 + 4),) * 2
-    fill(cache, 1)
-    with pytest.raises(ValueError, match="already called"):
-        cache.end_prefill()
 
 
 @pytest.mark.claim("R8")

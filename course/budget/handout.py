@@ -204,13 +204,13 @@ for k, u, beta in cases:
           f"{steps.line:9.4f} {steps.printed:8.4f} {theory.best_bound(beta, k, u, 20_000):9.4f}")
 
 # %%
-from methods.h2o import H2O
+from methods.baselines.h2o import H2O
 from methods.scissorhands import Scissorhands
-from methods.theory.persistence_measured import newest_share
+from lab.claims.persistence_measured import newest_share
 from nanollm import TINY, tokenizer
-from nanollm.hf import checkpoint
-from nanollm.measure import evaluate
-from nanollm.measure.tasks import Tasks
+from nanollm import checkpoint
+from lab import evaluate
+from lab.tasks import Tasks
 
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
 text = evaluate.text_windows(Tasks(encoding, "test"), windows=4, T=449)

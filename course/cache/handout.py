@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 16 points by tests, and 3 for the written question.**
 #
-# H2O deletes three quarters of a prompt's entries and still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (`python -m nanollm --all`). Here you write the cache that makes such methods possible, and then H2O itself.
+# H2O deletes three quarters of a prompt's entries and still labels all 32 few-shot prompts correctly. Deleting as many at random leaves 0.59 of the labels (`python -m nanollm --methods full random h2o --keep 25`). Here you write the cache that makes such methods possible, and then H2O itself.
 #
 # ## The idea
 #
@@ -40,7 +40,7 @@
 # | `drop` | `LayerCache.drop` | `nanollm/cache.py` | 2 |
 # | `indices` | `indices` | `nanollm/ranking.py` | 1 |
 # | `shrink` | `LayerCache.shrink` | `nanollm/cache.py` | 3 |
-# | `score` | `H2O.score` | `methods/h2o.py` | 2 |
+# | `score` | `H2O.score` | `methods/baselines/h2o.py` | 2 |
 #
 # **Read first:** `nanollm/cache.py`, above all `LayerCache.attend`; `attention` in `nanollm/attention.py`; H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
 #
@@ -128,7 +128,7 @@ check("write")
 # - Move every per-slot tensor, also those with more dimensions. Each then has n slots, all in use, no slack, and its old dtype.
 # - Give an empty slot the position `NEVER`. Its other contents do not matter.
 # - Set `self.length` to n. Set `self.ragged` to true if `i` has an empty slot; otherwise leave it. Leave `self.seen`.
-# - Raise a `ValueError` if `i` has a wrong shape or dtype, or names a slot that is not in use. `check_kept(i, self.pos.shape)` raises it.
+# - Raise a `ValueError` if `i` has a wrong shape, or names a slot that is not in use. `check_kept(i, self.pos.shape)` raises it.
 #
 # Example: positions 0 3 6 9 and `i` = 2 0 −1 give the positions 6 0 `NEVER`.
 #

@@ -1,10 +1,7 @@
 """Functions that the tests of `chunks` call. They run in the submission's process and hold no answers."""
-from types import SimpleNamespace
-
 import torch
 
 from methods import chunk_kv
-from nanollm.cache import NEVER
 
 
 def grid(place, size):
@@ -27,11 +24,25 @@ def fit(score, length, budget):
     return chunk_kv.fit(score, length, budget)
 
 
-def chosen(tokens, below, prompt_done=True):
-    """Of a cache whose lower neighbour holds the positions `below` (B, H, n), NEVER as −1."""
-    cache = chunk_kv.ChunkKV(budget=64, reuse=2)
-    x = torch.zeros(*below.shape[:2], len(tokens), 4)
-    cache.write(x, x, tokens[None].int())
-    held = torch.where(below < 0, NEVER, below).int()
-    cache.layer, cache.previous = 1, SimpleNamespace(pos=held, prompt_done=prompt_done)
-    return cache.chosen()
+def compressed(choices, tokens, reuse, budget=64):
+    """Return the positions (B, H, n) that each layer keeps, and the layers whose `chosen` was called.
+
+    Layer i would choose the slots choices[i] (B, H, n). All layers have read `tokens` tokens, whose positions
+    are their slots.
+    """
+    asked = []
+
+    class Given(chunk_kv.ChunkKV):
+        def chosen(self):
+            asked.append(self.layer)
+            return choices[self.layer]
+
+    caches = []
+    for layer, choice in enumerate(choices):
+        cache = Given(budget=budget, reuse=reuse)
+        cache.layer = layer
+        x = torch.zeros(*choice.shape[:2], tokens, 4)
+        cache.write(x, x, torch.arange(tokens)[None])
+        caches.append(cache)
+    Given.compress(None, torch.zeros(len(choices[0]), tokens), caches)
+    return dict(kept=[cache.pos.clone() for cache in caches], asked=asked)

@@ -3,7 +3,7 @@
 #
 # **2 to 3 hours; 15 points by tests, and 3 for the written question.**
 #
-# Keep the tokens with the highest attention, and of "the code is 7 4 1 9" you may keep *code* and lose the digits. ChunkKV keeps neighbours together. At a quarter of the entries it labels all 32 few-shot prompts correctly; SnapKV, which chooses token by token, labels 28 (`python -m nanollm --all`).
+# Keep the tokens with the highest attention, and of "the code is 7 4 1 9" you may keep *code* and lose the digits. ChunkKV keeps neighbours together. Here you write it, and measure where that finds more answers and where it loses some.
 #
 # ## The idea
 #
@@ -34,7 +34,7 @@
 # | `ranking` | `ranking` | 2 |
 # | `cut_to` | `cut_to` | 4 |
 # | `fit` | `fit` | 3 |
-# | `reuse` | `ChunkKV.chosen` | 2 |
+# | `reuse` | `ChunkKV.compress` | 2 |
 #
 # **Read first:** ChunkKV ([arXiv 2502.00299](https://arxiv.org/abs/2502.00299)), sections 1 and 3; the docstring of `methods/chunk_kv.py`; `nanollm/window.py`, the class that `ChunkKV` builds on.
 #
@@ -119,19 +119,18 @@ check("cut_to")
 check("fit")
 
 # %% [markdown]
-# ## 6. `ChunkKV.chosen` (2 points, check `reuse`)
+# ## 6. `ChunkKV.compress` (2 points, check `reuse`)
 #
-# Neighbouring layers like the same chunks. With `reuse=2` every second layer takes over the previous layer's choice and computes no window scores.
+# Neighbouring layers like the same chunks. With `reuse=2` the layers form groups of two. The lower layer of a group chooses for both, and the upper one computes no window scores.
 #
-# If `self.follows` is false, return `super().chosen()`. Otherwise `self.previous` is the previous layer's cache:
+# `caches` holds the caches of all layers, the lowest first. All have read the prompt and have the same options. A group is `reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
 #
-# - If `self.previous.prompt_done` is false, raise a `ValueError` that says what to do: end the prompt from the lowest layer up, as `end_prefill(caches)` does. The wording is not graded.
-# - `self.previous.pos`, (B, H, k) of `torch.int32`, holds the positions of the tokens it kept, and `NEVER` of `nanollm/cache.py` in an empty slot.
-# - In this layer the prompt is still whole: slot 0 holds the first position, `self.pos[:, :, 0]`, and the others follow one by one. The first position need not be 0.
+# - If its lowest cache has seen more tokens than its `budget` (`cache.seen`), call `chosen()` of this cache, once. It returns the slots to keep, (B, H, k), with −1 for none. Pass them to `keep_chosen` of every cache in the group. All layers have the same tokens in the same slots.
+# - Otherwise leave the group as it is.
 #
-# Return the *slots* of the same tokens in this layer, (B, H, k), `torch.int64`, in the previous layer's order, with −1 for an empty slot.
+# Do not call `chosen` of another layer: it has stored no queries. You do not need `model` and `tokens`. The caches of a decoder that is split over several GPUs are not graded.
 #
-# Example: this layer holds positions 10 to 15, the previous layer's cache 12 15 10 `NEVER`. Return 2 5 0 −1.
+# Example: five layers and `reuse=2`. Layers 0, 2 and 4 choose; 1 keeps what 0 chose, and 3 what 2 chose.
 
 # %%
 check("reuse")
@@ -155,13 +154,13 @@ check("reuse")
 
 # %%
 from methods.chunk_kv import ChunkKV, Chunks
-from methods.snap_kv import SnapKV
+from methods.baselines.snap_kv import SnapKV
 from nanollm import TINY, tokenizer
-from nanollm.hf import checkpoint
+from nanollm import checkpoint
 from nanollm.cache import LayerCache
-from nanollm.measure.tasks import Unmarked
-from nanollm.measure.benchmark import Benchmark
-from nanollm.measure.evaluate import maker, retrieve, standard_error
+from lab.tasks import Unmarked
+from lab.benchmark import Benchmark
+from lab.evaluate import maker, retrieve, standard_error
 
 model = checkpoint.from_hf(TINY)
 tasks = Unmarked(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")

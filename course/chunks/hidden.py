@@ -3,8 +3,9 @@ import pytest
 import torch
 from torch import tensor
 
-from course.expect import problem, raises, same, wrong
+from course.expect import problem, same, wrong
 
+NEVER = 2 ** 31 - 1
 HOW = {"sum": sum, "mean": lambda x: sum(x) / len(x), "max": max}
 
 
@@ -133,27 +134,30 @@ def test_chunks_without_tokens(run):
 
 
 @problem("reuse")
-def test_a_text_that_begins_later(run):
-    """Positions begin at 100: a slot is a position minus the first position."""
-    slots = run("chosen", tokens=torch.arange(100, 108), below=tensor([[[100, 103, 107]]]))
-    same(slots, tensor([[[0, 3, 7]]]), "the slots")
+@pytest.mark.parametrize("layers, reuse", [(6, 2), (5, 3), (4, 1), (3, 8)])
+def test_groups_of_layers(run, layers, reuse):
+    """The lowest layer of each group is asked, once; the last group may be smaller. Rows and heads differ."""
+    slots = tensor([[[0, 9], [1, 8]], [[2, 7], [3, 6]]])
+    choices = [slots + layer for layer in range(layers)]
+    got = run("compressed", choices=choices, tokens=70, reuse=reuse)
+    for layer, kept in enumerate(got["kept"]):
+        same(kept, choices[layer // reuse * reuse].int(), f"the positions in layer {layer}")
+    same(sorted(got["asked"]), [*range(0, layers, reuse)], "the layers whose `chosen` was called")
 
 
 @problem("reuse")
-def test_empty_slots(run):
-    """Heads that kept fewer tokens have empty slots: −1. Rows and heads differ."""
-    below = tensor([[[0, 2, 5], [1, 4, -1]], [[3, -1, -1], [0, 1, 2]]])
-    same(run("chosen", tokens=torch.arange(6), below=below), below, "the slots")
+def test_heads_that_keep_fewer(run):
+    """A head that keeps fewer slots has −1 at the end: an empty slot in both layers."""
+    choices = [tensor([[[0, 2, 5], [1, -1, -1]]]), tensor([[[3, 4, 6], [2, 3, 4]]])]
+    for layer, kept in enumerate(run("compressed", choices=choices, tokens=70, reuse=2)["kept"]):
+        same(kept, tensor([[[0, 2, 5], [1, NEVER, NEVER]]]).int(), f"the positions in layer {layer}")
 
 
 @problem("reuse")
-def test_the_order_below(run):
-    """Slots stand in the previous layer's order."""
-    slots = run("chosen", tokens=torch.arange(20, 28), below=tensor([[[27, 21, 24], [22, -1, 20]]]))
-    same(slots, tensor([[[7, 1, 4], [2, -1, 0]]]), "the slots")
-
-
-@problem("reuse")
-def test_the_order_of_layers(run):
-    """The previous layer's prompt is not over: a ValueError."""
-    raises(run, "chosen", tokens=torch.arange(4), below=tensor([[[1, 2]]]), prompt_done=False)
+@pytest.mark.parametrize("tokens", [1, 63, 64])
+def test_within_the_budget(run, tokens):
+    """At most 64 tokens, a budget of 64: nothing is chosen, and every layer keeps all."""
+    got = run("compressed", choices=[tensor([[[0]]]), tensor([[[0]]])], tokens=tokens, reuse=2)
+    for layer, kept in enumerate(got["kept"]):
+        same(kept, torch.arange(tokens).int()[None, None], f"the positions in layer {layer}")
+    same(got["asked"], [], "the layers whose `chosen` was called")

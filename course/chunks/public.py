@@ -95,15 +95,18 @@ def test_no_room(run):
 
 
 @problem("reuse")
-def test_the_positions_below(run):
-    """Positions 0 to 7; the previous layer kept 1 4 7: return the slots 1 4 7."""
-    slots = run("chosen", tokens=torch.arange(8), below=tensor([[[1, 4, 7]]]))
-    same(slots, tensor([[[1, 4, 7]]]), "the slots")
+def test_two_layers_share(run):
+    """reuse = 2: layer 0 chooses the slots 1 4 7 of 80 for both layers. Layer 1 is not asked."""
+    got = run("compressed", choices=[tensor([[[1, 4, 7]]]), tensor([[[0, 2, 3]]])], tokens=80, reuse=2)
+    for layer, kept in enumerate(got["kept"]):
+        same(kept, tensor([[[1, 4, 7]]]).int(), f"the positions in layer {layer}")
+    same(got["asked"], [0], "the layers whose `chosen` was called")
 
 
 @problem("reuse")
-def test_heads_of_unlike_length(run):
-    """Positions 10 to 15; two heads of the previous layer kept 10 12 15 and 11 14: 0 2 5 and 1 4 −1."""
-    below = tensor([[[10, 12, 15], [11, 14, -1]]])
-    slots = run("chosen", tokens=torch.arange(10, 16), below=below)
-    same(slots, tensor([[[0, 2, 5], [1, 4, -1]]]), "the slots")
+def test_each_layer_for_itself(run):
+    """reuse = 1: every layer keeps its own choice."""
+    choices = [tensor([[[1, 4]]]), tensor([[[0, 2]]])]
+    got = run("compressed", choices=choices, tokens=80, reuse=1)
+    for layer, (kept, choice) in enumerate(zip(got["kept"], choices)):
+        same(kept, choice.int(), f"the positions in layer {layer}")

@@ -29,13 +29,13 @@
 #
 # | check | function | file | points |
 # |---|---|---|---|
-# | `hash` | `Sketch.number` | `methods/count_sketch.py` | 2 |
-# | `slots` | `Sketch.bucket` | `methods/count_sketch.py` | 1 |
-# | `insert` | `Sketch.insert` | `methods/count_sketch.py` | 4 |
-# | `median` | `Sketch.median` | `methods/count_sketch.py` | 2 |
+# | `hash` | `Sketch.number` | `methods/baselines/count_sketch.py` | 2 |
+# | `slots` | `Sketch.bucket` | `methods/baselines/count_sketch.py` | 1 |
+# | `insert` | `Sketch.insert` | `methods/baselines/count_sketch.py` | 4 |
+# | `median` | `Sketch.median` | `methods/baselines/count_sketch.py` | 2 |
 # | `variance` | `collision_variance` | `methods/theory/sketch_error.py` | 2 |
 # | `load` | `load` | `methods/theory/sketch_error.py` | 1 |
-# | `means` | `MeanSketch.means` | `methods/kv_reviver_mean.py` | 2 |
+# | `means` | `MeanSketch.means` | `methods/ours/kv_reviver_mean.py` | 2 |
 # | `shrink` | `ShrunkSketch.centred` | `methods/ours/kv_reviver_shrunk.py` | 4 |
 #
 # **Read first:** KVReviver (Yuan et al., preprint), the section on the sketch, Algorithms 1 and 2; the docstrings of the four files. Count sketches go back to Charikar, Chen and Farach-Colton (2002).
@@ -195,16 +195,16 @@ check("shrink")
 
 # %%
 import torch
-from methods.count_sketch import Sketch
-from methods.kv_reviver_mean import MeanSketch
+from methods.baselines.count_sketch import Sketch
+from methods.ours.kv_reviver_mean import MeanSketch
 from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import collision_variance, relative_error
 from nanollm import TINY, tokenizer
-from nanollm.hf import checkpoint
-from nanollm.measure import evaluate
+from nanollm import checkpoint
+from lab import evaluate
 from nanollm.cache import make_cache
-from nanollm.measure.tasks import Tasks
-from nanollm.measure.replay import Recorder, record
+from lab.tasks import Tasks
+from lab.replay import Recorder, record
 
 torch.set_grad_enabled(False)
 model, tasks = checkpoint.from_hf(TINY), Tasks(tokenizer.load(TINY / "tokenizer.tiktoken"), "test")
@@ -227,11 +227,11 @@ for N in (768, 384, 192, 96, 48, 24, 15):
 # The last cell, under a minute, compares caches that all have the bytes of a quarter of the entries. *forgets* is KVReviver without a sketch: all bytes hold exact tokens. *KL* measures how far predictions move from the full cache's, in nats, mean over 32 texts: lower is better. *labels* is the fraction of 48 few-shot prompts answered. In brackets: the difference to *forgets* ± its standard error, taken text by text. Believe a difference of more than two standard errors.
 
 # %%
-from methods.h2o import H2O
+from methods.baselines.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.ours.kv_reviver_shrunk import ShrunkReviver
-from nanollm.measure.benchmark import Benchmark, replayed_or_read
-from nanollm.measure.evaluate import continuation, maker, retrieve, standard_error
+from lab.benchmark import Benchmark, replayed_or_read
+from lab.evaluate import continuation, maker, retrieve, standard_error
 
 prompts = tasks.batch("few_shot", 0, 48, 512)
 bench = Benchmark.read(model, dict(labels=prompts), evaluate.text_windows(tasks, 32, 512))

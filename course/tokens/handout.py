@@ -3,7 +3,7 @@
 #
 # **3 to 5 hours; 15 points by tests, and 3 for the written question.**
 #
-# SnapKV throws away fifteen of every sixteen entries and still answers 31 of 32 prompts that hide a fact, if the question is part of the prompt (`python -m nanollm --all`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
+# SnapKV throws away fifteen of every sixteen entries and still answers all 32 prompts that hide a fact, if the question is part of the prompt (`python -m nanollm --methods full snap_kv --keep 6.25`). Here you write it, and two methods that try to choose better: AdaKV and CriticalKV.
 #
 # ## The idea
 #
@@ -30,13 +30,13 @@
 # | `window_scores` | `window_scores` | `nanollm/window.py` | 1 |
 # | `pool` | `max_pool` | `nanollm/window.py` | 1 |
 # | `top` | `top` | `nanollm/ranking.py` | 2 |
-# | `shares` | `shared` | `methods/ada_kv.py` | 4 |
+# | `shares` | `shared` | `methods/baselines/ada_kv.py` | 4 |
 # | `norms` | `value_norms` | `methods/critical_kv.py` | 2 |
 # | `two_stage` | `two_stage` | `methods/critical_kv.py` | 1 |
 # | `critical` | `Critical.__call__` | `methods/critical_kv.py` | 3 |
 # | `theta` | `theta` | `methods/ours/theta.py` | 1 |
 #
-# **Read first:** SnapKV ([arXiv 2404.14469](https://arxiv.org/abs/2404.14469)), section 4; AdaKV ([arXiv 2407.11550](https://arxiv.org/abs/2407.11550)), section 3; CriticalKV ([arXiv 2502.03805](https://arxiv.org/abs/2502.03805)), sections 3 and 4. Then `nanollm/window.py` and the docstrings of `methods/ada_kv.py` and `methods/critical_kv.py`.
+# **Read first:** SnapKV ([arXiv 2404.14469](https://arxiv.org/abs/2404.14469)), section 4; AdaKV ([arXiv 2407.11550](https://arxiv.org/abs/2407.11550)), section 3; CriticalKV ([arXiv 2502.03805](https://arxiv.org/abs/2502.03805)), sections 3 and 4. Then `nanollm/window.py` and the docstrings of `methods/baselines/ada_kv.py` and `methods/critical_kv.py`.
 #
 # ## How to check it
 #
@@ -92,7 +92,7 @@ check("pool")
 check("top")
 
 # %% [markdown]
-# ## 4. `shared` in `methods/ada_kv.py` (4 points, check `shares`)
+# ## 4. `shared` in `methods/baselines/ada_kv.py` (4 points, check `shares`)
 #
 # `score` is (B, H, S): the pooled window scores of a layer's heads. `mean` is a whole number m, 0 ≤ m ≤ S: entries per head on average. `floor` is f, from 0 to 1. Return how many entries each head gets, (B, H), `torch.int64`. Each row of the batch sums to H · m.
 #
@@ -175,7 +175,7 @@ check("theta")
 #
 # 1. Aware, at 6 %: does AdaKV find more needles and pairs than SnapKV, fewer, or as many?
 # 2. CriticalKV's selection chooses by a bound on L1. Does it lower L1?
-# 3. Does it find more or fewer answers than SnapKV, if the question is known (aware)? The last rows of the output show the differences, as means of the three tasks. Remember which stage pools.
+# 3. Does it find more or fewer answers than SnapKV, if the question is known (aware)? The second cell prints the differences, as means over the documents of the three tasks. Remember which stage pools.
 #
 # Your prediction:
 #
@@ -185,10 +185,26 @@ check("theta")
 import subprocess
 import sys
 
-command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --keep 25 6 --documents 16"
+command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --keep 25 6 --documents 16 --json rows.json"
 subprocess.run([sys.executable, *command.split()]);
 
+# %%
+import json
+from statistics import fmean, stdev
+
+rows = {(row["method"], row["keep_ratio"]): row["each"] for row in json.load(open("rows.json"))}
+kinds = {"aware": ["needle_aware", "pairs_aware", "few_shot_aware"],
+         "agnostic": ["needle_agnostic", "pairs_agnostic", "few_shot_agnostic"],
+         "KL": ["kl"], "L1": ["l1_alone"]}
+for method, keep in [(method, keep) for method in ("ada_kv", "snap_kv+critical") for keep in (0.25, 0.06)]:
+    print(f"{method:18}{keep:4.0%}", end="")
+    for kind, columns in kinds.items():
+        gains = [x - y for column in columns
+                 for x, y in zip(rows[method, keep][column], rows["snap_kv", keep][column])]
+        print(f"   {kind} {fmean(gains):+.3f} ±{stdev(gains) / len(gains) ** 0.5:.3f}", end="")
+    print()
+
 # %% [markdown]
-# What you measured, where your prediction was wrong, and why, in at most ten sentences. The last rows compare SnapKV with and without CriticalKV's selection on the same documents, ± one standard error. A difference counts if it exceeds two of them. For AdaKV use the standard error above the table.
+# What you measured, where your prediction was wrong, and why, in at most ten sentences. The second cell compares each method with SnapKV on the same documents, ± one standard error. A difference counts if it exceeds two of them.
 #
 #

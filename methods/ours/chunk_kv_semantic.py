@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import Chunks
-from methods.snap_kv import SnapKV
 from nanollm.window import Selection, WindowCache
 
 
@@ -32,7 +32,7 @@ class SemanticChunks(Chunks):
         if known < cache.seen:
             raise ValueError(f"chunk ends are known for {known} of the prompt's {cache.seen} tokens; "
                              "call nanollm.generate.tell_chunk_ends(caches, ends) for all of them")
-        longest = min(self.chunk_size, cache.budget - cache.window_size)
+        longest = min(self.chunk_size, cache.room)
         ends = ends[:, :scores.shape[-1]].to(scores.device)
         return cut_at(ends, longest).unsqueeze(1).expand(scores.shape)
 

@@ -22,7 +22,7 @@ import math
 import torch
 from torch import Tensor
 
-from methods.count_sketch import Sketch
+from methods.baselines.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
 from nanollm.cache import Stored
 
@@ -114,10 +114,6 @@ class SignedReviver(KVReviver):
         grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)
         y, p = self.sketch.attend(grouped, self.k, self.v, self.vague_tokens())
         return y.view_as(q), p.unsqueeze(3)
-
-    def kernel_input(self) -> tuple:
-        tokens = self.vague_tokens()
-        return self.sketch.centred(self.sketch.bucket(tokens), self.sketch.signs(tokens))
 
 
 @dataclass(eq=False)

@@ -7,8 +7,8 @@ stay exact.
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
 
-Heads may keep different numbers of entries. If a method compresses again (methods/compress_again.py), rounded
-entries are rounded again.
+Heads may keep different numbers of entries. If a method compresses again (compress_again.py), rounded entries
+are rounded again.
 """
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.kvzip import KVzip
-from methods.quantized import pack, quantise, unpack
-from methods.snap_kv import SnapKV
+from methods.baselines.kvzip import KVzip
+from methods.baselines.quantized import pack, quantise, unpack
+from methods.baselines.snap_kv import SnapKV
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 
@@ -36,8 +36,8 @@ class Rounded(PackedCache):
         if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
             raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for no rounding")
 
-    def link(self, model, layer: int, previous):
-        super().link(model, layer, previous)
+    def link(self, model, layer: int):
+        super().link(model, layer)
         D = self.w_o.shape[-1]
         if D % 8 or D % min(GROUP, D):
             raise ValueError(f"head dim {D} must be a multiple of 8, and of {GROUP} if it is larger; "

@@ -9,8 +9,8 @@ other selection can choose the kept entries.
     β:   Σ_t exp(q_t·k̄/√D + β − log Z_t) = Σ_t Σ_{i gone} α_{t,i},   Z_t the partition sum of the full cache
 
 Of the selections by the window's attention that we measured, none changes the attention output less. So it
-tests whether a smaller change means better text, as Appendix I of CriticalKV (arXiv 2502.03805) argues. The
-numbers come from `experiments/change_and_text.py`.
+tests whether a smaller change means better text, as Appendix I of CriticalKV (arXiv 2502.03805) argues (claim
+P10).
 
 Two approximations:
 - Keys are stored rotated, so the keys of distant tokens partly cancel in the mean.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.snap_kv import HighestScores, SnapKV
+from methods.baselines.snap_kv import HighestScores, SnapKV
 from nanollm.attention import visible
 from nanollm.check import whole
 from nanollm.window import Selection, WindowCache
@@ -91,9 +91,11 @@ def reach(cache: WindowCache, key: Tensor) -> Tensor:
 
     The sum is over the window's queries of all query heads of the group.
     """
-    q = cache.queries * key.shape[-1] ** -0.5
-    seen = visible(cache.pos, None, cache.pos[:, 0, -cache.window_size:]).unsqueeze(2)
-    log_z = (q @ cache.k.unsqueeze(2).mT).masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True)
+    q, keys, _ = cache.observed()
+    q = q * key.shape[-1] ** -0.5
+    token = torch.arange(keys.shape[2], device=q.device)[None]
+    seen = visible(token[:, None], None, token[:, -q.shape[3]:]).unsqueeze(2)
+    log_z = (q @ keys.unsqueeze(2).mT).masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True)
     return (q @ key.unsqueeze(2).mT - log_z).logsumexp((2, 3))
 
 

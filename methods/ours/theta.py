@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from methods.baselines.snap_kv import SnapKV
 from methods.critical_kv import part_of, two_stage, value_norms
-from methods.snap_kv import SnapKV
 from nanollm.check import whole
 from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache, window_rows
@@ -36,11 +36,12 @@ class LeastTheta(Selection):
 
     def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
         # (B, H, G, S): the window's entries stay, and their weight counts too
-        weights = window_rows(cache.queries, cache.k).mean(3, dtype=scores.dtype)
+        weights = window_rows(*cache.observed())[..., :cache.length].mean(3, dtype=scores.dtype)
         if self.pooled:
             weights = torch.cat((cache.pool(scores), weights[..., scores.shape[-1]:]), -1)
             weights = weights / weights.sum(-1, keepdim=True)
-        return least_theta(weights, value_norms(cache.v, cache.w_o), budget, cache.window_size, self.steps)
+        window_size = cache.length - cache.before
+        return least_theta(weights, value_norms(cache.v, cache.w_o), budget, window_size, self.steps)
 
 
 def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window_size: int, steps: int = 4,

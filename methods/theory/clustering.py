@@ -1,20 +1,13 @@
-"""Measure SubGen's estimate of tensor attention: error, bias, bytes and clusters.
+"""Compute the constants that SubGen's lemmas leave open, and how many clusters keys can form.
 
 The paper is Chen et al., arXiv 2503.11108. Its Lemmas 5.1 (SubGen4Cache) and 5.2 (SubGen2Cache) bound the
-error, but leave the constants open; `sizes` computes them (claims T9 and T10). `most_clusters` and `growth`
-test section 6: in few dimensions keys form few clusters, so memory stops growing (T11 and T12). The other
-functions measure on random keys and values. The module prints nothing; notebook 04 shows its results.
+error of tensor attention from samples; `sizes` computes their constants (claims T9 and T10). `most_clusters`
+repairs section 6: in few dimensions keys form few clusters, so memory stops growing (T11 and T12).
 """
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
-
-from methods.sub_gen import SubGen2Cache, SubGen4Cache
-
-# ---- exact values, estimates, errors -----------------------------------------------------------------------
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,35 +21,6 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     e = ((k1 * q.double()) @ k2.T).exp()
     spectral = torch.linalg.matrix_norm((v1.T @ v1) * (v2.T @ v2), 2) ** 0.5
     return (v1 * (e @ v2)).sum(0), e.sum(), e.norm() / e.sum() * spectral
-
-
-def estimates(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, **options) -> tuple[Tensor, Tensor, int]:
-    """Return a Cache's estimates of z (runs, D) and τ (runs, 1), and the bytes of one cache.
-
-    The runs are the rows of one batch; their random draws are independent.
-    """
-    cache = Cache(**options, scale=1.0)
-    cache.write(k.expand(runs, 1, -1, -1), v.expand(runs, 1, -1, -1), torch.arange(len(k))[None])
-    z, tau, top = cache.estimate(q.expand(runs, 1, -1, -1))
-    z, tau = z * top.exp(), tau * top.exp()
-    return z[:, 0, 0].double(), tau[:, 0, 0].double(), cache.bytes()[0] // runs
-
-
-def errors(Cache, q: Tensor, k: Tensor, v: Tensor, runs: int, rows: int = 1000,
-           **options) -> tuple[Tensor, int]:
-    """Return each run's error ‖z/τ − o‖ in the lemmas' unit, (runs,), and a cache's bytes.
-
-    o is the exact output. `rows` runs are computed at a time.
-    """
-    z, tau, unit = exact(q, k, v)
-    batches = []
-    for seed in range(runs // rows):
-        zs, taus, cache_bytes = estimates(Cache, q, k, v, rows, seed=seed, **options)
-        batches.append((zs / taus - z / tau).norm(dim=-1) / unit)
-    return torch.cat(batches), cache_bytes
-
-
-# ---- constants that the lemmas leave open ------------------------------------------------------------------
 
 
 def sizes(eps: float, half: float, v1: Tensor, v2: Tensor | None = None, p: float = 0.01) -> tuple[int, int]:
@@ -123,95 +87,3 @@ def most_clusters(D: int, radius: float) -> float:
     diameter e/3, from (3/δ)^D at δ = e/3. But that is (9/e)^D, and it counts balls of radius δ.
     """
     return (1 + 2 / radius) ** D
-
-
-# ---- random tokens, and the measurements -------------------------------------------------------------------
-
-
-def in_ball(n: int, d: int, generator: torch.Generator) -> Tensor:
-    """Return n points (n, d), uniform in the unit ball."""
-    direction = normalize(torch.randn(n, d, generator=generator), dim=-1)
-    return direction * torch.rand(n, 1, generator=generator) ** (1 / d)
-
-
-def text(n: int, d: int, tail: float = 0.0, tight: bool = False, seed: int = 0,
-         norm: float = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random keys and values k, v (n, 2d), and a query q (1, d) with norm `norm`.
-
-    Keys are uniform in the unit ball or, if `tight`, form 8 tight clusters a side. Values have mean 1, times
-    a factor e^(tail·x) for each token, with x standard normal.
-    """
-    generator = torch.Generator().manual_seed(n + d + 1000 * seed)
-    k = torch.cat((in_ball(n, d, generator), in_ball(n, d, generator)), 1)
-    if tight:
-        centres = [in_ball(8, d, generator)[torch.randint(8, (n,), generator=generator)] for _ in range(2)]
-        k = 0.1 * k + 0.9 * torch.cat(centres, 1)
-    v = 1 + torch.randn(n, 2 * d, generator=generator)
-    v = v * (tail * torch.randn(n, 1, generator=generator)).exp()
-    return k, v, norm * normalize(torch.randn(1, d, generator=generator), dim=-1)
-
-
-def clusters_of_text(n: int, d: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return k, v (n, 2d) with four tight clusters a side, q (1, d) of norm 2, and the radius δ."""
-    generator = torch.Generator().manual_seed(5)
-    k = torch.cat([0.8 * in_ball(4, d, generator)[torch.arange(n) % 4] + 0.01 * in_ball(n, d, generator)
-                   for _ in range(2)], 1)
-    v = 1 + torch.randn(n, 2 * d, generator=generator)
-    return k, v, 2 * normalize(torch.randn(1, d, generator=generator), dim=-1), 0.02
-
-
-def biases(Cache, q: Tensor, k: Tensor, v: Tensor, samples, runs: int, **options) -> Tensor:
-    """Return mean estimate / exact value and its standard error, (len(samples), 3, 2).
-
-    The three rows are z, τ and z/τ; the components of z and z/τ are summed first. samples: values of t. The
-    mean is over `runs` runs.
-    """
-    z, tau, _ = exact(q, k, v)
-    statistics = []
-    for t in samples:
-        zs, taus, _ = estimates(Cache, q, k, v, runs, samples=t, **options)
-        ratios = zs.sum(1) / z.sum(), taus[:, 0] / tau, (zs / taus).sum(1) / (z / tau).sum()
-        statistics.append([(x.mean(), x.std() / runs ** 0.5) for x in ratios])
-    return torch.tensor(statistics)
-
-
-def error_over_bytes(n: int, delta: float = 0.9, texts: int = 6, runs: int = 8, **text_options):
-    """Return {name: (sizes, texts, 2)} of KB and rms error, and the exact cache's KB.
-
-    The names are the caches and a simple baseline, "random tokens": it keeps as many random tokens as fit
-    into the bytes of SubGen4Cache, and attends to all their pairs.
-    """
-    measured = {}
-    token_bytes = 4 * (4 * 3 + 1)  # two keys, two values, a position
-    Caches = (SubGen2Cache, SubGen4Cache) if n <= 256 else (SubGen4Cache,)
-    for seed in range(texts):
-        k, v, q = text(n, 3, seed=seed, **text_options)
-        z, tau, unit = exact(q, k, v)
-        for Cache in Caches:
-            for s, t in ((10, 1), (30, 2), (100, 4), (300, 8), (1000, 16)):
-                zs, taus, cache_bytes = estimates(Cache, q, k, v, runs, radius=delta, samples=t, draws=s)
-                outputs = {Cache.__name__: zs / taus}
-                budget = cache_bytes // token_bytes
-                if Cache is SubGen4Cache and budget < n:
-                    subsets = (torch.randperm(n, generator=torch.Generator().manual_seed(run))[:budget]
-                               for run in range(runs))
-                    parts = [exact(q, k[i], v[i])[:2] for i in subsets]
-                    outputs["random tokens"] = torch.stack([part_z / part_tau for part_z, part_tau in parts])
-                for name, y in outputs.items():
-                    rms = ((y - z / tau).norm(dim=-1) / unit).square().mean().sqrt().item()
-                    measured.setdefault(name, {}).setdefault(s, []).append((cache_bytes / 1e3, rms))
-    return {name: np.array([*points.values()]) for name, points in measured.items()}, n * token_bytes / 1e3
-
-
-def growth(d: int, lengths, radius: float = math.e / 3, samples: int = 8, draws: int = 100):
-    """Return the clusters of k₁ and a SubGen4Cache's KB after each number of tokens.
-
-    `lengths` are the numbers of tokens. Keys are uniform in the unit ball.
-    """
-    k, v, _ = text(int(lengths[-1]), d)
-    cache, clusters, kilobytes = SubGen4Cache(radius, samples, draws), [], []
-    for start, end in zip((0, *lengths), lengths):
-        cache.write(k[None, None, start:end], v[None, None, start:end], torch.arange(start, end)[None])
-        clusters.append(int((cache.streams[0].count > 0).sum()))
-        kilobytes.append(cache.bytes()[0] / 1e3)
-    return clusters, kilobytes

@@ -5,10 +5,10 @@
 3. Theorem 4.1/B.2: the drift of the tokens under a budget (S6). λ_Q is the largest singular value of W_Q.
    The theorem's condition is λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K) ≤ 1/2.
 4. Theorem B.3: the mass that eviction loses if the weights follow a power law (S5).
+5. The persistence ratio and the power law's exponent of given attention weights (S7).
 
 The paper is Liu et al., NeurIPS 2023, arXiv 2305.17118. Mass is the sum of some attention weights. Docstrings
-and comments say where the paper's formulas are wrong. This file prints nothing: notebook 03 plots the bounds,
-and tests/theory/test_persistence.py checks them. persistence_measured.py measures a trained decoder.
+and comments say where the paper's formulas are wrong.
 """
 from dataclasses import dataclass
 import math
@@ -92,25 +92,6 @@ def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, s
         kept = torch.cat((kept, torch.tensor([t - 1])))
 
     return x, torch.stack(lost)
-
-
-def softmax_spread(sharpness: float, draws: int = 10) -> tuple[float, float]:
-    """Return max/min attention weight and the most mass lost if λ_Q λ_K = sharpness.
-
-    Weights are the softmax of Eq. 5. Theorem B.2's condition holds with equality. The ratio is that of 399
-    weights; the budget is 100 keys. Tokens have norm 1, because longer tokens spread the weights more. Both
-    numbers are means over `draws` Gaussian layers of 32 dimensions.
-    """
-    results, root = [], sharpness ** 0.5
-    for seed in range(draws):
-        generator = torch.Generator().manual_seed(seed)
-        layer = OneLayer.draw(32, 32, 64, (root, root, 0.4, 1 / (1 + sharpness), 0.5, 0.5), generator)
-        start = F.normalize(torch.randn(100, 32, dtype=torch.float64, generator=generator), dim=-1)
-
-        x, lost = rollout(layer, start, 400, budget=100, normalise=True)
-        weight = layer.weights(x)
-        results.append((weight.max() / weight.min(), lost.max()))
-    return tuple(torch.tensor(results).mean(0).tolist())
 
 
 # ---- 2. Theorem B.1: persistence ---------------------------------------------------------------------------
@@ -339,3 +320,58 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
 def best_bound(beta: float, k: float, u: float, n: int) -> float:
     """Return the lowest `repaired_bound` over 39 values of ε."""
     return min(repaired_bound(beta, k, u, beta * i / 40, n) for i in range(1, 40))
+
+
+# ---- 5. what is observed in attention weights (Section 3, Appendix A) --------------------------------------
+
+
+def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
+    """Return Section 3.2's persistence ratio of weights p (..., T, T), and chance; (...) each.
+
+    A token is pivotal to query t = 1 … T if its weight exceeds times/t and the query is at least `distance`
+    tokens later. The paper has times = 1. Take the tokens that are pivotal to a query of the second half. The
+    ratio is the fraction of them that was pivotal to a query of the first half; nan if there are none. Chance
+    is this fraction of all tokens. Only the first T/2 − distance tokens count: later ones have no query in
+    the first half that is far enough behind.
+    """
+    T = p.shape[-1]
+    half, position = T // 2, torch.arange(T, device=p.device)
+    if not 0 <= distance < half:
+        raise ValueError(f"distance is {distance}; it must be at least 0 and below half of the {T} queries")
+
+    pivotal = (p > times / (position + 1)[:, None]) & (position[:, None] - position >= distance)
+    pivotal = pivotal[..., :half - distance]
+    first, second = pivotal[..., :half, :].any(-2), pivotal[..., half:, :].any(-2)
+    return (first & second).sum(-1) / second.sum(-1), first.float().mean(-1)
+
+
+def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
+    """Return the weights above 0 of the last queries of p (..., T, T), in units of 1/t: (n,).
+
+    If there are more than `most`, only every second, third, … of them, so that n ≤ most.
+    """
+    t = torch.arange(p.shape[-1] - last, p.shape[-1], device=p.device)[:, None] + 1
+    x = p[..., -last:, :] * t
+    x = x[x > 0]
+    return x[::math.ceil(len(x) / most)]
+
+
+def tail_exponent(x: Tensor, candidates: int = 100) -> float:
+    """Return k of the power law x^{−k} that fits the largest values of x (N,) best.
+
+    Maximum likelihood gives k = 1 + n/Σ ln(x_i/least) for the n values from `least` on. Of the candidates for
+    `least`, the one with the smallest Kolmogorov-Smirnov distance counts (Clauset, Shalizi and Newman 2009,
+    arXiv 0706.1062, Eq. 3.1 and Section 3.3). ValueError unless x has at least 100 values, all positive.
+    """
+    x = x.double().sort().values
+    if len(x) < 100 or not (x > 0).all():
+        raise ValueError(f"x has {len(x)} values, {int((x > 0).sum())} of them positive; "
+                         "give at least 100 values, all positive")
+    log, fits = x.log(), []
+    for start in torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique().tolist():
+        above = log[start:] - log[start]  # ln(x_i/least)
+        n = len(above)
+        k = 1 + n / above.sum().item()
+        fit, rank = 1 - (above * (1 - k)).exp(), torch.arange(n + 1, dtype=x.dtype, device=x.device) / n
+        fits.append((torch.maximum((fit - rank[:-1]).abs(), (fit - rank[1:]).abs()).max().item(), k))
+    return min(fits)[1]

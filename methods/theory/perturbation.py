@@ -2,7 +2,7 @@
 
 The paper is arXiv 2502.03805 (claims P1 to P4, P6, P9). L is the change of a head's output after eviction.
 θ, θ̂ and θ̂_relax bound it; θ (Theorem 2) is in methods/ours/theta.py. Docstrings say where a theorem needs a
-condition or another sign. This file prints nothing: tests/theory/test_perturbation.py checks it.
+condition or another sign.
 
 Weights A and norms ‖𝒱‖₁ are (..., n). A set of entries is a mask (..., n); its weight must be above 0.
 """

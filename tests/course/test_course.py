@@ -1,123 +1,121 @@
-"""The course's commands: copies, points, error messages; submissions that are empty, broken or hostile."""
+"""The course: copies, points, messages; its tests accept right solutions and catch planted mistakes."""
 import csv
+from importlib import import_module
 import json
-import os
-from pathlib import Path
 import re
-import resource
-import shutil
-import subprocess
-import sys
-import sysconfig
-import textwrap
-import venv
 
 import pytest
 
 from course import command
 from course.assignments import ASSIGNMENTS, PROBLEMS
 from course.functions import emptied, imported, place, spliced
-from course.grader import copy, handed_in
-from course.make import make
-from course.sandbox import LIMITS
-from forks import Forks
-from wrong.attacks import ATTACKS, HELPERS
-
-ROOT = Path(__file__).parents[2]
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="without Landlock only the audit hook protects us")
+from course.grader import cases, failure, handed_in
+from course.make import COMMAND_LIST, make
+from planted import ROOT, body, direct, planted
 
 
-@pytest.fixture(scope="module")
-def course():
-    """Return course(*words), which runs `python -m nanollm`: exit code, stdout, stderr."""
-    with Forks(OMP_NUM_THREADS="1") as forks:
-        def course(*args, cwd=ROOT):
-            done = forks.run("python", "-m", "nanollm", *args, cwd=cwd)
-            return done.returncode, done.stdout, done.stderr
-        yield course
+def graded(folder, file, *words) -> dict[str, list[dict]]:
+    """Grade a submission and return the tests in results.json, by problem."""
+    command.main(["grade", str(folder), "--json", str(file), *words])
+    tests = json.loads(file.read_text())["tests"]
+    return {name: [test for test in tests if test["extra_data"]["problem"] == name] for name in
+            dict.fromkeys(test["extra_data"]["problem"] for test in tests)}
 
 
 @pytest.fixture(scope="module")
-def graded(course):
-    """Return graded(folder, file), which grades a submission: the tests in results.json, by problem."""
-    def graded(folder, file, *args) -> dict[str, list[dict]]:
-        code, _, error = course("course", "grade", folder, "--json", file, *args)
-        assert code == 0, error
-        tests = json.loads(file.read_text())["tests"]
-        return {name: [test for test in tests if test["extra_data"]["problem"] == name] for name in
-                dict.fromkeys(test["extra_data"]["problem"] for test in tests)}
-    return graded
-
-
-@pytest.fixture(scope="module")
-def handed_out(tmp_path_factory, course):
+def handed_out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("course") / "copy"
-    assert course("course", "make", folder)[0] == 0
+    make(folder, [*ASSIGNMENTS])
     return folder
 
 
-def test_an_untouched_copy_has_no_points(graded, handed_out, tmp_path):
-    """Of one assignment. In test_course_wrong.py every test refuses an empty function."""
+def test_an_untouched_copy_has_no_points(handed_out, tmp_path):
+    """Of one assignment. In another test below every test refuses an empty function."""
     own = {name: problem for name, problem in PROBLEMS.items() if name.startswith("cache.")}
-    tests = graded(handed_out, tmp_path / "results.json", "--csv", tmp_path / "points.csv", "--only", "cache")
+    points = tmp_path / "points.csv"
+    tests = graded(handed_out, tmp_path / "results.json", "--csv", str(points), "--only", "cache")
     assert tests.keys() == own.keys()
     for name, problem in own.items():
         source = (handed_out / problem.file).read_text()
-        function = source.split("\n")[slice(*place(source, problem.function))]
+        function = source.split("\n")[place(source, problem.function)]
         line = 1 + next(i for i, text in enumerate(function) if "raise NotImplementedError" in text)
         for test in tests[name]:
             assert test["status"] == "failed" and test["score"] == 0, test["name"]
             assert f"NotImplementedError (line {line} of " in test["output"], test
-    header, row = csv.reader((tmp_path / "points.csv").open())
+    header, row = csv.reader(points.open())
     assert header == ["submission", *own, "total"] and row == ["copy", *["0.00"] * (len(own) + 1)]
 
 
-def test_the_repository_has_all_points(graded, tmp_path):
+def test_the_repository_has_all_points(tmp_path):
     tests = graded(ROOT, tmp_path / "results.json")
     for name, problem in PROBLEMS.items():
+        assert all(test["status"] == "passed" and test["output"] == "" for test in tests[name]), tests[name]
         assert sum(test["score"] for test in tests[name]) == pytest.approx(problem.points), name
         assert sum(test["max_score"] for test in tests[name]) == pytest.approx(problem.points)
         assert {test["visibility"] for test in tests[name]} == {"visible", "after_published"}
-        assert all(test["status"] == "passed" and test["output"] == "" for test in tests[name])
 
 
-def attacked(folder, sentinel):
-    """Write a submission: the repository's files with the attacks as bodies."""
-    for name, body in ATTACKS.items():
-        problem, empty = PROBLEMS[name], r"^( +)raise NotImplementedError$"
-        file = folder / problem.file
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            paths = f"ROOT, SENTINEL, SUBMISSION = {str(ROOT)!r}, {str(sentinel)!r}, {str(folder)!r}\n"
-            file.write_text((ROOT / problem.file).read_text() + HELPERS + paths)
-        file.write_text(re.sub(empty, lambda found: textwrap.indent(textwrap.dedent(body), found[1]),
-                               emptied(file.read_text(), [problem.function]), flags=re.M))
+FAULTY = {
+    "grid": "while True: pass",
+    "chunk_scores": "import os; os._exit(0)",
+    "ranking": "order = score.argsort(-1); score.zero_(); return order",
+    "cut_to": "import sys; tests = [x for x in sys.modules if x.endswith(('hidden', 'public'))]; "
+              "print('passed'); raise ValueError(f'{tests}\\x1b[2J' + 10 ** 6 * 'x')",
+    "fit": "return torch.nn.Linear",
+    "reuse": "return torch.ones(10 ** 11, dtype=torch.uint8)",
+}
 
 
-@LINUX
-def test_attacks_cost_their_own_problem_only(graded, tmp_path):
-    sentinel, folder = ROOT / "course" / f"sentinel-{os.getpid()}", tmp_path / "attacker"
-    sentinel.write_text("here")
-    try:
-        attacked(folder, sentinel)
-        before = {path: path.stat().st_mtime_ns for path in [sentinel, *folder.rglob("*")]}
-        tests = graded(folder, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "2")
-        assert {path: path.stat().st_mtime_ns for path in before} == before
-        assert sentinel.read_text() == "here"
-    finally:
-        sentinel.unlink()
+def test_a_fault_costs_its_own_problem_only(tmp_path):
+    """Functions that never end, end the process, or return something odd, beside right ones of `sketch`."""
+    for name, problem in PROBLEMS.items():
+        if name.startswith(("chunks", "sketch")):
+            (tmp_path / problem.file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / problem.file).write_text((ROOT / problem.file).read_text())
+    file = tmp_path / "methods/chunk_kv.py"
+    for name, text in FAULTY.items():
+        empty = emptied(file.read_text(), [PROBLEMS[f"chunks.{name}"].function])
+        file.write_text(empty.replace("raise NotImplementedError", text))
+    tests = graded(tmp_path, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "4")
     for name, each in tests.items():
         points = sum(test["score"] for test in each)
-        assert points == pytest.approx(0 if name in ATTACKS else PROBLEMS[name].points), (name, each)
-    output = {name: {test["output"] for test in each} for name, each in tests.items()}
-    assert all("went through: []" in text for text in output["chunks.grid"]), output["chunks.grid"]
-    assert all(('File "' in test["output"]) == test["extra_data"]["public"] for test in tests["chunks.grid"])
-    assert all("in place" in text for text in output["chunks.ranking"])
-    assert all(re.search(r"\(line \d+ of insert\)", text) for text in output["sketch.insert"])
-    assert len(output["chunks.cut_to"]) == 2  # one call was stopped, and no other begun
-    assert all("more than 2 s" in text for name in ("chunks.cut_to", "chunks.fit") for text in output[name])
-    assert all(c.isprintable() or c == "\n" for each in output.values() for text in each for c in text)
-    assert max(len(text) for each in output.values() for text in each) <= 5000
+        assert points == pytest.approx(0 if "chunks" in name else PROBLEMS[name].points), (name, each)
+    output = {name: [test["output"] for test in tests[f"chunks.{name}"]] for name in FAULTY}
+    for name, says in dict(grid="more than 4 s", chunk_scores="the process ended", ranking="in place",
+                           cut_to="ValueError: []", fit="other than", reuse="allocate").items():
+        assert all(says in text for text in output[name]), output[name]
+    assert len({*output["grid"]}) == 2  # one call was stopped, and no other begun
+    for test in tests["chunks.cut_to"]:
+        assert len(test["output"]) <= 5000 and all(c.isprintable() or c == "\n" for c in test["output"])
+        assert ('File "methods/chunk_kv.py' in test["output"]) == test["extra_data"]["public"]
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_right_solutions_pass_and_wrong_ones_are_caught(name):
+    """Hidden tests catch every mistake; public tests catch some of each problem, but not all mistakes.
+
+    Every test refuses the function that students get.
+    """
+    run, wrong, only_hidden = direct(name), import_module(f"wrong.{name}").WRONG, []
+    problems = {problem.name: problem for problem in ASSIGNMENTS[name].problems}
+    assert {problem for problem, *_ in wrong} == problems.keys()
+    for problem, each in problems.items():
+        public, hidden = ([*cases(f"{name}.{problem}", file).values()] for file in ("public", "hidden"))
+        assert public and hidden
+        assert not any(failure(test, run) for test in public + hidden), problem
+        source = (ROOT / each.file).read_text()
+        right, empty = body(each, source), body(each, emptied(source, [each.function]))
+        empty += "\n        super()" * ("super()" in right)  # never run; keeps the code's free variable
+        with planted(each, right, empty):
+            assert all("NotImplementedError" in str(failure(test, run)) for test in public + hidden), problem
+        by_public = []
+        for _, mistake, old, new in (x for x in wrong if x[0] == problem):
+            with planted(each, old, new):
+                by_public.append(any(failure(test, run) for test in public))
+                assert any(failure(test, run) for test in hidden), (problem, mistake)
+        assert any(by_public) and len(by_public) >= 3, problem
+        only_hidden += [caught for caught in by_public if not caught]
+    assert only_hidden
 
 
 def test_points_by_hand(monkeypatch, capsys, tmp_path):
@@ -134,68 +132,10 @@ def test_points_by_hand(monkeypatch, capsys, tmp_path):
     assert [line.split()[:4] for line in command.table(tests).splitlines()] == [
         ["chunks", "4.5", "of", "5"], ["grid", "0.5", "of", "1"], ["✗", "a", "(hidden)"], ["x"], ["y"],
         ["cut_to", "4", "of", "4"]]
-    results = command.gradescope(tests)
-    assert command.is_results(json.dumps(results).encode())
-    assert [test["visibility"] for test in results["tests"]] == ["visible", "after_published", "visible"]
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:
         command.main(["check", "--only", "chunks"])
     assert done.value.code == 1 and "2 of 3 public" in capsys.readouterr().out
-
-
-def submission(folder: Path, more: str = "") -> Path:
-    (folder / "methods").mkdir(parents=True)
-    (folder / "methods" / "chunk_kv.py").write_text((ROOT / "methods" / "chunk_kv.py").read_text() + more)
-    return folder
-
-
-@pytest.fixture
-def points(tmp_path):
-    """Return points(folder), which grades chunks.grid: the row of the CSV."""
-    def points(folder):
-        command.main(["grade", str(folder), "--only", "chunks.grid", "--csv", str(tmp_path / "points.csv")])
-        _, row = csv.reader((tmp_path / "points.csv").open())
-        return row
-    return points
-
-
-NOSY = """
-right = grid
-def grid(place, size):
-    for file in FILES:
-        try:
-            open(file)
-        except OSError:
-            continue
-        raise RuntimeError(file)
-    return right(place, size)
-"""
-
-
-@LINUX
-def test_neither_the_shell_nor_an_editable_install_changes_points(monkeypatch, tmp_path, points):
-    """Points do not depend on PYTHONPATH, and a submission opens no hidden tests."""
-    (tmp_path / "safetensors.py").write_text("")  # would shadow the library
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    other = tmp_path / "other"
-    shutil.copytree(ROOT / "course", other / "course")
-    venv.create(tmp_path / "venv", symlinks=True)
-    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (packages / "editable.pth").write_text(f"{sysconfig.get_path('purelib')}\n{other}\n{ROOT}\n")
-    files = [str(root / "course" / "chunks" / "hidden.py") for root in (ROOT, other)]
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    monkeypatch.chdir(submission(tmp_path / os.fsdecode(b"n\xff"), f"{NOSY}FILES = {files}\n"))
-    assert points(".") == ["n\N{REPLACEMENT CHARACTER}", "1.00", *["0.00"] * 5, "1.00"]
-
-
-def test_no_room_for_a_copy_costs_no_points():
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, limits[1]))  # cache.py is larger, results are not
-    try:
-        with pytest.raises(OSError, match="cannot be written to /.*set TMPDIR"):
-            command.main(["grade", str(ROOT), "--only", "chunks.ranking"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
@@ -203,9 +143,10 @@ def test_a_copy_has_all_imports_and_no_solutions(name, tmp_path):
     each, handout = ASSIGNMENTS[name], (ROOT / "course" / name / "handout.py").read_text()
     make(tmp_path / "copy", [name])
     files = {str(path.relative_to(tmp_path / "copy")): path for path in (tmp_path / "copy").rglob("*.*")}
-    used = {file for source in (handout, *(path.read_text() for file, path in files.items() if ".py" in file))
-            for file in imported(source) if (ROOT / file).exists()} - {"course/make.py"}
-    assert used | {"methods/snap_kv.py", *each.beside, f"course/{name}/public.py"} <= files.keys()
+    sources = [path.read_text() for file, path in files.items() if ".py" in file and file != COMMAND_LIST]
+    used = {file for source in (handout, *sources) for file in imported(source) if (ROOT / file).exists()}
+    more = {"lab/compare.py", "methods/baselines/snap_kv.py", *each.beside, f"course/{name}/public.py"}
+    assert used - {"course/make.py"} | more <= files.keys()
     assert not [file for file in files if re.search(r"hidden\.py|answers|make|^kernels|^tests|stored", file)]
     assert [int(x) for x in re.findall(r"^# ## \d+\. `.*\((\d+) points?\b", handout, re.M)] == [
         problem.points for problem in each.problems]
@@ -222,59 +163,33 @@ def test_emptied_removes_everything_below_the_docstring(above):
     assert emptied(head + answer + rest, ["f"]) == head + "    raise NotImplementedError\n" + rest
 
 
-def test_the_submission_process_gets_no_tests(tmp_path):
-    copy(tmp_path, "chunks")
-    assert [*(tmp_path / "course").rglob("*.py")] == [tmp_path / "course" / "chunks" / "adapter.py"]
-
-
 def test_files_that_cannot_be_read(tmp_path):
-    file, secret = "methods/theory/sketch_error.py", tmp_path / "secret.py"
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    secret.write_text("x = 1")
-    for says, spoil in {"was not handed in": lambda: None, "is a link": lambda: path.symlink_to(secret),
-                        "UTF-8": lambda: path.write_bytes(b"'\xff'"),
-                        "not handed in": lambda: os.mkfifo(path),
-                        "megabyte": lambda: path.write_bytes(b"#" * 2 ** 21)}.items():
-        spoil()
+    path = tmp_path / "load.py"
+    for says, data in (("was not handed in", None), ("UTF-8", b"'\xff'")):
+        if data:
+            path.write_bytes(data)
         with pytest.raises(ValueError, match=says):
-            handed_in(tmp_path, file)
-        path.unlink(missing_ok=True)
+            handed_in(tmp_path, "load.py")
     path.write_bytes(b"\xef\xbb\xbfx = 1\r\n")
-    assert handed_in(tmp_path, file) == "x = 1\n"
-
-
-def test_a_submission_has_the_stated_limits(tmp_path):
-    script = ("import resource, sys; from course import sandbox;"
-              "sandbox.landlock = lambda: 0; sandbox.lock_in(sys.argv[1]);"  # which would refuse the question
-              "print(*resource.getrlimit(resource.RLIMIT_CPU), *resource.getrlimit(resource.RLIMIT_NOFILE))")
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    seconds, files = LIMITS["seconds"], LIMITS["files"]
-    assert done.stdout.split() == [*map(str, (seconds, seconds, files, files))], done.stderr
+    assert handed_in(tmp_path, "load.py") == "x = 1\n"
 
 
 TWO = "def f():\n    return {}\n\nclass A:\n    def g(self):\n        return {}\n"
 
 
-@pytest.mark.parametrize("theirs", [
-    "def f():\n    return (\n\nclass A:\n    def g(self,\n    ):\n        return 2\n",
-    "# \f\u2028\n" + TWO.format(9, 2), TWO.format(9, 2).replace("def f", "def h")])
-def test_one_function_of_a_file_that_is_broken_or_odd(theirs):
-    found = {}
-    exec(spliced(TWO.format(1, 0), theirs, "A.g", ["f"]), found)
-    assert (found["f"](), found["A"]().g()) == (1, 2)
-
-
-def test_a_function_keeps_its_own_decorators():
-    theirs = "@nowhere\n" + TWO.format(9, 2).replace("    def g", "    @property\n    def g")
+def test_one_function_of_a_file():
+    """Their A.g with its decorator and helper, and our f without the decorator of theirs."""
+    theirs = "# \f\u2028\nh = 2\n@nowhere\n" + TWO.format(9, "h").replace("    def", "    @property\n    def")
     found = {}
     exec(spliced(TWO.format(1, 0), theirs, "A.g", ["f"]), found)
     assert (found["f"](), found["A"]().g) == (1, 2)
+    for theirs, says in ((TWO.format("(", 2), "not valid Python.*line 2"), (TWO[:18], "no function A.g")):
+        with pytest.raises(ValueError, match=says):
+            spliced(TWO.format(1, 0), theirs, "A.g", ["f"])
 
 
-def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
-    header = ",".join(["submission", *(name for name in PROBLEMS if "chunks" in name), "total,written\n"])
-    foreign = {tmp_path / "tests.json": '{"tests": [{"name": "grid"}]}', tmp_path / "points.csv": header}
+def test_bad_input_is_one_line(typed, handed_out, tmp_path, monkeypatch):
+    foreign = {tmp_path / "tests.json": '{"tests": [{"name": "grid"}]}', tmp_path / "points.csv": "points\n"}
     for file, text in foreign.items():
         file.write_text(text)
     for says, line in {"none is not a folder": "grade TMP/none", "'chunk'": "check --only chunk",
@@ -287,12 +202,10 @@ def test_bad_input_is_one_line(course, handed_out, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=says):
             command.main(line.replace("TMP", str(tmp_path)).split())
     assert {file: file.read_text() for file in foreign} == foreign
-    for root, says, line in ((Path(sys.prefix) / "copy", "lies in .*; move the", f"grade {ROOT}"),
-                             (tmp_path, "no tests of cache", "check --only cache")):
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match=says):
-            patch.setattr(command, "ROOT", root)
-            command.main(line.split())
-    for says, line in {"no hidden tests": "course grade .", "known are compare, course": "train",
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="no tests of cache"):
+        command.main(["check", "--only", "cache"])
+    for says, line in {"no hidden tests": "course grade .", "no command 'train'": "nanollm train",
                        "a student's copy": f"course make {tmp_path}/copy"}.items():
-        code, out, error = course(*line.split(), cwd=handed_out)
-        assert (code, out, error.count("\n")) == (2, "", 1) and says in error
+        done = typed("python", "-m", *line.split(), cwd=handed_out)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and says in done.stderr

@@ -1,7 +1,7 @@
 """Fail a full run of the tests if CLAIMS.md is stale; `pytest --write-claims` writes it.
 
 `@pytest.mark.claim("S3")` marks a test of claim S3, and note("S3", draws=80) records what the files in
-experiments/claims/ call {S3.draws}.
+lab/claims/ call {S3.draws}.
 """
 import pytest
 
@@ -50,7 +50,7 @@ class Claims:
 
     def pytest_sessionfinish(self, session, exitstatus):
         if exitstatus == pytest.ExitCode.OK and is_whole(self.config):
-            from experiments.claims.claims_renderer import write_or_compare
+            from lab.claims.claims_renderer import write_or_compare
             try:
                 message = write_or_compare(self.recorded, self.config.option.write_claims)
             except ValueError as error:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from nanollm import TINY, tokenizer
-from nanollm.hf.checkpoint import to_hf
-from nanollm.measure import corpus
-from nanollm.measure.hard_tasks import HardTasks
+from nanollm.checkpoint import to_hf
+from lab import corpus
+from lab.hard_tasks import HardTasks
+from nanollm.cache import compress
 from nanollm.model import Config, Decoder
 
 # ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
@@ -164,8 +165,27 @@ def clusters_of(keys, radius):
     return of, centres
 
 
-def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None, previous=None):
+def link(cache, layer: int = 0, layers: int = 1, w_o=None, freq=None):
     """Link a cache to a decoder that has only output projections and RoPE's angles."""
     w_o = torch.zeros(1, G * H, D) if w_o is None else w_o
     block = SimpleNamespace(attention=SimpleNamespace(w_o=w_o))
-    cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer, previous)
+    cache.link(SimpleNamespace(blocks=[block] * layers, freq=freq), layer)
+
+
+def end(*caches, model=None):
+    """Compress the caches of all layers, which have read a prompt."""
+    compress(model, torch.zeros(1, caches[0].seen, dtype=torch.long), [*caches])
+
+
+class Fed:
+    """A decoder that gives every layer's cache its own q, k and v: token i of a text is the i-th of each."""
+
+    def __init__(self, model, layers):
+        self.config = SimpleNamespace(vocab_size=10 ** 6, max_len=10 ** 6)
+        self.blocks, self.embed, self.layers = model.blocks, model.embed, layers
+
+    def __call__(self, tokens, caches, last=None):
+        pos = torch.arange(caches[0].seen, caches[0].seen + tokens.shape[1])[None]
+        for cache, qkv in zip(caches, self.layers):
+            cache.attend(*(x[:, :, tokens[0]] for x in qkv), pos)
+        return torch.zeros(*tokens.shape, 1)

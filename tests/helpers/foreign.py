@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import torch
 import transformers as hf
 
-from nanollm.measure import corpus
+from lab import corpus
 
 KINDS = {"bytes": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
                    trainers.BpeTrainer, dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())),

@@ -4,16 +4,16 @@ from importlib import import_module
 import inspect
 from pathlib import Path
 
-from course.expect import wrong
 from course.functions import place
-from course.messages import packed, unpacked
+from course.grader import runner
+from course.submission import answer, unpacked
 
 ROOT = Path(__file__).parents[2]
 
 
 def body(problem, source: str) -> str:
     """Return the function's lines in the text of its file."""
-    return "\n".join(source.split("\n")[slice(*place(source, problem.function))])
+    return "\n".join(source.split("\n")[place(source, problem.function)])
 
 
 @contextmanager
@@ -23,8 +23,7 @@ def planted(problem, old: str, new: str):
     right = body(problem, source)
     assert old in right, f"{problem.name}: {old!r} is not in {problem.function}"
     changed = source.replace(right, right.replace(old, new))
-    module = import_module(problem.file.removesuffix(".py").replace("/", "."))
-    function = module
+    function = import_module(problem.file.removesuffix(".py").replace("/", "."))
     for part in problem.function.split("."):
         function = inspect.getattr_static(function, part)
     function = inspect.unwrap(getattr(function, "fget", None) or getattr(function, "__func__", function))
@@ -39,17 +38,6 @@ def planted(problem, old: str, new: str):
 
 
 def direct(assignment: str):
-    """Return the tests' `run` without a separate process, with the same checks."""
-    adapter = import_module(f"course.{assignment}.adapter")
-
-    def run(call: str, may_change: tuple[str, ...] = (), **args):
-        sent = packed(args)
-        args, before = unpacked(sent), unpacked(sent)
-        try:
-            value = getattr(adapter, call)(**args)
-        except Exception as error:
-            wrong(f"{type(error).__name__}: {error}")
-        if any(packed(args[name]) != packed(before[name]) for name in args if name not in may_change):
-            wrong("changed in place")
-        return unpacked(packed(value))
-    return run
+    """Return the tests' `run` without a separate process."""
+    adapter = f"course.{assignment}.adapter"
+    return runner(lambda call, args: unpacked(answer(adapter, call, args)), trace=False)

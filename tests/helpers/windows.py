@@ -4,7 +4,6 @@
 positions and bytes; test_methods.py compares outputs. Loops work on lists: scores [i] or [h][i], weights A
 and norms [g][i] of a head.
 """
-from common import link
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise, product
@@ -15,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from methods.compress_again import again
-from methods.snap_kv import SnapKV
+from common import chunks_of, end, feed, link
+from methods.baselines.snap_kv import SnapKV
+from methods.ours.compress_again import again
 from nanollm import window
 from nanollm.cache import NEVER
 from nanollm.generate import tell_chunk_ends
@@ -58,8 +58,7 @@ def by_depth(scores, b, beta=20, layer=LAYER, layers=LAYERS, seen=None, **_):
     """PyramidKV: the layers' mean is b, so the last layer is as far below b as the first is above."""
     top = min(2 * b - Fraction(b, beta), seen or len(scores[0]))
     step = Fraction(2 * (top - b), layers - 1)
-    budgets = fair([top - i * step for i in range(layers)])
-    return [budgets[layer]] * len(scores)
+    return [fair([top - i * step for i in range(layers)])[layer]] * len(scores)
 
 
 def by_head(scores, b, floor=0.2, **_):
@@ -72,6 +71,25 @@ def by_head(scores, b, floor=0.2, **_):
 def by_weight(A, norms, out, b, kernel_size, **_):
     """Algorithm 2 of CriticalKV, line 6."""
     return highest(pool(mean(A)[:out], kernel_size), b)
+
+
+def by_chunk(A, norms, out, b, kernel_size, chunk_size, score, fill, heads=(), at=None, ends=(),
+             semantic=False, together=False, **_):
+    """ChunkKV: take chunks of the text by their scores: those that fit whole, or with `fill` cut to b tokens.
+
+    at: each entry's place in the text, if part of the text is left.
+    """
+    scores = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
+    of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
+    chunks = {}
+    for i in range(out):
+        chunks.setdefault((at or range(out))[i] // chunk_size, []).append(i)
+    chunks = chunks_of(out, chunk_size, range(out), ends) if semantic else chunks.values()
+    kept = []
+    for part in sorted(chunks, key=lambda part: (-of([scores[i] for i in part]), -part[0])):
+        if fill or len(kept) + len(part) <= b:
+            kept += part
+    return kept[:b]
 
 
 def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
@@ -116,18 +134,24 @@ class Prompt(NamedTuple):
     budget: int
     kernel_size: int = 7
     tied: bool = False  # the window's probabilities are a few exact numbers, and so are the norms
+    cropped: int = 0    # newest tokens that are forgotten before the compression, and come again after it
 
 
 GROUPED, TIED = Prompt(53, 53, 2, 2, 8, 20), Prompt(37, 36, 2, 4, 4, 17, 3, True)
+AGAIN = Prompt(53, 53, 2, 2, 8, 20, cropped=1)  # as in the measurements where the prompt has the question
 PROMPTS = [
-    GROUPED, TIED, Prompt(53, 1, 2, 2, 8, 20), Prompt(53, 5, 2, 2, 8, 20), Prompt(37, 37, 3, 1, 4, 13, 1),
+    Prompt(53, 1, 2, 2, 8, 20), Prompt(53, 5, 2, 2, 8, 20), Prompt(37, 37, 3, 1, 4, 13, 1),
     Prompt(37, 34, 2, 4, 4, 9, 3), Prompt(37, 9, 2, 4, 5, 6), Prompt(38, 38, 4, 1, 7, 37),
     Prompt(9, 2, 3, 2, 1, 4), Prompt(53, 53, 2, 2, 8, 20, 7, True), Prompt(37, 37, 4, 1, 4, 13, 1, True),
-    Prompt(13, 13, 2, 2, 4, 14), Prompt(13, 4, 2, 1, 8, 13), Prompt(5, 3, 2, 2, 8, 9)]  # everything fits
+    Prompt(13, 13, 2, 2, 4, 14), Prompt(13, 4, 2, 1, 8, 13), Prompt(5, 3, 2, 2, 8, 9),  # everything fits
+    Prompt(37, 9, 2, 2, 4, 9, 3, cropped=3), Prompt(21, 21, 2, 1, 1, 6, 1, cropped=1),
+    Prompt(37, 37, 2, 2, 4, 12, 3, True, cropped=1), Prompt(21, 21, 2, 2, 4, 20, cropped=1),
+    Prompt(21, 21, 2, 2, 4, 15, cropped=1)]
 
 
-def name_of(prompt: Prompt) -> str:
-    return "-".join(str(int(x)) for x in prompt)
+def name_of(x) -> str:
+    """Return a test's name for a case's name or a prompt."""
+    return x if isinstance(x, str) else "-".join(str(int(number)) for number in x)
 
 
 def options_of(select) -> dict:
@@ -151,8 +175,8 @@ class Walk(NamedTuple):
     raw: tuple[Tensor, Tensor, Tensor]  # q, k, v
     rows: Tensor                        # (B, H, G, w, T): the window's probabilities
     w_o: Tensor
-    slots: list[list[Slots]]            # [b][h], when the prompt ends
-    steps: list[tuple]                  # positions and bytes when the prompt ends, and after each later part
+    slots: list[list[Slots]]            # [b][h], when the prompt is compressed
+    steps: list[tuple]                  # positions and bytes after the compression, and after each later part
 
 
 def live(cache, b, h) -> Slots:
@@ -162,13 +186,9 @@ def live(cache, b, h) -> Slots:
     return Slots(*(x[b, h, there] for x in (cache.pos, cache.k, cache.v, bias)))
 
 
-def every_slot(cache) -> list[list[Slots]]:
-    return [[live(cache, b, h) for h in range(cache.pos.shape[1])] for b in range(cache.pos.shape[0])]
-
-
 def walk(case: Case, prompt: Prompt) -> Walk:
-    """Feed the prompt in parts, end it, and feed six more tokens."""
-    T, chunk_size, H, G, w, budget, kernel_size, tied = prompt
+    """Feed the prompt in parts, forget its newest tokens, compress the others, and feed six more."""
+    T, chunk_size, H, G, w, budget, kernel_size, tied, cropped = prompt
     g = torch.Generator().manual_seed(T)
     q, k, v = [torch.randn(B, heads, T + 6, D, generator=g) for heads in (H * G, H, H)]
     w_o, q, ends = torch.randn(6, H * G, D, generator=g), 2 * q, torch.rand(B, T, generator=g) < 1 / 6
@@ -187,38 +207,41 @@ def walk(case: Case, prompt: Prompt) -> Walk:
     link(cache, LAYER, LAYERS, w_o=w_o)
     tell_chunk_ends([cache], ends)
 
-    slots, steps = [], []
-    for a, z in pairwise([*range(0, T, chunk_size), T, T + 1, T + 2, T + 5, T + 6]):
-        cache.attend(q[:, :, a:z], k[:, :, a:z], v[:, :, a:z], torch.arange(a, z)[None])
-        if z == T:
-            assert tied or torch.allclose(window.window_rows(cache.queries, cache.k), rows, atol=1e-6)
-            with pytest.MonkeyPatch.context() as patch:  # rounding must not break ties
-                for module in ("nanollm.window", "methods.ours.theta"):
-                    patch.setattr(f"{module}.window_rows", lambda q, k, empty=None: rows)
-                cache.end_prefill()
-            slots = every_slot(cache)
-        if z >= T:
-            steps.append((cache.pos.clone(), cache.bytes()))
+    feed(cache, *(x[:, :, :T] for x in (q, k, v)), chunk_size)
+    if cropped:
+        cache.crop(T - cropped // 2)
+        cache.crop(T - cropped)
+    assert tied or torch.allclose(window.window_rows(*cache.observed()), rows, atol=1e-6)
+    with pytest.MonkeyPatch.context() as patch:  # rounding must not break ties
+        for module in ("nanollm.window", "methods.ours.theta"):
+            patch.setattr(f"{module}.window_rows", lambda q, k, empty=None: rows)
+        end(cache)
+    slots = [[live(cache, b, h) for h in range(H)] for b in range(B)]
+    steps = [(cache.pos.clone(), cache.bytes())]
+    for a, z in pairwise([T - cropped + new for new in (0, 1, 2, 5, 6)]):
+        feed(cache, *(x[:, :, a:z] for x in (q, k, v)), first=a)
+        steps.append((cache.pos.clone(), cache.bytes()))
     return Walk(cache, (q, k, v), rows, w_o, slots, steps)
 
 
 def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
     """Return the slots that Algorithm 2 of CriticalKV leaves of the prompt, [b][h]."""
-    (T, _, H, G, w, budget, kernel_size, _), (q, k, v) = prompt, got.raw
-    if T <= budget:
-        at, bias = torch.arange(T), torch.zeros(T)
-        return [[Slots(at, k[b, h, :T], v[b, h, :T], bias) for h in range(H)] for b in range(B)]
+    (T, _, H, G, w, budget, kernel_size, _, cropped), (q, k, v) = prompt, got.raw
+    n = T - cropped
+    if n <= budget:
+        at, bias = torch.arange(n), torch.zeros(n)
+        return [[Slots(at, k[b, h, :n], v[b, h, :n], bias) for h in range(H)] for b in range(B)]
 
     out, options, heads = T - w, case.options | options_of(got.cache.select), []
     for b in range(B):
-        A = got.rows[b].mean(2).tolist()
-        budgets = case.deal([pool(mean(a)[:out], kernel_size) for a in A], budget - w, **options)
-        for h, n in enumerate(budgets):
-            norms = [(v[b, h, :T] @ got.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
-            entries = options.get("entries", 0) if options.get("entries", 0) <= n < out else 0
-            kept = case.choose(A[h], norms, out, n - entries, kernel_size, heads=A,
+        A = got.rows[b, ..., :n].mean(2).tolist()
+        budgets = case.deal([pool(mean(a)[:out], kernel_size) for a in A], budget - (w - cropped), **options)
+        for h, room in enumerate(budgets):
+            norms = [(v[b, h, :n] @ got.w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
+            entries = options.get("entries", 0) if options.get("entries", 0) <= room < out else 0
+            kept = case.choose(A[h], norms, out, room - entries, kernel_size, heads=A,
                                ends=got.cache.chunk_ends[b], **options)
-            slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, T)]]
+            slots = [(i, k[b, h, i], v[b, h, i], 0) for i in [*kept, *range(out, n)]]
             if entries:
                 gone, group = sorted(set(range(out)) - set(kept)), slice(h * G, h * G + G)
                 how = {name: options[name] for name in ("entries", "rounds", "share")}
@@ -230,7 +253,7 @@ def slots_by_loop(case: Case, prompt: Prompt, got: Walk) -> list[list[Slots]]:
 
 def check_walk(case: Case, prompt: Prompt):
     """Check that slots are the loops', that decoding only appends, and that `bytes` counts the slots."""
-    T, H, got = prompt.T, prompt.H, walk(case, prompt)
+    n, H, got = prompt.T - prompt.cropped, prompt.H, walk(case, prompt)
     slots = slots_by_loop(case, prompt, got)
     for b, h in product(range(B), range(H)):
         assert got.slots[b][h].pos.tolist() == slots[b][h].pos.tolist()
@@ -239,75 +262,61 @@ def check_walk(case: Case, prompt: Prompt):
 
     counts = [len(head.pos) for row in slots for head in row]
     slot, table = 2 * 4 * D + 4 + 4 * ("bias" in got.cache.slots), 8 * B * H * (len({*counts}) > 1)
-    for new, (pos, (held, allocated)) in zip((0, 1, 2, 5, 6), got.steps, strict=True):
-        n = sum(counts) + B * H * new
-        assert (pos != NEVER).sum() == n and pos.shape[2] == max(counts) + new
-        assert (pos[:, :, max(counts):] == torch.arange(T, T + new)).all() and held == slot * n + table
-        assert held <= allocated <= 1.1 * held + table
-    assert got.cache.seen == T + 6
+    for new, (pos, (live, allocated)) in zip((0, 1, 2, 5, 6), got.steps, strict=True):
+        total = sum(counts) + B * H * new
+        assert (pos != NEVER).sum() == total and pos.shape[2] == max(counts) + new
+        assert (pos[:, :, max(counts):] == torch.arange(n, n + new)).all() and live == slot * total + table
+        assert live <= allocated <= 1.1 * live + table
+    assert got.cache.seen == n + 6
 
 
 # ---- methods that compress again every n new tokens ---
 
 
-def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, budget=12, kernel_size=3):
-    """Check a method that compresses again against loops: slots, outputs and bytes.
+def check_again(case: Case, T: int, every: int, parts, H=2, G=2, w=4, budget=12, kernel_size=3):
+    """Check a method that compresses again against loops: outputs, entries and bytes.
 
     The prompt has T tokens; after it come parts of the given lengths.
     """
-    new, w = sum(parts), window_size
+    total, select = T + sum(parts), case.select or case.Method.select
     g = torch.Generator().manual_seed(T)
-    q, k, v = [torch.randn(B, heads, T + new, D, generator=g) for heads in (H * G, H, H)]
-    q, w_o, select = 2 * q, torch.randn(6, H * G, D, generator=g), case.select or case.Method.select
+    q, k, v = [torch.randn(B, heads, total, D, generator=g) for heads in (H * G, H, H)]
+    q, w_o, options = 2 * q, torch.randn(6, H * G, D, generator=g), case.options | options_of(select)
     cache = again(case.Method)(budget, w, kernel_size, select, every=every, **case.options)
     link(cache, LAYER, LAYERS, w_o=w_o)
-    cache.attend(q[:, :, :T], k[:, :, :T], v[:, :, :T], torch.arange(T)[None])
-    cache.end_prefill()
+    feed(cache, *(x[:, :, :T] for x in (q, k, v)))
+    end(cache)
 
-    def attention(b, h, j, t, at):
-        seen = [i for i in at if i <= t]
-        return dict(zip(seen, (k[b, h, seen] @ q[b, h * G + j, t] / math.sqrt(D)).softmax(0).tolist()))
+    def attention(b, h, g, t, at):
+        """Return the weights that query t of head g of a group gives to the tokens `at`; later ones get 0."""
+        score = (k[b, h, at] @ q[b, h * G + g, t] / math.sqrt(D)).masked_fill(torch.tensor(at) > t, -math.inf)
+        return score.softmax(0)
 
     def compressed(held, n):  # [b][h]: the kept ones of n tokens
         for b, heads in enumerate(held):
-            rows = [[[attention(b, h, j, t, at) for t in range(n - w, n)] for j in range(G)]
-                    for h, at in enumerate(heads)]
-            A = [[[sum(row.get(i, 0) for row in of) / w for i in at] for of in of_head]
-                 for at, of_head in zip(heads, rows)]
+            A = [[(sum(attention(b, h, g, t, at) for t in range(n - w, n)) / w).tolist() for g in range(G)]
+                 for h, at in enumerate(heads)]
             pooled = [pool(mean(a)[:-w], kernel_size) for a in A]
-            options = case.options | options_of(select)
             for h, room in enumerate(case.deal(pooled, budget - w, seen=n - w, **options)):
                 at, out = heads[h], len(heads[h]) - w
-                norms = [(v[b, h, at] @ w_o[:, h * G + j].T).abs().sum(-1).tolist() for j in range(G)]
+                norms = [(v[b, h, at] @ w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
                 kept = case.choose(A[h], norms, out, min(room, out), kernel_size, at=at, **options)
                 heads[h] = [at[i] for i in sorted(kept)] + at[out:]
-
-    def largest():
-        return max(len(at) for heads in held for at in heads)
+        return max(len(at) for heads in held for at in heads) + every  # slots at the next compression
 
     held = [[[*range(T)] for _ in range(H)] for _ in range(B)]
-    if T > budget:
-        compressed(held, T)
-    limit, n, times = (largest() if T > budget else budget) + every, T, 0
+    limit, n, times = compressed(held, T) if T > budget else budget + every, T, 0
     for part in parts:
-        expected = torch.zeros(B, H * G, part, D)
+        y = feed(cache, *(x[:, :, n:n + part] for x in (q, k, v)), first=n)
         for t in range(n, n + part):
             for b, h in product(range(B), range(H)):
                 held[b][h].append(t)
-                for j in range(G):
-                    at, p = zip(*attention(b, h, j, t, held[b][h]).items())
-                    expected[b, h * G + j, t - n] = torch.tensor(p) @ v[b, h, list(at)]
-            if largest() == limit:
-                compressed(held, t + 1)
-                limit, times = largest() + every, times + 1
-        new = [x[:, :, n:n + part] for x in (q, k, v)]
-        y = cache.attend(*new, torch.arange(n, n + part)[None])
+                expected = [attention(b, h, g, t, held[b][h]) @ v[b, h, held[b][h]] for g in range(G)]
+                assert torch.allclose(y[b, h * G:h * G + G, t - n], torch.stack(expected), atol=1e-5)
+            if max(len(at) for heads in held for at in heads) == limit:
+                limit, times = compressed(held, t + 1), times + 1
         n += part
-        assert torch.allclose(y, expected, atol=1e-5)
-        assert [[head.pos.tolist() for head in row] for row in every_slot(cache)] == held
-        for b, h in product(range(B), range(H)):
-            mine = live(cache, b, h)
-            assert torch.equal(mine.k, k[b, h, held[b][h]]) and torch.equal(mine.v, v[b, h, held[b][h]])
+        assert [[live(cache, b, h).pos.tolist() for h in range(H)] for b in range(B)] == held
         slots, table = sum(len(at) for heads in held for at in heads), 8 * B * H * bool(cache.packed)
         assert cache.bytes()[0] == slots * (2 * 4 * D + 4) + table + cache.queries.nbytes
     assert cache.seen == n and cache.queries.shape == (B, H, G, w, D) and times > 1
@@ -316,11 +325,11 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, window_size=4, 
 # ---- caches after a prompt ---
 
 
-def compress(cache, q, k, v, w_o=None, layer=0, layers=1):
+def compressed(cache, q, k, v, w_o=None, layer=0, layers=1):
     """Return the cache after a prompt fed at once."""
     link(cache, layer, layers, w_o=w_o)
-    cache.attend(q, k, v, torch.arange(q.shape[2])[None])
-    cache.end_prefill()
+    feed(cache, q, k, v)
+    end(cache)
     return cache
 
 
@@ -328,4 +337,4 @@ def uneven(cache, T, H=4, G=2, d=2):
     """Feed a prompt in which head 0 attends to all tokens alike, and the other heads only to token 5."""
     q, k, v = torch.zeros(B, H * G, T, d), torch.zeros(B, H, T, d), torch.randn(B, H, T, d)
     q[..., 0], k[:, 1:, 5, 0] = 1, 1000
-    return compress(cache, q, k, v, torch.randn(3, H * G, d))
+    return compressed(cache, q, k, v, torch.randn(3, H * G, d))

@@ -42,14 +42,13 @@ def test_kernel_and_twin_are_the_loop(poisoned, case, dtype):
     assert torch.equal(alone, found) and none == [] == plain(q, segments)[1]
 
 
-@pytest.mark.parametrize("n, heads, parts", [
-    (0, 1, 1), (16, 1, 1), (17, 1, 2), (1000, 1, 8), (1000, 4, 2), (1000, 100, 1), (4096, 100, 1),
-    (4097, 100, 2), (100_000, 100, 25)])
-def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program(n, heads, parts):
+def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
     """Eight programs at a time are wanted on a CPU."""
-    share, programs = split(n, 16, heads, torch.device("cpu"))
-    assert programs == parts and share % 16 == 0 and share <= 4096
-    assert (programs - 1) * share < max(n, 1) <= programs * share
+    for n, heads, parts in ((0, 1, 1), (16, 1, 1), (17, 1, 2), (1000, 1, 8), (1000, 4, 2), (1000, 100, 1),
+                            (4096, 100, 1), (4097, 100, 2), (100_000, 100, 25)):
+        share, programs = split(n, 16, heads, torch.device("cpu"))
+        assert programs == parts and share % 16 == 0 and share <= 4096
+        assert (programs - 1) * share < max(n, 1) <= programs * share
 
 
 def test_many_parts_are_added_up_as_one(poisoned):
@@ -89,8 +88,7 @@ def test_slots_in_a_buffer_are_not_copied():
 def test_storage_that_does_not_fit_the_queries_is_refused():
     s, q = segment([3, 4], 16, torch.float32, 0), torch.zeros(1, 2, 1, 16, device=DEVICE)
     turned, narrow = s._replace(k=s.k.T.contiguous().T), s._replace(v=s.v[:, :8].contiguous())
-    for wrong in turned, narrow, segment([3, 4], 32, torch.float32, 0):
-        with pytest.raises(ValueError, match="must be contiguous rows of the head dim 16"):
+    wide, three = segment([3, 4], 32, torch.float32, 0), segment([3, 4, 5], 16, torch.float32, 0)
+    for wrong in turned, narrow, wide, three:
+        with pytest.raises(ValueError, match="must be contiguous rows of the head dim|3 starts and 3 counts"):
             decode_attention(q, [wrong])
-    with pytest.raises(ValueError, match="3 starts and 3 counts for 2 heads"):
-        decode_attention(q, [segment([3, 4, 5], 16, torch.float32, 0)])

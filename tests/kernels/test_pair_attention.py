@@ -29,31 +29,25 @@ def inputs(B, H, G, D, n, dtype=torch.float32, seed=0, sharp=2.0):
     return [amid_nan(x.to(dtype)) for x in (sharp * q, *four)]
 
 
-CASES = [  # B, H, G, D, n, rows, columns
-    (1, 1, 1, 16, 1, 16, 16),
-    (2, 1, 2, 40, 33, 32, 16),
-    (1, 2, 3, 80, 17, 16, 32),
-    (2, 1, 1, 32, 32, 16, 16),     # every tile full
+CASES = [  # B, H, G, D, n, rows, columns, scale
+    (1, 1, 1, 16, 1, 16, 16, 0.0),
+    (2, 1, 2, 40, 33, 32, 16, None),
+    (1, 2, 3, 80, 17, 16, 32, -0.1),
+    (2, 1, 1, 32, 32, 16, 16, 0.2),   # every tile full
 ]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_kernel_and_twin_are_the_formula(poisoned, case, dtype):
-    *sizes, rows, columns = CASES[case]
+    *sizes, rows, columns, scale = CASES[case]
     x = inputs(*sizes, dtype, case)
-    y = by_formula(*x)
     turned = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
-    for found in plain(*x), tensor_attention(*turned), tensor_attention(*x, rows=rows, columns=columns):
-        assert found.shape == y.shape and torch.allclose(found.double(), y, **TOLERANCE[found.dtype])
-    assert found.dtype == dtype
-
-
-@pytest.mark.parametrize("scale", [0.25, 0.0, -0.5])
-def test_scale_of_the_scores(poisoned, scale):
-    x = inputs(1, 2, 1, 40, 19, sharp=0.5)
-    assert torch.allclose(tensor_attention(*x, scale, 16, 16).double(), by_formula(*x, scale=scale),
-                          **TOLERANCE[torch.float32])
+    for found, factor in ((plain(*x), None), (tensor_attention(*turned), None),
+                          (tensor_attention(*x, scale, rows, columns), scale)):
+        y = by_formula(*x, scale=factor)
+        assert found.dtype == dtype and found.shape == y.shape
+        assert torch.allclose(found.double(), y, **TOLERANCE[dtype])
 
 
 def test_large_scores_and_any_tiles(poisoned):
@@ -68,17 +62,12 @@ def test_large_scores_and_any_tiles(poisoned):
     for rows, columns in ((16, 16), (16, 64), (64, 16)):
         found = tensor_attention(*x, rows=rows, columns=columns).double()
         assert torch.allclose(found, y, rtol=2e-4, atol=1e-5), (rows, columns)
-    x = [-x[0].abs(), x[1].abs(), x[2].abs(), *x[3:]]
-    assert torch.einsum("bhgd,bhad,bhed->bhgae", *x[:3]).max() < -89 * math.sqrt(32)
-    found = tensor_attention(*x, rows=16, columns=16).double()
-    assert torch.allclose(found, by_formula(*x), rtol=2e-4, atol=1e-5)
 
 
 def test_more_tiles_of_rows_than_are_added_up_at_once(poisoned):
-    how = dict(rows=16, columns=1024 if DEVICE == "cpu" else 64)  # a GPU has no room for more
     x = inputs(1, 1, 1, 16, 515, seed=5)
     x[1][:, :, -1] = 1000 * x[0][:, :, 0]  # one row has all the weight, and it is in the last tile
-    assert torch.allclose(tensor_attention(*x, **how).double(), by_formula(*x), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(tensor_attention(*x, rows=16).double(), by_formula(*x), rtol=1e-3, atol=1e-4)
 
 
 def test_matrices_that_do_not_fit_are_refused():

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from common import B, D, G, H, SLOT, feed
-from methods.cam import CaM
+from common import B, D, G, H, SLOT, end, feed
+from methods.baselines.cam import CaM
 
 T, BUDGET = 40, 12
 
@@ -48,7 +48,6 @@ def by_loop(q, k, v, newest, leave, targets, coins):
     (0.5, 1, 4), (0.5, 6, 1), (0.0, 5, 3), (0.25, 4, 100), (0.75, 1, 100)])
 @pytest.mark.parametrize("chunk", [1, 7, T])
 def test_values_and_outputs_are_the_loops_however_the_text_is_cut(recent, leave, targets, chunk):
-    """Kept tokens, merged values and outputs equal the loop's, however the text is cut."""
     (q, k, v), cache, outputs = text(), CaM(BUDGET, recent, leave, targets, seed=3), []
     cache.layer, generator = 2, torch.Generator().manual_seed(3002)
     coins = [torch.rand(B, H, leave, generator=generator) for _ in range(T)]
@@ -65,7 +64,7 @@ def test_values_and_outputs_are_the_loops_however_the_text_is_cut(recent, leave,
             assert torch.allclose(cache.v[b, h], torch.stack([*held.values()]), atol=1e-4)
         assert cache.bytes()[0] == B * H * cache.length * (SLOT + 4)  # 4 bytes: accumulated attention
         if 20 in part:
-            cache.end_prefill()  # evicts nothing
+            end(cache)  # evicts nothing
     y = torch.cat(outputs, 2)
     for (b, h), steps in loops.items():
         expected = torch.stack([y for _, y in steps], 1)

@@ -1,36 +1,22 @@
-"""Compare ChunkKV's chunks, scores and choices with loops; check indices shared by layers."""
+"""Compare ChunkKV's chunks, scores and choices with loops; check choices shared by layers."""
 from dataclasses import replace
 from functools import partial
 from itertools import product
-import math
 
 import pytest
 import torch
 
-from common import TOKENS, chunks_of, decoder
-from methods.ada_kv import AdaKV
+from common import TOKENS, decoder, end
+from methods.baselines.ada_kv import AdaKV
+from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks, ChunksCode
 from methods.ours.chunk_kv_semantic import SemanticChunkKV, SemanticChunks
 from methods.ours.residual import Residual
-from methods.snap_kv import SnapKV
-from methods.theory.chunk_bounds import LaterGroups
 from nanollm import window
-from nanollm.cache import NEVER, LayerCache, end_prefill, make_cache
+from nanollm.cache import NEVER, LayerCache, crop, make_cache
 from nanollm.generate import tell_chunk_ends
-from windows import (GROUPED, PROMPTS, TIED, Case, by_head, check_walk, compress, live, mean, name_of, pool,
+from windows import (AGAIN, GROUPED, PROMPTS, TIED, Case, by_chunk, by_head, check_walk, compressed, name_of,
                      walk)
-
-
-def by_chunk(A, norms, out, b, kernel_size, heads, chunk_size, score, fill, ends, semantic=False,
-             together=False, **_):
-    """Take chunks by their scores: those that fit whole, or with `fill` all, cut to b tokens."""
-    scores = mean([pool(mean(a)[:out], kernel_size) for a in (heads if together else [A])])
-    of = {"sum": math.fsum, "mean": lambda x: math.fsum(x) / len(x), "max": max}[score]
-    kept, chunks = [], chunks_of(out, chunk_size, range(out), ends if semantic else ())
-    for part in sorted(chunks, key=lambda part: (-of([scores[i] for i in part]), -part[0])):
-        if fill or len(kept) + len(part) <= b:
-            kept += part
-    return kept[:b]
 
 
 def chunks(select):
@@ -57,12 +43,11 @@ CASES = {
     "semantic on ada": Case(AdaKV, {}, chunks(SemanticChunks(20, "sum")), by_head, at_ends),
     "residual": Case(ChunkKV, {}, chunks(Residual(Chunks(2), entries=2)), choose=by_chunk),
 }
-WALKS = [*product(CASES, [GROUPED, TIED]), *product(["chunk", "whole", "semantic on ada"], PROMPTS[2:])]
+WALKS = [*product(CASES, [GROUPED, TIED, AGAIN]), *product(["chunk", "whole", "semantic on ada"], PROMPTS)]
 
 
-@pytest.mark.parametrize("case, prompt", WALKS, ids=lambda x: x if isinstance(x, str) else name_of(x))
+@pytest.mark.parametrize("case, prompt", WALKS, ids=name_of)
 def test_slots_and_bytes_equal_the_loops(case, prompt):
-    """A head keeps exactly the loop's tokens, and `bytes` counts them."""
     check_walk(CASES[case], prompt)
 
 
@@ -70,7 +55,7 @@ def kept(Method=ChunkKV, ends=None, **options):
     cache = Method(budget=20, window_size=8, **options)
     if ends is not None:
         tell_chunk_ends([cache], ends)
-    return compress(cache, *walk(Case(SnapKV), GROUPED).raw).pos.tolist()
+    return compressed(cache, *walk(Case(SnapKV), GROUPED).raw).pos.tolist()
 
 
 @pytest.mark.claim("C1")
@@ -83,7 +68,6 @@ def test_chunks_of_one_token_are_snap_kv(kernel_size, score):
 
 
 def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay():
-    """A chunk may fill the whole budget; a longer one is cut to its first tokens."""
     assert Chunks().fill and not ChunksCode().fill and not SemanticChunks().fill
     assert kept(select=Chunks(12)) == kept(select=Chunks(12, fill=False))
     assert [position % 13 for position in kept(select=Chunks(13))[0][0][:12]] == [*range(12)]
@@ -92,23 +76,12 @@ def test_a_chunk_may_take_all_the_room_and_of_a_longer_one_the_first_tokens_stay
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: Chunks(0), "chunk 0 must be a whole number of at least 1"),
-    (lambda: Chunks(score="median"), "score is 'median'; it must be 'sum', 'mean' or 'max'"),
-    (lambda: ChunkKV(20, 8, reuse=0), "reuse 0 must be"), (lambda: LaterGroups(20, 8, first=-1), "first -1"),
-    (lambda: AdaKV(20, 8, select=Chunks(13, fill=False)), "no room for a chunk of 13 .* to 21, or set"),
-    (lambda: Chunks(fill=1), "fill 1 of Chunks must be True or False"),
+    (lambda: Chunks(0), "chunk 0 must be"), (lambda: Chunks(score="median"), "score is 'median'; it must be"),
     (lambda: ChunkKV(20, 8, reuse=2, select=Residual(Chunks())), "reuse is 2, .* set reuse=1 with Residual"),
-    (lambda: tell_chunk_ends([], torch.zeros(1, 9)), "ends .1, 9. of torch.float32 must be .B, T. of bool"),
-    (lambda: kept(SemanticChunkKV), "chunk ends are known for 0 of the prompt's 59 tokens"),
-    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "known for 58 .*tell_chunk_ends"),
-])
+    (lambda: kept(SemanticChunkKV, torch.zeros(2, 58) > 0), "known for 58 .*tell_chunk_ends")])
 def test_bad_options_are_refused(make, message):
-    """A wrong option raises ValueError."""
     with pytest.raises(ValueError, match=message):
         make()
-
-
-ENDS, ROOM = TOKENS[:, :35] % 6 == 0, dict(budget=14, window_size=5)
 
 
 @torch.inference_mode()
@@ -116,56 +89,47 @@ def reads(Method, start=0, **options):
     """Return the caches of five layers after the prompt, read 11 tokens at a time."""
     model = decoder(n_layers=5)
     caches, pos = make_cache(model, Method, **options), torch.arange(start, start + 35)[None]
-    tell_chunk_ends(caches, ENDS)
+    tell_chunk_ends(caches, TOKENS[:, :35] % 6 == 0)
     for part, at in zip(TOKENS[:, :35].split(11, 1), pos.split(11, 1)):
         model(part, caches, at)
     return caches
 
 
-@pytest.mark.parametrize("reuse, first, leaders", [
-    (1, 2, [0, 1, 2, 3, 4]), (2, 0, [0, 0, 2, 2, 4]), (2, 1, [0, 1, 1, 3, 3]), (9, 0, [0, 0, 0, 0, 0])])
+@pytest.mark.parametrize("reuse, leaders", [(1, [0, 1, 2, 3, 4]), (2, [0, 0, 2, 2, 4]), (9, [0, 0, 0, 0, 0])])
 @pytest.mark.parametrize("select", [Chunks(4), SemanticChunks(5)], ids=["grid", "semantic"])
+@pytest.mark.parametrize("cropped", [0, 1])
 @torch.inference_mode()
-def test_layers_of_a_group_take_the_lowest_ones_indices(reuse, first, leaders, select, monkeypatch):
-    """A layer that follows keeps its group's indices, with its own keys and values, and computes no scores.
-    """
-    selects = [leader == layer for layer, leader in enumerate(leaders)]
-    options = ROOM | dict(select=select)
-    Method = partial(LaterGroups, first=first) if first else ChunkKV
-    alone, caches, full = reads(ChunkKV, **options), reads(Method, **options, reuse=reuse), reads(LayerCache)
-    end_prefill(alone)
-    assert len({str(alone[layer].pos.tolist()) for layer in {*leaders}}) == len({*leaders})
-    assert [cache.queries is not None for cache in caches] == selects
+def test_layers_of_a_group_share_the_lowest_ones_choice(reuse, leaders, select, cropped, monkeypatch):
+    """Each layer keeps the slots that its group's lowest layer chose, with its own keys and values.
 
-    calls, plain = [], window.probabilities  # layers that follow do not call it
+    Only the lowest layer keeps queries and computes scores.
+    """
+    options = dict(budget=14, window_size=5, select=select)
+    alone, caches, full = reads(ChunkKV, **options), reads(ChunkKV, **options, reuse=reuse), reads(LayerCache)
+    for each in (alone, caches, full):
+        crop(each, 35 - cropped)
+    end(*alone)
+    assert len({str(alone[layer].pos.tolist()) for layer in {*leaders}}) == len({*leaders})
+    assert [cache.queries is not None for cache in caches] == [i == layer for i, layer in enumerate(leaders)]
+
+    calls, plain = [], window.probabilities  # the other layers do not call it
     monkeypatch.setattr(window, "probabilities", lambda *x: calls.append(x) or plain(*x))
-    end_prefill(caches)
-    assert len(calls) == sum(selects)
+    end(*caches)
+    assert len(calls) == len({*leaders})
 
     for layer, (cache, memory) in enumerate(zip(caches, full)):
         assert torch.equal(cache.pos, alone[leaders[layer]].pos)  # both read the same prompt
-        assert bool(cache.packed) == isinstance(select, SemanticChunks)  # then heads differ in length
+        assert not cache.ragged or cache.packed  # with semantic chunks heads differ in length
         memory.keep(torch.where(cache.pos == NEVER, -1, cache.pos).long())
     model = decoder(n_layers=5)
-    for t in range(35, 40):  # each layer has its own keys and values
+    for t in range(35 - cropped, 40):  # each layer has its own keys and values
         assert torch.allclose(model(TOKENS[:, t:t + 1], caches), model(TOKENS[:, t:t + 1], full), atol=1e-4)
 
 
-def test_the_first_chunk_begins_with_the_text_wherever_that_begins():
-    """The first chunk begins with the text, also if the text begins at a later position."""
-    one, other = (reads(ChunkKV, start=start, select=Chunks(4), **ROOM) for start in (0, 9))
-    for caches in one, other:
-        end_prefill(caches)
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_the_first_chunk_begins_with_the_text_wherever_that_begins(reuse):
+    one, other = (reads(ChunkKV, start, budget=14, window_size=5, select=Chunks(4), reuse=reuse)
+                  for start in (0, 9))
+    end(*one)
+    end(*other)
     assert all(torch.equal(a.pos + 9, b.pos) for a, b in zip(one, other))
-
-
-def test_a_text_may_begin_anywhere_for_layers_that_follow():
-    """Layers that follow work for a text at any position, and refuse to compress before their leader."""
-    caches = reads(ChunkKV, start=9, select=Chunks(4), reuse=2, **ROOM)
-    with pytest.raises(ValueError, match="layer 1 uses the indices of layer 0, which has not compressed yet"):
-        caches[1].end_prefill()
-    k = caches[1].k
-    end_prefill(caches)
-    for b, h in product(range(2), range(2)):
-        pos, keys, *_ = live(caches[1], b, h)
-        assert torch.equal(pos, live(caches[0], b, h).pos) and torch.equal(keys, k[b, h, pos.long() - 9])

@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from common import decoder as random_decoder
-from methods.duo_attention import DuoAttention
-from nanollm.cache import end_prefill, make_cache
-from nanollm.generate import generate, prefill
-from nanollm.measure.evaluate import held
+from common import decoder as random_decoder, end
+from lab.evaluate import held
+from methods.baselines.duo_attention import DuoAttention
+from nanollm.cache import make_cache
+from nanollm.generate import prefill
 
 B, L, H, G, D, T = 2, 3, 3, 2, 8, 34
 SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
@@ -57,17 +57,14 @@ def walk(prompt: int, chunk_size: int, block: int, budget: int, order):
     (20, 20, 4, 19, ORDER), (20, 9, 1, 19, ALL_HEADS),      # 6, 17 and 8, 11
     (20, 9, 1, 20, ALL_HEADS), (20, 20, 2, 9, ()),          # 9 and 0, 9
     (20, 7, 4, T, ORDER),                                   # a budget of all tokens is full attention
-    (10, 4, 5, 14, ORDER), (0, 1, 1, 7, ORDER), (0, 1, 6, 7, ALL_HEADS[:8])])  # prompts within the budget
+    (10, 4, 5, 14, ORDER), (3, 1, 6, 7, ALL_HEADS[:8])])  # prompts within the budget
 def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order):
-    """Every head keeps the loop's tokens after each part, and `bytes` counts them."""
     model, (parts, held_by_hand) = decoder(), walk(prompt, chunk, block, budget, order)
     caches = make_cache(model, DuoAttention, budget=budget, heads=order, sinks=SINKS, least=LEAST)
-    if not prompt:
-        end_prefill(caches)
     for part, (before, after) in zip(parts, pairwise(held_by_hand)):
         model(TOKENS[:, part.start:part.stop], caches)
         if part.stop == prompt:
-            end_prefill(caches)
+            end(*caches)
             assert sum(map(len, sum(after, []))) <= L * H * budget
 
         expected = torch.zeros(L, H, part.stop, dtype=torch.bool)
@@ -82,22 +79,8 @@ def test_held_tokens_and_bytes_are_the_loops(prompt, chunk, block, budget, order
         assert [cache.length for cache in caches] == [max(map(len, of_layer)) for of_layer in after]
 
 
-@pytest.mark.parametrize("head", [(L, 0), (0, H), (-1, 0), (0, -1)])
-def test_heads_that_the_decoder_does_not_have_are_refused(head):
-    """A head outside the decoder raises ValueError at the prompt's end."""
-    caches = make_cache(decoder(), DuoAttention, budget=16, heads=((1, 1), head))
+def test_heads_that_the_decoder_does_not_have_are_refused():
+    caches = make_cache(decoder(), DuoAttention, budget=16, heads=((1, 1), (L, 0)))
     prefill(decoder(), TOKENS[:, :9], caches)
     with pytest.raises(ValueError, match="must be among 3 layers of 3 key/value heads"):
-        end_prefill(caches)
-
-
-def test_the_least_options_work_and_the_defaults_are_four_sinks_of_sixteen():
-    """The smallest options work; by default a streaming head keeps 4 sinks and 12 new tokens."""
-    caches = make_cache(decoder(), DuoAttention, budget=2, heads=((0, 1),), sinks=0, least=1)
-    generate(decoder(), TOKENS[:, :9], 3, caches)  # 9 heads share 18 entries: one keeps 9, eight share 9
-    expected = (torch.arange(11) == 10).repeat(B, L, H, 1)
-    expected[:, 0, 1] = True
-    assert torch.equal(held(caches, 11), expected)
-    caches = make_cache(decoder(), DuoAttention, budget=16)
-    generate(decoder(), TOKENS[:, :30], 3, caches)
-    assert held(caches, 32).nonzero()[:, 3].unique().tolist() == [*range(4), *range(20, 32)]
+        end(*caches)

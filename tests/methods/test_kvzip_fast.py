@@ -1,17 +1,14 @@
 """Check Fast KVzip: the gates' inputs and training, and that the entries they score highest stay."""
-from functools import partial
 import math
 
 import pytest
 import torch
 
-from common import ENCODING, TOKENS, decoder, tasks
-from methods import kvzip_fast
-from methods.kvzip import KVzip
-from methods.kvzip_fast import FastKVzip, fit, lessons
-from nanollm.cache import end_prefill, make_cache
-from nanollm.commands.registry import calibrated
-from nanollm.generate import end_prompt, prefill
+from common import TOKENS, decoder, end, tasks
+from methods.baselines.kvzip import KVzip
+from methods.baselines.kvzip_fast import FastKVzip, fit, lessons
+from nanollm.cache import crop, make_cache
+from nanollm.generate import prefill
 
 L, H, D, N = 3, 2, 8, (6 + 2 + 2) * 8
 GATES = torch.randn(L, N + 1, H, generator=torch.Generator().manual_seed(0))
@@ -32,42 +29,34 @@ def projections(model, tokens):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("recent, sinks", [(0, 0), (3, 4)])
+@pytest.mark.parametrize("cropped", [0, 1])
 @torch.no_grad()
-def test_sinks_the_newest_and_the_entries_that_the_gates_rank_highest_stay(family, chunk, recent, sinks):
-    """The sinks, the newest entries and those with the highest gate scores stay."""
-    model, budget = decoder(family=family), 9
+def test_sinks_the_newest_and_what_the_gates_rank_highest_stay(family, chunk, recent, sinks, cropped):
+    model, budget, n = decoder(family=family), 9, 40 - cropped
     x = projections(model, TOKENS)
     caches = make_cache(model, FastKVzip, budget=budget, gates=GATES, recent=recent, sinks=sinks)
     prefill(model, TOKENS, caches, chunk)
-    end_prefill(caches)  # no reread
+    crop(caches, n)
+    end(*caches)  # no reread
     for b in range(2):
         score = {(layer, h, i): (x[layer, b, i] @ GATES[layer, :-1, h] + GATES[layer, -1, h]).item()
-                 for layer in range(L) for h in range(H) for i in range(40)}
-        score |= {key: math.inf for key in score if not sinks <= key[2] < 40 - recent}
+                 for layer in range(L) for h in range(H) for i in range(n)}
+        score |= {key: math.inf for key in score if not sinks <= key[2] < n - recent}
         best = {*sorted(score, key=score.get)[-budget * L * H:]}
         kept = {(layer, h, i) for layer, cache in enumerate(caches) for h in range(H)
-                for i in cache.pos[b, h].tolist() if i < 40}
+                for i in cache.pos[b, h].tolist() if i < n}
         assert kept == best
 
 
 @torch.no_grad()
 def test_lessons_are_projections_and_kvzips_scores():
-    """The training data are unrotated projections and KVzip's scores."""
     model, batch = decoder(vocab_size=2048, max_len=130), tasks("test").batch("plain", 3, 3, 61)
     x, y = lessons(model, tasks("test"), 3, 512, 3, rows=2)  # T becomes (130 − 8)/2 = 61
     tokens = torch.from_numpy(batch.tokens)
     torch.testing.assert_close(x, projections(model, tokens).flatten(1, 2), rtol=1e-4, atol=1e-4)
-    recorded = []
-
-    class Recording(KVzip):
-        def scores(self):
-            recorded.append(self.entry_scores)
-            return self.entry_scores
-
-    caches = make_cache(model, Recording, budget=60)
+    caches = make_cache(model, KVzip, budget=60)
     prefill(model, tokens, caches)
-    end_prompt(model, tokens, caches)
-    expected = torch.stack(recorded).mT.flatten(1, 2)  # (L, B · T, H)
+    expected = torch.stack(KVzip.scores(model, tokens, caches)).mT.flatten(1, 2)  # (L, B · T, H)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -81,22 +70,7 @@ def test_gates_learn_the_chance_of_a_score():
     assert torch.equal(torch.get_rng_state(), state) and not gates.requires_grad
     torch.testing.assert_close(gates[:, :-1], W, atol=0.05, rtol=0)
     torch.testing.assert_close(gates[:, -1], torch.full((2, 3), -0.5), atol=0.1, rtol=0)
-    assert torch.equal(fit(x, y, steps=5), fit(x, y, steps=5)) and not torch.equal(
-        fit(x, y, steps=5), fit(x, y, steps=5, seed=1))
-
-
-def test_calibration_gives_gates_of_the_training_text(monkeypatch):
-    """Calibration trains gates on the training text; without a tiktoken tokenizer it raises ValueError."""
-    model = decoder(vocab_size=2048, max_len=130)
-    monkeypatch.setattr(kvzip_fast, "Tasks", lambda encoding, split: seen.append(split) or tasks("test"))
-    monkeypatch.setattr(kvzip_fast, "lessons", partial(lessons, documents=2))
-    monkeypatch.setattr(kvzip_fast, "fit", partial(fit, steps=3))
-    seen = []
-    options = calibrated(FastKVzip, model, ENCODING)
-    assert seen == ["train"] and options["gates"].shape == (L, N + 1, H)
-    assert not any(p.grad is not None for p in model.parameters())
-    with pytest.raises(ValueError, match="needs a tiktoken tokenizer; give FastKVzip its gates"):
-        FastKVzip.calibrate(model, object())
+    assert torch.equal(fit(x, y, steps=5), fit(x, y, steps=5))
 
 
 @torch.no_grad()
@@ -105,27 +79,9 @@ def test_without_gates_the_newest_stay_and_gates_of_another_decoder_are_refused(
     model = decoder()
     caches = make_cache(model, FastKVzip, budget=13)
     prefill(model, TOKENS, caches, 7)
-    end_prefill(caches)
+    end(*caches)
     kept = torch.tensor([*range(4), *range(31, 40)])  # four sinks and the newest nine
     assert all(cache.pos.sort(-1).values.eq(kept).all() for cache in caches)
     for gates in (GATES[:2], GATES[:, 1:], GATES[..., :1]):
         with pytest.raises(ValueError, match=r"gates .* must be \(3, 81, 2\) for this decoder; use"):
             model(TOKENS, make_cache(model, FastKVzip, budget=13, gates=gates))
-
-
-@torch.no_grad()
-def test_gates_of_any_type_are_numbers_or_refused():
-    """Gates of any number type work; NaN or infinite gates raise ValueError."""
-    model, whole = decoder(), (GATES * 10).round()
-
-    def kept(gates):
-        caches = make_cache(model, FastKVzip, budget=13, gates=gates)
-        prefill(model, TOKENS, caches)
-        end_prefill(caches)
-        return [cache.pos for cache in caches]
-
-    for dtype in (torch.int64, torch.float64, torch.float16):
-        assert all(map(torch.equal, kept(whole.to(dtype)), kept(whole)))
-    for wrong in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="^gates contain NaN or infinite numbers; use those that"):
-            FastKVzip(budget=13, gates=GATES.clone().index_fill_(1, torch.tensor(3), wrong))

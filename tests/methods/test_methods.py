@@ -4,57 +4,54 @@ Each method in methods/ is tested under its name on the command line, alone and 
 written from the paper says which tokens it keeps. The loop is in the method's own test file, or in LOOPS
 here.
 """
+from contextlib import suppress
 from itertools import accumulate
-from functools import partial
 import math
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from common import B, D, FREQ, G, H, SLOT, TOKENS, decoder, dense, link, once, turn
-from methods.cam import CaM
-from methods.duo_attention import DuoAttention
-from methods.h2o import H2O
+from common import B, D, FREQ, G, H, SLOT, TOKENS, Fed, decoder, dense, end, link, once, turn
+from methods.baselines.cam import CaM
+from methods.baselines.duo_attention import DuoAttention
+from methods.baselines.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.ours.scissorhands_weight import MeanWeight
-from methods.quantized import Quantized
-from methods.random_eviction import RandomEviction
+from methods.baselines.quantized import Quantized
+from methods.baselines.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
-from methods.streaming_llm import StreamingLLM
-from methods.sub_gen import SubGen4Cache
+from methods.baselines.streaming_llm import StreamingLLM
+from methods.baselines.sub_gen import SubGen4Cache
 from methods.tensor_attention import FactoredFourCache
-from methods.tova import TOVA
-from nanollm.cache import NEVER, bytes_in_16_bits, cache_bytes, end_prefill, make_cache
-from nanollm.commands.registry import given, has_budget, pick
-from nanollm.generate import generate, reread, tell_chunk_ends, tell_prompt
+from nanollm.cache import (NEVER, begin_turn, bytes_in_16_bits, cache_bytes, compress, crop,
+                           make_cache)
+from lab.registry import given, has_budget, methods, pick
+from nanollm.generate import generate, tell_chunk_ends
 from nanollm.window import WindowCache
 
 LAYERS, PROMPT, T, BUDGET = 3, 30, 42, 18
-METHODS = pick(["all"])
-# untrained weights gain less than a nat
-METHODS["kvzip_gain_coded"] = partial(METHODS["kvzip_gain_coded"], least=0)
-METHODS["retrieval_layers"] = partial(METHODS["retrieval_layers"], layers=(1,), recent=4)
-# without Quest, whose budget counts the entries that a query reads
-BUDGETED = [name for name in METHODS if has_budget(METHODS[name]) and name != "quest"]
+METHODS, ADDITIONS, _ = methods()
+for name in [f"{name}+{addition}" for name in METHODS for addition in ADDITIONS]:
+    with suppress(ValueError):  # the method takes no additions, or chooses in another way already
+        METHODS |= pick([name])
+BUDGETED = [name for name in METHODS if has_budget(METHODS[name])]
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # True: a chunk ends
 GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
-OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, page=4, heads=((1, 0), (0, 1)),
-               gates=GATES)
+OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)), gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4", "kvzip_gain_turbo", "snap_kv_4", "turbo_2", "turbo_3"  # kept entries have few bits
-# Methods that change what attention sees: merged or fitted values, tokens read back from a sketch, moments or
-# few bits, residual entries, sinks with moved keys, or only some of the kept entries (Quest).
-ALTERED = ("cam", "kv_reviver", "moment_kv", "matched", "matching", "quantized", "+residual", "streaming_llm",
-           "quest", *ROUNDED)
+ROUNDED = "kvzip_4", "snap_kv_4"  # kept entries have few bits
+# Methods that change what attention sees: merged values, tokens read back from a sketch, few bits, residual
+# entries, sinks with moved keys.
+ALTERED = ("cam", "kv_reviver", "quantized", "+residual", "streaming_llm", *ROUNDED)
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = ("attention_matching", "duo_attention", "expected_attention", "kvzip", "one_reading",
-           "retrieval_layers")  # and variants
+APPENDS = "duo_attention", "kvzip"  # and variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
 GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive"
+ONCE = "+residual", "+theta", "semantic", "kvzip_fast"  # they refuse to compress another turn
 
 
 def each(names, cuts=CUTS):
@@ -84,25 +81,34 @@ class Step(NamedTuple):
     bytes: list[tuple[int, int]]
 
 
-def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, **options):
-    """Return the caches of a decoder that were fed each layer's q, k and v, and one Step per part."""
-    Method = METHODS[name]
-    caches = make_cache(decoder().to(dtype), Method, **given(Method, **OPTIONS | options))
+def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, again=False, **options):
+    """Return the caches of a decoder that were fed each layer's q, k and v, and one Step per part.
+
+    again: the prompt's last token is forgotten before the compression, and fed again after it.
+    """
+    Method, model = METHODS[name], decoder().to(dtype)
+    caches = make_cache(model, Method, **given(Method, **OPTIONS | options))
     tell_chunk_ends(caches, ENDS[rows])
+    layers = [[x[rows] for x in qkv] for qkv in layers or text()]
     steps = []
+
+    def feed(part):
+        before, pos = [held(cache) for cache in caches], torch.arange(part.start, part.stop)[None]
+        y = [cache.attend(*(x[:, :, part] for x in qkv), pos) for cache, qkv in zip(caches, layers)]
+        return before, y
+
     for stop, n in zip(accumulate(cut), cut):
-        part, pos = slice(stop - n, stop), torch.arange(stop - n, stop)[None]
-        before = [held(cache) for cache in caches]
-        parts = [[x[rows, :, part] for x in qkv] for qkv in layers or text()]
-        y = [cache.attend(*qkv, pos) for cache, qkv in zip(caches, parts)]
+        part = slice(stop - n, stop)
+        before, y = feed(part)
         if stop == PROMPT:
-            again = PROMPT + torch.arange(PROMPT)[None]
-            tell_prompt(TOKENS[rows, :PROMPT], caches)
-            reread(caches, lambda part: [cache.attend(*(x[rows, :, part] for x in qkv), again[:, part])
-                                             for cache, qkv in zip(caches, layers or text())])
-            end_prefill(caches)
+            read = PROMPT - again
+            crop(caches, read)
+            compress(Fed(model, layers), torch.arange(read).expand(len(layers[0][0]), -1), caches)
+            if again:
+                part = slice(read, stop)
+                before, y = feed(part)
         after, size = [held(cache) for cache in caches], [cache.bytes() for cache in caches]
-        steps.append(Step(range(stop - n, stop), before, y, after, size))
+        steps.append(Step(range(part.start, part.stop), before, y, after, size))
     return caches, steps
 
 
@@ -120,7 +126,7 @@ def full(layer):
     return dense(*text()[layer], torch.ones(T, T).tril().bool().expand(B, H, T, T))
 
 
-@each([name for name in METHODS if not name.startswith("turbo")], CUTS[1:])  # it rounds every entry
+@each(METHODS, CUTS[1:])
 def test_room_for_everything_is_full_attention(name, cut):
     """With room for every token, outputs equal full attention and nothing is evicted."""
     caches, steps = run(name, cut, budget=3 * T, residual_length=T)
@@ -154,6 +160,45 @@ def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
             visible = torch.ones(T, T).tril().bool()[step.part] & kept_mask[:, :, None]
             expected = dense(q[:, :, step.part], k, v, visible)
             assert torch.allclose(step.y[layer], expected, atol=1e-5), (layer, step.part)
+
+
+@pytest.mark.parametrize("name", [name for name in AS_THEY_ARE if not name.startswith(EVICTS_WHILE_READING)])
+def test_a_token_that_comes_again_sees_the_compressed_cache(name):
+    """If the last token is forgotten and fed again, it attends to the kept tokens and itself."""
+    _, steps = run(name, CUTS[0], again=True)
+    step = steps[0]
+    assert [*step.part] == [PROMPT - 1]
+    for layer, (q, k, v) in enumerate(text()):
+        kept = (step.before[layer][..., None] == torch.arange(T)).any(2)  # (B, H, T)
+        assert not kept[..., PROMPT - 1:].any()
+        kept[..., PROMPT - 1] = True
+        expected = dense(q[:, :, step.part], k, v, kept[:, :, None])
+        assert torch.allclose(step.y[layer], expected, atol=1e-5), layer
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_a_conversation_is_compressed_after_each_turn(name):
+    """After each turn the caches hold at most the budget, and attention is exact on what they hold."""
+    caches, _ = run(name, (PROMPT, 2))
+    layers, tokens = text(), torch.arange(T).expand(B, -1)
+    for start, stop in ((32, 40), (40, 42)):
+        begin_turn(caches)
+        for cache, qkv in zip(caches, layers):
+            cache.attend(*(x[:, :, start:stop] for x in qkv), torch.arange(start, stop)[None])
+        if any(x in name for x in ONCE):
+            with pytest.raises(ValueError, match="compress once|are known for"):
+                compress(Fed(decoder(), layers), tokens[:, :stop] * 0, caches)
+            return
+        compress(Fed(decoder(), layers), tokens[:, :stop], caches)
+        if not name.startswith("duo_attention"):  # its retrieval heads keep all
+            assert sum((cache.pos != NEVER).sum().item() for cache in caches) <= LAYERS * B * H * BUDGET
+    if name in AS_THEY_ARE and not name.startswith(EVICTS_WHILE_READING):
+        (q, k, v), cache = layers[0], caches[0]
+        kept = (cache.pos[..., None] == torch.arange(T)).any(2)
+        y = cache.attend(*(x[:, :, :1] for x in (q, k, v)), torch.tensor([[T]]))  # token 0 again, as T
+        keys, values = (torch.cat((x, x[:, :, :1]), 2) for x in (k, v))
+        visible = torch.cat((kept, torch.ones_like(kept[..., :1])), 2)[:, :, None]
+        assert torch.allclose(y, dense(q[:, :, :1], keys, values, visible), atol=1e-5)
 
 
 @each(BUDGETED)
@@ -372,7 +417,7 @@ def test_streaming_counts_positions_in_the_cache(options):
         expected = dense(rotated_q, rotated_k, v[:, :, tokens], visible)
         assert torch.allclose(y, expected, atol=1e-5), part
         if stop == PROMPT:
-            cache.end_prefill()
+            end(cache)
 
 
 # ---- each method's own ---
@@ -399,21 +444,6 @@ def test_attention_is_added_up_in_32_bits(Method, options, chunk):
     assert cache.k.dtype == torch.bfloat16
 
 
-def test_tova_takes_the_mean_of_the_heads_in_32_bits():
-    """TOVA's mean over heads has 32 bits even if the model has 16."""
-    class Notes(TOVA):
-        def observe(self, q, p):
-            expected.append(p.double().mean((1, 2, 3)))  # of one query
-            super().observe(q, p)
-
-    expected, g = [], torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(B, heads, 30, D, generator=g).bfloat16() for heads in (H * G, H, H))
-    cache = Notes(budget=20)
-    cache.attend(q, k, v, torch.arange(30)[None])
-    mean = expected[0][:, None].expand(B, H, 30)
-    torch.testing.assert_close(cache.weight.double(), mean, rtol=1e-6, atol=0)
-
-
 def test_random_differs_by_seed_layer_head_and_row_and_by_nothing_else():
     """Random eviction depends on seed, layer, head and row of the batch, and on nothing else."""
     def kept(seed):
@@ -438,26 +468,17 @@ def test_streaming_on_learned_positions_needs_them_absolute():
 
 
 @pytest.mark.parametrize("Method, options, message", [
-    (H2O, dict(budget=1), "budget 1 must be at least 2"),
     (H2O, dict(budget=8, recent=1.5), "recent is 1.5"),
     (StreamingLLM, dict(budget=4), "budget 4 must be at least 5: 4 sinks"),
-    (StreamingLLM, dict(budget=8, sinks=-1), "sinks is -1"),
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
     (Scissorhands, dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
-    (Scissorhands, dict(budget=20, at_a_time=0), "at_a_time 0 must be a whole number of at least 1"),
     (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
     (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
-    (CaM, dict(budget=1), "budget 1 must be at least 2"),
     (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 23: the newest 22 stay"),
-    (CaM, dict(budget=16, targets=0), "targets 0 must be a whole number of at least 1"),
     (DuoAttention, dict(budget=40, sinks=16), "sinks is 16; .* below least .16."),
-    (DuoAttention, dict(budget=15), "budget 15 must be at least 16"),
     (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "contain a head twice; list each once"),
-    (Quantized, dict(bits=0), "bits 0"), (Quantized, dict(bits=9), "bits 9"),
-    (Quantized, dict(group_size=0), "group_size 0"), (Quantized, dict(residual_length=-1), "length -1"),
-    (FactoredFourCache, dict(tile=0), "tile is 0; it must be at least 1"),
-    *((SubGen4Cache, dict(radius=1.0, samples=1, draws=1) | wrong, "must be")
-      for wrong in (dict(radius=-0.1), dict(radius=math.nan), dict(samples=0), dict(draws=0)))])
+    (Quantized, dict(bits=9), "bits 9"), (FactoredFourCache, dict(tile=0), "tile is 0; it must be"),
+    (SubGen4Cache, dict(radius=math.nan, samples=1, draws=1), "must be")])
 def test_bad_options_are_refused_at_construction(Method, options, message):
     """A wrong option raises ValueError when the cache is made."""
     with pytest.raises(ValueError, match=message):

@@ -6,11 +6,10 @@ import struct
 import pytest
 import torch
 
-from common import TOKENS, decoder, dense
+from common import decoder, dense, end
 from exact import F64, random
-from methods.quantized import Quantized, quantise, variants
+from methods.baselines.quantized import Quantized, quantise
 from nanollm.cache import make_cache
-from nanollm.generate import generate
 
 B, H, G, D, T = 2, 2, 3, 16, 36
 every_bits = pytest.mark.parametrize("bits", range(1, 9))
@@ -23,9 +22,6 @@ def drawn(dtype=F64):
     k[..., 3] += 20
     k[..., 8] -= 9
     return tuple(x.to(dtype) for x in (random(B, H * G, T, D), k, random(B, H, T, D, seed=2)))
-
-
-# ---- packing and rounding ---
 
 
 def half(x):
@@ -71,8 +67,7 @@ def test_codes_zero_and_scale_are_the_loops(bits):
         assert torch.equal(zero.to(F64) + scale.to(F64) * code, x), x
 
 
-@pytest.mark.parametrize("numbers, bits", [
-    ([1e5, 1e5], 2), ([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
+@pytest.mark.parametrize("numbers, bits", [([-1e5, 1.0], 8), ([-6e4, 6e4], 1)])
 def test_what_no_half_holds_is_refused(numbers, bits):
     """Numbers beyond the range of 16 bits raise ValueError; otherwise attention would be NaN."""
     for dtype in torch.float32, torch.bfloat16:
@@ -101,30 +96,28 @@ CASES = {  # options, tokens of the prompt
     "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1), 27),
     "each alone": (dict(bits=4, group_size=1, residual_length=3), 10),
     "one too few": (dict(bits=8, group_size=8, residual_length=8), 15),
-    "nothing exact, prompt of none": (dict(bits=1, group_size=4, residual_length=0), 0),
+    "nothing exact": (dict(bits=1, group_size=4, residual_length=0), 3),
 }
 FIRST = torch.tensor([[1000], [7]], dtype=torch.int32)  # where each row of the batch starts
 
 
 def feed(cache, prompt, chunk, block):
     """Feed a text, `chunk` tokens at a time in the prompt, then `block`; yield each part and its output."""
-    if not prompt:
-        cache.end_prefill()
     for a, b in pairwise([*range(0, prompt, chunk), *range(prompt, T, block), T]):
         y = cache.attend(*(x[:, :, a:b] for x in drawn()), FIRST + torch.arange(a, b, dtype=torch.int32))
         if b == prompt:
-            cache.end_prefill()
+            end(cache)
         yield range(a, b), y
 
 
-def check_bytes(cache, seen, before, after, more, bits, group_size, **_):
+def check_bytes(cache, seen, before, after, bits, group_size, **_):
     """Compare `bytes` with a count by hand, if `before` tokens were rounded and now `after` are.
 
     A buffer is at most a tenth too large.
     """
     channels = D / min(group_size, D)  # groups of a value's channels, 4 bytes each
-    token = 2 * bits * D / 8 + channels * 4 + D * 4 / group_size + more
-    size = lambda exact: B * H * (exact * (2 * D * 8 + 4 + more) + after * token)
+    token = 2 * bits * D / 8 + channels * 4 + D * 4 / group_size
+    size = lambda exact: B * H * (exact * (2 * D * 8 + 4) + after * token)
     live, allocated = cache.bytes()
     assert live == size(seen - after) <= allocated <= size(1.1 * (seen - before))
     assert before == after or allocated == live
@@ -153,26 +146,8 @@ def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chun
         for x, rough, exact in zip(found, coarse, kv):
             assert torch.allclose(x[:, :, :after], rough[:, :, :after], rtol=1e-12, atol=1e-12), part
             assert torch.equal(x[:, :, after:], exact[:, :, after:seen])
-        check_bytes(cache, seen, before, after, 0, **options)
+        check_bytes(cache, seen, before, after, **options)
         before = after
-
-
-# ---- types of numbers ---
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_other_types_of_numbers(dtype):
-    """In 16 and 32 bits restored numbers have the model's type and lie within half a step."""
-    cache, (q, k, v) = Quantized(bits=3, group_size=8, residual_length=4), drawn(dtype)
-    y = cache.attend(q, k, v, torch.arange(T)[None])
-    cache.end_prefill()
-    *found, at, _ = cache.read()
-    assert {x.dtype for x in (*found, y)} == {dtype} and found[0].shape == found[1].shape == (B, H, T, D)
-    for x, dim, y in zip((k, v), (2, 3), found):
-        x, y = (z[:, :, :32].to(F64).unflatten(dim, (-1, 8)) for z in (x, y))
-        low, high = x.aminmax(dim=dim + 1, keepdim=True)
-        lost = torch.finfo(dtype).eps * torch.maximum(low.abs(), high.abs()) + 2 ** -11 * low.abs()
-        assert ((x - y).abs() <= (high - low) / 7 * 0.52 + lost).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
@@ -184,7 +159,7 @@ def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, 
     """
     cache, (q, k, v) = Quantized(bits=bits, group_size=8, residual_length=4), drawn(dtype)
     cache.attend(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], torch.arange(T - 1)[None])
-    cache.end_prefill()
+    end(cache)
     cache.write(k[:, :, -1:], v[:, :, -1:], torch.tensor([[T - 1]]))
     y, p = cache.attention(q[:, :, -1:], torch.tensor([[T - 1]]))
     assert p is None and y.dtype == dtype
@@ -198,21 +173,7 @@ def test_one_new_token_attends_to_what_is_read_and_no_copy_of_it_is_kept(dtype, 
     assert torch.allclose(y.to(F64), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_the_variants_options():
-    """The variants have 2, 3 and 4 bits and keep 16 tokens exact."""
-    made = {name: Method() for name, Method in variants.items()}
-    assert {name: (x.bits, x.group_size, x.residual_length) for name, x in made.items()} == {
-        f"quantized_{bits}": (bits, 32, 16) for bits in (2, 3, 4)}
-
-
-@pytest.mark.parametrize("head_dim, group, fits", [
-    (12, 4, False), (16, 12, False), (8, 1, True), (8, 9, True), (24, 12, True)])
-def test_head_dims_are_multiples_of_8_and_of_the_group(head_dim, group, fits):
-    """A head dim must be a multiple of 8 and of the group; any other raises ValueError."""
-    model = decoder(head_dim=head_dim)
-    if not fits:
-        with pytest.raises(ValueError, match=f"{head_dim} must be a multiple of 8 and of group_size {group}"):
-            make_cache(model, Quantized, group_size=group)
-        return
-    caches = make_cache(model, Quantized, group_size=group, residual_length=0)
-    assert generate(model, TOKENS[:, :20], 20, caches).shape == (2, 20) and caches[0].length == 39 % group
+@pytest.mark.parametrize("head_dim, group", [(12, 4), (16, 12)])
+def test_head_dims_are_multiples_of_8_and_of_the_group(head_dim, group):
+    with pytest.raises(ValueError, match=f"{head_dim} must be a multiple of 8 and of group_size {group}"):
+        make_cache(decoder(head_dim=head_dim), Quantized, group_size=group)

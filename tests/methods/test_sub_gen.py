@@ -1,6 +1,6 @@
 """Compare SubGen's clusters with a loop, its attention in exact cases, and its memory with a count by hand.
 """
-from itertools import combinations, product
+from itertools import product
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -9,7 +9,7 @@ import torch
 
 from common import clusters_of, feed
 from exact import F64, random, seeded
-from methods.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
+from methods.baselines.sub_gen import Stream, SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import tensor_attention
 from nanollm.cache import LayerCache
 
@@ -49,17 +49,6 @@ def test_a_key_joins_the_oldest_cluster_it_may_however_the_text_is_cut(seed, n, 
         assert stream.count[at][:m].tolist() == [of.count(c) for c in range(m)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_a_key_at_the_very_edge_joins_or_not_however_the_text_is_cut(dtype):
-    """A key at the edge of a cluster is treated alike however the text is cut; a NaN also gets a cluster."""
-    for seed in range(20):
-        k = random(1, 1, 30, 64, seed=seed).to(dtype)  # from 26 on cdist would multiply matrices
-        edge = torch.cdist(k[:, :, :1], k[:, :, 1:2], compute_mode="donot_use_mm_for_euclid_dist").item()
-        assert torch.equal(streamed(k, radius=edge, chunk=1)[1], streamed(k, radius=edge)[1])
-    k[0, 0, 2, 1] = torch.nan
-    assert streamed(k, radius=edge, chunk=1)[0].count.sum() == 30
-
-
 @pytest.mark.claim("T9")
 def test_texts_and_heads_are_drawn_apart():
     """Every text and head has its own random draws.
@@ -69,15 +58,6 @@ def test_texts_and_heads_are_drawn_apart():
     held, _ = streamed(random(1, 1, 50, 1).expand(2, 2, -1, -1), radius=math.inf, samples=20, draws=20)
     for drawn in held.sample[:, :, 0], held.k:
         assert len(drawn.flatten(0, 1).unique(dim=0)) == 4
-
-
-def test_a_long_stream_loses_no_bits():
-    """Counts and sums stay exact in a long stream: float32 cannot represent 10⁸ + 1."""
-    stream, _ = streamed(torch.ones(1, 1, 2, 1), torch.tensor([1e4, 1]).view(1, 1, 2, 1))
-    assert stream.total.item() == 10 ** 8 + 1
-    u = stream.uniform(torch.tensor([2 ** 40, 3]), 1000)
-    assert u.shape == (2, 1000) and u.dtype == F64 and (u[0].long() % 2 ** 16 != 0).sum() > 900
-    assert (u >= 0).all() and u[0].amax() < 2 ** 40 and 2.9 < u[1].amax() < 3
 
 
 def text(name, B=2, H=2, G=3, n=9, D=3):
@@ -109,49 +89,13 @@ def test_with_a_cluster_for_each_key_and_one_value_attention_is_exact(name, chun
     k[:, :, 5] = k[:, :, 3]  # a cluster of two
     for half, token in zip(v.chunk(VECTORS[name], -1), (2, 4)):
         half[:, :, torch.arange(9) != token] = 0
-    for scale, sharp in (None, 1), (None, 1000), (1.0, 1), (0.3, 1):
+    for scale, sharp in (None, 1), (None, 1000), (0.3, 1):
         want = exactly(q * sharp, k, v, 3 ** -0.5 if scale is None else scale, VECTORS[name])
         same = lambda *x: feed(CACHES[name](0.0, 2, 3, scale=scale), *x, chunk)
         y, single = same(q * sharp, k, v), same((q * sharp).float(), k.float(), v.float())
         assert y.shape == q.shape and y.dtype == F64 and single.dtype == torch.float32
         assert torch.allclose(y, want, rtol=1e-9, atol=1e-12) and (want[:, :, 4:].abs().amax(-1) > 0).any()
         assert torch.allclose(single.double(), want, rtol=0, atol=1e-5 * sharp)
-
-
-@each_cache
-@pytest.mark.parametrize("chunk", [1, None])
-def test_values_of_nothing_but_zeros_give_zero(name, chunk):
-    """If all values are 0 the output is 0, and other texts are not affected."""
-    q, k, v = text(name)
-    v[0] = 0  # only in the first text
-    y = feed(CACHES[name](0.5, 2, 3), q, k, v, chunk)
-    assert (y[0] == 0).all() and y[1].isfinite().all() and (y[1] != 0).all()
-
-
-@each_cache
-@pytest.mark.parametrize("sign", [1, -1])
-def test_terms_whose_exp_overflows_are_finite(name, sign):
-    """Scores whose exp overflows or underflows give finite outputs."""
-    k = torch.tensor([0.0, 1000, -1000]).view(1, 1, 3, 1)
-    k = (k if VECTORS[name] == 1 else torch.cat((k, torch.ones_like(k)), -1)).expand(300, -1, -1, -1)
-    cache = CACHES[name](3000.0, 1, 1)
-    cache.write(k, torch.ones_like(k), torch.arange(3)[None])
-    z, tau, top = cache.estimate(torch.full((300, 1, 1, 1), float(sign)))
-    assert z.isfinite().all() and tau.isfinite().all() and torch.maximum(z.abs(), tau).amin() > 0.1
-    assert {round(x, -2) for x in top.flatten().tolist()} == {0, 1000, -1000}
-
-
-@each_cache
-def test_seed_and_layer_decide_what_is_kept(name):
-    """Seed and layer determine the samples and draws."""
-    def one(layer=0, **options):
-        cache = CACHES[name](2.0, 2, 3, **options)
-        cache.layer = layer
-        return feed(cache, *text(name))
-
-    assert torch.equal(one(), one(seed=0))
-    for x, y in combinations((one(), one(seed=1), one(layer=1)), 2):
-        assert not torch.allclose(x, y)
 
 
 def of_pairs(k):

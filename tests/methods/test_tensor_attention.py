@@ -8,15 +8,12 @@ import torch
 
 from common import feed
 from exact import F64, random, seeded
-from methods.sub_gen import SubGen, SubGen2Cache, SubGen4Cache
 from methods.tensor_attention import (FactoredFourCache, FourCache, PairAttention, TwoCache, pair_decoder,
                                       pairs, tensor_attention)
 from methods.theory.index_game import rotated_scores
-from nanollm.cache import LayerCache, make_cache
-from nanollm.commands.registry import given
+from nanollm.cache import make_cache
 from nanollm.generate import generate
-from nanollm.hf.checkpoint import to_hf
-from nanollm.model import Config, Decoder, rope, rope_frequencies
+from nanollm.model import Config, rope, rope_frequencies
 
 B, H, G, D = 2, 2, 3, 5
 N = 13
@@ -95,7 +92,6 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
 @each_cache_and_tile
 @each_chunk
 def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chunk):
-    """Every cache's outputs equal the loop's, however a text is cut."""
     for scale, first in (None, 0), (1.0, 0), (0.3, 1000):  # None: 1/√D; a text may begin anywhere
         loop = expected(N, D ** -0.5 if scale is None else scale)
         y = feed(new(cache, scale=scale), *text(), chunk, first=first)
@@ -204,7 +200,6 @@ def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
 @each_family
 @torch.no_grad()
 def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
-    """A decoder of pairs generates the same tokens with every cache, and without one."""
     model = model_of_pairs(family)
     whole, loop = model(TOKENS), TOKENS
     for _ in range(8):  # without a cache
@@ -215,27 +210,3 @@ def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
         assert equal(torch.cat([model(part, caches) for part in TOKENS.split(8, 1)], 1), whole, atol=1e-11)
         new = generate(model, TOKENS, 8, make_cache(model, Method, **options))
         assert torch.equal(new, loop[:, 13:])
-
-
-@pytest.mark.claim("T13")
-def test_a_head_of_pairs_has_the_parameters_of_1_5_and_is_not_exported(tmp_path):
-    """A head of pairs has the parameters of 1.5 ordinary heads, and its export raises ValueError."""
-    def count(build, heads):
-        size = dict(vocab_size=9, max_len=9, n_layers=2, d_model=16, d_ff=8, head_dim=8)
-        return sum(p.numel() for p in build(Config(**size, n_heads=heads, n_kv_heads=heads)).parameters())
-
-    assert count(pair_decoder, 4) == count(Decoder, 6)
-    with pytest.raises(ValueError, match="PairAttention, which fits no Hugging Face model"):
-        to_hf(model_of_pairs(), tmp_path)
-
-
-def test_caches_for_pairs_are_for_decoders_of_pairs_and_for_no_others():
-    """Caches for pairs refuse ordinary decoders, and ordinary caches refuse decoders of pairs."""
-    pair, single = model_of_pairs(), Decoder(model_of_pairs().config).double()
-    wrong = [(pair, Method, "D") for Method in (LayerCache, SubGen)]
-    wrong += [(single, Method, "2D") for Method in (FourCache, TwoCache, SubGen2Cache, SubGen4Cache)]
-    for model, Method, right in wrong:
-        caches = make_cache(model, Method, **given(Method, radius=0.5, samples=4, draws=8))
-        with pytest.raises(ValueError, match=rf"not \(B, H·G, T, D\), \(B, H, T, {right}\) and") as error:
-            model(TOKENS, caches)
-        assert "\n" not in str(error.value) and caches[0].seen == 0

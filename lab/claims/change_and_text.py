@@ -1,0 +1,61 @@
+"""List the methods that CriticalKV's claims compare (arXiv 2502.03805); measure long answers (Table 7)."""
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from methods.baselines.ada_kv import AdaKV
+from methods.baselines.pyramid_kv import PyramidKV
+from methods.baselines.snap_kv import SnapKV
+from methods.baselines.streaming_llm import StreamingLLM
+from methods.critical_kv import Critical, CriticalCode, PooledCritical
+from methods.ours.compress_again import again
+from methods.ours.residual import Residual
+from methods.ours.theta import LeastTheta
+from lab.replay import feed
+from nanollm.cache import compress, make_cache
+
+RULES = SnapKV, PyramidKV, AdaKV
+WINDOW = dict(window_size=8)  # observation window, as in `python -m nanollm`
+SELECTIONS = {"critical": Critical(), "critical_code": CriticalCode(), "theta": LeastTheta(),
+              "residual": Residual()}
+
+METHODS = {}  # name → method, options
+for Rule in RULES:
+    METHODS[Rule.__name__] = Rule, WINDOW
+    METHODS[f"{Rule.__name__}, no pool"] = Rule, WINDOW | dict(kernel_size=1)
+    METHODS |= {f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
+                for name, select in SELECTIONS.items()}
+# those that only select entries by window scores, and all that App. I is tested on
+WINDOW_METHODS = [name for name in METHODS if "residual" not in name]
+METHODS["StreamingLLM"] = StreamingLLM, {}
+COMPARED = [*METHODS]
+METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, WINDOW | dict(select=PooledCritical())
+
+
+@torch.no_grad()
+def long_answer(model, texts: Tensor, **options) -> Tensor:
+    """Return each text's KL of a short prompt and a long answer, (texts,); options are SnapKV's.
+
+    As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is fed token by token. Whenever
+    the cache holds half of the text, it is compressed to an eighth.
+    """
+    T = texts.shape[1]
+    prompt, answer = texts[:, :T // 16], texts[:, T // 16:-1]
+    options = dict(budget=T // 8, every=T // 2 - T // 8) | WINDOW | options
+    caches = make_cache(model, again(SnapKV), **options)
+    feed(model, prompt, caches)
+    compress(model, prompt, caches)
+
+    full = model(texts[:, :-1])[:, T // 16:].log_softmax(-1)
+    log_p = torch.cat([model(token, caches) for token in answer.split(1, 1)], 1).log_softmax(-1)
+    return F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1)
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Return the ranks of x (n,), from 1/2; equal numbers have their mean rank."""
+    return (x[:, None] > x).sum(1) + (x[:, None] == x).sum(1) / 2
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Return Spearman's rank correlation of x and y (n,)."""
+    return torch.corrcoef(torch.stack((ranks(x), ranks(y))))[0, 1].item()

@@ -1,0 +1,69 @@
+"""python -m nanollm claims: test the papers' claims on trained models, yours included.
+
+    python -m nanollm claims                                  both shipped decoders, in four minutes on a core
+    python -m nanollm claims --model FOLDER --claims P6 C1    your model in a third column
+
+Each claim about a trained model has a rule: conditions on measured numbers. The table of a claim has a column
+for each model, the verdict by the rule, and the numbers. A number within two standard errors of its limit
+leaves the claim undecided. CLAIMS.md explains all claims.
+"built" is nanollm/tiny, whose initial weights contained retrieval heads; "learned" is nanollm/tiny_learned.
+"""
+import argparse
+import json
+import os
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lab import command_line
+from lab.registry import loaded
+from lab.tasks import Tasks
+from nanollm import SHIPPED
+from nanollm.check import check_seed, whole
+
+
+def is_ours(data: bytes) -> bool:
+    """Return whether a file's content is this command's findings."""
+    rows = command_line.read_json(data)
+    return isinstance(rows, list) and rows != [] and all(
+        isinstance(row, dict) and {"claim", "rule", "model", "verdict"} <= row.keys() for row in rows)
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(prog="python -m nanollm claims", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    command_line.model_options(parser, without="only the two decoders that ship")
+    add = parser.add_argument
+    add("--claims", nargs="+", metavar="ID", help="the claims to test; default: all that have a rule")
+    add("--documents", type=int, default=32, help="documents of each task, and texts; default 32")
+    add("--length", type=int, default=256, metavar="TOKENS", help="length of each document; default 256")
+    add("--seed", type=int, default=0, help="seed of documents and random draws; default 0")
+    add("--json", type=Path, help="write the findings to this file, claim by claim")
+    args = parser.parse_args(argv)
+    check_seed(args.seed)
+    whole("documents", args.documents, 2)
+    whole("length", args.length, 128)
+    before = command_line.check_output(args.json, "findings", is_ours) if args.json else b""
+
+    from lab.claims.claims_renderer import listed, show
+    from lab.claims.rules import CLAIMS, judge
+    from lab.claims.subject import Subject
+    names, claims, rows, subjects = [*dict.fromkeys(args.claims or CLAIMS)], listed(), [], {}
+    if unknown := [name for name in names if name not in CLAIMS]:
+        raise ValueError(f"claim {unknown[0]!r} cannot be tested on a model; choose from {', '.join(CLAIMS)}")
+    folders = dict(SHIPPED)
+    if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
+        folders[f"{args.model}/"] = args.model  # /: a folder may be named "built"
+    for label, folder in folders.items():
+        model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
+        subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length)
+    print(f"Seed {args.seed}. Numbers are means ± one standard error.\n")
+
+    for name in tqdm(names, unit="claim", leave=False, disable=None):
+        words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
+        found = [words | dict(model=label, documents=on.documents, tokens=on.T, seed=on.seed)
+                 | judge(name, on)._asdict() for label, on in subjects.items()]
+        tqdm.write(show(found, rule=True) + "\n")
+        rows += found
+        if args.json:
+            before = command_line.replace(args.json, json.dumps(rows, indent=1).encode(), before)

@@ -1,0 +1,183 @@
+"""Lay out the claims as text: the command's tables, and CLAIMS.md with the numbers that tests record.
+
+Each paper has a file beside this one: `# Paper`, the version that was read, symbols, then for each claim
+
+    ## S3 · holds after a fix · notebook 03
+    Theorem 3.1: attended to now, attended to next.
+    Rule: the rule in words, if a trained model decides the claim; rules.py has it as code.
+    > The deciding number, one line: the smallest ε of {S3.draws} draws is {S3.smallest_eps:.2f}.
+
+    Details.
+
+A test marked `@pytest.mark.claim("S3")` records the numbers: note("S3", draws=80, smallest_eps=x).
+"""
+from collections import Counter
+from itertools import groupby
+import json
+from pathlib import Path
+import re
+from textwrap import fill, indent
+from typing import NamedTuple
+
+from lab.claims.rules import CLAIMS
+from lab.claims.subject import HOLDS, NOT, OPEN, UNTESTED
+from lab.text_table import text_table
+from nanollm import SHIPPED
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
+CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
+                   r"((?s:.*))")
+PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.\w+)(?::([^{}]*))?\}")
+
+
+class Claim(NamedTuple):
+    id: str
+    verdict: str   # on "built", if a model decides it
+    notebook: str  # "03"
+    says: str
+    rule: str      # "" if no model decides it
+    number: str
+    details: str
+
+    @property
+    def lesson(self) -> str:
+        """Return the path of the claim's notebook, or "" without one."""
+        return "".join(str(x.relative_to(ROOT)) for x in ROOT.glob(f"notebooks/{self.notebook}_*.ipynb"))
+
+
+def texts() -> str:
+    """Return all papers' files, one after the other."""
+    return "\n".join(file.read_text() for file in sorted(FOLDER.glob("*.md")) if file.stem != "head")
+
+
+def parse(text: str) -> dict[str, list[Claim]]:
+    """Return each paper's claims; the keys are the texts before the first claim."""
+    papers = {}
+    for paper in re.split(r"^# ", text, flags=re.M)[1:]:
+        head, *parts = re.split(r"^## ", paper, flags=re.M)
+        papers[head.strip()] = claims = []
+        for part in parts:
+            if not (found := CLAIM.fullmatch(part)):
+                raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', "
+                                 "then the claim's line, its 'Rule' line if any, and '> ' with the number")
+            claims.append(Claim(*((x or "").strip() for x in found.groups())))
+    return papers
+
+
+def listed() -> dict[str, Claim]:
+    """Return every claim by its ID."""
+    return {claim.id: claim for claims in parse(texts()).values() for claim in claims}
+
+
+# ---- the command's tables ---
+
+def table(judged: list[dict]) -> str:
+    """Return a claim's verdicts and numbers as a table with a column for each model."""
+    size = "{documents} documents of {tokens} tokens".format(**judged[0])
+    rows = [[size, *(row["model"] for row in judged)],
+            ["verdict by the rule", *(row["verdict"] for row in judged)]]
+    for name in dict.fromkeys(name for row in judged for name in row["numbers"]):
+        numbers = [row["numbers"].get(name) for row in judged]
+        rows.append([name, *("{:.3g} ± {:.1g}".format(*x) if x else "" for x in numbers)])
+    why = [f"{row['model']}: {row['why']}" for row in judged if row["why"]]
+    return "\n".join([text_table(rows, [36] + [16] * len(judged)), *why])
+
+
+def show(rows: list[dict], rule: bool = False) -> str:
+    """Return each claim of the command's rows with its table, and if asked for with its rule."""
+    texts = []
+    for _, judged in groupby(rows, key=lambda row: row["claim"]):
+        judged = list(judged)
+        texts.append(fill("{claim}  {says}".format(**judged[0]), 100, subsequent_indent="    ") + "\n")
+        if rule:
+            texts[-1] += fill(judged[0]["rule"], 100, initial_indent="    ", subsequent_indent="    ") + "\n"
+        texts[-1] += indent(table(judged), "    ")
+    return "\n\n".join(texts)
+
+
+# ---- CLAIMS.md ---
+
+def filled(text: str, values: dict[str, object]) -> str:
+    """Replace each {ID.name:format} by the recorded value of that name."""
+    def formatted(found: re.Match) -> str:
+        value = values[found[1]]
+        return value if isinstance(value, str) else format(value, found[2] or "").replace("-", "−")
+    return PLACEHOLDER.sub(formatted, text)
+
+
+def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stored: list[dict]):
+    """Raise a ValueError unless files, tests, rules, notebooks and stored rows fit together."""
+    claims = sum(parse(text).values(), [])
+    ids = Counter(claim.id for claim in claims)
+    decided = {(x.id, model, x.rule) for x in claims if x.rule for model in SHIPPED}
+    wrong = {
+        "claims that appear twice": {name for name, n in ids.items() if n > 1},
+        "claims without a test": {x.id for x in claims if x.verdict != UNTESTED} - tests.keys(),
+        "markers of unknown claims": tests.keys() - ids.keys(),
+        "claims with a rule only in words or only in code": {x.id for x in claims if x.rule} ^ CLAIMS.keys(),
+        "claims whose notebook does not exist": {x.id for x in claims if x.notebook and not x.lesson},
+        "values that no test recorded": {name for name, _ in PLACEHOLDER.findall(text)} - values.keys(),
+        "claims without a row in lab/stored/claims.json, or with another rule or model there":
+            {name for name, *_ in decided ^ {(x["claim"], x["model"], x["rule"]) for x in stored}},
+    }
+    if wrong := [f"{what}: {', '.join(sorted(which))}" for what, which in wrong.items() if which]:
+        raise ValueError("; ".join(wrong))
+
+
+def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]:
+    """Return a claim's row of the table, and its details with links to its tests and notebook.
+
+    If the decoders' stored rows differ, both verdicts are named.
+    """
+    short, decided, verdicts = claim.verdict, "", {row["model"]: row["verdict"] for row in rows}
+    if len({*verdicts.values()}) > 1:
+        short = f"{claim.verdict} (built); {verdicts['learned']} (learned)"
+        both = "; ".join(f"*{model}*: {verdict}" for model, verdict in verdicts.items())
+        decided = f"{claim.rule} {both}."
+    elif rows:
+        decided = f"{claim.rule} Both: {rows[0]['verdict']}."
+
+    cells = f"[{claim.id}](#{claim.id.lower()})", claim.says, short, claim.number
+    files = sorted({test.partition("::")[0] for test in tests})
+    links = [f"[{Path(file).stem}]({file})" for file in files]
+    links += [f"[notebook {claim.notebook}]({claim.lesson})"] if claim.lesson else []
+    parts = f"### {claim.id}", claim.details, decided, "; ".join(links)
+    row = " | ".join(cell.replace("|", r"\|") for cell in cells)
+    return f"| {row} |", "\n\n".join(filter(None, parts))
+
+
+def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
+    """Return the text of CLAIMS.md; ValueError if something is missing or unknown.
+
+    recorded: a test's node id, and ("claim", "S3") of its marker or ("S3.draws", 80) of what it measured.
+    stored: rows that `python -m nanollm claims` wrote of the two decoders.
+    """
+    tests, values = {}, {}
+    for node, name, value in recorded:
+        if name == "claim":
+            tests.setdefault(value, set()).add(node.partition("[")[0])
+        elif values.setdefault(name, value) != value:
+            raise ValueError(f"{name} is {values[name]} in one test and {value} in {node}; "
+                             "give one of them another name")
+    check(texts(), tests, values, stored)
+    parts = [f"# Claims of the papers\n\n{(FOLDER / 'head.md').read_text().strip()}"]
+    for paper, claims in parse(filled(texts(), values)).items():
+        rows, details = zip(*(of_claim(claim, tests.get(claim.id, set()),
+                                       [row for row in stored if row["claim"] == claim.id])
+                              for claim in claims))
+        header = "| ID | claim | verdict | number |\n|---|---|---|---|"
+        parts += [f"## {paper}", "\n".join([header, *rows]), *details]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md") -> str:
+    """Write CLAIMS.md, or raise a ValueError if it is stale; return a message."""
+    text = page(recorded, json.loads((ROOT / "lab" / "stored" / "claims.json").read_text())["rows"])
+    if write:
+        file.write_text(text)
+    elif not file.exists() or file.read_text() != text:
+        raise ValueError(f"{file.name} is stale: these tests would write another text; "
+                         "run pytest --write-claims")
+    return f"{file.name} is {'written' if write else 'up to date'}"

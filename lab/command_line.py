@@ -1,0 +1,120 @@
+"""Code that all commands share: one-line errors, reading and writing files, options and threads.
+
+This file does not import torch. So `--help` and mistakes on the command line are answered at once.
+"""
+from collections.abc import Callable
+import json
+import os
+from pathlib import Path
+import sys
+
+from nanollm import TINY
+
+
+def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
+    """Add the options of every command that runs a model; `registry.loaded` reads them."""
+    parser.add_argument("--model", type=Path, default=TINY,
+                        help=f"folder of a checkpoint in Hugging Face layout; default {without}")
+    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
+                        help="the code that runs the model: this repository's decoder (ours) or the package "
+                             "transformers; default auto: ours if it supports the model's family")
+    parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda:0; default cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                        help="number format of weights, keys and values; default float32")
+    parser.add_argument("--threads", type=int, default=0,
+                        help="CPU threads; default 0: one for small models, all cores for large ones")
+
+
+def check_keep(percent: float):
+    """Raise ValueError unless `percent`, the value of --keep, is above 0 and at most 100."""
+    if not 0 < percent <= 100:
+        raise ValueError(f"--keep is {percent:g} %; it must be above 0 and at most 100")
+
+
+def set_threads(asked: int, parameters: int):
+    """Set PyTorch's CPU threads to `asked`; 0 means one for a model below 50 million parameters, else all."""
+    import torch
+    from nanollm.check import whole
+    if whole("threads", asked, 0, 1024):
+        torch.set_num_threads(asked)
+    elif parameters < 50_000_000:
+        torch.set_num_threads(1)
+
+
+def command(run: Callable, *arguments):
+    """Run a command. An error that its user can cause becomes one line and exit code 2."""
+    try:
+        run(*arguments)
+        print(end="", flush=True)  # prints nothing if stdout is closed
+    except BrokenPipeError:
+        fail("nobody reads the output any more")
+    except KeyboardInterrupt:
+        fail("interrupted")
+    except (ValueError, OSError, MemoryError) as error:
+        fail(str(error) or "not enough memory")
+
+
+def fail(why: str):
+    """Print one line on stderr and exit with code 2."""
+    try:
+        print(end="", flush=True)  # prints nothing if stdout is closed
+    except OSError:  # else Python's flush at exit fails again, with another message and exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
+    """Return the content of an output file. It must be absent, empty or `ours`: written by this program.
+
+    ValueError or OSError if it may not be replaced. what: its content in a word, for messages.
+    """
+    if not file.parent.is_dir():
+        raise ValueError(f"folder {file.parent} for {file.name} does not exist; make it first")
+    if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+        raise ValueError(f"{file} is no file or write-protected; name another file for the {what}")
+    data = file.read_bytes() if file.exists() else b""
+    if data and not ours(data):
+        raise ValueError(f"{file} holds something else than the {what} of an earlier run; "
+                         "name another file or remove it")
+    replace(file, None)
+    return data
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file or a pipe. ValueError if it is not text."""
+    try:
+        text = file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8 ({error.reason}); name another file") from error
+    if "\0" in text:
+        raise ValueError(f"{file} is not text (it contains zero bytes); name another file")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(data: bytes):
+    """Return the value of JSON text; None if data is not JSON."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+def replace(file: Path, data: bytes | None, before: bytes | None = None) -> bytes | None:
+    """Write data to a new file, then rename it to `file`, so that `file` is always whole. Returns data.
+
+    data None: only check that the folder can be written. before: what this run wrote last; ValueError if
+    the file holds anything else now.
+    """
+    if before is not None and file.exists() and file.read_bytes() != before:
+        raise ValueError(f"{file} was changed by another program, perhaps a second run; this run stops and "
+                         "leaves it as it is; give each run its own file")
+    part = file.resolve().with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with part.open("xb") as out:
+            out.write(data or b"")
+        if data is not None:
+            part.replace(file.resolve())
+    finally:
+        part.unlink(missing_ok=True)
+    return data

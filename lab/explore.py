@@ -1,0 +1,178 @@
+"""python -m nanollm explore: write docs/index.html, one file in which a decoder runs and forgets.
+
+The page works without network or installation. Its parts are in lab/page/.
+"""
+import argparse
+from base64 import b64encode
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+import json
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lab import command_line
+from lab.evaluate import budget_for
+from lab.example_page import NEW, PAGE, QUESTION, check_length, compressed, pieces, prompt
+from lab.registry import calibrated, given, has_budget, loaded, pick
+from methods.theory.index_game import deal, index_game_four, keep_rows
+from nanollm.cache import bytes_in_16_bits
+from nanollm.model import rope_frequencies
+
+ROOT = Path(__file__).parents[1]
+PARTS = Path(__file__).parent / "page"
+MARK = b'<meta name="generator" content="python -m nanollm explore">'
+KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
+WINDOW = 8                             # queries that SnapKV observes
+LIVE = {  # the methods of methods.js
+    "full": ("Full cache", "keeps every entry"),
+    "random": ("Random", "keeps entries drawn at random"),
+    "streaming_llm": ("StreamingLLM", "keeps the first 4 tokens and the newest"),
+    "h2o": ("H2O", "keeps the newest, and the entries with the most attention so far"),
+    "snap_kv": ("SnapKV", "keeps the entries to which the last 8 tokens attend"),
+    "key_diff": ("KeyDiff", "keeps the keys least like the mean key"),
+    "kvzip": ("KVzip", "reads the text twice and keeps the entries used while repeating it")}
+STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}  # Python's result
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of a matrix to 8 bits. Return codes (n, m) of int8 and scales (n,)."""
+    weight = weight.detach().float().cpu()
+    scale = weight.abs().amax(1).clamp(min=1e-12) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+@torch.no_grad()
+def rounded_model(model):
+    """Return a copy of the decoder in 64 bits whose matrices are rounded as in the page."""
+    copy = deepcopy(model)
+    for weight in copy.parameters():
+        if weight.dim() == 2:
+            code, scale = rounded(weight)
+            weight.copy_(code * scale[:, None])
+    return copy.double()
+
+
+def packed(model, encoding) -> tuple[dict, bytes]:
+    """Return the decoder as lab/page/decoder.js reads it: sizes, names, shapes, tokens; and the file.
+
+    All 32-bit numbers come first (norms, and a scale for each row of a matrix), then the matrices in 8 bits.
+    """
+    c = model.config
+    small = isinstance(encoding, tiktoken.Encoding) and sum(p.numel() for p in model.parameters()) < 4e6
+    if not small or c.family != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or not c.tie_embeddings:
+        raise ValueError("this model is too large or of another form than nanollm/tiny; give --text FILE, "
+                         "and the page shows stored results of this model")
+    tensors, floats, codes = [], [], []
+    for name, weight in model.named_parameters():
+        tensors.append([name, list(weight.shape)])
+        if weight.dim() == 2:
+            code, weight = rounded(weight)
+            codes.append(code)
+        floats.append(weight.detach().float().cpu())
+    config = {name: getattr(c, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "d_model",
+                                                  "d_ff", "vocab_size", "norm_eps", "max_len")}
+    data = b"".join(x.numpy().tobytes() for x in floats + codes)
+    ranks = [b64encode(encoding.decode_single_token_bytes(i)).decode() for i in range(encoding.n_vocab - 1)]
+    return dict(config=config | dict(freq=rope_frequencies(c).tolist()), tensors=tensors, ranks=ranks), data
+
+
+@torch.no_grad()
+def view(model, encoding, Method, keep: float, setting: str, text: str, question: str) -> dict:
+    """Return what the page shows of one method: kept entries, bytes after the answer, tokens of the answer.
+
+    keep: percent of the text's tokens. kept: one bit for each head and token, in base64.
+    """
+    tokens, cuts = prompt(model, encoding, text, question)
+    cut = cuts[setting]
+    options = given(Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW)
+    caches, kept, written = compressed(model, encoding, Method, options, tokens, cut)
+    return dict(kept=b64encode(np.packbits(kept.flatten().cpu().numpy(), bitorder="little")).decode(), n=cut,
+                bytes=bytes_in_16_bits(caches), written=written, answer=encoding.decode(written))
+
+
+def views(model, encoding, methods: dict, text: str, question: str) -> dict[str, dict]:
+    """Return the view of each method, keep ratio and setting as {"snap_kv 25 aware": view}.
+
+    A combination that a method refuses, such as a budget below its window, is left out.
+    """
+    out = {}
+    for name, Method in tqdm(methods.items(), leave=False, disable=None):
+        Method = partial(Method, **calibrated(Method, model, encoding))
+        for setting in "aware", "agnostic":
+            for keep in KEEPS:
+                with suppress(ValueError):
+                    if keep == KEEPS[0] or has_budget(Method):
+                        last = view(model, encoding, Method, keep, setting, text, question)
+                    out[f"{name} {keep:g} {setting}"] = last
+    return out
+
+
+def curve() -> list[dict]:
+    """Return the stored rows of `python -m nanollm --all`: share of the full cache's bytes, and accuracy."""
+    rows = json.loads((ROOT / "lab/stored/all.json").read_text())["rows"]
+    full = rows[0]["live_16"]
+    return [dict(method=row["method"], keep=100 * (row["keep_ratio"] or 1), share=row["live_16"] / full,
+                 aware=row["aware"], agnostic=row["agnostic"]) for row in rows]
+
+
+def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
+    """Play the Index game (Theorem 4.1) with a part of the rows: [share kept, share of right guesses]."""
+    bits, keys = deal(n, d)
+    play = lambda m: index_game_four(bits, keys, compress=keep_rows(slice(0, m), n)).right(bits)
+    return [[m / n, play(m)] for m in (n >> i for i in range(6))]
+
+
+def page(model, encoding, name: str, text: str, question: str, live: bool) -> str:
+    """Return the whole page. live: the decoder runs in it; else all methods' results are stored in it."""
+    weights = b""
+    data = dict(name=name, live=live, keeps=KEEPS, text=text, question=question.strip("\n"), new=NEW)
+    if live:
+        methods = pick([*LIVE, *STORED])
+        model_data, weights = packed(model, encoding)
+        data["model"] = model_data | dict(methods=list(LIVE))
+        data |= dict(curve=curve(), game=index_game())
+        model = rounded_model(model)
+    else:
+        methods = pick([])
+    tokens, cuts = prompt(model, encoding, text, question)
+    c = model.config
+    data |= dict(tokens=pieces(encoding, tokens[0].tolist()), cut=cuts["agnostic"],
+                 views=views(model, encoding, methods, text, question),
+                 heads=[c.n_layers, c.n_kv_heads], vocab=c.vocab_size,
+                 methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
+    read = lambda file: (PARTS / file).read_text()
+    out = read("index.html")
+    for part, content in dict(STYLE=read("style.css"), DATA=json.dumps(data).replace("</", "<\\/"),
+                              PAGE=read("page.js"), WORKER=read("decoder.js") + read("methods.js"),
+                              WEIGHTS=b64encode(weights).decode()).items():
+        before, _, after = out.partition(f"/*{part}*/")
+        out = before + content + after
+    return out
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(
+        prog="python -m nanollm explore",
+        description="Write a web page that shows what each method keeps of a text and what it answers. The "
+                    "decoder runs in the page. With --text, the page shows stored results instead.")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/index.html", metavar="FILE",
+                        help="file to write; default docs/index.html")
+    parser.add_argument("--text", type=Path, metavar="FILE",
+                        help="store the results of every method on this text, for a model of any size")
+    parser.add_argument("--question", default=QUESTION.strip("\n"), help="default: %(default)r")
+    command_line.model_options(parser)
+    args = parser.parse_args(argv)
+    command_line.check_output(args.out, "page", lambda data: MARK in data)
+    text = PAGE if args.text is None else command_line.read_text(args.text).strip("\n")
+    model, encoding = loaded(args)
+    question = "\n" + args.question
+    check_length(model, text, prompt(model, encoding, text, question)[0])
+    out = page(model, encoding, args.model.name, text, question, live=args.text is None)
+    command_line.replace(args.out, out.encode())
+    print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")

@@ -1,0 +1,276 @@
+"""A LayerCache as the memory of transformers' own models: their logits, their tokens, and real eviction."""
+from copy import deepcopy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as hf
+
+from methods.baselines.h2o import H2O
+from methods.baselines.kvzip import KVzip
+from methods.baselines.snap_kv import SnapKV
+from methods.baselines.streaming_llm import StreamingLLM
+from nanollm import TINY, checkpoint, tokenizer
+from nanollm.bridge import Bridged, attach, detach
+from nanollm.cache import begin_turn, compress, crop, make_cache
+from nanollm.generate import prefill, tell_chunk_ends
+from lab.registry import given, pick
+
+V, T = 97, 40
+SHAPE = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
+             pad_token_id=0)
+WIDE = SHAPE | dict(head_dim=16)  # heads that together are wider than the model
+EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+FAMILIES = {
+    "Llama": SHAPE, "Qwen2": SHAPE, "Qwen3": WIDE, "Mistral": SHAPE | dict(sliding_window=None), "Phi": SHAPE,
+    "Phi3": SHAPE, "Olmo2": SHAPE, "SmolLM3": SHAPE, "GPTNeoX": SHAPE, "Cohere": SHAPE, "Gemma": WIDE,
+    "GPT2": dict(vocab_size=V, n_embd=32, n_layer=3, n_head=4, n_positions=128, eos_token_id=2),
+    "Granite": SHAPE | dict(attention_multiplier=0.3), "Qwen3Moe": WIDE | EXPERTS | dict(num_experts=4),
+    "Llama4Text": WIDE | dict(num_local_experts=2, intermediate_size_mlp=48),
+    "OPT": dict(vocab_size=V, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
+                max_position_embeddings=128, word_embed_proj_dim=32)}
+# families that rotate keys as our decoder does: others pair other dimensions, rotate a part, or none
+ROPE = "Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo2", "SmolLM3", "Granite", "Gemma", "Qwen3Moe"
+TOKENS = torch.randint(3, V, (3, T), generator=torch.Generator().manual_seed(1))
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def tiny(family: str, **changed):
+    torch.manual_seed(0)
+    config = getattr(hf, f"{family}Config")(**FAMILIES.get(family, WIDE) | changed)
+    return hf.AutoModelForCausalLM.from_config(config).eval()
+
+
+def own(model, **memory):
+    """What the model's own `generate` writes."""
+    return model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=6, do_sample=False,
+                          **memory)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_full_memory_changes_no_logit_and_no_token(family):
+    model = tiny(family)
+    expected, written = model(TOKENS).logits, own(model)
+    for sizes in ([T], [23, 16, 1], [1] * T):
+        memory = attach(model)
+        parts = [model(part, past_key_values=memory).logits for part in TOKENS.split(sizes, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=0)
+    o, heads = memory.model.blocks[0].attention.o, torch.randn(5, *memory.caches[0].w_o.shape[1:])
+    products = o(heads.flatten(1)) - o(0 * heads.flatten(1))  # without a bias
+    torch.testing.assert_close(torch.einsum("thd,ohd->to", heads, memory.caches[0].w_o), products)
+    assert (memory.model.freq is not None) == (family in ROPE)  # StreamingLLM moves its keys by it
+    memory.compress(TOKENS)
+    assert torch.equal(own(model, past_key_values=memory), written)
+    assert memory.get_seq_length() == memory.caches[0].seen == T + 5
+    assert torch.equal(own(model), written)  # the model's own, with a memory of its own, meanwhile
+    detach(model)
+    assert torch.equal(own(model), written) and model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "attachment") for module in model.modules())
+
+
+@pytest.fixture(scope="module")
+def both():
+    """The shipped decoder, ours and transformers', and its tokenizer."""
+    theirs = hf.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    return checkpoint.from_hf(TINY), Bridged(theirs), tokenizer.load(TINY / "tokenizer.tiktoken")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", pick([]))
+def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
+    *models, encoding = both
+    ids = encoding.encode("A method keeps some of these tokens. " * 9)
+    tokens = torch.tensor([ids[:90], ids[5:95]])
+    ends = tokenizer.boundaries(encoding, encoding.n_vocab)[tokens[:, :-1]]
+    Method, results = pick([name])[name], []
+    options = given(Method, budget=40, window_size=8) | ({"heads": ((0, 0), (2, 1))} if "duo" in name else {})
+    for model in models:
+        caches = make_cache(model, Method, **options)
+        prefill(model, tokens[:, :-1], caches, 64)
+        tell_chunk_ends(caches, ends)
+        compress(model, tokens[:, :-1], caches)
+        results.append((model(tokens[:, -1:], caches), caches))
+    (expected, ours), (logits, theirs) = results
+    few_bits = "quantized" in name or name.endswith("_4")  # between two codes, the last digit decides
+    torch.testing.assert_close(logits, expected, atol=1e-3 if few_bits else 1e-4, rtol=0)
+    for a, b in zip(ours, theirs):
+        assert torch.equal(a.pos, b.pos) and a.bytes() == b.bytes()
+
+
+class Standing:
+    """Stands in for a cache, as in a reread: it counts the tokens that it attends to."""
+
+    def __init__(self, cache):
+        self.cache, self.tokens = cache, 0
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
+
+    def attend(self, q, k, v, pos):
+        self.tokens += q.shape[2]
+        return self.cache.attend(q, k, v, pos)
+
+
+@torch.no_grad()
+def test_objects_that_stand_in_for_caches_are_attended_through():
+    model = tiny("Llama")
+    bridged, expected = Bridged(model), model(TOKENS).logits
+    caches = make_cache(bridged)
+    bridged(TOKENS[:, :30], caches)
+    readers = [Standing(cache) for cache in caches]
+    logits = prefill(bridged, TOKENS[:, 30:], readers, 4)
+    torch.testing.assert_close(logits, expected[:, -1], atol=1e-5, rtol=0)
+    assert [reader.tokens for reader in readers] == [10] * 3 and caches[2].length == T
+
+
+# ---- the user's five lines, and conversations ---
+
+@torch.no_grad()
+@pytest.mark.parametrize("Method, options", [(KVzip, {}), (SnapKV, dict(window_size=8)), (H2O, {})])
+def test_a_conversation_is_compressed_after_each_turn_as_by_hand(both, Method, options):
+    """A memory answers what our own decoder does, whose caches are cropped and compressed by hand."""
+    ours, bridged, encoding = both
+    ids = encoding.encode("A method keeps some of these tokens. " * 18)
+    first, turn = (torch.tensor([part]) for part in (ids[:80], ids[80:130]))
+    memory = attach(bridged.model, Method, budget=24, **options)
+    caches, text = make_cache(ours, Method, budget=24, **options), first
+    for following in (turn, None):
+        bridged.model(text[:, memory.get_seq_length():], past_key_values=memory)
+        prefill(ours, text[:, caches[0].seen:], caches)
+        memory.compress(text)
+        crop(caches, text.shape[1] - 1)
+        compress(ours, text[:, :-1], caches)
+        assert all(torch.equal(a.pos, b.pos) and a.seen == text.shape[1] - 1
+                   for a, b in zip(memory.caches, caches))
+        assert sum(int((cache.pos < 2 ** 30).sum()) for cache in caches) <= 24 * 3 * 6
+        text = bridged.model.generate(text, past_key_values=memory, max_new_tokens=5, do_sample=False)
+        token = text[:, -6:-5]
+        for expected in text[0, -5:]:
+            token = ours(token, caches)[:, -1].argmax(-1, keepdim=True)
+            assert token.item() == expected
+        if following is not None:
+            text = torch.cat((text, following), 1)
+            memory.begin_turn()
+            begin_turn(caches)
+
+
+@torch.no_grad()
+def test_a_memory_is_compressed_for_the_prompt_that_it_has_read():
+    model = tiny("Llama")
+    memory = attach(model, StreamingLLM, budget=8)
+    with pytest.raises(ValueError, match="has seen 0 tokens, but the prompt has 40"):
+        memory.compress(TOKENS)
+    model(TOKENS, past_key_values=memory)
+    twin = deepcopy(memory)
+    memory.compress(TOKENS)
+    assert memory.caches[0].length == 8 and twin.caches[0].length == T
+    assert twin.model is memory.model and twin.caches[0].w_o is memory.caches[0].w_o
+
+
+# ---- what is refused ---
+
+DEEPSEEK = SHAPE | EXPERTS | dict(
+    num_key_value_heads=4, n_routed_experts=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
+    qk_nope_head_dim=4, v_head_dim=6, n_group=1, topk_group=1)
+
+
+@pytest.mark.parametrize("family, shape, message", [
+    ("Gemma2", WIDE, "layer 0 caps its scores"),
+    ("Mistral", SHAPE | dict(sliding_window=39), "last 39 tokens alone, and the text has 40; shorten"),
+    ("GptOss", WIDE | EXPERTS | dict(num_local_experts=4), "layer 0 has sink logits"),
+    ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of [46]; take"),
+    ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
+    ("Mamba", dict(vocab_size=V, hidden_size=32, num_hidden_layers=2), "no attention heads; take")])
+def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape, message):
+    monkeypatch.setitem(FAMILIES, family, shape)
+    model = tiny(family)
+    written = own(model)
+    with pytest.raises(ValueError, match=message):
+        model(TOKENS, past_key_values=attach(model))
+    detach(model)
+    assert torch.equal(own(model), written)
+
+
+READ, NEW, HIDDEN = TOKENS[:, :30], TOKENS[:, 30:], torch.ones(3, T).index_fill(1, torch.tensor(0), 0)
+SLIDES = dict(use_sliding_window=True, sliding_window=35,
+              layer_types=["full_attention", "sliding_attention", "full_attention"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("message, family, changed, mode, call", [
+    ("must show all 40 tokens, those", "Llama", {}, "eval", dict(attention_mask=HIDDEN)),
+    ("must show all 40 tokens, those", "GPT2", {}, "eval", dict(attention_mask=HIDDEN[:, -10:])),
+    ("not causal", "Llama", {}, "eval", dict(attention_mask=torch.zeros(3, 1, 10, T))),
+    ("position_ids must be 30 … 39", "Llama", {}, "eval", dict(position_ids=torch.arange(5).repeat(2)[None])),
+    ("no tokens beyond the 30", "Llama", {}, "eval", dict(input_ids=NEW[:, :0])),
+    ("1 texts of 2 heads do not fit", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
+    ("layer 1 attends to the last 35 tokens alone", "Qwen2", SLIDES, "eval", {}),
+    ("call model.eval", "Llama", dict(attention_dropout=0.5), "train", {})])
+def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, mode, call):
+    model = tiny(family, **changed)
+    memory, expected = attach(model), model(TOKENS[:, :35]).logits[:, 30:]
+    model(READ, past_key_values=memory, attention_mask=torch.ones_like(READ))
+    getattr(model, mode)()
+    with pytest.raises(ValueError, match=message):
+        model(**dict(input_ids=NEW, past_key_values=memory) | call)
+    model.eval()
+    shown = torch.zeros(3, 1, 5, 35).masked_fill(~torch.ones(5, 35).tril(30).bool(), -torch.inf)
+    right = dict(past_key_values=memory, attention_mask=shown, position_ids=torch.arange(30, 35)[None])
+    torch.testing.assert_close(model(NEW[:, :5], **right).logits, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_call_that_was_broken_off_spoils_its_memory_alone(monkeypatch):
+    model = tiny("Llama")
+    memory, expected = attach(model), model(TOKENS).logits
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].self_attn, "forward",
+                      lambda *_, **__: (torch.zeros(3, T, 32), None))
+        with pytest.raises(ValueError, match="layer 1 does not go through transformers' attention interface"):
+            model(TOKENS, past_key_values=memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(TOKENS, past_key_values=attach(model))
+    torch.testing.assert_close(model(TOKENS).logits, expected)  # no memory is left in use
+    for call in (lambda: model(TOKENS, past_key_values=memory), lambda: memory.compress(TOKENS)):
+        with pytest.raises(ValueError, match="call stopped after only some layers had read"):
+            call()
+    logits = model(TOKENS, past_key_values=attach(model)).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_memory_is_read_by_its_own_model_while_that_is_attached():
+    model, other = tiny("Llama"), tiny("Llama")
+    bridged, memory = Bridged(model), attach(model)
+    model(READ, past_key_values=memory)
+    with pytest.raises(ValueError, match="never attached; call attach"):
+        other(NEW, past_key_values=memory)
+    attach(other)
+    with pytest.raises(ValueError, match="belongs to another model; make one"):
+        other(NEW, past_key_values=memory)
+    detach(model)
+    with pytest.raises(ValueError, match="was detached, or never attached"):
+        model(NEW, past_key_values=memory)
+    attach(SimpleNamespace(_orig_mod=model))  # as torch.compile wraps it: the model itself
+    twin = type(model)(model.config).eval()  # whose config is the same object, and so names our attention
+    twin.load_state_dict(model.state_dict())
+    of_twin = attach(twin)
+    twin(READ, past_key_values=of_twin)
+    for one, of_one in (model, memory), (twin, of_twin):
+        torch.testing.assert_close(one(NEW, past_key_values=of_one).logits, bridged(TOKENS)[:, 30:],
+                                   atol=1e-5, rtol=0)
+
+
+def test_gradients_beams_and_drafts_are_refused():
+    model = tiny("Llama")
+    logits = model(READ, past_key_values=attach(model)).logits
+    with pytest.raises(ValueError, match="no gradient goes through a memory"):
+        logits.sum().backward()
+    for options in (dict(num_beams=3), dict(prompt_lookup_num_tokens=3)):
+        with pytest.raises(ValueError, match="use greedy decoding or sampling"):
+            model.generate(TOKENS[:1], past_key_values=attach(model), max_new_tokens=20, **options)
