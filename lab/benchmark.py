@@ -40,7 +40,7 @@ class Benchmark:
             full = reference(model, text.to(model.embed.weight.device), continuation_length(text.shape[1]))
         return Benchmark(batches, recordings, full)
 
-    def measured(self, model, make: Make) -> tuple[dict[str, Tensor], dict]:
+    def measured(self, model, make: Make, alone: bool = False) -> tuple[dict[str, Tensor], dict]:
         """Return the right answers (B,) by task and setting, and `continuation` of the text, or {}."""
         right = {}
         for task, batch in self.batches.items():
@@ -48,7 +48,7 @@ class Benchmark:
             right |= {f"{task}_{setting}": x for setting, x in answers.items()}
         if self.full is None:
             return right, {}
-        measure = partial(continuation, alone=True)
+        measure = partial(continuation, alone=alone)
         return right, replayed_or_read(measure, model, self.full, make, self.full.recording)
 
 
@@ -76,27 +76,29 @@ def cut(batch: Batch, n: int) -> list[Batch]:
     return [Batch(batch.tokens[i:i + n], batch.roles[i:i + n], batch.question, batch.answers) for i in rows]
 
 
-def run(benchmarks: list[Benchmark], model, make: Make) -> dict:
+def run(benchmarks: list[Benchmark], model, make: Make, alone: bool = False) -> dict:
     """Measure caches from `make` on all documents and texts; return one row.
 
     The row has the mean and standard error of each task and setting, and what `continuation` returns, bytes
-    summed. "each" has the values of single documents, or of single texts for kl, nll and l1_alone.
+    summed; l1_alone only if `alone`. "each" has the values of single documents, or of single texts for kl,
+    nll and l1_alone.
     """
-    parts = [benchmark.measured(model, make) for benchmark in benchmarks]
+    parts = [benchmark.measured(model, make, alone) for benchmark in benchmarks]
     row, each = {}, {}
     for key in dict.fromkeys(key for right, _ in parts for key in right):
         right = torch.cat([right[key] for right, _ in parts if key in right])
         row[key], row[f"{key}_se"], each[key] = right.mean().item(), standard_error(right), right.tolist()
 
     texts = [text for _, text in parts if text]
-    kl, nll, alone = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll", "l1_alone"))
-    each |= dict(kl=kl.tolist(), nll=nll.tolist(), l1_alone=alone.mean((1, 2)).tolist())
+    kl, nll = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll"))
+    each |= dict(kl=kl.tolist(), nll=nll.tolist())
+    if alone:
+        l1 = torch.cat([text["l1_alone"] for text in texts])
+        row["l1_alone"], each["l1_alone"] = l1.mean(0).tolist(), l1.mean((1, 2)).tolist()
     row |= {key: sum(text[key] for text in texts) for key in ("live", "live_16", "allocated")}
     row |= {key: max(text[key] for text in texts) for key in ("slots", "slots_end")}
     row |= {key: texts[0][key] for key in ("prompt", "evicts", "keeps_all")}
-    seconds = sum(len(text["kl"]) / text["tokens_per_s"] for text in texts)  # all texts have equal length
-    return row | dict(tokens_per_s=len(kl) / seconds, perplexity=math.exp(nll.mean().item()),
-                      kl=kl.mean().item(), l1_alone=alone.mean(0).tolist(), each=each)
+    return row | dict(perplexity=math.exp(nll.mean().item()), kl=kl.mean().item(), each=each)
 
 
 def replayed_or_read(measure, model, documents, make: Make, recorded):

@@ -1,6 +1,6 @@
 """Compare methods that compress the KV cache: right answers, KL divergence, bytes and speed of each.
 
-    python -m nanollm                  the short table: main methods, keep ratio 25 %: half a minute
+    python -m nanollm                  the short table: main methods, keep ratio 25 %: 15 seconds
     python -m nanollm --all            every method, keep ratios 50, 25, 12.5 and 6.25 %: 40 minutes
     python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
     python -m nanollm --tasks hard --model nanollm/tiny_learned --methods full snap_kv kvzip
@@ -15,7 +15,12 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm train            train a decoder like the one that ships
 """
 import argparse
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import groupby
 import json
+from multiprocessing import get_context
+import os
 from os.path import realpath
 from pathlib import Path
 import sys
@@ -45,28 +50,26 @@ def main(argv: list[str]):
     # what all rows of a run share; each row repeats it
     settings = dict(model=str(args.model.resolve()), engine=args.engine, dtype=args.dtype,
                     documents=args.documents, seed=args.seed, window=args.window, tasks=args.tasks,
-                    text=text and f"{args.text}, crc32 {crc32(text.encode()):08x}")
+                    l1=args.l1, text=text and f"{args.text}, crc32 {crc32(text.encode()):08x}")
     earlier = earlier_rows(stored, args.json, settings) if args.resume else {}
 
     from lab.benchmark import excess  # loads torch
-    from lab.registry import one_line
     comparison = Comparison(args, text, settings)
     jobs = comparison.jobs()
     print(f"Methods that compress the KV cache, compared on {args.model}.\n\n"
-          f"{table.terms(args.short, args.tasks == 'hard')}", flush=True)
+          f"{table.terms(args.short, args.tasks == 'hard', args.l1)}", flush=True)
 
     began, rows, failed = time.time(), [], []
+    missing = comparison.results([job for job in jobs if job not in earlier])
     bar = tqdm(jobs, disable=None, leave=False, unit="row")
     for job in bar:
         bar.set_description(f"{job.method}, {job.tokens} tokens")
-        if job not in earlier:
-            comparison.record(job.tokens)  # an error of the documents or the model ends the run here
-        try:
-            rows.append(earlier.get(job) or comparison.measure(job))
-        except Exception as error:  # the other methods go on
-            failed.append(f"{table.label(job.method, job.keep_ratio)}: {one_line(error)}")
+        found = earlier.get(job) or next(missing)
+        if isinstance(found, str):  # an error; the other methods go on
+            failed.append(f"{table.label(job.method, job.keep_ratio)}: {found}")
             bar.write(failed[-1])
             continue
+        rows.append(found)
         row = earlier[job] = rows[-1]
         if [row["tokens"] for row in rows].count(job.tokens) == 1:  # the first of this length
             bar.write(f"\n{comparison.sizes(job.tokens)}\n{table.header(row, args.short)}")
@@ -94,11 +97,13 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--keep", nargs="+", type=float, metavar="PERCENT",
                         help="keep ratios: the budget of each head as a percentage of the prompt's tokens; "
                              "default 50 25 12.5 6.25 (short table: 25)")
+    parser.add_argument("--l1", action="store_true",
+                        help="also measure the change of a head's output by its own layer's compression")
     parser.add_argument("--window", type=int, default=8, metavar="QUERIES",
                         help="observation window: how many of the prompt's last queries score the entries; "
                              "default 8, which suits short prompts")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512], metavar="TOKENS",
-                        help="length of each document; one table per length; default 512")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS",
+                        help="length of each document; one table per length; default 512 (short table: 256)")
     parser.add_argument("--documents", type=int, help="documents per task; default 32 (short table: 4)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random documents; default 0")
     parser.add_argument("--text", type=Path, metavar="FILE",
@@ -113,9 +118,9 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.all and args.methods:
         raise ValueError(f"--all already runs every method; leave out --all or --methods {args.methods[0]} …")
-    args.short = not (args.all or args.methods or args.keep or args.tasks == "hard")
+    args.short = not (args.all or args.methods or args.keep or args.l1 or args.tasks == "hard")
     args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else ALL_RATIOS))]
-    args.lengths = [*dict.fromkeys(args.lengths)]
+    args.lengths = [*dict.fromkeys(args.lengths or [256 if args.short else 512])]
     args.documents = (4 if args.short else 32) if args.documents is None else args.documents
     if args.resume and not args.json:
         raise ValueError("--resume continues the rows of a file; name it with --json")
@@ -184,7 +189,7 @@ class Comparison:
         self.tasks = HardTasks(self.encoding, "test", text)
         self.ends = boundaries(self.encoding, self.model.config.vocab_size)
         self.learned: dict[str, dict] = {}  # by method: the options that it measured on the decoder
-        self.T, self.benchmarks = 0, []     # the recorded documents have T tokens
+        self.benchmarks = []                # the recorded documents
         check_seed(args.seed)
         for T in args.lengths:
             check_size(self.model, args.documents, 2, T)
@@ -224,12 +229,34 @@ class Comparison:
             jobs.append(job)
         return jobs
 
-    def record(self, T: int):
-        """Record the documents of T tokens, unless they are those of the last call."""
+    def results(self, jobs: list[Job]) -> Iterator[dict | str]:
+        """Yield the row of each job, or the line of its error; an error of the documents ends the run.
+
+        A model that uses one thread is measured in a process for each core, of which each measures a job.
+        """
+        import torch
+
         from lab.benchmark import build
-        if T != self.T:
+        alone = self.args.device != "cpu" or torch.get_num_threads() > 1
+        for T, some in groupby(jobs, key=lambda job: job.tokens):
             documents, seed = self.args.documents, self.args.seed
-            self.T, self.benchmarks = T, build(self.model, self.tasks, T, documents, seed, self.names)
+            self.benchmarks = build(self.model, self.tasks, T, documents, seed, self.names)
+            if alone:
+                yield from map(self.result, some)
+                continue
+            pool = ProcessPoolExecutor(os.cpu_count(), get_context("fork"), set_comparison, (self,))
+            try:
+                yield from pool.map(result_of, some)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def result(self, job: Job) -> dict | str:
+        """Return the row of a job, or the line of its error."""
+        from lab.registry import one_line
+        try:
+            return self.measure(job)
+        except Exception as error:
+            return one_line(error)
 
     def measure(self, job: Job) -> dict:
         """Return the row of a job."""
@@ -238,7 +265,8 @@ class Comparison:
 
         if job.method not in self.learned:  # takes some seconds for some methods
             self.learned[job.method] = calibrated(self.methods[job.method], self.model, self.encoding)
-        measured = run(self.benchmarks, self.model, self.make(job, **self.learned[job.method]))
+        make = self.make(job, **self.learned[job.method])
+        measured = run(self.benchmarks, self.model, make, self.args.l1)
         return table.row_of(job.method, job.keep_ratio, job.tokens, self.settings, measured)
 
     def sizes(self, T: int) -> str:
@@ -247,6 +275,16 @@ class Comparison:
         full = full_cache_bytes(self.model.config, T) / 2 ** 20
         weights = sum(2 * p.numel() for p in self.model.parameters()) / 2 ** 20
         return f"In 16 bits: full cache of {T} tokens {full:.1f} MiB a text, weights {weights:.1f} MiB"
+
+
+def set_comparison(comparison: Comparison):
+    """Remember a comparison in a forked process, where nothing has to be copied."""
+    global measuring
+    measuring = comparison
+
+
+def result_of(job: Job) -> dict | str:
+    return measuring.result(job)
 
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):

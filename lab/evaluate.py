@@ -3,13 +3,13 @@
 Retrieval is measured in two settings. `aware`: the question is part of the prompt that is compressed.
 `agnostic`: the context is compressed before the question arrives. An aware prompt is read to its end, but its
 last token's entry is forgotten before the compression, and the token is fed again: otherwise the full cache
-would predict the first token of the answer. After the prompt, tokens come one at a time, as in decoding.
+would predict the first token of the answer. After the prompt, tokens come one at a time, as in decoding, or
+at once if the method only appends them.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 import math
-import time
 
 import numpy as np
 import torch
@@ -87,19 +87,28 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
     tokens, *parts = prompt_and_question(model, batch)
     end = batch.answers[0].start
 
-    def read(part: int, caches: list[LayerCache]):
-        if recordings is None:
-            feed(model, parts[part], caches, chunk_size)
-        else:
-            replay(recordings[:part + 1], caches)
-
     agnostic = make(batch.question, tokens[:, :end])
-    read(0, agnostic)
+    if recordings is None:
+        feed(model, parts[0], agnostic, chunk_size)
+    else:
+        replay(recordings[:1], agnostic)
     aware = copied(agnostic)
-    read(1, aware)
-    crop(aware, end - 1)
+    read_all_but_last(model, parts[1], aware, recordings, chunk_size)
     return {"aware": answer(model, tokens, batch.answers, end - 1, aware),
             "agnostic": answer(model, tokens, batch.answers, batch.question, agnostic)}
+
+
+def read_all_but_last(model, tokens: Tensor, caches: list[LayerCache],
+                      recordings: list[list[Recording]] | None, chunk_size: int) -> int:
+    """Read tokens (B, T), a prompt's end, and forget the last; return the most bytes allocated.
+
+    Caches that evict while they read might have evicted any other token for it. They do not read it.
+    """
+    if caches[0].prompt_done:
+        return feed(model, tokens[:, :-1], caches, chunk_size)
+    peak = feed(model, tokens, caches, chunk_size) if recordings is None else replay(recordings, caches)
+    crop(caches, caches[0].seen - 1)
+    return peak
 
 
 def answer(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[LayerCache]) -> Tensor:
@@ -114,15 +123,21 @@ def answers(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[La
     """Feed tokens (B, T) from `fed` on; return the tokens that greedy decoding says in place of each span."""
     said = []
     for span in spans:
-        for token in tokens[:, fed:span.start].unbind(1):
-            logits = model(token[:, None], caches)
-        guesses = []
-        for _ in range(span.start, span.stop):
-            guesses.append(logits[:, -1].argmax(-1))
-            logits = model(guesses[-1][:, None], caches)
-        said.append(torch.stack(guesses, 1))
+        for part in as_decoded(tokens[:, fed:span.start], caches):
+            logits = model(part, caches)
+        guesses = [logits[:, -1:].argmax(-1)]
+        for _ in range(span.start + 1, span.stop):
+            guesses.append(model(guesses[-1], caches).argmax(-1))
+        if span != spans[-1]:
+            model(guesses[-1], caches)
+        said.append(torch.cat(guesses, 1))
         fed = span.stop
     return said
+
+
+def as_decoded(tokens: Tensor, caches: list[LayerCache]) -> Iterable[Tensor]:
+    """Return the tokens (B, T) after a prompt, one by one, or at once if all caches only append them."""
+    return [tokens] if all(cache.appends for cache in caches) else tokens.split(1, 1)
 
 
 @contextmanager
@@ -172,7 +187,7 @@ def reference(model, tokens: Tensor, new: int) -> Reference:
 @torch.no_grad()
 def continuation(model, full: Reference, make: Make, recording: list[Recording] | None = None,
                  chunk_size: int = 64, alone: bool = False) -> dict:
-    """Compress the prompt, feed the continuation token by token, and return measurements.
+    """Compress the prompt, feed the continuation (`as_decoded`), and return measurements.
 
     kl         KL(full ‖ compressed) of the next token in nats, mean over the continuation, (B,)
     nll        −log p of the true token, mean over the continuation, (B,); perplexity is over all texts
@@ -182,8 +197,6 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     live, allocated, live_16
                bytes after the continuation, and `bytes_in_16_bits`
     peak       most bytes allocated while the prompt was read
-    tokens_per_s
-               of decoding, over the whole batch
 
     For `excess`: prompt, the number of tokens compressed; slots per head right after the compression, and
     slots_end after the last token; evicts, whether the method overrides `evict`; keeps_all, the method's own.
@@ -193,20 +206,14 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     """
     tokens, new, cut = full.tokens, full.new, full.prompt.shape[1] - 1
     caches = make(cut, full.prompt)
-    peak = feed(model, full.prompt, caches, chunk_size) if recording is None else replay([recording], caches)
-    crop(caches, cut)
+    peak = read_all_but_last(model, full.prompt, caches, recording and [recording], chunk_size)
     compress(model, full.prompt[:, :-1], caches)
     row = dict(prompt=cut, slots=slots(caches), peak=peak)
     if alone:  # a replayed prompt is the one that `perturbation` would read
         row["l1_alone"] = perturbation(model, full, make, recording and copied(caches))
 
-    # the continuation, token by token
     with head_outputs(model) as heads:
-        began = time.perf_counter()
-        steps = [model(token[:, None], caches) for token in tokens[:, cut:-1].unbind(1)]
-        if tokens.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        steps = [model(part, caches) for part in as_decoded(tokens[:, cut:-1], caches)]
 
     # against the full cache
     log_p = wide(torch.cat(steps, 1)).log_softmax(-1)
@@ -217,7 +224,7 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
     kl = F.kl_div(log_p, full.log_p, log_target=True, reduction="none").sum(-1).mean(-1)
     return row | dict(
         perplexity=math.exp(nll.mean().item()), nll=nll, kl=kl, l1=changes(full, caches, answers), live=live,
-        allocated=allocated, live_16=bytes_in_16_bits(caches), tokens_per_s=tokens.shape[0] * new / seconds,
+        allocated=allocated, live_16=bytes_in_16_bits(caches),
         slots_end=slots(caches), evicts=any(type(cache).evict is not LayerCache.evict for cache in caches),
         keeps_all=all(cache.keeps_all for cache in caches))
 
@@ -271,7 +278,8 @@ def perturbation(model, full: Reference, make: Make, caches: list[LayerCache] | 
 
     answers = []
     for cache, recording in zip(caches, full.continuation):
-        answers.append([cache.attend(*token) for token in recording.split(1, cache.w_o.device)])
+        at_once = recording.q.shape[2] if cache.appends else 1
+        answers.append([cache.attend(*part) for part in recording.split(at_once, cache.w_o.device)])
     return changes(full, caches, [torch.cat(answer, 2) for answer in answers])
 
 

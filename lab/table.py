@@ -5,8 +5,8 @@ from textwrap import fill
 from lab.text_table import text_table
 
 # The short table: one method of each family, all at one keep ratio.
-SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "h2o",
-         "streaming_llm", "random", "worst_query", "kvzip", "quantized_2")
+SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "kvzip",
+         "worst_query", "quantized_2", "h2o", "streaming_llm", "random")
 TERMS = """\
 keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if every token
           stays; in brackets the percentage that a method without a budget kept
@@ -27,15 +27,14 @@ list      task: all four numbers of a kind, in order; each counts
 count     task: which of three labels has the most of twelve votes
 rule      task: two rules before the text say how to answer, and which word must not be said
 paraphr.  task: needle, asked in other words than the fact's"""
-MORE_TERMS = """\
-perplexity of real text after a compressed prompt
+PERPLEXITY = "perplexity of real text after a compressed prompt"
+L1 = """\
 L1        change of a head's output by the compression of its own layer alone: the sum of absolute
-          differences, mean over heads and tokens
-tokens/s  decoding speed of all texts together"""
+          differences, mean over heads and tokens"""
 NEARLY = 0.1  # a method that loses at most this much mean accuracy counts as nearly lossless
 SETTINGS = "aware", "agnostic"
 KEYS = {*SETTINGS, "method", "keep_ratio", "tokens", "documents", "seed", "prompt", "live_16", "kl",
-        "perplexity", "l1_alone", "tokens_per_s", "slots", "slots_end", "keeps_all", "evicts"}  # of each row
+        "perplexity", "slots", "slots_end", "keeps_all", "evicts"}  # of each row
 
 
 def row_of(name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict) -> dict:
@@ -57,15 +56,15 @@ def label(name: str, keep_ratio: float | None) -> str:
 
 # ---- rows as text; a task's column holds both accuracies, aware and agnostic ---
 
-def terms(short: bool = False, hard: bool = False) -> str:
+def terms(short: bool = False, hard: bool = False, l1: bool = True) -> str:
     """Return a line on each column of the table."""
-    said = TERMS.format(tasks=HARD_TERMS if hard else STANDARD_TERMS)
-    return said if short else f"{said}\n{MORE_TERMS}"
+    said = [TERMS.format(tasks=HARD_TERMS if hard else STANDARD_TERMS)]
+    return "\n".join(said + [PERPLEXITY] * (not short) + [L1] * (l1 and not short))
 
 
 def widths(row: dict, short: bool) -> list[int]:
-    """Return the least widths of the columns, from method to KL or to tokens/s."""
-    return [26, 6, 6, *[14] * len(tasks_of(row)), *([6] if short else [10, 5, 6, 8])]
+    """Return the least widths of the columns, from method to KL or, if it was measured, to L1."""
+    return [26, 6, 6, *[14] * len(tasks_of(row)), *([6] if short else [10, 5, 6])]
 
 
 def header(row: dict, short: bool = False) -> str:
@@ -73,8 +72,8 @@ def header(row: dict, short: bool = False) -> str:
     tasks, error = tasks_of(row), 0.5 / (row["documents"] - 1) ** 0.5  # largest if half of them are right
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in tasks)]
     names = ["method", "keep", "KiB", *["aware agnostic"] * len(tasks)]
-    above += [""] if short else ["", "", "", "batch"]
-    names += ["KL"] if short else ["perplexity", "KL", "L1", "tokens/s"]
+    names += ["KL"] if short else ["perplexity", "KL", "L1"][:2 + ("l1_alone" in row)]
+    above += [""] * (len(names) - len(above))
     return (f"{row['documents']} documents per task, {row['tokens']} tokens each; seed {row['seed']}; "
             f"standard error of an accuracy: at most {error:.2f}\n\n"
             + text_table([above, names], widths(row, short)))
@@ -88,8 +87,9 @@ def show(row: dict, short: bool = False) -> str:
     if short:
         return text_table([[*cells, kl]], widths(row, short))
     perplexity = f"{row['perplexity']:.2f}" if row["perplexity"] < 1e4 else f"{row['perplexity']:.1e}"
-    l1 = fmean(x for layer in row["l1_alone"] for x in layer)
-    cells += [perplexity, kl, f"{l1:.2f}", f"{row['tokens_per_s']:.0f}"]
+    cells += [perplexity, kl]
+    if "l1_alone" in row:
+        cells.append(f"{fmean(x for layer in row['l1_alone'] for x in layer):.2f}")
     return text_table([cells], widths(row, short))
 
 

@@ -62,6 +62,8 @@ class LayerCache:
     """Full attention: stores every token of one layer. Subclasses add options as fields."""
     watch = 0          # `observe` receives the probabilities of this many latest queries: 0, a number, or ALL
     keeps_all = False  # True if no token is lost; tables then show "all" as the keep ratio
+    # True if tokens after the prompt are only appended: then several at once change nothing but rounding
+    appends = property(lambda self: type(self) is LayerCache)
     per_entry = {}     # name → dtype of each PerEntry in the class
 
     def __post_init__(self):

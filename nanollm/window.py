@@ -44,6 +44,7 @@ class WindowCache(PackedCache):
     budget: int            # entries that each key/value head may keep, window included
     window_size: int = 32  # queries of the observation window, w
     kernel_size: int = 7   # width of the max-pool over neighbouring tokens; 1 turns it off
+    appends = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -185,7 +185,7 @@ check("theta")
 import subprocess
 import sys
 
-command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --keep 25 6 --documents 16 --json rows.json"
+command = "-m nanollm --methods full snap_kv ada_kv snap_kv+critical --keep 25 6 --documents 16 --l1 --json rows.json"
 subprocess.run([sys.executable, *command.split()]);
 
 # %%

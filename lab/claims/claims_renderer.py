@@ -1,4 +1,4 @@
-"""Lay out the claims as text: the command's tables, and CLAIMS.md with the numbers that tests record.
+"""Lay out the claims as text: the command's tables, and CLAIMS.md with stored and recorded numbers.
 
 Each paper has a file beside this one: `# Paper`, the version that was read, symbols, then for each claim
 
@@ -9,7 +9,9 @@ Each paper has a file beside this one: `# Paper`, the version that was read, sym
 
     Details.
 
-A test marked `@pytest.mark.claim("S3")` records the numbers: note("S3", draws=80, smallest_eps=x).
+If a trained model decides the claim, the number is the rule's of *built* in lab/stored/claims.json, by its
+name there: {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}. Other numbers are recorded by
+tests that are marked `@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
 """
 from collections import Counter
 from itertools import groupby
@@ -29,7 +31,7 @@ ROOT = FOLDER.parents[1]
 VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
 CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
                    r"((?s:.*))")
-PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.\w+)(?::([^{}]*))?\}")
+PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.[^{}:]+)(?::([^{}]*))?\}")
 
 
 class Claim(NamedTuple):
@@ -103,7 +105,7 @@ def filled(text: str, values: dict[str, object]) -> str:
     """Replace each {ID.name:format} by the recorded value of that name."""
     def formatted(found: re.Match) -> str:
         value = values[found[1]]
-        return value if isinstance(value, str) else format(value, found[2] or "").replace("-", "−")
+        return format(value, found[2] or "").replace("-", "−").replace("%", " %")
     return PLACEHOLDER.sub(formatted, text)
 
 
@@ -114,11 +116,12 @@ def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stor
     decided = {(x.id, model, x.rule) for x in claims if x.rule for model in SHIPPED}
     wrong = {
         "claims that appear twice": {name for name, n in ids.items() if n > 1},
-        "claims without a test": {x.id for x in claims if x.verdict != UNTESTED} - tests.keys(),
+        "claims without a test":
+            {x.id for x in claims if not x.rule and x.verdict != UNTESTED} - tests.keys(),
         "markers of unknown claims": tests.keys() - ids.keys(),
         "claims with a rule only in words or only in code": {x.id for x in claims if x.rule} ^ CLAIMS.keys(),
         "claims whose notebook does not exist": {x.id for x in claims if x.notebook and not x.lesson},
-        "values that no test recorded": {name for name, _ in PLACEHOLDER.findall(text)} - values.keys(),
+        "values that nobody recorded": {name for name, _ in PLACEHOLDER.findall(text)} - values.keys(),
         "claims without a row in lab/stored/claims.json, or with another rule or model there":
             {name for name, *_ in decided ^ {(x["claim"], x["model"], x["rule"]) for x in stored}},
     }
@@ -155,6 +158,9 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
     stored: rows that `python -m nanollm claims` wrote of the two decoders.
     """
     tests, values = {}, {}
+    for row in stored:
+        for name, (x, error) in row["numbers"].items() if row["model"] == "built" else ():
+            values |= {f"{row['claim']}.{name}": x, f"{row['claim']}.{name} ±": error}
     for node, name, value in recorded:
         if name == "claim":
             tests.setdefault(value, set()).add(node.partition("[")[0])

@@ -3,16 +3,29 @@
 The paper observes that tokens stay important, that an MLP block hardly changes the direction of its input,
 and that attention weights follow a power law (claim S7).
 """
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
 from lab.evaluate import held
 from lab.replay import Recorder, feed, record
+from methods.baselines.quantized import quantise
+from methods.scissorhands import Scissorhands
 from methods.theory.persistence import even_shares, persistence_ratio, tail_exponent
 from nanollm.attention import probabilities
 from nanollm.cache import LayerCache, make_cache
 from nanollm.model import Decoder
+
+
+@dataclass(eq=False)
+class FourBits(Scissorhands):
+    """Round keys and values to 4 bits, each head of a token by itself (claim S9). Bytes are not counted."""
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        groups = [quantise(x, 4, -1) for x in (k, v)]
+        super().write(*(zero.to(k) + code * scale.to(k) for code, zero, scale in groups), pos)
 
 
 @torch.no_grad()

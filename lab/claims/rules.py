@@ -6,12 +6,14 @@ A function has its claim's ID as its name; the papers' files beside this one hav
 about equations or random draws have no rule. If a number lies within two standard errors of a rule's limit,
 the claim is undecided. Claims about models with billions of parameters are tested on these only (`of_large`).
 """
+import numpy as np
 import torch
+from torch import Tensor
 import torch.nn.functional as F
 
 from lab.claims.change_and_text import (COMPARED, RULES, WINDOW, WINDOW_METHODS, long_answer,
                                         rank_correlation)
-from lab.claims.persistence_measured import attention_maps, observed
+from lab.claims.persistence_measured import FourBits, attention_maps, observed
 from lab.claims.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, of_large,
                                 over_texts, within)
 from lab.evaluate import check_size, held, text_windows
@@ -27,12 +29,15 @@ from methods.kv_reviver import KVReviver, Sketch
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
 from methods.ours.kv_reviver_shrunk import ShrunkReviver
 from methods.ours.theta import theta
+from methods.scissorhands import Scissorhands
 from methods.theory.perturbation import algorithm_1, assumption_1, masked_attention, perturbation
 from methods.theory.sketch_error import fisher_shares, printed_bound, relative_error
 from nanollm.attention import probabilities
 from nanollm.cache import LayerCache, compress, make_cache
 from nanollm.ranking import indices
 from nanollm.tokenizer import boundaries
+
+LITTLE = 0.02  # a rise of −log p, in nats a token, that still counts as no cost
 
 
 # ---- CriticalKV ---
@@ -111,6 +116,21 @@ def P10(on: Subject) -> Finding:
         L, kl = [row["l1_alone"].mean((1, 2)) for row in rows], [row["kl"] for row in rows]
         numbers[what] = over_texts(correlation, torch.stack(L, 1), torch.stack(kl, 1))
     return Finding(both(*map(above, numbers.values())), numbers)
+
+
+def P11(on: Subject) -> Finding:
+    """Interpolate the budget at which each budget rule has the KL that the norms give at a quarter."""
+    kept, base = (0.5, 0.25, 0.125), [Rule.__name__ for Rule in RULES]
+
+    def saved(kl: Tensor) -> float:  # (texts, 1 + len(kept))
+        norms, *plain = kl.mean(0).tolist()
+        return 1 - 0.25 / 2 ** np.interp(norms, np.maximum.accumulate(plain), np.log2(kept))
+
+    found = {}
+    for name in base:
+        kl = [on.of_text(f"{name}+critical")["kl"], *(on.of_text(name, x)["kl"] for x in kept)]
+        found[f"budget saved, {name}"] = over_texts(saved, torch.stack(kl, 1))
+    return Finding(both(*(above(x, 0.21) for x in found.values())), found)
 
 
 def P12(on: Subject) -> Finding:
@@ -237,9 +257,8 @@ def R10(on: Subject) -> Finding:
 
 def R11(on: Subject) -> Finding:
     """Measure −log p of the texts' last eighth at a tenth of the bytes, with and without a sketch."""
-    true = -on.text.log_p.gather(-1, on.text.tokens[:, -on.text.new:, None])[..., 0].mean(-1)
-    paper, none = ((on.continued(KVReviver, 0.1, slack=0, vague=x)["nll"] - true).cpu() for x in (0.1, 0.0))
-    return Finding(of_large(on.model, below(mean(paper), 0.02)),
+    paper, none = (on.rise(KVReviver, 0.1, slack=0, vague=x) for x in (0.1, 0.0))
+    return Finding(of_large(on.model, below(mean(paper), LITTLE)),
                    means({"by the paper's sketch": paper, "by no sketch": none}))
 
 
@@ -290,8 +309,23 @@ def S7(on: Subject) -> Finding:
         "cosine, lowest layer": cosine, "exponent, lowest layer": k})
 
 
-CLAIMS = {rule.__name__: rule for rule in (P2, P3, P5, P6, P7, P8, P10, P12, P13, C1, C2, R4, R5, R6, R9, R10,
-                                           R11, R12, R13, R14, R15, S7)}
+def S8(on: Subject) -> Finding:
+    """Measure −log p of the texts' last eighth, and labels, with a fifth of the entries."""
+    rise, full = on.rise(Scissorhands, 0.2), on.row("few_shot", LayerCache, None)["agnostic"]
+    return Finding(of_large(on.model, below(mean(rise), LITTLE)), means({
+        "rise of −log p": rise, "labels": on.row("few_shot", Scissorhands, 0.2)["agnostic"],
+        "labels, full cache": full}))
+
+
+def S9(on: Subject) -> Finding:
+    """Measure how much more −log p rises if the kept fifth is rounded to 4 bits."""
+    fifth, bits = on.rise(Scissorhands, 0.2), on.rise(FourBits, 0.2)
+    more = mean(bits - fifth)
+    return Finding(below(more, LITTLE), {"rise by 4 bits": more, "rise by eviction": mean(fifth)})
+
+
+CLAIMS = {rule.__name__: rule for rule in (P2, P3, P5, P6, P7, P8, P10, P11, P12, P13, C1, C2, R4, R5, R6, R9,
+                                           R10, R11, R12, R13, R14, R15, S7, S8, S9)}
 
 
 @torch.no_grad()

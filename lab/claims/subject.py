@@ -141,6 +141,11 @@ class Subject:
         """Return each text's KL, (texts,), at a quarter of the bytes and without slack."""
         return self.continued(Method, 0.25, shares, **dict(slack=0) | options)["kl"].cpu()
 
+    def rise(self, Method, keep_ratio: float, **options) -> Tensor:
+        """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""
+        true = self.text.log_p.gather(-1, self.text.tokens[:, -self.text.new:, None])[..., 0].mean(-1)
+        return (self.continued(Method, keep_ratio, **options)["nll"] + true).cpu()
+
     def continued(self, Method, keep_ratio: float, shares: tuple | None = None, alone: bool = False,
                   **options) -> dict:
         """Return `continuation` of the texts; `shares` divide the budget by layer."""

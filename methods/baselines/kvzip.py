@@ -43,6 +43,7 @@ class KVzip(PackedCache):
     recent: int = 0   # newest entries of each head, which stay whatever their scores
     sinks: int = 0    # first entries of each head, which stay whatever their scores
     piece: int = 512  # tokens per piece of the reread
+    appends = True
 
     def __post_init__(self):
         super().__post_init__()

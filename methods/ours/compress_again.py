@@ -20,6 +20,7 @@ from nanollm.window import WindowCache
 class CompressAgain:
     """Mix-in for a window method, whose options stay the same: class Again(CompressAgain, Method)."""
     every: int = field(default=32, kw_only=True)  # new tokens between two compressions
+    appends = False
 
     def __post_init__(self):
         super().__post_init__()

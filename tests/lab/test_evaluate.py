@@ -12,7 +12,7 @@ from common import ENCODING, decoder, tasks
 from lab import benchmark as benchmark_module
 from lab import evaluate
 from lab.benchmark import TASKS, Benchmark, build, excess, replayed_or_read, run
-from lab.evaluate import (bits_per_byte, continuation, maker, mean_and_error, perturbation,
+from lab.evaluate import (bits_per_byte, budget_for, continuation, maker, mean_and_error, perturbation,
                           prompt_and_question, reading_within, reference, retrieve, text_windows)
 from lab.registry import given, has_budget, pick
 from lab.replay import CannotReplay, Recorder, feed, record, replay
@@ -317,8 +317,8 @@ def test_a_row_has_means_and_errors_of_all_documents_whatever_is_read_at_once(mo
     read, times = Benchmark.read, []
     monkeypatch.setattr(Benchmark, "read", lambda *a: times.append(1) or read(*a))
     parts, make, right = build(model, tasks("test"), 320, 4, seed=7), maker(model, H2O, 0.25), {}
-    row = run(parts, model, make)
-    assert run(parts, model, make)["each"] == row["each"]
+    row = run(parts, model, make, alone=True)
+    assert run(parts, model, make, alone=True)["each"] == row["each"]
     assert len(times) == {32: 4, 3: 7, 1: 14}[batch]  # 4 documents of 3 tasks, and 2 texts
 
     for task in TASKS:
@@ -385,11 +385,25 @@ def test_texts_begin_as_the_model_s_do(model, monkeypatch, bos, first):
     assert bits_per_byte(model, tasks("test"), 5, 24) == pytest.approx(bits.item() / size, rel=1e-5)
 
 
-def test_caches_that_read_within_their_budget_never_hold_more():
-    model = Decoder(Config(**SIZE | dict(max_len=T), d_ff=32))
-    caches = reading_within(maker(model, H2O, 0.25))(CUT)
+def test_caches_that_read_within_their_budget_never_hold_more(model, full):
+    make = reading_within(maker(model, H2O, 0.25))
+    caches = make(CUT)
     assert len(caches) == L and all(cache.budget == round(0.25 * CUT) for cache in caches)
     with torch.no_grad():
         for part in TOKENS.split(7, 1):
             model(part, caches)
             assert all(cache.length == min(cache.seen, cache.budget) for cache in caches)
+    with pytest.raises(CannotReplay):
+        replay([full.recording], make(CUT))
+    row, after = continuation(model, full, make, chunk_size=7), make(CUT)
+    assert row["slots"] == row["slots_end"] == budget_for(0.25, CUT)
+    with torch.no_grad():
+        for part in TOKENS[:, :CUT].split(7, 1):
+            model(part, after)
+        log_p = torch.cat([model(token, after) for token in TOKENS[:, CUT:-1].split(1, 1)], 1).log_softmax(-1)
+    expected = -log_p.gather(-1, TOKENS[:, CUT + 1:, None])[..., 0].mean(-1)
+    assert torch.allclose(row["nll"], expected, rtol=1e-5)
+    batch = tasks("test").batch("needle", 0, 2, 320)
+    everything = retrieve(model, batch, reading_within(maker(model, H2O, 1.0)), chunk_size=7)
+    assert all(torch.equal(x, retrieve(model, batch, maker(model, LayerCache, None))[setting])
+               for setting, x in everything.items())

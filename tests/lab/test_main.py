@@ -42,6 +42,12 @@ def fast(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # where compare.png would land
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Let a comparison fork no processes, as it does for a model of several threads."""
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+
+
 def compare(checkpoint, options: str) -> list[dict]:
     main(["--model", str(checkpoint), "--json", "rows.json", *SMALL, *options.split()])
     return json.loads(Path("rows.json").read_text())
@@ -60,7 +66,7 @@ def refused(capsys, arguments, message):
 
 def test_a_row_for_every_length_method_and_budget(checkpoint, capsys):
     rows = compare(checkpoint, "--methods full random streaming_llm --keep 50 12.5 --lengths 288 300 "
-                               "--figure new.png")
+                               "--l1 --figure new.png")
     expected = [("full", None)] + [(name, share) for name in ("random", "streaming_llm")
                                    for share in (0.5, 0.125)]
     assert [(row["tokens"], row["method"], row["keep_ratio"]) for row in rows] == [
@@ -102,6 +108,13 @@ def test_the_short_table_is_what_no_options_ask_for(checkpoint, capsys, monkeypa
     assert "\n".join(printed) in out and table.findings(rows) in out
 
 
+def test_processes_measure_the_same_rows_in_the_same_order(checkpoint, monkeypatch):
+    options = "--methods full random h2o kvzip --keep 50 --lengths 288 300 --documents 2"
+    rows = compare(checkpoint, options)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert compare(checkpoint, options) == rows
+
+
 def test_hard_tasks_have_a_column_each(checkpoint, capsys):
     (row,) = compare(checkpoint, "--tasks hard --methods full --documents 2 --lengths 512")
     assert table.tasks_of(row) == [*HARD] and row["tasks"] == "hard"
@@ -140,7 +153,7 @@ class Learned(LayerCache):
         return dict(window_size=2048)
 
 
-def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, monkeypatch, capsys):
+def test_a_method_is_asked_once_and_what_it_found_wins(checkpoint, in_this_process, monkeypatch, capsys):
     monkeypatch.setattr("lab.registry.pick", lambda names: dict(learned=Learned))
     monkeypatch.setattr("lab.registry.Tasks", lambda encoding, split: tasks(split))
     compare(checkpoint, "--methods learned --keep 50 --documents 2 --window 6 --lengths 288 300")
@@ -184,7 +197,8 @@ def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkp
 
 # ---- nothing is lost, nothing that is not ours is overwritten ---
 
-def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monkeypatch, capsys):
+def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, in_this_process, monkeypatch,
+                                                                 capsys):
     run, measured = compare_command.Comparison.measure, []
 
     def interrupted(self, job):

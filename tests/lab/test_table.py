@@ -14,7 +14,7 @@ def measured(**more) -> dict:
     return SHARES | dict(
         needle_aware_se=0.9, perplexity=12.34, kl=0.567, l1_alone=[[6.0, 7.0], [8.0, 9.5]], live=3 * 1024 * 9,
         live_16=3 * 1024 * 50, allocated=3 * 1024 * 6, keeps_all=False, slots=40, prompt=100,
-        tokens_per_s=4321.0, each=dict(kl=[0.5, 0.6, 0.7])) | more
+        each=dict(kl=[0.5, 0.6, 0.7])) | more
 
 
 def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
@@ -26,7 +26,10 @@ def test_a_row_holds_what_was_run_and_the_means_and_is_printed_in_order():
     assert row["agnostic"] == pytest.approx((0.22 + 0.44 + 0.75) / 3)
     first = ["h2o", "12.5", "%", "50", *map("{:.2f}".format, SHARES.values())]
     assert table.show(row, short=True).split() == [*first, "0.567"]
-    assert table.show(row).split() == [*first, "12.34", "0.567", "7.62", "4321"]
+    assert table.show(row).split() == [*first, "12.34", "0.567", "7.62"]
+    assert "L1" in table.header(row) and "L1" in table.terms()
+    del row["l1_alone"]
+    assert table.show(row).split() == [*first, "12.34", "0.567"] and "L1" not in table.header(row)
     for more, told in ({}, "(40 %)"), (dict(keeps_all=True), "all"), (dict(slots=100), "all"):
         assert table.budget(row | dict(keep_ratio=None) | more) == told  # without a budget: what it kept
 

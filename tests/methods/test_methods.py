@@ -146,6 +146,19 @@ def test_how_the_prompt_is_cut_does_not_matter(name, cut):
         assert torch.allclose(last.y[layer], other.y[layer], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_tokens_fed_at_once_act_as_one_by_one_if_a_method_says_that_it_appends(name):
+    caches, (_, at_once) = run(name, (PROMPT, T - PROMPT))
+    assert caches[0].appends == (name == "full" or isinstance(caches[0], WindowCache) or "kvzip" in name
+                                 and not name.startswith("duo"))
+    if caches[0].appends:
+        _, (_, *singly) = run(name, (PROMPT, *[1] * (T - PROMPT)))
+        for layer in range(LAYERS):
+            y = torch.cat([step.y[layer] for step in singly], 2)
+            assert torch.allclose(at_once.y[layer], y, atol=1e-5)
+            assert torch.equal(at_once.after[layer], singly[-1].after[layer])
+
+
 @each(AS_THEY_ARE)
 def test_output_is_dense_attention_over_exactly_the_kept_tokens(name, cut):
     """A token's output is dense attention over the tokens kept before it, and itself, unchanged."""
