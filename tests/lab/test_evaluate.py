@@ -310,7 +310,7 @@ def test_aware_compresses_all_but_one_token_and_agnostic_the_context():
 
 # ---- rows ---
 
-@pytest.mark.parametrize("batch", [32, 3, 1])
+@pytest.mark.parametrize("batch", [32, 3])
 def test_a_row_has_means_and_errors_of_all_documents_whatever_is_read_at_once(model, monkeypatch, batch):
     """And bytes are sums over the texts; each part is recorded once."""
     monkeypatch.setattr(benchmark_module, "BATCH", batch)
@@ -319,7 +319,7 @@ def test_a_row_has_means_and_errors_of_all_documents_whatever_is_read_at_once(mo
     parts, make, right = build(model, tasks("test"), 320, 4, seed=7), maker(model, H2O, 0.25), {}
     row = run(parts, model, make, alone=True)
     assert run(parts, model, make, alone=True)["each"] == row["each"]
-    assert len(times) == {32: 4, 3: 7, 1: 14}[batch]  # 4 documents of 3 tasks, and 2 texts
+    assert len(times) == {32: 4, 3: 7}[batch]  # 4 documents of 3 tasks, and 2 texts
 
     for task in TASKS:
         documents = tasks("test").batch(task, 7, 4, 320)
