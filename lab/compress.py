@@ -37,7 +37,7 @@ def main(argv: list[str]):
     compress(model, tokens, caches)
     seconds = time.perf_counter() - began
 
-    data = to_bytes(caches, name=args.method, model=str(args.model.resolve()), engine=args.engine)
+    data = to_bytes(caches, name=args.method, model=command_line.whole_name(args.model), engine=args.engine)
     command_line.replace(args.out, data)
     c = model.config
     full = len(ids) * c.n_layers * c.n_kv_heads * (2 * c.head_dim * model.embed.weight.itemsize + 4)

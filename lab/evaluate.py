@@ -124,7 +124,7 @@ def answers(model, tokens: Tensor, spans: list[slice], fed: int, caches: list[La
     said = []
     for span in spans:
         for part in as_decoded(tokens[:, fed:span.start], caches):
-            logits = model(part, caches)
+            logits = model(part, caches, last=1)
         guesses = [logits[:, -1:].argmax(-1)]
         for _ in range(span.start + 1, span.stop):
             guesses.append(model(guesses[-1], caches).argmax(-1))

@@ -12,7 +12,7 @@ import torch
 from lab.command_line import set_threads
 from lab.tasks import Tasks
 from methods.baselines.snap_kv import SnapKV
-from nanollm import checkpoint, tokenizer
+from nanollm import checkpoint, gguf, tokenizer
 from nanollm.cache import LayerCache
 from nanollm.window import WindowCache
 
@@ -107,12 +107,17 @@ def calibrated(Method, model, encoding) -> dict:
 
 # ---- the model that a command runs ---
 
-def load(folder: Path, device: str, engine: str = "auto", dtype: str = "float32"):
-    """Return the decoder and the tokenizer of a folder.
+def load(folder: str | Path, device: str = "cpu", engine: str = "auto", dtype: str = "float32"):
+    """Return the decoder and the tokenizer of a folder, of a GGUF file, or of "smollm2".
 
     engine: "ours", "transformers", or "auto" (ours if it supports the model's family). dtype: torch's name of
     the number format of weights, keys and values.
     """
+    folder = Path(folder)
+    if folder.suffix == ".gguf" or folder == Path(gguf.SMOLLM2) and not folder.exists():
+        if engine == "transformers":
+            raise ValueError("--engine transformers does not read GGUF files; leave it out")
+        return gguf.read(folder, getattr(torch, dtype), device)
     if engine == "ours" or engine == "auto" and checkpoint.is_known(folder):
         model = checkpoint.from_hf(folder, getattr(torch, dtype), device)
     else:

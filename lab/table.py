@@ -6,7 +6,7 @@ from lab.text_table import text_table
 
 # The short table: one method of each family, all at one keep ratio.
 SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "kvzip",
-         "worst_query", "quantized_2", "h2o", "streaming_llm", "random")
+         "worst_query", "quantized_2", "h2o", "random")
 TERMS = """\
 keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if every token
           stays; in brackets the percentage that a method without a budget kept

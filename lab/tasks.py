@@ -82,6 +82,11 @@ class Tasks:
         lines = sorted({line.strip() for doc in corpus.text(split) for line in doc.splitlines()})
         self.lines = [[ids for ids in encode([line for line in lines if line.startswith(kind)])
                        if 4 <= len(ids) <= 12] for kind in LINE_KINDS]
+        self.asked = self.lines
+        if foreign:  # lines that are asked about have one length, too, so that documents align
+            n = max(range(4, 13), key=lambda n: min(sum(len(x) == n for x in kind) for kind in self.lines))
+            alike = [[ids for ids in kind if len(ids) == n] for kind in self.lines]
+            self.asked = alike if all(alike) else self.lines
 
     def ids(self, string: str) -> list[int]:
         return self.encoding.encode_ordinary(string)
@@ -194,13 +199,13 @@ class Tasks:
         which = rng.permutation(np.arange(shots + classes) % classes)[:shots]
         arrow, newline = self.ids(" =>"), self.ids("\n")
 
-        def line_of(c: int) -> list[int]:
-            lines = self.lines[kinds[c]]
+        def line_of(c: int, all_lines: list) -> list[int]:
+            lines = all_lines[kinds[c]]
             return newline + lines[rng.integers(len(lines))] + arrow
 
         query = rng.choice(which)
-        shown = [(line_of(c), labels[c]) for c in which]
-        last = (self.ask([], line_of(query)), labels[query], [])
+        shown = [(line_of(c, self.lines), labels[c]) for c in which]
+        last = (self.ask([], line_of(query, self.asked)), labels[query], [])
         if not every_label:
             return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
 

@@ -5,6 +5,7 @@ It refuses what Decoder would compute otherwise than the model's authors. transf
 families and every tokenizer (`hf_model`, `hf_tokenizer`).
 """
 from contextlib import contextmanager
+from functools import partial
 import json
 from pathlib import Path
 from unittest.mock import patch
@@ -114,21 +115,31 @@ def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder}/config.json is not one that this decoder can run ({error!r}); "
                          "--engine transformers runs more models") from None
+    try:
+        weights = our_weights(folder, dtype, device)
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{folder}/model.safetensors is damaged ({' '.join(str(error).split()):.300}); "
+                         "download it again") from None
+    return assembled(config, weights, folder / "model.safetensors", device)
+
+
+def assembled(config: Config, weights: dict[str, Tensor], source: Path, device) -> Decoder:
+    """Return a decoder with all of these tensors, by our names, and no others. ValueError names `source`."""
     # costs no memory; on meta, drawing random numbers would import PyTorch's compiler (4 s)
     with torch.device("meta"), patch.object(nn.init, "normal_"):
         model = Decoder(config)
+    if config.tie_embeddings and "embed.weight" in weights:
+        weights["head.weight"] = weights["embed.weight"]
     try:
-        weights = our_weights(folder, dtype, device)
-        if config.tie_embeddings:
-            weights["head.weight"] = weights["embed.weight"]
         model.load_state_dict(weights, strict=True, assign=True)
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{folder}/model.safetensors does not fit its config.json, or is damaged "
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {source} do not fit its configuration "
                          f"({' '.join(str(error).split()):.300}); download both again") from None
     if config.tie_embeddings:  # `assign` has made two parameters of one
         model.head.weight = model.embed.weight
     if wrong := [name for name, x in weights.items() if not x.isfinite().all()]:
-        raise ValueError(f"tensor {wrong[0]} holds inf or nan as {dtype}; use a wider dtype such as bfloat16")
+        raise ValueError(f"tensor {wrong[0]} holds inf or nan as {weights[wrong[0]].dtype}; "
+                         "use a wider dtype such as bfloat16")
     return model.to(device).eval()
 
 
@@ -207,6 +218,12 @@ def hf_tokenizer(folder: str | Path) -> Foreign:
     with reading(folder):
         from transformers import AutoTokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not tokenizer.encode("The"):  # some broken ones load, but then encode to nothing or fail
+        if not (ids := tokenizer.encode("The")):  # some broken ones load, but then encode to nothing or fail
             raise ValueError("its tokenizer encodes a text as no tokens")
-        return Foreign(tokenizer)
+
+    def raw(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    bos = ids[0] if ids[0] == tokenizer.bos_token_id else None  # config.json may name one that is not used
+    chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    return Foreign(raw, tokenizer.decode, max(tokenizer.get_vocab().values(), default=-1) + 1, bos, chat)

@@ -1,9 +1,10 @@
-"""Our tokenizer, byte-level BPE (arXiv 1508.07909) as a `tiktoken.Encoding`, and those of transformers.
+"""Our tokenizer, byte-level BPE (arXiv 1508.07909) as a `tiktoken.Encoding`, and those of other models.
 
 In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 355 the two-digit numbers. Each
 of the others joins two tokens: the most frequent neighbours in the training text (lab/corpus.py).
 """
 import base64
+from collections.abc import Callable
 from pathlib import Path
 
 import tiktoken
@@ -33,27 +34,25 @@ def load(file: str | Path) -> tiktoken.Encoding:
 
 
 class Foreign:
-    """A tokenizer of transformers with the interface of tiktoken.Encoding.
+    """A tokenizer of another model, with the interface of tiktoken.Encoding.
+
+    raw: a function from texts to their ids, in which the names of special tokens count as these. decode: from
+    ids to text. n_vocab: ids. bos: the token that the model's own tokenizer puts before a text, or None.
+    chat: a function from messages to the text of a chat.
 
     A piece of text is encoded as if a line stood before it, because some tokenizers add a space at the start
     of a text.
     """
 
-    def __init__(self, tokenizer):
-        self.hf, self.bos = tokenizer, tokenizer.bos_token_id
-        self.n_vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
-        self.decode = tokenizer.decode
+    def __init__(self, raw: Callable, decode: Callable, n_vocab: int, bos: int | None, chat: Callable):
+        self.raw, self.decode, self.n_vocab, self.bos, self.chat = raw, decode, n_vocab, bos, chat
         self.line = self.raw(["\n"])[0]  # put before each piece, and cut off its tokens
-
-    def raw(self, texts: list[str]) -> list[list[int]]:
-        return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def turn(self) -> tuple[list[int], list[int]]:
         """Return the chat template's tokens before a user's words, and after them up to the answer."""
         mark = "the user's words"
         try:
-            chat = self.hf.apply_chat_template([dict(role="user", content=mark)], tokenize=False,
-                                               add_generation_prompt=True)
+            chat = self.chat([dict(role="user", content=mark)])
         except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(f"the tokenizer has no chat template that can be used ({error}); leave --chat "
                              "out") from error
@@ -76,11 +75,12 @@ class Foreign:
 def opening(encoding, config) -> list[int]:
     """Return the tokens that every text begins with: [BOS] or [].
 
-    BOS is used if the tokenizer has it and the model's config.json names it. A model trained with BOS may
+    Another model's tokenizer tells. With ours, the model's config.json tells. A model trained with BOS may
     give it much of the attention (a sink).
     """
-    bos = encoding.bos if isinstance(encoding, Foreign) else encoding.n_vocab - 1
-    return [bos] if bos is not None and bos == config.bos else []
+    if isinstance(encoding, Foreign):
+        return [] if encoding.bos is None else [encoding.bos]
+    return [config.bos] if config.bos == encoding.n_vocab - 1 else []
 
 
 def check_vocabulary(encoding, vocab_size: int):

@@ -30,7 +30,9 @@ def tasks(request, tmp_path_factory):
 def test_documents_read_as_ours_do_whatever_the_tokenizer(tasks, task):
     """One answer that the facts determine, and as many tokens as were asked for."""
     encoding, batch = tasks.encoding, tasks.batch(task, 0, 4, 400)
-    assert batch.tokens.shape == (4, 400) and (batch.tokens[:, 0] == encoding.bos).all()
+    assert batch.tokens.shape == (4, 400)
+    first = {encoding.decode([token]) for token in batch.tokens[:, 0].tolist()}
+    assert (first == {"<s>"}) == (encoding.bos is not None)
     for tokens, roles in zip(batch.tokens, batch.roles):
         fact, question, answer = (encoding.decode(tokens[roles == role].tolist())
                                   for role in (FACT, QUESTION, ANSWER))
@@ -49,7 +51,8 @@ def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
     for task in ("needle", "few_shot"):
         parts = tasks.batches(task, 0, 24, 500)
         assert sum(len(part.tokens) for part in parts) == 24
-        assert len({(part.question, str(part.answers)) for part in parts}) == len(parts) > 1
+        shapes = {(part.question, str(part.answers)) for part in parts}
+        assert len(shapes) == len(parts) > (task != "few_shot")
         assert all((part.roles[:, span] == ANSWER).all() for part in parts for span in part.answers)
         rng = np.random.default_rng(0)
         drawn = {getattr(tasks, task)(rng, 500)[0].tobytes() for _ in range(24)}
@@ -58,19 +61,20 @@ def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
 
 def test_in_a_chat_the_answer_begins_with_the_question_again(folder):
     encoding = hf_tokenizer(folder)
+    own = encoding.chat.func.__self__  # transformers' tokenizer
     for template in None, "nothing of it":
-        encoding.hf.chat_template = template
+        own.chat_template = template
         with pytest.raises(ValueError, match="leave --chat out"):
             Tasks(encoding, "test", chat=True)
-    encoding.hf.chat_template = "<u>{{ messages[0]['content'] }}</u>" \
-                                "{% if add_generation_prompt %}<a>{% endif %}"
+    own.chat_template = "{{ bos_token }}<u>{{ messages[0]['content'] }}</u>" \
+                        "{% if add_generation_prompt %}<a>{% endif %}"
     made = Tasks(encoding, "test", chat=True)
     for task, begin in dict(needle="Q: The code of", pairs="Q:", few_shot="", copy="").items():
         batch = made.batch(task, 0, 3, 500)
         for tokens, roles in zip(batch.tokens, batch.roles):
             text, question = (encoding.decode(x.tolist()) for x in (tokens, tokens[roles == QUESTION]))
             asked, again = (x.strip() for x in question.removesuffix(".").split("</u><a>"))
-            assert text.startswith("<u>") and text.count("</u><a>") == 1
+            assert text.startswith("<s><u>") and text.count("</u><a>") == 1  # BOS once: the template's
             assert asked.startswith(begin) and asked.removeprefix("Q:").strip() == again
 
 
@@ -106,9 +110,9 @@ def test_both_engines_make_the_same_rows_of_a_decoder_whose_texts_begin_with_bos
         Path("rows.json").unlink()
     for ours, theirs in zip(*made, strict=True):
         for key in ours:
-            if key not in ("tokens_per_s", "engine"):
+            if key != "engine":
                 assert theirs[key] == pytest.approx(ours[key], rel=2e-2, abs=2e-3) if isinstance(
-                    ours[key], float) else key in ("l1", "l1_alone", "each") or theirs[key] == ours[key], key
+                    ours[key], float) else key in ("l1", "each") or theirs[key] == ours[key], key
 
 
 def short_windows(folder):

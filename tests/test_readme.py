@@ -26,7 +26,7 @@ COMMANDS = {line.split("  #")[0].strip().removeprefix("pip install -r requiremen
 COMMANDS = [line for line in COMMANDS if line.startswith("python -m") and "--all" not in line]
 ROWS = "--documents 2 --lengths 256 --model {small} --json {folder}/rows.json --figure {folder}/compare.svg"
 SMALLER = [  # what makes a long command a short one; the first that fits
-    (" generate", ""), (" course", "--only chunks"), (" compress", ""),
+    (" generate", ""), (" course", "--only chunks"), (" compress", ""), (" ask", ""),
     (" claims", "--claims P6 --documents 2"),
     ("--methods full", f"--keep 20 10 {ROWS}"), ("--tasks hard", f"--methods full --keep 25 {ROWS}"),
     ("-m nanollm", ROWS)]
@@ -36,12 +36,13 @@ SMALLER = [  # what makes a long command a short one; the first that fits
 def done(typed, tmp_path_factory):
     """Every command of the README and its folder: run from the root, with only PATH and HOME."""
     results, small = {}, tmp_path_factory.mktemp("small")
+    page = tmp_path_factory.mktemp("page") / "page.cache"
     checkpoint_of_two_layers(small)
     for command in COMMANDS:
         folder = tmp_path_factory.mktemp("command")
         more = next(more for part, more in SMALLER if part in command).format(folder=folder, small=small)
         line = f"{command} {more}".replace("COPY", f"{folder}/copy").replace("BOOK", f"{ROOT}/LICENSE")
-        words = shlex.split(line.replace("FILE", f"{folder}/page.cache"))
+        words = shlex.split(line.replace("FILE", str(page)))
         results[command] = folder, typed(*words)
     return results
 

@@ -53,7 +53,8 @@ def main(argv: list[str]):
         raise ValueError(f"claim {unknown[0]!r} cannot be tested on a model; choose from {', '.join(CLAIMS)}")
     folders = dict(SHIPPED)
     if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
-        folders[f"{args.model}/"] = args.model  # /: a folder may be named "built"
+        name = f"{args.model}/" if args.model.is_dir() else args.model.name  # /: it may be named "built"
+        folders[name] = args.model
     for label, folder in folders.items():
         model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
         subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length)

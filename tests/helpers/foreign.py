@@ -1,5 +1,5 @@
 """A checkpoint whose family and tokenizer are not ours."""
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 import torch
 import transformers as hf
 
@@ -19,6 +19,8 @@ def foreign_checkpoint(folder, kind="bytes"):
     special = ["<s>", "</s>", "<unk>"]
     tokenizer.train_from_iterator(corpus.text("test")[::4], Trainer(
         vocab_size=1500, special_tokens=special, show_progress=False, **more))
+    if kind == "bytes":  # the other one names BOS, and does not use it
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
     torch.manual_seed(0)

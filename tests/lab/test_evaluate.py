@@ -308,6 +308,19 @@ def test_aware_compresses_all_but_one_token_and_agnostic_the_context():
         assert any(0 < sum(exact) < 4 for answers in right for exact in answers)  # half right is wrong
 
 
+@pytest.mark.parametrize("Method, options", [(LayerCache, {}), (H2O, dict(budget=40))])
+@torch.no_grad()
+def test_questions_and_answers_are_fed_once_and_the_last_token_never(model, Method, options):
+    batch = tasks("test").batch("needle", 0, 2, 200, questions=3)
+    tokens, context, _ = prompt_and_question(model, batch)
+    caches = make_cache(model, Method, **options)
+    feed(model, context, caches)
+    compress(model, context, caches)
+    said = evaluate.answers(model, tokens, batch.answers, batch.question, caches)
+    assert [x.shape[1] for x in said] == [span.stop - span.start for span in batch.answers]
+    assert caches[0].seen == batch.answers[-1].stop - 1
+
+
 # ---- rows ---
 
 @pytest.mark.parametrize("batch", [32, 3])
