@@ -230,17 +230,13 @@ class Comparison:
         return jobs
 
     def results(self, jobs: list[Job]) -> Iterator[dict | str]:
-        """Yield the row of each job, or the line of its error; an error of the documents ends the run.
-
-        A model that uses one thread is measured in a process for each core, of which each measures a job.
-        """
+        """Yield each job's row, or the line of its error. With a small model each core has a process."""
         import torch
-
         from lab.benchmark import build
-        alone = self.args.device != "cpu" or torch.get_num_threads() > 1
+        args = self.args
+        alone = args.device != "cpu" or torch.get_num_threads() > 1
         for T, some in groupby(jobs, key=lambda job: job.tokens):
-            documents, seed = self.args.documents, self.args.seed
-            self.benchmarks = build(self.model, self.tasks, T, documents, seed, self.names)
+            self.benchmarks = build(self.model, self.tasks, T, args.documents, args.seed, self.names)
             if alone:
                 yield from map(self.result, some)
                 continue
@@ -278,7 +274,7 @@ class Comparison:
 
 
 def set_comparison(comparison: Comparison):
-    """Remember a comparison in a forked process, where nothing has to be copied."""
+    """Remember a comparison in a forked process."""
     global measuring
     measuring = comparison
 

@@ -100,11 +100,8 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
 
 def read_all_but_last(model, tokens: Tensor, caches: list[LayerCache],
                       recordings: list[list[Recording]] | None, chunk_size: int) -> int:
-    """Read tokens (B, T), a prompt's end, and forget the last; return the most bytes allocated.
-
-    Caches that evict while they read might have evicted any other token for it. They do not read it.
-    """
-    if caches[0].prompt_done:
+    """Read tokens (B, T), a prompt's end, and forget the last; return the most bytes allocated."""
+    if caches[0].prompt_done:  # they evict while they read, and cannot undo what they evicted for it
         return feed(model, tokens[:, :-1], caches, chunk_size)
     peak = feed(model, tokens, caches, chunk_size) if recordings is None else replay(recordings, caches)
     crop(caches, caches[0].seen - 1)

@@ -70,7 +70,7 @@ class HardTasks(Tasks):
         asked = []
         for i in rng.permutation(kinds)[:questions]:
             mine = [value for j, value in zip(of_kind, drawn) if i == j]
-            ask = self.ask(self.ids("\nQ:"), self.ids(" The") + names[i] + self.before(" numbers are"))
+            ask = self.ids("\nQ:") + self.ids(" The") + names[i] + self.before(" numbers are")
             asked += [(ask if j == 0 else comma, value, self.ids(".") if j == values - 1 else [])
                       for j, value in enumerate(mine)]
         return self.assemble(rng, T, lines, asked, np.sort(rng.random(len(lines))))
@@ -85,7 +85,7 @@ class HardTasks(Tasks):
         names, most = [key for key, _ in self.draw_pairs(rng, labels)], votes // 2 + 1
         given = [0] * most + [1 + i % (labels - 1) for i in range(votes - most)]
         lines = [self.ids(" A vote for") + names[i] + self.ids(".") for i in rng.permutation(given)]
-        return self.assemble(rng, T, lines, [(self.ask(self.ids("\nQ:"), self.ids(" Most votes are for")),
+        return self.assemble(rng, T, lines, [(self.ids("\nQ:") + self.ids(" Most votes are for"),
                                               names[0], self.ids("."))])
 
     def rule(self, rng, T: int, facts: int = 4, questions: int = 1):
@@ -117,6 +117,6 @@ class HardTasks(Tasks):
         drawn = self.draw_pairs(rng, facts)
         lines = [self.fact(key, value) for key, value in drawn]
         ask, it_is = self.ids("\nQ: Which number belongs to"), self.before("? It is")
-        asked = [(self.ask(ask, drawn[i][0] + it_is), drawn[i][1], self.ids("."))
+        asked = [(ask + drawn[i][0] + it_is, drawn[i][1], self.ids("."))
                  for i in rng.permutation(facts)[:questions]]
         return self.assemble(rng, T, lines, asked)

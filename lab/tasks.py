@@ -44,8 +44,7 @@ class Tasks:
     """The tasks of one split with one tokenizer.
 
     encoding: a tiktoken.Encoding of nanollm/tokenizer.py, or any tokenizer as `Foreign`. filler: your own
-    text around the facts, in place of the split's. chat: the document is a user's turn in a chat, and the
-    answer repeats the question's words first.
+    text around the facts, in place of the split's.
 
     Each task is a method (rng, T, ...) that returns tokens and roles, (T,) each. rng is a NumPy generator.
     Keys are English words, and values are four-digit numbers. Training never uses the test split's keys and
@@ -53,7 +52,7 @@ class Tasks:
     """
     KNOWN = "needle", "pairs", "few_shot", "copy", "plain"
 
-    def __init__(self, encoding, split: str, filler: str | None = None, chat: bool = False):
+    def __init__(self, encoding, split: str, filler: str | None = None):
         foreign = isinstance(encoding, Foreign)
         if not foreign and getattr(encoding, "encode_ordinary", len)("0099") != [256, 355]:
             raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
@@ -64,9 +63,6 @@ class Tasks:
         self.gap = " " if foreign else ""
         self.bos = encoding.bos if foreign else encoding.n_vocab - 1
         self.first = [] if self.bos is None else [self.bos]
-        if chat and not foreign:
-            raise ValueError("this tokenizer has no chat template; leave --chat out")
-        self.opening, self.reply = encoding.turn() if chat else (self.first, None)
         encoded = encoding.encode_ordinary_batch(corpus.text(split) if filler is None else [filler])
         self.stream = np.concatenate([[*self.first, *ids] for ids in encoded]).astype(np.int64)
 
@@ -82,11 +78,10 @@ class Tasks:
         lines = sorted({line.strip() for doc in corpus.text(split) for line in doc.splitlines()})
         self.lines = [[ids for ids in encode([line for line in lines if line.startswith(kind)])
                        if 4 <= len(ids) <= 12] for kind in LINE_KINDS]
-        self.asked = self.lines
-        if foreign:  # lines that are asked about have one length, too, so that documents align
-            n = max(range(4, 13), key=lambda n: min(sum(len(x) == n for x in kind) for kind in self.lines))
-            alike = [[ids for ids in kind if len(ids) == n] for kind in self.lines]
-            self.asked = alike if all(alike) else self.lines
+        # lines that another tokenizer's documents ask about have one length, too, so that documents align
+        n = max(range(4, 13), key=lambda n: min(sum(len(x) == n for x in kind) for kind in self.lines))
+        alike = [[ids for ids in kind if len(ids) == n] for kind in self.lines]
+        self.asked = alike if foreign and all(alike) else self.lines
 
     def ids(self, string: str) -> list[int]:
         return self.encoding.encode_ordinary(string)
@@ -118,10 +113,6 @@ class Tasks:
         """Return the tokens of text before a number, with the space between them if it belongs here."""
         return self.ids(string if self.gap else f"{string} ")
 
-    def ask(self, before: list[int], words: list[int]) -> list[int]:
-        """Return a question up to its answer."""
-        return before + words + ([] if self.reply is None else self.reply + words)
-
     def begun(self, key: list[int], is_number: bool = True) -> list[int]:
         """Return the tokens of " The code of KEY is", before a number or a word."""
         return self.ids(" The code of") + key + (self.before(" is") if is_number else self.ids(" is"))
@@ -130,7 +121,7 @@ class Tasks:
         return self.begun(key, is_number) + value + self.ids(".")
 
     def question(self, key: list[int], is_number: bool = True) -> list[int]:
-        return self.ask(self.ids("\nQ:"), self.begun(key, is_number))
+        return self.ids("\nQ:") + self.begun(key, is_number)
 
     def assemble(self, rng, T: int, facts, questions, depths=None) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and roles of a document: text with facts in it, then the questions.
@@ -139,10 +130,10 @@ class Tasks:
         default. questions are triples of token lists: question, answer, and text after the answer.
         """
         asked = [part for question in questions for part in question]
-        fill = self.filler(rng, T - len(self.opening) - sum(map(len, [*facts, *asked])))
+        fill = self.filler(rng, T - len(self.first) - sum(map(len, [*facts, *asked])))
         depths = rng.random(len(facts)) if depths is None else np.asarray(depths)
 
-        parts, done = [(self.opening, TEXT)], 0
+        parts, done = [(self.first, TEXT)], 0
         for i in np.argsort(depths, kind="stable"):
             place = round(depths[i] * len(fill))
             parts += [(fill[done:place], TEXT), (facts[i], FACT)]
@@ -182,7 +173,7 @@ class Tasks:
         line, ask, colon = self.ids("\n"), self.ids("\nQ:"), self.before(":")
         block = [t for k, v in items for t in line + k + colon + v] + line
         asked = rng.permutation(listed)[:questions]
-        questions = [(self.ask(ask, items[i][0] + colon), items[i][1], []) for i in asked]
+        questions = [(ask + items[i][0] + colon, items[i][1], []) for i in asked]
         return self.assemble(rng, T, [block], questions)
 
     def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
@@ -205,7 +196,7 @@ class Tasks:
 
         query = rng.choice(which)
         shown = [(line_of(c, self.lines), labels[c]) for c in which]
-        last = (self.ask([], line_of(query, self.asked)), labels[query], [])
+        last = (line_of(query, self.asked), labels[query], [])
         if not every_label:
             return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
 
@@ -219,7 +210,7 @@ class Tasks:
         whole("start", start, 1, length - 1)
         whole("answer", answer, 1, length - start)
         passage = self.filler(rng, length)
-        quoted = self.ask([], passage[:start].tolist())
+        quoted = passage[:start].tolist()
         return self.assemble(rng, T, [passage], [(quoted, passage[start:start + answer], [])])
 
     def plain(self, rng, T: int):

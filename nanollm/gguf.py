@@ -19,12 +19,11 @@ MODULES = {  # GGUF's name of a tensor → ours
     "token_embd": "embed", "output_norm": "norm", "output": "head", "attn_norm": "norm1", "ffn_norm": "norm2",
     "attn_output": "attention.o", "ffn_gate": "mlp.gate", "ffn_up": "mlp.up", "ffn_down": "mlp.down",
     **{f"attn_{part}": f"attention.{part}" for part in "qkv"}}
-_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|%s| ?[^\s\p{L}\p{N}]+|%s\s+(?!\S)|\s+"
+QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+         r"|\s+(?!\S)|\s+")
 PATTERNS = {  # how each kind of tokenizer cuts a text into words
-    "gpt-2": _GPT2 % (r" ?\p{N}+", ""), "smollm": _GPT2 % (r"\p{N}", r"\s+(?=\p{N})|"),
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS % "{1,3}",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS % ""}
+    "smollm": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+",
+    "qwen2": QWEN2, "llama-bpe": QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")}
 
 
 def installed() -> Path:
@@ -70,16 +69,12 @@ def read(file: str | Path, dtype: torch.dtype = torch.float32,
 
 def our_name(name: str) -> str:
     """Return our name of a tensor: blk.3.attn_norm.weight → blocks.3.norm1.weight."""
-    module, _, kind = name.rpartition(".")
-    if module.startswith("blk."):
-        _, layer, module = module.split(".", 2)
-        return f"blocks.{layer}.{MODULES.get(module, module)}.{kind}"
-    return f"{MODULES.get(module, module)}.{kind}"
+    *block, module, kind = name.replace("blk.", "blocks.").rsplit(".", 2)
+    return ".".join([*block, MODULES.get(module, module), kind])
 
 
 def halves(x: Tensor, heads: int) -> Tensor:
-    """Put the rows of a projection back in Llama's order: GGUF has dimension i beside i + D/2, as (2i, 2i+1).
-    """
+    """Put the rows of a projection back in Llama's order: GGUF has dimension i + D/2 next to i."""
     return x.view(heads, x.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(x.shape)
 
 
@@ -106,7 +101,7 @@ def config_of(about: dict) -> Config:
 def tokenizer_of(about: dict) -> Foreign:
     """Return the tokenizer of a file's metadata. ValueError if it is not a byte-level BPE known here."""
     own = {name.removeprefix("tokenizer."): x for name, x in about.items() if name.startswith("tokenizer.")}
-    kind, cut = own["ggml.model"], own.get("ggml.pre", "gpt-2")
+    kind, cut = own["ggml.model"], own.get("ggml.pre", "")
     if kind != "gpt2" or cut not in PATTERNS:
         raise ValueError(f"its tokenizer is {kind!r} with words cut as {cut!r}, not 'gpt2' with one of "
                          + ", ".join(PATTERNS))

@@ -54,11 +54,10 @@ class Foreign:
         try:
             chat = self.chat([dict(role="user", content=mark)])
         except Exception as error:  # a template is a program, and may raise anything
-            raise ValueError(f"the tokenizer has no chat template that can be used ({error}); leave --chat "
-                             "out") from error
+            raise ValueError(f"the tokenizer has no chat template that works ({error})") from error
         before, words, after = chat.partition(mark)
         if not words:
-            raise ValueError("the tokenizer's chat template does not show the user's words; leave --chat out")
+            raise ValueError("the tokenizer's chat template does not show the user's words")
         return tuple(self.raw([before, after]))
 
     def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:

@@ -83,7 +83,7 @@ FAMILIES = {
     "the past": "h2o scissorhands scissorhands_weight cam",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
     "the text": "kvzip kvzip_recent kvzip_fast",
-    "calibrated heads": "duo_attention duo_attention_kvzip",
+    "calibrated heads": "duo_attention",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
     "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4",
     "everything held": "full",

@@ -59,23 +59,17 @@ def test_documents_are_measured_as_drawn_whatever_their_tokens(tasks):
         assert {row.tobytes() for part in parts for row in part.tokens} == drawn
 
 
-def test_in_a_chat_the_answer_begins_with_the_question_again(folder):
+def test_the_chat_template_tells_what_stands_around_a_user_s_words(folder):
     encoding = hf_tokenizer(folder)
     own = encoding.chat.func.__self__  # transformers' tokenizer
     for template in None, "nothing of it":
         own.chat_template = template
-        with pytest.raises(ValueError, match="leave --chat out"):
-            Tasks(encoding, "test", chat=True)
+        with pytest.raises(ValueError, match="chat template"):
+            encoding.turn()
     own.chat_template = "{{ bos_token }}<u>{{ messages[0]['content'] }}</u>" \
                         "{% if add_generation_prompt %}<a>{% endif %}"
-    made = Tasks(encoding, "test", chat=True)
-    for task, begin in dict(needle="Q: The code of", pairs="Q:", few_shot="", copy="").items():
-        batch = made.batch(task, 0, 3, 500)
-        for tokens, roles in zip(batch.tokens, batch.roles):
-            text, question = (encoding.decode(x.tolist()) for x in (tokens, tokens[roles == QUESTION]))
-            asked, again = (x.strip() for x in question.removesuffix(".").split("</u><a>"))
-            assert text.startswith("<s><u>") and text.count("</u><a>") == 1  # BOS once: the template's
-            assert asked.startswith(begin) and asked.removeprefix("Q:").strip() == again
+    before, after = map(encoding.decode, encoding.turn())
+    assert (before, after) == ("<s><u>", "</u><a>")  # BOS once: the template's
 
 
 def test_pieces_are_encoded_as_the_middle_of_a_text(tasks):

@@ -120,14 +120,14 @@ def P10(on: Subject) -> Finding:
 
 def P11(on: Subject) -> Finding:
     """Interpolate the budget at which each budget rule has the KL that the norms give at a quarter."""
-    kept, base = (0.5, 0.25, 0.125), [Rule.__name__ for Rule in RULES]
+    kept = 0.5, 0.25, 0.125
 
     def saved(kl: Tensor) -> float:  # (texts, 1 + len(kept))
         norms, *plain = kl.mean(0).tolist()
         return 1 - 0.25 / 2 ** np.interp(norms, np.maximum.accumulate(plain), np.log2(kept))
 
     found = {}
-    for name in base:
+    for name in (Rule.__name__ for Rule in RULES):
         kl = [on.of_text(f"{name}+critical")["kl"], *(on.of_text(name, x)["kl"] for x in kept)]
         found[f"budget saved, {name}"] = over_texts(saved, torch.stack(kl, 1))
     return Finding(both(*(above(x, 0.21) for x in found.values())), found)

@@ -14,16 +14,13 @@ Differs from the paper:
   tokens.
 - Here the penalty on open gates grows during training, which ranks the heads.
 - The budget is the mean over all heads. It determines w and how many heads keep everything.
-
-`duo_attention_kvzip` takes the heads whose entries KVzip scores highest in plain text, as KVzip's authors do.
-It trains nothing and asks no questions.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.baselines.duo_gates import gates, heads_by_kvzip, retrieval_heads
+from methods.baselines.duo_gates import gates, retrieval_heads
 from methods.baselines.streaming_llm import StreamingLLM
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.check import check_budget
@@ -116,12 +113,4 @@ class DuoAttention(LayerCache):
         return dict(heads=retrieval_heads(mean_gates, least=0.3))
 
 
-class DuoByKVzip(DuoAttention):
-    """DuoAttention with the heads that KVzip's reread of plain text attends to most."""
-
-    @staticmethod
-    def calibrate(model, tasks) -> dict:
-        return dict(heads=heads_by_kvzip(model, tasks))
-
-
-variants = {"duo_attention": DuoAttention, "duo_attention_kvzip": DuoByKVzip}
+variants = {"duo_attention": DuoAttention}

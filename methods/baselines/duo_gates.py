@@ -14,8 +14,6 @@ Differs from the paper (section 2.3):
   1. Here λ grows, in nats, and heads are ranked by how long their gates stay open.
 - It trains for 2,000 steps on whole texts. Here each context is read once, and only the questions and answers
   run with gates.
-
-`heads_by_kvzip` trains nothing: it ranks heads by KVzip's scores of their entries in plain text.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +23,6 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from methods.baselines.kvzip_fast import lessons
 from nanollm.attention import fused, visible
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import prefill
@@ -125,16 +122,6 @@ def gates(model, tasks, documents: int = 32, T: int = 512, sinks: int = 4, windo
         alpha.data.clamp_(0, 1)
         mean_gates += alpha.detach() / steps
     return mean_gates
-
-
-def heads_by_kvzip(model, tasks, documents: int = 16, T: int = 512, seed: int = 0,
-                   rows: int = 8) -> tuple[tuple[int, int], ...]:
-    """Return all (layer, head), ranked by the mean of KVzip's scores (arXiv 2505.23416) in plain text.
-
-    The mean, not the maximum: the maximum is near 1 for several heads and hardly ranks them.
-    """
-    _, scores = lessons(model, tasks, documents, T, seed, rows=rows)  # (L, tokens, H)
-    return retrieval_heads(scores.mean(1), least=0.0)
 
 
 def retrieval_heads(score: Tensor, least: float = 0.1) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ import torch
 
 from common import decoder, dense, end, tasks
 from methods.baselines import duo_attention
-from methods.baselines.duo_attention import DuoAttention, DuoByKVzip
+from methods.baselines.duo_attention import DuoAttention
 from methods.baselines.duo_gates import ask, gates, predictions, retrieval_heads
 from methods.baselines.streaming_llm import StreamingLLM
 from nanollm import TINY, checkpoint
@@ -93,13 +93,8 @@ def test_retrieval_heads_score_more_than_the_least_and_come_in_order():
     assert retrieval_heads(torch.full((3, 20), 0.101)) == every
 
 
-@pytest.mark.parametrize("Method, asked", [
-    (DuoAttention, [("needle", 0, 32, 512), ("pairs", 0, 32, 512)]), (DuoByKVzip, [("plain", 0, 16, 512)])])
-def test_calibration_finds_the_built_retrieval_heads(Method, asked, monkeypatch):
-    """The first three heads are the built ones, and `DuoByKVzip` ranks all heads.
-
-    Two short documents and a few large steps are enough.
-    """
+def test_calibration_finds_the_built_retrieval_heads(monkeypatch):
+    """Two short documents and a few large steps are enough."""
     batches = []
 
     def batch(*what):
@@ -107,7 +102,7 @@ def test_calibration_finds_the_built_retrieval_heads(Method, asked, monkeypatch)
         return tasks("test").batch(what[0], what[1], 2, 160)
 
     monkeypatch.setattr(duo_attention, "gates", partial(gates, steps=70, rate=0.06))
-    found = Method.calibrate(checkpoint.from_hf(TINY), SimpleNamespace(batch=batch))
-    assert batches == asked and found.keys() == {"heads"}
+    found = DuoAttention.calibrate(checkpoint.from_hf(TINY), SimpleNamespace(batch=batch))
+    assert batches == [("needle", 0, 32, 512), ("pairs", 0, 32, 512)] and found.keys() == {"heads"}
     heads = found["heads"]
-    assert {*heads[:3]} == {(1, 0), (1, 1), (1, 2)} and len({*heads}) == (3 if Method is DuoAttention else 18)
+    assert {*heads[:3]} == {(1, 0), (1, 1), (1, 2)} and len(heads) == 3
