@@ -93,13 +93,13 @@ def test_the_readme_s_method_does_what_it_says():
 
 def test_the_readme_s_method_finds_half_of_the_needles_and_beats_random():
     model, tasks, found = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test"), {}
-    for task, documents in ("needle", 24), ("pairs", 8), ("few_shot", 8):
+    for task, documents in ("needle", 32), ("pairs", 8), ("few_shot", 8):
         batch = tasks.batch(task, 0, documents, 512)
         own, random = (retrieve(model, batch, maker(model, Method, 0.25))
                        for Method in (snippet(), RandomEviction))
         assert all(own[setting].mean() > random[setting].mean() for setting in own), task
         found[task] = own["agnostic"].mean(), random["agnostic"].mean()
-    assert found["needle"][0] >= 0.45 and found["needle"][1] < 0.1
+    assert found["needle"][0] >= 0.5 and found["needle"][1] < 0.1
 
 
 def test_transformers_opens_the_shipped_weights():

@@ -67,7 +67,7 @@ def test_a_fault_costs_its_own_problem_only(tmp_path):
     for name, text in FAULTY.items():
         empty = emptied(file.read_text(), [PROBLEMS[f"chunks.{name}"].function])
         file.write_text(empty.replace("raise NotImplementedError", text))
-    tests = graded(tmp_path, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "3")
+    tests = graded(tmp_path, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "2")
     for name, each in tests.items():
         points, most = (sum(test[key] for test in each) for key in ("score", "max_score"))
         assert points == pytest.approx(0 if "chunks" in name else PROBLEMS[name].points), (name, each)
@@ -75,7 +75,7 @@ def test_a_fault_costs_its_own_problem_only(tmp_path):
         assert {test["visibility"] for test in each} == {"visible", "after_published"}
         assert "chunks" in name or {(x["status"], x["output"]) for x in each} == {("passed", "")}, each
     output = {name: [test["output"] for test in tests[f"chunks.{name}"]] for name in FAULTY}
-    for name, says in dict(grid="more than 3 s", chunk_scores="the process ended", ranking="in place",
+    for name, says in dict(grid="more than 2 s", chunk_scores="the process ended", ranking="in place",
                            cut_to="ValueError: []", fit="other than", reuse="allocate").items():
         assert all(says in text for text in output[name]), output[name]
     assert len({*output["grid"]}) == 2  # one call was stopped, and no other begun
