@@ -6,6 +6,7 @@ imported itself. The package gguf, which llama.cpp's authors maintain, restores 
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
@@ -42,11 +43,15 @@ def read(file: str | Path, dtype: torch.dtype = torch.float32,
     """
     try:
         import gguf
+
+        class Reader(gguf.GGUFReader):  # reads a plain array, as np.memmap is slow to cut into 250,000 pieces
+            def __setattr__(self, name, x):
+                super().__setattr__(name, np.asarray(x) if name == "data" else x)
     except ImportError:
         raise ValueError("GGUF files need the package gguf; type pip install gguf") from None
     file = installed() if str(file) == SMOLLM2 else Path(file)
     try:
-        reader = gguf.GGUFReader(file)
+        reader = Reader(file)
         about = {name: field.contents() for name, field in reader.fields.items()
                  if not name.endswith(".merges")}  # follow from the tokens' order; they take seconds
         config, encoding = config_of(about), tokenizer_of(about)

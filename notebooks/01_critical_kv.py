@@ -245,7 +245,8 @@ for one, other in (("two stages", "weights"), ("least Î¸", "weights"), ("least Î
 # Now 12 texts are compressed, the next 64 tokens are read, and $\mathcal L$ is measured at these later queries, for each head alone. `PooledCritical` is `Critical` with one change: it pools in both stages, as the authors' code does. `Residual` is ours: it adds one entry for all evicted ones.
 
 # %%
-from lab.evaluate import continuation, maker, reference, retrieve, text_windows
+from lab.benchmark import Benchmark
+from lab.evaluate import continuation, maker, reference, text_windows
 from methods.critical_kv import PooledCritical
 from methods.ours.residual import Residual
 
@@ -295,13 +296,15 @@ for words, names in pairs.items():
 # Now 24 documents each ask for a needle or for one of 16 listed key-value pairs. The question is in the prompt (*aware*), and a sixteenth of the entries stays. To be sure that the compressed cache answers, the last token's entry is forgotten before the compression, and the token is fed again. The window still holds its query.
 
 # %%
-asked = [tasks.batch(task, seed=0, B=24, T=256) for task in ("needle", "pairs")]
+asked = {task: tasks.batch(task, seed=0, B=24, T=256) for task in ("needle", "pairs")}
+asked = Benchmark.read(model, asked, None)  # each prompt is read once, and recorded
 
 
 def answered(Method, keep_ratio=1 / 16, **options):
     """Share of right answers, mean over both tasks."""
     make = maker(model, Method, keep_ratio, window_size=w, **options)
-    return np.mean([retrieve(model, batch, make)["aware"].mean() for batch in asked])
+    right, _ = asked.measured(model, make)
+    return np.mean([right[f"{task}_aware"].mean() for task in ("needle", "pairs")])
 
 
 print(f"{'':10} plain  Critical  PooledCritical")

@@ -248,8 +248,8 @@ methods = {"Scissorhands": (Scissorhands, {}, plot.style("scissorhands")),
            "H2O": (H2O, {}, plot.style("h2o")),
            "StreamingLLM": (StreamingLLM, {}, plot.style("streaming_llm")),
            "random": (RandomEviction, {}, plot.style("random"))}
-batches = {task: tasks.batch(task, 0, 16, 512) for task in ("needle", "few_shot")}
-full = evaluate.reference(model, evaluate.text_windows(tasks, 16, 512), 64)
+batches = {task: tasks.batch(task, 0, 16, 256) for task in ("needle", "few_shot")}
+full = evaluate.reference(model, evaluate.text_windows(tasks, 16, 256), 64)
 
 # %%
 budgets, kl = (.5, .25, .125), {}
@@ -302,10 +302,10 @@ for name, (Method, options) in tried.items():
 #
 # ## Never above the budget
 #
-# A stream of 1000 tokens, one at a time, and the bytes that are allocated for it:
+# A stream of 600 tokens, one at a time, and the bytes that are allocated for it:
 
 # %%
-stream = evaluate.text_windows(tasks, 1, 1000)
+stream = evaluate.text_windows(tasks, 1, 600)
 figure, axis = plt.subplots(figsize=(6, 2.8), layout="constrained")
 for name, known, caches in (("full cache", "full", make_cache(model)), (
         "Scissorhands, B = 128", "scissorhands", make_cache(model, Scissorhands, budget=B))):

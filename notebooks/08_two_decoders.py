@@ -17,7 +17,8 @@ import matplotlib.pyplot as plt
 import torch
 
 from lab import plot
-from lab.evaluate import continuation, maker, mean_and_error, reference, retrieve, text_windows
+from lab.benchmark import Benchmark
+from lab.evaluate import continuation, maker, mean_and_error, reference, text_windows
 from lab.registry import given, load, pick
 from lab.render_results import rows
 from lab.replay import Recorder, record
@@ -94,7 +95,8 @@ for axis, (name, model) in zip(axes, models.items()):
 # %%
 for name, model in models.items():
     full = reference(model, text_windows(tasks, 16, 512, model), 64)
-    kl = {sinks: continuation(model, full, maker(model, StreamingLLM, 0.25, sinks=sinks))["kl"]
+    kl = {sinks: continuation(model, full, maker(model, StreamingLLM, 0.25, sinks=sinks),
+                               full.recording)["kl"]
           for sinks in (1, 0, 4)}
     print(f"{name:8} one first token: {kl[1].mean():.3f}", *(
         "{}: {:+.3f} ±{:.3f}".format(sinks, *mean_and_error(kl[sinks] - kl[1]))
@@ -110,18 +112,18 @@ for name, model in models.items():
 # %%
 NAMES = ["snap_kv", "pyramid_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "chunk_kv_reuse", "h2o",
          "streaming_llm", "kvzip", "quantized_2"]
-methods, found = pick(NAMES), {}  # (task, setting, method) → right answers of each decoder
-for task in ("needle", "pairs"):
-    batch = tasks.batch(task, seed=0, B=32, T=256)
-    for name, Method in methods.items():
+batches = {task: tasks.batch(task, seed=0, B=32, T=256) for task in ("needle", "pairs")}
+found = {}  # (task and setting, method) → right answers of each decoder
+for model in models.values():
+    benchmark = Benchmark.read(model, batches, None)  # each prompt is read once, and recorded
+    for name, Method in pick(NAMES).items():
         ratio = None if name.startswith("quantized") else 0.25
-        for model in models.values():
-            make = maker(model, Method, ratio, **given(Method, window_size=8))
-            for setting, right in retrieve(model, batch, make).items():
-                found.setdefault((task, setting, name), []).append(right.mean().item())
+        make = maker(model, Method, ratio, **given(Method, window_size=8))
+        for panel, right in benchmark.measured(model, make)[0].items():
+            found.setdefault((panel, name), []).append(right.mean().item())
 
 # %%
-panels = [(task, setting) for task in ("needle", "pairs") for setting in ("aware", "agnostic")]
+panels = [f"{task}_{setting}" for task in batches for setting in ("aware", "agnostic")]
 figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), layout="constrained", sharey=True)
 for axis, panel in zip(axes, panels):
     axis.plot([0, 1], [0, 1], color="0.8", linewidth=1)
@@ -129,8 +131,8 @@ for axis, panel in zip(axes, panels):
         look = plot.style(name) | dict(linestyle="")
         if "+" in name or "reuse" in name:  # the same colour as what it is a variant of
             look["fillstyle"] = "none"
-        axis.plot(*found[*panel, name], label=name if axis is axes[0] else None, **look)
-    axis.set(title=", ".join(panel), xlabel="built", xlim=(-.05, 1.05), ylim=(-.05, 1.05))
+        axis.plot(*found[panel, name], label=name if axis is axes[0] else None, **look)
+    axis.set(title=panel.replace("_", ", "), xlabel="built", xlim=(-.05, 1.05), ylim=(-.05, 1.05))
 axes[0].set_ylabel("learned")
 figure.legend(loc="outside right center", fontsize=8);
 

@@ -15,6 +15,7 @@ import textwrap
 import matplotlib.pyplot as plt
 import torch
 
+from lab.benchmark import Benchmark
 from lab.evaluate import answer, feed, maker, mean_and_error, text_windows
 from lab.registry import given, has_budget, load, pick
 from lab.tasks import Tasks
@@ -246,9 +247,9 @@ for Method in (SnapKV, PerQueryHead):
 # %%
 differences = []
 for seed in range(6):
-    batch = tasks.batch("few_shot", seed, B=32, T=256)
-    snap, ada = (right(methods[name], batch, 0.125, "aware", window_size=8)
-                 for name in ("snap_kv", "ada_kv"))
+    read = Benchmark.read(model, {"few_shot": tasks.batch("few_shot", seed, B=32, T=256)}, None)
+    snap, ada = (read.measured(model, maker(model, methods[name], 0.125, window_size=8))[0]
+                 ["few_shot_aware"] for name in ("snap_kv", "ada_kv"))
     differences.append(ada - snap)  # document by document
     print(f"seed {seed}: AdaKV − SnapKV = {100 * differences[-1].mean():+.0f} points")
 together = torch.cat(differences)
@@ -282,10 +283,10 @@ for numbers in (1, 2, 4):
 # %% [markdown]
 # ## 10. A mean hides the task that broke
 #
-# **You read:** "KVzip keeps 77 % of the answers with an eighth of the entries."
+# **You read:** "KVzip keeps 75 % of the answers with an eighth of the entries."
 
 # %%
-batches = {task: tasks.batch(task, seed=0, B=32, T=256)
+batches = {task: tasks.batch(task, seed=0, B=16, T=256)
            for task in ("needle", "pairs", "few_shot")}
 for name in ("chunk_kv", "kvzip", "kvzip_recent"):
     options = given(methods[name], window_size=8)
@@ -304,7 +305,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
 # %% [markdown]
 # ## A table of truth
 #
-# How many bytes does each method need? One text of 512 tokens, a quarter of the entries, every method of this repository. The decoder runs in 16 bits here, so each byte below is a byte of a tensor. All are shares of what the full cache holds.
+# How many bytes does each method need? One text of 256 tokens, a quarter of the entries, every method of this repository. The decoder runs in 16 bits here, so each byte below is a byte of a tensor. All are shares of what the full cache holds.
 #
 # - *held*: live entries, and what the method stores beside them.
 # - *allocated*: all tensors of the caches after the compression.
@@ -314,7 +315,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
 
 # %%
 in_16_bits, _ = load(TINY, "cpu", dtype="bfloat16")
-text = text_windows(tasks, 2, 512, model)[:1]
+text = text_windows(tasks, 2, 256, model)[:1]
 ends = boundaries(encoding, model.config.vocab_size)
 
 

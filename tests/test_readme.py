@@ -12,7 +12,8 @@ from lab import render_results, table
 from methods.baselines.random_eviction import RandomEviction
 from nanollm import TINY
 
-from lab.evaluate import maker, retrieve
+from lab.benchmark import Benchmark
+from lab.evaluate import maker
 from lab.tasks import Tasks
 from nanollm.checkpoint import from_hf
 from nanollm.tokenizer import load
@@ -92,14 +93,13 @@ def test_the_readme_s_method_does_what_it_says():
 
 
 def test_the_readme_s_method_finds_half_of_the_needles_and_beats_random():
-    model, tasks, found = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test"), {}
-    for task, documents in ("needle", 32), ("pairs", 8), ("few_shot", 8):
-        batch = tasks.batch(task, 0, documents, 512)
-        own, random = (retrieve(model, batch, maker(model, Method, 0.25))
-                       for Method in (snippet(), RandomEviction))
-        assert all(own[setting].mean() > random[setting].mean() for setting in own), task
-        found[task] = own["agnostic"].mean(), random["agnostic"].mean()
-    assert found["needle"][0] >= 0.5 and found["needle"][1] < 0.1
+    model, tasks = from_hf(TINY), Tasks(load(TINY / "tokenizer.tiktoken"), "test")
+    batches = {task: tasks.batch(task, 0, n, 512) for task, n in dict(needle=32, pairs=8, few_shot=8).items()}
+    read = Benchmark.read(model, batches, None)
+    own, random = (read.measured(model, maker(model, Method, 0.25))[0]
+                   for Method in (snippet(), RandomEviction))
+    assert all(own[column].mean() > random[column].mean() for column in own)
+    assert own["needle_agnostic"].mean() >= 0.5 and random["needle_agnostic"].mean() < 0.1
 
 
 def test_transformers_opens_the_shipped_weights():

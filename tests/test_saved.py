@@ -1,6 +1,5 @@
 """A loaded cache answers bit for bit as the saved one; a file that does not fit is refused."""
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
@@ -19,12 +18,17 @@ from nanollm.tokenizer import boundaries
 from lab.example_page import PAGE
 from lab.registry import given, pick
 
-METHODS = pick([])
+METHODS, ROOT = pick([]), Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def model():
     return from_hf(TINY)
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory):
+    return from_hf(checkpoint_of_two_layers(tmp_path_factory.mktemp("model")))
 
 
 @torch.no_grad()
@@ -46,7 +50,8 @@ def answers(model, caches, after) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(model, name, tmp_path):
+def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(two_layers, name, tmp_path):
+    model = two_layers
     caches, after = read(model, METHODS[name])
     file = tmp_path / "page.cache"
     save(caches, file, method=name)
@@ -59,7 +64,7 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(model, name, tm
 
 ELSEWHERE = """
 import sys, torch
-torch.set_num_threads(1)
+sys.path.append(ROOT)
 from lab.registry import pick
 from nanollm.cache import make_cache
 from nanollm.checkpoint import from_hf
@@ -76,14 +81,16 @@ torch.save(logits, f"{folder}/logits.pt")
 
 
 @torch.no_grad()
-def test_a_file_is_answered_bit_for_bit_in_another_process(tmp_path):
+def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     model, expected = from_hf(checkpoint_of_two_layers(tmp_path)), {}
     for name in "kvzip_4", "quantized_4", "snap_kv", "duo_attention", "streaming_llm", "kv_reviver", "random":
         caches, after = read(model, METHODS[name])
         save(caches, tmp_path / name)
         expected[name] = torch.cat([model(token, caches) for token in after.split(1, 1)], 1)
     torch.save(after, tmp_path / "after.pt")
-    subprocess.run([sys.executable, "-c", ELSEWHERE, tmp_path, *expected], check=True)
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE.replace("ROOT", repr(str(ROOT))))
+    done = typed("python", tmp_path / "elsewhere.py", tmp_path, *expected)
+    assert done.returncode == 0, done.stderr
     logits = torch.load(tmp_path / "logits.pt")
     assert [name for name in expected if not torch.equal(logits[name], expected[name])] == []
 

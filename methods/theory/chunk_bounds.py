@@ -114,8 +114,6 @@ def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
     return {name: x.item() for name, x in values.items()}
 
 
-# ---- noise -------------------------------------------------------------------------------------------------
-
 def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
     """Return the noise ξ of keeping the same tokens `kept` of every example.
 

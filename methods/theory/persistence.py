@@ -160,12 +160,6 @@ def nearly_orthogonal(noise: float, sharp: float, generator: torch.Generator, d:
     return layer, torch.cat((past, F.normalize(mix, dim=-1)))
 
 
-def random_step(d: int, generator: torch.Generator, n: int = 24) -> Persistence:
-    """Return Theorem B.1's bounds for a Gaussian layer and n + 1 Gaussian tokens."""
-    layer = OneLayer.draw(d, d, 2 * d, (1, 1, 1, 1, 0.05, 0.05), generator)
-    return next_step(layer, F.normalize(gauss(n + 1, d, generator), dim=-1))
-
-
 # ---- 3. Theorem B.2, for tokens of norm at most 1 ----------------------------------------------------------
 
 

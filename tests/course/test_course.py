@@ -58,16 +58,16 @@ FAULTY = {
 
 
 def test_a_fault_costs_its_own_problem_only(tmp_path):
-    """Functions that never end, end the process, or return something odd, beside right ones of `sketch`."""
+    """Functions that never end, end the process, or return something odd, beside right ones of `tokens`."""
     for name, problem in PROBLEMS.items():
-        if name.startswith(("chunks", "sketch")):
+        if name.startswith(("chunks", "tokens")):
             (tmp_path / problem.file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / problem.file).write_text((ROOT / problem.file).read_text())
     file = tmp_path / "methods/chunk_kv.py"
     for name, text in FAULTY.items():
         empty = emptied(file.read_text(), [PROBLEMS[f"chunks.{name}"].function])
         file.write_text(empty.replace("raise NotImplementedError", text))
-    tests = graded(tmp_path, tmp_path / "results.json", "--only", "chunks", "sketch", "--seconds", "2")
+    tests = graded(tmp_path, tmp_path / "results.json", "--only", "chunks", "tokens", "--seconds", "2")
     for name, each in tests.items():
         points, most = (sum(test[key] for test in each) for key in ("score", "max_score"))
         assert points == pytest.approx(0 if "chunks" in name else PROBLEMS[name].points), (name, each)

@@ -65,6 +65,11 @@ def each(names, cuts=CUTS):
 
 
 @once
+def unchanged(dtype=torch.float32):
+    return decoder().to(dtype)
+
+
+@once
 def text():
     """Return q, k, v of every layer."""
     g = torch.Generator().manual_seed(0)
@@ -86,7 +91,7 @@ def run(name, cut, layers=None, rows=slice(None), dtype=torch.float32, again=Fal
 
     again: the prompt's last token is forgotten before the compression, and fed again after it.
     """
-    Method, model = METHODS[name], decoder().to(dtype)
+    Method, model = METHODS[name], unchanged(dtype)
     caches = make_cache(model, Method, **given(Method, **OPTIONS | options))
     tell_chunk_ends(caches, ENDS[rows])
     layers = [[x[rows] for x in qkv] for qkv in layers or text()]
@@ -200,9 +205,9 @@ def test_a_conversation_is_compressed_after_each_turn(name):
             cache.attend(*(x[:, :, start:stop] for x in qkv), torch.arange(start, stop)[None])
         if any(x in name for x in ONCE):
             with pytest.raises(ValueError, match="compress once|are known for"):
-                compress(Fed(decoder(), layers), tokens[:, :stop] * 0, caches)
+                compress(Fed(unchanged(), layers), tokens[:, :stop] * 0, caches)
             return
-        compress(Fed(decoder(), layers), tokens[:, :stop], caches)
+        compress(Fed(unchanged(), layers), tokens[:, :stop], caches)
         if not name.startswith("duo_attention"):  # its retrieval heads keep all
             assert sum((cache.pos != NEVER).sum().item() for cache in caches) <= LAYERS * B * H * BUDGET
     if name in AS_THEY_ARE and not name.startswith(EVICTS_WHILE_READING):
@@ -296,13 +301,13 @@ def test_of_tokens_that_nobody_looks_at_the_newest_stay(name):
 
 
 NEW = BUDGET + 2
-alone = once(lambda: generate(decoder(), TOKENS[:, :1], NEW))
+alone = once(lambda: generate(unchanged(), TOKENS[:, :1], NEW))
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if "+" not in name])
 def test_a_prompt_of_one_token(name):
     """A prompt of one token works, although nothing is cached yet when it ends."""
-    Method, model = METHODS[name], decoder()
+    Method, model = METHODS[name], unchanged()
     for budget in (2 * NEW, BUDGET):
         options = given(Method, **OPTIONS | dict(budget=budget, residual_length=NEW))
         caches = make_cache(model, Method, **options)

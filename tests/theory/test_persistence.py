@@ -15,9 +15,9 @@ from lab.claims.persistence_measured import (FourBits, attention_maps, block_sim
 from lab.evaluate import text_windows
 from methods.scissorhands import BudgetCache, Scissorhands
 from methods.theory.persistence import (OneLayer, best_bound, draw_power_law, drift_bound,
-                                        drift_under_power_law, drifts, failure, nearly_orthogonal, next_step,
-                                        paper_bound, persistence_bounds, persistence_ratio, proof_steps,
-                                        random_step, repaired_bound, rollout, smallest_share, tail_exponent,
+                                        drift_under_power_law, drifts, failure, gauss, nearly_orthogonal,
+                                        next_step, paper_bound, persistence_bounds, persistence_ratio,
+                                        proof_steps, repaired_bound, rollout, smallest_share, tail_exponent,
                                         tail_mass)
 from nanollm import TINY, checkpoint
 from nanollm.model import rope
@@ -156,7 +156,11 @@ def test_b1_says_something_where_it_was_constructed_but_by_chance_never(note):
     assert torch.cat(within).all() and told[0] > 0.7 and told[1] > 0.4 and 0.05 < told[2] < 0.3
     note("S3", inside=sum(x.sum() for x in within), tokens=sum(map(len, within)))
 
-    eps = torch.cat([random_step(d, g).eps for d in (16, 64) for _ in range(40)])
+    def by_chance(d):
+        layer = OneLayer.draw(d, d, 2 * d, (1, 1, 1, 1, 0.05, 0.05), g)
+        return next_step(layer, unit(gauss(25, d, g))).eps
+
+    eps = torch.cat([by_chance(d) for d in (16, 64) for _ in range(40)])
     note("S3", draws=len(eps) // 24, smallest_eps=eps.min())
     assert eps.min() > 0.4 and 0.4 < eps.isinf().double().mean() < 0.6  # x_ℓ A x_ℓᵀ < 0, which no ε helps
 
