@@ -42,7 +42,8 @@ snap_kv = partial(SnapKV, window_size=8)
 for name, Method in {"SnapKV": snap_kv, "KVzip": KVzip}.items():
     right, _ = needles.measured(model, maker(model, Method, 0.25))
     print(f"{name:6} keeps 25 %. Facts found if the question is in the prompt: "
-          f"{right['needle_aware'].mean():.2f}; if it comes later: {right['needle_agnostic'].mean():.2f}")
+          f"{right['needle_aware'].mean():.2f}; "
+          f"if it comes later: {right['needle_agnostic'].mean():.2f}")
 
 # %% [markdown]
 # SnapKV keeps the entries that the prompt's last queries look at. If these queries are the question, it finds every fact. If the question comes later, SnapKV keeps what the last lines of the document happen to need, and finds 12 %. KVzip finds every fact in both cases.
@@ -222,7 +223,8 @@ for name, folder in SHIPPED.items():
     for method, Method in METHODS.items():
         right, _ = benchmark.measured(decoder, maker(decoder, Method, 0.125))
         print(f"{name:8} {method:13} labels right if the question is in the prompt: "
-              f"{right['few_shot_aware'].mean():.2f}; if it comes later: {right['few_shot_agnostic'].mean():.2f}")
+              f"{right['few_shot_aware'].mean():.2f}; "
+              f"if it comes later: {right['few_shot_agnostic'].mean():.2f}")
 
 # %%
 end = labels.answers[0].start  # the prompt ends with the question
