@@ -273,20 +273,22 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 # - **Query-aware** (short: aware): the question is part of the prompt that is compressed, as in a chat.
 
 # %%
-from lab.evaluate import maker, retrieve
+from lab.benchmark import Benchmark
+from lab.evaluate import maker
 
 methods = {"streaming_llm": streaming_llm.StreamingLLM, "h2o": h2o.H2O,
            "random": random_eviction.RandomEviction}
 ratios = [0.0625, 0.125, 0.25, 0.5, 0.75]
-full = retrieve(model, batch, maker(model, LayerCache, None))
-accuracy = {name: [retrieve(model, batch, maker(model, Method, ratio)) for ratio in ratios]
+read = Benchmark.read(model, {"needle": batch}, None)  # each prompt is read once, and recorded
+full, _ = read.measured(model, maker(model, LayerCache, None))
+accuracy = {name: [read.measured(model, maker(model, Method, ratio))[0] for ratio in ratios]
             for name, Method in methods.items()}
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for axis, setting in zip(axes, ("agnostic", "aware")):
     for name, results in accuracy.items():
-        found = [result[setting].mean() for result in results]
+        found = [result[f"needle_{setting}"].mean() for result in results]
         axis.semilogx(ratios, found, base=2, label=name, **plot.style(name))
-    axis.axhline(full[setting].mean(), color="black", linewidth=1, label="full cache")
+    axis.axhline(full[f"needle_{setting}"].mean(), color="k", linewidth=1, label="full cache")
     axis.set(title=setting, xlabel="keep ratio, %", xticks=ratios,
              xticklabels=[f"{100 * ratio:g}" for ratio in ratios])
     axis.grid(alpha=0.3)

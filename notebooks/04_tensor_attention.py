@@ -298,7 +298,7 @@ def learn(build, steps=300, **shape):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(.9, .98), weight_decay=0)
     log, texts = [], seeded(1)
     for step in range(steps):
-        if step % 25 == 0:
+        if step % 50 == 0:
             log.append((step, share_right(model)))
         tokens, answers = match3(64, texts)
         with torch.enable_grad():
