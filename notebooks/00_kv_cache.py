@@ -275,7 +275,6 @@ plot.text(pieces, panels, facts, columns=2, width=72);
 # %%
 from lab.benchmark import Benchmark
 from lab.evaluate import maker
-
 methods = {"streaming_llm": streaming_llm.StreamingLLM, "h2o": h2o.H2O,
            "random": random_eviction.RandomEviction}
 ratios = [0.0625, 0.125, 0.25, 0.5, 0.75]
@@ -286,11 +285,11 @@ accuracy = {name: [read.measured(model, maker(model, Method, ratio))[0] for rati
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
 for axis, setting in zip(axes, ("agnostic", "aware")):
     for name, results in accuracy.items():
-        found = [result[f"needle_{setting}"].mean() for result in results]
+        found = [right[f"needle_{setting}"].mean() for right in results]
         axis.semilogx(ratios, found, base=2, label=name, **plot.style(name))
     axis.axhline(full[f"needle_{setting}"].mean(), color="k", linewidth=1, label="full cache")
-    axis.set(title=setting, xlabel="keep ratio, %", xticks=ratios,
-             xticklabels=[f"{100 * ratio:g}" for ratio in ratios])
+    axis.set(title=setting, xlabel="keep ratio, %")
+    axis.set_xticks(ratios, [f"{100 * ratio:g}" for ratio in ratios])
     axis.grid(alpha=0.3)
 axes[0].set_ylabel("needles found")
 axes[0].legend();
