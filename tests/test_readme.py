@@ -5,7 +5,6 @@ import shlex
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from common import B, D, FREQ, G, H, checkpoint_of_two_layers, end, link
 from lab import render_results, table
@@ -100,7 +99,3 @@ def test_the_readme_s_method_finds_half_of_the_needles_and_beats_random():
                    for Method in (snippet(), RandomEviction))
     assert all(own[column].mean() > random[column].mean() for column in own)
     assert own["needle_agnostic"].mean() >= 0.5 and random["needle_agnostic"].mean() < 0.1
-
-
-def test_transformers_opens_the_shipped_weights():
-    assert AutoModelForCausalLM.from_pretrained(TINY, dtype="float32").config.model_type == "llama"

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 import torch
 from torch import Tensor
 
-from common import ENCODING, checkpoint_of_two_layers, tasks
+from common import ENCODING, checkpoint_of_two_layers, decoder, tasks
 from nanollm import LEARNED, TINY
 from nanollm.__main__ import main
 from nanollm.bridge import attach
@@ -24,11 +24,6 @@ METHODS, ROOT = pick([]), Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def model():
     return from_hf(TINY)
-
-
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory):
-    return from_hf(checkpoint_of_two_layers(tmp_path_factory.mktemp("model")))
 
 
 @torch.no_grad()
@@ -50,8 +45,8 @@ def answers(model, caches, after) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(two_layers, name, tmp_path):
-    model = two_layers
+def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(name, tmp_path):
+    model = decoder(vocab_size=2048, max_len=256)
     caches, after = read(model, METHODS[name])
     file = tmp_path / "page.cache"
     save(caches, file, method=name)
@@ -117,14 +112,14 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     file, turned = tmp_path / "page.cache", from_hf(TINY)
     save(caches, file, version=7)  # a note does not change the header
     turned.config.rope_theta = 1e4  # the same weights
-    for decoder, name, changed, message in (
+    for other, name, changed, message in (
             (from_hf(LEARNED), "snap_kv", {}, "was written by another decoder"),
             (turned, "snap_kv", {}, "was written by another decoder"),
             (from_hf(TINY, torch.float16), "snap_kv", {}, "read the text, in float32"),
             (model, "snap_kv_4", {}, "is of SnapKV with"),
             (model, "snap_kv", dict(budget=41), "and these caches are SnapKV with .*41")):
         with pytest.raises(ValueError, match=message):
-            load(file, make_cache(decoder, METHODS[name], **header(file)["options"] | changed))
+            load(file, make_cache(other, METHODS[name], **header(file)["options"] | changed))
     with pytest.raises(ValueError, match="have seen 120 tokens"):
         load(file, caches)
 
