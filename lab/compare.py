@@ -230,11 +230,10 @@ class Comparison:
         return jobs
 
     def results(self, jobs: list[Job]) -> Iterator[dict | str]:
-        """Yield each job's row, or the line of its error. With a small model each core has a process."""
-        import torch
+        """Yield each job's row, or the line of its error. Each core has a process, of one thread."""
         from lab.benchmark import build
         args = self.args
-        alone = args.device != "cpu" or torch.get_num_threads() > 1
+        alone = args.device != "cpu" or args.threads > 1 or os.cpu_count() == 1
         for T, some in groupby(jobs, key=lambda job: job.tokens):
             self.benchmarks = build(self.model, self.tasks, T, args.documents, args.seed, self.names)
             if alone:
@@ -275,6 +274,8 @@ class Comparison:
 
 def set_comparison(comparison: Comparison):
     """Remember a comparison in a forked process."""
+    import torch
+    torch.set_num_threads(1)
     global measuring
     measuring = comparison
 
