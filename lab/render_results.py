@@ -21,7 +21,7 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARED = "short", "all", "learned"  # sections of python -m nanollm
+COMPARED = "smollm2", "short", "all", "learned"  # sections of python -m nanollm
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
@@ -68,7 +68,7 @@ def section(name: str) -> str:
         raise SystemExit(f"error: stored/{name}.json is of `{stored['command']}`, not of `{command}`; "
                          f"run python -m lab.render_results {name}")
     if name in COMPARED:
-        short, measured = name == "short", stored["rows"]
+        short, measured = name in ("smollm2", "short"), stored["rows"]
         lines = [table.header(measured[0], short), *(table.show(row, short) for row in measured)]
         text = "\n".join([*lines, "", table.findings(measured)] if short else lines)
     else:
