@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from lab.evaluate import (Make, Reference, budget_for, check_size, continuation, prompt_and_question,
                           reference, retrieve, standard_error, text_windows)
@@ -64,10 +65,10 @@ def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0,
     The decoder reads at most BATCH of them at once, so there are several benchmarks; `run` joins them.
     """
     check_size(model, documents, 2, T)
-    benchmarks = [Benchmark.read(model, {task: part}, None) for task in names
-                  for batch in tasks.batches(task, seed, documents, T) for part in cut(batch, BATCH)]
-    text = text_windows(tasks, max(2, documents // 2), T, model)
-    return benchmarks + [Benchmark.read(model, {}, part) for part in text.split(BATCH)]
+    parts = [({task: part}, None) for task in names
+             for batch in tasks.batches(task, seed, documents, T) for part in cut(batch, BATCH)]
+    parts += [({}, part) for part in text_windows(tasks, max(2, documents // 2), T, model).split(BATCH)]
+    return [Benchmark.read(model, *part) for part in tqdm(parts, "prompts", leave=False, disable=None)]
 
 
 def cut(batch: Batch, n: int) -> list[Batch]:

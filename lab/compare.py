@@ -16,11 +16,8 @@ The table explains its columns. Other commands, each with its own --help:
 """
 import argparse
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 import json
-from multiprocessing import get_context
-import os
 from os.path import realpath
 from pathlib import Path
 import sys
@@ -232,37 +229,25 @@ class Comparison:
     def results(self, jobs: list[Job]) -> Iterator[dict | str]:
         """Yield each job's row, or the line of its error. Each core has a process, of one thread."""
         from lab.benchmark import build
+        from lab.processes import spread
         args = self.args
-        alone = args.device != "cpu" or args.threads > 1 or os.cpu_count() == 1
+        processes = args.device == "cpu" and args.threads < 2
         for T, some in groupby(jobs, key=lambda job: job.tokens):
             self.benchmarks = build(self.model, self.tasks, T, args.documents, args.seed, self.names)
-            if alone:
-                yield from map(self.result, some)
-                continue
-            pool = ProcessPoolExecutor(os.cpu_count(), get_context("fork"), set_comparison, (self,))
-            try:
-                yield from pool.map(result_of, some)
-            finally:
-                pool.shutdown(cancel_futures=True)
+            yield from spread(self.result, some, processes)
 
     def result(self, job: Job) -> dict | str:
         """Return the row of a job, or the line of its error."""
-        from lab.registry import one_line
+        from lab.benchmark import run
+        from lab.registry import calibrated, one_line
         try:
-            return self.measure(job)
+            if job.method not in self.learned:  # takes some seconds for some methods
+                self.learned[job.method] = calibrated(self.methods[job.method], self.model, self.encoding)
+            make = self.make(job, **self.learned[job.method])
+            measured = run(self.benchmarks, self.model, make, self.args.l1)
+            return table.row_of(job.method, job.keep_ratio, job.tokens, self.settings, measured)
         except Exception as error:
             return one_line(error)
-
-    def measure(self, job: Job) -> dict:
-        """Return the row of a job."""
-        from lab.benchmark import run
-        from lab.registry import calibrated
-
-        if job.method not in self.learned:  # takes some seconds for some methods
-            self.learned[job.method] = calibrated(self.methods[job.method], self.model, self.encoding)
-        make = self.make(job, **self.learned[job.method])
-        measured = run(self.benchmarks, self.model, make, self.args.l1)
-        return table.row_of(job.method, job.keep_ratio, job.tokens, self.settings, measured)
 
     def sizes(self, T: int) -> str:
         """Return a line on the bytes of a full cache of T tokens and of the weights."""
@@ -270,18 +255,6 @@ class Comparison:
         full = full_cache_bytes(self.model.config, T) / 2 ** 20
         weights = sum(2 * p.numel() for p in self.model.parameters()) / 2 ** 20
         return f"In 16 bits: full cache of {T} tokens {full:.1f} MiB a text, weights {weights:.1f} MiB"
-
-
-def set_comparison(comparison: Comparison):
-    """Remember a comparison in a forked process."""
-    import torch
-    torch.set_num_threads(1)
-    global measuring
-    measuring = comparison
-
-
-def result_of(job: Job) -> dict | str:
-    return measuring.result(job)
 
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):

@@ -6,7 +6,7 @@ last token's entry is forgotten before the compression, and the token is fed aga
 would predict the first token of the answer. After the prompt, tokens come one at a time, as in decoding, or
 at once if the method only appends them.
 """
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 import math
@@ -77,8 +77,8 @@ def prompt_and_question(model, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] | None = None,
-             chunk_size: int = 64) -> dict[str, Tensor]:
-    """Return each document's fraction of exact answers, (B,), "aware" and "agnostic".
+             chunk_size: int = 64, settings: tuple[str, ...] = ("aware", "agnostic")) -> dict[str, Tensor]:
+    """Return each document's fraction of exact answers, (B,), in each of the settings.
 
     With several questions, `aware` sees only the first before the compression. The others come later, each
     after the answer given to the one before. `recordings` are those of `prompt_and_question`'s two parts.
@@ -92,10 +92,14 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
         feed(model, parts[0], agnostic, chunk_size)
     else:
         replay(recordings[:1], agnostic)
-    aware = copied(agnostic)
-    read_all_but_last(model, parts[1], aware, recordings, chunk_size)
-    return {"aware": answer(model, tokens, batch.answers, end - 1, aware),
-            "agnostic": answer(model, tokens, batch.answers, batch.question, agnostic)}
+    right = {}
+    if "aware" in settings:
+        aware = copied(agnostic)
+        read_all_but_last(model, parts[1], aware, recordings, chunk_size)
+        right["aware"] = answer(model, tokens, batch.answers, end - 1, aware)
+    if "agnostic" in settings:
+        right["agnostic"] = answer(model, tokens, batch.answers, batch.question, agnostic)
+    return right
 
 
 def read_all_but_last(model, tokens: Tensor, caches: list[LayerCache],
@@ -164,6 +168,15 @@ class Reference:
     def prompt(self) -> Tensor:
         """Return (B, T − new). Its last token is fed again after the compression."""
         return self.tokens[:, :-self.new]
+
+    def split(self, n: int) -> Iterator["Reference"]:
+        """Yield references of n texts each."""
+        for i in range(0, len(self.tokens), n):
+            some = lambda x, at=slice(i, i + n): x[at] if len(x) > 1 else x  # one row of pos serves all texts
+            layers = [[Recording(*map(some, layer)) for layer in part]
+                      for part in (self.recording, self.continuation)]
+            yield Reference(some(self.tokens), self.new, some(self.log_p), *layers,
+                            [*map(some, self.answers)])
 
 
 @torch.no_grad()

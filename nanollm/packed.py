@@ -51,11 +51,13 @@ class PackedCache(LayerCache):
     def slot(self, name: str) -> Tensor:
         if not self.packed:
             return super().slot(name)
-        new, x, offset = self.new(name), self.old(name), torch.arange(self.longest, device=self.counts.device)
-        start = (self.counts.flatten().cumsum(0) - self.counts.flatten())[:, None]
-        old = x[(start + offset).clamp(max=len(x) - 1)].view(*new.shape[:2], self.longest, *x.shape[1:])
+        # empty slots come first, so that each head's newest entries are neighbours of what came later
+        new, x = self.new(name), self.old(name)
+        back = torch.arange(-self.longest, 0, device=x.device)
+        end = self.counts.flatten().cumsum(0)[:, None]
+        old = x[(end + back).clamp(min=0)].view(*new.shape[:2], self.longest, *x.shape[1:])
         if name == "pos":
-            old.masked_fill_(offset >= self.counts[..., None], NEVER)
+            old.masked_fill_(-back > self.counts[..., None], NEVER)
         return torch.cat((old, new), 2)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
@@ -90,10 +92,11 @@ class PackedCache(LayerCache):
         if bias:
             late = late + new["bias"].unsqueeze(1)
             score = [x + b.unsqueeze(1) for x, b in zip(score, bias[0])]
-        score = pad_sequence(score, batch_first=True, padding_value=-torch.inf)           # (B·H, longest, G)
+        score = pad_sequence(score, True, -torch.inf, padding_side="left")                # (B·H, longest, G)
         p = torch.cat((score.mT, late), 2).softmax(-1, dtype=torch.float32).to(q)
-        y = torch.stack([p_h[:, :n] @ v_h for p_h, n, v_h in zip(p, self.sizes, v)])
-        y = (y + p[..., self.longest:] @ new["v"]).view_as(q)
+        old, late = p.split((self.longest, p.shape[2] - self.longest), 2)
+        y = torch.stack([p_h[:, self.longest - n:] @ v_h for p_h, n, v_h in zip(old, self.sizes, v)])
+        y = (y + late @ new["v"]).view_as(q)
         return y, p.view(*self.counts.shape, -1, 1, self.length) if self.watch else None
 
     def stored(self) -> list[Stored]:

@@ -22,7 +22,7 @@ from nanollm.packed import PackedCache
 @dataclass(frozen=True)
 class Selection:
     """A rule that chooses which entries stay."""
-    again = True  # whether it can be applied to its own output (methods/ours/compress_again.py)
+    again = True  # whether it can be applied to its own output, after a second turn
 
     def __post_init__(self):
         check_options(self)
@@ -58,14 +58,10 @@ class WindowCache(PackedCache):
 
     def observe(self, q: Tensor, p: Tensor | None):
         if not self.prompt_done:
-            self.remember(q)
+            new = q.unflatten(1, (self.k.shape[1], -1))
+            last = new if self.queries is None else torch.cat((self.queries, new), 3)
+            self.queries = last[:, :, :, -self.window_size:].clone()  # a view would keep all in memory
         super().observe(q, p)
-
-    def remember(self, q: Tensor):
-        """Append q (B, H·G, T, D) to the stored queries, and keep the last w."""
-        new = q.unflatten(1, (self.k.shape[1], -1))
-        last = new if self.queries is None else torch.cat((self.queries, new), 3)
-        self.queries = last[:, :, :, -self.window_size:].clone()  # a view would keep all of them in memory
 
     def crop(self, n: int):
         if self.queries is not None:  # the forgotten tokens' queries still count, and they saw these keys

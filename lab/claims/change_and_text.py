@@ -1,4 +1,6 @@
 """List the methods that CriticalKV's claims compare (arXiv 2502.03805); measure long answers (Table 7)."""
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 import torch.nn.functional as F
@@ -8,11 +10,9 @@ from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
 from methods.critical_kv import Critical, CriticalCode, PooledCritical
-from methods.ours.compress_again import again
 from methods.ours.residual import Residual
 from methods.ours.theta import LeastTheta
-from lab.replay import feed
-from nanollm.cache import compress, make_cache
+from nanollm.cache import begin_turn, compress, make_cache
 
 RULES = SnapKV, PyramidKV, AdaKV
 WINDOW = dict(window_size=8)  # observation window, as in `python -m nanollm`
@@ -36,18 +36,18 @@ METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, WINDOW | dict(select=Pooled
 def long_answer(model, texts: Tensor, **options) -> Tensor:
     """Return each text's KL of a short prompt and a long answer, (texts,); options are SnapKV's.
 
-    As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is fed token by token. Whenever
-    the cache holds half of the text, it is compressed to an eighth.
+    As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer. Whenever the
+    cache holds half of the text, it is compressed to an eighth; in between it only appends.
     """
     T = texts.shape[1]
-    prompt, answer = texts[:, :T // 16], texts[:, T // 16:-1]
-    options = dict(budget=T // 8, every=T // 2 - T // 8) | WINDOW | options
-    caches = make_cache(model, again(SnapKV), **options)
-    feed(model, prompt, caches)
-    compress(model, prompt, caches)
+    caches, logits = make_cache(model, SnapKV, **dict(budget=T // 8) | WINDOW | options), []
+    for start, end in pairwise([0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]):
+        begin_turn(caches)
+        logits.append(model(texts[:, start:end], caches))
+        compress(model, texts[:, :end], caches)
 
     full = model(texts[:, :-1])[:, T // 16:].log_softmax(-1)
-    log_p = torch.cat([model(token, caches) for token in answer.split(1, 1)], 1).log_softmax(-1)
+    log_p = torch.cat(logits[1:], 1).log_softmax(-1)
     return F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1)
 
 

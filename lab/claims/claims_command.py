@@ -57,7 +57,8 @@ def main(argv: list[str]):
         folders[name] = args.model
     for label, folder in folders.items():
         model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
-        subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length)
+        subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length,
+                                  processes=args.device == "cpu" and args.threads < 2)
     print(f"Seed {args.seed}. Numbers are means ± one standard error.\n")
 
     for name in tqdm(names, unit="claim", leave=False, disable=None):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lab.claims.change_and_text import (COMPARED, RULES, WINDOW, WINDOW_METHODS, long_answer,
                                         rank_correlation)
 from lab.claims.persistence_measured import FourBits, attention_maps, observed
-from lab.claims.subject import (NOT, UNFIT, Finding, Subject, above, below, both, mean, means, of_large,
+from lab.claims.subject import (NOT, PART, UNFIT, Finding, Subject, above, below, both, mean, means, of_large,
                                 over_texts, within)
 from lab.evaluate import check_size, held, text_windows
 from lab.replay import feed
@@ -61,11 +61,11 @@ def P2(on: Subject) -> Finding:
 
 def P3(on: Subject) -> Finding:
     """Measure L and θ of every head at a quarter of the entries."""
-    found = []
-    for A, norms, values in on.heads():
+    def largest(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
         kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
-        found.append((perturbation(A, values, kept) / theta(A, norms, kept)).amax().cpu())
-    most = mean(torch.stack(found))
+        return (perturbation(A, values, kept) / theta(A, norms, kept)).amax()
+
+    most = mean(on.heads(largest))
     return Finding(below(most, 1 + 1e-4), {"largest L / θ": most})
 
 
@@ -79,11 +79,11 @@ def P5(on: Subject) -> Finding:
 
 def P6(on: Subject) -> Finding:
     """Count the heads beyond the first layer whose σ exceeds 1/2, at a quarter of the entries."""
-    found = []
-    for A, norms, _ in on.heads():
+    def beyond(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
         first, _ = algorithm_1(A, norms, round(A.shape[-1] / 4))
-        found.append((assumption_1(A, first) > 0.5)[0, 1:].double().mean().cpu())
-    share = mean(torch.stack(found))
+        return (assumption_1(A, first) > 0.5)[0, 1:].double().mean()
+
+    share = mean(on.heads(beyond))
     return Finding(above(share, 0.95), {"heads with σ > 1/2": share})
 
 
@@ -136,7 +136,8 @@ def P11(on: Subject) -> Finding:
 def P12(on: Subject) -> Finding:
     """Measure the KL of texts that are compressed again whenever the cache holds half of one."""
     texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(on.text.tokens.device)
-    plain, norms = (long_answer(on.model, texts, select=select) for select in (SnapKV.select, Critical()))
+    plain, norms = (torch.cat(on.spread(lambda some: long_answer(on.model, some, select=select).cpu(),
+                                        texts.split(PART))) for select in (SnapKV.select, Critical()))
     change = mean(norms - plain)
     return Finding(below(change), {"KL of SnapKV": mean(plain), "change by the paper's rule": change})
 
@@ -220,8 +221,9 @@ def R6(on: Subject) -> Finding:
     keys, values = map(mean, torch.tensor(errors).mean(0))
     bound, _ = printed_bound(a, 3 * (a // 15))
     # what the second half of each text gives to its first token, (texts, L, heads)
-    first = torch.stack([attention_maps(on.model, text)[:, 0, :, tokens.shape[1] // 2:, 0].mean(-1)
-                         for text in tokens.split(1)])
+    first = torch.stack(on.spread(
+        lambda text: attention_maps(on.model, text)[:, 0, :, tokens.shape[1] // 2:, 0].mean(-1),
+        tokens.split(1)))
     return Finding(both(below(keys, bound), below(values, bound)), {
         "error of keys, in variances": keys, "error of values": values, "the bound": (bound, 0.0),
         "most weight on a first token": (first.mean(0).max().item(), 0.0)})
@@ -229,16 +231,19 @@ def R6(on: Subject) -> Finding:
 
 def R9(on: Subject) -> Finding:
     """Measure the later attention to tokens outside H2O's 40 % and outside a random 40 %."""
-    tokens, generator = on.text.tokens, torch.Generator().manual_seed(on.seed)
-    cut, shares = tokens.shape[1] * 7 // 8, []
-    for text in tokens.split(1):
-        p = attention_maps(on.model, text)[..., :cut].unflatten(2, (on.model.config.n_kv_heads, -1))
+    tokens, c, generator = on.text.tokens, on.model.config, torch.Generator().manual_seed(on.seed)
+    cut = tokens.shape[1] * 7 // 8
+    chances = [torch.rand((c.n_layers, 1, c.n_kv_heads, cut), generator=generator) for _ in tokens]
+
+    def shares(text_and_chance: tuple[Tensor, Tensor]) -> list[float]:
+        text, chance = text_and_chance
+        p = attention_maps(on.model, text)[..., :cut].unflatten(2, (c.n_kv_heads, -1))
         activated = (p[..., cut:, :] > 0.005).flatten(3, 4).any(3)  # by a later query of the group
         score = p[..., :cut, :].sum((3, 4))
-        chance = torch.rand(score.shape, generator=generator).to(score)
-        outside = (x <= x.quantile(0.6, -1, keepdim=True) for x in (score, chance))
-        shares.append([activated[x].float().mean().item() for x in outside])
-    often, often_chance = torch.tensor(shares).T
+        outside = (x <= x.quantile(0.6, -1, keepdim=True) for x in (score, chance.to(score)))
+        return [activated[x].float().mean().item() for x in outside]
+
+    often, often_chance = torch.tensor(on.spread(shares, zip(tokens.split(1), chances))).T
     aware, agnostic = on.answered(SnapKV, 0.25, "needle", **WINDOW), on.agnostic(SnapKV, **WINDOW)
     return Finding(both(above(mean(often), 0.1), above(mean(aware - agnostic))), means({
         "over 0.5 %, outside H2O's 40 %": often, "over 0.5 %, outside a random 40 %": often_chance,
@@ -300,7 +305,7 @@ def R15(on: Subject) -> Finding:
 
 def S7(on: Subject) -> Finding:
     """Measure the persistence of importance, the cosine of x and F(x), and the power law."""
-    found = observed(on.model, on.text.tokens)
+    found = torch.cat(on.spread(lambda text: observed(on.model, text), on.text.tokens.split(1)), 1)
     low = found.mean(1).argmin(1)  # a layer for each
     ratio, cosine, k = (mean(x[:, layer]) for x, layer in zip(found[:3], low))
     verdict = both(above(ratio, 0.95), above(cosine, 0.9), above(k, 2.0))
@@ -311,9 +316,9 @@ def S7(on: Subject) -> Finding:
 
 def S8(on: Subject) -> Finding:
     """Measure −log p of the texts' last eighth, and labels, with a fifth of the entries."""
-    rise, full = on.rise(Scissorhands, 0.2), on.row("few_shot", LayerCache, None)["agnostic"]
+    rise, full = on.rise(Scissorhands, 0.2), on.row("few_shot", LayerCache, None, "agnostic")
     return Finding(of_large(on.model, below(mean(rise), LITTLE)), means({
-        "rise of −log p": rise, "labels": on.row("few_shot", Scissorhands, 0.2)["agnostic"],
+        "rise of −log p": rise, "labels": on.row("few_shot", Scissorhands, 0.2, "agnostic"),
         "labels, full cache": full}))
 
 

@@ -1,5 +1,5 @@
 """A model on which claims are judged: measurements that several rules share, and verdicts from numbers."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lab.benchmark import Benchmark, replayed_or_read
+from lab.benchmark import Benchmark, cut, replayed_or_read
 from lab.claims.change_and_text import METHODS
-from lab.evaluate import Reference, continuation, maker, reference, retrieve, standard_error, text_windows
+from lab.evaluate import (Reference, continuation, maker, mean_and_error as mean, reference, retrieve,
+                          text_windows)
+from lab.processes import spread
 from lab.table import judges
 from lab.tasks import Tasks, Unmarked
 from methods.theory.perturbation import seen_by_window
@@ -20,6 +22,7 @@ ASKED = {"needle": (Tasks, "needle", {}), "pairs": (Tasks, "pairs", {}),
          "few_shot": (Tasks, "few_shot", {}),
          "unmarked pairs": (Unmarked, "pairs", {}),  # no mark tells where a fact ends
          "unmarked long needle": (Unmarked, "needle", dict(facts=1, numbers=4))}
+PART = 16  # documents or texts that a process measures at once
 HOLDS, NOT, OPEN, UNFIT = "holds", "does not hold", "undecided", "this model cannot judge it"
 UNTESTED, LARGE = "not testable here", 10**9  # parameters
 Number = tuple[float, float]  # a mean and its standard error
@@ -32,11 +35,6 @@ class Finding(NamedTuple):
 
 
 # ---- verdicts ---
-
-def mean(x: Tensor) -> Number:
-    """Return the mean of x (n,) and its standard error."""
-    return x.double().mean().item(), standard_error(x.double())
-
 
 def means(x: dict[str, Tensor]) -> dict[str, Number]:
     """Return the mean and standard error of each row."""
@@ -79,16 +77,24 @@ def of_large(model, verdict: str) -> str:
 
 @dataclass(eq=False)
 class Subject:
-    """A decoder, ours or `Bridged`, with `documents` of each task, of T tokens, and as many texts."""
+    """A decoder, ours or `Bridged`, with `documents` of each task, of T tokens, and as many texts.
+
+    processes: measure in a process for each core.
+    """
     model: object
     tasks: Tasks
     seed: int = 0
     documents: int = 32
     T: int = 256
+    processes: bool = False
 
     def __post_init__(self):  # each is measured once
         for name in ("bench", "row", "of_text", "kl"):
             setattr(self, name, cache(getattr(self, name)))
+
+    def spread(self, function: Callable, items: Iterable) -> list:
+        """Return function(item) for each item."""
+        return [*spread(function, items, self.processes)]
 
     @cached_property
     def text(self) -> Reference:
@@ -97,27 +103,29 @@ class Subject:
         return reference(self.model, tokens.to(self.model.embed.weight.device), min(64, self.T // 8))
 
     def bench(self, task: str) -> list[Benchmark]:
-        """Return the documents of a task of ASKED, in batches of those whose answers align."""
+        """Return the documents of a task of ASKED, at most PART at once, whose answers align."""
         Kind, name, options = ASKED[task]
         tasks = self.tasks if Kind is Tasks else Kind(self.tasks.encoding, self.tasks.split)
         batches = tasks.batches(name, self.seed, self.documents, self.T, **options)
-        return [Benchmark.read(self.model, {task: batch}, None) for batch in batches]
+        return [Benchmark.read(self.model, {task: part}, None) for batch in batches
+                for part in cut(batch, PART)]
 
-    def row(self, task: str, Method, keep_ratio: float | None, **options) -> dict[str, Tensor]:
-        """Return each document's share of right answers, (documents,), "aware" and "agnostic"."""
+    def row(self, task: str, Method, keep_ratio: float | None, setting="aware", **options) -> Tensor:
+        """Return each document's share of right answers, (documents,)."""
         make = maker(self.model, Method, keep_ratio, **options)
-        rows = [replayed_or_read(retrieve, self.model, bench.batches[task], make, bench.recordings[task])
-                for bench in self.bench(task)]
-        return {setting: torch.cat([row[setting] for row in rows]).cpu() for setting in rows[0]}
+        measure = partial(retrieve, settings=(setting,))
+        return torch.cat(self.spread(
+            lambda bench: replayed_or_read(measure, self.model, bench.batches[task], make,
+                                           bench.recordings[task])[setting].cpu(), self.bench(task)))
 
     def answered(self, Method, keep_ratio: float | None, *tasks: str, setting="aware", **options) -> Tensor:
         """Return the mean over the tasks that the full cache solves, (documents,); ValueError if none."""
-        full = {f"{task}_aware": self.row(task, LayerCache, None)["aware"].mean().item() for task in tasks}
+        full = {f"{task}_aware": self.row(task, LayerCache, None).mean().item() for task in tasks}
         fit = [task for task in tasks if judges(full, task)]
         if not fit:
             raise ValueError("the full cache answers "
                              + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks))
-        return torch.stack([self.row(task, Method, keep_ratio, **options)[setting] for task in fit]).mean(0)
+        return torch.stack([self.row(task, Method, keep_ratio, setting, **options) for task in fit]).mean(0)
 
     def facts(self, name: str, keep_ratio: float = 1 / 16, **more) -> Tensor:
         """Return the needles and pairs that a method of METHODS finds, query-aware."""
@@ -129,33 +137,38 @@ class Subject:
         return self.answered(Method, keep_ratio, "needle", setting="agnostic", **options)
 
     def of_text(self, name: str, keep_ratio: float = 0.25) -> dict[str, Tensor]:
-        """Return the KL (texts,) and the changes ‖o − ô‖₁ (texts, L, H·G) of a method of METHODS.
+        """Return `continued` for a method of METHODS, with the changes ‖o − ô‖₁ (texts, L, H·G).
 
         l1_alone: with only one layer compressed. l1: with the layers below compressed too.
         """
         Method, options = METHODS[name]
-        found = self.continued(Method, keep_ratio, alone=True, **options)
-        return {key: found[key].cpu() for key in ("kl", "l1", "l1_alone")}
+        return self.continued(Method, keep_ratio, alone=True, **options)
 
     def kl(self, Method, shares: tuple | None = None, **options) -> Tensor:
         """Return each text's KL, (texts,), at a quarter of the bytes and without slack."""
-        return self.continued(Method, 0.25, shares, **dict(slack=0) | options)["kl"].cpu()
+        return self.continued(Method, 0.25, shares, **dict(slack=0) | options)["kl"]
 
     def rise(self, Method, keep_ratio: float, **options) -> Tensor:
         """Return by how much −log p of the true tokens rises, in nats a token, (texts,)."""
-        true = self.text.log_p.gather(-1, self.text.tokens[:, -self.text.new:, None])[..., 0].mean(-1)
-        return (self.continued(Method, keep_ratio, **options)["nll"] + true).cpu()
+        true = self.text.log_p.gather(-1, self.text.tokens[:, -self.text.new:, None])[..., 0].mean(-1).cpu()
+        return self.continued(Method, keep_ratio, **options)["nll"] + true
 
     def continued(self, Method, keep_ratio: float, shares: tuple | None = None, alone: bool = False,
-                  **options) -> dict:
-        """Return `continuation` of the texts; `shares` divide the budget by layer."""
+                  **options) -> dict[str, Tensor]:
+        """Return `continuation` of each text; `shares` divide the budget by layer."""
         make, measure = maker(self.model, Method, keep_ratio, **options), partial(continuation, alone=alone)
         shared = lambda n, *prompt: make(n) if shares is None else share_out(make(n), shares)
-        return replayed_or_read(measure, self.model, self.text, shared, self.text.recording)
+        parts = self.spread(
+            lambda text: replayed_or_read(measure, self.model, text, shared, text.recording),
+            self.text.split(PART))
+        return {key: torch.cat([part[key] for part in parts]).cpu()
+                for key in ("kl", "nll", "l1", "l1_alone") if key in parts[0]}
 
-    def heads(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield `seen_by_window` of every needle prompt."""
-        for (batch,) in (bench.batches.values() for bench in self.bench("needle")):
-            prompts = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
-            for prompt in prompts.to(self.model.embed.weight.device).split(1):
-                yield seen_by_window(self.model, prompt, 8)
+    def heads(self, measure: Callable) -> Tensor:
+        """Return measure(*`seen_by_window`), a number for each needle prompt, (documents,)."""
+        batches = [batch for bench in self.bench("needle") for batch in bench.batches.values()]
+        prompts = [prompt for batch in batches
+                   for prompt in torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1]).split(1)]
+        where = self.model.embed.weight.device
+        return torch.stack(self.spread(
+            lambda prompt: measure(*seen_by_window(self.model, prompt.to(where), 8)).cpu(), prompts))

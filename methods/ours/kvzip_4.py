@@ -7,8 +7,8 @@ stay exact.
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
 
-Heads may keep different numbers of entries. If a method compresses again (compress_again.py), rounded entries
-are rounded again.
+Heads may keep different numbers of entries. If the cache is compressed again, after another turn, rounded
+entries are rounded again.
 """
 from dataclasses import dataclass, field
 from functools import partial

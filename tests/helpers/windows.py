@@ -16,9 +16,8 @@ from torch import Tensor
 
 from common import chunks_of, end, feed, link
 from methods.baselines.snap_kv import SnapKV
-from methods.ours.compress_again import again
 from nanollm import window
-from nanollm.cache import NEVER
+from nanollm.cache import NEVER, begin_turn
 from nanollm.generate import tell_chunk_ends
 from nanollm.window import Selection, WindowCache
 
@@ -26,7 +25,6 @@ B, D, LAYER, LAYERS = 2, 4, 1, 4
 
 
 # ---- loops: how many entries a head keeps, and which ---
-
 
 def highest(score, n, but=()):
     """Return the n highest scores; ties: the newest."""
@@ -116,7 +114,6 @@ def residual(gone, q, k, v, rows, entries, rounds=0, share=1.0):
 
 # ---- cases and prompts ---
 
-
 class Case(NamedTuple):
     Method: type = SnapKV
     options: dict = {}             # options of the cache
@@ -161,7 +158,6 @@ def options_of(select) -> dict:
 
 
 # ---- the walk ---
-
 
 class Slots(NamedTuple):
     pos: Tensor   # (n,)
@@ -270,29 +266,23 @@ def check_walk(case: Case, prompt: Prompt):
     assert got.cache.seen == n + 6
 
 
-# ---- methods that compress again every n new tokens ---
+# ---- a conversation, compressed after each turn ---
 
-
-def check_again(case: Case, T: int, every: int, parts, H=2, G=2, w=4, budget=12, kernel_size=3):
-    """Check a method that compresses again against loops: outputs, entries and bytes.
-
-    The prompt has T tokens; after it come parts of the given lengths.
-    """
-    total, select = T + sum(parts), case.select or case.Method.select
-    g = torch.Generator().manual_seed(T)
+def check_turns(case: Case, turns, H=2, G=2, w=4, budget=12, kernel_size=3):
+    """Check the outputs, entries and bytes of each turn against loops; turns: their lengths in tokens."""
+    total, select = sum(turns), case.select or case.Method.select
+    g = torch.Generator().manual_seed(total)
     q, k, v = [torch.randn(B, heads, total, D, generator=g) for heads in (H * G, H, H)]
     q, w_o, options = 2 * q, torch.randn(6, H * G, D, generator=g), case.options | options_of(select)
-    cache = again(case.Method)(budget, w, kernel_size, select, every=every, **case.options)
+    cache = case.Method(budget, w, kernel_size, select, **case.options)
     link(cache, LAYER, LAYERS, w_o=w_o)
-    feed(cache, *(x[:, :, :T] for x in (q, k, v)))
-    end(cache)
 
     def attention(b, h, g, t, at):
         """Return the weights that query t of head g of a group gives to the tokens `at`; later ones get 0."""
         score = (k[b, h, at] @ q[b, h * G + g, t] / math.sqrt(D)).masked_fill(torch.tensor(at) > t, -math.inf)
         return score.softmax(0)
 
-    def compressed(held, n):  # [b][h]: the kept ones of n tokens
+    def compressed(held, n, w):  # [b][h]: the kept ones of n tokens
         for b, heads in enumerate(held):
             A = [[(sum(attention(b, h, g, t, at) for t in range(n - w, n)) / w).tolist() for g in range(G)]
                  for h, at in enumerate(heads)]
@@ -302,28 +292,26 @@ def check_again(case: Case, T: int, every: int, parts, H=2, G=2, w=4, budget=12,
                 norms = [(v[b, h, at] @ w_o[:, h * G + g].T).abs().sum(-1).tolist() for g in range(G)]
                 kept = case.choose(A[h], norms, out, min(room, out), kernel_size, at=at, **options)
                 heads[h] = [at[i] for i in sorted(kept)] + at[out:]
-        return max(len(at) for heads in held for at in heads) + every  # slots at the next compression
 
-    held = [[[*range(T)] for _ in range(H)] for _ in range(B)]
-    limit, n, times = compressed(held, T) if T > budget else budget + every, T, 0
-    for part in parts:
-        y = feed(cache, *(x[:, :, n:n + part] for x in (q, k, v)), first=n)
-        for t in range(n, n + part):
+    held, n = [[[] for _ in range(H)] for _ in range(B)], 0
+    for turn in turns:
+        begin_turn([cache])
+        y = feed(cache, *(x[:, :, n:n + turn] for x in (q, k, v)), first=n)
+        for t in range(n, n + turn):
             for b, h in product(range(B), range(H)):
                 held[b][h].append(t)
                 expected = [attention(b, h, g, t, held[b][h]) @ v[b, h, held[b][h]] for g in range(G)]
                 assert torch.allclose(y[b, h * G:h * G + G, t - n], torch.stack(expected), atol=1e-5)
-            if max(len(at) for heads in held for at in heads) == limit:
-                limit, times = compressed(held, t + 1), times + 1
-        n += part
+        n += turn
+        end(cache)
+        if n > budget:
+            compressed(held, n, min(w, turn))
         assert [[live(cache, b, h).pos.tolist() for h in range(H)] for b in range(B)] == held
         slots, table = sum(len(at) for heads in held for at in heads), 8 * B * H * bool(cache.packed)
-        assert cache.bytes()[0] == slots * (2 * 4 * D + 4) + table + cache.queries.nbytes
-    assert cache.seen == n and cache.queries.shape == (B, H, G, w, D) and times > 1
+        assert cache.seen == n and cache.bytes()[0] == slots * (2 * 4 * D + 4) + table
 
 
 # ---- caches after a prompt ---
-
 
 def compressed(cache, q, k, v, w_o=None, layer=0, layers=1):
     """Return the cache after a prompt fed at once."""

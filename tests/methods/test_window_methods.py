@@ -7,22 +7,21 @@ import math
 import pytest
 import torch
 
+from common import end
 from methods.baselines.ada_kv import AdaKV, shared
 from methods.baselines.defensive_kv import DefensiveKV
 from methods.chunk_kv import ChunkKV, Chunks
-from methods.ours.compress_again import again
 from methods.critical_kv import Critical, CriticalCode, PooledCritical, part_of, value_norms
 from methods.ours.residual import Residual
 from methods.ours.theta import LeastTheta
 from methods.baselines.pyramid_kv import PyramidKV
 from methods.baselines.snap_kv import SnapKV
-from nanollm.cache import NEVER, PerEntry
-from windows import (AGAIN, B, D, GROUPED, PROMPTS, TIED, Case, by_chunk, by_depth, by_head, check_again,
+from nanollm.cache import NEVER, PerEntry, begin_turn
+from windows import (AGAIN, B, D, GROUPED, PROMPTS, TIED, Case, by_chunk, by_depth, by_head, check_turns,
                      check_walk, compressed, highest, mean, name_of, pool, uneven)
 
 
 # ---- loops: weights and norms [g][i] of one key/value head; `out` tokens lie outside the window ---
-
 
 def in_two_stages(A, norms, out, b, kernel_size, alpha, pooled=False, epsilon=0, of_means=False, **_):
     """Algorithm 1 with Algorithm 2, lines 8 to 10."""
@@ -104,32 +103,32 @@ MORE_THAN_ONCE = {name: case for name, case in CASES.items() if name[:5] not in 
     "whole chunks": Case(ChunkKV, {}, Chunks(3, fill=False), choose=by_chunk),
     "chunk on ada": Case(AdaKV, dict(floor=0.1), Chunks(3), by_head, by_chunk),
     "whole chunks on ada": Case(AdaKV, dict(floor=0.1), Chunks(3, fill=False), by_head, by_chunk)}
-STEPS = {"a token": [1] * 20, "parts": [1, 2, 17, 1]}
 
 
 @pytest.mark.parametrize("case", MORE_THAN_ONCE)
-@pytest.mark.parametrize("T, every, parts", [
-    (3, 1, "a token"), (30, 5, "a token"), (12, 3, "parts")])
-def test_compressed_again_slots_and_outputs_equal_the_loops(case, T, every, parts):
-    check_again(MORE_THAN_ONCE[case], T, every, STEPS[parts])
+@pytest.mark.parametrize("turns", [(30, 5, 9, 2, 1), (3, 8, 12, 4, 4)])
+def test_slots_and_outputs_equal_the_loops_after_each_turn(case, turns):
+    check_turns(MORE_THAN_ONCE[case], turns)
 
 
 @pytest.mark.parametrize("H, G, budget", [(1, 4, 12), (3, 1, 9), (4, 2, 6)])
 @pytest.mark.parametrize("case", ["snap", "critical on ada"])
-def test_compressed_again_with_other_heads_and_budgets(case, H, G, budget):
-    check_again(MORE_THAN_ONCE[case], 8, 4, STEPS["a token"], H=H, G=G, budget=budget)
+def test_turns_with_other_heads_and_budgets(case, H, G, budget):
+    check_turns(MORE_THAN_ONCE[case], (8, 5, 5, 5), H=H, G=G, budget=budget)
 
 
-def test_compressed_again_empty_slots_take_no_room_from_tokens_that_nobody_looks_at(every=8):
-    """Empty slots never win over tokens without any attention when a method compresses again.
+def test_empty_slots_take_no_room_from_tokens_that_nobody_looks_at_in_a_later_turn(T=8):
+    """Empty slots never win over tokens without any attention.
 
     Heads have 53 and 9 entries. Then the whole window attends to its first token only, so all other tokens
     have a window score of 0.
     """
-    cache = uneven(again(AdaKV)(20, 8, kernel_size=1, floor=0.0, every=every), 60)
-    q, k = torch.zeros(B, 8, every, 2), torch.zeros(B, 4, every, 2)
+    cache = uneven(AdaKV(20, 8, kernel_size=1, floor=0.0), 60)
+    begin_turn([cache])
+    q, k = torch.zeros(B, 8, T, 2), torch.zeros(B, 4, T, 2)
     q[..., 1], k[:, :, 0, 1] = 1, 1000
-    cache.attend(q, k, k, torch.arange(60, 60 + every)[None])
+    cache.attend(q, k, k, torch.arange(60, 60 + T)[None])
+    end(cache)
     assert (cache.pos != NEVER).sum((1, 2)).tolist() == [4 * 20] * B
 
 
@@ -165,9 +164,6 @@ def test_shares_of_a_budget_are_exact_and_do_not_overflow():
     (partial(AdaKV, 20, 8, 2), "kernel_size 2"), (partial(PyramidKV, 20, 8, beta=0), "beta is 0"),
     (partial(AdaKV, 20, 8, floor=1.5), "floor is 1.5"), (partial(SnapKV, 20, 8, select=Critical), "select"),
     (partial(Critical, alpha=-0.5), "alpha is -0.5"), (partial(LeastTheta, steps=-1), "steps -1"),
-    (partial(again(SnapKV), 20, 8, every=0), "every 0 must be a whole number of at least 1"),
-    (partial(again(SnapKV), 20, 8, select=LeastTheta()), "LeastTheta cannot be applied to its own output"),
-    (partial(again(ChunkKV), 20, 8, every=4, reuse=2), "reuse is 2; it must be 1 if"),
     (partial(DefensiveKV, 12, 4, mass=1.1), "mass is 1.1"), (partial(Residual, entries=0), "entries 0"),
     (partial(Residual, share=0), "share is 0"),
     (partial(AdaKV, 20, 8, select=Residual(Chunks(13, fill=False))), "budget 20 has no room for a chunk")])

@@ -1,0 +1,35 @@
+"""Run a function on many items, with a process of one thread for each core."""
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import os
+import pickle
+import sys
+
+import torch
+
+
+def spread(function: Callable, items: Iterable, processes: bool = True) -> Iterator:
+    """Yield function(item) for each item, in order; in this process if `processes` is false.
+
+    The processes are forks: all that this one has read is theirs too. On other systems than Linux, or with
+    one core or one item, this process works alone.
+    """
+    items = [*items]
+    n = min(os.cpu_count(), len(items))
+    if not processes or n < 2 or sys.platform != "linux":
+        yield from map(function, items)
+        return
+    global work
+    work = function, items
+    pool = ProcessPoolExecutor(n, get_context("fork"), torch.set_num_threads, (1,))
+    try:
+        yield from map(pickle.loads, pool.map(done, range(len(items))))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def done(i: int) -> bytes:
+    """Return item i's result as bytes, because tensors in shared memory would need open files."""
+    function, items = work
+    return pickle.dumps(function(items[i]))
