@@ -26,7 +26,7 @@ from nanollm.attention import attention, split
 from nanollm.check import (
     check_attend, check_budget, check_kept, check_numbers, check_options, check_score, constructed, whole)
 from nanollm.kernel_switch import kernel_for
-from nanollm.ranking import expand_index, indices, rank, taken
+from nanollm.ranking import expand_index, indices, rank, taken, top
 
 NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
 ALL = NEVER                           # observe every query
@@ -248,7 +248,8 @@ class LayerCache:
             self.drop(self.pos.masked_fill(higher, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
             check_numbers(score)  # not in decoding, where it would wait for the GPU at each token
-            self.keep(indices(rank(score, self.pos) < budget))
+            in_order = self.length == self.seen
+            self.keep(indices(top(score, budget) if in_order else rank(score, self.pos) < budget))
 
     def bytes(self) -> tuple[int, int]:
         """Return (live, allocated) bytes of this layer. Live bytes leave out unused and empty slots."""

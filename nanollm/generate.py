@@ -10,7 +10,7 @@ from torch import Tensor
 from nanollm.cache import compress, make_cache
 from nanollm.check import check_caches, check_seed, check_tokens, whole
 
-LEAST = 1e-6  # a lower temperature would make logits overflow, and a lower top_p would round to 0
+LEAST = 1e-6  # a lower temperature would make logits overflow
 
 
 def check_prompt(model, tokens: Tensor, new: int = 0):
@@ -54,17 +54,7 @@ def tell_chunk_ends(caches, ends: Tensor):
         cache.chunk_ends = ends
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float):
-    """Raise ValueError unless `sample` can work with these options."""
-    whole("top_k", top_k, 0)
-    if not (temperature == 0 or LEAST <= temperature < torch.inf):
-        raise ValueError(f"temperature is {temperature}; it must be 0 or a finite number, at least {LEAST:g}")
-    if not LEAST <= top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must be a number from {LEAST:g} to 1")
-
-
-def sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
-           generator: torch.Generator | None) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
     """Return the next token (B,), drawn from logits (B, V). Temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1)
@@ -72,16 +62,11 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float,
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    p = logits.softmax(-1)
-    if top_p < 1:  # nucleus sampling (arXiv 1904.09751): the fewest tokens whose probabilities sum to top_p
-        ordered, token = p.sort(-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        p = torch.zeros_like(p).scatter(-1, token, ordered.masked_fill(before >= top_p, 0))
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float = 0.0, top_k: int = 0,
-           top_p: float = 1.0, seed: int = 0) -> Iterator[Tensor]:
+           seed: int = 0) -> Iterator[Tensor]:
     """Yield `new` tokens (B,) that continue prompt (B, T), one by one.
 
     `caches` are fresh ones from `make_cache`, by default full attention. Raises ValueError at the call, not
@@ -89,7 +74,9 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
     """
     whole("new", new, 1)
     check_prompt(model, prompt, new)
-    check_sampling(temperature, top_k, top_p)
+    whole("top_k", top_k, 0)
+    if not (temperature == 0 or LEAST <= temperature < torch.inf):
+        raise ValueError(f"temperature is {temperature}; it must be 0 or a finite number, at least {LEAST:g}")
     check_seed(seed)
     caches = make_cache(model) if caches is None else caches
     check_caches(caches, model.config.n_layers, len(prompt))
@@ -98,15 +85,15 @@ def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float =
                          "make a new one for a new prompt")
 
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    return _stream(model, prompt, new, caches, generator, temperature, top_k, top_p)
+    return _stream(model, prompt, new, caches, generator, temperature, top_k)
 
 
 @torch.no_grad()
-def _stream(model, prompt, new, caches, generator, temperature, top_k, top_p):
+def _stream(model, prompt, new, caches, generator, temperature, top_k):
     logits = prefill(model, prompt, caches)
     compress(model, prompt, caches)
     for left in reversed(range(new)):
-        token = sample(logits, temperature, top_k, top_p, generator)
+        token = sample(logits, temperature, top_k, generator)
         yield token
         if left:
             logits = model(token[:, None], caches)[:, -1]

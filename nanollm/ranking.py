@@ -19,9 +19,14 @@ def top(score: Tensor, budget: int | Tensor) -> Tensor:
     The slots must be in the order of their tokens. Ties then go to the newest token, as in `rank`, which
     takes three times as long.
     """
-    budget = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])
-    budget = budget.clamp(0, score.shape[-1])[..., None]
-    least = score.sort(-1, descending=True).values.gather(-1, (budget - 1).clamp(min=0))
+    S = score.shape[-1]
+    if torch.is_tensor(budget):
+        budget = budget.clamp(0, S)[..., None]
+        highest = score.topk(max(int(budget.max()), 1), -1).values
+        least = highest.gather(-1, (budget - 1).clamp(min=0))
+    else:  # one number for all rows: no need to sort
+        budget = min(budget, S)
+        least = score.kthvalue(S + 1 - max(budget, 1), keepdim=True).values
     above, tied = score > least, score == least
     newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many tied slots are here or later
     return above | tied & (newer <= budget - above.sum(-1, keepdim=True))
@@ -32,10 +37,12 @@ def indices(kept: Tensor) -> Tensor:
 
     n is the number of slots in the head that keeps most. Other heads are filled up with −1.
     """
-    count = kept.sum(-1)
+    count, slots = kept.sum(-1), kept.nonzero()[:, -1]  # head after head
     n = int(count.max())
-    order = (~kept).to(torch.uint8).argsort(dim=-1, stable=True)[..., :n]
-    return order.masked_fill(torch.arange(n, device=kept.device) >= count[..., None], -1)
+    if len(slots) == n * count.numel():
+        return slots.view(*count.shape, n)
+    filled = torch.arange(n, device=kept.device) < count[..., None]
+    return filled.long().masked_scatter_(filled, slots).masked_fill_(~filled, -1)
 
 
 def expand_index(i: Tensor, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def dropped(slots, i, **state):
 
 
 def shrunk(slots, score, budget, **state):
-    cache = filled(LayerCache(), slots, **state)
+    cache = filled(LayerCache(), slots, **dict(seen=99) | state)  # tokens have left: slots have any order
     cache.shrink(score, budget)
     return held(cache)
 

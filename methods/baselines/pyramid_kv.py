@@ -20,6 +20,7 @@ would keep fewer entries than the window has.
 """
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from torch import Tensor
 
@@ -40,6 +41,7 @@ class PyramidKV(SnapKV):
         return pyramid(self.room, len(self.model.blocks), before, self.beta)[self.layer]
 
 
+@cache
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:
     """Return the number of entries beside the window, one for each layer.
 

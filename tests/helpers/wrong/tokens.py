@@ -10,7 +10,7 @@ WRONG = [
      "F.pad(score.flatten(0, -2), (width // 2, width // 2)), width, stride=1"),
     ("pool", "pools over heads", "score.flatten(0, -2)", "score.transpose(-1, -2).flatten(0, -2)"),
     ("top", "keeps the oldest of equal scores", "tied.flip(-1).cumsum(-1).flip(-1)", "tied.cumsum(-1)"),
-    ("top", "keeps the lowest scores", "score.sort(-1, descending=True)", "score.sort(-1)"),
+    ("top", "keeps the lowest scores", "score > least", "score < least"),
     ("top", "keeps one at a budget of 0", "budget.clamp(0,", "budget.clamp(1,"),
     ("shares", "ignores the floor", "even.numerator * mean", "0 * mean"),
     ("shares", "prefers the higher head of equal remainders", "lower_first = -", "lower_first = "),
