@@ -14,7 +14,6 @@ from lab.tasks import Tasks
 from methods.baselines.snap_kv import SnapKV
 from nanollm import checkpoint, gguf, tokenizer
 from nanollm.cache import LayerCache
-from nanollm.window import WindowCache
 
 METHODS = Path(__file__).parents[1] / "methods"
 
@@ -60,17 +59,12 @@ def pick(names: list[str]) -> dict:
         base, *more = name.split("+")
         if name in variants:
             chosen[name] = variants[name]
-        elif base in variants and has_window(variants[base]) and additions.keys() >= {*more}:
+        elif hasattr(variants.get(base), "select") and additions.keys() >= {*more}:  # of a window method
             chosen[name] = compose(variants[base], [additions[addition] for addition in more])
         else:
             raise ValueError(f"unknown method {name!r}; known are {', '.join(variants)}; "
                              f"on window methods, as in ada_kv+critical: {', '.join(additions)}")
     return chosen
-
-
-def has_window(Method) -> bool:
-    """Return whether a method takes additions: it has an observation window and a selection to replace."""
-    return isinstance(Method, type) and issubclass(Method, WindowCache) and hasattr(Method, "select")
 
 
 def compose(Method, additions: list[dict]) -> partial:
@@ -115,9 +109,11 @@ def load(folder: str | Path, device: str = "cpu", engine: str = "auto", dtype: s
     """
     folder = Path(folder)
     if folder.suffix == ".gguf" or folder == Path(gguf.SMOLLM2) and not folder.exists():
+        model, encoding = gguf.read(folder, getattr(torch, dtype), device)
         if engine == "transformers":
-            raise ValueError("--engine transformers does not read GGUF files; leave it out")
-        return gguf.read(folder, getattr(torch, dtype), device)
+            from nanollm.bridge import Bridged  # here, because transformers takes seconds to import
+            model = Bridged(checkpoint.as_hf(model))
+        return model, encoding
     if engine == "ours" or engine == "auto" and checkpoint.is_known(folder):
         model = checkpoint.from_hf(folder, getattr(torch, dtype), device)
     else:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 from safetensors import SafetensorError, safe_open
@@ -213,6 +214,14 @@ def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str
         if missing := report["missing_keys"]:  # transformers would draw them at random
             raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)}")
     return model.to(check_device(device)).eval()
+
+
+def as_hf(model: Decoder):
+    """Return transformers' model with the weights of a decoder of Llama's form."""
+    x = model.embed.weight
+    with TemporaryDirectory() as folder:
+        to_hf(model, folder, x.dtype)
+        return hf_model(folder, x.dtype, x.device)
 
 
 def hf_tokenizer(folder: str | Path) -> Foreign:
