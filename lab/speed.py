@@ -1,105 +1,196 @@
-"""Time the reading of a prompt, its compression, and a decoding step on a CPU, beside the full cache.
+"""Time our code on a CPU beside transformers and NVIDIA/kvpress, on the same weights.
 
-    python -m lab.speed                                                         # two minutes
-    python -m lab.speed --methods snap_kv my_method --lengths 256 --rounds 1    # seconds
+    python -m lab.speed                                           # nanollm/tiny: a minute
+    python -m lab.speed --model smollm2 --lengths 512 4096 --batches 1 8
+    python -m lab.speed --methods my_method --lengths 512 --rounds 1
 
-Prompts are random tokens. The methods take turns, for some rounds, and the fastest time of each counts: other
-work on the machine only adds time.
+The peer of the full cache is transformers. The peer of a method is its press in kvpress, with the same window
+and pool, if kvpress is installed; kvpress 0.5.5 needs transformers below 5.3, so give both an environment of
+their own. Prompts are random tokens. Ours and the peer take turns, and the fastest of some rounds counts.
 """
 import argparse
+from collections.abc import Callable
+import ctypes
+from itertools import product
 import json
 from pathlib import Path
 import sys
 from time import perf_counter
 
+import psutil
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from lab import command_line
 from lab.evaluate import budget_for
 from lab.registry import calibrated, given, load, pick
+from lab.replay import CannotReplay, Recorder, Recording, record, replay
 from lab.text_table import text_table
 from nanollm import TINY
-from nanollm.cache import compress, make_cache
+from nanollm.cache import cache_bytes, compress, make_cache
 from nanollm.check import whole
-from nanollm.generate import prefill, tell_chunk_ends
-from nanollm.tokenizer import boundaries
+from nanollm.checkpoint import as_hf
+from nanollm.generate import prefill
 
-METHODS = ("snap_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "h2o", "scissorhands", "kv_reviver", "kvzip",
-           "quantized_2")
-PHASES = "prefill", "compress", "step"
-STEPS = 8  # decoding steps after a prompt, of which the fastest counts
-TERMS = """Times in ms, one thread, keep ratio {keep:g} %, fastest of {rounds} rounds.
-prefill     reading the prompts of the batch      ×: in units of full's prefill
-compress    compressing the cache once            ×: in units of full's prefill
-step        one new token for each prompt         ×: in units of full's step"""
+METHODS = ("snap_kv", "pyramid_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "streaming_llm_absolute",
+           "tova", "key_diff", "kvzip")
+STEPS = 4  # decoding steps after a prompt, of which the fastest counts
+TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
+prompt    reading the prompts of the batch with the full cache
+end       compressing the cache once, at the prompts' end
+step      one new token for each prompt
+×         the peer's time in units of ours: above 1, ours is faster
+MiB       what the caches hold after the compression, by `bytes()`
+process   by how many MiB the process has grown for them, as the operating system counts
+"""
 
+
+def fastest(run: Callable, rounds: int) -> float:
+    """Return the milliseconds of the fastest run."""
+    times = []
+    for _ in range(rounds):
+        began = perf_counter()
+        run()
+        times.append(1000 * (perf_counter() - began))
+    return min(times)
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds, after it has returned what it no longer needs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+# ---- ours ---
+
+def end_and_step(model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int) -> dict:
+    """Return a method's times at the end of a prompt and after it, its bytes, and the process's growth."""
+    times = []
+    for _ in range(rounds):
+        caches = None  # frees the last round's
+        before = resident()
+        try:
+            replay([recording], caches := make())
+        except CannotReplay:
+            prefill(model, tokens, caches := make())
+        times.append(fastest(lambda: compress(model, tokens, caches), 1))
+        grown = resident() - before
+    held = cache_bytes(caches)[1]
+    step = fastest(lambda: model(tokens[:, :1], caches), STEPS)
+    return dict(end=min(times), step=step, MiB=held / 2 ** 20, process=grown / 2 ** 20)
+
+
+# ---- the peers ---
+
+def presses(keep: float) -> dict:
+    """Return kvpress's presses by our names, {} if it is not installed. keep: keep ratio in percent."""
+    try:
+        import kvpress
+    except ImportError:
+        return {}
+    ratio = 1 - keep / 100
+    snap = lambda Press=kvpress.SnapKVPress: Press(ratio, window_size=32, kernel_size=7)
+    return {"snap_kv": snap(), "pyramid_kv": snap(kvpress.PyramidKVPress),
+            "ada_kv": kvpress.AdaKVPress(snap()), "snap_kv+critical": kvpress.CriticalKVPress(snap()),
+            "chunk_kv": kvpress.ChunkKVPress(snap(), 10), "key_diff": kvpress.KeyDiffPress(ratio),
+            "streaming_llm_absolute": kvpress.StreamingLLMPress(ratio), "tova": kvpress.TOVAPress(ratio)}
+
+
+class Peer:
+    """transformers' model with our weights, and kvpress's presses."""
+
+    def __init__(self, model, keep: float):
+        self.model = as_hf(model)
+        self.presses = presses(keep)
+
+    def prompt(self, tokens: Tensor):
+        """Read tokens (B, T) into a new cache, which is kept for `step`."""
+        from transformers import DynamicCache
+        self.cache = DynamicCache()
+        self.model(tokens, past_key_values=self.cache, logits_to_keep=1)
+
+    def step(self, tokens: Tensor):
+        self.model(tokens[:, :1], past_key_values=self.cache)
+
+    def ends(self, tokens: Tensor, rounds: int) -> dict[str, float]:
+        """Return each press's milliseconds in all layers; the cache is then SnapKV's."""
+        if not self.presses:
+            return {}
+        from kvpress import BasePress
+        times = {name: [0.0] * rounds for name in self.presses}
+
+        class All(BasePress):
+            def compress(_, module, *arguments):
+                for name, press in self.presses.items():
+                    for i in range(rounds):
+                        times[name][i] += fastest(lambda: press.compress(module, *arguments), 1)
+                module.masked_key_indices = None  # AdaKV's, which hide entries in place of evicting them
+                return self.presses["snap_kv"].compress(module, *arguments)
+
+        for press in self.presses.values():
+            press.post_init_from_model(self.model)
+        with All()(self.model):
+            self.prompt(tokens)
+        return {name: min(each) for name, each in times.items()}
+
+
+# ---- the command ---
 
 @torch.no_grad()
-def times(model, caches: list, tokens: Tensor) -> list[float]:
-    """Return the seconds to read tokens (B, T) into new caches, to compress them, and of a step after it."""
-    clock = [perf_counter()]
-    prefill(model, tokens, caches)
-    clock.append(perf_counter())
-    compress(model, tokens, caches)
-    clock.append(perf_counter())
-    for _ in range(STEPS):
-        model(tokens[:, :1], caches)
-        clock.append(perf_counter())
-    read, compressed, *steps = [end - began for began, end in zip(clock, clock[1:])]
-    return [read, compressed, min(steps)]
+def measured(model, encoding, peer: Peer, methods: dict, sizes: list[tuple[int, int]], keep: float,
+             rounds: int) -> list[dict]:
+    """Return a row for each size (B, T) and method, "full" first. keep: keep ratio in percent.
 
-
-def measured(model, encoding, methods: dict, sizes: list[tuple[int, int]], keep: float, rounds: int):
-    """Return a row for each size (B, T) and method. `methods` has "full", with which the others are compared.
-
-    keep: keep ratio in percent. ValueError, before any work, if a method cannot use its budget.
+    ValueError, before any work, if a method cannot use its budget.
     """
-    ends = boundaries(encoding, model.config.vocab_size)
-    learned = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}
+    def maker(name: str, T: int) -> Callable:
+        options = given(methods[name], budget=budget_for(keep / 100, T)) | learned[name]
+        return lambda: make_cache(model, methods[name], **options)
 
-    def caches_for(name: str, T: int) -> list:
-        budget = given(methods[name], budget=budget_for(keep / 100, T))
-        try:
-            return make_cache(model, methods[name], **learned[name], **budget)
-        except ValueError as error:
-            raise ValueError(f"{name} at {keep:g} % of {T} tokens: {error}") from error
-
-    for _, T in sizes:
-        for name in methods:
-            caches_for(name, T)
-
-    rows = []
+    learned, rows = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}, []
+    for name, (_, T) in product(methods, sizes):
+        maker(name, T)()
     for B, T in sizes:
         tokens = torch.randint(model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
-        taken = {name: [] for name in methods}
-        for name in [*methods] * rounds:
-            caches = caches_for(name, T)
-            tell_chunk_ends(caches, ends[tokens])
-            taken[name].append(times(model, caches, tokens))
-
-        fastest = {name: [1000 * min(phase) for phase in zip(*runs)] for name, runs in taken.items()}
-        reading, _, step = fastest["full"]
-        for name, ms in fastest.items():
-            ratios = [time / full for time, full in zip(ms, (reading, reading, step))]
-            rows.append({"method": name, "batch": B, "tokens": T, "keep": keep, "rounds": rounds}
-                        | dict(zip(PHASES, ms)) | {f"{phase} ×": x for phase, x in zip(PHASES, ratios)})
+        about = dict(tokens=T, batch=B, keep=keep, rounds=rounds, threads=torch.get_num_threads())
+        read = lambda: prefill(model, tokens, make_cache(model))
+        ours, theirs = zip(*[(fastest(read, 1), fastest(lambda: peer.prompt(tokens), 1))
+                             for _ in range(rounds)])
+        prompt = {"prompt": min(ours), "peer's prompt": min(theirs)}
+        steps = {"full": fastest(lambda: peer.step(tokens), STEPS)}
+        if ends := peer.ends(tokens, rounds):
+            steps["snap_kv"] = fastest(lambda: peer.step(tokens), STEPS)
+        peer.cache = None
+        recording = record(model, make_cache(model, Recorder), tokens)
+        for name in tqdm(methods, f"{T} tokens, batch {B}", leave=False, disable=None):
+            row = end_and_step(model, tokens, recording, maker(name, T), rounds)
+            rows.append(about | {"method": name} | (prompt if name == "full" else {}) | row
+                        | {"peer's end": ends.get(name), "peer's step": steps.get(name)})
     return rows
 
 
 def show(rows: list[dict]) -> str:
     """Return the rows as a text table, with its terms."""
-    names = [name for name in rows[0] if name not in ("keep", "rounds")]
-    cells = [[f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names]
-             for row in rows]
-    return f"{text_table([names, *cells])}\n\n{TERMS.format(**rows[0])}"
+    number = lambda x: "" if x is None else f"{x:.4g}"
+    cells = [["tokens", "batch", "method", *(name for phase in ("prompt", "end", "step")
+                                             for name in (phase, "peer", "×")), "MiB", "process"]]
+    for row in rows:
+        line = [str(row["tokens"]), str(row["batch"]), row["method"]]
+        for phase in "prompt", "end", "step":
+            ours, peer = row.get(phase), row.get(f"peer's {phase}")
+            line += [number(ours), number(peer), f"{peer / ours:.2f}" if peer else ""]
+        cells.append([*line, number(row["MiB"]), number(row["process"])])
+    return f"{text_table(cells)}\n\n{TERMS.format(**rows[0])}"
 
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(prog="python -m lab.speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
-    option("--model", type=Path, default=TINY, help="folder of a checkpoint; default nanollm/tiny")
+    option("--model", type=Path, default=TINY,
+           help="folder of a checkpoint of Llama's form, a GGUF file, or smollm2; default nanollm/tiny")
     option("--methods", nargs="+", default=METHODS, metavar="NAME",
            help=f"methods to time beside full; default {' '.join(METHODS)}")
     option("--lengths", nargs="+", type=int, default=[512, 2048], metavar="TOKENS",
@@ -114,16 +205,17 @@ def main(argv: list[str]):
     command_line.check_keep(args.keep)
     whole("rounds", args.rounds, 1)
     if args.json:
-        command_line.check_output(args.json, "rows", lambda data: b'"prefill' in data)
+        command_line.check_output(args.json, "rows", lambda data: b'"prompt' in data)
     model, encoding = load(args.model, "cpu")
     for B in args.batches:
         whole("batch", B, 1, 1024)
     for T in args.lengths:
-        whole("length", T, 1, model.config.max_len - STEPS)
+        whole("length", T, 1, model.config.max_len - 2 * STEPS)
+    command_line.set_threads(0, sum(x.numel() for x in model.parameters()))
 
-    torch.set_num_threads(1)
     sizes = [(B, T) for T in args.lengths for B in args.batches]
-    rows = measured(model, encoding, pick(["full", *args.methods]), sizes, args.keep, args.rounds)
+    methods = pick(["full", *args.methods])
+    rows = measured(model, encoding, Peer(model, args.keep), methods, sizes, args.keep, args.rounds)
     print(show(rows))
     if args.json:
         command_line.replace(args.json, json.dumps(rows, indent=1).encode())
