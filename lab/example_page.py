@@ -9,23 +9,10 @@ from torch import Tensor
 from nanollm.cache import compress, crop, make_cache
 from nanollm.generate import tell_chunk_ends
 from lab.evaluate import answers, feed, held
+from nano import ANSWER, PAGE, QUESTION
 from nanollm.tokenizer import boundaries, opening
 
-PAGE = """\
-In the lighthouse stand four boxes, and on the lid of each something is painted: a star, a table, a
-cookie and a building. The keeper wrote their numbers into his diary, where they stand between the
-weather and the ships. In January the wind came from the north for nine days, and no boat left the
-harbour. The code of star is 6098. He read by the lamp in the evening and mended the nets that the
-last storm had torn. When the ice broke, two ships passed within an hour; one of them was carrying
-timber, the other coal and letters. The code of table is 2356. In spring the stairs were painted,
-which took longer than he had expected, since every step has to dry before the next one can be
-reached. The code of cookie is 7623. Visitors came in May and asked how far the light can be seen.
-On a clear night it is about twenty miles, and less than one when there is fog, which is why there
-is a horn as well. The glass is cleaned each morning with a soft cloth. The code of building is
-4490. He wrote little in summer. The nights are short then, and the lamp has to burn for only a few
-hours; so he slept, and counted the birds."""
-QUESTION = "\nQ: The code of table is "
-FACT, ANSWER = " The code of table is 2356.", "2356"
+FACT = f" The code of table is {ANSWER}."
 METHOD, BUDGET = "snap_kv", 32  # finds the fact aware, loses it agnostic
 NEW = 4  # tokens of an answer in `explore`
 

@@ -68,7 +68,6 @@ def cases(B: int, n: int, H: int = 8, G: int = 4, D: int = 128, dtype: torch.dty
            lambda: pair.plain(q, k, k2, v, v2), None)
 
 
-
 def microseconds(run: Callable) -> float | None:
     """Return the median time of a run on the GPU; None if its memory is too small."""
     from triton.testing import do_bench

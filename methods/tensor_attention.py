@@ -47,7 +47,6 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) 
 
 # ---- three caches ------------------------------------------------------------------------------------------
 
-
 @dataclass(eq=False)
 class PairCache(LayerCache):
     """Base of the caches for pairs, which take k = [k₁ | k₂] and v = [v₁ | v₂], each (B, H, T, 2D)."""
@@ -160,7 +159,6 @@ def new_pairs(x: Tensor, y: Tensor) -> Tensor:
 
 
 # ---- a decoder of pairs ------------------------------------------------------------------------------------
-
 
 def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal tensor attention over a whole text, (B, H·G, T, D).

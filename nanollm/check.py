@@ -7,7 +7,6 @@ from torch import Tensor, int32, int64
 
 # ---- numbers, options: what a user gives -------------------------------------------------------------------
 
-
 def whole(name: str, x, least: int, most: int | None = None):
     """Return x if it is a whole number from `least` to `most`, or else raise a ValueError."""
     if not fits(x, int) or x < least or most is not None and x > most:

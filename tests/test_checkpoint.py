@@ -65,7 +65,6 @@ def equal(a: Decoder, b: Decoder):
 
 # ---- out, and in again ---
 
-
 @torch.no_grad()
 @pytest.mark.parametrize("case", [case for case in CASES if "llama" in case])
 def test_what_we_write_transformers_opens(saved, tmp_path, case):
@@ -113,7 +112,6 @@ def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):
 
 # ---- the forms a checkpoint comes in ---
 
-
 @pytest.mark.parametrize("case", ["gpt2 untied", "llama3.1"])
 def test_shards(saved, tmp_path, case):
     oracle(case).save_pretrained(tmp_path, max_shard_size="20KB")
@@ -158,7 +156,6 @@ def test_other_entries_that_say_the_same(saved, copy, case, config):
 
 
 # ---- errors ---
-
 
 @pytest.mark.parametrize("case, config, words", [
     ("llama3.1", dict(model_type="bert"), "model_type 'bert' is not one of llama, mistral"),

@@ -6,8 +6,8 @@ vague tokens.
 
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)]) / tokens in S_i[h_i(J)]
 
-Everything else is as printed: values have signs, keys have none. So a key is read as the mean key of its
-slot. A value is read as a mean of values with random signs, which is near 0.
+Else all is as printed: only values have signs. So a key is read as its slot's mean key, and a value as a mean
+of values with random signs, which is near 0.
 """
 from collections.abc import Iterable
 from dataclasses import dataclass

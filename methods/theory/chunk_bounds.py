@@ -121,12 +121,3 @@ def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
     token counts as never seen.
     """
     return examples * (divergence(p, q) - divergence(p, q, kept))
-
-
-def chunk_noise(p: Tensor, q: Tensor, whole: int, examples: int) -> Tensor:
-    """Return the noise ξ of keeping `whole` of the examples entirely and losing the others.
-
-    At equal budgets, examples · |kept| = whole · k, it is below `token_noise` if and only if the kept tokens
-    have less KL per token than a whole example.
-    """
-    return (examples - whole) * divergence(p, q)

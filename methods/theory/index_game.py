@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
 from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import LayerCache
@@ -17,28 +16,9 @@ from nanollm.model import Config, rope, rope_frequencies, rotate
 
 # ---- keys that stand apart ---------------------------------------------------------------------------------
 
-
 def projected_basis(n: int, d: int, generator: torch.Generator) -> Tensor:
     """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5), Gaussian / √d: (n, d), float64."""
     return torch.randn(n, d, dtype=torch.float64, generator=generator) / d ** 0.5
-
-
-def spread_out(n: int, d: int, most: float, generator: torch.Generator) -> tuple[Tensor, float]:
-    """Return n unit vectors (n, d), float64, no two with a cosine above `most`; and the largest cosine.
-
-    Where a random projection is too crowded these keys still serve: with C = ln(4n)/(1 − cosine) every other
-    key weighs less than 1/4n of Bob's own. Some e^d of them fit if most² = 1 − 1/e², so most = 0.93 (Gilbert
-    and Varshamov). Vectors are drawn until enough are found; ValueError if they are not.
-    """
-    keys = torch.empty(0, d, dtype=torch.float64)
-    for _ in range(1000 * n):
-        key = F.normalize(torch.randn(1, d, dtype=torch.float64, generator=generator), dim=1)
-        if not len(keys) or (keys @ key.T).max() <= most:
-            keys = torch.cat((keys, key))
-        if len(keys) == n:
-            return keys, (keys @ keys.T - 2 * torch.eye(n)).max().item()
-    raise ValueError(f"{n} unit vectors of {d} dimensions with cosines up to {most} were not found; "
-                     "allow larger ones")
 
 
 def distortion(keys: Tensor) -> float:
@@ -47,7 +27,6 @@ def distortion(keys: Tensor) -> float:
 
 
 # ---- the Index game ----------------------------------------------------------------------------------------
-
 
 def separation(n: int, eps: float, C: float, four: bool) -> tuple[float, float]:
     """Return the most that Bob reads for a bit 0 and the least for a bit 1 (δ, Δ; Theorems B.1, B.2).
@@ -138,7 +117,6 @@ def quantise(cache: LayerCache, bits: int):
 
 
 # ---- why keys of pairs are not rotated ---------------------------------------------------------------------
-
 
 def rotated_scores(q: Tensor, k1: Tensor, k2: Tensor, shift: int) -> tuple[float, float]:
     """Return q·k₁ and q·(k₁ ∘ k₂) after RoPE to positions 9, 4, 2, each plus `shift`.

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 # ---- 1. the one-layer model --------------------------------------------------------------------------------
 
-
 @dataclass
 class OneLayer:
     """One layer with one head and no residual around attention (Eq. 5, 6); tokens are rows (d,).
@@ -96,7 +95,6 @@ def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, s
 
 # ---- 2. Theorem B.1: persistence ---------------------------------------------------------------------------
 
-
 class Persistence(NamedTuple):
     """Theorem B.1 at one step: one number for each ℓ < t in each field, (t − 1,)."""
     eps: Tensor    # the smallest ε that meets the conditions; inf: no ε does
@@ -161,7 +159,6 @@ def nearly_orthogonal(noise: float, sharp: float, generator: torch.Generator, d:
 
 
 # ---- 3. Theorem B.2, for tokens of norm at most 1 ----------------------------------------------------------
-
 
 def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
     """Return a bound of ‖x_t − x̃_t‖₂ for each token after the first n, from `lost` (steps,).
@@ -317,7 +314,6 @@ def best_bound(beta: float, k: float, u: float, n: int) -> float:
 
 
 # ---- 5. what is observed in attention weights (Section 3, Appendix A) --------------------------------------
-
 
 def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
     """Return Section 3.2's persistence ratio of weights p (..., T, T), and chance; (...) each.

@@ -50,16 +50,6 @@ def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> 
     return (weights * norms).sum(-1) - (2 - 1 / sigma) * (weights * norms * (first | second)).sum(-1)
 
 
-def theta_relaxed(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return θ̂_relax: θ̂ with M = min ‖𝒱_i‖₁ for every entry of stage 2 (Theorem 4, Eq. 18).
-
-    Only for σ > 1/2: θ̂_relax ≥ θ̂, and choosing stage 2 by weight alone gives the smallest θ̂_relax.
-    """
-    none = torch.zeros_like(second)
-    least = norms.amin(-1) * (weights * second).sum(-1)
-    return theta_hat(weights, norms, first, none) - (2 - 1 / assumption_1(weights, first)) * least
-
-
 # ---- the heads of a model -----------------------------------------------------------------
 
 def seen_by_window(model, tokens: Tensor, window_size: int) -> tuple[Tensor, Tensor, Tensor]:

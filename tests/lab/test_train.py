@@ -20,7 +20,6 @@ from nanollm.model import Config, Decoder
 
 # ---- documents ---
 
-
 @pytest.mark.parametrize("start", STAGES)
 def test_every_document_fits_its_stage(start):
     made = tasks("train")

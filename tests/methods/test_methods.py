@@ -318,7 +318,6 @@ def test_a_prompt_of_one_token(name):
 
 # ---- loops: which tokens stay. Parts evict from the end of the prompt on ---
 
-
 def streaming(q, k, parts, prompt, budget, sinks=4):
     """Section 3.2: keep the first tokens and the most recent ones."""
     for part in parts:
@@ -439,7 +438,6 @@ def test_streaming_counts_positions_in_the_cache(options):
 
 
 # ---- each method's own ---
-
 
 @pytest.mark.parametrize("chunk", [300, 1])
 @pytest.mark.parametrize("Method, options", [

@@ -77,7 +77,6 @@ def test_what_no_half_holds_is_refused(numbers, bits):
 
 # ---- KIVI ---
 
-
 def rounded(x, bits, group, dim):
     """Round keys (dim 0) or values (dim 1) of one head, (n, D), in groups along dim."""
     rows = (x.T if dim == 0 else x).tolist()

@@ -18,7 +18,7 @@ from lab.tasks import Unmarked
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks, grid
 from methods.ours.chunk_kv_semantic import SemanticChunkKV
-from methods.theory.chunk_bounds import (answer_bound, bounds, chunk_noise, distance_bound, divergence,
+from methods.theory.chunk_bounds import (answer_bound, bounds, distance_bound, divergence,
                                          fisher, markov, mirrored, remainder, token_divergences,
                                          token_noise)
 from nanollm import TINY, checkpoint, tokenizer
@@ -78,13 +78,11 @@ def test_divergences_and_noises_are_sums_over_all_values(seed, k, n):
         assert close(token_noise(p, q, kept, n), n * kl(p, q, kept + rest, kept))
         if kept:  # at equal budgets whole examples win just where the kept tokens say less per token
             margin = whole / k - kl(p, q, kept) / len(kept)
-            tokens, chunks = token_noise(p, q, kept, n * k), chunk_noise(p, q, n * len(kept), n * k)
+            tokens, chunks = token_noise(p, q, kept, n * k), (n * k - n * len(kept)) * whole
             assert close(tokens - chunks, n * k * len(kept) * margin)
-    assert close(chunk_noise(p, q, n // 2, n), (n - n // 2) * whole)
 
 
 # ---- Eq. 10 to 16 ---
-
 
 @check("C3", thetas, thetas, st.integers(2, 4), noises, st.floats(0.02, 1), examples=20)
 def test_equations_12_and_15_hold_with_the_remainder(theta, other, k, noise, share):
@@ -129,7 +127,6 @@ def test_equation_15_needs_its_o_1_above_and_below(note):
 
 
 # ---- the claims about a trained model, on the shipped one, with a quarter of the entries ---
-
 
 @dataclass(frozen=True)
 class PlacedChunks(Chunks):

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from exact import F64, random, seeded
 from methods.tensor_attention import FactoredFourCache, FourCache, TwoCache, pair_decoder, pairs
-from methods.theory.index_game import (deal, distortion, index_game_four, keep_rows, play, separation,
-                                       spread_out)
+from methods.theory.index_game import deal, distortion, index_game_four, keep_rows, play, separation
 from nanollm.cache import LayerCache
 from nanollm.model import Config, Decoder
 
@@ -153,6 +152,20 @@ def test_bits_survive_relative_noise_as_long_as_the_margins_do(factor, note):
     assert game.zero > game.one and game.right(bits) < 0.9
     assert limit == pytest.approx({2: 0.843, 3: 0.991}[factor], abs=0.001)
     note("T8", **{f"limit_{factor}": limit})
+
+
+def spread_out(n, d, most, generator):
+    """Return n unit vectors (n, d), no two with a cosine above `most`; and the largest cosine.
+
+    With C = ln(4n)/(1 − cosine) every other key weighs less than 1/4n of Bob's own. Some e^d of them fit if
+    most² = 1 − 1/e², so most = 0.93 (Gilbert and Varshamov).
+    """
+    keys = torch.empty(0, d, dtype=torch.float64)
+    while len(keys) < n:
+        key = F.normalize(torch.randn(1, d, dtype=torch.float64, generator=generator), dim=1)
+        if not len(keys) or (keys @ key.T).max() <= most:
+            keys = torch.cat((keys, key))
+    return keys, (keys @ keys.T - 2 * torch.eye(n)).max().item()
 
 
 @pytest.mark.claim("T12")

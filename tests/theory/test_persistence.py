@@ -99,7 +99,6 @@ def test_tokens_follow_the_equations_and_the_lowest_score_leaves(seed, norms, n,
 
 # ---- Theorem B.1: persistence ---
 
-
 def inside(bounds):
     # ε is inf for some, and √δ amplifies what rounding leaves of 1 − cos
     scale = 1e-9 * (1 + bounds.score.abs())
@@ -336,7 +335,6 @@ def test_tokens_of_random_directions_drift_far_less_than_opposed_ones(note):
 
 # ---- Theorem B.3: the mass in the tail of a power law ---
 
-
 def integral(order, y, k):
     """Return ∫_0^{y−1} x^order (x + 1)^{−k} dx by Gauss-Legendre, with x + 1 = e^s."""
     s = (NODES + 1) / 2 * log(y)
@@ -434,7 +432,6 @@ def test_the_exact_share_is_simulated_and_the_repaired_bound_above_it(note):
 
 
 # ---- what is observed in a decoder ---
-
 
 @pytest.mark.claim("S7")
 @torch.no_grad()

@@ -10,7 +10,7 @@ from exact import F64, at_most, check, close, seeded, seeds
 from methods.critical_kv import two_stage
 from methods.ours.theta import least_theta, theta
 from methods.theory.perturbation import (algorithm_1, assumption_1, masked_attention, perturbation,
-                                         seen_by_window, theta_hat, theta_relaxed)
+                                         seen_by_window, theta_hat)
 from nanollm import TINY, checkpoint
 from nanollm.ranking import top
 
@@ -40,7 +40,6 @@ def sets(n, size):
 
 
 # ---- definitions and bounds ---
-
 
 @pytest.mark.claim("P1")
 @pytest.mark.parametrize("name, weights, by_weight, by_product", [
@@ -80,6 +79,13 @@ def test_theta_is_eq_10_a_bound_and_tight_where_nothing_cancels(seed, n, sharp):
     opposed = torch.where(kept[..., None], -values.abs(), values.abs())
     for tight in (norms.diag(), opposed):
         assert close(perturbation(weights, tight, kept), theta(weights, norms, kept))
+
+
+def theta_relaxed(weights, norms, first, second):
+    """Return θ̂_relax: θ̂ with M = min ‖𝒱_i‖₁ for every entry of stage 2 (Theorem 4, Eq. 18)."""
+    least = norms.amin(-1) * (weights * second).sum(-1)
+    return (theta_hat(weights, norms, first, torch.zeros_like(second))
+            - (2 - 1 / assumption_1(weights, first)) * least)
 
 
 @check("P4", seeds, sizes, sharpness)
@@ -150,7 +156,6 @@ def test_the_least_theta_is_no_higher_than_that_of_any_other_selection():
 
 
 # ---- the heads of the shipped model ---
-
 
 @pytest.fixture(scope="module")
 @torch.inference_mode()
