@@ -60,8 +60,8 @@ ASSIGNMENTS = {
         *of("methods/baselines/count_sketch.py", hash=(2, "Sketch.number"), slots=(1, "Sketch.bucket"),
             insert=(4, "Sketch.insert"), median=(2, "Sketch.median")),
         *of("methods/theory/sketch_error.py", variance=(2, "collision_variance"), load=(1, "load")),
-        *of("methods/ours/kv_reviver_mean.py", means=(2, "MeanSketch.means")),
-        *of("methods/ours/kv_reviver_shrunk.py", shrink=(4, "ShrunkSketch.centred")),
+        *of("methods/ours/kv_reviver_shrunk.py", means=(2, "MeanSketch.means"),
+            shrink=(4, "ShrunkSketch.centred")),
     ]),
 }
 PROBLEMS = {f"{name}.{problem.name}": problem

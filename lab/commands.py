@@ -1,7 +1,7 @@
 """The commands of python -m nanollm; without a name, compare."""
 from lab import command_line
 
-COMMANDS = "ask", "claims", "compare", "compress", "explore", "generate", "train"
+COMMANDS = "ask", "claims", "compare", "compress", "explore", "generate"
 
 
 def main(argv: list[str]):
@@ -30,8 +30,6 @@ def command_of(name: str):
         from lab.compress import main
     elif name == "explore":
         from lab.explore import main
-    elif name == "generate":
-        from lab.generate import main
     else:
-        from lab.training.train import main
+        from lab.generate import main
     return main

@@ -12,7 +12,6 @@ The table explains its columns. Other commands, each with its own --help:
     python -m nanollm ask              answer questions from that file, without the text
     python -m nanollm explore          write docs/index.html, a page in which a decoder runs
     python -m nanollm claims           test the papers' claims on the decoders that ship, or on yours
-    python -m nanollm train            train a decoder like the one that ships
 """
 import argparse
 from collections.abc import Iterator
@@ -242,7 +241,8 @@ class Comparison:
         from lab.registry import calibrated, one_line
         try:
             if job.method not in self.learned:  # takes some seconds for some methods
-                self.learned[job.method] = calibrated(self.methods[job.method], self.model, self.encoding)
+                self.learned[job.method] = calibrated(
+                    self.methods[job.method], self.model, self.encoding, self.args.calibration)
             make = self.make(job, **self.learned[job.method])
             measured = run(self.benchmarks, self.model, make, self.args.l1)
             return table.row_of(job.method, job.keep_ratio, job.tokens, self.settings, measured)

@@ -30,7 +30,7 @@ def main(argv: list[str]):
         raise ValueError(f"{args.file} is empty; name a file with a text")
     tokens = torch.tensor([ids], device=model.embed.weight.device)
     options = given(Method, budget=budget_for(args.keep / 100, len(ids)), window_size=8)
-    caches = make_cache(model, Method, **options | calibrated(Method, model, encoding))
+    caches = make_cache(model, Method, **options | calibrated(Method, model, encoding, args.calibration))
     tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()])
     began = time.perf_counter()
     prefill(model, tokens, caches, 512)

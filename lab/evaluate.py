@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from lab.replay import Recorder, Recording, feed, record, replay
 from lab.tasks import Batch, Tasks
+from nanollm.attention import wide
 from nanollm.cache import NEVER, LayerCache, bytes_in_16_bits, cache_bytes, compress, copied, crop, make_cache
 from nanollm.check import check_budget, fits, whole
 from nanollm.generate import check_prompt, tell_chunk_ends
@@ -237,11 +238,6 @@ def continuation(model, full: Reference, make: Make, recording: list[Recording] 
         allocated=allocated, live_16=bytes_in_16_bits(caches),
         slots_end=slots(caches), evicts=any(type(cache).evict is not LayerCache.evict for cache in caches),
         keeps_all=all(cache.keeps_all for cache in caches))
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return x in at least 32 bits, because 16-bit sums would be too coarse to measure."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def slots(caches: list[LayerCache]) -> float:

@@ -26,7 +26,7 @@ def main(argv: list[str]):
         raise ValueError(f"{name} has no budget; leave --budget out")
     options = given(Method, budget=budget and whole("budget", budget, 1), window_size=args.window)
     model, encoding = loaded(args)
-    options |= calibrated(Method, model, encoding)
+    options |= calibrated(Method, model, encoding, args.calibration)
     if text is None:
         example_page.demonstrate(model, encoding, name, Method, options, args.figure)
     else:

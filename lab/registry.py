@@ -7,6 +7,8 @@ from pathlib import Path
 import sys
 import traceback
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 import torch
 
 from lab.command_line import set_threads
@@ -14,6 +16,7 @@ from lab.tasks import Tasks
 from methods.baselines.snap_kv import SnapKV
 from nanollm import checkpoint, gguf, tokenizer
 from nanollm.cache import LayerCache
+from nanollm.saved import fingerprint
 
 METHODS = Path(__file__).parents[1] / "methods"
 
@@ -94,9 +97,26 @@ def has_budget(Method) -> bool:
     return "budget" in inspect.signature(Method).parameters
 
 
-def calibrated(Method, model, encoding) -> dict:
-    """Return the options that a method measures on the decoder, such as its retrieval heads; {} if none."""
-    return Method.calibrate(model, Tasks(encoding, "train")) if hasattr(Method, "calibrate") else {}
+def calibrated(Method, model, encoding, folder: Path | None = None) -> dict:
+    """Return the options that a method measures on the decoder, such as its retrieval heads; {} if none.
+
+    folder: keeps them in METHOD.safetensors. ValueError if that file is of another decoder.
+    """
+    if not hasattr(Method, "calibrate"):
+        return {}
+    file, own = folder and folder / f"{Method.__name__}.safetensors", fingerprint(model)
+    if file and file.exists():
+        with safe_open(file, "pt") as stored:
+            if stored.metadata().get("decoder") != own:
+                raise ValueError(f"{file} was calibrated on another decoder; name another folder")
+            found = {name: stored.get_tensor(name) for name in stored.keys()}
+        return {name: x if x.is_floating_point() else tuple(map(tuple, x.tolist()))  # heads
+                for name, x in found.items()}
+    options = Method.calibrate(model, Tasks(encoding, "train"))
+    if file:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: torch.as_tensor(x) for name, x in options.items()}, file, {"decoder": own})
+    return options
 
 
 # ---- the model that a command runs ---

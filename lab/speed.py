@@ -34,7 +34,7 @@ from nanollm.checkpoint import as_hf
 from nanollm.generate import prefill
 
 METHODS = ("snap_kv", "pyramid_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "streaming_llm_absolute",
-           "tova", "key_diff", "kvzip")
+           "tova", "key_diff")
 STEPS = 4  # decoding steps after a prompt, of which the fastest counts
 TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
 prompt    reading the prompts of the batch with the full cache
@@ -65,20 +65,28 @@ def resident() -> int:
 
 # ---- ours ---
 
+def at_the_end(model, tokens: Tensor, recording: list[Recording], make: Callable) -> list:
+    """Return new caches that have read the prompt: the recording, or tokens (B, T) if they cannot replay."""
+    try:
+        replay([recording], caches := make())
+    except CannotReplay:
+        prefill(model, tokens, caches := make())
+    return caches
+
+
 def end_and_step(model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int) -> dict:
     """Return a method's times at the end of a prompt and after it, its bytes, and the process's growth."""
     times = []
     for _ in range(rounds):
-        caches = None  # frees the last round's
-        before = resident()
-        try:
-            replay([recording], caches := make())
-        except CannotReplay:
-            prefill(model, tokens, caches := make())
+        caches = at_the_end(model, tokens, recording, make)
         times.append(fastest(lambda: compress(model, tokens, caches), 1))
-        grown = resident() - before
-    held = cache_bytes(caches)[1]
     step = fastest(lambda: model(tokens[:, :1], caches), STEPS)
+
+    caches = None  # frees them
+    before = resident()
+    caches = at_the_end(model, tokens, recording, make)
+    compress(model, tokens, caches)
+    held, grown = cache_bytes(caches)[1], resident() - before
     return dict(end=min(times), step=step, MiB=held / 2 ** 20, process=grown / 2 ** 20)
 
 
@@ -151,11 +159,14 @@ def measured(model, encoding, peer: Peer, methods: dict, sizes: list[tuple[int, 
 
     learned, rows = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}, []
     for name, (_, T) in product(methods, sizes):
-        maker(name, T)()
+        maker(name, T)()  # raises ValueError if a method cannot use its budget
     for B, T in sizes:
         tokens = torch.randint(model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
         about = dict(tokens=T, batch=B, keep=keep, rounds=rounds, threads=torch.get_num_threads())
         read = lambda: prefill(model, tokens, make_cache(model))
+        if not rows:  # the first run of either would take longer
+            read()
+            peer.prompt(tokens)
         ours, theirs = zip(*[(fastest(read, 1), fastest(lambda: peer.prompt(tokens), 1))
                              for _ in range(rounds)])
         prompt = {"prompt": min(ours), "peer's prompt": min(theirs)}

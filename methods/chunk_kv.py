@@ -147,9 +147,10 @@ class ChunkKV(SnapKV):
                 for cache in (lowest, *others):
                     cache.keep_chosen(chosen.to(cache.pos.device))
 
-    def remember(self, q: Tensor):
-        if self.layer % self.reuse == 0:  # the other layers of a group compute no scores
-            super().remember(q)
+    def observe(self, q: Tensor, p: Tensor | None):
+        super().observe(q, p)
+        if self.layer % self.reuse:  # only the lowest layer of a group computes scores
+            self.queries = None
 
 
 @dataclass(frozen=True)

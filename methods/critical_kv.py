@@ -24,10 +24,10 @@ from fractions import Fraction
 from functools import partial
 import math
 
-import torch
 from torch import Tensor
 
 from methods.baselines.snap_kv import SnapKV
+from nanollm.attention import wide
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache
@@ -106,13 +106,13 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
 
     B, H, n, D = v.shape
     w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
-    norms = v.new_empty(H, w_o.shape[1], B * n, dtype=torch.promote_types(v.dtype, torch.float32))
+    norms = wide(v[:0]).new_empty(H, w_o.shape[1], B * n)
 
     for h, heads in enumerate(w_o):
         for part, tokens in enumerate(v[:, h].flatten(0, 1).split(1024)):
             at = slice(part * 1024, part * 1024 + len(tokens))
             for g, w in enumerate(heads):
-                norms[h, g, at] = torch.sum((tokens @ w).abs_(), -1, dtype=norms.dtype)
+                norms[h, g, at] = (wide(tokens) @ wide(w)).abs_().sum(-1)
     return norms.view(H, -1, B, n).permute(2, 0, 1, 3)
 
 

@@ -15,7 +15,7 @@ Differs from the paper:
 - The paper gives no slack; here it is 8.
 
 No code was published. Related files: theory/sketch_error.py has the paper's budgets by layer,
-kv_reviver_mean.py a fairer reading of the sketch, ours/kv_reviver_shrunk.py our repair of it.
+ours/kv_reviver_shrunk.py has fairer readings of the sketch, and our repair of it.
 """
 from dataclasses import dataclass
 import math
@@ -25,6 +25,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.baselines.count_sketch import Sketch
+from nanollm.attention import wide
 from nanollm.cache import ALL, NEVER, LayerCache, Stored
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index, indices, rank
@@ -98,15 +99,15 @@ class KVReviver(LayerCache):
         if not self.revives(q):
             return super().attention(q, pos)
         tokens = self.vague_tokens()
-        q_h = (q * q.shape[-1] ** -0.5).view(q.shape[0] * self.k.shape[1], -1, q.shape[-1])  # (B·H, G, D)
-        exact, rows, outputs = q_h @ self.k.flatten(0, 1).mT, [], []
+        q_h = (wide(q) * q.shape[-1] ** -0.5).view(q.shape[0] * self.k.shape[1], -1, q.shape[-1])
+        exact, rows, outputs = q_h @ wide(self.k).flatten(0, 1).mT, [], []  # of q_h (B·H, G, D)
         for one, score, revived in zip(q_h, exact, self.sketch.revive(tokens, tokens)):
             k, v = revived.chunk(2, 1)
-            p = torch.cat((score, one @ k.T), 1).softmax(-1, dtype=torch.float32).to(q)
+            p = torch.cat((score, one @ wide(k).T), 1).softmax(-1)
             rows.append(p)
-            outputs.append(p[:, self.length:] @ v)
+            outputs.append(p[:, self.length:].to(v) @ v)
         p = torch.stack(rows)
-        y = torch.stack(outputs) + p[..., :self.length] @ self.v.flatten(0, 1)
+        y = torch.stack(outputs) + p[..., :self.length].to(q) @ self.v.flatten(0, 1)
         return y.view_as(q), p.view(*self.k.shape[:2], -1, 1, p.shape[-1])
 
     def observe(self, q: Tensor, p: Tensor):

@@ -23,6 +23,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from nanollm.attention import wide
 from nanollm.cache import LayerCache, Stored
 from nanollm.check import check_attend
 from nanollm.kernel_switch import kernel_for
@@ -81,7 +82,7 @@ class FourCache(PairCache):
 
     def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
         """Attend with q (B, H, G, D) to all pairs of n tokens, (B, H, n, D) each → (B, H, G, D)."""
-        return tensor_attention(q, k1, k2, v1, v2)
+        return tensor_attention(*map(wide, (q, k1, k2, v1, v2))).to(q)
 
 
 @dataclass(eq=False)
@@ -99,6 +100,8 @@ class FactoredFourCache(FourCache):
             return fast(q, k1, k2, v1, v2, scale=1.0)
 
         # online softmax over tiles of rows a (Milakov and Gimelshein, arXiv 1805.02867)
+        dtype = q.dtype
+        q, k1, k2, v1, v2 = map(wide, (q, k1, k2, v1, v2))
         top, total, out = q.new_full((*q.shape[:-1], 1), -math.inf), 0.0, 0.0
         rows = max(1, self.tile // k2.shape[2])
         for a, b in zip(k1.split(rows, 2), v1.split(rows, 2)):
@@ -117,7 +120,7 @@ class FactoredFourCache(FourCache):
             out = out * keep + (b.unsqueeze(2) * p_v2).sum(3)
             total = total * keep + p.sum((-2, -1)).unsqueeze(-1)
             top = new
-        return out / total
+        return (out / total).to(dtype)
 
 
 @dataclass(eq=False)

@@ -11,6 +11,11 @@ from torch import Tensor
 import torch.nn.functional as F
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return x in at least 32 bits: in 16, scores may overflow, and sums and orders lose digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def split(n: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split new tokens into pieces of n: q, k, v (B, heads, T, D), pos (B or 1, T)."""
     return zip(q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
@@ -38,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | 
         outputs.append(fused(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
     if w:  # only observed queries need explicit probabilities
         p = probabilities(q[:, :, rest:], k, None if sees_all else slot_pos, bias, pos[:, rest:])
-        y = p.flatten(2, 3) @ v  # (B, H, G·w, D): a group's queries are rows of one product
+        y = p.flatten(2, 3).to(v) @ v  # (B, H, G·w, D): a group's queries are rows of one product
         outputs.append(y.view(*q.shape[:2], w, -1))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], p
 
@@ -68,14 +73,14 @@ def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
 
 
 def probabilities(q: Tensor, k: Tensor, slot_pos: Tensor | None, bias: Tensor | None, pos: Tensor) -> Tensor:
-    """Return softmax(q kᵀ/√D + bias) over visible slots: q (B, H·G, w, D) → (B, H, G, w, S).
+    """Return softmax(q kᵀ/√D + bias) over visible slots, `wide`: q (B, H·G, w, D) → (B, H, G, w, S).
 
     If slot_pos is None, every query sees every slot, and there is no bias.
     """
     B, heads, w, D = q.shape
     H = k.shape[1]
-    score = (q.reshape(B, H, -1, D) @ k.mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
+    score = (wide(q).reshape(B, H, -1, D) @ wide(k).mT).mul_(D ** -0.5).view(B, H, heads // H, w, -1)
     if slot_pos is not None:  # adding a float mask is faster than masked_fill
-        mask = visible(slot_pos, q.new_zeros(1, 1, 1) if bias is None else bias, pos)
+        mask = visible(slot_pos, score.new_zeros(1, 1, 1) if bias is None else bias, pos)
         score.add_(mask.unsqueeze(2))
-    return score.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return score.softmax(-1)

@@ -87,9 +87,12 @@ class LayerCache:
 
     @property
     def freq(self) -> Tensor | None:
-        """Return RoPE's angles per token, (D/2,); None if heads are not rotated, or only in part."""
+        """Return this layer's angles per token (RoPE), (D/2,): 0 if it does not rotate, None if unknown."""
+        if getattr(self.model, "positions", None):  # learned ones, added to the embeddings
+            return torch.zeros(self.w_o.shape[2] // 2)
         freq = getattr(self.model, "freq", None)
-        return None if freq is None else freq.to(self.w_o.device)
+        freq = freq[self.layer] if isinstance(freq, list) else freq
+        return None if freq is None else freq.to(self.k.device if self.slots else freq.device)
 
     def slot(self, name: str) -> Tensor:
         """Return the slots in use of one per-slot tensor, (B, H, S, ...): a view to read or change."""

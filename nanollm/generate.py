@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nanollm.attention import wide
 from nanollm.cache import compress, make_cache
 from nanollm.check import check_caches, check_seed, check_tokens, whole
 
@@ -58,7 +59,7 @@ def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     """Return the next token (B,), drawn from logits (B, V). Temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # 16 bits may overflow
+    logits = wide(logits) / temperature
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

@@ -38,7 +38,6 @@ def kernel_file(name: str):
 def kernel_for(x: Tensor, file: str, name: str | None = None):
     """Return a function of kernels/FILE.py if kernels can take x, else None.
 
-    name: the function's name, by default that of the file. After None the caller runs plain code; it computes
-    the same, but rounds intermediate results to 16 bits.
+    name: the function's name, by default that of the file. After None the caller runs plain code.
     """
     return getattr(kernel_file(file), name or file) if on_gpu(x) else None

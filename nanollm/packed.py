@@ -11,6 +11,7 @@ from torch import Tensor
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from nanollm.attention import wide
 from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import indices, top
@@ -87,14 +88,14 @@ class PackedCache(LayerCache):
         """Attend from one new token (B, H·G, 1, D), which sees every slot: two small products per head."""
         k, v, *bias = (self.old(name).split(self.sizes) for name in ("k", "v", "bias") if name in self.slots)
         new = {name: self.new(name).flatten(0, 1) for name in self.slots}                 # (B·H, n, ...)
-        q_h = (q * q.shape[-1] ** -0.5).view(len(k), -1, q.shape[-1])                     # (B·H, G, D)
-        late, score = q_h @ new["k"].mT, [*map(torch.mm, k, q_h.mT)]                      # score (slots, G)
+        q_h = (wide(q) * q.shape[-1] ** -0.5).view(len(k), -1, q.shape[-1])               # (B·H, G, D)
+        late, score = q_h @ wide(new["k"]).mT, [*map(torch.mm, map(wide, k), q_h.mT)]     # score (slots, G)
         if bias:
             late = late + new["bias"].unsqueeze(1)
             score = [x + b.unsqueeze(1) for x, b in zip(score, bias[0])]
         score = pad_sequence(score, True, -torch.inf, padding_side="left")                # (B·H, longest, G)
-        p = torch.cat((score.mT, late), 2).softmax(-1, dtype=torch.float32).to(q)
-        old, late = p.split((self.longest, p.shape[2] - self.longest), 2)
+        p = torch.cat((score.mT, late), 2).softmax(-1)
+        old, late = p.to(q).split((self.longest, p.shape[2] - self.longest), 2)
         y = torch.stack([p_h[:, self.longest - n:] @ v_h for p_h, n, v_h in zip(old, self.sizes, v)])
         y = (y + late @ new["v"]).view_as(q)
         return y, p.view(*self.counts.shape, -1, 1, self.length) if self.watch else None

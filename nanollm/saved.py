@@ -37,6 +37,8 @@ def save(caches, file: Path | str, **note):
 
 def to_bytes(caches, **note) -> bytes:
     """Return the bytes that `save` writes."""
+    if len(getattr(caches, "texts", [0])) > 1:
+        raise ValueError(f"this memory has {len(caches.texts)} texts; save those of one, memory.texts[i]")
     caches, tensors, layers = getattr(caches, "caches", caches), {}, []  # those of a bridge's memory
     if not all(cache.prompt_done for cache in caches):
         raise ValueError("the prompt has not ended; call compress(model, prompt, caches) before saving")
@@ -135,7 +137,7 @@ def load(file: Path | str, caches):
 
     Raises ValueError if another decoder, number format or method wrote it, or if the caches have seen tokens.
     """
-    head, caches = header(file), getattr(caches, "caches", caches)
+    head, memory, caches = header(file), caches, getattr(caches, "caches", caches)
     if head["decoder"] != fingerprint(caches[0].model):
         raise ValueError(f"{file} was written by another decoder or engine, or in another number format than "
                          f"this decoder has; use the one that read the text, in {head['dtype']}")
@@ -150,3 +152,5 @@ def load(file: Path | str, caches):
     tensors = {name: x.to(caches[0].w_o.device) for name, x in tensors.items()}
     for cache, state in zip(caches, head["layers"], strict=True):
         vars(cache).update(decode(state, tensors, cache))
+    if hasattr(memory, "texts"):  # of the bridge
+        memory.seen, memory.tokens = caches[0].seen, None

@@ -147,5 +147,4 @@ def window_scores(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     """
     if empty is None and q.shape[3] <= 128 and (fast := kernel_for(k, "window_scores")):
         return fast(q, k)
-    rows, wide = window_rows(q, k, empty), torch.promote_types(q.dtype, torch.float32)
-    return rows[..., :-q.shape[3]].mean(3, dtype=wide)
+    return window_rows(q, k, empty)[..., :-q.shape[3]].mean(3)

@@ -262,7 +262,7 @@ detach(model)
 #
 # ## Models that are refused
 #
-# A cache here computes plain attention over the kept entries. A model that computes something else (capped scores, a short sliding window, sink logits, cross attention) would give wrong answers, so `attach` refuses it and says why. Two examples: a small model with random weights and a sliding window, and your model with a padded batch.
+# A cache here computes plain attention over the kept entries. A model that computes something else (capped scores, a short sliding window, sink logits, cross attention) would give wrong answers, so `attach` refuses it and says why. Two examples: a small model with random weights and a sliding window, and your model with padding on the right. (Padding on the left is served: each text of a batch has caches of its own.)
 
 # %%
 Model = transformers.MistralForCausalLM
@@ -270,7 +270,7 @@ sliding = Model(Model.config_class(vocab_size=97, hidden_size=32, intermediate_s
                                    num_hidden_layers=2, num_attention_heads=4,
                                    num_key_value_heads=2, sliding_window=16)).eval()
 text = torch.arange(3, 43)[None]  # 40 tokens
-padding = dict(attention_mask=(text > 6).to(DEVICE))  # as if the first four were padding
+padding = dict(attention_mask=(text < 39).to(DEVICE))  # as if the last four were padding
 for one, more in (sliding, {}), (model, padding):
     try:
         one(text.to(one.device), past_key_values=attach(one), **more)

@@ -8,7 +8,7 @@
 # - **built** (`nanollm/tiny`): retrieval heads were written into layer 1 before training.
 # - **learned** (`nanollm/tiny_learned`): training started from random weights above layer 0. Heads and whole layers were left out at random during training. It read four times as many tokens.
 #
-# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `lab/training/initial_weights.py`. **Time:** a quarter of an hour to read, a minute to run.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `lab/initial_weights.py`. **Time:** a quarter of an hour to read, a minute to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -23,8 +23,7 @@ from lab.registry import given, load, pick
 from lab.render_results import rows
 from lab.replay import Recorder, record
 from lab.tasks import Tasks
-from lab.training.initial_weights import induction_start, learned_start
-from lab.training.train import CONFIG
+from lab.initial_weights import CONFIG, induction_start, learned_start
 from methods.baselines.streaming_llm import StreamingLLM
 from nanollm import SHIPPED, TINY
 from nanollm.attention import probabilities
@@ -168,7 +167,7 @@ for (claim, says), by_model in verdicts.items():
 # ## Exercises
 #
 # 1. Attention to the value does not prove that a head matters. Remove heads, the strongest first, and count the needles that are found. How many may go in each decoder?
-#    <details><summary>Hint</summary><code>without_heads(model, stays)</code> in <code>lab/training/initial_weights.py</code> multiplies the heads' outputs. Measure with <code>retrieve</code> and <code>make_cache(model)</code>.</details>
+#    <details><summary>Hint</summary><code>without_heads(model, stays)</code> in <code>lab/initial_weights.py</code> multiplies the heads' outputs. Measure with <code>retrieve</code> and <code>make_cache(model)</code>.</details>
 # 2. Does a sink form in *built* if you put BOS before the text? Predict first.
 #    <details><summary>Hint</summary>Put <code>tasks.bos</code> before the tokens of <code>text_windows</code>, and measure the weight of the first token as in the figure of heads.</details>
 # 3. Draw the last figure with an eighth of the entries. Which findings still hold on both decoders?

@@ -1,5 +1,6 @@
 """A LayerCache as the memory of transformers' own models: their logits, their tokens, and real eviction."""
 from copy import deepcopy
+from itertools import pairwise
 import logging
 from types import SimpleNamespace
 
@@ -11,10 +12,12 @@ from methods.baselines.h2o import H2O
 from methods.baselines.kvzip import KVzip
 from methods.baselines.snap_kv import SnapKV
 from methods.baselines.streaming_llm import StreamingLLM
+from methods.critical_kv import Critical
 from nanollm import TINY, checkpoint, tokenizer
 from nanollm.bridge import Bridged, attach, detach
-from nanollm.cache import begin_turn, compress, crop, make_cache
+from nanollm.cache import LayerCache, begin_turn, compress, crop, make_cache
 from nanollm.generate import prefill, tell_chunk_ends
+from nanollm.model import rope, rotate
 from lab.registry import given, pick
 
 V, T = 97, 40
@@ -45,8 +48,8 @@ def tiny(family: str, **changed):
 
 def own(model, **memory):
     """What the model's own `generate` writes."""
-    return model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=6, do_sample=False,
-                          **memory)
+    return model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=6,
+                          **dict(do_sample=False) | memory)
 
 
 @torch.no_grad()
@@ -61,7 +64,8 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
     o, heads = memory.model.blocks[0].attention.o, torch.randn(5, *memory.caches[0].w_o.shape[1:])
     products = o(heads.flatten(1)) - o(0 * heads.flatten(1))  # without a bias
     torch.testing.assert_close(torch.einsum("thd,ohd->to", heads, memory.caches[0].w_o), products)
-    assert (memory.model.freq is not None) == (family in ROPE)  # StreamingLLM moves its keys by it
+    turns = {None if freq is None else bool(freq.any()) for freq in memory.model.freq}
+    assert turns == ({True} if family in ROPE else {None})
     memory.compress(TOKENS)
     assert torch.equal(own(model, past_key_values=memory), written)
     assert memory.get_seq_length() == memory.caches[0].seen == T + 5
@@ -161,13 +165,19 @@ def test_a_conversation_is_compressed_after_each_turn_as_by_hand(both, Method, o
 def test_a_memory_is_compressed_for_the_prompt_that_it_has_read():
     model = tiny("Llama")
     memory = attach(model, StreamingLLM, budget=8)
-    with pytest.raises(ValueError, match="has seen 0 tokens, but the prompt has 40"):
+    with pytest.raises(ValueError, match="seen 0 tokens of 1 texts, but the prompt has 40 of 3"):
         memory.compress(TOKENS)
     model(TOKENS, past_key_values=memory)
     twin = deepcopy(memory)
+    with pytest.raises(ValueError, match="the prompt has not been compressed; call first"):
+        own(model, past_key_values=memory)
     memory.compress(TOKENS)
+    with pytest.raises(ValueError, match="has read another text than the prompt"):
+        model.generate(TOKENS.flip(0), past_key_values=memory, max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompt has 30 tokens, and the memory has seen 39"):
+        model.generate(READ, past_key_values=memory, max_new_tokens=2)
     assert memory.caches[0].length == 8 and twin.caches[0].length == T
-    assert twin.model is memory.model and twin.caches[0].w_o is memory.caches[0].w_o
+    assert twin.model is memory.model and twin.caches[0].model is memory.caches[0].model
 
 
 # ---- what is refused ---
@@ -183,6 +193,7 @@ DEEPSEEK = SHAPE | EXPERTS | dict(
     ("GptOss", WIDE | EXPERTS | dict(num_local_experts=4), "layer 0 has sink logits"),
     ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of [46]; take"),
     ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
+    ("Lfm2", SHAPE | dict(layer_types=["conv", "full_attention", "conv"]), "layers without attention .conv."),
     ("Mamba", dict(vocab_size=V, hidden_size=32, num_hidden_layers=2), "no attention heads; take")])
 def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape, message):
     monkeypatch.setitem(FAMILIES, family, shape)
@@ -204,9 +215,9 @@ SLIDES = dict(use_sliding_window=True, sliding_window=35,
     ("must show all 40 tokens, those", "Llama", {}, "eval", dict(attention_mask=HIDDEN)),
     ("must show all 40 tokens, those", "GPT2", {}, "eval", dict(attention_mask=HIDDEN[:, -10:])),
     ("not causal", "Llama", {}, "eval", dict(attention_mask=torch.zeros(3, 1, 10, T))),
-    ("position_ids must be 30 … 39", "Llama", {}, "eval", dict(position_ids=torch.arange(5).repeat(2)[None])),
+    ("returns no attention weights", "Llama", {}, "eval", dict(output_attentions=True)),
     ("no tokens beyond the 30", "Llama", {}, "eval", dict(input_ids=NEW[:, :0])),
-    ("1 texts of 2 heads do not fit", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
+    ("1 texts do not fit a memory that has read 3", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
     ("layer 1 attends to the last 35 tokens alone", "Qwen2", SLIDES, "eval", {}),
     ("call model.eval", "Llama", dict(attention_dropout=0.5), "train", {})])
 def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, mode, call):
@@ -266,11 +277,109 @@ def test_a_memory_is_read_by_its_own_model_while_that_is_attached():
                                    atol=1e-5, rtol=0)
 
 
-def test_gradients_beams_and_drafts_are_refused():
+def test_gradients_and_drafts_are_refused():
     model = tiny("Llama")
     logits = model(READ, past_key_values=attach(model)).logits
     with pytest.raises(ValueError, match="no gradient goes through a memory"):
         logits.sum().backward()
-    for options in (dict(num_beams=3), dict(prompt_lookup_num_tokens=3)):
-        with pytest.raises(ValueError, match="use greedy decoding or sampling"):
-            model.generate(TOKENS[:1], past_key_values=attach(model), max_new_tokens=20, **options)
+    with pytest.raises(ValueError, match="use greedy decoding, beams or sampling"):
+        model.generate(TOKENS[:1], past_key_values=attach(model), max_new_tokens=20,
+                       prompt_lookup_num_tokens=3)
+
+
+# ---- batches, other layers, other weights ---
+
+@torch.no_grad()
+@pytest.mark.parametrize("Method, options", [
+    (SnapKV, dict(budget=12, window_size=4)), (H2O, dict(budget=12)), (LayerCache, {})])
+def test_texts_padded_on_the_left_are_answered_as_alone(Method, options):
+    model, pads = tiny("Llama"), [7, 0, 3]
+
+    def written(tokens, pads):
+        memory, T = attach(model, Method, **options), tokens.shape[1]
+        mask = torch.arange(T) >= torch.tensor(pads)[:, None]
+        for start, stop in pairwise((0, 5, 25, T)):
+            model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=memory)
+        memory.compress(tokens)
+        return model.generate(tokens, attention_mask=mask.long(), past_key_values=memory, max_new_tokens=8,
+                              do_sample=False)[:, -8:]
+
+    alone = [written(row[None, pad:], [0]) for row, pad in zip(TOKENS, pads)]
+    assert torch.equal(written(TOKENS, pads), torch.cat(alone))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [
+    dict(num_beams=3), dict(num_beams=4, num_return_sequences=2),
+    dict(do_sample=True, num_return_sequences=3)])
+def test_beams_and_samples_are_those_of_the_model_s_own_cache(options):
+    model, results = tiny("Llama"), []
+    for memory in None, attach(model):
+        if memory is not None:
+            model(TOKENS, past_key_values=memory)
+            memory.compress(TOKENS)
+        torch.manual_seed(3)
+        results.append(own(model, past_key_values=memory, **options))
+    assert torch.equal(*results)
+
+
+class Bits(torch.nn.Linear):
+    """A linear layer with weights of 8 bits, as bitsandbytes has them."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.scale = linear.weight.abs().max() / 127
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), False)
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale).T
+
+
+@torch.no_grad()
+def test_quantized_weights_and_adapters_are_taken_for_what_they_compute():
+    model = tiny("Llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Bits(layer.self_attn.o_proj)
+    wrapped = SimpleNamespace(get_base_model=lambda: model)  # as PEFT wraps it
+    for select in SnapKV.select, Critical():
+        memory = attach(wrapped, SnapKV, budget=12, window_size=4, select=select)
+        model(READ[:1], past_key_values=memory)
+        memory.compress(READ[:1])
+        assert memory.caches[0].length == 12 and own(model)[0].tolist()
+    o = model.model.layers[0].self_attn.o_proj
+    torch.testing.assert_close(memory.caches[0].w_o.flatten(1), o.weight * o.scale)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, config, turns", [
+    ("SmolLM3", SHAPE, [1, 1, 1, 0]),
+    ("Cohere2", WIDE | dict(sliding_window=256), [None, None, None, 0]),
+    ("Gemma3Text", WIDE | dict(sliding_window=256), [1, 1, 1, 1]),  # two bases
+    ("Llama", SHAPE | dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)),
+     [None] * 4)])
+def test_each_layer_is_asked_how_it_rotates(monkeypatch, family, config, turns):
+    monkeypatch.setitem(FAMILIES, family, config | dict(num_hidden_layers=4))
+    model = tiny(family)
+    memory = attach(model)
+    model(torch.full((1, 9), 7), past_key_values=memory)
+    for cache, turn in zip(memory.caches, turns):
+        assert turn == (None if cache.freq is None else float(cache.freq.any()))
+        if turn is not None:
+            moved = rotate(cache.k[:, :, :1], *rope(cache.freq, torch.tensor([8])))
+            torch.testing.assert_close(moved, cache.k[:, :, 8:], atol=1e-4, rtol=0)
+    if None in turns:
+        with pytest.raises(ValueError, match="relative positions need RoPE"):
+            attach(model, StreamingLLM, budget=8)
+
+
+@torch.no_grad()
+def test_a_memory_that_transformers_leaves_behind_is_missed(monkeypatch):
+    scaling = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+                   original_max_position_embeddings=43)
+    model = tiny("Phi3", rope_parameters=scaling)
+    model.config.original_max_position_embeddings = 43
+    memory = attach(model, SnapKV, budget=16, window_size=8)
+    model(TOKENS, past_key_values=memory)
+    memory.compress(TOKENS)
+    with pytest.raises(ValueError, match="leaves the memory behind and would go on with a full cache"):
+        own(model, past_key_values=memory)

@@ -134,7 +134,7 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
 @torch.no_grad()
 def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
     bridged, file = hf_model(TINY), tmp_path / "page.cache"
-    tokens = torch.from_numpy(tasks("test").batch("plain", 0, 2, 90).tokens)
+    tokens = torch.from_numpy(tasks("test").batch("plain", 0, 1, 90).tokens)
     memory = attach(bridged, METHODS["snap_kv"], budget=40, window_size=8)
     bridged(tokens[:, :80], past_key_values=memory)
     memory.compress(tokens[:, :80])

@@ -89,11 +89,11 @@ check("visible")
 #
 # - Query head h·G + g reads key/value head h: the G heads of a group lie side by side in `q`.
 # - A slot that is not visible gets exactly 0. Each query sees at least one slot.
-# - You may compute q kᵀ in the dtype of `q`. Compute the softmax in `torch.float32`. Return the dtype of `q`.
+# - Multiply and return in at least 32 bits: `wide(q)`. In 16 bits q kᵀ may overflow, or round two scores to one.
 #
 # Example: a query of zeros at position 1 over slots at 0 1 2 3 gives ½ ½ 0 0.
 #
-# <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> separates the groups. <code>softmax</code> accepts a <code>dtype</code>.</details>
+# <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> separates the groups. <code>wide</code> stands in the same file.</details>
 
 # %%
 check("probabilities")

@@ -2,7 +2,6 @@
 import torch
 
 from methods.baselines import count_sketch
-from methods.ours import kv_reviver_mean
 from methods.ours import kv_reviver_shrunk
 from methods.theory import sketch_error
 
@@ -57,7 +56,7 @@ def load(budget, vague):
 
 
 def means(x, rows, bucket_by, J):
-    return made(x, rows, bucket_by, kind=kv_reviver_mean.MeanSketch).means(J)
+    return made(x, rows, bucket_by, kind=kv_reviver_shrunk.MeanSketch).means(J)
 
 
 def centred(x, rows, sum, bucket, sign):

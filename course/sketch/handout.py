@@ -35,7 +35,7 @@
 # | `median` | `Sketch.median` | `methods/baselines/count_sketch.py` | 2 |
 # | `variance` | `collision_variance` | `methods/theory/sketch_error.py` | 2 |
 # | `load` | `load` | `methods/theory/sketch_error.py` | 1 |
-# | `means` | `MeanSketch.means` | `methods/ours/kv_reviver_mean.py` | 2 |
+# | `means` | `MeanSketch.means` | `methods/ours/kv_reviver_shrunk.py` | 2 |
 # | `shrink` | `ShrunkSketch.centred` | `methods/ours/kv_reviver_shrunk.py` | 4 |
 #
 # **Read first:** KVReviver (Yuan et al., preprint), the section on the sketch, Algorithms 1 and 2; the docstrings of the four files. Count sketches go back to Charikar, Chen and Farach-Colton (2002).
@@ -196,8 +196,7 @@ check("shrink")
 # %%
 import torch
 from methods.baselines.count_sketch import Sketch
-from methods.ours.kv_reviver_mean import MeanSketch
-from methods.ours.kv_reviver_shrunk import ShrunkSketch, SignedSketch
+from methods.ours.kv_reviver_shrunk import MeanSketch, ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import collision_variance, relative_error
 from nanollm import TINY, tokenizer
 from nanollm import checkpoint

@@ -1,11 +1,14 @@
 """python -m nanollm claims: test the papers' claims on trained models, yours included.
 
-    python -m nanollm claims                                  both shipped decoders, in four minutes on a core
+    python -m nanollm claims                                  both shipped decoders, in two minutes
     python -m nanollm claims --model FOLDER --claims P6 C1    your model in a third column
+    python -m nanollm claims --model smollm2                  a pretrained decoder: 20 minutes on two cores
 
-Each claim about a trained model has a rule: conditions on measured numbers. The table of a claim has a column
-for each model, the verdict by the rule, and the numbers. A number within two standard errors of its limit
-leaves the claim undecided. CLAIMS.md explains all claims.
+Beside your model, the shipped decoders' columns are those of lab/stored/claims.json, which the first command
+wrote, unless you choose other documents, another length or another seed. Each claim about a trained model has
+a rule: conditions on measured numbers. The table of a claim has a column for each model, the verdict by the
+rule, and the numbers. A number within two standard errors of its limit leaves the claim undecided. CLAIMS.md
+explains all claims.
 "built" is nanollm/tiny, whose initial weights contained retrieval heads; "learned" is nanollm/tiny_learned.
 """
 import argparse
@@ -51,10 +54,14 @@ def main(argv: list[str]):
     names, claims, rows, subjects = [*dict.fromkeys(args.claims or CLAIMS)], listed(), [], {}
     if unknown := [name for name in names if name not in CLAIMS]:
         raise ValueError(f"claim {unknown[0]!r} cannot be tested on a model; choose from {', '.join(CLAIMS)}")
-    folders = dict(SHIPPED)
+    folders, stored = dict(SHIPPED), {}
     if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
         name = f"{args.model}/" if args.model.is_dir() else args.model.name  # /: it may be named "built"
         folders[name] = args.model
+        rows_of = json.loads((Path(__file__).parents[1] / "stored/claims.json").read_text())["rows"]
+        asked = args.documents, args.length, args.seed
+        stored = {(row["claim"], row["model"]): row for row in rows_of
+                  if (row["documents"], row["tokens"], row["seed"]) == asked}
     for label, folder in folders.items():
         model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
         subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length,
@@ -63,7 +70,8 @@ def main(argv: list[str]):
 
     for name in tqdm(names, unit="claim", leave=False, disable=None):
         words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
-        found = [words | dict(model=label, documents=on.documents, tokens=on.T, seed=on.seed)
+        found = [stored.get((name, label))
+                 or words | dict(model=label, documents=on.documents, tokens=on.T, seed=on.seed)
                  | judge(name, on)._asdict() for label, on in subjects.items()]
         tqdm.write(show(found, rule=True) + "\n")
         rows += found

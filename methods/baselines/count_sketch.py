@@ -6,8 +6,8 @@ token adds its key and its signed value to its r slots. A query reads these slot
     insert J:  S_i[h_i(J)] += (k_J, g_i(J) v_J)  for i = 1 … r    h_i: token → 1 … b,  g_i: token → ±1
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
 
-These are Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. kv_reviver_mean.py reads means
-instead of sums; ours/kv_reviver_shrunk.py repairs the sketch.
+These are Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. The file
+ours/kv_reviver_shrunk.py reads means instead of sums, and repairs the sketch.
 """
 from collections.abc import Iterable, Iterator
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from nanollm.attention import wide
 from nanollm.ranking import expand_index
 
 PRIME = 2 ** 31 - 1
@@ -66,10 +67,12 @@ class Sketch:
 
         times (B, H, n, 1) multiplies k and v; −1 deletes a token.
         """
-        x, total = torch.cat((k, v), -1) * times, self.x.to(torch.promote_types(self.x.dtype, torch.float32))
+        x, total = torch.cat((k, v), -1) * times, wide(self.x)
         for slot, sign in zip(self.bucket(J).unbind(3), self.sign(J).unbind(3)):
             total.scatter_add_(2, expand_index(slot, total), (x * sign).to(total))
         self.x.copy_(total)  # round to 16 bits once: one by one, small terms would vanish in a large sum
+        if not self.x.isfinite().all():
+            raise ValueError(f"a slot's sum, {total.abs().max():.0f}, exceeds {self.x.dtype}; use bfloat16")
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n) (Algorithm 2).

@@ -51,8 +51,7 @@ class DefensiveKV(WindowCache):
     def worst_case(self) -> Tensor:
         """Return c (B, H, S); infinite for the entries of stage 1 and of the window."""
         n, w = self.before, self.length - self.before
-        rows = window_rows(*self.observed())
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))          # (B, H, G, w, S)
+        rows = window_rows(*self.observed())                                    # (B, H, G, w, S)
         score = self.risk(rows[..., :n]) * F.normalize(self.norms(), p=1, dim=-1)
 
         mean = rows.mean((2, 3))                                                # (B, H, S)

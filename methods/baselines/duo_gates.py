@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 import torch.nn.functional as F
+from tqdm import tqdm
 
-from nanollm.attention import fused, visible
+from nanollm.attention import fused, visible, wide
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import prefill
 
@@ -83,8 +84,7 @@ def predictions(model, asked: Asked, gates: Tensor, sinks: int, window: int) -> 
     caches = make_cache(model, Gated, gates=gates, sinks=sinks, window=window)
     for cache, context in zip(caches, asked.context):
         cache.write(*(x.to(cache.w_o.device) for x in context))
-    logits = model(asked.tokens[:, :-1], caches, last=asked.n)
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return wide(model(asked.tokens[:, :-1], caches, last=asked.n)).log_softmax(-1)
 
 
 def gates(model, tasks, documents: int = 32, T: int = 512, sinks: int = 4, window: int = 16,
@@ -111,7 +111,7 @@ def gates(model, tasks, documents: int = 32, T: int = 512, sinks: int = 4, windo
 
     adam = torch.optim.Adam([alpha], rate)
     mean_gates = torch.zeros(alpha.shape)
-    for step, weight in enumerate(np.geomspace(*penalty, steps).tolist()):
+    for step, weight in enumerate(tqdm(np.geomspace(*penalty, steps), "gates", leave=False, disable=None)):
         i = step % len(asked)
         with torch.enable_grad():
             mixed = predictions(model, asked[i], alpha, sinks, window)

@@ -8,10 +8,10 @@ entries whose keys are most similar to the mean direction of all keys. It uses n
 Differs from the paper: the whole prompt is read with full attention and compressed at its end; the paper
 compresses block by block. After the prompt one entry leaves at each step, as in the paper.
 """
-import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from nanollm.attention import wide
 from nanollm.cache import ScoredCache
 
 
@@ -23,7 +23,7 @@ class KeyDiff(ScoredCache):
 
 def likeness(k: Tensor) -> Tensor:
     """Return the cosine of keys (B, H, S, D) and their mean direction, (B, H, S), in at least 32 bits."""
-    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    k = wide(k)
     scale = 1 / k.norm(dim=-1).clamp(min=1e-12)  # no normalized copy of k: this runs at each step
     mean = F.normalize(scale.unsqueeze(2) @ k, dim=-1)  # (B, H, 1, D)
     return (mean @ k.mT).squeeze(2) * scale

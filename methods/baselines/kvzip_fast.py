@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from methods.baselines.kvzip import KVzip
 from nanollm.cache import LayerCache, make_cache
@@ -42,9 +43,8 @@ def gate_inputs(cache: LayerCache, q: Tensor) -> Tensor:
     q (B, H·G, T, D) are their queries; keys and values come from the cache.
     """
     k, v, pos = (x[:, :, -q.shape[2]:] for x in (cache.k, cache.v, cache.pos))
-    if cache.freq is not None:  # undo the rotation
-        cos, sin = rope(cache.freq, pos[:, 0])
-        q, k = rotate(q, cos, -sin), rotate(k, cos, -sin)
+    cos, sin = rope(cache.freq, pos[:, 0])  # undo the rotation
+    q, k = rotate(q, cos, -sin), rotate(k, cos, -sin)
     return torch.cat((q, k, v), 1).transpose(1, 2).flatten(2).float()
 
 
@@ -60,6 +60,11 @@ class FastKVzip(KVzip):
         if self.gates is not None and not self.gates.isfinite().all():
             raise ValueError("gates contain NaN or infinite numbers; "
                              "use those that FastKVzip.calibrate makes")
+
+    def link(self, model, layer: int):
+        super().link(model, layer)
+        if self.freq is None:
+            raise ValueError("FastKVzip undoes the keys' rotation, and this model's is not known; use KVzip")
 
     def observe(self, q: Tensor, p: Tensor | None):
         if not self.prompt_done:
@@ -125,7 +130,8 @@ def lessons(model, tasks, documents: int = 64, T: int = 512, seed: int = 0,
     x, y, T = [], [], min(T, (model.config.max_len - 8) // 2)  # half of max_len: a document is read twice
     for task in task_names:
         batch = tasks.batch(task, seed, documents // len(task_names), T)
-        for text in torch.from_numpy(batch.tokens).split(rows):
+        parts = torch.from_numpy(batch.tokens).split(rows)
+        for text in tqdm(parts, "lessons of the gates", leave=False, disable=None):
             text, caches = text.to(model.embed.weight.device), make_cache(model, Teacher, budget=T)
             prefill(model, text, caches, 64)
             x.append(torch.stack([torch.cat(cache.inputs, 1).flatten(0, 1) for cache in caches]))

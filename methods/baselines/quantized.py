@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nanollm.attention import wide
 from nanollm.cache import LayerCache
 
 WIDTHS = 8, 4, 2, 1  # bits that divide a byte; other codes are split into parts of these widths, 3 = 2 + 1
@@ -140,23 +141,22 @@ class Quantized(LayerCache):
         if not self.rounded or q.shape[2] > 1:
             return super().attention(q, pos)
         k, v, (B, _, _, D) = self.k, self.v, q.shape
-        exact = torch.promote_types(q.dtype, torch.float32)  # in 16 bits the sum below would lose much
-        r = {name: x.to(exact) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}
-        grouped = q.view(B, k.shape[1], 1, -1, D).to(exact) * D ** -0.5  # (B, H, 1, G, D)
+        grouped = wide(q).view(B, k.shape[1], 1, -1, D) * D ** -0.5  # (B, H, 1, G, D)
+        r = {name: x.to(grouped) for name, x in self.rounded.items() if name.endswith(("zero", "scale"))}
 
-        code = self.codes("k").to(exact)
+        code = self.codes("k").to(grouped)
         old = grouped * r["k_scale"] @ code.mT + grouped @ r["k_zero"].mT  # (B, H, groups, G, tokens)
-        new = grouped[:, :, 0] @ k.to(exact).mT
+        new = grouped[:, :, 0] @ wide(k).mT
         p = torch.cat((old.transpose(2, 3).flatten(3), new), -1).softmax(-1)  # (B, H, G, S)
         old, new = p.split((p.shape[-1] - self.length, self.length), -1)
 
         # values: (B, H, groups of channels, rounded tokens, channels); one range per token and group
         scale, zero = (r[name].flatten(2, 3).transpose(2, 3) for name in ("v_scale", "v_zero"))
-        code = self.codes("v").to(exact).flatten(2, 3).unflatten(-1, (scale.shape[2], -1)).transpose(2, 3)
+        code = self.codes("v").to(grouped).flatten(2, 3).unflatten(-1, (scale.shape[2], -1)).transpose(2, 3)
         old = old.unsqueeze(2)  # (B, H, 1, G, rounded tokens)
         y = old * scale.mT @ code + (old * zero.mT).sum(-1, keepdim=True)  # (B, H, groups, G, channels)
-        y = y.transpose(2, 3).flatten(3) + new @ v.to(exact)
-        return y.reshape(q.shape).to(q), p.unsqueeze(3).to(q) if self.watch else None
+        y = y.transpose(2, 3).flatten(3) + new @ wide(v)
+        return y.reshape(q.shape).to(q), p.unsqueeze(3) if self.watch else None
 
     def rounded_pos(self) -> Tensor:
         """Return the positions of the rounded tokens, (B, H, n), which are consecutive."""

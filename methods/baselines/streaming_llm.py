@@ -33,7 +33,7 @@ class StreamingLLM(ScoredCache):
 
     def link(self, model, layer: int):
         super().link(model, layer)
-        if self.relative and self.freq is None:
+        if self.relative and (getattr(model, "positions", None) or self.freq is None):
             raise ValueError("relative positions need RoPE over whole heads, which this model does not have; "
                              "use streaming_llm_absolute (relative=False)")
 

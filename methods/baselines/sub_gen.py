@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from methods.tensor_attention import PairCache, remember
+from nanollm.attention import wide
 from nanollm.cache import LayerCache, Stored
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index
@@ -121,9 +122,9 @@ class Stream:
 
         Samples are (B, H, M·t, D), keys (B, H, s, D); the logarithms lack the last dimension.
         """
-        share = (self.count.to(self.k) / self.samples).log().repeat_interleave(self.samples, 2)
+        share = (self.count.double() / self.samples).log().repeat_interleave(self.samples, 2)
         weight = self.total.unsqueeze(-1) / (self.draws * self.v.double().square().sum(-1))
-        weight = weight.nan_to_num(0).log().to(self.k)  # 0/0 if all values are 0
+        weight = weight.nan_to_num(0).log()  # 0/0 if all values are 0
         return (self.sample.flatten(2, 3), share), (self.k, weight)
 
     def stored(self) -> list[Stored]:
@@ -154,14 +155,14 @@ class SubGen(LayerCache):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         self.check(q, k, v, pos)
         B, heads, T, D = q.shape
-        q = q.view(B, k.shape[1], -1, T, D) * (D ** -0.5 if self.scale is None else self.scale)
+        q = wide(q).view(B, k.shape[1], -1, T, D) * (D ** -0.5 if self.scale is None else self.scale)
 
         outputs = []
         for t in range(T):
             self.write(k[:, :, t:t + 1], v[:, :, t:t + 1], pos[:, t:t + 1])
             z, tau, _ = self.estimate(q[:, :, :, t])
             outputs.append((z / tau).flatten(1, 2))
-        return torch.stack(outputs, 2)
+        return torch.stack(outputs, 2).to(v)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         if not self.streams:
@@ -185,11 +186,11 @@ class SubGen(LayerCache):
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logarithms of τ's terms (B, H, G, M·t) and of the draws' weights in z (B, H, G, s)."""
         (sampled, share), (drawn, weight) = self.streams[0].kept()
-        return q @ sampled.mT + share.unsqueeze(2), q @ drawn.mT + weight.unsqueeze(2)
+        return q @ wide(sampled).mT + share.unsqueeze(2).to(q), q @ wide(drawn).mT + weight.unsqueeze(2).to(q)
 
     def weigh(self, p: Tensor) -> Tensor:
         """Return Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
-        return p @ self.streams[0].v
+        return p @ wide(self.streams[0].v)
 
     def stored(self) -> list[Stored]:
         return [x for stream in self.streams for x in stream.stored()]
@@ -230,15 +231,14 @@ class SubGen4Cache(SubGen):
         """Return the same as SubGen.logs, here (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
         logs = []
         for (x1, log1), (x2, log2) in zip(*(stream.kept() for stream in self.streams)):  # samples, then draws
-            score = (q.unsqueeze(3) * x1.unsqueeze(2)) @ x2.unsqueeze(2).mT  # (K₁ ∘ q) K₂ᵀ
-            logs.append((score + log1[:, :, None, :, None] + log2[:, :, None, None]).flatten(3))
+            score = (q.unsqueeze(3) * wide(x1).unsqueeze(2)) @ wide(x2).unsqueeze(2).mT  # (K₁ ∘ q) K₂ᵀ
+            logs.append((score + log1[:, :, None, :, None].to(q) + log2[:, :, None, None].to(q)).flatten(3))
         return tuple(logs)
 
     def weigh(self, p: Tensor) -> Tensor:
         """Return Σ_a V₁[a] ∘ (P V₂)[a]."""
-        one, two = self.streams
-        p_v2 = p.unflatten(-1, (self.draws, -1)) @ two.v.unsqueeze(2)
-        return (one.v.unsqueeze(2) * p_v2).sum(3)
+        one, two = (wide(stream.v).unsqueeze(2) for stream in self.streams)
+        return (one * (p.unflatten(-1, (self.draws, -1)) @ two)).sum(3)
 
 
 variants = {}  # not in the tables: none has a budget of entries

@@ -1,4 +1,8 @@
-"""Ours, beyond KVReviver: a sketch that is read back with less noise.
+"""Ours, beyond KVReviver: three ways to read the sketch back with less noise.
+
+Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates none of
+them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all is as printed:
+only values have signs, so a value is read as a mean of values with random signs, which is near 0.
 
 Signed (`SignedReviver`): keys get signs, as values do. Estimates are then right on average over the hashes.
 Without signs, the keys' common mean is added once for every token in a slot.
@@ -24,9 +28,28 @@ from torch import Tensor
 
 from methods.baselines.count_sketch import Sketch
 from methods.kv_reviver import KVReviver
+from nanollm.attention import wide
 from nanollm.cache import Stored
 
 MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of 1 or 3 normals (Lemma 2)
+
+
+class MeanSketch(Sketch):
+
+    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
+        return self.median(self.means(J if among is None else among), J)
+
+    def means(self, J: Tensor) -> Tensor:
+        """Return the slots, (B, H, r·b, 2D), each divided by its number of the tokens J (B, H, a)."""
+        slot = self.bucket(J).flatten(2)
+        count = torch.zeros(self.x.shape[:3], device=slot.device)
+        count.scatter_add_(2, slot, torch.ones_like(slot, dtype=count.dtype))
+        return (self.x / count.clamp(min=1).unsqueeze(3)).to(self.x)
+
+
+@dataclass(eq=False)
+class MeanReviver(KVReviver):
+    kind = MeanSketch
 
 
 class SignedSketch(Sketch):
@@ -57,20 +80,19 @@ class SignedSketch(Sketch):
         (*shape, D), bucket, sign = q.shape, self.bucket(J), self.signs(J)
         x, mean, factor = self.centred(bucket, sign)
         slot_k, slot_v = x.chunk(2, -1)
-        slot, sign = bucket.mT.expand(*shape, -1), sign.to(q).mT  # (B, H, G, a) and (B, H, 1, a)
+        q_wide = wide(q) * D ** -0.5
+        slot, sign = bucket.mT.expand(*shape, -1), sign.to(q_wide).mT  # (B, H, G, a) and (B, H, 1, a)
 
-        q = q * D ** -0.5
-        vague = (factor * q @ slot_k.mT).gather(3, slot) * sign
+        vague = (factor * q_wide @ wide(slot_k).mT).gather(3, slot) * sign
         if mean is not None:
-            vague = vague + q @ mean[..., :D].mT
-        p = torch.cat((q @ k.mT, vague), -1).softmax(-1, dtype=torch.float32).to(q)
+            vague = vague + q_wide @ wide(mean)[..., :D].mT
+        p = torch.cat((q_wide @ wide(k).mT, vague), -1).softmax(-1)
 
         exact, vague = p.split((k.shape[2], J.shape[2]), -1)
-        weight = vague.new_zeros(*shape, x.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
-        weight.scatter_add_(3, slot, (vague * sign).to(weight))  # in 16 bits a sum of many would lose digits
-        y = exact @ v + factor * weight.to(q) @ slot_v
+        weight = vague.new_zeros(*shape, x.shape[2]).scatter_add_(3, slot, vague * sign)
+        y = exact.to(q) @ v + factor * weight.to(q) @ slot_v
         if mean is not None:
-            y = y + vague.sum(-1, keepdim=True) * mean[..., D:]
+            y = y + vague.sum(-1, keepdim=True).to(q) * mean[..., D:]
         return y, p
 
 
@@ -79,8 +101,7 @@ class ShrunkSketch(SignedSketch):
 
     def __init__(self, k: Tensor, rows: int, width: int, seed: int):
         super().__init__(k, rows, width, seed)
-        exact = torch.promote_types(k.dtype, torch.float32)  # 16 bits are too few for a sum of thousands
-        self.sum = k.new_zeros(*k.shape[:2], 2 * k.shape[-1], dtype=exact)  # of all tokens in it
+        self.sum = wide(k[:, :, :0]).new_zeros(*k.shape[:2], 2 * k.shape[-1])  # of all tokens in it
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
         super().insert(J, k, v, times)
@@ -132,4 +153,4 @@ class ShrunkReviver(SignedReviver):
         return super().stored() + [Stored(x, x.numel(), model_dtype=False) for x in mean]
 
 
-variants = {"kv_reviver_shrunk": ShrunkReviver}
+variants = {"kv_reviver_mean": MeanReviver, "kv_reviver_shrunk": ShrunkReviver}

@@ -25,7 +25,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.baselines.snap_kv import HighestScores, SnapKV
-from nanollm.attention import visible
+from nanollm.attention import visible, wide
 from nanollm.check import whole
 from nanollm.window import Selection, WindowCache
 
@@ -92,7 +92,7 @@ def reach(cache: WindowCache, key: Tensor) -> Tensor:
     The sum is over the window's queries of all query heads of the group.
     """
     q, keys, _ = cache.observed()
-    q = q * key.shape[-1] ** -0.5
+    q, keys, key = wide(q) * key.shape[-1] ** -0.5, wide(keys), wide(key)
     token = torch.arange(keys.shape[2], device=q.device)[None]
     seen = visible(token[:, None], None, token[:, -q.shape[3]:]).unsqueeze(2)
     log_z = (q @ keys.unsqueeze(2).mT).masked_fill(~seen, -math.inf).logsumexp(-1, keepdim=True)

@@ -200,6 +200,6 @@ def test_bad_input_is_one_line(typed, handed_out, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="no tests of cache"):
         command.main(["check", "--only", "cache"])
-    for says, line in {"no hidden tests": "course grade .", "no command 'train'": "nanollm train"}.items():
+    for says, line in {"no hidden tests": "course grade .", "no command 'claims'": "nanollm claims"}.items():
         done = typed("python", "-m", *line.split(), cwd=handed_out)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and says in done.stderr

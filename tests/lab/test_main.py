@@ -197,7 +197,7 @@ def test_a_row_that_fails_or_holds_too_much_is_told_and_leaves_the_others(checkp
 # ---- nothing is lost, nothing that is not ours is overwritten ---
 
 def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monkeypatch, capsys):
-    run, measured = compare_command.Comparison.measure, []
+    run, measured = compare_command.Comparison.result, []
 
     def interrupted(self, job):
         if len(measured) == 2:
@@ -206,7 +206,7 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
         return run(self, job)
 
     three = "--methods full random h2o --keep 50 --documents 2"
-    monkeypatch.setattr(compare_command.Comparison, "measure", interrupted)
+    monkeypatch.setattr(compare_command.Comparison, "result", interrupted)
     with pytest.raises(SystemExit):
         compare(checkpoint, three)
     before = json.loads(Path("rows.json").read_text())
@@ -229,8 +229,8 @@ def test_rows_are_written_as_they_come_and_a_later_run_goes_on(checkpoint, monke
 
 
 def test_rows_that_another_run_wrote_in_between_stay(checkpoint, monkeypatch, capsys):
-    run = compare_command.Comparison.measure
-    monkeypatch.setattr(compare_command.Comparison, "measure",
+    run = compare_command.Comparison.result
+    monkeypatch.setattr(compare_command.Comparison, "result",
                         lambda *of: Path("rows.json").write_text("[7]") and run(*of))
     refused(capsys, ["--model", str(checkpoint), *SMALL, "--methods", "full", "--json", "rows.json"],
             "rows.json was changed by another program")

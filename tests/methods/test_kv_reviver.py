@@ -11,8 +11,8 @@ from common import TOKENS, decoder, end
 from exact import F64, near, random
 from methods.baselines.count_sketch import PRIME, Sketch
 from methods.kv_reviver import KVReviver
-from methods.ours.kv_reviver_mean import MeanReviver, MeanSketch
-from methods.ours.kv_reviver_shrunk import ShrunkReviver, ShrunkSketch, SignedReviver, SignedSketch
+from methods.ours.kv_reviver_shrunk import (MeanReviver, MeanSketch, ShrunkReviver, ShrunkSketch,
+                                            SignedReviver, SignedSketch)
 from nanollm.cache import LayerCache, make_cache
 from nanollm.generate import generate
 

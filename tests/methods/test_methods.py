@@ -253,6 +253,20 @@ def test_bytes_in_16_bits_are_those_of_a_cache_in_16_bits(name):
     assert bytes_in_16_bits(caches) == bytes_in_16_bits(half) == cache_bytes(half)[0] < cache_bytes(caches)[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", METHODS)
+def test_16_bits_choose_as_64_bits_do(name, dtype):
+    """Queries and keys share a large channel, as Qwen2's do: their product exceeds float16 before scaling."""
+    layers = [[x.index_fill(-1, torch.tensor([3]), 300.0) for x in (q, k)] + [v] for q, k, v in text()]
+    few, many = ([[x.to(dtype).to(wide) for x in qkv] for qkv in layers] for wide in (dtype, torch.float64))
+    (*_, found), (*_, right) = (run(name, CUTS[0], x, dtype=x[0][0].dtype, gates=GATES.to(x[0][0].dtype))[1]
+                                for x in (few, many))
+    kept = lambda step: torch.stack([(pos[..., None] == torch.arange(T)).any(-2) for pos in step.after])
+    assert all(y.isfinite().all() for y in found.y)
+    if not any(x in name for x in UNLIKE_IN_16_BITS):  # 32 bits may still round two scores to one
+        assert (kept(found) == kept(right)).float().mean() > 0.99
+
+
 NOT_OURS = "previous", "model", "select", "chunk_ends", "gates", "flip", "bucket_by", "sign_by"
 
 

@@ -1,13 +1,15 @@
-"""Initial weights, with induction heads (`built`) or only look-back heads (`learned`)."""
+"""Initial weights of the shipped decoders: with induction heads (`built`), or look-back heads alone."""
 from contextlib import contextmanager
 from functools import partial
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanollm.model import Decoder
+
+CONFIG = dict(vocab_size=2048, max_len=3072, n_layers=6, n_heads=6, n_kv_heads=3, d_model=192, d_ff=512,
+              rope_theta=5e5)  # of both
 
 
 @torch.no_grad()
@@ -82,15 +84,6 @@ def induction_start(model: Decoder, seed: int):
 def learned_start(model: Decoder, seed: int):
     """Set weights with which layer 0 looks back. Matching and copying must be learned."""
     looking_back(model, seed, residual=(2 * model.config.n_layers) ** -0.5)
-
-
-# ---- leave out heads in training, so that retrieval spreads over layers ---
-
-def left_out(rng: np.random.Generator, B: int, layers: int, heads: int, share: float) -> Tensor:
-    """Return (layers, B, heads): 0 if a document's head or layer is left out, never of layer 0."""
-    stays = (rng.random((layers, B, heads)) >= share) & (rng.random((layers, B, 1)) >= share)
-    stays[0] = True
-    return torch.from_numpy(stays.astype(np.float32))
 
 
 @contextmanager
