@@ -36,7 +36,7 @@ def output_projections(model) -> list[nn.Module]:
     if lacking := [x for x in WITHOUT_ATTENTION if any(kind.startswith(x) for kind in kinds)]:
         raise ValueError(f"{name} has layers without attention ({', '.join(lacking)}…), whose state no "
                          "method here compresses; take another model")
-    for module in model.modules():
+    for module in model.get_decoder().modules():
         for part in OUTPUTS if hasattr(module, "layer_idx") else ():
             if isinstance(child := getattr(module, part, None), nn.Module) and hasattr(child, "weight"):
                 by_layer.setdefault(module.layer_idx, child)

@@ -183,6 +183,11 @@ def test_only_a_model_that_does_not_ship_has_a_third_column(model, columns, tmp_
     assert [found[0][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
 
 
+def test_beside_another_model_the_shipped_columns_are_the_stored_ones(tmp_path):
+    found = run(tmp_path, "--claims", "P2", "--model", checkpoint_of_two_layers(tmp_path / "own"))
+    assert found[:2] == [row for row in STORED if row["claim"] == "P2"] and len(found) == 3
+
+
 def test_both_engines_find_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(claims_command, "SHIPPED", {"built": SHIPPED["built"]})
     ours, theirs = (run(tmp_path, *f"--claims P6 S7 --documents 2 --length 128 --engine {x}".split())

@@ -3,7 +3,9 @@ from functools import partial
 import re
 
 import pytest
+import torch
 
+from common import ENCODING, decoder
 from lab.registry import calibrated, given, has_budget, methods, pick
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.quantized import Quantized
@@ -71,3 +73,21 @@ def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
     for line, name in zip(lines, files, strict=True):
         assert re.match(f"methods/{name}.py is left out: {files[name][1]}", line), line
     assert [*pick([])] == ["full", "h2o"]
+
+
+def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path):
+    class Learner(LayerCache):
+        asked = []
+
+        @staticmethod
+        def calibrate(model, tasks):
+            Learner.asked.append(model)
+            return dict(gates=torch.ones(2, 3), heads=((0, 1), (2, 0)))
+
+    model = decoder(vocab_size=2048)
+    for _ in range(2):
+        found = calibrated(Learner, model, ENCODING, tmp_path / "new")
+        assert torch.equal(found["gates"], torch.ones(2, 3)) and found["heads"] == ((0, 1), (2, 0))
+    assert Learner.asked == [model]
+    with pytest.raises(ValueError, match="Learner.safetensors was calibrated on another decoder"):
+        calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING, tmp_path / "new")
