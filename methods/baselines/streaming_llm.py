@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanollm.cache import NEVER, ScoredCache
+from nanollm.cache import ScoredCache
 from nanollm.check import check_budget
 from nanollm.model import rope, rotate
 
@@ -49,7 +49,7 @@ class StreamingLLM(ScoredCache):
         return super().read()
 
     def score(self) -> Tensor:
-        return self.pos.masked_fill(self.pos < self.sinks, NEVER)
+        return (self.pos < self.sinks).float()  # of the others, which score alike, the newest stay
 
     def beside(self) -> list[Tensor]:
         return [] if self.sink_keys is None else [self.sink_keys]
