@@ -148,8 +148,8 @@ class FromLayer1(ChunkKV):
         super().compress(model, tokens, caches[:1])
         super().compress(model, tokens, caches[1:])
 
-    def remember(self, q):
-        WindowCache.remember(self, q)
+    def observe(self, q, p):
+        WindowCache.observe(self, q, p)
 
 
 @once
