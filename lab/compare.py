@@ -87,9 +87,10 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=[], metavar="NAME",
                         help="run only these methods; ada_kv+critical is the window method ada_kv with the "
                              "addition critical")
-    parser.add_argument("--tasks", choices=("standard", "hard"), default="standard",
+    parser.add_argument("--tasks", choices=("standard", "hard", "needle", "pairs", "few_shot"),
+                        default="standard",
                         help="standard: needle, pairs and few-shot; hard: changed facts, chains, lists, "
-                             "votes, rules, other words and several questions; default standard")
+                             "votes, rules, other words and several questions; or one task; default standard")
     parser.add_argument("--keep", nargs="+", type=float, metavar="PERCENT",
                         help="keep ratios: the budget of each head as a percentage of the prompt's tokens; "
                              "default 50 25 12.5 6.25 (short table: 25)")
@@ -114,7 +115,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.all and args.methods:
         raise ValueError(f"--all already runs every method; leave out --all or --methods {args.methods[0]} …")
-    args.short = not (args.all or args.methods or args.keep or args.l1 or args.tasks == "hard")
+    args.short = not (args.all or args.methods or args.keep or args.l1 or args.tasks != "standard")
     args.keep = [*dict.fromkeys(args.keep or ([25] if args.short else ALL_RATIOS))]
     args.lengths = [*dict.fromkeys(args.lengths or [256 if args.short else 512])]
     args.documents = (4 if args.short else 32) if args.documents is None else args.documents
@@ -179,7 +180,7 @@ class Comparison:
         from nanollm.tokenizer import boundaries
 
         self.args, self.settings = args, settings
-        self.names = HARD if args.tasks == "hard" else TASKS
+        self.names = dict(standard=TASKS, hard=HARD).get(args.tasks, (args.tasks,))
         self.methods = pick([*table.SHOWN] if args.short else args.methods)
         self.model, self.encoding = loaded(args)
         self.tasks = HardTasks(self.encoding, "test", text)

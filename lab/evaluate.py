@@ -95,7 +95,7 @@ def retrieve(model, batch: Batch, make: Make, recordings: list[list[Recording]] 
         replay(recordings[:1], agnostic)
     right = {}
     if "aware" in settings:
-        aware = copied(agnostic)
+        aware = copied(agnostic) if "agnostic" in settings else agnostic
         read_all_but_last(model, parts[1], aware, recordings, chunk_size)
         right["aware"] = answer(model, tokens, batch.answers, end - 1, aware)
     if "agnostic" in settings:

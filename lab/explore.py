@@ -128,24 +128,27 @@ def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
     return [[m / n, play(m)] for m in (n >> i for i in range(6))]
 
 
-def page(model, encoding, name: str, text: str, question: str, live: bool) -> str:
-    """Return the whole page. live: the decoder runs in it; else all methods' results are stored in it."""
-    weights = b""
-    data = dict(name=name, live=live, keeps=KEEPS, text=text, question=question.strip("\n"), new=NEW)
-    if live:
-        methods = pick([*LIVE, *STORED])
-        model_data, weights = packed(model, encoding)
-        data["model"] = model_data | dict(methods=list(LIVE))
-        data |= dict(curve=curve(), game=index_game())
-        model = rounded_model(model)
-    else:
-        methods = pick([])
+def stored(model, encoding, name: str, text: str, question: str, methods: dict) -> dict:
+    """Return what the page shows of a decoder that does not run in it: the methods' results."""
     tokens, cuts = prompt(model, encoding, text, question)
     c = model.config
-    data |= dict(tokens=pieces(encoding, tokens[0].tolist()), cut=cuts["agnostic"],
-                 views=views(model, encoding, methods, text, question),
-                 heads=[c.n_layers, c.n_kv_heads], vocab=c.vocab_size,
-                 methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
+    return dict(name=name, live=False, keeps=KEEPS, text=text, question=question.strip("\n"), new=NEW,
+                tokens=pieces(encoding, tokens[0].tolist()), cut=cuts["agnostic"],
+                views=views(model, encoding, methods, text, question),
+                heads=[c.n_layers, c.n_kv_heads], vocab=c.vocab_size,
+                methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
+
+
+def live(model, encoding, name: str, text: str, question: str) -> tuple[dict, bytes]:
+    """Return what the page shows of a decoder that runs in it, and its weights."""
+    model_data, weights = packed(model, encoding)
+    data = stored(rounded_model(model), encoding, name, text, question, pick([*LIVE, *STORED]))
+    return data | dict(live=True, model=model_data | dict(methods=list(LIVE)), curve=curve(),
+                       game=index_game()), weights
+
+
+def page(data: dict, weights: bytes = b"") -> str:
+    """Return the whole page, which shows `stored` or `live` results."""
     read = lambda file: (PARTS / file).read_text()
     out = read("index.html")
     for part, content in dict(STYLE=read("style.css"), DATA=json.dumps(data).replace("</", "<\\/"),
@@ -160,11 +163,14 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(
         prog="python -m nanollm explore",
         description="Write a web page that shows what each method keeps of a text and what it answers. The "
-                    "decoder runs in the page. With --text, the page shows stored results instead.")
+                    "decoder runs in the page. With --text, the page shows stored results instead. "
+                    "docs/index.html is of: python -m nanollm explore --beside smollm2")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/index.html", metavar="FILE",
                         help="file to write; default docs/index.html")
     parser.add_argument("--text", type=Path, metavar="FILE",
                         help="store the results of every method on this text, for a model of any size")
+    parser.add_argument("--beside", type=Path, metavar="MODEL",
+                        help="another model, as --model names it, whose stored results the page also shows")
     parser.add_argument("--question", default=QUESTION.strip("\n"), help="default: %(default)r")
     command_line.model_options(parser)
     args = parser.parse_args(argv)
@@ -173,6 +179,11 @@ def main(argv: list[str]):
     model, encoding = loaded(args)
     question = "\n" + args.question
     check_length(model, text, prompt(model, encoding, text, question)[0])
-    out = page(model, encoding, args.model.name, text, question, live=args.text is None)
+    what = model, encoding, args.model.name, text, question
+    data, weights = live(*what) if args.text is None else (stored(*what, pick([])), b"")
+    if args.beside:
+        other = loaded(args, args.beside)
+        data["beside"] = stored(*other, args.beside.name, text, question, pick([*LIVE, *STORED]))
+    out = page(data, weights)
     command_line.replace(args.out, out.encode())
     print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")

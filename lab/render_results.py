@@ -3,6 +3,8 @@
     python -m lab.render_results             # write RESULTS.md from the stored rows
     python -m lab.render_results all speed   # run these sections' commands first, and store their rows
     python -m lab.render_results --check     # fail if RESULTS.md differs from the stored rows
+
+A comparison that was interrupted goes on: its rows are in lab/stored/NAME.0.part and so on.
 """
 from datetime import date
 import json
@@ -12,9 +14,8 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 
-from lab import speed, table
+from lab import plot, speed, table
 from lab.claims import claims_renderer
 from nanollm import SHIPPED
 
@@ -40,16 +41,22 @@ def by_method(name: str) -> dict[tuple[str, float | None], dict]:
 
 
 def run(name: str):
-    """Run a section's command and store its rows. CalledProcessError, and nothing is stored, if it fails."""
-    _, command, _ = SECTIONS[name]
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*shlex.split(command)[1:], "--json", f"{folder}/rows.json"]
-        if name in COMPARED:
-            words += ["--figure", "notebooks/compare.png" if name == "all" else f"{folder}/figure.png"]
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
-        measured = json.loads(Path(folder, "rows.json").read_text())
+    """Run a section's commands and store their rows. CalledProcessError if one fails."""
+    _, commands, _ = SECTIONS[name]
     machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
-    write(name, command, machine, str(date.today()), measured)
+    measured, parts = [], []
+    for i, command in enumerate(commands.split(" && ")):
+        parts.append(STORED / f"{name}.{i}.part")
+        words = [*shlex.split(command)[1:], "--json", str(parts[-1])]
+        subprocess.run([sys.executable, *words, *(["--resume"] if name in COMPARED else [])], cwd=ROOT,
+                       check=True)
+        new = json.loads(parts[-1].read_text())
+        measured = [row for row in measured if row not in new] + new  # claims repeats what it stored first
+        write(name, commands, machine, str(date.today()), measured)
+    for part in parts:
+        part.unlink()
+    if name == "all":
+        plot.comparison(rows(name), ROOT / "notebooks" / "compare.png")
 
 
 def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
@@ -68,9 +75,9 @@ def section(name: str) -> str:
         raise SystemExit(f"error: stored/{name}.json is of `{stored['command']}`, not of `{command}`; "
                          f"run python -m lab.render_results {name}")
     if name in COMPARED:
-        short, measured = name in ("smollm2", "short"), stored["rows"]
-        lines = [table.header(measured[0], short), *(table.show(row, short) for row in measured)]
-        text = "\n".join([*lines, "", table.findings(measured)] if short else lines)
+        shown = [row for row in stored["rows"] if row["keep_ratio"] in (None, 0.25)]  # the file has all
+        lines = [table.header(shown[0], short=True), *(table.show(row, short=True) for row in shown)]
+        text = "\n".join(lines)
     else:
         text = (claims_renderer if name == "claims" else speed).show(stored["rows"])
     source = f"`{command}` ({stored['date']}, {stored['machine']})"

@@ -33,22 +33,24 @@ METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, WINDOW | dict(select=Pooled
 
 
 @torch.no_grad()
-def long_answer(model, texts: Tensor, **options) -> Tensor:
-    """Return each text's KL of a short prompt and a long answer, (texts,); options are SnapKV's.
+def long_answer(model, texts: Tensor, *selections, **options) -> Tensor:
+    """Return the KL of short prompts and long answers, (selections, texts); options are SnapKV's.
 
     As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer. Whenever the
     cache holds half of the text, it is compressed to an eighth; in between it only appends.
     """
-    T = texts.shape[1]
-    caches, logits = make_cache(model, SnapKV, **dict(budget=T // 8) | WINDOW | options), []
-    for start, end in pairwise([0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]):
-        begin_turn(caches)
-        logits.append(model(texts[:, start:end], caches))
-        compress(model, texts[:, :end], caches)
-
+    T, found = texts.shape[1], []
     full = model(texts[:, :-1])[:, T // 16:].log_softmax(-1)
-    log_p = torch.cat(logits[1:], 1).log_softmax(-1)
-    return F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1)
+    for select in selections:
+        caches = make_cache(model, SnapKV, **dict(budget=T // 8, select=select) | WINDOW | options)
+        logits = []
+        for start, end in pairwise([0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]):
+            begin_turn(caches)
+            logits.append(model(texts[:, start:end], caches))
+            compress(model, texts[:, :end], caches)
+        log_p = torch.cat(logits[1:], 1).log_softmax(-1)
+        found.append(F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1))
+    return torch.stack(found)
 
 
 def ranks(x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """python -m nanollm claims: test the papers' claims on trained models, yours included.
 
     python -m nanollm claims                                  both shipped decoders, in two minutes
-    python -m nanollm claims --model FOLDER --claims P6 C1    your model in a third column
     python -m nanollm claims --model smollm2                  a pretrained decoder: 20 minutes on two cores
+    python -m nanollm claims --model FOLDER --claims P6 C1    your model beside these three
 
-Beside your model, the shipped decoders' columns are those of lab/stored/claims.json, which the first command
-wrote, unless you choose other documents, another length or another seed. Each claim about a trained model has
+Beside your model, the other columns are those of lab/stored/claims.json, which the first two commands wrote,
+unless you choose other documents, another length or another seed. Each claim about a trained model has
 a rule: conditions on measured numbers. The table of a claim has a column for each model, the verdict by the
 rule, and the numbers. A number within two standard errors of its limit leaves the claim undecided. CLAIMS.md
 explains all claims.
@@ -51,18 +51,23 @@ def main(argv: list[str]):
     from lab.claims.claims_renderer import listed, show
     from lab.claims.rules import CLAIMS, judge
     from lab.claims.subject import Subject
+    from nanollm.gguf import SMOLLM2
     names, claims, rows, subjects = [*dict.fromkeys(args.claims or CLAIMS)], listed(), [], {}
     if unknown := [name for name in names if name not in CLAIMS]:
         raise ValueError(f"claim {unknown[0]!r} cannot be tested on a model; choose from {', '.join(CLAIMS)}")
     folders, stored = dict(SHIPPED), {}
     if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
-        name = f"{args.model}/" if args.model.is_dir() else args.model.name  # /: it may be named "built"
-        folders[name] = args.model
+        own = f"{args.model}/" if args.model.is_dir() else args.model.name  # /: it may be named "built"
+        folders[own] = args.model
         rows_of = json.loads((Path(__file__).parents[1] / "stored/claims.json").read_text())["rows"]
         asked = args.documents, args.length, args.seed
         stored = {(row["claim"], row["model"]): row for row in rows_of
-                  if (row["documents"], row["tokens"], row["seed"]) == asked}
+                  if (row["documents"], row["tokens"], row["seed"]) == asked and row["model"] != own}
+    known = {model for _, model in stored}
+    columns = [x for x in dict.fromkeys((SMOLLM2, *folders)) if x in known or x in folders]
     for label, folder in folders.items():
+        if label in known:
+            continue
         model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
         subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length,
                                   processes=args.device == "cpu" and args.threads < 2)
@@ -71,8 +76,8 @@ def main(argv: list[str]):
     for name in tqdm(names, unit="claim", leave=False, disable=None):
         words = dict(claim=name, says=claims[name].says, rule=claims[name].rule)
         found = [stored.get((name, label))
-                 or words | dict(model=label, documents=on.documents, tokens=on.T, seed=on.seed)
-                 | judge(name, on)._asdict() for label, on in subjects.items()]
+                 or words | dict(model=label, documents=args.documents, tokens=args.length, seed=args.seed)
+                 | judge(name, subjects[label])._asdict() for label in columns]
         tqdm.write(show(found, rule=True) + "\n")
         rows += found
         if args.json:

@@ -9,9 +9,10 @@ Each paper has a file beside this one: `# Paper`, the version that was read, sym
 
     Details.
 
-If a trained model decides the claim, the number is the rule's of *built* in lab/stored/claims.json, by its
-name there: {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}. Other numbers are recorded by
-tests that are marked `@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
+If a trained model decides the claim, the number is the rule's of SmolLM2 in lab/stored/claims.json, by its
+name there: {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}; of another decoder, too:
+{P7.heads with a lower L @built:.2f}. Other numbers are recorded by tests that are marked
+`@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
 """
 from itertools import groupby
 import json
@@ -24,9 +25,11 @@ from lab.claims.rules import CLAIMS
 from lab.claims.subject import HOLDS, NOT, OPEN, UNTESTED
 from lab.text_table import text_table
 from nanollm import SHIPPED
+from nanollm.gguf import SMOLLM2
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+MODELS = SMOLLM2, *SHIPPED
 VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
 CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
                    r"((?s:.*))")
@@ -35,7 +38,7 @@ PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.[^{}:]+)(?::([^{}]*))?\}")
 
 class Claim(NamedTuple):
     id: str
-    verdict: str   # on "built", if a model decides it
+    verdict: str   # on SmolLM2, if a model decides it
     notebook: str  # "03"
     says: str
     rule: str      # "" if no model decides it
@@ -112,7 +115,7 @@ def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stor
     """Raise a ValueError unless files, tests, rules, notebooks and stored rows fit together."""
     claims = sum(parse(text).values(), [])
     ids = {claim.id for claim in claims}
-    decided = {(x.id, model, x.rule) for x in claims if x.rule for model in SHIPPED}
+    decided = {(x.id, model, x.rule) for x in claims if x.rule for model in MODELS}
     wrong = {
         "claims without a test":
             {x.id for x in claims if not x.rule and x.verdict != UNTESTED} - tests.keys(),
@@ -127,19 +130,16 @@ def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stor
 
 
 def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]:
-    """Return a claim's row of the table, and its details with links to its tests and notebook.
-
-    If the decoders' stored rows differ, both verdicts are named.
-    """
-    short, decided, verdicts = claim.verdict, "", {row["model"]: row["verdict"] for row in rows}
-    if len({*verdicts.values()}) > 1:
-        short = f"{claim.verdict} (built); {verdicts['learned']} (learned)"
-        both = "; ".join(f"*{model}*: {verdict}" for model, verdict in verdicts.items())
-        decided = f"{claim.rule} {both}."
+    """Return a claim's row of the table, and its details with links to its tests and notebook."""
+    by_rule, decided = {row["model"]: row["verdict"] for row in rows}, ""
+    if len({*by_rule.values()}) > 1:
+        each = "; ".join(f"*{model}*: {by_rule[model]}" for model in MODELS)
+        decided = f"{claim.rule} The verdict turns with the decoder. {each}."
     elif rows:
-        decided = f"{claim.rule} Both: {rows[0]['verdict']}."
+        decided = f"{claim.rule} All three decoders: {rows[0]['verdict']}."
 
-    cells = f"[{claim.id}](#{claim.id.lower()})", claim.says, short, claim.number
+    cells = (f"[{claim.id}](#{claim.id.lower()})", claim.says, claim.verdict,
+             *(by_rule.get(model, "") for model in MODELS), claim.number)
     files = sorted({test.partition("::")[0] for test in tests})
     links = [f"[{Path(file).stem}]({file})" for file in files]
     links += [f"[notebook {claim.notebook}]({claim.lesson})"] if claim.lesson else []
@@ -152,12 +152,13 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
     """Return the text of CLAIMS.md; ValueError if something is missing or unknown.
 
     recorded: a test's node id, and ("claim", "S3") of its marker or ("S3.draws", 80) of what it measured.
-    stored: rows that `python -m nanollm claims` wrote of the two decoders.
+    stored: rows that `python -m nanollm claims` wrote of the three decoders.
     """
     tests, values = {}, {}
     for row in stored:
-        for name, (x, error) in row["numbers"].items() if row["model"] == "built" else ():
-            values |= {f"{row['claim']}.{name}": x, f"{row['claim']}.{name} ±": error}
+        of = "" if row["model"] == SMOLLM2 else f" @{row['model']}"
+        for name, (x, error) in row["numbers"].items():
+            values |= {f"{row['claim']}.{name}{of}": x, f"{row['claim']}.{name}{of} ±": error}
     for node, name, value in recorded:
         if name == "claim":
             tests.setdefault(value, set()).add(node.partition("[")[0])
@@ -170,7 +171,7 @@ def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
         rows, details = zip(*(of_claim(claim, tests.get(claim.id, set()),
                                        [row for row in stored if row["claim"] == claim.id])
                               for claim in claims))
-        header = "| ID | claim | verdict | number |\n|---|---|---|---|"
+        header = f"| ID | claim | verdict | {' | '.join(MODELS)} | number |\n|{'---|' * 7}"
         parts += [f"## {paper}", "\n".join([header, *rows]), *details]
     return "\n\n".join(parts) + "\n"
 

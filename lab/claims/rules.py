@@ -62,6 +62,8 @@ def P2(on: Subject) -> Finding:
 def P3(on: Subject) -> Finding:
     """Measure L and θ of every head at a quarter of the entries."""
     def largest(A: Tensor, norms: Tensor, values: Tensor) -> Tensor:
+        A, values = A.double(), values.double()  # SmolLM2 has heads that give evicted entries 1e-9 of A
+        A, norms = A / A.sum(-1, keepdim=True), values.abs().sum(-1)
         kept = torch.logical_or(*algorithm_1(A, norms, round(A.shape[-1] / 4)))
         return (perturbation(A, values, kept) / theta(A, norms, kept)).amax()
 
@@ -74,7 +76,8 @@ def P5(on: Subject) -> Finding:
     plain = {Rule.__name__: on.facts(Rule.__name__) for Rule in RULES}
     pooled = {f"change of {name}, pooled": mean(on.facts(name, select=PooledCritical()) - x)
               for name, x in plain.items()}
-    return Finding(both(*map(above, pooled.values())), means(plain) | pooled)
+    return Finding(both(*map(above, pooled.values())),
+                   means(plain) | pooled | {"keep ratio": (on.tight, 0.0)})
 
 
 def P6(on: Subject) -> Finding:
@@ -104,7 +107,8 @@ def P8(on: Subject) -> Finding:
     return Finding(
         both(above(mean(none - quarter), -0.1), above(mean(quarter - plain)),
              above(mean(quarter - streaming), 0.25)),
-        means({"SnapKV": plain, "α = 0.25": quarter, "α = 0": none, "StreamingLLM": streaming}))
+        means({"SnapKV": plain, "α = 0.25": quarter, "α = 0": none, "StreamingLLM": streaming})
+        | {"keep ratio": (on.tight, 0.0)})
 
 
 def P10(on: Subject) -> Finding:
@@ -136,8 +140,8 @@ def P11(on: Subject) -> Finding:
 def P12(on: Subject) -> Finding:
     """Measure the KL of texts that are compressed again whenever the cache holds half of one."""
     texts = text_windows(on.tasks, 2 * on.documents, on.T, on.model).to(on.text.tokens.device)
-    plain, norms = (torch.cat(on.spread(lambda some: long_answer(on.model, some, select=select).cpu(),
-                                        texts.split(PART))) for select in (SnapKV.select, Critical()))
+    plain, norms = torch.cat(on.spread(
+        lambda some: long_answer(on.model, some, SnapKV.select, Critical()).cpu(), texts.split(PART)), 1)
     change = mean(norms - plain)
     return Finding(below(change), {"KL of SnapKV": mean(plain), "change by the paper's rule": change})
 
@@ -159,11 +163,16 @@ def P13(on: Subject) -> Finding:
 def C1(on: Subject) -> Finding:
     """Count the needles with long values that single tokens and chunks find."""
     ends = boundaries(on.tasks.encoding, on.model.config.vocab_size)
-    found = {name: on.answered(Method, 0.25, "unmarked long needle", **WINDOW | options)
-             for name, Method, options in (("SnapKV", SnapKV, {}), ("ChunkKV", ChunkKV, {}),
-                                         ("chunks of 20", ChunkKV, dict(select=Chunks(20))),
-                                         ("semantic chunks", SemanticChunkKV, dict(ends=ends)))}
-    return Finding(above(mean(found["ChunkKV"] - found["SnapKV"])), means(found))
+    methods = {"SnapKV": (SnapKV, {}), "ChunkKV": (ChunkKV, {}),
+               "chunks of 20": (ChunkKV, dict(select=Chunks(20))),
+               "semantic chunks": (SemanticChunkKV, dict(ends=ends))}
+    for kept in (0.25, 0.5):
+        found = {name: on.answered(Method, kept, "unmarked long needle", **WINDOW | options)
+                 for name, (Method, options) in methods.items()}
+        if max(found["SnapKV"].mean(), found["ChunkKV"].mean()) >= 0.1:
+            break
+    return Finding(above(mean(found["ChunkKV"] - found["SnapKV"])),
+                   means(found) | {"keep ratio": (kept, 0.0)})
 
 
 def C2(on: Subject) -> Finding:

@@ -127,10 +127,16 @@ class Subject:
                              + ", ".join(f"{full[f'{task}_aware']:.2f} of {task}" for task in tasks))
         return torch.stack([self.row(task, Method, keep_ratio, setting, **options) for task in fit]).mean(0)
 
-    def facts(self, name: str, keep_ratio: float = 1 / 16, **more) -> Tensor:
-        """Return the needles and pairs that a method of METHODS finds, query-aware."""
+    def facts(self, name: str, keep_ratio: float | None = None, **more) -> Tensor:
+        """Return the needles and pairs that a method of METHODS finds, query-aware; None: at `tight`."""
         Method, options = METHODS[name]
-        return self.answered(Method, keep_ratio, "needle", "pairs", **options | more)
+        return self.answered(Method, keep_ratio or self.tight, "needle", "pairs", **options | more)
+
+    @cached_property
+    def tight(self) -> float:
+        """Return the least keep ratio, from 1/16 to 1/2, at which SnapKV finds half of the full cache's."""
+        half = self.answered(LayerCache, None, "needle", "pairs").mean() / 2
+        return next((x for x in (1 / 16, 1 / 8, 1 / 4) if self.facts("SnapKV", x).mean() >= half), 1 / 2)
 
     def agnostic(self, Method, keep_ratio: float | None = 0.25, **options) -> Tensor:
         """Return the needles found if the question comes after the compression."""

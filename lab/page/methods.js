@@ -178,14 +178,15 @@ class Reading {
   }
 
   // Compress, feed the rest of the prompt token by token, and write `count` tokens.
-  answer(method, keep, aware, count, progress, step = () => {}) {
+  answer(method, keep, aware, count, progress, step) {
     const [caches, cut] = this.compressed(method, keep, aware, progress), kept = held(caches, cut), written = [];
     let logits, at = cut;
     for (const token of this.tokens.slice(cut)) logits = this.decoder.forward([token], at++, caches);
     for (let i = 0; i < count; i++) {
       written.push(logits.reduce((best, x, token) => x > logits[best] ? token : best, 0));
+      if (!step && written.length === count) break;  // as in Python, the last token is not fed
       logits = this.decoder.forward(written.slice(-1), at++, caches);
-      step(written, caches, at);
+      step?.(written, caches, at);
     }
     const bytes = caches.reduce((sum, cache) => sum + cache.bytes(), 0);
     return {kept, n: cut, bytes, written, answer: this.tokenizer.pieces(written).join("")};

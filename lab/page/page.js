@@ -3,7 +3,9 @@
 "use strict";
 
 const $ = id => document.getElementById(id);
-const data = JSON.parse($("data").textContent);
+const all = JSON.parse($("data").textContent);
+const beside = all.beside && new URLSearchParams(location.hash.slice(1)).get("model") === all.beside.name;
+const data = beside ? all.beside : all;
 const TITLE = new Map(data.methods.map(([name, title]) => [name, title]));
 const SENTENCE = new Map(data.methods.map(([name, , sentence]) => [name, sentence]));
 const FACT = /The code of (\w+) is\s(\d+)/g;
@@ -347,7 +349,7 @@ function go(by) {
 }
 
 function address() {
-  const own = state.text ? {text: state.text, question: state.question} : {};
+  const own = state.text ? {text: state.text, question: state.question} : beside ? {model: data.name} : {};
   const {step, left, right, keep, aware, token, head} = state;
   history.replaceState(null, "", "#" + new URLSearchParams(
     {step: step + 1, left, right, keep, asked: aware ? "known" : "later", token, head, ...own}));
@@ -412,6 +414,13 @@ $("restore").onclick = () => {
 $("play").onclick = play;
 $("moment").oninput = () => { $("moment-count").value = $("moment").value; draw(); };
 $("own").hidden = $("time").hidden = !data.live;
+$("decoder-label").hidden = !all.beside;
+$("decoder").append(new Option(`${all.name}, which runs in this page`, ""),
+                    new Option(`${all.beside?.name}, stored results`, all.beside?.name, beside, beside));
+$("decoder").onchange = () => {
+  location.hash = $("decoder").value && `model=${$("decoder").value}`;
+  location.reload();
+};
 $("curves").hidden = !data.curve;
 $("controls").onsubmit = event => event.preventDefault();
 onhashchange = () => { fromAddress(); change(); };

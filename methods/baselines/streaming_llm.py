@@ -48,6 +48,13 @@ class StreamingLLM(ScoredCache):
             self.k[:, :, :self.sinks] = rotate(self.sink_keys, *angles)
         return super().read()
 
+    def evict(self):
+        if not self.length == self.seen > self.budget:
+            return super().evict()
+        slot = torch.arange(self.length, device=self.pos.device)  # in the order of the tokens
+        kept = torch.cat((slot[:self.sinks], slot[self.sinks + self.length - self.budget:]))
+        self.keep(kept.expand(*self.pos.shape[:2], -1))
+
     def score(self) -> Tensor:
         return (self.pos < self.sinks).float()  # of the others, which score alike, the newest stay
 

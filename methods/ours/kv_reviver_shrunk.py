@@ -1,5 +1,8 @@
 """Ours, beyond KVReviver: three ways to read the sketch back with less noise.
 
+None of them is of use: on all our decoders the KL is lower if exact tokens take the sketch's bytes (claim
+R4).
+
 Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates none of
 them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all is as printed:
 only values have signs, so a value is read as a mean of values with random signs, which is near 0.

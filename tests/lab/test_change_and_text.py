@@ -19,5 +19,5 @@ def test_the_rank_correlation_gives_equal_numbers_their_mean_rank():
 
 def test_a_long_answer_is_compressed_while_it_is_written():
     model, texts = checkpoint.from_hf(TINY), text_windows(tasks("test"), 1, 256)
-    assert long_answer(model, texts, select=SnapKV.select).min() > 1e-3
-    assert long_answer(model, texts, budget=256).max() < 1e-5  # room for all
+    assert long_answer(model, texts, SnapKV.select).min() > 1e-3
+    assert long_answer(model, texts, SnapKV.select, budget=256).max() < 1e-5  # room for all
