@@ -22,7 +22,7 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARED = "smollm2", "short", "all", "learned"  # sections of python -m nanollm
+COMPARED = "smollm2", "hard", "short", "all", "learned"  # sections of python -m nanollm
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
