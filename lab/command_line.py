@@ -24,7 +24,8 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
                         help="number format of weights, keys and values; default float32")
     parser.add_argument("--calibration", type=Path, metavar="FOLDER",
                         help="folder that keeps what kvzip_fast or duo_attention learns of the model, which "
-                             "may take minutes; default: learned anew in each run")
+                             "may take minutes; default: nanollm/calibrated, if it has this model, or else "
+                             "learned anew in each run")
     parser.add_argument("--threads", type=int, default=0,
                         help="CPU threads; default 0: one for small models, all cores for large ones")
 

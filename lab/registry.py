@@ -19,6 +19,7 @@ from nanollm.cache import LayerCache
 from nanollm.saved import fingerprint
 
 METHODS = Path(__file__).parents[1] / "methods"
+CALIBRATED = Path(__file__).parents[1] / "nanollm" / "calibrated"  # a folder for each decoder
 
 
 def methods() -> tuple[dict, dict, dict]:
@@ -100,22 +101,26 @@ def has_budget(Method) -> bool:
 def calibrated(Method, model, encoding, folder: Path | None = None) -> dict:
     """Return the options that a method measures on the decoder, such as its retrieval heads; {} if none.
 
-    folder: keeps them in METHOD.safetensors. ValueError if that file is of another decoder.
+    folder: keeps them in METHOD.safetensors. ValueError if that file is of another decoder. Without a folder,
+    those that ship are used, if they are of this decoder.
     """
     if not hasattr(Method, "calibrate"):
         return {}
-    file, own = folder and folder / f"{Method.__name__}.safetensors", fingerprint(model)
-    if file and file.exists():
+    name, own = f"{Method.__name__}.safetensors", fingerprint(model)
+    files = [folder / name] if folder else CALIBRATED.glob(f"*/{name}")
+    for file in filter(Path.exists, files):
         with safe_open(file, "pt") as stored:
-            if stored.metadata().get("decoder") != own:
-                raise ValueError(f"{file} was calibrated on another decoder; name another folder")
-            found = {name: stored.get_tensor(name) for name in stored.keys()}
-        return {name: x if x.is_floating_point() else tuple(map(tuple, x.tolist()))  # heads
-                for name, x in found.items()}
+            if stored.metadata().get("decoder") == own:
+                found = {option: stored.get_tensor(option) for option in stored.keys()}
+                return {option: x if x.is_floating_point() else tuple(map(tuple, x.tolist()))  # heads
+                        for option, x in found.items()}
+        if folder:
+            raise ValueError(f"{file} was calibrated on another decoder; name another folder")
     options = Method.calibrate(model, Tasks(encoding, "train"))
-    if file:
+    if folder:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: torch.as_tensor(x) for name, x in options.items()}, file, {"decoder": own})
+        save_file({option: torch.as_tensor(x) for option, x in options.items()}, folder / name,
+                  {"decoder": own})
     return options
 
 

@@ -35,7 +35,8 @@ from nanollm.generate import prefill
 
 METHODS = ("snap_kv", "pyramid_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "streaming_llm_absolute",
            "tova", "key_diff")
-STEPS = 4  # decoding steps after a prompt, of which the fastest counts
+STEPS = 4    # decoding steps after a prompt, of which the fastest counts
+SHORT = 0.5  # seconds; ends whose rounds take less get more rounds
 TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
 prompt    reading the prompts of the batch with the full cache
 end       compressing the cache once, at the prompts' end
@@ -46,10 +47,10 @@ process   by how many MiB the process has grown for them, as the operating syste
 """
 
 
-def fastest(run: Callable, rounds: int) -> float:
-    """Return the milliseconds of the fastest run."""
-    times = []
-    for _ in range(rounds):
+def fastest(run: Callable, rounds: int, least: float = 0) -> float:
+    """Return the milliseconds of the fastest of some rounds, which take at least `least` seconds in all."""
+    times, first = [], perf_counter()
+    while len(times) < rounds or perf_counter() - first < least:
         began = perf_counter()
         run()
         times.append(1000 * (perf_counter() - began))
@@ -76,8 +77,8 @@ def at_the_end(model, tokens: Tensor, recording: list[Recording], make: Callable
 
 def end_and_step(model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int) -> dict:
     """Return a method's times at the end of a prompt and after it, its bytes, and the process's growth."""
-    times = []
-    for _ in range(rounds):
+    times, first = [], perf_counter()
+    while len(times) < rounds or perf_counter() - first < SHORT:
         caches = at_the_end(model, tokens, recording, make)
         times.append(fastest(lambda: compress(model, tokens, caches), 1))
     step = fastest(lambda: model(tokens[:, :1], caches), STEPS)
@@ -127,21 +128,22 @@ class Peer:
         if not self.presses:
             return {}
         from kvpress import BasePress
-        times = {name: [0.0] * rounds for name in self.presses}
+        layers = []  # each layer's arguments; timed after the prompt, as ours are: no layer is in a CPU cache
 
-        class All(BasePress):
-            def compress(_, module, *arguments):
-                for name, press in self.presses.items():
-                    for i in range(rounds):
-                        times[name][i] += fastest(lambda: press.compress(module, *arguments), 1)
-                module.masked_key_indices = None  # AdaKV's, which hide entries in place of evicting them
-                return self.presses["snap_kv"].compress(module, *arguments)
+        class First(BasePress):
+            def compress(_, *arguments):
+                layers.append(arguments)
+                return self.presses["snap_kv"].compress(*arguments)
 
         for press in self.presses.values():
             press.post_init_from_model(self.model)
-        with All()(self.model):
+        with First()(self.model):
             self.prompt(tokens)
-        return {name: min(each) for name, each in times.items()}
+        times = {name: fastest(lambda: [press.compress(*layer) for layer in layers], rounds, SHORT)
+                 for name, press in self.presses.items()}
+        for module, *_ in layers:
+            module.masked_key_indices = None  # AdaKV's, which hide entries in place of evicting them
+        return times
 
 
 # ---- the command ---

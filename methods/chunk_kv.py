@@ -17,8 +17,8 @@ Differs from the paper:
 - The query heads of a group share an entry, so its score is their mean.
 
 A fact may lie across the border of two chunks. The attention falls on the words before a value, so a value
-that begins a chunk misses their scores. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that for
-values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
+that begins a chunk misses their scores. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on
+*built* for values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
 methods/ours/chunk_kv_semantic.py.
 """
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For
 `attend` runs write → attention → observe. When the whole prompt has been read, `compress(model, tokens,
 caches)` lets the method remove entries. A method overrides what it needs: `write` (what is stored), `read`
 (what attention sees), `observe` (what was attended to), `evict` (what is removed from a layer), `compress`
-(all layers at once). A method that gives each entry a score overrides `score` of ScoredCache and nothing
-else.
+(all layers at once). A method that gives each entry a score overrides `score` of ScoredCache, and `observe`
+if the score needs attention.
 
 Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
 window. A slot is a place in the cache's tensors. It holds one entry, a token's key and value, or is empty.

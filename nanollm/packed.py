@@ -32,12 +32,12 @@ class PackedCache(LayerCache):
         """Whether heads differ and store only tensors that never change: k, v, pos and bias."""
         return self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}
 
-    def pack(self):
-        """Store the slots head after head."""
-        filled = self.pos != NEVER
-        self.packed = {name: self.slot(name)[filled] for name in self.slots}
+    def pack(self, kept: Tensor):
+        """Keep only the slots where kept (B, H, S) is true, stored head after head."""
+        i = kept.flatten().nonzero().squeeze(1)
+        self.packed = {name: self.slot(name).flatten(0, 2).index_select(0, i) for name in self.slots}
         self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
-        self.counts = filled.sum(-1)
+        self.counts = kept.sum(-1)
         self.sizes = self.counts.flatten().tolist()
         self.length = self.longest = max(self.sizes)
 
@@ -70,11 +70,13 @@ class PackedCache(LayerCache):
         super().keep(i)
         self.packed, self.counts, self.sizes, self.longest = {}, None, [], 0
 
-    def keep_chosen(self, i: Tensor):
-        """Keep only slots i (B, H, n); −1 stands for an empty slot. Pack them if the heads differ."""
-        self.keep(i)
-        if self.packs:
-            self.pack()
+    def keep_chosen(self, kept: Tensor):
+        """Keep only the slots where kept (B, H, S) is true. Pack them if the heads differ."""
+        if self.ragged:
+            kept = kept & (self.pos != NEVER)
+        count = kept.sum(-1)
+        self.ragged = self.ragged or int(count.min()) < int(count.max())
+        self.pack(kept) if self.packs else self.keep(indices(kept))
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.packed or q.shape[2] > 1 or type(self).read is not LayerCache.read:
@@ -123,4 +125,4 @@ def keep_highest(caches: list[PackedCache], scores: list[Tensor], budget: int):
     L, H = ranked.shape[1:3]
     kept = top(ranked.flatten(1), L * H * budget).view_as(ranked) & (ranked > -torch.inf)
     for cache, stays in zip(caches, kept.unbind(1)):
-        cache.keep_chosen(indices(stays[:, :, :cache.length].to(cache.pos.device)))
+        cache.keep_chosen(stays[:, :, :cache.length].to(cache.pos.device))

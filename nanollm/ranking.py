@@ -1,7 +1,6 @@
 """Turn scores into slots: ranks, masks of the highest, indices. Ties go to the newest token."""
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
 
 def rank(score: Tensor, pos: Tensor) -> Tensor:
@@ -27,6 +26,9 @@ def top(score: Tensor, budget: int | Tensor) -> Tensor:
     else:  # one number for all rows: no need to sort
         budget = min(budget, S)
         least = score.kthvalue(S + 1 - max(budget, 1), keepdim=True).values
+        stays = score >= least
+        if int(stays.sum()) == budget * (stays.numel() // S):  # no ties at the limit
+            return stays
     above, tied = score > least, score == least
     newer = tied.flip(-1).cumsum(-1).flip(-1)  # how many tied slots are here or later
     return above | tied & (newer <= budget - above.sum(-1, keepdim=True))
@@ -51,9 +53,7 @@ def expand_index(i: Tensor, x: Tensor) -> Tensor:
 
 
 def taken(x: Tensor, i: Tensor) -> Tensor:
-    """Return slots i (B, H, n) of x (B, H, S, ...): (B, H, n, ...); vectors ten times as fast as gather."""
-    if x.dim() != 4:
-        return x.gather(2, expand_index(i, x))
-    B, H, S, _ = x.shape
+    """Return slots i (B, H, n) of x (B, H, S, ...): (B, H, n, ...). Ten times as fast as gather."""
+    B, H, S = x.shape[:3]
     first = torch.arange(0, B * H * S, S, device=x.device).view(B, H, 1)
-    return F.embedding(i + first, x.flatten(0, 2))
+    return x.flatten(0, 2).index_select(0, (i + first).flatten()).view(*i.shape, *x.shape[3:])

@@ -98,8 +98,8 @@ class WindowCache(PackedCache):
         self.queries = self.forgotten = None
 
     def chosen(self) -> Tensor:
-        """Return the slots that stay, (B, H, n); −1 stands for no slot."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method chosen(self) -> (B, H, n)")
+        """Return a mask (B, H, S) of the slots that stay."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method chosen(self) -> (B, H, S)")
 
     def empty(self) -> Tensor | None:
         """Return a mask (B, H, S) of the slots without an entry; None if there are none."""

@@ -311,11 +311,11 @@ axes[0].legend();
 # %% [markdown]
 # A bound over what it bounds must not lie below 1. The paper's bounds fall below; with the remainder they hold. They say nothing about a decoder's weights, though: double a layer's value matrix and halve its output matrix, and no prediction changes, so $\lambda_{\min} = 0$ (exercise 5).
 #
-# The table `all` in [RESULTS.md](../RESULTS.md) has all keep ratios and the agnostic setting.
+# The table `all` in [RESULTS.md](../RESULTS.md) has both settings at 25 %, and `lab/stored/all.json` has all keep ratios.
 #
 # ## Three things to remember
 #
-# 1. Whole chunks keep long facts that single tokens lose.
+# 1. On *built*, whole chunks keep long facts that single tokens lose. On SmolLM2 only longer chunks do, and chunks that end with sentences (claim C1).
 # 2. A fixed grid loses the facts that it cuts. A pool with the maximum, or chunks that end where the text does, repair this.
 # 3. Similar choices, or more whole examples, do not by themselves mean better answers.
 #

@@ -3,7 +3,7 @@
 #
 # **Question.** A cache with a fixed budget must drop entries while it still reads. Can it tell from the past which entries it will need?
 #
-# The methods of the earlier notebooks read the whole prompt and then compress it. **Scissorhands** never holds more than its budget. When the cache is full, it drops the entries that were unimportant most often. This is a bet on the *persistence of importance*: an entry that received attention will receive attention again. The paper proves the bet for a small model, bounds the loss, and observes both in large models. Numbers here are from the decoder *built* (`08_two_decoders.ipynb`).
+# The methods of the earlier notebooks read the whole prompt and then compress it. **Scissorhands** never holds more than its budget. When the cache is full, it drops the entries that were unimportant most often. This is a bet on the *persistence of importance*: an entry that received attention will receive attention again. The paper proves the bet for a small model, bounds the loss, and observes both in large models. Numbers here are from the decoder *built* (`08_three_decoders.ipynb`).
 #
 # - The budget $B$ is a number of entries per head; $\beta = B/T$ is the keep ratio.
 # - An entry is *pivotal* to the query at position $t$ if its attention weight exceeds the even share $1/t$.
@@ -323,7 +323,7 @@ axis.legend();
 #
 # ## Three things to remember
 #
-# 1. Compare persistence with chance. Above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does.
+# 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In SmolLM2's lowest layer 77 % persist, where chance gives 66 % (claim S7).
 # 2. The printed bound of the loss is no bound for small budgets. A repaired one holds. The drift stays far below its own bound.
 # 3. A count of unimportance is nearly a count of age. Dropping few entries at a time helps more than the count.
 #

@@ -3,7 +3,7 @@
 #
 # **Question.** A quarter of the cache should take a quarter of the time. Why does it not in PyTorch, and what does a kernel change?
 #
-# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it pads heads of unlike length (AdaKV), writes out weights of which only sums are needed (H2O), and sends revived keys through memory (KVReviver). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for five jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
+# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it pads heads of unlike length (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for four jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
 #
 # Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16 (it gets bfloat16 wrong), but not fast from slow.
 #
@@ -128,7 +128,7 @@ print(f"Triton, {-(-n // 256)} programs: off by {(run(k, v, n) - expected).abs()
 # %% [markdown]
 # `kernels/decode_attention.py` adds four things. All query heads of a group are rows of one tile, so a key is read once for the group and the tensor cores multiply (`tl.dot`). Each head has its own start and length. Slots may have a bias. The sums of the weights can be kept.
 #
-# How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. `tests/kernels` does both, at lengths such as 1, 63 and 65.
+# How do you know that the kernel is right? Its output is full of NaN before it runs, so anything left out shows. The memory around the slots is NaN as well, so a mask that is off by one shows too. `tests/kernels` does both, at lengths such as 1, 17 and 33.
 
 # %%
 storage = torch.full((2, n + 24, D), math.nan)  # the slots that are there, and room to spare
@@ -182,7 +182,7 @@ print(f"off by {(y - by_pytorch).abs().max():.1e}; the weights of each head's sl
       f"add up to its {G} queries: {sums.sum() / (B * H):.4f}")
 
 # %% [markdown]
-# The last number is the sum of the weights over the queries of a group. H2O, Scissorhands and KVReviver need it. On a GPU, with a model in 16 bits, methods call the kernels by themselves (`nanollm/kernel_switch.py`). Elsewhere their plain code runs.
+# The last number is the sum of the weights over the queries of a group. H2O and Scissorhands need it. On a GPU, with a model in 16 bits, methods call the kernels by themselves (`nanollm/kernel_switch.py`). Elsewhere their plain code runs.
 #
 # ## 6. The fastest kernel is the one that you do not need
 #
@@ -254,7 +254,7 @@ axis.grid(alpha=0.3)
 axis.legend(fontsize=8, loc="lower right");
 
 # %% [markdown]
-# On the slope, only fewer bytes help: decoding, reviving and window scores are there. Value norms and pairs are under the flat roof: only fewer multiplications help. The roof has one gap: reviving with three rows also takes 3 · 2D numbers a token from the GPU's cache.
+# On the slope, only fewer bytes help: decoding and window scores are there. Value norms and pairs are under the flat roof: only fewer multiplications help.
 #
 # This is a prediction. `python -m lab.kernel_bench`, on a machine with a GPU, prints what a kernel really takes, beside the plain code and PyTorch's attention.
 #

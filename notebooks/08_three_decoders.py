@@ -71,7 +71,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# KVzip stands on the right for all three, SnapKV and H2O on the left. Between them the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and a quarter or less on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
+# KVzip stands on the right for all three, SnapKV and H2O on the left. Between them the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
 #
 # ## Few heads retrieve
 #
@@ -111,9 +111,9 @@ axes[1].set(xlabel="query, counted from the end", ylabel="attention to the value
 axes[0].legend();
 
 # %% [markdown]
-# On the left: in *built*, three heads of 36 read the value, each with most of its attention. In *learned* it is seven. In SmolLM2 it is three of 270, and the best of them is less sure. A budget that all heads share equally goes to the other heads.
+# On the left: in *built*, three heads of 36 read the value, each with most of its attention. In *learned* it is seven. In SmolLM2 it is three of 270. The best of them is less sure than that of *built*, and surer than that of *learned*. A budget that all heads share equally goes to the other heads.
 #
-# On the right: only the last query looks. In the small decoders the query before it looks a little, too. Our benchmark once kept the last query out of the observation window. The small decoders forgave that; SmolLM2 did not (notebook 11, case 5).
+# On the right: only the last query looks. In the small decoders the query before it looks a little, too. Our benchmark once kept the last query out of the observation window. The small decoders found short needles all the same; SmolLM2 did not (notebook 11, case 5).
 #
 # ## Two bits
 #
@@ -145,7 +145,7 @@ axes[1].set_xticks(range(3), [f"{name}: exact, 2 bits" for name in recordings])
 axes[0].legend();
 
 # %% [markdown]
-# SmolLM2 has a channel that is 18 times as large as the median, the small decoders only 5 times. But a range for each channel takes care of that. What differs is the margin. The heads of *built* look at the value with nearly all their attention, and rounding cannot turn them away. SmolLM2's best heads look with half of it, and lose a third of that in one layer. The errors of thirty layers add up.
+# SmolLM2 has a channel that is 18 times as large as the median, the small decoders only 5 times. But a range for each channel takes care of that. What differs is what rounding does to the best heads. Those of *built* look at the value with nearly all their attention, and rounding cannot turn them away. Those of *learned* look with half of it, and lose 6 % of that. SmolLM2's look with half of it, too, and lose two fifths of that in one layer. The errors of thirty layers add up.
 #
 # ## Attention sinks
 #
@@ -226,7 +226,7 @@ axes[0].legend();
 # Solid lines are the papers' numbers, dotted ones the comparison.
 #
 # - Persistence is high in SmolLM2, 0.78 to 0.99 by layer; the paper reports more than 0.95 for OPT models. Chance alone gives 0.5 to 0.95, because most tokens are important once.
-# - With norms, L is lower in most heads of every layer but the first. The paper has 74 % of all heads.
+# - With norms, L is lower in most heads of every layer but SmolLM2's first, and layers 1 and 2 of *built*. The paper has 74 % of all heads.
 # - Neighbouring layers mostly agree more on chunks than on tokens, as the paper says.
 # - Revived keys of SmolLM2 are off by hundreds of variances, where the paper's bound is 16. Each channel has a mean, which the sketch adds up as often as tokens share a slot. Without the means the error is 6, on all three decoders. That is below the bound, and still worse than no sketch: a channel's mean alone, in place of its numbers, has an error of 1.
 #

@@ -3,7 +3,7 @@
 #
 # You have a decoder, a long prompt, and memory for a quarter of its cache. This repository has about thirty methods. Which one would you take?
 #
-# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods, then for smaller budgets. It ends with a table to choose by.
+# The answer depends on one thing more than on all others: what do you know about the question when you compress? This lesson shows that on one text, then on one page for all methods on SmolLM2, a pretrained decoder, then for other budgets and two small decoders. It ends with a table to choose by.
 #
 # **Before:** `00_kv_cache.ipynb`. **Runs:** under a minute. Long measurements are not repeated here; their rows are read from `lab/stored/`. RESULTS.md names the command of each. **Then you will know** what each family of methods bets on, when it loses its bet, and which method to try first.
 #
@@ -45,7 +45,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # ## One page of text, four caches
 #
-# The page states four codes. A quarter of its entries may stay. Then comes a question for one code, 2356. Guess first: which of the four caches can answer?
+# The page states four codes. A quarter of its entries may stay. The decoder is *built*, one of the two small ones that ship. Then comes a question for one code, 2356. Guess first: which of the four caches can answer?
 
 # %%
 tokens, cuts = prompt(model, encoding, PAGE, QUESTION)  # cuts: how many tokens are compressed
@@ -70,7 +70,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
 #
 # ## All methods on one page
 #
-# Here is one row for most methods, with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
+# Here is one row for most methods on SmolLM2-135M, with a quarter of the entries; `quantized` has its bits instead. A ring is the aware score, a dot the agnostic one; a grey line joins them.
 #
 # *Needle*: one of four facts in a text is asked for. *Pairs*: the value of one of 16 listed keys. *Label*: the label of a line, after 16 examples. *KL*: how far predictions of plain text move from those of the full cache; less is better.
 
@@ -91,7 +91,7 @@ FAMILIES = {
 
 # %%
 names = [name for family in FAMILIES.values() for name in family.split()]
-stored = by_method("all")  # python -m nanollm --all, on the decoder *built*
+stored = by_method("smollm2")  # python -m nanollm --all --model smollm2 --lengths 256
 page = [stored.get((name, 0.25)) or stored[name, None] for name in names]
 sizes = [len(family.split()) for family in FAMILIES.values()]
 height = -np.arange(len(names)) - np.repeat(range(len(sizes)), sizes)  # a gap between families
@@ -122,58 +122,59 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 # %% [markdown]
 # Read one column at a time.
 #
-# - **Long grey lines** are lost bets. Methods that go by window scores find nearly everything aware, and little agnostic. CriticalKV's norms on top (`critical`) do not change that.
-# - **Ring and dot together, on the left**: the past does not know which fact will be asked for. It does keep enough of 16 examples to label a line, since many examples say the same.
-# - **Ring and dot together, on the right**: KVzip, its fast variant and DuoAttention answer either way. So do few bits. `worst_query` needs neither a second reading nor a calibration: it ranks all entries of all layers by the window query that wants them most.
-# - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) come near H2O and do not pass it.
+# - **Long grey lines** are lost bets. SnapKV, ChunkKV and `chunk_kv_semantic` find half of the needles or more aware, and none agnostic. CriticalKV's norms on top (`critical`) lose most answers even aware, though the outputs change less (notebook 01).
+# - **Ring and dot together, on the left**: the past does not know which fact will be asked for, and the newest, the oldest and the strangest entries do not either. H2O finds two thirds of the labels that the full cache finds, because many examples say the same.
+# - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. DuoAttention keeps most of the answers, with calibrated heads.
+# - **In between**: `worst_query` finds a quarter of the later needles, two bits an eighth. On the small decoders both find nearly all (notebook 08).
+# - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) stay behind H2O.
 #
 # The standard error of a dot stands above the figure. A difference of less than two of them decides nothing.
 #
 # ## How small may the budget be?
 #
-# The page shows one budget. Now the budget shrinks from a half to a sixteenth, and the question comes later. Each line is the share of the full cache's answers that a method keeps, mean of needles and pairs. The left decoder, *built*, started with retrieval heads in its weights. The right one, *learned*, learned its own.
+# The page shows one budget. Now the budget changes, and the question comes later. Each line is the share of the full cache's answers that a method keeps, mean of needles and pairs. Of the two small decoders, *built* started with retrieval heads in its weights, and *learned* learned its own.
 
 # %%
-figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-for axis, (decoder, section) in zip(axes, {"built": "all", "learned": "learned"}.items()):
-    measured, ratios = by_method(section), (0.0625, 0.125, 0.25, 0.5)
-    answers = lambda *row: sum(measured[row][f"{task}_agnostic"] for task in ("needle", "pairs"))
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", sharey=True)
+for axis, decoder in zip(axes, ("smollm2", "built", "learned")):
+    measured = by_method("all" if decoder == "built" else decoder)
+    answers = lambda row: row["needle_agnostic"] + row["pairs_agnostic"]
+    full = answers(measured["full", None])
     for name in "snap_kv h2o duo_attention worst_query kvzip_fast kvzip kvzip_4".split():
-        line = [answers(name, ratio) / answers("full", None) for ratio in ratios]
-        axis.plot(ratios, line, label=name, **plot.style(name))
+        ratios = sorted(ratio for method, ratio in measured if method == name)
+        line = [answers(measured[name, ratio]) for ratio in ratios]
+        axis.plot(ratios, np.divide(line, full), label=name, **plot.style(name))
     axis.plot(ratios, ratios, color="0.6", linewidth=1)
     axis.set(title=decoder, xscale="log", xlabel="keep ratio, %", xticks=ratios,
              xticklabels=[f"{100 * ratio:g}" for ratio in ratios])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 axes[0].set(ylabel="answers kept, agnostic")
-axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
+axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O lies on it or below; so does SnapKV. DuoAttention and `worst_query` lose nothing with a quarter, and nearly everything with a sixteenth. KVzip lies far above, because most tokens of a text follow from the others. `kvzip_4` stores KVzip's entries in four bits, and its line hardly differs: the two savings multiply.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. `kvzip_4` stores KVzip's entries in four bits and loses little more: the two savings multiply. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. DuoAttention and `worst_query` lose nothing with a quarter on the small decoders. On SmolLM2 they lose a quarter and three quarters.
 #
-# Bytes are not the only price. With KVzip's reread, reading takes about three times as long (notebook 10). Fast KVzip and DuoAttention avoid it, but must learn something about the decoder first. Few bits must become numbers again at each step. RESULTS.md, `speed`, has times.
+# Bytes are not the only price. With KVzip's reread, reading takes about three times as long (notebook 10). Fast KVzip and DuoAttention avoid it, but must learn something about the decoder first. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
 #
 # ## Which one would you take?
 #
 # | you know | try first | because | it costs |
 # |---|---|---|---|
-# | the question is in the prompt, and no other comes | `snap_kv`, `pyramid_kv` | the question says what to keep | every later question |
-# | other questions come; a third of the memory is there | `quantized_3` | nothing is chosen, so nothing is chosen wrongly | slower steps |
-# | questions come early or late; a quarter of the memory is there | `worst_query` | the query that wants an entry most shows what it is for | with an eighth, later questions |
+# | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the question says what to keep | reading twice; every later question |
+# | other questions come; 40 % of the memory is there | `quantized_4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
 # | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
-# | many prompts, each read once | `kvzip_fast`, `duo_attention` | they have learned what a reread would say | a calibration |
-# | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | a little memory for the newest |
-# | examples, then a label | `h2o` | many lines say the same | single facts |
+# | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
+# | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
 # | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |
 #
-# All this was measured on two decoders of 2.8 M parameters. On your model the answer may differ, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
+# The table is for SmolLM2, one pretrained decoder. On *built* and *learned* some rows would read otherwise: there `worst_query` and two bits are enough. On your model the answer may differ again, and finding out takes minutes: `python -m nanollm --model FOLDER` (notebook 07).
 #
 # The page of text is also in a browser: [docs/index.html](../docs/index.html) shows it with some of the methods, and needs no installation.
 #
 # ## Three things to remember
 #
-# 1. Ask first what is known about the question. Window scores answer the question in the prompt, and lose most others.
+# 1. Ask first what is known about the question. Window scores answer some questions in the prompt, and lose nearly all others.
 # 2. If any question may come, keep every token in fewer bits, or keep what the text can be rebuilt from. The two multiply.
 # 3. Bytes are one price. Reading time, calibration and slower steps are the others.
 #
@@ -190,7 +191,7 @@ axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 #
 # <details><summary>Hint</summary>
 #
-# `by_method("learned")` has the rows. Look at `chunk_kv_reuse` first.
+# `by_method("learned")` has the rows. Look at `worst_query` and `quantized_2` first.
 # </details>
 #
 # 3. Draw the page with an eighth of the entries. Which dots fall, and why KVzip's ring for labels?

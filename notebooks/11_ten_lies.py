@@ -3,7 +3,7 @@
 #
 # A table says: "a quarter of the cache, 100 % of the answers". Would you believe it?
 #
-# Each of the ten cases below shows a number that is true and misleads, in about ten lines that run on the small decoder of this repository. Nobody meant to deceive. Careful readers found most of the public cases linked here, and some have since been fixed. This repository does several of these things itself; the case then says so.
+# Each of the ten cases below shows a number that is true and misleads, in about ten lines that run on *built*, a small decoder; case 5 runs on three decoders. Nobody meant to deceive. Careful readers found most of the public cases linked here, and some have since been fixed. This repository does several of these things itself; the case then says so.
 #
 # **Before:** `00_kv_cache.ipynb`. **Runs:** under two minutes on one core. **Then you will know** ten questions to ask of a table, and which bytes each method of this repository really needs.
 #
@@ -95,8 +95,7 @@ for Method in (SnapKV, ForgetsToReset):
 # %%
 class Masked(SnapKV):
     def keep_chosen(self, kept):
-        hidden = torch.full_like(self.pos, NEVER)
-        self.slot("pos").copy_(hidden.scatter(2, kept, self.pos.gather(2, kept)))
+        self.pos.masked_fill_(~kept, NEVER)
         self.ragged = True  # some slots are hidden
 
 
@@ -111,7 +110,7 @@ for Method in (SnapKV, Masked):
           f"peak while reading {next(shares)}")
 
 # %% [markdown]
-# Both count a quarter. Only SnapKV frees the rest, and it frees it late: it compresses at the prompt's end, so at the peak it holds the whole cache and some slack. Nearly all methods of this repository do the same. The table at the end has them all. The bytes that our tables call live are counted ones, too; `cache_bytes` returns both.
+# Both count a quarter. Only SnapKV frees the rest, and it frees it late: it compresses at the prompt's end, so at the peak it holds the whole cache and some slack. Nearly all methods of this repository do the same. The table at the end has them all. The KiB of our tables are counted bytes, too; `cache_bytes` returns both.
 #
 # In public: a request to kvpress asks for a budget of its own for each head ([#7](https://github.com/NVIDIA/kvpress/issues/7)). kvpress imitates such budgets with keys that no query sees, and its [code](https://github.com/NVIDIA/kvpress/blob/main/kvpress/attention_patch.py) says openly that this does not reduce the peak. VeloxQuant-MLX opened an issue on its own README ([#54](https://github.com/rajveer43/VeloxQuant-MLX/issues/54)); it now marks the methods whose savings are only computed ([#61](https://github.com/rajveer43/VeloxQuant-MLX/pull/61)). A [benchmark of seven methods](https://gahmed.com/projects/kv-cache-benchmark) found less than 1 GB saved at the peak.
 #
@@ -201,7 +200,7 @@ axis.set(ylabel="needles that SnapKV finds", ylim=(0, 1.05))
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# Both small decoders saw nothing: SnapKV finds every needle either way. On SmolLM2 it finds none without the last query, and half of them with it. Only this query looks at the value there (notebook 08). With this error we wrote that SnapKV loses known facts on SmolLM2, and it made methods without a window, such as KVzip, better beside it. Now the prompt is read to its end, its last token's entry is forgotten (`crop`), and the token is fed again after the compression.
+# On both small decoders this hid nothing: SnapKV finds every needle either way. On SmolLM2 it finds none without the last query, and half of them with it. Only this query looks at the value there (notebook 08). With this error we wrote that SnapKV loses known facts on SmolLM2, and it made methods without a window, such as KVzip, better beside it. Now the prompt is read to its end, its last token's entry is forgotten (`crop`), and the token is fed again after the compression.
 #
 # **Check:** ask which cache answered the first token, and which queries the method saw.
 
@@ -218,7 +217,7 @@ for name, window, pool in (("ours", 8, 7), ("baseline", 32, 7), ("baseline", 32,
 # %% [markdown]
 # All three rows are SnapKV. The max-pool over neighbours makes the whole gap: without it a fact's tokens are kept one by one, and some are lost.
 #
-# In public: [KVCache-Factory #16](https://github.com/Zefan-Cai/KVCache-Factory/issues/16) asks about windows of 8 beside 32, and about an H2O that looks like SnapKV without pooling. In [#24](https://github.com/Zefan-Cai/KVCache-Factory/issues/24) the maintainer agrees on H2O, and reports that it hardly mattered in tests. Here all window methods of a table share one window. Yet pooling splits our rows too: CriticalKV's paper does not pool in the second stage (`critical`), its authors' code does (`critical_code`).
+# In public: [KVCache-Factory #16](https://github.com/Zefan-Cai/KVCache-Factory/issues/16) asks about windows of 8 beside 32, and about an H2O that looks like SnapKV without pooling. In [#24](https://github.com/Zefan-Cai/KVCache-Factory/issues/24) the maintainer agrees on H2O, and reports that it hardly mattered in tests. Here all window methods of a table share one window. Yet pooling splits CriticalKV, too: its paper does not pool in the second stage (`critical`), its authors' code does (`critical_code`).
 #
 # **Check:** ask for the options of every row.
 

@@ -126,7 +126,7 @@ def uneven():
     padded.slots["score"] = padded.pos.float() * 10
     padded.keep(torch.tensor([[[1, 4, 8], [-1, -1, 2]], [[-1, 5, 6], [-1, -1, -1]]]))
     packed = deepcopy(padded)
-    packed.pack()
+    packed.pack(packed.pos != NEVER)
     return padded, packed
 
 
@@ -166,7 +166,7 @@ def test_a_packed_cache_may_watch_and_have_a_bias():
     padded = uneven()[0]
     padded.slots["bias"], padded.watch = padded.pos.masked_fill(padded.pos == NEVER, 0) / 7, 3
     packed = deepcopy(padded)
-    packed.pack()
+    packed.pack(packed.pos != NEVER)
     for _ in range(2):
         q, k, v = draw(1, seed=5)
         pos = torch.tensor([[padded.seen]])
@@ -190,7 +190,7 @@ def test_crop_forgets_the_newest_tokens(kept, packed, new, n):
     if kept is not None:
         cache.keep(torch.tensor(kept))
     if packed:
-        cache.pack()
+        cache.pack(cache.pos != NEVER)
     k1, v1 = fill(cache, new, seed=1)[1:3] if new else (k0[:, :, :0], v0[:, :, :0])
     held = [[{*pos} & {*range(n)} for pos in row] for row in cache.pos.tolist()]
     if n < cache.seen:

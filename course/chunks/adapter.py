@@ -27,15 +27,15 @@ def fit(score, length, budget):
 def compressed(choices, tokens, reuse, budget=64):
     """Return the positions (B, H, n) that each layer keeps, and the layers whose `chosen` was called.
 
-    Layer i would choose the slots choices[i] (B, H, n). All layers have read `tokens` tokens, whose positions
-    are their slots.
+    Layer i would choose the slots choices[i] (B, H, n); −1 stands for no slot. All layers have read `tokens`
+    tokens, whose positions are their slots.
     """
     asked = []
 
     class Given(chunk_kv.ChunkKV):
         def chosen(self):
             asked.append(self.layer)
-            return choices[self.layer]
+            return (choices[self.layer][..., None] == torch.arange(tokens)).any(2)
 
     caches = []
     for layer, choice in enumerate(choices):

@@ -125,7 +125,7 @@ check("fit")
 #
 # `caches` holds the caches of all layers, the lowest first. All have read the prompt and have the same options. A group is `reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
 #
-# - If its lowest cache has seen more tokens than its `budget` (`cache.seen`), call `chosen()` of this cache, once. It returns the slots to keep, (B, H, k), with −1 for none. Pass them to `keep_chosen` of every cache in the group. All layers have the same tokens in the same slots.
+# - If its lowest cache has seen more tokens than its `budget` (`cache.seen`), call `chosen()` of this cache, once. It returns a mask of the slots to keep, (B, H, S). Pass it to `keep_chosen` of every cache in the group. All layers have the same tokens in the same slots.
 # - Otherwise leave the group as it is.
 #
 # Do not call `chosen` of another layer: it has stored no queries. You do not need `model` and `tokens`. The caches of a decoder that is split over several GPUs are not graded.

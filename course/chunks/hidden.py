@@ -147,7 +147,7 @@ def test_groups_of_layers(run, layers, reuse):
 
 @problem("reuse")
 def test_heads_that_keep_fewer(run):
-    """A head that keeps fewer slots, −1 at the end of `chosen`, has empty slots in both layers."""
+    """A head that keeps fewer slots has empty slots in both layers."""
     choices = [tensor([[[0, 2, 5], [1, -1, -1]]]), tensor([[[3, 4, 6], [2, 3, 4]]])]
     for layer, kept in enumerate(run("compressed", choices=choices, tokens=70, reuse=2)["kept"]):
         same(kept.sort(-1).values, tensor([[[0, 2, 5], [1, NEVER, NEVER]]]).int(),

@@ -1,7 +1,7 @@
 """python -m nanollm claims: test the papers' claims on trained models, yours included.
 
     python -m nanollm claims                                  both shipped decoders, in two minutes
-    python -m nanollm claims --model smollm2                  a pretrained decoder: 20 minutes on two cores
+    python -m nanollm claims --model smollm2                  a pretrained decoder: 15 minutes on two cores
     python -m nanollm claims --model FOLDER --claims P6 C1    your model beside these three
 
 Beside your model, the other columns are those of lab/stored/claims.json, which the first two commands wrote,

@@ -174,7 +174,7 @@ class Subject:
         """Return measure(*`seen_by_window`), a number for each needle prompt, (documents,)."""
         batches = [batch for bench in self.bench("needle") for batch in bench.batches.values()]
         prompts = [prompt for batch in batches
-                   for prompt in torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1]).split(1)]
+                   for prompt in torch.from_numpy(batch.tokens[:, :batch.answers[0].start]).split(1)]
         where = self.model.embed.weight.device
         return torch.stack(self.spread(
             lambda prompt: measure(*seen_by_window(self.model, prompt.to(where), 8)).cpu(), prompts))

@@ -17,11 +17,10 @@ NVIDIA/kvpress has another floor: each head keeps its f·b highest entries; the 
 from dataclasses import dataclass
 from fractions import Fraction
 
-import torch
 from torch import Tensor
 
 from methods.baselines.snap_kv import SnapKV
-from nanollm.ranking import rank, top
+from nanollm.ranking import top
 
 
 @dataclass(eq=False)
@@ -51,8 +50,8 @@ def shared(score: Tensor, mean: int, floor: float) -> Tensor:
     exact = (even.denominator - even.numerator) * highest + even.numerator * mean
     counts = exact // even.denominator
     spare = H * mean - counts.sum(-1, keepdim=True)
-    lower_first = -torch.arange(H, device=score.device).expand(B, H)
-    return counts + (rank(exact % even.denominator, lower_first) < spare)
+    largest_first = (exact % even.denominator).argsort(dim=-1, descending=True, stable=True)
+    return counts + (largest_first.argsort(dim=-1) < spare)
 
 
 variants = {"ada_kv": AdaKV}

@@ -1,7 +1,8 @@
 """H2O: heavy hitters (Zhang et al., arXiv 2306.14048).
 
-A few tokens collect most of the attention, and continue to do so. H2O adds up the attention that each entry
-gets from all queries so far. It keeps the entries with the largest sums, and the most recent ones.
+In the paper's models a few tokens collect most of the attention, and continue to do so. H2O adds up the
+attention that each entry gets from all queries so far. It keeps the entries with the largest sums, and the
+most recent ones.
 
     F_t(i) = Σ_{s ≤ t} α_{s,i},   evict argmin F_t outside the recent tokens
 

@@ -9,7 +9,6 @@ Differs from the paper: the whole prompt is read with full attention and compres
 compresses block by block. After the prompt one entry leaves at each step, as in the paper.
 """
 from torch import Tensor
-import torch.nn.functional as F
 
 from nanollm.attention import wide
 from nanollm.cache import ScoredCache
@@ -22,11 +21,13 @@ class KeyDiff(ScoredCache):
 
 
 def likeness(k: Tensor) -> Tensor:
-    """Return the cosine of keys (B, H, S, D) and their mean direction, (B, H, S), in at least 32 bits."""
+    """Return the cosine of keys (B, H, S, D) and their mean direction, times a head's constant, (B, H, S).
+
+    In at least 32 bits.
+    """
     k = wide(k)
-    scale = 1 / k.norm(dim=-1).clamp(min=1e-12)  # no normalized copy of k: this runs at each step
-    mean = F.normalize(scale.unsqueeze(2) @ k, dim=-1)  # (B, H, 1, D)
-    return (mean @ k.mT).squeeze(2) * scale
+    scale = k.norm(dim=-1).clamp_(min=1e-12).reciprocal_().unsqueeze(2)  # no normalized copy of k: each step
+    return (scale @ k @ k.mT).mul_(scale).squeeze(2)
 
 
 variants = {"key_diff": KeyDiff}

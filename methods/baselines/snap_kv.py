@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 import torch.nn.functional as F
 
-from nanollm.ranking import indices, top
+from nanollm.ranking import top
 from nanollm.window import Selection, WindowCache, window_scores
 
 
@@ -48,8 +48,7 @@ class SnapKV(WindowCache):
                              "turn left; compress once, or use another selection")
         scores = window_scores(*self.observed())  # 1/w Σ_t α_t, before the window
         kept = self.select(self, scores, self.budgets(scores))
-        kept = F.pad(kept, (0, self.length - self.before), value=True)  # and the window itself
-        return indices(kept)
+        return F.pad(kept, (0, self.length - self.before), value=True)  # and the window itself
 
     def budgets(self, scores: Tensor) -> int | Tensor:
         """Return how many entries each head keeps in addition to the window: a number, or (B, H)."""

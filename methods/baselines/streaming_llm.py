@@ -1,7 +1,8 @@
 """StreamingLLM: attention sinks and a sliding window (Xiao et al., arXiv 2309.17453).
 
-Softmax weights add up to 1, so a head with nothing to look for puts its weight on the first few tokens, the
-sinks. StreamingLLM keeps the sinks and the most recent tokens, and evicts everything between.
+Softmax weights add up to 1, so in most trained decoders a head with nothing to look for puts its weight on
+the first few tokens, the sinks (*built* has none). StreamingLLM keeps the sinks and the most recent tokens,
+and evicts everything between.
 
     S_t = {0 … s−1} ∪ {t−(b−s)+1 … t}
 

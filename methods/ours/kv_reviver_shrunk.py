@@ -1,6 +1,6 @@
 """Ours, beyond KVReviver: three ways to read the sketch back with less noise.
 
-None of them is of use: on all our decoders the KL is lower if exact tokens take the sketch's bytes (claim
+Even the last is of no use: on all our decoders the KL is lower if exact tokens take the sketch's bytes (claim
 R4).
 
 Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates none of

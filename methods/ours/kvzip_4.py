@@ -47,8 +47,8 @@ class Rounded(PackedCache):
     def packs(self) -> bool:
         return super().packs if self.bits == 16 else self.slots.keys() <= {"k", "v", "pos", "bias"}
 
-    def pack(self):
-        super().pack()
+    def pack(self, kept: Tensor):
+        super().pack(kept)
         if self.bits == 16 or not self.counts.any():
             return
         k, v = self.packed.pop("k"), self.packed.pop("v")  # (entries of all heads, D)

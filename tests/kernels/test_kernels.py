@@ -118,7 +118,7 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
         cache = Method(budget=4, window_size=1)
         k, v = torch.randn(2, B, H, 6, D)
         cache.write(k, v, torch.arange(6)[None])
-        cache.keep_chosen(torch.tensor([[0, 3, 5], [4, -1, -1]]).expand(B, -1, -1))
+        cache.keep_chosen(torch.tensor([[1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]]).bool().expand(B, -1, -1))
         y, _ = cache.attention(torch.zeros(B, H * G, 1, D), torch.tensor([[6]]))
         expected = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)  # all scores are 0
         assert torch.allclose(y, expected.repeat_interleave(G, 1).unsqueeze(2), rtol=1e-5, atol=1e-6)

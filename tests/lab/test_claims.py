@@ -1,4 +1,5 @@
 """The claims: verdicts follow numbers, the command runs on checkpoints, CLAIMS.md must be up to date."""
+from dataclasses import make_dataclass
 from functools import cache
 import json
 import os
@@ -75,7 +76,8 @@ def answers(reviver, h2o, n=10**9):
 def likelihood(more, n=10**9, bits=0.0):
     """Return a subject whose −log p rises by `more`, and by `bits` if entries are also rounded."""
     rise = lambda Method, *_, **options: around(more + bits * (Method is rules.FourBits))
-    return SimpleNamespace(model=parameters(n), rise=rise, row=lambda *_: around(1.0))
+    On = make_dataclass("On", ("model", "rise", "row", "documents"))
+    return On(parameters(n), rise, lambda *_: around(1.0), 2)
 
 
 def ranked(kl=lambda rank: rank):

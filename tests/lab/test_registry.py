@@ -75,7 +75,7 @@ def test_a_broken_file_is_named_and_the_others_are_found(only_h2o, capsys):
     assert [*pick([])] == ["full", "h2o"]
 
 
-def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path):
+def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path, monkeypatch):
     class Learner(LayerCache):
         asked = []
 
@@ -89,5 +89,9 @@ def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path):
         found = calibrated(Learner, model, ENCODING, tmp_path / "new")
         assert torch.equal(found["gates"], torch.ones(2, 3)) and found["heads"] == ((0, 1), (2, 0))
     assert Learner.asked == [model]
+    monkeypatch.setattr("lab.registry.CALIBRATED", tmp_path)  # what ships: here a folder of one decoder
+    assert calibrated(Learner, model, ENCODING).keys() == {"gates", "heads"} and len(Learner.asked) == 1
+    calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING)
+    assert len(Learner.asked) == 2
     with pytest.raises(ValueError, match="Learner.safetensors was calibrated on another decoder"):
         calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING, tmp_path / "new")

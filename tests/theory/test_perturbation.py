@@ -162,19 +162,19 @@ def test_the_least_theta_is_no_higher_than_that_of_any_other_selection():
 def heads():
     """Return weights, norms and projected values of notebook 01's 16 prompts."""
     batch = tasks("test").batch("needle", seed=0, B=16, T=256)
-    tokens = torch.from_numpy(batch.tokens[:, :batch.answers[0].start - 1])
+    tokens = torch.from_numpy(batch.tokens[:, :batch.answers[0].start])
     return seen_by_window(checkpoint.from_hf(TINY), tokens, 8)
 
 
 @pytest.mark.claim("P3")
-def test_on_the_models_weights_theta_is_three_to_four_and_a_half_times_l(heads, note):
+def test_on_the_models_weights_theta_is_about_three_to_four_times_l(heads, note):
     A, norms, values = heads
     for budget in (8, 192):
         kept = torch.logical_or(*algorithm_1(A, norms, budget))
         bound, L = theta(A, norms, kept), perturbation(A, values, kept)
         assert (L <= bound * (1 + 1e-4) + 1e-4).all()
         ratio = bound.mean() / L.mean()
-        assert 2.9 < ratio < 4.5
+        assert 2.7 < ratio < 4.4
         note("P3", **{f"ratio_{budget}": ratio})
 
 
