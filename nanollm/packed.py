@@ -72,8 +72,7 @@ class PackedCache(LayerCache):
 
     def keep_chosen(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true. Pack them if the heads differ."""
-        if self.ragged:
-            kept = kept & (self.pos != NEVER)
+        kept = kept & (self.pos != NEVER) if self.ragged else kept
         count = kept.sum(-1)
         self.ragged = self.ragged or int(count.min()) < int(count.max())
         self.pack(kept) if self.packs else self.keep(indices(kept))

@@ -15,8 +15,7 @@ def rank(score: Tensor, pos: Tensor) -> Tensor:
 def top(score: Tensor, budget: int | Tensor) -> Tensor:
     """Return a mask (..., S) of the `budget` highest scores; budget is a number or (...).
 
-    The slots must be in the order of their tokens. Ties then go to the newest token, as in `rank`, which
-    takes three times as long.
+    The slots must be in the order of their tokens. Ties then go to the newest token, as in `rank`.
     """
     S = score.shape[-1]
     if torch.is_tensor(budget):

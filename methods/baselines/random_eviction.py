@@ -5,13 +5,8 @@ kept tokens are therefore a uniform sample of all tokens seen (reservoir samplin
 
 Every layer, head and text of a batch draws its own priorities. A text therefore keeps other tokens when it
 runs alone than when it runs in a batch.
-
-`random_ends` keeps the first and the newest tokens, a tenth of the budget each, and evicts the others at
-random (arXiv 2605.18053).
 """
 from dataclasses import dataclass
-from functools import partial
-import math
 
 import torch
 from torch import Tensor
@@ -23,14 +18,11 @@ from nanollm.check import check_seed
 @dataclass(eq=False)
 class RandomEviction(ScoredCache):
     seed: int = 0          # of the random priorities; each layer has its own
-    ends: float = 0.0      # fraction of the budget that stays at the text's start, and as much at its end
     priority = PerEntry()  # uniform in [0, 1)
 
     def __post_init__(self):
         super().__post_init__()
         check_seed(self.seed, 1000)
-        if not 0 <= self.ends <= 0.5:
-            raise ValueError(f"ends is {self.ends}; it is a fraction of the budget, between 0 and 0.5")
         self.generator = None
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
@@ -42,9 +34,7 @@ class RandomEviction(ScoredCache):
         super().write(k, v, pos, priority=priority.to(k.device))
 
     def score(self) -> Tensor:
-        n = round(self.ends * self.budget)
-        stays = (self.pos < n) | (self.pos >= self.seen - n)
-        return self.priority.masked_fill(stays, math.inf)
+        return self.priority
 
 
-variants = {"random": RandomEviction, "random_ends": partial(RandomEviction, ends=0.1)}
+variants = {"random": RandomEviction}

@@ -8,11 +8,14 @@ import torch
 from common import ENCODING, decoder
 from lab.registry import calibrated, given, has_budget, methods, pick
 from methods.baselines.ada_kv import AdaKV
+from methods.baselines.duo_attention import DuoAttention
+from methods.baselines.kvzip_fast import FastKVzip
 from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
 from methods.ours.residual import Residual
+from nanollm import SHIPPED, checkpoint
 from nanollm.cache import LayerCache
 
 
@@ -93,5 +96,14 @@ def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path, monkey
     assert calibrated(Learner, model, ENCODING).keys() == {"gates", "heads"} and len(Learner.asked) == 1
     calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING)
     assert len(Learner.asked) == 2
+
     with pytest.raises(ValueError, match="Learner.safetensors was calibrated on another decoder"):
         calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING, tmp_path / "new")
+
+
+@pytest.mark.parametrize("folder", SHIPPED.values())
+def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
+    model = checkpoint.from_hf(folder)
+    for Method, options in (FastKVzip, {"gates"}), (DuoAttention, {"heads"}):
+        monkeypatch.setattr(Method, "calibrate", None)  # not to be called
+        assert calibrated(Method, model, ENCODING).keys() == options
