@@ -65,7 +65,7 @@ def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x (B, H, T, D). Dimension i pairs with i + D/2, as in Llama's checkpoints."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def norm(config: Config) -> nn.Module:
@@ -124,7 +124,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(F.gelu(self.up(x), approximate="tanh"))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x), inplace=True).mul_(self.up(x)))
 
 
 class Block(nn.Module):
