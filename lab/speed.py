@@ -13,10 +13,12 @@ from collections.abc import Callable
 import ctypes
 from itertools import product
 import json
+import os
 from pathlib import Path
 import sys
 from time import perf_counter
 
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # large pages: the system's time for small ones varies
 import psutil
 import torch
 from torch import Tensor

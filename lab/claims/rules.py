@@ -221,7 +221,7 @@ def R5(on: Subject) -> Finding:
 
 
 def R6(on: Subject) -> Finding:
-    """Measure the squared errors of keys and values revived from a sketch of five tokens a slot."""
+    """Measure the squared errors of keys and values revived from a sketch with a/N = 5, tokens over slots."""
     tokens, (B, a), errors = on.text.tokens, on.text.prompt.shape, []
     for _, k, v, _ in on.text.recording:
         sketch, J = Sketch(k, 3, a // 15, on.seed), torch.arange(a).expand(*k.shape[:2], -1)

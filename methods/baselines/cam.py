@@ -33,7 +33,7 @@ from nanollm.ranking import expand_index, indices, top
 @dataclass(eq=False)
 class CaM(BudgetCache):
     recent: float = 0.5        # fraction of the budget for the newest tokens; the rest goes to heavy hitters
-    at_a_time: int | None = 1  # entries evicted when the cache is full; with 8 it reads 4 to 6 times faster
+    at_a_time: int | None = 1  # entries evicted when the cache is full; more at a time read faster
     targets: int = 32          # kept tokens that share an evicted value, m; the last m if fewer follow
     seed: int = 0              # of the coins, which differ by layer, head and text of the batch
     accumulated = PerEntry()   # A: attention that an entry got from all queries so far

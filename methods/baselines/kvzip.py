@@ -8,8 +8,8 @@ ranked together, so a head that repetition does not need keeps almost nothing.
     S_i = max_{t in the reread, g} α_{t,g,i},   keep the L·H·b entries with the highest S
 
 Differs from the paper:
-- There a prompt asks the decoder to repeat the text. Here no such words are added, because a decoder without
-  instruction tuning would take them for text.
+- There a prompt asks the decoder to repeat the text. Here no such words are added, because our two small
+  decoders would take them for text.
 - There the reread comes in pieces of 2K tokens; here in pieces of 512, each after the 8 tokens before it. As
   there, a piece scores only the entries that it repeats. The softmax covers the first 4 tokens (there the
   system prompt), these entries and the piece.

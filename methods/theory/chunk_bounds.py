@@ -91,8 +91,7 @@ def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> 
     """Return the bound on KL_k of Eq. 13 to 16.
 
     KL_k ≤ noise (max λ_max + 2 R) / ((k−1) (min λ_min − 2 R)). The paper writes O(1) for 2 R, and only in the
-    numerator. It belongs in the denominator as well: in the numerator alone it may have to be nearly twice as
-    large.
+    numerator. It belongs in the denominator as well: in the numerator alone it may have to be larger.
     """
     distance = distance_bound(noise, information, remainder)
     bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance

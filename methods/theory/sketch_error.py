@@ -1,7 +1,7 @@
 """Compute KVReviver's budgets by layer and the error of its sketch (arXiv 2512.17917; claims R4 to R7).
 
 The sketch returns estimates of keys and values. `collision_variance` is their squared error, `printed_bound`
-the paper's bound on it. The load is the number of tokens that share a slot (R4). `fisher_shares` are the
+the paper's bound on it. The load is the number of tokens for each slot (R4). `fisher_shares` are the
 paper's budgets by layer (R5).
 """
 import math
@@ -96,7 +96,7 @@ def printed_bound(a: float, slots: int) -> tuple[float, float]:
 # ---- limits of any way to read the sketch ---
 
 def load(budget: float, vague: float) -> float:
-    """Return a/N, the tokens per slot, if the fraction `vague` of the budget is the sketch.
+    """Return a/N, the tokens for each slot, if the fraction `vague` of the budget is the sketch.
 
     budget: a fraction of all n entries. The result is at least 1/budget for any `vague`. If positions and
     scores take bytes too, fewer tokens are exact and a/N is larger.
