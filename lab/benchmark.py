@@ -18,7 +18,7 @@ from lab.tasks import Batch, Tasks
 from nanollm.cache import make_cache
 
 TASKS = "needle", "pairs", "few_shot"  # each with its default options: 4 facts, 16 pairs, 16 shots
-BATCH = 32                             # documents or texts that the decoder reads at once
+BATCH, TOKENS = 32, 2 ** 14            # documents or texts that the decoder reads at once, and their tokens
 
 
 @dataclass
@@ -62,12 +62,13 @@ def build(model, tasks: Tasks, T: int, documents: int, seed: int = 0,
           names: Iterable[str] = TASKS) -> list[Benchmark]:
     """Make and record `documents` documents of each task and half as many texts, T tokens each.
 
-    The decoder reads at most BATCH of them at once, so there are several benchmarks; `run` joins them.
+    The decoder reads some of them at once (`BATCH`), so there are several benchmarks; `run` joins them.
     """
     check_size(model, documents, 2, T)
+    n = max(min(BATCH, TOKENS // T), 1)
     parts = [({task: part}, None) for task in names
-             for batch in tasks.batches(task, seed, documents, T) for part in cut(batch, BATCH)]
-    parts += [({}, part) for part in text_windows(tasks, max(2, documents // 2), T, model).split(BATCH)]
+             for batch in tasks.batches(task, seed, documents, T) for part in cut(batch, n)]
+    parts += [({}, part) for part in text_windows(tasks, max(2, documents // 2), T, model).split(n)]
     return [Benchmark.read(model, *part) for part in tqdm(parts, "prompts", leave=False, disable=None)]
 
 

@@ -1,7 +1,7 @@
 """Compare methods that compress the KV cache: right answers, KL divergence, bytes and speed of each.
 
     python -m nanollm                  the short table: main methods, keep ratio 25 %: 15 seconds
-    python -m nanollm --all            every method, keep ratios 50, 25, 12.5 and 6.25 %: half an hour
+    python -m nanollm --all            every method, keep ratios 50, 25, 12.5 and 6.25 %: ten minutes
     python -m nanollm --methods h2o ada_kv+critical --keep 50 25 --json rows.json
     python -m nanollm --tasks hard --model nanollm/tiny_learned --methods full snap_kv kvzip
 

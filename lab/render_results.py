@@ -22,7 +22,7 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARED = "smollm2", "hard", "short", "all", "learned"  # sections of python -m nanollm
+COMPARED = "smollm2", "window", "hard", "news", "news_built", "short", "all", "learned"  # python -m nanollm
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
@@ -79,7 +79,7 @@ def section(name: str) -> str:
         lines = [table.header(shown[0], short=True), *(table.show(row, short=True) for row in shown)]
         text = "\n".join(lines)
     else:
-        text = (claims_renderer if name == "claims" else speed).show(stored["rows"])
+        text = (claims_renderer if name.startswith("claims") else speed).show(stored["rows"])
     source = f"`{command}` ({stored['date']}, {stored['machine']})"
     return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text.strip(chr(10))}\n```"
 

@@ -47,8 +47,7 @@ class Tasks:
     text around the facts, in place of the split's.
 
     Each task is a method (rng, T, ...) that returns tokens and roles, (T,) each. rng is a NumPy generator.
-    Keys are English words, and values are four-digit numbers. Training never uses the test split's keys and
-    values.
+    Keys are English words, and values are four-digit numbers. Training uses no keys or values of the test.
     """
     KNOWN = "needle", "pairs", "few_shot", "copy", "plain"
 
@@ -57,7 +56,7 @@ class Tasks:
         if not foreign and getattr(encoding, "encode_ordinary", len)("0099") != [256, 355]:
             raise ValueError("the tasks need a tokenizer of nanollm/tokenizer.py, in which tokens 256 to 355 "
                              "are 00 to 99, or one of transformers, as Foreign")
-        self.encoding, self.split = encoding, split
+        self.encoding, self.split, self.own = encoding, split, filler
         # The space before a number belongs to the token before it in nanollm/tokenizer.py. In most other
         # tokenizers it belongs to the number's first token.
         self.gap = " " if foreign else ""

@@ -152,7 +152,7 @@ axis.legend();
 #
 # An **entry** is the key and value of one token in one head. If we want to keep fewer entries, we should know which ones are read.
 #
-# The decoder calls `cache.attend(q, k, v, pos)`. That is three steps: `write` the new keys and values; compute attention over the slots that `read` returns; `observe` its probabilities. A compression method overrides some of these, or `evict`, which is called once when the whole prompt has been read. The smallest override forgets nothing and records the probabilities:
+# The decoder calls `cache.attend(q, k, v, pos)`. That is three steps: `write` the new keys and values; compute attention over the slots that `read` returns; `observe` its probabilities. A compression method overrides some of these, or `evict`, which runs when the prompt is compressed, and after each later piece. The smallest override forgets nothing and records the probabilities:
 
 # %%
 from nanollm.cache import LayerCache
@@ -200,7 +200,7 @@ for axis, (name, numbers), form in zip(axes, measures.items(), ("{:.1f}", "{:.2f
 # Each square is one head, averaged over 16 documents. The left map is in units of the even share: the weight that a token would get if all were read alike. Heads divide the work:
 # - **Recency heads** read their neighbourhood.
 # - **Retrieval heads** put most of their weight on the one value that is asked for, out of 250 tokens.
-# - Other heads have **heavy hitters**: tokens that many queries read. A heavy hitter at the very start is called a **sink** (StreamingLLM, arXiv 2309.17453). Large models have strong sinks; this one does not.
+# - Other heads have **heavy hitters**: tokens that many queries read. A heavy hitter at the very start is called a **sink** (StreamingLLM, arXiv 2309.17453). SmolLM2 has strong sinks (notebook 08); this decoder has none.
 #
 # Here is the strongest head of each kind:
 

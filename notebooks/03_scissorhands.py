@@ -90,7 +90,7 @@ for column, layer in zip(axes.T, (3, 5)):
 figure.colorbar(axes[0, 0].images[0], ax=axes, label="weight, in even shares 1/t");
 
 # %% [markdown]
-# A few keys are dark for more than one query, many for one only, and the newest always. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal before. The paper finds more than 95 % in most layers.
+# A few keys are dark for more than one query, many for one only, and the newest always. The paper measures this by the *persistence ratio*. Take the tokens of the first half that are pivotal to some query of the second half. The ratio is the share of them that was pivotal before. We have only the paper's appendix; by its restatements elsewhere, the paper finds more than 95 % in most layers.
 #
 # What would chance give? If 98 % of *all* tokens were pivotal once, then 98 % of any chosen tokens were, and the ratio says nothing. So the number in brackets is the share of all tokens of the first half that were pivotal in it. The other lines raise the threshold, and ignore queries close behind a token.
 
@@ -103,7 +103,7 @@ for times, distance in (1, 1), (4, 16), (16, 16):
           "  ".join(f"{r:.3f} ({n:.3f})" for r, n in zip(ratio, chance)))
 
 # %% [markdown]
-# At the paper's threshold (first line) the ratio is above 97 % in five layers, but nowhere more than two points above chance. In this decoder nearly every token is pivotal to some query. In models of billions of parameters pivotal tokens may be few; this notebook cannot test that.
+# At the paper's threshold (first line) the ratio is above 97 % in five layers, but nowhere more than two points above chance. In five layers of this decoder nearly every token is pivotal to some query, in layer 1 71 %. In models of billions of parameters pivotal tokens may be few; this notebook cannot test that.
 #
 # With a higher threshold importance *does* persist in most layers. Take tokens that receive 16 even shares at a distance of 16 or more. In layers 2 to 5, 31 to 48 % of them did so before; chance would be 3 to 6 %. Layers 0 and 1 stay near chance: layer 0 looks back a fixed distance. Layer 1 stays near chance at any threshold. It retrieves facts, so it attends to whatever is asked for (claim S7).
 #
@@ -276,7 +276,7 @@ figure.legend(loc="outside right upper", fontsize=8);
 # %% [markdown]
 # The three numbers of the KL have keep ratios of 50, 25 and 12.5 %. Few-shot has 12.5 %, needles have 50 %. Random eviction leaves the figure.
 #
-# The paper's rule with $m = B/2$ is far ahead of random eviction. Its KL is behind StreamingLLM's at every budget. Even with half of the entries it finds hardly a needle: a fact is not important before somebody asks for it, and there the bet is lost. The lower KL of `MeanWeight` comes from the smaller $m$. Its mean weight may add few-shot answers when entries are few.
+# By the KL, the paper's rule with $m = B/2$ is far ahead of random eviction; by needles and labels it is not. Its KL is behind StreamingLLM's at every budget. Even with half of the entries it finds hardly a needle: a fact is not important before somebody asks for it, and there the bet is lost. The lower KL of `MeanWeight` comes from the smaller $m$. Its mean weight may add few-shot answers when entries are few.
 #
 # ## Why: a count is nearly an age
 #
@@ -323,7 +323,7 @@ axis.legend();
 #
 # ## Three things to remember
 #
-# 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In SmolLM2's lowest layer 77 % persist, where chance gives 66 % (claim S7).
+# 1. Compare persistence with chance. In *built*, above one even share, importance persists hardly more than by chance; above 16, in layers 2 to 5, it does. In the layer of SmolLM2 where fewest persist, 77 % do, and chance gives 66 % (claim S7).
 # 2. The printed bound of the loss is no bound for small budgets. A repaired one holds. The drift stays far below its own bound.
 # 3. A count of unimportance is nearly a count of age. Dropping few entries at a time helps more than the count.
 #

@@ -179,7 +179,7 @@ for count in 8, 32, 128:
 #
 # Lemma 5.1 (`SubGen4Cache`) samples $(k_1, v_1)$ and $(k_2, v_2)$ apart and pairs the samples. The paper gives no algorithm for this. In ours every left sample meets every right one, which costs no extra byte. (Lemma 5.2, `SubGen2Cache`, streams all pairs, but must keep all earlier tokens to form them; it is never smaller than the exact cache.)
 #
-# The numerator and the normaliser are unbiased; their ratio is not, because $E[1/\tau] > 1/E[\tau]$ (claim T9). What does an estimate cost? The figure has the error over the bytes held, in the lemma's unit $\lVert\mathrm{softmax}\rVert_2 \lVert V_1 \oslash V_2\rVert_2$. A simple rival holds as many bytes: a random subset of the *tokens*, with all their pairs.
+# The numerator and the normaliser are unbiased; their ratio is not, because $E[1/\tau] > 1/E[\tau]$ (claim T10). What does an estimate cost? The figure has the error over the bytes held, in the lemma's unit $\lVert\mathrm{softmax}\rVert_2 \lVert V_1 \oslash V_2\rVert_2$. A simple rival holds as many bytes: a random subset of the *tokens*, with all their pairs.
 
 # %%
 def draw(n, tight=False, tail=0.0, seed=0, d=3):
@@ -254,7 +254,7 @@ for d in 2, 3, 4, 8, 16:
     print(f"          d = {d:2}  ", *(f"{x:5}" for x in clusters), f"{most:12.0f}")
 
 # %% [markdown]
-# For $d$ = 2 the number of clusters stops growing at once. For $d$ = 8 and 16 it still grows at 8192 tokens, and heads of real models have $d$ of 64 or 128. The paper's lower bound of $\Omega(d\,e^d)$ bits holds with other keys than the proof's, but it does not meet the upper bound (claim T12).
+# For $d$ = 2 the number of clusters stops growing at once. For $d$ = 8 and 16 it still grows at 8192 tokens, and SmolLM2's heads have $d = 64$. The paper's lower bound of $\Omega(d\,e^d)$ bits holds with other keys than the proof's, but it does not meet the upper bound (claim T12).
 #
 # ## A decoder that attends to pairs
 #

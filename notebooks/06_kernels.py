@@ -3,9 +3,9 @@
 #
 # **Question.** A quarter of the cache should take a quarter of the time. Why does it not in PyTorch, and what does a kernel change?
 #
-# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it pads heads of unlike length (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for four jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
+# To decode one token, attention reads every cached key and value once. PyTorch loses much of what compression saves: it wants heads of unlike length padded (AdaKV), and writes out weights of which only sums are needed (H2O). A *kernel* is a program that does one job on the GPU without such detours. `kernels/` has kernels for four jobs, in [Triton](https://triton-lang.org). This notebook writes one from the loop up.
 #
-# Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16 (it gets bfloat16 wrong), but not fast from slow.
+# Everything runs on a CPU: Triton's interpreter executes kernels with NumPy. It tells right from wrong in 32 bits and in float16, but not fast from slow.
 #
 # **Read before:** notebook 00; nothing about GPUs. **Code beside it:** `kernels/decode_attention.py`. **Time:** half an hour to read, a minute to run.
 
@@ -56,7 +56,7 @@ print(f"one slot at a time: off by {(y / total - expected).abs().max():.1e} at m
 # %% [markdown]
 # ## 2. The tile
 #
-# A GPU works on blocks of numbers; its tensor cores need at least 16 × 16. So take 64 slots in one step, with a maximum and a sum over the block. The last tile is not full: its surplus slots get the score $-\infty$, and so the weight 0.
+# A GPU works on blocks of numbers; its tensor cores need at least 16 × 16. So take 64 slots in one step, with a maximum and a sum over the block. The last tile is shorter. In the kernel of section 4 its surplus slots get the score $-\infty$, and so the weight 0.
 
 # %%
 def tiles(q, k, v, first, end, block=64):
@@ -139,7 +139,7 @@ print("results that there is one more:", run(*storage, n + 1)[:3])
 # %% [markdown]
 # ## 5. Heads of unlike length
 #
-# AdaKV divides a layer's budget among its heads, so their lengths differ. The cache stores the heads one after the other. PyTorch's attention wants a rectangle. Without a kernel, each step copies a layer into a rectangle as long as the longest head of all texts. How many slots are that, for four real texts?
+# AdaKV divides a layer's budget among its heads, so their lengths differ. The cache stores the heads one after the other. PyTorch's attention wants a rectangle. Without a kernel, our cache takes two small products for each head. The alternative is to copy a layer into a rectangle as long as the longest head of all texts. How many slots are that, for four real texts?
 
 # %%
 model, encoding = checkpoint.from_hf(TINY), tokenizer.load(TINY / "tokenizer.tiktoken")
@@ -165,7 +165,7 @@ print(f"slots held: {counts.sum()}; padded {padding[0]}, {padding[0] / counts.su
       f"as many; each text by itself {padding[1] / counts.sum():.2f}")
 
 # %% [markdown]
-# Padding reads that many slots, after it has read and written them once for the copy. The kernel reads what is there:
+# Attention over a padded copy reads that many slots, after it has read and written them once. The kernel reads what is there:
 
 # %%
 cache = caches[1]

@@ -306,7 +306,7 @@ for setting in table.SETTINGS:
           f"±{standard_error(own - other):.2f}")
 
 # %% [markdown]
-# The idea does not work here: the predictions move twenty times as far as with SnapKV. The largest values leave out the first token, whose value is small and which many heads need (a sink, notebook 08). Exercise 2 mends that.
+# The idea does not work here: the predictions move twenty times as far as with SnapKV. The largest values may leave out the first token, which many heads need (a sink, notebook 08). Exercise 2 mends that.
 #
 # ## Three things to remember
 #

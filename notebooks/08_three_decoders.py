@@ -71,7 +71,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# KVzip stands on the right for all three, SnapKV and H2O on the left. Between them the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
+# KVzip stands on the right for all three, SnapKV and H2O on the left. On three others the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
 #
 # ## Few heads retrieve
 #
@@ -145,7 +145,7 @@ axes[1].set_xticks(range(3), [f"{name}: exact, 2 bits" for name in recordings])
 axes[0].legend();
 
 # %% [markdown]
-# SmolLM2 has a channel that is 18 times as large as the median, the small decoders only 5 times. But a range for each channel takes care of that. What differs is what rounding does to the best heads. Those of *built* look at the value with nearly all their attention, and rounding cannot turn them away. Those of *learned* look with half of it, and lose 6 % of that. SmolLM2's look with half of it, too, and lose two fifths of that in one layer. The errors of thirty layers add up.
+# SmolLM2 has a channel that is 18 times as large as the median, the small decoders only 5 times. But a range for each channel takes care of that. What differs is what rounding does to the best heads. The best three of *built* look at the value with 0.86 of their attention, and rounding does not lower this. Those of *learned* look with half of it, and lose 6 % of that. SmolLM2's look with half of it, too, and lose two fifths of that in one layer. We think that the errors of thirty layers add up.
 #
 # ## Attention sinks
 #
@@ -165,7 +165,7 @@ for name, model in models.items():
 #
 # ## The papers' own numbers, layer by layer
 #
-# Four papers report a number for each layer or head of a large model. Here they are on the three decoders, with two texts of 256 tokens.
+# Three papers report a number for each layer or head of a large model; KVReviver has a bound. Here they are on the three decoders, with two texts of 256 tokens.
 #
 # - Scissorhands: the share of important tokens that stay important, and what chance gives.
 # - CriticalKV: the share of heads whose output changes less if norms select with the weights.
@@ -223,9 +223,9 @@ axes[3].set(yscale="log", ylim=(0.5, None))
 axes[0].legend();
 
 # %% [markdown]
-# Solid lines are the papers' numbers, dotted ones the comparison.
+# Solid lines are what the papers measure or bound, measured here. Dotted ones are the comparison.
 #
-# - Persistence is high in SmolLM2, 0.78 to 0.99 by layer; the paper reports more than 0.95 for OPT models. Chance alone gives 0.5 to 0.95, because most tokens are important once.
+# - Persistence is high in SmolLM2, 0.78 to 0.99 by layer; the paper is said to report more than 0.95 for OPT models. Chance alone gives 0.5 to 0.95, because most tokens are important once.
 # - With norms, L is lower in most heads of every layer but SmolLM2's first, and layers 1 and 2 of *built*. The paper has 74 % of all heads.
 # - Neighbouring layers mostly agree more on chunks than on tokens, as the paper says.
 # - Revived keys of SmolLM2 are off by hundreds of variances, where the paper's bound is 16. Each channel has a mean, which the sketch adds up as often as tokens share a slot. Without the means the error is 6, on all three decoders. That is below the bound, and still worse than no sketch: a channel's mean alone, in place of its numbers, has an error of 1.
@@ -244,7 +244,7 @@ for (claim, says), by_model in verdicts.items():
         print("   ", "; ".join(f"{name}: {verdict}" for name, verdict in by_model.items()))
 
 # %% [markdown]
-# P6, P10 and P12 are the surprise: we had refuted them on small decoders, and on SmolLM2 they hold. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that 32 documents were too few.
+# P6, P10 and P12 are the surprise: we had refuted them on *built*, and on SmolLM2 they hold. [CLAIMS.md](../CLAIMS.md) explains each rule. "Undecided" means that the documents were too few.
 #
 # ## Three things to remember
 #

@@ -148,7 +148,7 @@ for axis, (name, folder) in zip(axes, SHIPPED.items()):
 #
 # ## Gates that learn the scores
 #
-# The reread takes longer than the first pass. Fast KVzip (arXiv 2601.17668) avoids it. In each head a *gate*, a logistic regression, predicts the score of an entry from $x_i$, the queries, keys and values of its token in all heads of the layer:
+# The reread takes longer than the first pass. Fast KVzip (arXiv 2601.17668) avoids it with a *gate* in each head. Ours is simpler than the paper's: a logistic regression predicts the score of an entry from $x_i$, the queries, keys and values of its token in all heads of the layer:
 #
 # $$\hat S_i = \sigma(x_i W + b).$$
 #

@@ -5,10 +5,9 @@
     python -m nanollm claims --model FOLDER --claims P6 C1    your model beside these three
 
 Beside your model, the other columns are those of lab/stored/claims.json, which the first two commands wrote,
-unless you choose other documents, another length or another seed. Each claim about a trained model has
-a rule: conditions on measured numbers. The table of a claim has a column for each model, the verdict by the
-rule, and the numbers. A number within two standard errors of its limit leaves the claim undecided. CLAIMS.md
-explains all claims.
+unless you choose other documents, another text, length or seed. Each claim about a trained model has a rule:
+conditions on measured numbers. The table of a claim has a column for each model, the verdict by the rule, and
+the numbers. A number within two standard errors of its limit leaves the claim undecided (CLAIMS.md).
 "built" is nanollm/tiny, whose initial weights contained retrieval heads; "learned" is nanollm/tiny_learned.
 """
 import argparse
@@ -41,12 +40,14 @@ def main(argv: list[str]):
     add("--documents", type=int, default=32, help="documents of each task, and texts; default 32")
     add("--length", type=int, default=256, metavar="TOKENS", help="length of each document; default 256")
     add("--seed", type=int, default=0, help="seed of documents and random draws; default 0")
+    add("--text", type=Path, metavar="FILE", help="file of text to measure on; default: the text that ships")
     add("--json", type=Path, help="write the findings to this file, claim by claim")
     args = parser.parse_args(argv)
     check_seed(args.seed)
     whole("documents", args.documents, 2)
     whole("length", args.length, 128)
     before = command_line.check_output(args.json, "findings", is_ours) if args.json else b""
+    text = command_line.read_text(args.text) if args.text else None
 
     from lab.claims.claims_renderer import listed, show
     from lab.claims.rules import CLAIMS, judge
@@ -59,7 +60,8 @@ def main(argv: list[str]):
     if os.path.realpath(args.model) not in map(os.path.realpath, SHIPPED.values()):
         own = f"{args.model}/" if args.model.is_dir() else args.model.name  # /: it may be named "built"
         folders[own] = args.model
-        rows_of = json.loads((Path(__file__).parents[1] / "stored/claims.json").read_text())["rows"]
+        file = Path(__file__).parents[1] / "stored/claims.json"  # of the text that ships
+        rows_of = [] if text else json.loads(file.read_text())["rows"]
         asked = args.documents, args.length, args.seed
         stored = {(row["claim"], row["model"]): row for row in rows_of
                   if (row["documents"], row["tokens"], row["seed"]) == asked and row["model"] != own}
@@ -69,8 +71,8 @@ def main(argv: list[str]):
         if label in known:
             continue
         model, encoding = loaded(args, folder)  # the threads that stay are those of FOLDER, the last
-        subjects[label] = Subject(model, Tasks(encoding, "test"), args.seed, args.documents, args.length,
-                                  processes=args.device == "cpu" and args.threads < 2)
+        subjects[label] = Subject(model, Tasks(encoding, "test", text), args.seed, args.documents,
+                                  args.length, processes=args.device == "cpu" and args.threads < 2)
     print(f"Seed {args.seed}. Numbers are means ± one standard error.\n")
 
     for name in tqdm(names, unit="claim", leave=False, disable=None):

@@ -105,7 +105,7 @@ class Subject:
     def bench(self, task: str) -> list[Benchmark]:
         """Return the documents of a task of ASKED, at most PART at once, whose answers align."""
         Kind, name, options = ASKED[task]
-        tasks = self.tasks if Kind is Tasks else Kind(self.tasks.encoding, self.tasks.split)
+        tasks = self.tasks if Kind is Tasks else Kind(self.tasks.encoding, self.tasks.split, self.tasks.own)
         batches = tasks.batches(name, self.seed, self.documents, self.T, **options)
         return [Benchmark.read(self.model, {task: part}, None) for batch in batches
                 for part in cut(batch, PART)]

@@ -207,6 +207,20 @@ def test_only_a_model_that_does_not_ship_has_a_third_column(model, columns, tmp_
     assert [found[0][key] for key in ("seed", "documents", "tokens")] == [7, 3, 130]
 
 
+def test_facts_may_stand_in_a_text_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims_command, "SHIPPED", {})
+    folder, text, file = checkpoint_of_two_layers(tmp_path / "own"), "otherwise " * 900, tmp_path / "text"
+    file.write_text(text)
+    found, = run(tmp_path, *f"--claims P3 --documents 2 --length 130 --model {folder} --text {file}".split())
+    model, encoding = registry.load(folder, "cpu")
+    own, ours = (Subject(model, Tasks(encoding, "test", x), 0, 2, 130) for x in (text, None))
+    assert found["numbers"] == {name: [*x] for name, x in judge("P3", own).numbers.items()}
+    assert own.text.tokens[:, 5:].unique().numel() < 9 < ours.text.tokens.unique().numel()
+    fewer = [[len({*on.bench(task)[0].batches[task].tokens.flat}) for on in (own, ours)]
+             for task in ("needle", "unmarked long needle")]
+    assert all(x < y for x, y in fewer), fewer
+
+
 def test_beside_another_model_the_shipped_columns_are_the_stored_ones(tmp_path):
     found = run(tmp_path, "--claims", "P2", "--model", checkpoint_of_two_layers(tmp_path / "own"))
     assert found[:3] == [row for row in STORED if row["claim"] == "P2"] and len(found) == 4
