@@ -167,8 +167,7 @@ def earlier_rows(stored: bytes, file: Path, settings: dict) -> dict[Job, dict]:
 class Comparison:
     """The model, the methods and the documents of a run.
 
-    Its functions import what they need, because torch takes two seconds: --help and mistakes are answered
-    before.
+    Its functions import what they need: torch takes two seconds, and --help and mistakes come before.
     """
 
     def __init__(self, args: argparse.Namespace, text: str | None, settings: dict):

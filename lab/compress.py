@@ -16,16 +16,17 @@ def main(argv: list[str]):
     command_line.check_output(args.out, "cache", lambda data: FILE_START in data[:10_000])
 
     import torch
+    from lab.ask import around
     from lab.evaluate import budget_for
     from lab.registry import calibrated, given, loaded, pick
     from nanollm.cache import compress, make_cache
     from nanollm.generate import prefill, tell_chunk_ends
     from nanollm.saved import to_bytes
-    from nanollm.tokenizer import boundaries, opening
+    from nanollm.tokenizer import boundaries
 
     Method = pick([args.method])[args.method]
     model, encoding = loaded(args)
-    ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
+    ids = around(encoding, model.config)[0] + encoding.encode_ordinary(text)
     if not text:
         raise ValueError(f"{args.file} is empty; name a file with a text")
     tokens = torch.tensor([ids], device=model.embed.weight.device)

@@ -22,7 +22,8 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARED = "smollm2", "window", "hard", "news", "news_built", "short", "all", "learned"  # python -m nanollm
+# the sections of python -m nanollm
+COMPARED = "smollm2", "window", "long", "hard", "news", "news_built", "short", "all", "learned"
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")

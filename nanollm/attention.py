@@ -51,8 +51,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Return attention's output (B, H·G, T, D) without storing the probabilities.
 
-    The mask is (B, H or 1, T, S). Without a mask, each query sees every slot or, if `causal`, slots up to its
-    own.
+    The mask is (B, H or 1, T, S). Without a mask, each query sees every slot or, if `causal`, those up to it.
     """
     B, heads, T, D = q.shape
     if T == 1:  # the G queries of a group become rows of one small product, so that each key is read once

@@ -142,8 +142,7 @@ class Decoder(nn.Module):
     """Tokens in, next-token logits out.
 
     With a cache (a list from `make_cache`, one per layer) only the new tokens are computed. Their positions
-    follow all tokens that the cache has seen, evicted ones included. `attention` is the class of the
-    attention layers.
+    follow all tokens that the cache has seen, evicted ones too. `attention`: the class of its layers.
     """
 
     def __init__(self, config: Config, attention=Attention):

@@ -226,7 +226,7 @@ figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside rig
 #
 # ## Three things to remember
 #
-# 1. **Eviction forgets.** If the question comes later, SnapKV loses all needles and pairs on SmolLM2, and half of the labels.
+# 1. **Eviction forgets.** With a quarter of the entries and a later question, SnapKV loses all needles and pairs on SmolLM2, and half of the labels.
 # 2. **A sketch stores sums.** Beyond about one token per slot the printed readings are worse than the mean of all tokens. At a keep ratio of 25 % a slot holds at least 4 tokens.
 # 3. **Bytes buy more elsewhere:** few bits for every token, or entries that are chosen better.
 #

@@ -41,7 +41,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. DuoAttention gives the whole cache to a few calibrated heads.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `kvzip_4` and `snap_kv_4`, which store the kept entries in four bits; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `kvzip_4`, which stores the kept entries in four bits; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -85,7 +85,7 @@ FAMILIES = {
     "the text": "kvzip kvzip_recent kvzip_fast",
     "calibrated heads": "duo_attention",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 snap_kv_4",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4",
     "everything held": "full",
 }
 
@@ -155,7 +155,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # %% [markdown]
 # On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. `kvzip_4` stores KVzip's entries in four bits and loses little more: the two savings multiply. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. DuoAttention and `worst_query` lose at most 2 % with a quarter on the small decoders. On SmolLM2 they lose a quarter and three quarters.
 #
-# Bytes are not the only price. With KVzip's reread, reading takes about three times as long (notebook 10). Fast KVzip and DuoAttention avoid it, but must learn something about the decoder first. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
+# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and DuoAttention avoid it, but must learn something about the decoder first. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
 #
 # ## Which one would you take?
 #

@@ -1,5 +1,6 @@
 """A loaded cache answers bit for bit as the saved one; a file that does not fit is refused."""
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from nanollm.checkpoint import from_hf, hf_model
 from nanollm.generate import prefill, tell_chunk_ends
 from nanollm.saved import header, load, save
 from nanollm.tokenizer import boundaries
+from lab import ask
 from lab.example_page import PAGE
 from lab.registry import given, pick
 
@@ -116,7 +118,7 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
             (from_hf(LEARNED), "snap_kv", {}, "was written by another decoder"),
             (turned, "snap_kv", {}, "was written by another decoder"),
             (from_hf(TINY, torch.float16), "snap_kv", {}, "read the text, in float32"),
-            (model, "snap_kv_4", {}, "is of SnapKV with"),
+            (model, "ada_kv", {}, "is of SnapKV with"),
             (model, "snap_kv", dict(budget=41), "and these caches are SnapKV with .*41")):
         with pytest.raises(ValueError, match=message):
             load(file, make_cache(other, METHODS[name], **header(file)["options"] | changed))
@@ -143,6 +145,29 @@ def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
     load(file, fresh)
     logits = [bridged(tokens[:, 79:], past_key_values=x).logits for x in (memory, fresh)]
     assert torch.equal(*logits) and fresh.get_seq_length() == 90
+
+
+def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch):
+    fed, pieces = [], {7: " T", 8: "é", 9: "!", 10: "\nmore", 4: "<end>"}
+
+    def prefill(model, ids, caches):
+        fed.append(ids[0].tolist())
+        return torch.nn.functional.one_hot(torch.tensor([next(script)]), 20)
+
+    decode = lambda ids: b"".join(x for i in ids for x in [pieces[i].encode()[:1 if i == ids[-1] == 8 else 9]]
+                                  ).decode(errors="replace")
+    chat = SimpleNamespace(turn=lambda: ([1, 2], [4, 5]), encode_ordinary=lambda x: [len(x)], decode=decode)
+    plain = SimpleNamespace(encode_ordinary=chat.encode_ordinary, decode=decode, bos=None, n_vocab=20)
+    config = SimpleNamespace(max_len=99, bos=None)
+    model = SimpleNamespace(config=config, embed=SimpleNamespace(weight=torch.empty(1)))
+    monkeypatch.setattr(ask, "prefill", prefill)
+    for encoding, question, tokens, first, answer in (
+            (chat, "Who?", (7, 8, 9, 4), [6, 4, 5], ["T", "", "é!"]), (chat, "Who", (7, 4), [7], ["T"]),
+            (plain, "Who?", (7, 9, 10), [8], ["T", "!", ""])):
+        script, fed[:] = iter(tokens), []
+        assert [*ask.answer(model, encoding, [SimpleNamespace(seen=3)], question, 9)] == answer
+        assert fed == [first, *([x] for x in tokens[:-1])]
+    assert ask.around(chat, config) == ([1, 2], [4, 5]) and ask.around(plain, config) == ([], [])
 
 
 @pytest.mark.parametrize("folder", [TINY, LEARNED])

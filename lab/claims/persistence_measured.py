@@ -56,8 +56,7 @@ def block_similarity(model, tokens: Tensor) -> Tensor:
 def feed_forwards(model) -> list[tuple]:
     """Return each layer's norm before its MLP, and the MLP.
 
-    In a model of transformers, an MLP must directly follow its layer's post_attention_layernorm; else
-    ValueError.
+    ValueError unless a transformers model's MLP directly follows its layer's post_attention_layernorm.
     """
     if isinstance(model, Decoder):
         return [(block.norm2, block.mlp) for block in model.blocks]
@@ -74,8 +73,7 @@ def feed_forwards(model) -> list[tuple]:
 def observed(model, tokens: Tensor) -> Tensor:
     """Return the observations on texts (B, T): (4, B, L).
 
-    They are the persistence ratio, the cosine of x and F(x), the tail exponent, and the persistence ratio by
-    chance.
+    They are the persistence ratio, the cosine of x and F(x), the tail exponent, and the ratio by chance.
     """
     measured = []
     for text in tokens.split(1):  # one at a time, because its weights take T × T numbers per head

@@ -10,8 +10,7 @@ As in the paper, the retrieval heads are learned: each head has a gate, and all 
 
 Differs from the paper:
 - There the streaming heads also stream while the prompt is read; here only from its end on.
-- There the gates are trained on the distance of the last hidden states; here on the KL of the predicted
-  tokens.
+- There the gates are trained on the distance of last hidden states; here on the KL of predicted tokens.
 - Here the penalty on open gates grows during training, which ranks the heads.
 - The budget is the mean over all heads. It determines w and how many heads keep everything.
 """

@@ -82,8 +82,7 @@ class KVzip(PackedCache):
 class Reread:
     """Stands in for a cache while the decoder reads a piece of the prompt again, and updates S.
 
-    own: the positions that the piece repeats. T: tokens of the first pass. scores: S (B, H, S), changed in
-    place.
+    own: the positions that the piece repeats. T: tokens of the first pass. scores: S (B, H, S), changed.
     """
 
     def __init__(self, cache: KVzip, own: range, T: int, scores: Tensor):

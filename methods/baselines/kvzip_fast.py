@@ -11,13 +11,11 @@ BCE is the cross-entropy −S log s − (1 − S) log(1 − s). It is smallest i
 
 Differs from the paper:
 - There a gate reads the hidden state, which a cache does not receive. Here it reads the queries, keys and
-  values of all heads, a linear map of the hidden state. If they have at least as many numbers, nothing is
-  lost.
+  values of all heads, a linear map of it. If they have at least as many numbers, nothing is lost.
 - There a gate is a low-rank attention over learned sinks; here it is one linear map, a logistic regression.
 - There entries are also evicted while the prompt is read and during decoding; here only at the prompt's end,
   as in KVzip.
-- The newest entries stay, as in the paper; here there are 8. Without them a question at the prompt's end is
-  lost.
+- The newest entries stay, as in the paper; here 8. Without them a question at the end is lost.
 - The authors' code never evicts the system prompt; NVIDIA/kvpress keeps the first 4 tokens. Here `sinks`
   keeps the first 4, because attention sinks are there on *learned* and on SmolLM2.
 - The gates learn from plain text, without questions or facts.

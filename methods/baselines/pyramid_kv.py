@@ -11,8 +11,7 @@ Differs from the paper:
 - If b_max exceeds the prompt, the slope becomes flatter and the total stays the same.
 
 Differs from the authors' code:
-- The slope is flattened there too, but in integer steps (b_max − b_min) // (L − 1), so the total is often
-  larger.
+- The slope is flattened there too, but in steps (b_max − b_min) // (L − 1), so the total is often larger.
 - Prompts shorter than 2 (b − w) fall back to SnapKV there.
 
 In NVIDIA/kvpress the window lies inside the pyramid. All layers fall back to SnapKV there if the last one

@@ -16,8 +16,7 @@ For tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1, 5.2) the keys a
     τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩,   the same for z and the draws of both sides
 
 Differs from the papers:
-- A key joins the oldest cluster near it, not the nearest. So clusters do not depend on how a text is cut into
-  pieces.
+- A key joins the oldest cluster near it, not the nearest: cuts of the text do not change the clusters.
 - Scores are scaled by 1/√D, as in the decoder (`scale=1`: the papers).
 - Lemma 5.1 gives no algorithm, so SubGen4Cache is ours.
 

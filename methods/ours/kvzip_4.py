@@ -7,8 +7,7 @@ stay exact.
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
 
-Heads may keep different numbers of entries. If the cache is compressed again, after another turn, rounded
-entries are rounded again.
+Heads may keep different numbers of entries. Compressed again, rounded entries are rounded again.
 """
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 
 from methods.baselines.kvzip import KVzip
 from methods.baselines.quantized import pack, quantise, unpack
-from methods.baselines.snap_kv import SnapKV
 from nanollm.check import whole
 from nanollm.packed import PackedCache
 
@@ -74,13 +72,8 @@ class Rounded(PackedCache):
 
 
 @dataclass(eq=False)
-class RoundedWindow(Rounded, SnapKV):
-    """SnapKV in few bits, or any other selection on its window."""
-
-
-@dataclass(eq=False)
 class RoundedKVzip(Rounded, KVzip):
     """KVzip in few bits."""
 
 
-variants = {"kvzip_4": partial(RoundedKVzip, bits=4), "snap_kv_4": partial(RoundedWindow, bits=4)}
+variants = {"kvzip_4": partial(RoundedKVzip, bits=4)}

@@ -32,8 +32,7 @@ def separation(n: int, eps: float, C: float, four: bool) -> tuple[float, float]:
     """Return the most that Bob reads for a bit 0 and the least for a bit 1 (δ, Δ; Theorems B.1, B.2).
 
     Each of n keys stands in n pairs if there are `four` matrices, else in 1. The proof of the former leaves
-    out the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, and the latter Bob's one; they are
-    counted here.
+    out the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, the latter Bob's one; here they count.
     """
     repeats, nothing = (n, 2 * n + 1) if four else (1, 1)
     own, others = repeats * math.exp(C * (1 - eps)), repeats * (n - 1) * math.exp(C * eps)

@@ -78,8 +78,7 @@ def collision_variance(a: float, width: int, rows: int) -> float:
     """Return the expected squared error of an estimated number in a signed sketch of `a` tokens.
 
     The sketch has `rows` rows of `width` slots. The tokens' numbers have mean 0 and variance 1. If the result
-    is above 1, the estimate 0 has a smaller error. With three rows the formula is accurate only if slots hold
-    many tokens.
+    is above 1, the estimate 0 has a smaller error. With three rows the formula needs many tokens a slot.
     """
     return MEDIAN[rows] * (a - 1) / width
 

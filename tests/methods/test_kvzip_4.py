@@ -8,7 +8,7 @@ import torch
 from common import B, D, G, H, dense, end, feed, link
 from methods.baselines.ada_kv import AdaKV
 from methods.baselines.snap_kv import SnapKV
-from methods.ours.kvzip_4 import GROUP, Rounded, RoundedKVzip, RoundedWindow
+from methods.ours.kvzip_4 import GROUP, Rounded, RoundedKVzip
 from nanollm.cache import NEVER
 
 n, NEW = 90, 3
@@ -18,6 +18,11 @@ Q, K, V = (torch.randn(B, heads, n + NEW, D, generator=g) * 3 for heads in (H * 
 
 @dataclass(eq=False)
 class RoundedAda(Rounded, AdaKV):
+    pass
+
+
+@dataclass(eq=False)
+class RoundedWindow(Rounded, SnapKV):
     pass
 
 

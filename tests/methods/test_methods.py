@@ -41,7 +41,7 @@ GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generato
 OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)), gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4", "snap_kv_4"  # kept entries have few bits
+ROUNDED = "kvzip_4",  # kept entries have few bits
 # Methods that change what attention sees: merged values, tokens read back from a sketch, few bits, residual
 # entries, sinks with moved keys.
 ALTERED = ("cam", "kv_reviver", "quantized", "+residual", "streaming_llm", *ROUNDED)
