@@ -146,7 +146,7 @@ axis.legend();
 # %% [markdown]
 # Our tensors take a little more than the formula says, because each slot also stores its token's position.
 #
-# Llama-2-7B needs 1 GiB for 2048 tokens. At about 25 thousand tokens its cache outgrows its weights. Llama-3-8B lets four query heads share one key/value head (grouped-query attention), so it needs a quarter. Each new token reads all of these bytes: the cache costs memory and, at length, time.
+# Llama-2-7B needs 1 GiB for 2048 tokens. At about 26 thousand tokens its cache outgrows its weights. Llama-3-8B lets four query heads share one key/value head (grouped-query attention), so it needs a quarter. Each new token reads all of these bytes: the cache costs memory and, at length, time.
 #
 # ## Which entries do heads read?
 #

@@ -66,7 +66,7 @@ plot.text(pieces, panels, [start <= i < end for i in range(len(context))],
           low="kept by no head", mark="the fact asked for", columns=2, width=70);
 
 # %% [markdown]
-# Each token is as dark as the share of heads that keep it. Aware, SnapKV keeps the fact in some heads, and these are enough. Agnostic, its window is the page's end, which says nothing about codes; the answer is made up. H2O keeps the page's two ends and frequent words. KVzip keeps something of every fact, and little of what repeats or follows from the words before.
+# Each token is as dark as the share of heads that keep it. Aware, SnapKV keeps the fact in some heads, and these are enough. Agnostic, its window is the page's end, which says nothing about codes; the answer is made up. H2O keeps the page's end in every head, its beginning in many, and scattered words. KVzip keeps something of every fact, and little of what repeats or follows from the words before.
 #
 # ## All methods on one page
 #

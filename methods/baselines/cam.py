@@ -14,10 +14,9 @@ Differs from the paper:
 - In its Eq. 14 the mean is over the m targets. Here it is over all kept entries, heavy hitters too.
 - H2O's rule chooses the entries that leave.
 
-The authors' scripts differ from one another:
-- They keep sinks and recent tokens, or follow H2O.
-- The mean is over the targets or all recent tokens; one script takes a maximum instead.
-- m is 32, 16 or the number of recent tokens.
+The authors' scripts keep sinks and recent tokens. They differ from one another:
+- The mean is over the targets, the recent tokens, or sinks and recent tokens; two scripts take a maximum.
+- m is 32, 16 or the number of recent tokens. Two scripts add a value if A_i exceeds the mean, without a coin.
 """
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """KeyDiff: keep the keys that differ from the others (Park et al., arXiv 2504.15364).
 
-Keys that differ from the others, such as those of sinks, tend to get much attention. KeyDiff evicts the
+In the paper's models, keys unlike the others, as those of sinks, get much attention. KeyDiff evicts the
 entries whose keys are most similar to the mean direction of all keys. It uses no queries.
 
     evict argmax_i cos(k_i, k̄),   k̄ = mean_j k_j/‖k_j‖

@@ -38,12 +38,12 @@ def test_the_process_grows_by_what_the_caches_hold():
     model, before = decoder(n_layers=1), speed.resident()
     cache = LayerCache()
     cache.link(model, 0)
-    x = speed.torch.ones(1, 2, 2 ** 17, 8)
+    x = speed.torch.ones(1, 2, 2 ** 19, 8)
     grown = speed.resident() - before
-    assert x.nbytes <= grown < 1.1 * x.nbytes
-    cache.write(x, x, speed.torch.arange(2 ** 17)[None])
+    assert 0.99 * x.nbytes < grown < 1.04 * x.nbytes  # the process may give back a few pages of its own
+    cache.write(x, x, speed.torch.arange(2 ** 19)[None])
     held = cache_bytes([cache])[1]
-    assert held <= speed.resident() - before - grown < 1.1 * held
+    assert 0.99 * held < speed.resident() - before - grown < 1.04 * held
 
 
 def test_the_command_in_a_new_process(typed, tmp_path):
