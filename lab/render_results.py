@@ -22,8 +22,8 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-# the sections of python -m nanollm
-COMPARED = "smollm2", "window", "long", "hard", "news", "news_built", "short", "all", "learned"
+COMPARED = ("smollm2", "window", "window_built", "window_learned", "long", "long_built", "long_learned",
+            "hard", "news", "news_built", "short", "all", "learned")  # the sections of python -m nanollm
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")

@@ -161,7 +161,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 #
 # | you know | try first | because | it costs |
 # |---|---|---|---|
-# | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the question says what to keep | reading twice; most later answers with `chunk_kv_semantic` |
+# | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the first keeps what any question needs, the second what this one looks at | reading twice; most later answers with `chunk_kv_semantic` |
 # | other questions come; 40 % of the memory is there | `quantized_4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
 # | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
