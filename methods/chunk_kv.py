@@ -16,8 +16,8 @@ Differs from the paper:
   and keeps its first tokens.
 - The query heads of a group share an entry, so its score is their mean.
 
-A fact may lie across the border of two chunks. The attention falls on the words before a value, so a value
-that begins a chunk misses their scores. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on
+A fact may lie across the border of two chunks. Then its chunks share the attention that it gets, and it may
+be lost. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on
 *built* for values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
 methods/ours/chunk_kv_semantic.py.
 """

@@ -129,7 +129,7 @@ for name, mask in {"largest attention": score >= least, "sum": total >= least_su
           "in layer 1 stay.")
 
 # %% [markdown]
-# A fact is needed once: one token of the reread looks at it, with nearly all its attention. Other entries get a little from everybody, and their sum is as large. The largest attention tells the two apart, the sum does not: it keeps 18 % of the facts' entries where the largest attention keeps 91 %.
+# A fact is needed once: one token of the reread looks at it, often with most of its attention. Other entries get a little from everybody, and their sum is as large. The largest attention tells the two apart, the sum does not: it keeps 18 % of the facts' entries where the largest attention keeps 91 %.
 #
 # ## One ranking for all layers
 #

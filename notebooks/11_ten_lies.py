@@ -200,7 +200,7 @@ axis.set(ylabel="needles that SnapKV finds", ylim=(0, 1.05))
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On both small decoders this hid nothing: SnapKV finds every needle either way. On SmolLM2 it finds none without the last query, and half of them with it. Only this query looks at the value there (notebook 08). With this error we wrote that SnapKV loses known facts on SmolLM2, and it made methods without a window, such as KVzip, better beside it. Now the prompt is read to its end, its last token's entry is forgotten (`crop`), and the token is fed again after the compression.
+# On both small decoders this hid nothing: SnapKV finds every needle either way. On SmolLM2 it finds none without the last query, and half of them with it. Only this query looks at the value there (notebook 08). With this error our first measurement said that SnapKV loses known facts on SmolLM2, and it made methods without a window, such as KVzip, better beside it. Now the prompt is read to its end, its last token's entry is forgotten (`crop`), and the token is fed again after the compression.
 #
 # **Check:** ask which cache answered the first token, and which queries the method saw.
 
