@@ -200,7 +200,7 @@ def launch_attend(q: Tensor, s: Segment, score: Tensor | None, buffers: dict, sh
     attend[len(s.start), programs](
         p_q=q, p_k=s.k, p_v=s.v, p_bias=s.bias, p_start=s.start, p_count=s.count, p_score=score, **buffers,
         scale=q.shape[3] ** -0.5, share=share, part=part, **tile(q), BLOCK_N=block, BIASED=s.bias is not None,
-        SCORES=score is not None, num_warps=4, num_stages=3)
+        SCORES=score is not None, num_warps=4, num_stages=2)
 
 
 def tile(q: Tensor) -> dict:
@@ -209,7 +209,7 @@ def tile(q: Tensor) -> dict:
     return dict(G=G, D=D, BLOCK_G=block_of(G), BLOCK_D=block_of(D))
 
 
-def added_up(q: Tensor, buffers: dict, scored=(), block: int = 64) -> tuple[Tensor, list[Tensor]]:
+def added_up(q: Tensor, buffers: dict, scored=()) -> tuple[Tensor, list[Tensor]]:
     """Combine all parts into y (B, H, G, D); also return the slots' weights (N,) of each scored segment.
 
     scored: tuples (segment, (share, programs), scores (N, G)).
@@ -221,7 +221,7 @@ def added_up(q: Tensor, buffers: dict, scored=(), block: int = 64) -> tuple[Tens
         weights.append(torch.zeros(len(score), device=q.device))
         column_sums[B * H, programs](
             p_score=score, p_lse=lse, p_start=s.start, p_count=s.count, p_sums=weights[-1], share=share, G=G,
-            BLOCK_G=triton.next_power_of_2(G), BLOCK_N=block)
+            BLOCK_G=triton.next_power_of_2(G), BLOCK_N=256)
     return y, weights
 
 
@@ -240,7 +240,7 @@ def decode_attention(q: Tensor, segments: list[Segment], sums: bool = False,
     for s, (share, programs), score in zip(segments, splits, scores):
         launch_attend(q, s, score, buffers, share, programs, part, block)
         part += programs
-    return added_up(q, buffers, zip(segments, splits, scores) if sums else (), block)
+    return added_up(q, buffers, zip(segments, splits, scores) if sums else ())
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -44,10 +44,10 @@ def block_of(n: int) -> int:
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
     """Divide n slots of each head among programs; return slots per program and programs per head.
 
-    Each program gets whole blocks. With enough slots, each SM gets several programs. A program has at most
+    Each program gets whole blocks. With enough slots, each SM gets two programs. A program has at most
     4096 slots: otherwise a few long programs would still run after all others have finished.
     """
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    wanted = max(min(4 * sms // heads, 64), -(-n // 4096), 1)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    wanted = max(min(2 * sms // heads, 64), -(-n // 4096), 1)
     share = block * max(1, -(-n // (block * wanted)))
     return share, max(1, -(-n // share))

@@ -51,7 +51,7 @@ def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, 
 @triton.jit(do_not_specialize=["n", "parts"])
 def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
              BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write log Σ exp(s) over `share` keys, (B·H, parts, G, w), for BLOCK_G query heads of a group."""
+    """Write log₂ Σ exp(s) over `share` keys, (B·H, parts, G, w), for BLOCK_G query heads of a group."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
@@ -69,20 +69,24 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(tl.exp2(b_s - b_m_new[:, None]), 1)
         b_m = b_m_new
-    # logsumexp combines the parts later; a query that sees no key of this part gives −2e38
-    b_lse = b_m / LOG2E + tl.log(tl.maximum(b_l, 1e-37))
-    tl.store(p_lse + (i * parts + part) * G * w + row, b_lse, mask=is_r)
+    # in powers of 2; a query that sees no key of this part gives −3e38
+    tl.store(p_lse + (i * parts + part) * G * w + row, b_m + tl.log2(tl.maximum(b_l, 1e-37)), mask=is_r)
 
 
-@triton.jit(do_not_specialize=["n"])
-def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, G: tl.constexpr, D: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "parts"])
+def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
                  BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write window scores (B·H, G, n − w) of `share` keys, for BLOCK_G query heads of a group."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
-    # lse = +inf gives rows beyond w the weight 0
-    b_lse = tl.load(p_lse + i * G * w + row, mask=is_r, other=float("inf")) * LOG2E
+    b_lse = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32)
+    for first in range(0, parts, 16):  # log₂ Σ exp(s) over all keys
+        o_p = first + tl.arange(0, 16)[:, None]
+        b_part = tl.load(p_lse + (i * parts + o_p) * G * w + row, mask=(o_p < parts) & is_r, other=-3e38)
+        b_max = tl.maximum(b_lse, tl.max(b_part, 0))
+        b_lse = b_max + tl.log2(tl.exp2(b_lse - b_max) + tl.sum(tl.exp2(b_part - b_max), 0))
+    b_lse = tl.where(is_r, b_lse, float("inf"))  # rows beyond w get weight 0
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
@@ -125,7 +129,7 @@ def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
 
     score = q.new_empty(B, H, G, n - w, dtype=torch.float32)
     if n > w:
-        share, parts = split(n - w, block, heads * groups, q.device)
-        column_means[heads, parts, groups](p_q=q, p_k=k, p_lse=lse.logsumexp(1), p_score=score, share=share,
-                                           **sizes, num_warps=4, num_stages=2)
+        share, programs = split(n - w, block, heads * groups, q.device)
+        column_means[heads, programs, groups](p_q=q, p_k=k, p_lse=lse, p_score=score, share=share,
+                                              parts=parts, **sizes, num_warps=4, num_stages=3)
     return score

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 
-from lab import plot, speed, table
+from lab import kernel_bench, plot, speed, table
 from lab.claims import claims_renderer
 from nanollm import SHIPPED
 
@@ -52,6 +52,8 @@ def run(name: str):
         subprocess.run([sys.executable, *words, *(["--resume"] if name in COMPARED else [])], cwd=ROOT,
                        check=True)
         new = json.loads(parts[-1].read_text())
+        if isinstance(new, dict):
+            new, machine = new["rows"], new["machine"]
         measured = [row for row in measured if row not in new] + new  # claims repeats what it stored first
         write(name, commands, machine, str(date.today()), measured)
     for part in parts:
@@ -80,7 +82,9 @@ def section(name: str) -> str:
         lines = [table.header(shown[0], short=True), *(table.show(row, short=True) for row in shown)]
         text = "\n".join(lines)
     else:
-        text = (claims_renderer if name.startswith("claims") else speed).show(stored["rows"])
+        others = dict(claims=claims_renderer, claims_news=claims_renderer, kernels=kernel_bench,
+                      decoding=kernel_bench)
+        text = others.get(name, speed).show(stored["rows"])
     source = f"`{command}` ({stored['date']}, {stored['machine']})"
     return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text.strip(chr(10))}\n```"
 

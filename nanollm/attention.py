@@ -3,22 +3,18 @@
 Queries that no method observes use PyTorch's fused attention. For observed queries the attention
 probabilities are computed explicitly.
 """
-from collections.abc import Iterator
+from contextlib import nullcontext
 import math
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend as Kernel, sdpa_kernel
 
 
 def wide(x: Tensor) -> Tensor:
     """Return x in at least 32 bits: in 16, scores may overflow, and sums and orders lose digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def split(n: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split new tokens into pieces of n: q, k, v (B, heads, T, D), pos (B or 1, T)."""
-    return zip(q.split(n, 2), k.split(n, 2), v.split(n, 2), pos.split(n, 1))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, slot_pos: Tensor, bias: Tensor | None, pos: Tensor, watch: int,
@@ -55,7 +51,11 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) ->
     """
     B, heads, T, D = q.shape
     if T == 1:  # the G queries of a group become rows of one small product, so that each key is read once
-        return F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask).view(B, heads, 1, D)
+        # cuDNN, PyTorch's first choice on an H100, makes a plan for each new S: milliseconds
+        others = Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH
+        with sdpa_kernel([*others]) if q.is_cuda else nullcontext():
+            y = F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask)
+        return y.reshape(B, heads, 1, D)  # on a GPU its strides may differ from q's
     if mask is not None and mask.shape[1] > 1:
         mask = mask.repeat_interleave(heads // k.shape[1], 1)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)

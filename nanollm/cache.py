@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanollm.attention import attention, split
+from nanollm.attention import attention
 from nanollm.check import (
     check_attend, check_budget, check_kept, check_numbers, check_options, check_score, constructed, whole)
 from nanollm.kernel_switch import kernel_for
@@ -125,7 +125,7 @@ class LayerCache:
     def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Split the new tokens: one piece, or pieces of TILE tokens if every query is observed."""
         if self.watch == ALL and not self.prompt_done:
-            return split(TILE, q, k, v, pos)
+            return zip(q.split(TILE, 2), k.split(TILE, 2), v.split(TILE, 2), pos.split(TILE, 1))
         return [(q, k, v, pos)]
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -134,7 +134,8 @@ class LayerCache:
         Output (B, H·G, T, D), p (B, H, G, w, S) or None. For one new token a GPU kernel may read the slots
         directly. Its p holds the mean over the G queries of a group, repeated G times.
         """
-        if self.watch and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
+        explicit = self.watch or self.ragged or "bias" in self.slots  # else PyTorch's kernels are as fast
+        if explicit and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
             return fast(self, q, pos)
         in_order = self.length == self.seen and not self.ragged
         return attention(q, *self.read(), pos, self.watch, in_order, self.ragged)

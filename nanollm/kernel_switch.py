@@ -1,4 +1,5 @@
 """Choose between a Triton kernel of kernels/ and plain PyTorch code."""
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +20,11 @@ def on_gpu(x: Tensor) -> bool:
     """
     if not (use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
         return False
-
     available = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
     return any(x.shape[-1] <= D and available >= 1024 * needed for D, needed in shared_memory.items())
 
 
+@cache
 def kernel_file(name: str):
     """Return the module kernels/NAME.py.
 

@@ -221,7 +221,7 @@ axes[2].annotate("value", (value[0], asking), (0.7, 0.8), textcoords="axes fract
 # %% [markdown]
 # A heavy hitter is a vertical stroke. A recency head is the diagonal. In the retrieval head, the arrow marks the end of the question: this query reads a value far back.
 #
-# The retrieval head looks for "the token that came after the one I am reading now". Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained (`lab/initial_weights.py`). Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
+# The retrieval head looks for "the token that came after the one I am reading now". Such a head is an **induction head**: a head in a lower layer writes into each token which token came before it, and the induction head looks for a match. In larger models induction heads form in training (Olsson et al., arXiv 2209.11895). In this small decoder they were built into the initial weights, in layers 0 and 1, and then trained. Notebook 08 compares it with two decoders that learned their own; one is SmolLM2.
 #
 # ## Forgetting two entries
 #

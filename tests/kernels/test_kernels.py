@@ -116,10 +116,11 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
     monkeypatch.delattr(kernel_switch.kernel_file("decode_attention"), "attend_packed")
     for Method in watches, reads:
         cache = Method(budget=4, window_size=1)
-        k, v = torch.randn(2, B, H, 6, D)
-        cache.write(k, v, torch.arange(6)[None])
-        cache.keep_chosen(torch.tensor([[1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]]).bool().expand(B, -1, -1))
-        y, _ = cache.attention(torch.zeros(B, H * G, 1, D), torch.tensor([[6]]))
+        k, v = torch.randn(2, B, H, 6, D, device=DEVICE)
+        cache.write(k, v, torch.arange(6, device=DEVICE)[None])
+        stays = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]], device=DEVICE)
+        cache.keep_chosen(stays.bool().expand(B, -1, -1))
+        y, _ = cache.attention(torch.zeros(B, H * G, 1, D, device=DEVICE), torch.tensor([[6]], device=DEVICE))
         expected = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)  # all scores are 0
         assert torch.allclose(y, expected.repeat_interleave(G, 1).unsqueeze(2), rtol=1e-5, atol=1e-6)
 
@@ -139,6 +140,7 @@ def test_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
         kernel()
 
 
+@interpreter
 def test_ours_are_found_where_the_hubs_kernels_are_installed(typed, tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("theirs = True\n")
