@@ -10,7 +10,7 @@
 # - A full cache drops $m$ entries at a time (half of the budget in the paper). It counts over $w = 400$ queries and never drops the newest $r = 10$ entries.
 # - S1 to S9 are claims in [CLAIMS.md](../CLAIMS.md).
 #
-# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/scissorhands.py` (the cache), `methods/ours/scissorhands_weight.py` (our variant), `methods/theory/persistence.py` (theorems). **Time:** half an hour to read, a minute to run.
+# **Read before:** `00_kv_cache.ipynb`. **Code beside it:** `methods/scissorhands.py` (the cache), `methods/theory/persistence.py` (theorems). **Time:** half an hour to read, a minute to run.
 
 # %%
 import sys; sys.path[:0] = [".", ".."]  # the repository, seen from its root or from notebooks/
@@ -25,7 +25,6 @@ from lab.tasks import Tasks
 from methods.baselines.h2o import H2O
 from methods.baselines.random_eviction import RandomEviction
 from methods.baselines.streaming_llm import StreamingLLM
-from methods.ours.scissorhands_weight import MeanWeight
 from methods.scissorhands import Scissorhands
 from methods.theory import persistence as theory
 from nanollm import TINY, checkpoint, tokenizer
@@ -238,13 +237,12 @@ axis.legend(fontsize=8);
 #
 # All methods now evict while they read. They read 16 tokens at a time, so the others hold up to 16 entries more than their budget for a moment. Scissorhands never does.
 #
-# `MeanWeight` is ours. It keeps the entries with the largest mean weight since they came, and drops $m = 8$ at a time. Since that changes two things, the paper's counts are tried with $m = 8$ as well.
+# The paper drops half of the budget at once, $m = B/2$. Fewer at a time, $m = 8$, are tried as well.
 
 # %%
 methods = {"Scissorhands": (Scissorhands, {}, plot.style("scissorhands")),
            "Scissorhands, m = 8": (Scissorhands, dict(at_a_time=8),
                                    plot.style("scissorhands") | dict(linestyle=":")),
-           "MeanWeight, m = 8": (MeanWeight, {}, plot.style("scissorhands_weight")),
            "H2O": (H2O, {}, plot.style("h2o")),
            "StreamingLLM": (StreamingLLM, {}, plot.style("streaming_llm")),
            "random": (RandomEviction, {}, plot.style("random"))}
@@ -276,7 +274,7 @@ figure.legend(loc="outside right upper", fontsize=8);
 # %% [markdown]
 # The three numbers of the KL have keep ratios of 50, 25 and 12.5 %. Few-shot has 12.5 %, needles have 50 %. Random eviction leaves the figure.
 #
-# By the KL, the paper's rule with $m = B/2$ is far ahead of random eviction; by needles and labels it is not. Its KL is behind StreamingLLM's at every budget. Even with half of the entries it finds hardly a needle: a fact is not important before somebody asks for it, and there the bet is lost. The lower KL of `MeanWeight` comes from the smaller $m$. Its mean weight may add few-shot answers when entries are few.
+# By the KL, the paper's rule with $m = B/2$ is far ahead of random eviction; by needles and labels it is not. Its KL is behind StreamingLLM's at every budget. Even with half of the entries it finds hardly a needle: a fact is not important before somebody asks for it, and there the bet is lost. A smaller $m$ lowers the KL.
 #
 # ## Why: a count is nearly an age
 #
@@ -286,7 +284,7 @@ figure.legend(loc="outside right upper", fontsize=8);
 B = 128
 tried = {"Scissorhands, m = 64": (Scissorhands, {}),
          "Scissorhands, m = 1": (Scissorhands, dict(at_a_time=1)),
-         "MeanWeight, m = 8": (MeanWeight, {}), "H2O": (H2O, {})}
+         "H2O": (H2O, {})}
 for name, (Method, options) in tried.items():
     caches = make_cache(model, Method, budget=B, **options)
     for cache in caches:
@@ -331,7 +329,7 @@ axis.legend();
 #
 # 1. The count compares weights with $1/s$, where $s$ counts the tokens *read*. Subclass `Scissorhands` to use the entries *held* instead. Does it still keep mostly the newest?
 #    <details><summary>Hint</summary>Override <code>observe</code>; the cache holds <code>self.length</code> entries.</details>
-# 2. H2O adds weights up, `MeanWeight` averages them. Which forgets an old favourite that nobody asks for any more?
+# 2. H2O adds weights up. Average them in place of that. Which of the two forgets an old favourite that nobody asks for any more?
 #    <details><summary>Hint</summary>Build a stream whose first half attends to one token only.</details>
 # 3. Fit the tail of one head at a time. Is there a head with $k < 1.5$?
 #    <details><summary>Hint</summary>Call <code>tail_exponent</code> with the weights of one head.</details>

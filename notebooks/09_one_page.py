@@ -80,7 +80,7 @@ FAMILIES = {
                      "snap_kv+residual tova",
     "worst window query": "defensive_kv layer_defensive_kv worst_query",
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
-    "the past": "h2o scissorhands scissorhands_weight cam",
+    "the past": "h2o scissorhands cam",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
     "the text": "kvzip kvzip_recent kvzip_fast",
     "calibrated heads": "duo_attention",

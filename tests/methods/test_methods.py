@@ -17,7 +17,6 @@ from methods.baselines.cam import CaM
 from methods.baselines.duo_attention import DuoAttention
 from methods.baselines.h2o import H2O
 from methods.kv_reviver import KVReviver
-from methods.ours.scissorhands_weight import MeanWeight
 from methods.baselines.quantized import Quantized
 from methods.baselines.random_eviction import RandomEviction
 from methods.scissorhands import Scissorhands
@@ -503,7 +502,7 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
     (Scissorhands, dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
     (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
-    (MeanWeight, dict(budget=17), "budget 17 must be at least 18: the newest 10 stay and 8 leave"),
+    (Scissorhands, dict(budget=17, recent=10, at_a_time=8), "budget 17 must be at least 18: the newest 10 stay"),
     (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 23: the newest 22 stay"),
     (DuoAttention, dict(budget=40, sinks=16), "sinks is 16; .* below least .16."),
     (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "contain a head twice; list each once"),

@@ -1,4 +1,4 @@
-"""Compare Scissorhands and MeanWeight with a loop over tokens; check the budget and claims on counts."""
+"""Compare Scissorhands with a loop over tokens; check the budget and claims on counts."""
 from functools import cache as once
 import math
 import random
@@ -7,23 +7,19 @@ import pytest
 import torch
 
 from common import B, D, G, H, SLOT, end, turn
-from methods.ours.scissorhands_weight import MeanWeight
 from methods.scissorhands import Scissorhands
 
 T = 64
 
 
-def importance(j, past, Method, history):
-    """Return −I_j, or the variant's importance; past: {entry: weight} of steps 1, 2, …"""
-    if Method is MeanWeight:
-        had = [weights[j] for weights in past if j in weights]
-        return sum(had) / len(had)
+def importance(j, past, history):
+    """Return −I_j; past: {entry: weight} of steps 1, 2, …"""
     steps = range(max(1, len(past) - history + 1), len(past) + 1)
     there = [s for s in steps if j in past[s - 1]]
     return -sum(past[s - 1][j] < 1 / s for s in there)
 
 
-def algorithm_1(q, k, v, Method, history, budget, recent, m):
+def algorithm_1(q, k, v, history, budget, recent, m):
     """Return the kept tokens, importances and output at each token.
 
     One key/value head: q (G, T, D), k and v (T, D).
@@ -31,21 +27,21 @@ def algorithm_1(q, k, v, Method, history, budget, recent, m):
     kept, past = [], []
     for t in range(len(k)):
         if len(kept) == budget:
-            rank = lambda j: (importance(j, past, Method, history), j)
+            rank = lambda j: (importance(j, past, history), j)
             leave = sorted(kept[:budget - recent], key=rank)[:m]
             kept = [j for j in kept if j not in leave]
         kept = [*kept, t]
         alpha = (q[:, t] @ k[kept].T / math.sqrt(D)).softmax(-1)  # (G, n)
         past.append(dict(zip(kept, alpha.mean(0).tolist())))
-        yield kept, [importance(j, past, Method, history) for j in kept], alpha @ v[kept]
+        yield kept, [importance(j, past, history) for j in kept], alpha @ v[kept]
 
 
 # budget, recent, at_a_time, and history for counts
 CASES = {
-    "all history": (Scissorhands, 12, 3, 4, 400), "history below m": (Scissorhands, 12, 2, 6, 5),
-    "history of 1": (Scissorhands, 9, 3, 2, 1), "one at a time": (Scissorhands, 10, 0, 1, 16),
-    "everything leaves": (Scissorhands, 8, 0, 8, 8), "one slot": (Scissorhands, 1, 0, 1, 4),
-    "half": (Scissorhands, 24, 5, None, 31), "means": (MeanWeight, 12, 3, 8)}
+    "all history": (12, 3, 4, 400), "history below m": (12, 2, 6, 5),
+    "history of 1": (9, 3, 2, 1), "one at a time": (10, 0, 1, 16),
+    "everything leaves": (8, 0, 8, 8), "one slot": (1, 0, 1, 4),
+    "half": (24, 5, None, 31)}
 
 
 @once
@@ -58,10 +54,10 @@ def text():
 
 @once
 def expected(case):  # [b][h][t]
-    Method, budget, recent, m, history = (*CASES[case], None)[:5]
+    budget, recent, m, history = CASES[case]
     q, k, v = (x.double() for x in text())
     heads = lambda b: [(q[b, h * G:(h + 1) * G], k[b, h], v[b, h]) for h in range(H)]
-    loop = lambda head: [*algorithm_1(*head, Method, history, budget, recent, m or budget // 2)]
+    loop = lambda head: [*algorithm_1(*head, history, budget, recent, m or budget // 2)]
     return [[*map(loop, heads(b))] for b in range(B)]
 
 
@@ -70,8 +66,8 @@ def expected(case):  # [b][h][t]
 def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
     """Kept tokens, importance, positions, keys, values and outputs equal the loop's, however the text is cut.
     """
-    (Method, *options), (q, k, v), outputs = CASES[case], text(), []
-    cache = Method(*options)
+    (q, k, v), outputs = text(), []
+    cache = Scissorhands(*CASES[case])
     for i in torch.arange(T).split(chunk):
         outputs.append(cache.attend(q[:, :, i], k[:, :, i], v[:, :, i], i[None]))
         if 20 in i:
@@ -88,13 +84,11 @@ def test_everything_equals_the_loop_however_the_text_is_cut(case, chunk):
 
 
 @pytest.mark.claim("S2")
-@pytest.mark.parametrize("Method, more, slot", [
-    (Scissorhands, dict(history=100), SLOT + 4 + 13), (MeanWeight, {}, SLOT + 4)])
-def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, note):
+def test_a_stream_never_exceeds_the_budget_at_any_moment(note):
     """Slots, bytes and attended keys never exceed the budget, and late tokens cost as much as early ones."""
-    budget, m, n, read_at = 64, 20, 1000, {}
+    budget, m, n, read_at, slot = 64, 20, 1000, {}, SLOT + 4 + 13
 
-    class Watched(Method):
+    class Watched(Scissorhands):
         def within(self):
             live, allocated = self.bytes()
             assert self.length <= budget
@@ -109,7 +103,7 @@ def test_a_stream_never_exceeds_the_budget_at_any_moment(Method, more, slot, not
             super().observe(q, p)
             self.within()
 
-    cache, g = Watched(budget=budget, at_a_time=m, **more), torch.Generator().manual_seed(2)
+    cache, g = Watched(budget=budget, at_a_time=m, history=100), torch.Generator().manual_seed(2)
     for i in torch.arange(n).split([1, 90, 7, 102, *[1] * (n - 200)]):
         cache.attend(*(torch.randn(B, x, len(i), D, generator=g) for x in (H * G, H, H)), i[None])
     # the text is cut into as few pieces as the room allows
@@ -148,4 +142,3 @@ def test_counts_keep_the_largest_if_just_these_exceed_1_over_t(seed, history):
     v = [1.0] + [1e-3 * 0.9 ** rank for rank in draw.sample(range(n - 1), n - 1)]
     newest = [[0, *range(max(1, t - budget + 2), t + 1)] for t in range(n)]
     assert counts(v) == newest != largest_so_far(v, budget)
-    assert [*weigh(MeanWeight(budget=budget, recent=0, at_a_time=1), v)] == largest_so_far(v, budget)
