@@ -106,7 +106,8 @@ def calibrated(Method, model, encoding, folder: Path | None = None) -> dict:
     """
     if not hasattr(Method, "calibrate"):
         return {}
-    name, own = f"{Method.__name__}.safetensors", fingerprint(model)
+    calibrates = next(base for base in Method.__mro__ if "calibrate" in vars(base))
+    name, own = f"{calibrates.__name__}.safetensors", fingerprint(model)
     files = [folder / name] if folder else CALIBRATED.glob(f"*/{name}")
     for file in filter(Path.exists, files):
         with safe_open(file, "pt") as stored:

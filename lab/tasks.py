@@ -1,7 +1,7 @@
 """Retrieval tasks made from real text (corpus.py).
 
 A task makes a document of exactly T tokens: real text with facts in it, then questions and answers. Each
-token has a role. Training weighs tokens by role; evaluation cuts the document where the question starts.
+token has a role. Evaluation cuts the document where the question starts.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,12 +175,11 @@ class Tasks:
         questions = [(ask + items[i][0] + colon, items[i][1], []) for i in asked]
         return self.assemble(rng, T, [block], questions)
 
-    def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4, every_label: bool = False):
+    def few_shot(self, rng, T: int, shots: int = 16, classes: int = 4):
         """Make a document with labelled lines of source code, and ask for a new line's label.
 
         The label of a class is drawn anew for each document. The new line's class has been shown. The answer
-        is one token; chance is 1/classes. With `every_label` (in training) each label after the first of its
-        class is also an answer.
+        is one token; chance is 1/classes.
         """
         whole("shots", shots, 1, T)
         whole("classes", classes, 2, len(LINE_KINDS))
@@ -196,12 +195,7 @@ class Tasks:
         query = rng.choice(which)
         shown = [(line_of(c, self.lines), labels[c]) for c in which]
         last = (line_of(query, self.asked), labels[query], [])
-        if not every_label:
-            return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
-
-        asked = [(line, label, []) if c in which[:i] else (line + label, [], [])
-                 for i, (c, (line, label)) in enumerate(zip(which, shown))]
-        return self.assemble(rng, T, [], [*asked, last])
+        return self.assemble(rng, T, [line + label for line, label in shown], [last], [1.0] * shots)
 
     def copy(self, rng, T: int, length: int = 32, start: int = 8, answer: int = 16):
         """Make a document with an inserted passage; its end quotes the start and asks for the rest."""

@@ -17,6 +17,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.baselines.kvzip import KVzip
+from methods.baselines.kvzip_fast import FastKVzip
 from methods.baselines.quantized import pack, quantise, unpack
 from nanollm.check import whole
 from nanollm.packed import PackedCache
@@ -27,12 +28,14 @@ GROUP = 32  # entries that share a key channel's range; channels that share a va
 @dataclass(eq=False)
 class Rounded(PackedCache):
     """Mix-in for a PackedCache method: class RoundedX(Rounded, X)."""
-    bits: int = field(default=4, kw_only=True)  # bits per number, 1 to 8; 16: no rounding
+    bits: int = field(default=4, kw_only=True)  # bits per number of the keys, 1 to 8; 16: no rounding
+    value_bits: int = field(default=0, kw_only=True)  # bits per number of the values; 0: those of the keys
 
     def __post_init__(self):
         super().__post_init__()
         if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
             raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for no rounding")
+        self.value_bits = whole("value_bits", self.value_bits, 0, 8) or self.bits
 
     def link(self, model, layer: int):
         super().link(model, layer)
@@ -54,8 +57,8 @@ class Rounded(PackedCache):
         groups = (quantise(keys, self.bits, 0) for keys in k.split(self.groups))
         code, zero, scale = map(torch.cat, zip(*groups))
         self.packed |= dict(k_code=pack(code.flatten(), self.bits), k_zero=zero, k_scale=scale)
-        code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.bits, 2)
-        self.packed |= dict(v_code=pack(code.flatten(), self.bits), v_zero=zero, v_scale=scale)
+        code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.value_bits, 2)
+        self.packed |= dict(v_code=pack(code.flatten(), self.value_bits), v_zero=zero, v_scale=scale)
 
     def old(self, name: str) -> Tensor:
         """Return a packed tensor, (entries of all heads, ...); "k" and "v" are restored from codes."""
@@ -63,7 +66,8 @@ class Rounded(PackedCache):
             return super().old(name)
         like = self.slots[name]
         code, zero, scale = (self.packed[f"{name}_{part}"] for part in ("code", "zero", "scale"))
-        code = unpack(code, self.bits).view(-1, like.shape[-1]).to(like)
+        bits = self.bits if name == "k" else self.value_bits
+        code = unpack(code, bits).view(-1, like.shape[-1]).to(like)
         zero, scale = zero.to(like), scale.to(like)
         if name == "v":
             return code.unflatten(1, (zero.shape[1], -1)).mul_(scale).add_(zero).flatten(1)
@@ -76,4 +80,16 @@ class RoundedKVzip(Rounded, KVzip):
     """KVzip in few bits."""
 
 
-variants = {"kvzip_4": partial(RoundedKVzip, bits=4)}
+@dataclass(eq=False)
+class RoundedFastKVzip(Rounded, FastKVzip):
+    """Fast KVzip in few bits; the text is read once."""
+
+
+@dataclass(eq=False)
+class K4V2(RoundedFastKVzip):
+    """The same with four bits for keys and two for values."""
+    value_bits: int = field(default=2, kw_only=True)
+
+
+variants = {"kvzip_4": partial(RoundedKVzip, bits=4), "kvzip_fast_4": RoundedFastKVzip,
+            "kvzip_fast_k4v2": K4V2}

@@ -54,7 +54,7 @@ def test_what_a_method_is_given_and_finds_out():
     assert [[*given(Method, **known)] for Method in found] == [
         [], [], ["window_size"], ["window_size", "floor"], ["window_size"], ["window_size", "floor"]]
     assert [name for name, Method in pick([]).items() if not has_budget(Method)] == [
-        "full", "quantized_2", "quantized_3", "quantized_4"]
+        "full", "quantized_2", "quantized_3", "quantized_4", "quantized_k4v2"]
     assert not has_budget(Quantized) and has_budget(partial(SnapKV, window_size=3))
     assert calibrated(LayerCache, None, None) == {}
 
@@ -104,6 +104,7 @@ def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path, monkey
 @pytest.mark.parametrize("folder", SHIPPED.values())
 def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
     model = checkpoint.from_hf(folder)
-    for Method, options in (FastKVzip, {"gates"}), (DuoAttention, {"heads"}):
+    for Method in FastKVzip, DuoAttention:
         monkeypatch.setattr(Method, "calibrate", None)  # not to be called
-        assert calibrated(Method, model, ENCODING).keys() == options
+    for name, options in ("kvzip_fast", {"gates"}), ("kvzip_fast_4", {"gates"}), ("duo_attention", {"heads"}):
+        assert calibrated(pick([name])[name], model, ENCODING).keys() == options

@@ -40,16 +40,16 @@ GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generato
 OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)), gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4",  # kept entries have few bits
+ROUNDED = "kvzip_4", "kvzip_fast_4", "kvzip_fast_k4v2"  # kept entries have few bits
 # Methods that change what attention sees: merged values, tokens read back from a sketch, few bits, residual
 # entries, sinks with moved keys.
 ALTERED = ("cam", "kv_reviver", "quantized", "+residual", "streaming_llm", *ROUNDED)
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "duo_attention", "kvzip"  # and variants
+APPENDS = "duo_attention", "kvzip", "head_budgets"  # and variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
-GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive"
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive", "head_budgets"
 ONCE = "+residual", "+theta", "semantic", "kvzip_fast"  # they refuse to compress another turn
 
 
@@ -153,8 +153,8 @@ def test_how_the_prompt_is_cut_does_not_matter(name, cut):
 @pytest.mark.parametrize("name", METHODS)
 def test_tokens_fed_at_once_act_as_one_by_one_if_a_method_says_that_it_appends(name):
     caches, (_, at_once) = run(name, (PROMPT, T - PROMPT))
-    assert caches[0].appends == (name == "full" or isinstance(caches[0], WindowCache) or "kvzip" in name
-                                 and not name.startswith("duo"))
+    assert caches[0].appends == (name == "full" or isinstance(caches[0], WindowCache)
+                                 or name.startswith(APPENDS) and not name.startswith("duo"))
     if caches[0].appends:
         _, (_, *singly) = run(name, (PROMPT, *[1] * (T - PROMPT)))
         for layer in range(LAYERS):
@@ -233,7 +233,8 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
             assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
         for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
             assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
-            slot = 4 + D if name in ROUNDED else SLOT  # 4 bits: k and v are D bytes
+            # keys have 4 bits, values 4 or 2
+            slot = 4 + D * (6 if "k4v2" in name else 8) // 8 if name in ROUNDED else SLOT
             assert n * slot <= live <= allocated
     for cache in caches:
         assert cache.bytes()[1] == sum(memory(cache).values())
@@ -502,7 +503,7 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (RandomEviction, dict(budget=0), "budget 0 must be at least 1"),
     (Scissorhands, dict(budget=20, recent=-1), "recent is -1; it must be at least 0"),
     (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
-    (Scissorhands, dict(budget=17, recent=10, at_a_time=8), "budget 17 must be at least 18: the newest 10 stay"),
+    (Scissorhands, dict(budget=17, recent=10, at_a_time=8), "budget 17 must be at least 18: the newest 10"),
     (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 23: the newest 22 stay"),
     (DuoAttention, dict(budget=40, sinks=16), "sinks is 16; .* below least .16."),
     (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "contain a head twice; list each once"),
