@@ -310,16 +310,6 @@ def text_windows(tasks: Tasks, windows: int, T: int, model=None) -> Tensor:
     return torch.from_numpy(np.stack([np.append(first, stream[s:s + n]) for s in starts]).astype(np.int64))
 
 
-@torch.no_grad()
-def bits_per_byte(model, tasks: Tasks, windows: int, T: int = 512) -> float:
-    """Return the model's mean bits per byte over windows of T tokens; the first token is given."""
-    bits, rows = 0.0, text_windows(tasks, windows, T, model)
-    for part in rows.to(model.embed.weight.device).split(16):
-        logits = model(part[:, :-1]).flatten(0, 1)
-        bits += F.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum").item() / math.log(2)
-    return bits / sum(len(tasks.encoding.decode_bytes(row)) for row in rows[:, 1:].tolist())
-
-
 def standard_error(x: Tensor) -> float:
     """Return the standard error of the mean of x (n,)."""
     return (x.std() / len(x) ** 0.5).item()

@@ -12,7 +12,7 @@ from common import ENCODING, decoder, tasks
 from lab import benchmark as benchmark_module
 from lab import evaluate
 from lab.benchmark import TASKS, Benchmark, build, excess, replayed_or_read, run
-from lab.evaluate import (bits_per_byte, budget_for, continuation, maker, mean_and_error, perturbation,
+from lab.evaluate import (budget_for, continuation, maker, mean_and_error, perturbation,
                           prompt_and_question, reading_within, reference, retrieve, text_windows)
 from lab.registry import given, has_budget, pick
 from lab.replay import CannotReplay, Recorder, feed, record, replay
@@ -383,8 +383,6 @@ def test_what_cannot_be_measured_is_refused_before_any_work(model, monkeypatch, 
     assert "\n" not in str(error.value)
 
 
-# ---- bits per byte ---
-
 @pytest.mark.parametrize("bos, first", [(None, []), (7, []), (2047, [2047])])
 def test_texts_begin_as_the_model_s_do(model, monkeypatch, bos, first):
     monkeypatch.setattr(model.config, "bos", bos)  # 2047 is what the tokenizer calls BOS
@@ -393,11 +391,6 @@ def test_texts_begin_as_the_model_s_do(model, monkeypatch, bos, first):
     starts = [int(x) for x in np.linspace(0, len(stream) - n, 5)]
     assert rows.tolist() == [first + stream[i:i + n] for i in starts] and rows.dtype == torch.int64
     assert text_windows(tasks("test"), 5, 24)[0].tolist() == stream[:24]
-    bits = -model(rows[:, :-1]).log_softmax(-1).gather(-1, rows[:, 1:, None]).sum() / math.log(2)
-    size = sum(len(ENCODING.decode_bytes(row)) for row in rows[:, 1:].tolist())
-    assert bits_per_byte(model, tasks("test"), 5, 24) == pytest.approx(bits.item() / size, rel=1e-5)
-
-
 def test_caches_that_read_within_their_budget_never_hold_more(model, full):
     make = reading_within(maker(model, H2O, 0.25))
     caches = make(CUT)
