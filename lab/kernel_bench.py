@@ -96,7 +96,8 @@ def sdpa(run: Callable) -> float:
     """Return the time of a run with the fastest of PyTorch's implementations of attention that can do it."""
     times = []
     for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION:
-        with suppress(RuntimeError), catch_warnings(action="ignore"), sdpa_kernel(backend):  # takes no mask
+        # flash attention takes no mask, for example
+        with suppress(RuntimeError), catch_warnings(action="ignore"), sdpa_kernel(backend):
             times.append(microseconds(run))
     return min(times)
 
@@ -127,7 +128,8 @@ def decoding(methods: dict, B: int, T: int) -> Iterator[dict]:
     """
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = Decoder(Config(128_256, T + 32, 32, 32, 8, 4096, 14_336, rope_theta=5e5)).to("cuda").eval()
+        model = Decoder(Config(vocab_size=128_256, max_len=T + 32, n_layers=32, n_heads=32, n_kv_heads=8,
+                               d_model=4096, d_ff=14_336, rope_theta=5e5)).to("cuda").eval()
     torch.set_default_dtype(torch.float32)
     tokens = torch.randint(128_256, (B, T), generator=torch.Generator().manual_seed(0)).cuda()
     for name, Method in methods.items():

@@ -17,6 +17,7 @@ import sys
 
 from lab import kernel_bench, plot, speed, table
 from lab.claims import claims_renderer
+from lab.text_table import text_table
 from nanollm import SHIPPED
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +71,12 @@ def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
     (STORED / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n')
 
 
+def plain(rows: list[dict]) -> str:
+    """Return rows with the same keys as a text table."""
+    cell = lambda x: "" if x is None else f"{x:.2f}" if isinstance(x, float) else str(x)
+    return text_table([[*rows[0]], *([*map(cell, row.values())] for row in rows)])
+
+
 def section(name: str) -> str:
     """Return a section of RESULTS.md. SystemExit if its rows come from another command."""
     title, command, words = SECTIONS[name]
@@ -83,8 +90,8 @@ def section(name: str) -> str:
         text = "\n".join(lines)
     else:
         others = dict(claims=claims_renderer, claims_news=claims_renderer, kernels=kernel_bench,
-                      decoding=kernel_bench)
-        text = others.get(name, speed).show(stored["rows"])
+                      decoding=kernel_bench, speed=speed)
+        text = others[name].show(stored["rows"]) if name in others else plain(stored["rows"])
     source = f"`{command}` ({stored['date']}, {stored['machine']})"
     return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text.strip(chr(10))}\n```"
 

@@ -157,9 +157,17 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
         if c.family == "llama":
             self.register_buffer("freq", rope_frequencies(c), persistent=False)
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+        self.apply(self._init)
+
+    def _init(self, module: nn.Module):
+        # residual branches start small, so that the sum of all 2L keeps its scale (GPT-2, section 2.3)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for layer in (module.attention.o, module.mlp.down):
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
 
     def _apply(self, fn, recurse=True):
         # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter radian or more

@@ -41,7 +41,7 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. DuoAttention gives the whole cache to a few calibrated heads.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `kvzip_4`, which stores the kept entries in four bits; and the variants `_semantic`, `_weight` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `kvzip_4` and `kvzip_fast_4`, which store the kept entries in four bits; `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -83,9 +83,9 @@ FAMILIES = {
     "the past": "h2o scissorhands cam",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
     "the text": "kvzip kvzip_recent kvzip_fast",
-    "calibrated heads": "duo_attention",
+    "calibrated heads": "duo_attention head_budgets",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 kvzip_fast_4",
     "everything held": "full",
 }
 
@@ -163,7 +163,7 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the first keeps what any question needs, the second what this one looks at | reading twice; most later answers with `chunk_kv_semantic` |
 # | other questions come; 40 % of the memory is there | `quantized_4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
-# | other questions come; less memory is there | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice, slower steps |
+# | other questions come; less memory is there | `kvzip_fast_4`, or `kvzip_4` | they keep what the text can be rebuilt from | a calibration, or reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
 # | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |

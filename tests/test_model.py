@@ -84,6 +84,7 @@ def test_head_dim_follows_from_d_model_unless_set():
 def test_gradients_reach_every_parameter():
     for family in "llama", "gpt2":
         model = Decoder(tiny(family=family, tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True))
+        assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(0.02 / 4 ** 0.5, rel=0.15)
         model(TOKENS[:, :16]).square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all(), name

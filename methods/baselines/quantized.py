@@ -14,8 +14,7 @@ Differs from the authors' code:
   and 0 to R − 1 keys are exact.
 - Codes are packed bit by bit, so a 3-bit code takes 3 bits.
 
-There is no budget of entries: the size follows from `bits`. Ours: `quantized_k4v2` gives keys four bits and
-values two, as rounded keys do more harm.
+There is no budget of entries: the size follows from `bits`.
 """
 from dataclasses import dataclass
 from functools import partial
@@ -72,19 +71,15 @@ def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 class Quantized(LayerCache):
     """Older tokens are in `rounded`, as codes. Newer tokens are exact, in the slots."""
     keeps_all = True
-    bits: int = 2              # bits per number of the keys, 1 to 8
-    value_bits: int = 0        # bits per number of the values; 0: those of the keys
+    bits: int = 2              # bits per number, 1 to 8
     group_size: int = 32       # tokens that share a key channel's range; channels that share a value's range
     residual_length: int = 32  # newest tokens, which are never rounded, R
 
     def __post_init__(self):
         super().__post_init__()
-        self.value_bits = self.value_bits or self.bits
-        whole_bits = {self.bits, self.value_bits} <= {*range(1, 9)}
-        if not whole_bits or self.group_size < 1 or self.residual_length < 0:
-            raise ValueError(f"bits {self.bits} and {self.value_bits} must be 1 to 8, "
-                             f"group_size {self.group_size} at least 1 and residual_length "
-                             f"{self.residual_length} at least 0")
+        if not 1 <= self.bits <= 8 or self.group_size < 1 or self.residual_length < 0:
+            raise ValueError(f"bits {self.bits} must be 1 to 8, group_size {self.group_size} at least 1 "
+                             f"and residual_length {self.residual_length} at least 0")
         self.rounded: dict[str, Tensor] = {}  # (B, H, groups of tokens, ...): codes, zeros and scales
 
     def link(self, model, layer: int):
@@ -109,9 +104,9 @@ class Quantized(LayerCache):
         # k (B, H, groups, tokens, D): each channel over the tokens
         k_code, k_zero, k_scale = quantise(k, self.bits, 3)
         # v (B, H, groups, tokens, D/g, g): each token over g channels
-        v_code, v_zero, v_scale = quantise(v.unflatten(-1, (-1, g)), self.value_bits, 5)
+        v_code, v_zero, v_scale = quantise(v.unflatten(-1, (-1, g)), self.bits, 5)
         new = dict(k=pack(k_code.flatten(3), self.bits), k_zero=k_zero, k_scale=k_scale)
-        new |= dict(v=pack(v_code.flatten(3), self.value_bits), v_zero=v_zero, v_scale=v_scale)
+        new |= dict(v=pack(v_code.flatten(3), self.bits), v_zero=v_zero, v_scale=v_scale)
         for name, x in new.items():
             before = [self.rounded[name]] if name in self.rounded else []
             self.rounded[name] = torch.cat((*before, x), 2)
@@ -119,8 +114,7 @@ class Quantized(LayerCache):
 
     def codes(self, name: str) -> Tensor:
         """Return the codes of "k" or "v", (B, H, groups of tokens, tokens, D)."""
-        bits = self.bits if name == "k" else self.value_bits
-        return unpack(self.rounded[name], bits).unflatten(3, (self.group_size, -1))
+        return unpack(self.rounded[name], self.bits).unflatten(3, (self.group_size, -1))
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         k, v, pos, bias = super().read()
@@ -173,4 +167,3 @@ class Quantized(LayerCache):
 
 
 variants = {f"quantized_{bits}": partial(Quantized, bits=bits, residual_length=16) for bits in (2, 3, 4)}
-variants["quantized_k4v2"] = partial(Quantized, bits=4, value_bits=2, residual_length=16)

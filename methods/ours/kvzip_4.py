@@ -1,8 +1,9 @@
 """Ours: evict, then round. Another method chooses the entries; KIVI's rounding (quantized.py) shrinks them.
 
 An evicted token is lost; a rounded one is only a little wrong. So with the same bytes a method may keep
-several times as many entries in few bits. The prompt's kept entries are rounded once, at its end. New tokens
-stay exact.
+several times as many entries in few bits. Of all methods here `kvzip_fast_4` answers most later questions
+for its bytes (RESULTS.md, `share`). The prompt's kept entries are rounded once, at its end. New tokens stay
+exact.
 
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
@@ -28,14 +29,12 @@ GROUP = 32  # entries that share a key channel's range; channels that share a va
 @dataclass(eq=False)
 class Rounded(PackedCache):
     """Mix-in for a PackedCache method: class RoundedX(Rounded, X)."""
-    bits: int = field(default=4, kw_only=True)  # bits per number of the keys, 1 to 8; 16: no rounding
-    value_bits: int = field(default=0, kw_only=True)  # bits per number of the values; 0: those of the keys
+    bits: int = field(default=4, kw_only=True)  # bits per number, 1 to 8; 16: no rounding
 
     def __post_init__(self):
         super().__post_init__()
         if whole("bits", self.bits, 1, 16) > 8 and self.bits != 16:
             raise ValueError(f"bits {self.bits} must be 1 to 8, or 16 for no rounding")
-        self.value_bits = whole("value_bits", self.value_bits, 0, 8) or self.bits
 
     def link(self, model, layer: int):
         super().link(model, layer)
@@ -57,8 +56,8 @@ class Rounded(PackedCache):
         groups = (quantise(keys, self.bits, 0) for keys in k.split(self.groups))
         code, zero, scale = map(torch.cat, zip(*groups))
         self.packed |= dict(k_code=pack(code.flatten(), self.bits), k_zero=zero, k_scale=scale)
-        code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.value_bits, 2)
-        self.packed |= dict(v_code=pack(code.flatten(), self.value_bits), v_zero=zero, v_scale=scale)
+        code, zero, scale = quantise(v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.bits, 2)
+        self.packed |= dict(v_code=pack(code.flatten(), self.bits), v_zero=zero, v_scale=scale)
 
     def old(self, name: str) -> Tensor:
         """Return a packed tensor, (entries of all heads, ...); "k" and "v" are restored from codes."""
@@ -66,8 +65,7 @@ class Rounded(PackedCache):
             return super().old(name)
         like = self.slots[name]
         code, zero, scale = (self.packed[f"{name}_{part}"] for part in ("code", "zero", "scale"))
-        bits = self.bits if name == "k" else self.value_bits
-        code = unpack(code, bits).view(-1, like.shape[-1]).to(like)
+        code = unpack(code, self.bits).view(-1, like.shape[-1]).to(like)
         zero, scale = zero.to(like), scale.to(like)
         if name == "v":
             return code.unflatten(1, (zero.shape[1], -1)).mul_(scale).add_(zero).flatten(1)
@@ -85,11 +83,4 @@ class RoundedFastKVzip(Rounded, FastKVzip):
     """Fast KVzip in few bits; the text is read once."""
 
 
-@dataclass(eq=False)
-class K4V2(RoundedFastKVzip):
-    """The same with four bits for keys and two for values."""
-    value_bits: int = field(default=2, kw_only=True)
-
-
-variants = {"kvzip_4": partial(RoundedKVzip, bits=4), "kvzip_fast_4": RoundedFastKVzip,
-            "kvzip_fast_k4v2": K4V2}
+variants = {"kvzip_4": partial(RoundedKVzip, bits=4), "kvzip_fast_4": RoundedFastKVzip}

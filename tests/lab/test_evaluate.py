@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import ENCODING, decoder, tasks
+from common import decoder, tasks
 from lab import benchmark as benchmark_module
 from lab import evaluate
 from lab.benchmark import TASKS, Benchmark, build, excess, replayed_or_read, run
@@ -391,6 +391,8 @@ def test_texts_begin_as_the_model_s_do(model, monkeypatch, bos, first):
     starts = [int(x) for x in np.linspace(0, len(stream) - n, 5)]
     assert rows.tolist() == [first + stream[i:i + n] for i in starts] and rows.dtype == torch.int64
     assert text_windows(tasks("test"), 5, 24)[0].tolist() == stream[:24]
+
+
 def test_caches_that_read_within_their_budget_never_hold_more(model, full):
     make = reading_within(maker(model, H2O, 0.25))
     caches = make(CUT)

@@ -54,7 +54,7 @@ def test_what_a_method_is_given_and_finds_out():
     assert [[*given(Method, **known)] for Method in found] == [
         [], [], ["window_size"], ["window_size", "floor"], ["window_size"], ["window_size", "floor"]]
     assert [name for name, Method in pick([]).items() if not has_budget(Method)] == [
-        "full", "quantized_2", "quantized_3", "quantized_4", "quantized_k4v2"]
+        "full", "quantized_2", "quantized_3", "quantized_4"]
     assert not has_budget(Quantized) and has_budget(partial(SnapKV, window_size=3))
     assert calibrated(LayerCache, None, None) == {}
 

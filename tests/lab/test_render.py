@@ -19,7 +19,6 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, tmp_path):
     monkeypatch.setattr(render_results, "TARGET", tmp_path / "RESULTS.md")
     monkeypatch.setattr(render_results, "SECTIONS", {
         name: (name.title(), f"python -m made_{name}", "What to see.") for name in ("first", "second")})
-    monkeypatch.setattr(render_results.speed, "show", lambda rows: rows[0]["text"])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name, code in dict(first=0, second=2).items():
         (tmp_path / f"made_{name}.py").write_text(SCRIPT.format(code=code))
@@ -31,7 +30,7 @@ def test_of_a_failed_command_the_stored_rows_stay(monkeypatch, tmp_path):
     for name, words in dict(first="new", second="old").items():
         assert render_results.rows(name) == [{"text": words}]
         assert f"## {name.title()}\n\nWhat to see.\n\n`python -m made_{name}` (" in text
-        assert f"```\n{words}\n```" in text
+        assert f"```\ntext\n{words}\n```" in text
 
     render_results.main(["--check"])
     render_results.TARGET.write_text(text.replace("old", "odd"))

@@ -40,7 +40,7 @@ GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generato
 OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)), gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4", "kvzip_fast_4", "kvzip_fast_k4v2"  # kept entries have few bits
+ROUNDED = "kvzip_4", "kvzip_fast_4"  # kept entries have few bits
 # Methods that change what attention sees: merged values, tokens read back from a sketch, few bits, residual
 # entries, sinks with moved keys.
 ALTERED = ("cam", "kv_reviver", "quantized", "+residual", "streaming_llm", *ROUNDED)
@@ -233,8 +233,7 @@ def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
             assert sum(slots) <= LAYERS * B * H * (BUDGET + later)
         for n, kept, (live, allocated) in zip(slots, step.after, step.bytes):
             assert ((kept.diff() > 0) | (kept[..., 1:] == NEVER)).all()  # no position twice
-            # keys have 4 bits, values 4 or 2
-            slot = 4 + D * (6 if "k4v2" in name else 8) // 8 if name in ROUNDED else SLOT
+            slot = 4 + D if name in ROUNDED else SLOT  # 4 bits: k and v are D bytes
             assert n * slot <= live <= allocated
     for cache in caches:
         assert cache.bytes()[1] == sum(memory(cache).values())

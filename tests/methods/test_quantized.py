@@ -92,7 +92,6 @@ def old(n, group, exact):
 
 CASES = {  # options, tokens of the prompt
     "2 bits": (dict(bits=2, group_size=8, residual_length=5), 25),
-    "values with fewer bits": (dict(bits=4, value_bits=2, group_size=8, residual_length=4), 20),
     "more tokens than channels": (dict(bits=5, group_size=17, residual_length=1), 27),
     "each alone": (dict(bits=4, group_size=1, residual_length=3), 10),
     "one too few": (dict(bits=8, group_size=8, residual_length=8), 15),
@@ -110,13 +109,13 @@ def feed(cache, prompt, chunk, block):
         yield range(a, b), y
 
 
-def check_bytes(cache, seen, before, after, bits, group_size, value_bits=None, **_):
+def check_bytes(cache, seen, before, after, bits, group_size, **_):
     """Compare `bytes` with a count by hand, if `before` tokens were rounded and now `after` are.
 
     A buffer is at most a tenth too large.
     """
     channels = D / min(group_size, D)  # groups of a value's channels, 4 bytes each
-    token = (bits + (value_bits or bits)) * D / 8 + channels * 4 + D * 4 / group_size
+    token = 2 * bits * D / 8 + channels * 4 + D * 4 / group_size
     size = lambda exact: B * H * (exact * (2 * D * 8 + 4) + after * token)
     live, allocated = cache.bytes()
     assert live == size(seen - after) <= allocated <= size(1.1 * (seen - before))
@@ -129,10 +128,9 @@ def test_the_oldest_groups_are_rounded_as_in_the_loop_and_attended_to(case, chun
     """The oldest whole groups are rounded as by the loop, after the attention of the part that fills them."""
     options, prompt = CASES[case]
     cache, (q, *kv) = Quantized(**options), drawn()
-    n, group = old(T, options["group_size"], 0), options["group_size"]
-    bits = options["bits"], options.get("value_bits", options["bits"])
-    coarse = [torch.stack([rounded(x_h[:n], bits[dim], group, dim) for x_h in x.flatten(0, 1)])
-              .view(B, H, n, D) for dim, x in enumerate(kv)]
+    n, bits, group = old(T, options["group_size"], 0), options["bits"], options["group_size"]
+    coarse = [torch.stack([rounded(head[:n], bits, group, dim) for head in x.flatten(0, 1)]).view(B, H, n, D)
+              for dim, x in enumerate(kv)]
     before = 0
     for part, y in feed(cache, prompt, chunk, block):
         seen = part.stop
