@@ -53,11 +53,11 @@ figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=8);
 # %% [markdown]
 # The grey line is 95 % of the full cache's answers. On SmolLM2, Fast KVzip's entries in four bits keep 97 % in an eighth of the bytes (37.5 % of the entries), after one reading; of the needles alone, 93 %. In 8 % of the bytes they keep 92 %, and KVzip's entries, which cost two readings, 90 %. Four bits for every token keep 94 % in a third; three bits and two break. Few exact entries are a poorer bargain: 97 % in a quarter.
 #
-# On the small decoders all lines lie further left: 99 % in 8 %. RESULTS.md, `share`, has the table with its errors.
+# On the small decoders all of these methods lose less: 99 % stay in 8 %. RESULTS.md, `share`, has the table with its errors; a share of SmolLM2's answers is known to within 3 %.
 #
 # ## Which heads, not which tokens
 #
-# KVzip ranks the entries of all heads together. The share that each head gets hardly depends on the text. `head_budgets` measures it on one training text and then lets KeyDiff, a poor method by itself, choose within each head.
+# KVzip ranks the entries of all heads together. `head_budgets` bets that a head's share belongs to the decoder and not to the text. It measures the shares on one training text, and then lets KeyDiff, a poor method by itself, choose within each head.
 
 # %%
 shares = calibrated(HeadBudgets, model, encoding)["shares"].flatten().sort(descending=True).values
@@ -70,13 +70,13 @@ print(f"The first 9 of {len(shares)} heads get {shares[:9].sum() / shares.sum():
       f"the last 45 get {shares[45:].sum() / shares.sum():.0%}.")
 
 # %% [markdown]
-# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets even a random choice within each head finds half of the later needles in a quarter of the entries, and KeyDiff two thirds. With equal budgets neither finds any (RESULTS.md, `free`). So do windows spread over the text, and every other rule that we tried without KVzip's scores: no query in the text asks for a fact.
+# A tenth of the heads gets more than a third of all entries, and half of the heads an eighth. With these budgets even a random choice within each head finds half of the later needles in a quarter of the entries, and KeyDiff two thirds. With equal budgets they find 0.00 and 0.03. Windows spread over the text find none, and no rule that we tried without KVzip's scores finds more than the 0.41 of `worst_query`: no query in the text asks for a fact (RESULTS.md, `free`).
 #
-# Gates choose better, and they are as cheap: those of one text find 0.80 of the needles in a quarter. For an eighth they need four texts or more. Texts that the decoder writes itself will do; lists will not (RESULTS.md, `gates`).
+# Gates choose better, and they are as cheap: those of one text find 0.80 of the needles in a quarter. For pairs in an eighth they need four texts or more. Texts that the decoder writes itself will do; lists will not (RESULTS.md, `gates`).
 #
 # ## Why two bits break
 #
-# A rounded key changes every score $q\cdot k/\sqrt D$. An error of $x$ nats multiplies a weight by $e^x$. The cell rounds the keys of one text as `quantized` does, 32 tokens of a channel in one range, and measures the errors of the last 64 queries' scores, by head. Then it asks which of a head's 64 channels make the error.
+# A rounded key changes every score $q\cdot k/\sqrt D$. An error of $x$ (in nats) multiplies a weight by $e^x$. The cell rounds the keys of one text as `quantized` does, 32 tokens of a channel in one range, and measures the errors of the last 64 queries' scores, by head. Then it asks which of a head's 64 channels make the error.
 
 # %%
 text = torch.from_numpy(Tasks(encoding, "test").batch("plain", 0, 1, 512).tokens)
@@ -93,15 +93,15 @@ for layer in record(model, make_cache(model, Recorder), text):
 share = torch.cat(worst).cumsum(-1).mean(0)
 for bits, found in errors.items():
     found = torch.cat(found)
-    print(f"{bits} bits: a score is off by {found.median():.2f} nats in the median head, "
-          f"by {found.max():.2f} in the worst")
+    print(f"{bits} bits: a score's error is {found.median():.2f} nats in the median head, "
+          f"{found.max():.2f} in the worst")
 print("share of the error in a head's worst 1, 4 and 16 of 64 channels:",
       *(f"{share[n - 1]:.2f}" for n in (1, 4, 16)))
 
 # %% [markdown]
-# With two bits, a score in the median head is off by 0.7 nats: most weights double or halve by chance. In the worst head it is off by 2.6. Every bit more halves the error, and more. Four of 64 channels make half of it. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
+# With two bits, the error of a score has a standard deviation of 0.7 in the median head: one weight in three doubles or halves by chance. In the worst head it is 2.6. Every bit more halves the error, and more. Four of 64 channels make half of it. Rounding only these finely would divide the error by 1.4, where a third bit for all divides it by 2.3.
 #
-# Values bear less than one would think: with four bits for keys and two for values, needles stay, but of the pairs a sixth is lost (RESULTS.md, `share`).
+# Values need fewer bits, but not two: with four bits for keys, four-bit values keep 0.71 of the pairs and two-bit values 0.60 (RESULTS.md, `share`; the full cache 0.80).
 #
 # ## What it costs
 #
@@ -120,8 +120,8 @@ def seconds(run, rounds=1):
 prefill(model, text, make_cache(model))  # the first run of a size takes longer
 unit = None
 print("                 reading   bytes    step")
-for name in ("full", "quantized_4", "kvzip", "kvzip_4", "kvzip_fast", "kvzip_fast_4", "head_budgets",
-             "duo_attention"):
+for name in ("full", "quantized_4", "kvzip", "kvzip_4", "kvzip_fast", "kvzip_fast_4",
+             "head_budgets", "duo_attention"):
     Method = pick([name])[name]
     options = given(Method, budget=128) | calibrated(Method, model, encoding)
     caches = make_cache(model, Method, **options)
@@ -164,12 +164,12 @@ for name, keep in ("full", 1), ("kvzip_fast_4", 0.5), ("kvzip_fast_4", 0.25), ("
         print(f"    {question} ▸ {said}")
 
 # %% [markdown]
-# Read the wrong answers. This model has 135 million parameters, and even with the full cache it answers few questions rightly. With half of the entries in four bits it answers about as many. With a quarter it still knows the names, and no longer who is who: the donkey is in the choir. A lost entry does not leave a gap; it leaves a fluent, wrong sentence. SnapKV invents.
+# Read the wrong answers. This model has 135 million parameters, and even with the full cache it answers few questions rightly. With half of the entries in four bits it happens to answer more of these four. With a quarter the facts are mixed up: the donkey is in the choir. Lost entries do not leave a gap. They leave a fluent, wrong sentence, and it looks like the mistakes that the model makes anyway.
 #
 # ## Three things to remember
 #
 # 1. One reading is enough. Gates that were learned once, and four bits: an eighth of the bytes keeps 97 % of the later answers on SmolLM2, and 99 % on two small decoders.
-# 2. First find the heads that retrieve, then the bits that keys need. Which tokens stay in a head matters least.
+# 2. First find the heads that retrieve: with their budgets even a random choice keeps half of the needles. Then give keys enough bits.
 # 3. Ask your own questions before you trust a share. What is lost comes back as a fluent mistake.
 #
 # ## Exercises

@@ -1,7 +1,7 @@
 """Ours: each head's budget is fixed by one calibration text; within a head, KeyDiff chooses.
 
-In KVzip's ranking a head that copies gets many entries and most heads get few, whatever the text. So one
-training text is read twice, once for a decoder, and shares all later budgets among the heads.
+In KVzip's ranking a head that copies gets many entries, and most heads get few. Here one training text
+decides how many. It is read twice, when a decoder is met for the first time; all later texts are read once.
 
     share_h = entries of head h among the quarter with the highest KVzip scores, mean over heads 1
     head h keeps the b·share_h entries whose keys are least like the others (methods/baselines/key_diff.py)

@@ -1,8 +1,8 @@
 """Ours: evict, then round. Another method chooses the entries; KIVI's rounding (quantized.py) shrinks them.
 
 An evicted token is lost; a rounded one is only a little wrong. So with the same bytes a method may keep
-several times as many entries in few bits. Of all methods here `kvzip_fast_4` answers most later questions
-for its bytes (RESULTS.md, `share`). The prompt's kept entries are rounded once, at its end. New tokens stay
+several times as many entries in few bits. Of the methods in RESULTS.md, `share`, `kvzip_fast_4` keeps most
+later answers for its bytes. The prompt's kept entries are rounded once, at its end. New tokens stay
 exact.
 
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
