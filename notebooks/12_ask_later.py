@@ -117,6 +117,7 @@ def seconds(run, rounds=1):
     return min(times)
 
 
+# %%
 prefill(model, text, make_cache(model))  # the first run of a size takes longer
 unit = None
 print("                 reading   bytes    step")
