@@ -1,8 +1,9 @@
 """The decoder against transformers: tiny random models of every kind that it reads, cached and uncached."""
 import pytest
 import torch
+import torch.nn.functional as F
 
-from nanollm.cache import make_cache
+from nanollm.cache import copied, make_cache
 from nanollm.checkpoint import from_hf
 from nanollm.model import Decoder
 from oracle import CASES, TOKENS, oracle, same, tiny
@@ -88,3 +89,16 @@ def test_gradients_reach_every_parameter():
         model(TOKENS[:, :16]).square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all(), name
+
+
+def test_one_token_is_read_whatever_the_strides_of_pytorch_s_attention(monkeypatch):
+    """On a GPU its output is a view of (B, T, H, D)."""
+    model = Decoder(tiny(n_heads=4, n_kv_heads=2))
+    caches = make_cache(model)
+    with torch.no_grad():
+        model(TOKENS[:, :8], caches)
+        expected = model(TOKENS[:, 8:9], copied(caches))
+        plain = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention",
+                            lambda *args: plain(*args).transpose(1, 2).contiguous().transpose(1, 2))
+        assert torch.equal(model(TOKENS[:, 8:9], caches), expected)
