@@ -90,7 +90,7 @@ def section(name: str) -> str:
         text = "\n".join(lines)
     else:
         others = dict(claims=claims_renderer, claims_news=claims_renderer, kernels=kernel_bench,
-                      decoding=kernel_bench, speed=speed)
+                      decoding=kernel_bench, speed=speed, cost=speed)
         text = others[name].show(stored["rows"]) if name in others else plain(stored["rows"])
     source = f"`{command}` ({stored['date']}, {stored['machine']})"
     return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text.strip(chr(10))}\n```"

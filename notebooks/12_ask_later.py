@@ -133,7 +133,7 @@ for name in ("full", "quantized_4", "kvzip", "kvzip_4", "kvzip_fast", "kvzip_fas
     print(f"{name:14}", *(f"{x / y:8.2f}" for x, y in zip(found, unit)))
 
 # %% [markdown]
-# KVzip's reread is its price. Gates and head budgets are learned once, in ten seconds to ten minutes. Then reading takes little longer than with the full cache. On this short text a step costs about the same for all: the decoder's weights take most of the time, and few bits must become numbers again. Where caches are long, fewer entries make faster steps (RESULTS.md, `speed`).
+# KVzip's reread is its price. Gates and head budgets are learned once, in ten seconds to ten minutes. Then reading takes little longer than with the full cache. On this short text a step costs about the same for all: the decoder's weights take most of the time, and few bits must become numbers again. RESULTS.md, `cost`, has the times for 4,096 tokens, and `speed` for eight prompts at once, where fewer entries make faster steps.
 #
 # ## Ask in your own words
 #
