@@ -26,7 +26,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 # these files begin first, in this order, so that no process runs a long one alone at the end
-LONGEST = ("test_methods", "test_course", "test_duo_gates", "test_readme", "test_nano", "test_window_methods",
+LONGEST = ("test_methods", "test_course", "test_readme", "test_nano", "test_window_methods",
            "test_sketch_error", "test_change_and_text", "test_claims", "test_main", "test_persistence",
            "test_foreign", "test_chunk_bounds", "test_kernels")
 

@@ -23,7 +23,7 @@ def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
                         help="number format of weights, keys and values; default float32")
     parser.add_argument("--calibration", type=Path, metavar="FOLDER",
-                        help="folder that keeps what kvzip_fast or duo_attention learns of the model, which "
+                        help="folder that keeps what kvzip_fast or question_gates learns of the model, which "
                              "may take minutes; default: nanollm/calibrated, if it has this model, or else "
                              "learned anew in each run")
     parser.add_argument("--threads", type=int, default=0,

@@ -18,7 +18,7 @@ MOST = 8                               # lines in a figure; more cannot be told 
 FAMILIES = {
     "full": ("#000000", "."), "snap_kv": ("#0072b2", "o"), "chunk_kv": ("#d55e00", "D"),
     "kvzip": ("#6a3d9a", "d"), "scissorhands": ("#117733", "v"), "kv_reviver": ("#882255", "P"),
-    "h2o": ("#e69f00", "X"), "quantized": ("#00a087", "*"), "duo_attention": ("#c77cba", "p"),
+    "h2o": ("#e69f00", "X"), "quantized": ("#00a087", "*"), "question_gates": ("#c77cba", "p"),
     "streaming_llm": ("#888888", "h"), "ada_kv": ("#56b4e9", "s"), "pyramid_kv": ("#1a3a6e", "^"),
     "cam": ("#b0a000", "<"), "random": ("#bbbbbb", ">")}
 OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"), ("#f0027f", "4"))

@@ -99,7 +99,7 @@ def has_budget(Method) -> bool:
 
 
 def calibrated(Method, model, encoding, folder: Path | None = None) -> dict:
-    """Return the options that a method measures on the decoder, such as its retrieval heads; {} if none.
+    """Return the options that a method measures on the decoder, such as its gates; {} if none.
 
     folder: keeps them in METHOD.safetensors. ValueError if that file is of another decoder. Without a folder,
     those that ship are used, if they are of this decoder.
@@ -112,16 +112,13 @@ def calibrated(Method, model, encoding, folder: Path | None = None) -> dict:
     for file in filter(Path.exists, files):
         with safe_open(file, "pt") as stored:
             if stored.metadata().get("decoder") == own:
-                found = {option: stored.get_tensor(option) for option in stored.keys()}
-                return {option: x if x.is_floating_point() else tuple(map(tuple, x.tolist()))  # heads
-                        for option, x in found.items()}
+                return {option: stored.get_tensor(option) for option in stored.keys()}
         if folder:
             raise ValueError(f"{file} was calibrated on another decoder; name another folder")
     options = Method.calibrate(model, Tasks(encoding, "train"))
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({option: torch.as_tensor(x) for option, x in options.items()}, folder / name,
-                  {"decoder": own})
+        save_file(options, folder / name, {"decoder": own})
     return options
 
 

@@ -56,7 +56,7 @@ for name in COLOURS:
 
 # %%
 ROWS = {"smollm2": "smollm2", "built": "all", "learned": "learned"}  # sections of RESULTS.md
-METHODS = "kvzip kvzip_fast worst_query quantized_4 quantized_2 duo_attention snap_kv h2o".split()
+METHODS = "kvzip kvzip_fast question_gates worst_query quantized_4 quantized_2 snap_kv h2o".split()
 figure, axis = plt.subplots(figsize=(8, 3.6), layout="constrained")
 for name, colour in COLOURS.items():
     stored = by_method(ROWS[name])

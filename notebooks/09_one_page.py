@@ -39,9 +39,9 @@ print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters")
 #
 # Two kinds of method drop no token for good. KIVI (`quantized`) rounds each number to a few bits. KVReviver adds evicted entries into shared slots, a sketch.
 #
-# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike. DuoAttention gives the whole cache to a few calibrated heads.
+# Others look at neither question nor attention. StreamingLLM keeps the first and the newest tokens, KeyDiff the keys that are least alike.
 #
-# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `kvzip_4` and `kvzip_fast_4`, which store the kept entries in four bits; `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
+# Some names below are this repository's own: `theta` and `residual` on top of SnapKV; `kvzip_recent`, which always keeps the newest entries; `question_gates`, whose gates have learned from other questions; `kvzip_4` and `question_gates_4`, which store the kept entries in four bits; `head_budgets`, which takes each head's budget from one calibration text; and the variants `_semantic` and `_shrunk`. The first lines of each file in `methods/` and `methods/ours/` say what it does.
 #
 # ## One page of text, four caches
 #
@@ -82,10 +82,10 @@ FAMILIES = {
     "chunks, window scores": "chunk_kv chunk_kv_reuse chunk_kv_semantic",
     "the past": "h2o scissorhands cam",
     "sums of entries": "kv_reviver kv_reviver_mean kv_reviver_shrunk",
-    "the text": "kvzip kvzip_recent kvzip_fast",
-    "calibrated heads": "duo_attention head_budgets",
+    "the text": "kvzip kvzip_recent",
+    "learned before": "question_gates kvzip_fast head_budgets",
     "keys, places, chance": "key_diff streaming_llm streaming_llm_absolute random",
-    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 kvzip_fast_4",
+    "few bits": "quantized_2 quantized_3 quantized_4 kvzip_4 question_gates_4",
     "everything held": "full",
 }
 
@@ -124,7 +124,7 @@ axes[2].legend(loc="center left", bbox_to_anchor=(0, 0.4));
 #
 # - **Long grey lines** are lost bets. SnapKV, ChunkKV and `chunk_kv_semantic` find half of the needles or more aware, and none agnostic. CriticalKV's norms on top (`critical`) lose most answers even aware, though the outputs change less (notebook 01).
 # - **Ring and dot together, on the left**: the past does not know which fact will be asked for, and the newest, the oldest and the strangest entries do not either. H2O finds two thirds of the labels that the full cache finds, because many examples say the same.
-# - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. DuoAttention keeps most of the answers, with calibrated heads.
+# - **Ring and dot together, on the right**: KVzip, its variants and three or four bits a number answer either way. Fast KVzip reads once, with gates that it has learned. `question_gates` has learned from questions, and answers more than the full cache.
 # - **In between**: `worst_query` finds a quarter of the later needles, two bits an eighth. On the small decoders both find nearly all (notebook 08).
 # - KVReviver as printed stands apart in the last column. Its repaired variants (`mean`, `shrunk`) have a larger KL than H2O, and no more answers.
 #
@@ -140,7 +140,7 @@ for axis, decoder in zip(axes, ("smollm2", "built", "learned")):
     measured = by_method("all" if decoder == "built" else decoder)
     answers = lambda row: row["needle_agnostic"] + row["pairs_agnostic"]
     full = answers(measured["full", None])
-    for name in "snap_kv h2o duo_attention worst_query kvzip_fast kvzip kvzip_4".split():
+    for name in "snap_kv h2o worst_query kvzip_fast kvzip question_gates".split():
         ratios = sorted(ratio for method, ratio in measured if method == name)
         line = [answers(measured[name, ratio]) for ratio in ratios]
         axis.plot(ratios, np.divide(line, full), label=name, **plot.style(name))
@@ -153,9 +153,9 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. `kvzip_4` stores KVzip's entries in four bits and loses little more: the two savings multiply. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. DuoAttention and `worst_query` lose at most 2 % with a quarter on the small decoders. On SmolLM2 they lose a quarter and three quarters.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. `question_gates` loses least with few entries, on all three. Its gates have learned from questions of these kinds, about other facts. `worst_query` loses at most 2 % with a quarter on the small decoders. On SmolLM2 it loses three quarters.
 #
-# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and DuoAttention avoid it, but must learn something about the decoder first. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
+# Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
 #
 # ## Which one would you take?
 #
@@ -163,7 +163,8 @@ axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 # |---|---|---|---|
 # | the question is in the prompt, and no other comes | `kvzip_recent`; `chunk_kv_semantic` reads once | the first keeps what any question needs, the second what this one looks at | reading twice; most later answers with `chunk_kv_semantic` |
 # | other questions come; 40 % of the memory is there | `quantized_4` | nothing is chosen, so nothing is chosen wrongly | slower steps |
-# | other questions come; less memory is there | `kvzip_fast_4`, or `kvzip_4` | they keep what the text can be rebuilt from | a calibration, or reading twice; slower steps |
+# | other questions come, and you know their kind | `question_gates_4` | it has learned what such questions need | learning; slower steps; other kinds of question |
+# | other questions come, of any kind | `kvzip_4` | it keeps what the text can be rebuilt from | reading twice; slower steps |
 # | many prompts, each read once | `kvzip_fast` | it has learned what a reread would say | a calibration |
 # | a question in the prompt, and others later | `kvzip_recent` | KVzip alone may drop the prompt's end | reading twice; 8 entries of the budget |
 # | an endless stream | `streaming_llm`, `h2o` | the budget holds for ever | all that is old |

@@ -319,7 +319,7 @@ for name in ("chunk_kv", "kvzip", "kvzip_recent"):
 # - *allocated*: all tensors of the caches after the compression.
 # - *peak*: the largest allocation while the prompt is read, 64 tokens at a time, and read again where a method asks for it.
 #
-# Two kinds of method learn something about the decoder first. Their bytes do not depend on what they learned. So DuoAttention gets three arbitrary heads, and Fast KVzip no trained gates.
+# Some methods learn something about the decoder first. Their bytes do not depend on what they learned. So Fast KVzip gets no trained gates here.
 
 # %%
 in_16_bits, _ = load(TINY, "cpu", dtype="bfloat16")
@@ -329,7 +329,7 @@ ends = boundaries(encoding, model.config.vocab_size)
 
 def needed(Method):
     """Bytes held, allocated, and allocated at the peak."""
-    options = given(Method, window_size=8, heads=((1, 0), (1, 1), (1, 2)))
+    options = given(Method, window_size=8)
     make = maker(in_16_bits, Method, 0.25 if has_budget(Method) else None, ends, **options)
     caches, peaks = make(text.shape[1], text), []
     after_each_piece = lambda _, inputs, output: peaks.append(cache_bytes(inputs[1])[1])

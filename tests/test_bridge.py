@@ -90,7 +90,7 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
     tokens = torch.tensor([ids[:90], ids[5:95]])
     ends = tokenizer.boundaries(encoding, encoding.n_vocab)[tokens[:, :-1]]
     Method, results = pick([name])[name], []
-    options = given(Method, budget=40, window_size=8) | ({"heads": ((0, 0), (2, 1))} if "duo" in name else {})
+    options = given(Method, budget=40, window_size=8)
     for model in models:
         caches = make_cache(model, Method, **options)
         prefill(model, tokens[:, :-1], caches, 64)

@@ -1,9 +1,8 @@
 """Ours: evict, then round. Another method chooses the entries; KIVI's rounding (quantized.py) shrinks them.
 
 An evicted token is lost; a rounded one is only a little wrong. So with the same bytes a method may keep
-several times as many entries in few bits. Of the methods in RESULTS.md, `share`, `kvzip_fast_4` keeps most
-later answers for its bytes. The prompt's kept entries are rounded once, at its end. New tokens stay
-exact.
+several times as many entries in few bits. The prompt's kept entries are rounded once, at its end. New tokens
+stay exact.
 
     x ≈ zero + scale · code:  keys channel by channel over up to 32 neighbouring entries of a head,
                               values entry by entry over up to 32 channels, as in KIVI
@@ -11,14 +10,12 @@ exact.
 Heads may keep different numbers of entries. Compressed again, rounded entries are rounded again.
 """
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
 from methods.baselines.kvzip import KVzip
-from methods.baselines.kvzip_fast import FastKVzip
 from methods.baselines.quantized import pack, quantise, unpack
 from nanollm.check import whole
 from nanollm.packed import PackedCache
@@ -78,9 +75,4 @@ class RoundedKVzip(Rounded, KVzip):
     """KVzip in few bits."""
 
 
-@dataclass(eq=False)
-class RoundedFastKVzip(Rounded, FastKVzip):
-    """Fast KVzip in few bits; the text is read once."""
-
-
-variants = {"kvzip_4": partial(RoundedKVzip, bits=4), "kvzip_fast_4": RoundedFastKVzip}
+variants = {"kvzip_4": RoundedKVzip}

@@ -42,7 +42,7 @@ def test_accuracies_and_kl_are_drawn_over_the_bytes(monkeypatch):
 
 
 def test_of_many_methods_eight_are_drawn_a_familys_own_first():
-    first = ["chunk_kv", "duo_attention", "h2o", "kv_reviver", "quantized_2", "scissorhands", "snap_kv",
+    first = ["chunk_kv", "h2o", "kv_reviver", "quantized_2", "question_gates", "scissorhands", "snap_kv",
              "streaming_llm"]
     more = ["chunk_kv_reuse", "full", "quantized_3", "snap_kv+critical"]
     assert sorted(plot.drawn(sorted(first + more) * 2)) == first

@@ -8,12 +8,12 @@ import torch
 from common import ENCODING, decoder
 from lab.registry import calibrated, given, has_budget, methods, pick
 from methods.baselines.ada_kv import AdaKV
-from methods.baselines.duo_attention import DuoAttention
 from methods.baselines.kvzip_fast import FastKVzip
 from methods.baselines.quantized import Quantized
 from methods.baselines.snap_kv import SnapKV
 from methods.chunk_kv import ChunkKV, Chunks
 from methods.critical_kv import Critical
+from methods.ours.question_gates import QuestionGates
 from methods.ours.residual import Residual
 from nanollm import SHIPPED, checkpoint
 from nanollm.cache import LayerCache
@@ -85,15 +85,15 @@ def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path, monkey
         @staticmethod
         def calibrate(model, tasks):
             Learner.asked.append(model)
-            return dict(gates=torch.ones(2, 3), heads=((0, 1), (2, 0)))
+            return dict(gates=torch.ones(2, 3), shares=torch.zeros(2))
 
     model = decoder(vocab_size=2048)
     for _ in range(2):
         found = calibrated(Learner, model, ENCODING, tmp_path / "new")
-        assert torch.equal(found["gates"], torch.ones(2, 3)) and found["heads"] == ((0, 1), (2, 0))
+        assert torch.equal(found["gates"], torch.ones(2, 3)) and found["shares"].eq(0).all()
     assert Learner.asked == [model]
     monkeypatch.setattr("lab.registry.CALIBRATED", tmp_path)  # what ships: here a folder of one decoder
-    assert calibrated(Learner, model, ENCODING).keys() == {"gates", "heads"} and len(Learner.asked) == 1
+    assert calibrated(Learner, model, ENCODING).keys() == {"gates", "shares"} and len(Learner.asked) == 1
     calibrated(Learner, decoder(vocab_size=2048, n_layers=1), ENCODING)
     assert len(Learner.asked) == 2
 
@@ -104,7 +104,7 @@ def test_what_a_method_learns_is_kept_in_a_file_for_its_decoder(tmp_path, monkey
 @pytest.mark.parametrize("folder", SHIPPED.values())
 def test_nothing_is_learned_anew_of_a_decoder_that_ships(folder, monkeypatch):
     model = checkpoint.from_hf(folder)
-    for Method in FastKVzip, DuoAttention:
+    for Method in FastKVzip, QuestionGates:
         monkeypatch.setattr(Method, "calibrate", None)  # not to be called
-    for name, options in ("kvzip_fast", {"gates"}), ("kvzip_fast_4", {"gates"}), ("duo_attention", {"heads"}):
-        assert calibrated(pick([name])[name], model, ENCODING).keys() == options
+    for name in "kvzip_fast", "question_gates", "question_gates_4":
+        assert calibrated(pick([name])[name], model, ENCODING).keys() == {"gates"}

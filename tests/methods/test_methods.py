@@ -14,7 +14,6 @@ import torch
 
 from common import B, D, FREQ, G, H, SLOT, TOKENS, Fed, decoder, dense, end, link, once, turn
 from methods.baselines.cam import CaM
-from methods.baselines.duo_attention import DuoAttention
 from methods.baselines.h2o import H2O
 from methods.kv_reviver import KVReviver
 from methods.baselines.quantized import Quantized
@@ -37,20 +36,21 @@ for name in [f"{name}+{addition}" for name in METHODS for addition in ADDITIONS]
 BUDGETED = [name for name in METHODS if has_budget(METHODS[name])]
 ENDS = torch.rand(B, T, generator=torch.Generator().manual_seed(2)) < 0.2  # True: a chunk ends
 GATES = torch.randn(LAYERS, (H * G + 2 * H) * D + 1, H, generator=torch.Generator().manual_seed(3))
-OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, heads=((1, 0), (0, 1)), gates=GATES)
+OPTIONS = dict(budget=BUDGET, window_size=4, group_size=8, slack=2, gates=GATES)
 CUTS = [(*prompt, *[1] * 6, 5, 1) for prompt in ([PROMPT], [12, 1, 10, 4, 2, 1])]
 
-ROUNDED = "kvzip_4", "kvzip_fast_4"  # kept entries have few bits
+ROUNDED = "kvzip_4", "question_gates_4"  # kept entries have few bits
 # Methods that change what attention sees: merged values, tokens read back from a sketch, few bits, residual
 # entries, sinks with moved keys.
 ALTERED = ("cam", "kv_reviver", "quantized", "+residual", "streaming_llm", *ROUNDED)
 AS_THEY_ARE = [name for name in METHODS if not any(x in name for x in ALTERED)] + ["streaming_llm_absolute"]
-APPENDS = "duo_attention", "kvzip", "head_budgets"  # and variants
+APPENDS = "kvzip", "head_budgets", "question_gates"  # and variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
-GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive", "head_budgets"
-ONCE = "+residual", "+theta", "semantic", "kvzip_fast"  # they refuse to compress another turn
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive", "head_budgets", \
+    "question_gates"
+ONCE = "+residual", "+theta", "semantic", "kvzip_fast", "question_gates"  # they refuse to compress another turn
 
 
 def each(names, cuts=CUTS):
@@ -154,7 +154,7 @@ def test_how_the_prompt_is_cut_does_not_matter(name, cut):
 def test_tokens_fed_at_once_act_as_one_by_one_if_a_method_says_that_it_appends(name):
     caches, (_, at_once) = run(name, (PROMPT, T - PROMPT))
     assert caches[0].appends == (name == "full" or isinstance(caches[0], WindowCache)
-                                 or name.startswith(APPENDS) and not name.startswith("duo"))
+                                 or name.startswith(APPENDS))
     if caches[0].appends:
         _, (_, *singly) = run(name, (PROMPT, *[1] * (T - PROMPT)))
         for layer in range(LAYERS):
@@ -207,8 +207,7 @@ def test_a_conversation_is_compressed_after_each_turn(name):
                 compress(Fed(unchanged(), layers), tokens[:, :stop] * 0, caches)
             return
         compress(Fed(unchanged(), layers), tokens[:, :stop], caches)
-        if not name.startswith("duo_attention"):  # its retrieval heads keep all
-            assert sum((cache.pos != NEVER).sum().item() for cache in caches) <= LAYERS * B * H * BUDGET
+        assert sum((cache.pos != NEVER).sum().item() for cache in caches) <= LAYERS * B * H * BUDGET
     if name in AS_THEY_ARE and not name.startswith(EVICTS_WHILE_READING):
         (q, k, v), cache = layers[0], caches[0]
         kept = (cache.pos[..., None] == torch.arange(T)).any(2)
@@ -222,7 +221,7 @@ def test_a_conversation_is_compressed_after_each_turn(name):
 def test_slots_never_exceed_the_budget_and_bytes_say_so(name, cut):
     """The slots of all layers and heads together never exceed the budget, and `bytes` counts them.
 
-    Window methods and DuoAttention also keep every token after the prompt.
+    Window methods, KVzip and its variants also keep every token after the prompt.
     """
     caches, steps = walk(name, cut)
     appends = isinstance(caches[0], WindowCache) or name.startswith(APPENDS)
@@ -504,8 +503,6 @@ def test_streaming_on_learned_positions_needs_them_absolute():
     (Scissorhands, dict(budget=20, history=2 ** 62), "history 4611686018427387904 must be .* to 1048576$"),
     (Scissorhands, dict(budget=17, recent=10, at_a_time=8), "budget 17 must be at least 18: the newest 10"),
     (CaM, dict(budget=20, recent=1.1), "budget 20 must be at least 23: the newest 22 stay"),
-    (DuoAttention, dict(budget=40, sinks=16), "sinks is 16; .* below least .16."),
-    (DuoAttention, dict(budget=40, heads=((0, 1), (1, 1), (0, 1))), "contain a head twice; list each once"),
     (Quantized, dict(bits=9), "bits 9"), (FactoredFourCache, dict(tile=0), "tile is 0; it must be"),
     (SubGen4Cache, dict(radius=math.nan, samples=1, draws=1), "must be")])
 def test_bad_options_are_refused_at_construction(Method, options, message):
