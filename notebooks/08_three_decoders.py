@@ -71,7 +71,7 @@ axis.invert_yaxis()
 axis.legend();
 
 # %% [markdown]
-# KVzip stands on the right for all three, SnapKV and H2O on the left. On three others the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
+# KVzip and gates stand on the right for all three, SnapKV and H2O on the left. On two others the decoders disagree. `worst_query`, a method of ours, and two bits a number keep nearly everything on the small decoders, and about a quarter on SmolLM2. Somebody who has only *built* would name the wrong winner. (Above 1, the compressed cache answers questions that the full cache misses.)
 #
 # ## Few heads retrieve
 #

@@ -140,7 +140,7 @@ for axis, decoder in zip(axes, ("smollm2", "built", "learned")):
     measured = by_method("all" if decoder == "built" else decoder)
     answers = lambda row: row["needle_agnostic"] + row["pairs_agnostic"]
     full = answers(measured["full", None])
-    for name in "snap_kv h2o worst_query kvzip_fast kvzip question_gates".split():
+    for name in "snap_kv h2o worst_query kvzip_fast question_gates kvzip".split():
         ratios = sorted(ratio for method, ratio in measured if method == name)
         line = [answers(measured[name, ratio]) for ratio in ratios]
         axis.plot(ratios, np.divide(line, full), label=name, **plot.style(name))
