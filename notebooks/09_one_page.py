@@ -153,7 +153,7 @@ axes[0].set(ylabel="answers kept, agnostic")
 axes[2].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1));
 
 # %% [markdown]
-# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. `question_gates` loses least with few entries, on all three. Its gates have learned from questions of these kinds, about other facts. `worst_query` loses at most 2 % with a quarter on the small decoders. On SmolLM2 it loses three quarters.
+# On the grey curve a method keeps as many answers as entries. H2O and SnapKV lie on it or below, on all three decoders. KVzip lies far above, because most tokens of a text follow from the others: on SmolLM2 an eighth of the entries keeps 93 % of the answers. Fast KVzip follows with a quarter; with an eighth it loses a third on SmolLM2. `question_gates` loses least with few entries on SmolLM2 and *learned*; on *built* it follows KVzip. Its gates have learned from questions of these kinds, about other facts. `worst_query` loses at most 2 % with a quarter on the small decoders. On SmolLM2 it loses three quarters.
 #
 # Bytes are not the only price. With KVzip's reread, reading takes about three times as long on *built* (notebook 10). Fast KVzip and `question_gates` avoid it, but must learn first, once for a decoder. Few bits must become numbers again at each step. RESULTS.md, `speed`, has the times of eight other methods.
 #

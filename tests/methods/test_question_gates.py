@@ -96,6 +96,24 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     assert torch.equal(*once)
 
 
+def test_steps_take_turns_among_questions_and_shares(monkeypatch):
+    model, seen = decoder(**SIZE), []
+
+    def surprise(model, asked, keep):
+        seen.append((asked.tokens[:, 0].tolist(), asked.tokens.shape, round(keep.mean().item(), 1)))
+        return (keep * 0).sum()
+
+    monkeypatch.setattr(question_gates, "surprise", surprise)
+    given, names = torch.zeros(2, 8 * model.config.head_dim + 1, 2), ("copy", "needle")
+    given[:, :-1] = 1
+    learned(model, tasks("test"), given, documents=2, T=150, steps=7, rows=1, shares=(0.5, 0.3, 0.2),
+            seed=3, task_names=names)
+    asked = ask(model, tasks("test"), names, 2, 150, 3, 1)
+    assert len(asked) == 4 and asked[0].tokens.shape != asked[1].tokens.shape
+    assert seen == [(asked[i % 4].tokens[:, 0].tolist(), asked[i % 4].tokens.shape, (0.5, 0.3, 0.2)[i % 3])
+                    for i in range(7)]
+
+
 def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
     monkeypatch.setattr(question_gates, "lessons", lambda model, tasks, documents: (documents, tasks))
     monkeypatch.setattr(question_gates, "fit", lambda *x: x)
