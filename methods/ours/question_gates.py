@@ -6,10 +6,10 @@ been evicted, and the gates of entries that would have helped the answer rise:
 
     n_i = 1 if s_i ≥ θ, else 0,   θ: a share of all entries stays,   s_i = x_i W + b
     p_i = n_i e^{q·k_i/√D} / Σ_j n_j e^{q·k_j/√D},   loss = −mean log p(right answer)
-    ∂n_i/∂s_j := σ'_i (δ_ij − σ'_j / Σσ'),   σ' the sigmoid's slope at (s − θ)/τ
+    ∂n_i/∂s_j := w_i (δ_ij − w_j / Σw),   w the slope of the sigmoid σ((s − θ)/τ) in s
 
-That is the derivative (the straight-through estimator of Bengio et al., arXiv 1308.3432) of a soft choice
-σ((s − θ)/τ) whose θ moves so that its sum stays. Attention is exact: an entry is there or not.
+Attention is exact: an entry is there or not. The derivative is that of a soft choice σ((s − θ)/τ) whose θ
+moves so that its sum stays (a straight-through estimator, Bengio et al., arXiv 1308.3432).
 
 The training begins with the gates of a few texts. Its questions are those of four tasks, about text, words and
 numbers that no test uses. At the end of a prompt the gates see each token by itself, and no question.
