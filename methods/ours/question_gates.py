@@ -1,18 +1,20 @@
 """Ours: gates that learn from questions which entries an answer needs.
 
 Fast KVzip's gates (methods/baselines/kvzip_fast.py) imitate KVzip's scores. These learn from what eviction
-does to answers. A step of the training reads a question behind a context from which the other entries have
-been evicted, and the gates of entries that would have helped the answer rise:
+does to answers. A step of the training reads a question behind a context that the gates have thinned. The
+scores s of entries that would have made the right answer likelier rise:
 
-    n_i = 1 if s_i ≥ θ, else 0,   θ: a share of all entries stays,   s_i = x_i W + b
-    p_i = n_i e^{q·k_i/√D} / Σ_j n_j e^{q·k_j/√D},   loss = −mean log p(right answer)
-    ∂n_i/∂s_j := w_i (δ_ij − w_j / Σw),   w the slope of the sigmoid σ((s − θ)/τ) in s
+    keep_i = 1 if s_i ≥ θ, else 0,   s_i = x_i W + b;   θ lets a share of all heads' entries stay
+    p_i = keep_i e^{q·k_i/√D} / Σ_j keep_j e^{q·k_j/√D},   loss = −mean log p(right answer)
+    ∂keep_i/∂s_j := w_i (δ_ij − w_j / Σw),   w the slope of the sigmoid σ((s − θ)/τ) in s
 
 Attention is exact: an entry is there or not. The derivative is that of a soft choice σ((s − θ)/τ) whose θ
 moves so that its sum stays (a straight-through estimator, Bengio et al., arXiv 1308.3432).
 
-The training begins with the gates of a few texts. Its questions are those of four tasks, about text, words and
-numbers that no test uses. At the end of a prompt the gates see each token by itself, and no question.
+The first and the newest entries of a head stay, as in Fast KVzip: keep is 1 and w is 0.
+
+The training begins with gates that imitate KVzip on a few texts. Its questions are those of four tasks, worded
+as in the tests, about text, words and numbers that no test uses.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,13 +32,12 @@ from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 
 
-@dataclass(eq=False)
 class QuestionGates(FastKVzip):
 
     @staticmethod
     def calibrate(model, tasks) -> dict:
         """Return the options that depend on the decoder. tasks: `lab.tasks.Tasks` of the training text."""
-        return dict(gates=learned(model, tasks, fit(*lessons(model, tasks, documents=8))))
+        return dict(gates=taught(model, tasks, fit(*lessons(model, tasks, documents=8))))
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class Asked(NamedTuple):
 def ask(model, tasks, task_names: tuple[str, ...], documents: int, T: int, seed: int,
         rows: int) -> list[Asked]:
     """Read `documents` of T tokens for each task name, `rows` at a time. In the result the tasks take turns."""
-    batches = [tasks.batch(task, seed, documents, T) for task in task_names]
+    batches = [tasks.batch(task, seed, documents, min(T, model.config.max_len)) for task in task_names]
     asked = []
     for first in trange(0, documents, rows, desc="questions", leave=False, disable=None):
         for batch in batches:
@@ -76,20 +77,21 @@ class Kept(LayerCache):
         self.write(k, v, pos)
         k, v, slot_pos, _ = self.read()
         p = probabilities(q, k, slot_pos, None, pos)  # (B, H, G, w, S)
-        n = self.keep[:, self.layer]
-        p = p * F.pad(n, (0, p.shape[-1] - n.shape[-1]), value=1.0)[:, :, None, None]
+        keep = self.keep[:, self.layer]
+        p = p * F.pad(keep, (0, p.shape[-1] - keep.shape[-1]), value=1.0)[:, :, None, None]
         p = p / p.sum(-1, keepdim=True)
         return (p.flatten(2, 3).to(v) @ v).view(q.shape)
 
 
 def chosen(s: Tensor, share: float, sinks: int, recent: int, tau: float = 2.0) -> Tensor:
-    """Return n (B, L, H, T), 1 for entries that stay and 0 for others, from scores s (B, L, H, T).
+    """Return keep (B, L, H, T) from scores s (B, L, H, T); the derivative is the one above.
 
-    The derivative is the one above. The first `sinks` and the newest `recent` of each head always stay.
+    The first `sinks` and the newest `recent` entries of each head always stay, and one more on average.
     """
     i, T = torch.arange(s.shape[-1], device=s.device), s.shape[-1]
     ranked = s.detach().masked_fill((i < sinks) | (i >= T - recent), torch.inf)
-    theta = ranked.flatten(1).topk(int(share * ranked[0].numel())).values[:, -1, None, None, None]
+    most = int(max(share * T, sinks + recent + 1) * s[0, ..., 0].numel())
+    theta = ranked.flatten(1).topk(most).values[:, -1, None, None, None]
     soft = ((ranked - theta) / tau).sigmoid()
     slope = soft * (1 - soft) / tau
     s = s - (slope * s).sum((1, 2, 3), keepdim=True) / slope.sum((1, 2, 3), keepdim=True)
@@ -109,13 +111,13 @@ def surprise(model, asked: Asked, keep: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), asked.tokens[:, -asked.n:].flatten())
 
 
-def learned(model, tasks, gates: Tensor, documents: int = 32, T: int = 512, steps: int = 300, rows: int = 4,
-            rate: float = 0.001, shares: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16), seed: int = 0,
-            task_names: tuple[str, ...] = ("needle", "copy", "pairs", "few_shot")) -> Tensor:
+def taught(model, tasks, gates: Tensor, documents: int = 32, T: int = 512, steps: int = 300, rows: int = 4,
+           rate: float = 0.001, shares: tuple[float, ...] = (1 / 4, 1 / 8, 1 / 16), seed: int = 0,
+           task_names: tuple[str, ...] = ("needle", "copy", "pairs", "few_shot")) -> Tensor:
     """Return gates (L, n + 1, H) that have learned from questions, beginning with `gates`.
 
     Each task has `documents` of T tokens. A step takes `rows` of them, all of one task, and evicts all but
-    one of `shares`. Adam's rate, in units of the inputs' spread, falls from `rate` to 0.
+    one of `shares`. Adam's rate, in units of the inputs' spread in the first documents, falls from `rate` to 0.
     """
     asked = ask(model, tasks, task_names, documents, T, seed, rows)
     device = model.embed.weight.device

@@ -7,7 +7,7 @@ import torch
 from common import decoder, end, tasks
 from methods.baselines.kvzip_fast import FastKVzip
 from methods.ours import question_gates
-from methods.ours.question_gates import QuestionGates, ask, chosen, learned, surprise
+from methods.ours.question_gates import QuestionGates, ask, chosen, surprise, taught
 from nanollm import TINY, checkpoint
 from nanollm.cache import make_cache
 from nanollm.generate import prefill
@@ -78,7 +78,7 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
     given[:, :-1] = torch.randn(given[:, 1:].shape, generator=torch.Generator().manual_seed(2)) / 30
     options = dict(documents=4, T=160, rows=4, shares=(0.25,), task_names=("needle",))
     state = torch.get_rng_state()
-    gates = learned(model, tasks("test"), given, steps=40, rate=0.01, **options)
+    gates = taught(model, tasks("test"), given, steps=40, rate=0.01, **options)
     assert torch.equal(torch.get_rng_state(), state) and not gates.requires_grad
     assert all(p.grad is None for p in model.parameters())
 
@@ -90,9 +90,9 @@ def test_gates_learn_to_keep_what_answers_need_and_from_the_seed_alone():
         return surprise(model, asked, chosen(torch.stack(s, 1), 0.25, 4, 8)).item()
 
     assert loss(gates) < 0.2 * loss(given)
-    torch.testing.assert_close(learned(model, tasks("test"), given, steps=0, **options), given,
+    torch.testing.assert_close(taught(model, tasks("test"), given, steps=0, **options), given,
                                rtol=1e-3, atol=1e-3)
-    once = [learned(model, tasks("test"), given, steps=2, **options) for _ in range(2)]
+    once = [taught(model, tasks("test"), given, steps=2, **options) for _ in range(2)]
     assert torch.equal(*once)
 
 
@@ -106,8 +106,8 @@ def test_steps_take_turns_among_questions_and_shares(monkeypatch):
     monkeypatch.setattr(question_gates, "surprise", surprise)
     given, names = torch.zeros(2, 8 * model.config.head_dim + 1, 2), ("copy", "needle")
     given[:, :-1] = 1
-    learned(model, tasks("test"), given, documents=2, T=150, steps=7, rows=1, shares=(0.5, 0.3, 0.2),
-            seed=3, task_names=names)
+    taught(model, tasks("test"), given, documents=2, T=150, steps=7, rows=1, shares=(0.5, 0.3, 0.2),
+           seed=3, task_names=names)
     asked = ask(model, tasks("test"), names, 2, 150, 3, 1)
     assert len(asked) == 4 and asked[0].tokens.shape != asked[1].tokens.shape
     assert seen == [(asked[i % 4].tokens[:, 0].tolist(), asked[i % 4].tokens.shape, (0.5, 0.3, 0.2)[i % 3])
@@ -117,5 +117,5 @@ def test_steps_take_turns_among_questions_and_shares(monkeypatch):
 def test_calibration_begins_with_the_gates_of_a_few_texts(monkeypatch):
     monkeypatch.setattr(question_gates, "lessons", lambda model, tasks, documents: (documents, tasks))
     monkeypatch.setattr(question_gates, "fit", lambda *x: x)
-    monkeypatch.setattr(question_gates, "learned", lambda *x: x)
+    monkeypatch.setattr(question_gates, "taught", lambda *x: x)
     assert QuestionGates.calibrate("model", "tasks") == dict(gates=("model", "tasks", (8, "tasks")))
