@@ -160,10 +160,10 @@ sings bass. She says that the fog horn is the better musician, but never comes t
 QUESTIONS = ("How many steps lead to the lamp?", "Who is the oldest member of the choir?",
              "What is the name of the donkey?", "Who built the lighthouse?")
 page = torch.tensor([around(encoding, model.config)[0] + encoding.encode_ordinary(PAGE)])
-for name, keep in ("full", 1), ("question_gates_4", 0.5), ("question_gates_4", 0.25), ("snap_kv", 0.25):
+gates = "question_gates_4"
+for name, keep in ("full", 1), (gates, 0.5), (gates, 0.25), ("snap_kv", 0.25):
     Method = pick([name])[name]
-    options = given(Method, budget=round(keep * page.shape[1]))
-    options |= calibrated(Method, model, encoding)
+    options = given(Method, budget=round(keep * page.numel())) | calibrated(Method, model, encoding)
     prefill(model, page, caches := make_cache(model, Method, **options))
     compress(model, page, caches)
     print(f"{name}, {keep:.0%} of the entries")

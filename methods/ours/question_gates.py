@@ -13,8 +13,8 @@ moves so that its sum stays (a straight-through estimator, Bengio et al., arXiv 
 
 The first and the newest entries of a head stay, as in Fast KVzip: keep is 1 and w is 0.
 
-The training begins with gates that imitate KVzip on a few texts. Its questions are those of four tasks, worded
-as in the tests, about text, words and numbers that no test uses.
+The training begins with gates that imitate KVzip on a few texts. Its questions are those of four tasks,
+worded as in the tests, about text, words and numbers that no test uses.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
 @torch.no_grad()
 def ask(model, tasks, task_names: tuple[str, ...], documents: int, T: int, seed: int,
         rows: int) -> list[Asked]:
-    """Read `documents` of T tokens for each task name, `rows` at a time. In the result the tasks take turns."""
+    """Read `documents` of T tokens for each task, `rows` at a time. In the result the tasks take turns."""
     batches = [tasks.batch(task, seed, documents, min(T, model.config.max_len)) for task in task_names]
     asked = []
     for first in trange(0, documents, rows, desc="questions", leave=False, disable=None):
@@ -117,7 +117,7 @@ def taught(model, tasks, gates: Tensor, documents: int = 32, T: int = 512, steps
     """Return gates (L, n + 1, H) that have learned from questions, beginning with `gates`.
 
     Each task has `documents` of T tokens. A step takes `rows` of them, all of one task, and evicts all but
-    one of `shares`. Adam's rate, in units of the inputs' spread in the first documents, falls from `rate` to 0.
+    one of `shares`. Adam's rate, in units of the inputs' spread in the first step, falls from `rate` to 0.
     """
     asked = ask(model, tasks, task_names, documents, T, seed, rows)
     device = model.embed.weight.device

@@ -16,7 +16,7 @@ SIZE = dict(vocab_size=2048, n_layers=2, n_heads=4, n_kv_heads=2, max_len=200)
 
 
 def soft(s, share, tau, free):
-    """Return σ((s − θ)/τ) of the free entries as a function of s: θ moves so that the sum is that of `s`."""
+    """Return σ((s − θ)/τ) of the free entries, a function of s: θ moves so that the sum stays."""
     ranked = s.masked_fill(~free, math.inf)
     theta = ranked.flatten().topk(int(share * s.numel())).values[-1]
     total = ((s - theta) / tau).sigmoid()[free].sum()
@@ -25,7 +25,8 @@ def soft(s, share, tau, free):
         low, high = torch.tensor([-50.0], dtype=x.dtype), torch.tensor([50.0], dtype=x.dtype)
         for _ in range(200):  # bisection
             middle = (low + high) / 2
-            low, high = (middle, high) if ((x - middle) / tau).sigmoid()[free].sum() > total else (low, middle)
+            more = ((x - middle) / tau).sigmoid()[free].sum() > total
+            low, high = (middle, high) if more else (low, middle)
         return ((x - low) / tau).sigmoid()
     return choice
 
