@@ -80,7 +80,7 @@ torch.save(logits, f"{folder}/logits.pt")
 @torch.no_grad()
 def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     model, expected = from_hf(checkpoint_of_two_layers(tmp_path)), {}
-    for name in "kvzip_4", "quantized_4", "snap_kv", "question_gates", "streaming_llm", "kv_reviver", "random":
+    for name in "kvzip_4", "quantized_4", "snap_kv", "kvzip_fast", "streaming_llm", "kv_reviver", "random":
         caches, after = read(model, METHODS[name])
         save(caches, tmp_path / name)
         expected[name] = torch.cat([model(token, caches) for token in after.split(1, 1)], 1)

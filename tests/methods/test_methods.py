@@ -48,9 +48,9 @@ APPENDS = "kvzip", "head_budgets", "question_gates"  # and variants
 EVICTS_WHILE_READING = "scissorhands", "cam"  # they evict before a token attends
 DRAWN = "random", "cam"  # random, and different for each row of a batch
 # methods that also keep tokens for other reasons than attention or age
-GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "kvzip_fast", "defensive", "head_budgets", \
-    "question_gates"
-ONCE = "+residual", "+theta", "semantic", "kvzip_fast", "question_gates"  # they refuse to compress another turn
+GATED = "kvzip_fast", "question_gates"
+GAPS = "random", "+residual", "semantic", "chunk", "key_diff", "defensive", "head_budgets", *GATED
+ONCE = "+residual", "+theta", "semantic", *GATED  # they refuse to compress another turn
 
 
 def each(names, cuts=CUTS):
