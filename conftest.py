@@ -13,6 +13,7 @@ gc.set_threshold(100_000, 50, 100)  # a tenth of the time went into looking for 
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import kernels
+
 # where the Hub's package of this name is installed, tests still find ours
 kernels.__path__.append(os.path.join(os.path.dirname(__file__), "kernels"))
 
@@ -22,13 +23,26 @@ pytest_plugins = ["claims_plugin"]  # CLAIMS.md from what the tests record
 def pytest_xdist_auto_num_workers(config):
     """Return how many processes run the tests: one for each core if all run, else 0 (this one)."""
     from claims_plugin import is_whole
+
     return min(os.cpu_count(), 4) if is_whole(config) else 0
 
 
 # these files begin first, in this order, so that no process runs a long one alone at the end
-LONGEST = ("test_methods", "test_course", "test_readme", "test_nano", "test_window_methods",
-           "test_sketch_error", "test_change_and_text", "test_claims", "test_main", "test_persistence",
-           "test_foreign", "test_chunk_bounds", "test_kernels")
+LONGEST = (
+    "test_methods",
+    "test_course",
+    "test_readme",
+    "test_nano",
+    "test_window_methods",
+    "test_sketch_error",
+    "test_change_and_text",
+    "test_claims",
+    "test_main",
+    "test_persistence",
+    "test_foreign",
+    "test_chunk_bounds",
+    "test_kernels",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -38,8 +52,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def typed():
-    """Return typed("python", "-m", MODULE, ...), which runs it in a process that knows only PATH and HOME."""
+    """Return typed("python", "-m", MODULE, ...), which runs it in a process that knows only PATH
+    and HOME."""
     from forks import Forks
+
     with Forks() as forks:
         yield forks.run
 
@@ -47,8 +63,11 @@ def typed():
 @pytest.fixture
 def poisoned(monkeypatch):
     """Fill with NaN every tensor that is allocated without being filled."""
+
     def full_of_nan(make):
-        return lambda *a, **k: x.fill_(math.nan) if (x := make(*a, **k)).is_floating_point() else x
+        return lambda *a, **k: (
+            x.fill_(math.nan) if (x := make(*a, **k)).is_floating_point() else x
+        )
 
     monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty_like", full_of_nan(torch.empty_like))
@@ -59,7 +78,9 @@ def only_h2o(monkeypatch, tmp_path_factory):
     """Return a folder in the place of methods/ that has baselines/h2o.py alone."""
     folder = tmp_path_factory.mktemp("own") / "methods"
     (folder / "baselines").mkdir(parents=True)
-    shutil.copy(Path(__file__).parent / "methods" / "baselines" / "h2o.py", folder / "baselines")
+    shutil.copy(
+        Path(__file__).parent / "methods" / "baselines" / "h2o.py", folder / "baselines"
+    )
     monkeypatch.setattr("lab.registry.METHODS", folder)
     monkeypatch.syspath_prepend(folder.parent)
     loaded = lambda: [name for name in sys.modules if name.split(".")[0] == "methods"]

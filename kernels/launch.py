@@ -1,8 +1,9 @@
 """Prepare a kernel launch: choose GPU or interpreter, and divide the slots among programs.
 
-Prefixes of names in all kernels: p_ is a pointer, b_ a block of numbers in registers, o_ a block of offsets,
-i_ an index, is_ a mask.
+Prefixes of names in all kernels: p_ is a pointer, b_ a block of numbers in registers, o_ a block of
+offsets, i_ an index, is_ a mask.
 """
+
 from functools import wraps
 import os
 import sys
@@ -25,14 +26,18 @@ def launcher(function):
 
     Raise ValueError if the tensors are on a CPU and the kernels are compiled for a GPU.
     """
+
     @wraps(function)
     def launch(*args, **named):
         x = next(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor))
         if not (interpreted or x.is_cuda):
-            raise ValueError(f"tensors on {x.device} are for Triton's interpreter, but Triton compiles for "
-                             "a GPU here; set TRITON_INTERPRET=1 before Python starts")
+            raise ValueError(
+                f"tensors on {x.device} are for Triton's interpreter, but Triton compiles for "
+                "a GPU here; set TRITON_INTERPRET=1 before Python starts"
+            )
         with torch.cuda.device_of(x):
             return function(*args, **named)
+
     return launch
 
 
@@ -44,10 +49,14 @@ def block_of(n: int) -> int:
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
     """Divide n slots of each head among programs; return slots per program and programs per head.
 
-    Each program gets whole blocks. With enough slots, each SM gets two programs. A program has at most
-    4096 slots: otherwise a few long programs would still run after all others have finished.
+    Each program gets whole blocks. With enough slots, each SM gets two programs. A program has at
+    most 4096 slots: otherwise a few long programs would still run after all others have finished.
     """
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    sms = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
     wanted = max(min(2 * sms // heads, 64), -(-n // 4096), 1)
     share = block * max(1, -(-n // (block * wanted)))
     return share, max(1, -(-n // share))

@@ -4,13 +4,14 @@ CriticalKV multiplies attention scores by these norms (Eq. 6).
 
     norm_n = Σ_m |Σ_d v_{n,d} W_{d,m}|     W: the columns of the output projection that belong to the head
 
-Each program takes a tile of tokens of one head and loops over d_model in tiles. Each step is a matrix product
-whose absolute values are summed at once.
+Each program takes a tile of tokens of one head and loops over d_model in tiles. Each step is a
+matrix product whose absolute values are summed at once.
 
-Work: 2·D·d_model operations per token and query head, for 2·D bytes read (16 bits, once per query head of a
-group). At D = 128 and d_model = 4096 this is some 4000 operations per byte: the tensor cores are the limit,
-not memory.
+Work: 2·D·d_model operations per token and query head, for 2·D bytes read (16 bits, once per query
+head of a group). At D = 128 and d_model = 4096 this is some 4000 operations per byte: the tensor
+cores are the limit, not memory.
 """
+
 import torch
 from torch import Tensor
 from .launch import block_of, launcher  # before triton: chooses what runs it
@@ -25,13 +26,28 @@ def plain(v: Tensor, w_o: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["n"])
-def norms(p_v, p_w, p_norm, n, H, d_model, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def norms(
+    p_v,
+    p_w,
+    p_norm,
+    n,
+    H,
+    d_model,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Write norm (B·H, G, n) for one tile of tokens of one head: v (B·H, n, D), w (d_model, H·G, D)."""
     i_head, g = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    b_v = tl.load(p_v + (i_head * n + o_n[:, None]) * D + o_d, mask=(o_n < n)[:, None] & (o_d < D), other=0.0)
+    b_v = tl.load(
+        p_v + (i_head * n + o_n[:, None]) * D + o_d,
+        mask=(o_n < n)[:, None] & (o_d < D),
+        other=0.0,
+    )
     head = (i_head % H) * G + g
 
     b_norm = tl.zeros((BLOCK_N,), tl.float32)
@@ -51,12 +67,26 @@ def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
     """
     (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape
     if width != D or heads % H or v.dtype != w_o.dtype:
-        raise ValueError(f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} "
-                         f"numbers, in v's dtype {v.dtype}")
+        raise ValueError(
+            f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} "
+            f"numbers, in v's dtype {v.dtype}"
+        )
     v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:
         norms[triton.cdiv(n, block), B * H, G](
-            p_v=v, p_w=w_o, p_norm=norm, n=n, H=H, d_model=d_model, G=G, D=D, BLOCK_N=block, BLOCK_M=128,
-            BLOCK_D=block_of(D), num_warps=8, num_stages=2)
+            p_v=v,
+            p_w=w_o,
+            p_norm=norm,
+            n=n,
+            H=H,
+            d_model=d_model,
+            G=G,
+            D=D,
+            BLOCK_N=block,
+            BLOCK_M=128,
+            BLOCK_D=block_of(D),
+            num_warps=8,
+            num_stages=2,
+        )
     return norm

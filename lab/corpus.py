@@ -1,12 +1,13 @@
 """Real text, split into a training side and a held-out side. Nothing is downloaded.
 
-The text is Python's language reference (`pydoc_data.topics`), the standard library's source and NumPy's
-docstrings, about 11 MB. A paragraph ends at a blank line that an unindented line follows, so that a function
-or class stays whole. A hash of a paragraph decides whether it is held out.
+The text is Python's language reference (`pydoc_data.topics`), the standard library's source and
+NumPy's docstrings, about 11 MB. A paragraph ends at a blank line that an unindented line follows,
+so that a function or class stays whole. A hash of a paragraph decides whether it is held out.
 
-Training uses the text of the installed Python. The held-out side is stored in `held_out/text.json`, so that
-measurements do not depend on the Python version. `python -m lab.corpus` wrote it.
+Training uses the text of the installed Python. The held-out side is stored in `held_out/text.json`,
+so that measurements do not depend on the Python version. `python -m lab.corpus` wrote it.
 """
+
 from collections import Counter
 from functools import cache
 from importlib.metadata import version
@@ -20,7 +21,16 @@ import sysconfig
 import zlib
 
 HELD_OUT = Path(__file__).parents[1] / "nanollm/held_out/text.json"
-LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "__pycache__"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "__pycache__",
+}
 
 
 def held_out(text: str, one_in: int = 20) -> bool:
@@ -32,12 +42,17 @@ def held_out(text: str, one_in: int = 20) -> bool:
 def documents() -> list[str]:
     """Return all text in a fixed order: one document per topic, source file, or module of NumPy."""
     from pydoc_data import topics
+
     docs = [topics.topics[name] for name in sorted(topics.topics)]
     library = Path(sysconfig.get_paths()["stdlib"])
     docs += [file.read_text("utf8", "ignore") for file in sorted(sources(library))]
     package = Path(importlib.util.find_spec("numpy").origin).parent
     for file in sorted(package.rglob("*.py")):
-        docs.append("\n\n".join(re.findall(r'"""(.+?)"""', file.read_text("utf8", "ignore"), re.S)))
+        docs.append(
+            "\n\n".join(
+                re.findall(r'"""(.+?)"""', file.read_text("utf8", "ignore"), re.S)
+            )
+        )
     return [doc for doc in docs if doc.strip()]
 
 
@@ -66,14 +81,22 @@ def words(split: str) -> list[str]:
 
 def one_side(docs: list[str], test: bool) -> list[str]:
     """Return each document's held-out paragraphs if `test`, else its other paragraphs."""
-    sides = ([paragraph for paragraph in re.split(r"\n\s*\n(?=\S)", doc) if held_out(paragraph) == test]
-             for doc in docs)
+    sides = (
+        [
+            paragraph
+            for paragraph in re.split(r"\n\s*\n(?=\S)", doc)
+            if held_out(paragraph) == test
+        ]
+        for doc in docs
+    )
     return ["\n\n".join(side) + "\n" for side in sides if side]
 
 
 def words_of(docs: list[str], test: bool) -> list[str]:
     counts = Counter(re.findall(r"(?<= )[a-z]{4,9}(?=[ ,.])", "\n".join(docs)))
-    return sorted(word for word, n in counts.items() if n >= 5 and held_out(word, 5) == test)
+    return sorted(
+        word for word, n in counts.items() if n >= 5 and held_out(word, 5) == test
+    )
 
 
 @cache
@@ -83,6 +106,11 @@ def kept() -> dict:
 
 
 if __name__ == "__main__":  # store those of the installed Python
-    side = {"from": f"Python {platform.python_version()}, NumPy {version('numpy')}; see LICENSE.txt",
-            "documents": one_side(documents(), test=True), "words": words_of(documents(), test=True)}
-    HELD_OUT.write_text(json.dumps(side, ensure_ascii=False, indent=0) + "\n", encoding="utf8")
+    side = {
+        "from": f"Python {platform.python_version()}, NumPy {version('numpy')}; see LICENSE.txt",
+        "documents": one_side(documents(), test=True),
+        "words": words_of(documents(), test=True),
+    }
+    HELD_OUT.write_text(
+        json.dumps(side, ensure_ascii=False, indent=0) + "\n", encoding="utf8"
+    )

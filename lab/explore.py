@@ -2,6 +2,7 @@
 
 The page works without network or installation. Its parts are in lab/page/.
 """
+
 import argparse
 from base64 import b64encode
 from contextlib import suppress
@@ -18,7 +19,15 @@ from tqdm import tqdm
 
 from lab import command_line
 from lab.evaluate import budget_for
-from lab.example_page import NEW, PAGE, QUESTION, check_length, compressed, pieces, prompt
+from lab.example_page import (
+    NEW,
+    PAGE,
+    QUESTION,
+    check_length,
+    compressed,
+    pieces,
+    prompt,
+)
 from lab.registry import calibrated, given, has_budget, loaded, pick
 from methods.theory.index_game import deal, index_game_four, keep_rows
 from nanollm.cache import bytes_in_16_bits
@@ -28,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = Path(__file__).parent / "page"
 MARK = b'<meta name="generator" content="python -m nanollm explore">'
 KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
-WINDOW = 8                             # queries that SnapKV observes
+WINDOW = 8  # queries that SnapKV observes
 LIVE = {  # the methods of methods.js
     "full": ("Full cache", "keeps every entry"),
     "random": ("Random", "keeps entries drawn at random"),
@@ -36,8 +45,13 @@ LIVE = {  # the methods of methods.js
     "h2o": ("H2O", "keeps the newest, and the entries with the most attention so far"),
     "snap_kv": ("SnapKV", "keeps the entries to which the last 8 tokens attend"),
     "key_diff": ("KeyDiff", "keeps the keys least like the mean key"),
-    "kvzip": ("KVzip", "reads the text twice and keeps the entries used while repeating it")}
-STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}  # Python's result
+    "kvzip": (
+        "KVzip",
+        "reads the text twice and keeps the entries used while repeating it",
+    ),
+}
+# Python's result
+STORED = {"quantized_2": ("2 bits", "keeps every entry, with numbers of 2 bits")}
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,13 +75,26 @@ def rounded_model(model):
 def packed(model, encoding) -> tuple[dict, bytes]:
     """Return the decoder as lab/page/decoder.js reads it: sizes, names, shapes, tokens; and the file.
 
-    All 32-bit numbers come first (norms, and a scale for each row of a matrix), then the matrices in 8 bits.
+    All 32-bit numbers come first (norms, and a scale for each row of a matrix), then the matrices
+    in 8 bits.
     """
     c = model.config
-    small = isinstance(encoding, tiktoken.Encoding) and sum(p.numel() for p in model.parameters()) < 4e6
-    if not small or c.family != "llama" or c.qkv_bias or c.o_bias or c.mlp_bias or not c.tie_embeddings:
-        raise ValueError("this model is too large or of another form than nanollm/tiny; give --text FILE, "
-                         "and the page shows stored results of this model")
+    small = (
+        isinstance(encoding, tiktoken.Encoding)
+        and sum(p.numel() for p in model.parameters()) < 4e6
+    )
+    if (
+        not small
+        or c.family != "llama"
+        or c.qkv_bias
+        or c.o_bias
+        or c.mlp_bias
+        or not c.tie_embeddings
+    ):
+        raise ValueError(
+            "this model is too large or of another form than nanollm/tiny; give --text FILE, "
+            "and the page shows stored results of this model"
+        )
     tensors, floats, codes = [], [], []
     for name, weight in model.named_parameters():
         tensors.append([name, list(weight.shape)])
@@ -75,25 +102,55 @@ def packed(model, encoding) -> tuple[dict, bytes]:
             code, weight = rounded(weight)
             codes.append(code)
         floats.append(weight.detach().float().cpu())
-    config = {name: getattr(c, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "d_model",
-                                                  "d_ff", "vocab_size", "norm_eps", "max_len")}
+    config = {
+        name: getattr(c, name)
+        for name in (
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "d_model",
+            "d_ff",
+            "vocab_size",
+            "norm_eps",
+            "max_len",
+        )
+    }
     data = b"".join(x.numpy().tobytes() for x in floats + codes)
-    ranks = [b64encode(encoding.decode_single_token_bytes(i)).decode() for i in range(encoding.n_vocab - 1)]
-    return dict(config=config | dict(freq=rope_frequencies(c).tolist()), tensors=tensors, ranks=ranks), data
+    ranks = [
+        b64encode(encoding.decode_single_token_bytes(i)).decode()
+        for i in range(encoding.n_vocab - 1)
+    ]
+    return dict(
+        config=config | dict(freq=rope_frequencies(c).tolist()),
+        tensors=tensors,
+        ranks=ranks,
+    ), data
 
 
 @torch.no_grad()
-def view(model, encoding, Method, keep: float, setting: str, text: str, question: str) -> dict:
+def view(
+    model, encoding, Method, keep: float, setting: str, text: str, question: str
+) -> dict:
     """Return what the page shows of one method: kept entries, bytes after the answer, tokens of the answer.
 
     keep: percent of the text's tokens. kept: one bit for each head and token, in base64.
     """
     tokens, cuts = prompt(model, encoding, text, question)
     cut = cuts[setting]
-    options = given(Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW)
+    options = given(
+        Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW
+    )
     caches, kept, written = compressed(model, encoding, Method, options, tokens, cut)
-    return dict(kept=b64encode(np.packbits(kept.flatten().cpu().numpy(), bitorder="little")).decode(), n=cut,
-                bytes=bytes_in_16_bits(caches), written=written, answer=encoding.decode(written))
+    return dict(
+        kept=b64encode(
+            np.packbits(kept.flatten().cpu().numpy(), bitorder="little")
+        ).decode(),
+        n=cut,
+        bytes=bytes_in_16_bits(caches),
+        written=written,
+        answer=encoding.decode(written),
+    )
 
 
 def views(model, encoding, methods: dict, text: str, question: str) -> dict[str, dict]:
@@ -108,23 +165,36 @@ def views(model, encoding, methods: dict, text: str, question: str) -> dict[str,
             for keep in KEEPS:
                 with suppress(ValueError):
                     if keep == KEEPS[0] or has_budget(Method):
-                        last = view(model, encoding, Method, keep, setting, text, question)
+                        last = view(
+                            model, encoding, Method, keep, setting, text, question
+                        )
                     out[f"{name} {keep:g} {setting}"] = last
     return out
 
 
 def curve() -> list[dict]:
-    """Return the stored rows of `python -m nanollm --all`: share of the full cache's bytes, and accuracy."""
+    """Return the stored rows of `python -m nanollm --all`: share of the full cache's bytes, and
+    accuracy."""
     rows = json.loads((ROOT / "lab/stored/all.json").read_text())["rows"]
     full = rows[0]["live_16"]
-    return [dict(method=row["method"], keep=100 * (row["keep_ratio"] or 1), share=row["live_16"] / full,
-                 aware=row["aware"], agnostic=row["agnostic"]) for row in rows]
+    return [
+        dict(
+            method=row["method"],
+            keep=100 * (row["keep_ratio"] or 1),
+            share=row["live_16"] / full,
+            aware=row["aware"],
+            agnostic=row["agnostic"],
+        )
+        for row in rows
+    ]
 
 
 def index_game(n: int = 64, d: int = 256) -> list[list[float]]:
     """Play the Index game (Theorem 4.1) with a part of the rows: [share kept, share of right guesses]."""
     bits, keys = deal(n, d)
-    play = lambda m: index_game_four(bits, keys, compress=keep_rows(slice(0, m), n)).right(bits)
+    play = lambda m: index_game_four(
+        bits, keys, compress=keep_rows(slice(0, m), n)
+    ).right(bits)
     return [[m / n, play(m)] for m in (n >> i for i in range(6))]
 
 
@@ -132,28 +202,47 @@ def stored(model, encoding, name: str, text: str, question: str, methods: dict) 
     """Return what the page shows of a decoder that does not run in it: the methods' results."""
     tokens, cuts = prompt(model, encoding, text, question)
     c = model.config
-    return dict(name=name, live=False, keeps=KEEPS, text=text, question=question.strip("\n"), new=NEW,
-                tokens=pieces(encoding, tokens[0].tolist()), cut=cuts["agnostic"],
-                views=views(model, encoding, methods, text, question),
-                heads=[c.n_layers, c.n_kv_heads], vocab=c.vocab_size,
-                methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods])
+    return dict(
+        name=name,
+        live=False,
+        keeps=KEEPS,
+        text=text,
+        question=question.strip("\n"),
+        new=NEW,
+        tokens=pieces(encoding, tokens[0].tolist()),
+        cut=cuts["agnostic"],
+        views=views(model, encoding, methods, text, question),
+        heads=[c.n_layers, c.n_kv_heads],
+        vocab=c.vocab_size,
+        methods=[[key, *(LIVE | STORED).get(key, (key, ""))] for key in methods],
+    )
 
 
 def live(model, encoding, name: str, text: str, question: str) -> tuple[dict, bytes]:
     """Return what the page shows of a decoder that runs in it, and its weights."""
     model_data, weights = packed(model, encoding)
-    data = stored(rounded_model(model), encoding, name, text, question, pick([*LIVE, *STORED]))
-    return data | dict(live=True, model=model_data | dict(methods=list(LIVE)), curve=curve(),
-                       game=index_game()), weights
+    data = stored(
+        rounded_model(model), encoding, name, text, question, pick([*LIVE, *STORED])
+    )
+    return data | dict(
+        live=True,
+        model=model_data | dict(methods=list(LIVE)),
+        curve=curve(),
+        game=index_game(),
+    ), weights
 
 
 def page(data: dict, weights: bytes = b"") -> str:
     """Return the whole page, which shows `stored` or `live` results."""
     read = lambda file: (PARTS / file).read_text()
     out = read("index.html")
-    for part, content in dict(STYLE=read("style.css"), DATA=json.dumps(data).replace("</", "<\\/"),
-                              PAGE=read("page.js"), WORKER=read("decoder.js") + read("methods.js"),
-                              WEIGHTS=b64encode(weights).decode()).items():
+    for part, content in dict(
+        STYLE=read("style.css"),
+        DATA=json.dumps(data).replace("</", "<\\/"),
+        PAGE=read("page.js"),
+        WORKER=read("decoder.js") + read("methods.js"),
+        WEIGHTS=b64encode(weights).decode(),
+    ).items():
         before, _, after = out.partition(f"/*{part}*/")
         out = before + content + after
     return out
@@ -163,15 +252,31 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(
         prog="python -m nanollm explore",
         description="Write a web page that shows what each method keeps of a text and what it answers. The "
-                    "decoder runs in the page. With --text, the page shows stored results instead. "
-                    "docs/index.html is of: python -m nanollm explore --beside smollm2")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/index.html", metavar="FILE",
-                        help="file to write; default docs/index.html")
-    parser.add_argument("--text", type=Path, metavar="FILE",
-                        help="store the results of every method on this text, for a model of any size")
-    parser.add_argument("--beside", type=Path, metavar="MODEL",
-                        help="another model, as --model names it, whose stored results the page also shows")
-    parser.add_argument("--question", default=QUESTION.strip("\n"), help="default: %(default)r")
+        "decoder runs in the page. With --text, the page shows stored results instead. "
+        "docs/index.html is of: python -m nanollm explore --beside smollm2",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs/index.html",
+        metavar="FILE",
+        help="file to write; default docs/index.html",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="store the results of every method on this text, for a model of any size",
+    )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="MODEL",
+        help="another model, as --model names it, whose stored results the page also shows",
+    )
+    parser.add_argument(
+        "--question", default=QUESTION.strip("\n"), help="default: %(default)r"
+    )
     command_line.model_options(parser)
     args = parser.parse_args(argv)
     command_line.check_output(args.out, "page", lambda data: MARK in data)
@@ -183,7 +288,9 @@ def main(argv: list[str]):
     data, weights = live(*what) if args.text is None else (stored(*what, pick([])), b"")
     if args.beside:
         other = loaded(args, args.beside)
-        data["beside"] = stored(*other, args.beside.name, text, question, pick([*LIVE, *STORED]))
+        data["beside"] = stored(
+            *other, args.beside.name, text, question, pick([*LIVE, *STORED])
+        )
     out = page(data, weights)
     command_line.replace(args.out, out.encode())
     print(f"{args.out}: {len(out.encode()) / 1e6:.1f} MB; open it in a browser")

@@ -4,9 +4,9 @@
     python -m lab.kernel_bench --lengths 8192 --batches 1 16 --json rows.json
     python -m lab.kernel_bench --methods full ada_kv ada_kv+critical --lengths 32768 --batches 1
 
-Single kernels have the shapes of one layer of an 8-billion Llama 3: 8 key/value heads, 4 query heads for
-each, head dim 128, bf16. Times are medians in µs of CUDA graphs, without the launch from Python. Inputs of
-some megabytes stay in the GPU's cache.
+Single kernels have the shapes of one layer of an 8-billion Llama 3: 8 key/value heads, 4 query
+heads for each, head dim 128, bf16. Times are medians in µs of CUDA graphs, without the launch from
+Python. Inputs of some megabytes stay in the GPU's cache.
 
     bound    the least time on this GPU: of the bytes at its memory's nominal speed, or of the operations at
              the measured speed of a large matrix product, whichever is longer
@@ -15,9 +15,11 @@ some megabytes stay in the GPU's cache.
              length (ragged) are padded for it. A dash: it cannot compute this
     sdpa ×   sdpa / kernel
 
---methods times a decoder of that Llama's shape, with random weights: `end` compresses the caches to a quarter
-at the prompt's end, `step` adds a token to each prompt, both in ms and called from Python.
+--methods times a decoder of that Llama's shape, with random weights: `end` compresses the caches to
+a quarter at the prompt's end, `step` adds a token to each prompt, both in ms and called from
+Python.
 """
+
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -45,17 +47,28 @@ from nanollm.check import whole
 from nanollm.generate import prefill
 from nanollm.model import Config, Decoder
 
-WIDTHS = [23, 7, 6, 9, 9, 8, 9, 7]  # least widths of the columns, as each row is printed at once
+# least widths of the columns, as each row is printed at once
+WIDTHS = [23, 7, 6, 9, 9, 8, 9, 7]
 
 
-def cases(B: int, n: int, H: int = 8, G: int = 4, D: int = 128, dtype: torch.dtype = torch.bfloat16,
-          device: str = "cuda") -> Iterator[tuple]:
-    """Yield (name, kernel, sdpa, bytes, operations) for B sequences of n tokens: functions to time, or None.
+def cases(
+    B: int,
+    n: int,
+    H: int = 8,
+    G: int = 4,
+    D: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> Iterator[tuple]:
+    """Yield (name, kernel, sdpa, bytes, operations) for B sequences of n tokens: functions to time,
+    or None.
 
     Run each before taking the next, because they share inputs.
     """
     from kernels import decode_attention as decode, pair_attention as pair
-    from kernels import value_norms as norms, window_scores as window  # here, as Triton runs on Linux only
+
+    # here, as Triton runs on Linux only
+    from kernels import value_norms as norms, window_scores as window
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, device=device)
@@ -63,41 +76,93 @@ def cases(B: int, n: int, H: int = 8, G: int = 4, D: int = 128, dtype: torch.dty
     q, k, v = draw(B, H, G, D), draw(B, H, n, D), draw(B, H, n, D)
     even, half = [decode.Segment.of(k, v)], k.nbytes
     product = 2 * q.numel() * n  # operations of q kᵀ
-    yield ("decode_attention", lambda: decode.decode_attention(q, even)[0],
-           lambda: F.scaled_dot_product_attention(q, k, v), 2 * half, 2 * product)
-    yield ("decode_attention sums", lambda: decode.decode_attention(q, even, sums=True)[1][0], None,
-           2 * half + 4 * B * H * n, 2 * product)
+    yield (
+        "decode_attention",
+        lambda: decode.decode_attention(q, even)[0],
+        lambda: F.scaled_dot_product_attention(q, k, v),
+        2 * half,
+        2 * product,
+    )
+    yield (
+        "decode_attention sums",
+        lambda: decode.decode_attention(q, even, sums=True)[1][0],
+        None,
+        2 * half + 4 * B * H * n,
+        2 * product,
+    )
 
     count = torch.linspace(0.2 * n, 1.8 * n, B * H, device=device).int()
     longest = int(count.max())
     padded_k, padded_v = draw(B, H, longest, D), draw(B, H, longest, D)
     used = torch.arange(longest, device=device) < count.view(B, H, 1)
-    ragged = [decode.Segment(padded_k[used], padded_v[used], count.cumsum(0) - count, count, longest)]
-    yield ("decode_attention ragged", lambda: decode.decode_attention(q, ragged)[0],
-           lambda: F.scaled_dot_product_attention(q, padded_k, padded_v, used.unsqueeze(2)),
-           2 * ragged[0].k.nbytes, 2 * product)
+    ragged = [
+        decode.Segment(
+            padded_k[used], padded_v[used], count.cumsum(0) - count, count, longest
+        )
+    ]
+    yield (
+        "decode_attention ragged",
+        lambda: decode.decode_attention(q, ragged)[0],
+        lambda: F.scaled_dot_product_attention(
+            q, padded_k, padded_v, used.unsqueeze(2)
+        ),
+        2 * ragged[0].k.nbytes,
+        2 * product,
+    )
 
-    queries, w_o, k2, v2 = draw(B, H, G, 32, D), draw(H * G * D, H * G, D), draw(B, H, n, D), draw(B, H, n, D)
-    yield ("window_scores", lambda: window.window_scores(queries, k), None, half + 4 * B * H * G * n,
-           32 * product)
-    yield ("value_norms", lambda: norms.value_norms(v, w_o), None, half, H * G * D * product)
-    yield ("tensor_attention", lambda: pair.tensor_attention(q, k, k2, v, v2), None, 4 * half,
-           2 * n * product)
+    queries, w_o, k2, v2 = (
+        draw(B, H, G, 32, D),
+        draw(H * G * D, H * G, D),
+        draw(B, H, n, D),
+        draw(B, H, n, D),
+    )
+    yield (
+        "window_scores",
+        lambda: window.window_scores(queries, k),
+        None,
+        half + 4 * B * H * G * n,
+        32 * product,
+    )
+    yield (
+        "value_norms",
+        lambda: norms.value_norms(v, w_o),
+        None,
+        half,
+        H * G * D * product,
+    )
+    yield (
+        "tensor_attention",
+        lambda: pair.tensor_attention(q, k, k2, v, v2),
+        None,
+        4 * half,
+        2 * n * product,
+    )
 
 
 def microseconds(run: Callable) -> float:
     """Return the median time of a run, replayed from a CUDA graph."""
     from triton.testing import do_bench_cudagraph
-    torch.cuda.synchronize()  # it runs on another stream, which does not wait for the inputs
+
+    # it runs on another stream, which does not wait for the inputs
+    torch.cuda.synchronize()
     return 1e3 * do_bench_cudagraph(run, return_mode="median")
 
 
 def sdpa(run: Callable) -> float:
-    """Return the time of a run with the fastest of PyTorch's implementations of attention that can do it."""
+    """Return the time of a run with the fastest of PyTorch's implementations of attention that can
+    do it."""
     times = []
-    for backend in SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION:
+    for backend in (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ):
         # flash attention takes no mask, for example
-        with suppress(RuntimeError), catch_warnings(action="ignore"), sdpa_kernel(backend):
+        with (
+            suppress(RuntimeError),
+            catch_warnings(action="ignore"),
+            sdpa_kernel(backend),
+        ):
             times.append(microseconds(run))
     return min(times)
 
@@ -105,6 +170,7 @@ def sdpa(run: Callable) -> float:
 def speeds() -> tuple[float, float]:
     """Return this GPU's bytes and 16-bit operations per µs."""
     from triton.testing import get_dram_gbps
+
     x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     return 1e3 * get_dram_gbps(), 2 * len(x) ** 3 / microseconds(lambda: x @ x)
 
@@ -117,31 +183,65 @@ def measured(lengths: list[int], batches: list[int], **shape) -> Iterator[dict]:
             for name, run, peer, moved, operations in cases(B, n, **shape):
                 kernel, other = microseconds(run), peer and sdpa(peer)
                 bound = max(moved / bytes_per_us, operations / operations_per_us)
-                yield {"case": name, "batch": B, "tokens": n, "kernel": kernel, "bound": bound,
-                       "bound ×": bound / kernel, "sdpa": other, "sdpa ×": other and other / kernel}
+                yield {
+                    "case": name,
+                    "batch": B,
+                    "tokens": n,
+                    "kernel": kernel,
+                    "bound": bound,
+                    "bound ×": bound / kernel,
+                    "sdpa": other,
+                    "sdpa ×": other and other / kernel,
+                }
 
 
 def decoding(methods: dict, B: int, T: int) -> Iterator[dict]:
     """Yield rows for each method, with and without kernels: a compression and a decoding step, in ms.
 
-    The decoder has the shape of Llama 3 8B and random weights; B prompts of T random tokens, a quarter stays.
+    The decoder has the shape of Llama 3 8B and random weights; B prompts of T random tokens, a
+    quarter stays.
     """
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = Decoder(Config(vocab_size=128_256, max_len=T + 32, n_layers=32, n_heads=32, n_kv_heads=8,
-                               d_model=4096, d_ff=14_336, rope_theta=5e5)).to("cuda").eval()
+        model = (
+            Decoder(
+                Config(
+                    vocab_size=128_256,
+                    max_len=T + 32,
+                    n_layers=32,
+                    n_heads=32,
+                    n_kv_heads=8,
+                    d_model=4096,
+                    d_ff=14_336,
+                    rope_theta=5e5,
+                )
+            )
+            .to("cuda")
+            .eval()
+        )
     torch.set_default_dtype(torch.float32)
-    tokens = torch.randint(128_256, (B, T), generator=torch.Generator().manual_seed(0)).cuda()
+    tokens = torch.randint(
+        128_256, (B, T), generator=torch.Generator().manual_seed(0)
+    ).cuda()
     for name, Method in methods.items():
         for kernel_switch.use_kernels in False, True:
             for _ in range(2):  # the first time, kernels are compiled
                 caches = make_cache(model, Method, **given(Method, budget=T // 4))
                 prefill(model, tokens, caches, 8192)
                 at_end = seconds(lambda: compress(model, tokens, caches))
-            step = median(seconds(lambda: model(tokens[:, :1], caches)) for _ in range(21))
-            yield {"method": name, "kernels": "yes" if kernel_switch.use_kernels else "no", "batch": B,
-                   "tokens": T, "end": 1e3 * at_end, "step": 1e3 * step, "tokens/s": B / step,
-                   "GiB": cache_bytes(caches)[1] / 2 ** 30}
+            step = median(
+                seconds(lambda: model(tokens[:, :1], caches)) for _ in range(21)
+            )
+            yield {
+                "method": name,
+                "kernels": "yes" if kernel_switch.use_kernels else "no",
+                "batch": B,
+                "tokens": T,
+                "end": 1e3 * at_end,
+                "step": 1e3 * step,
+                "tokens/s": B / step,
+                "GiB": cache_bytes(caches)[1] / 2**30,
+            }
 
 
 def seconds(run: Callable) -> float:
@@ -155,41 +255,96 @@ def seconds(run: Callable) -> float:
 
 def show(rows: list[dict]) -> str:
     """Return the rows as a text table."""
-    text = lambda x, digits: "–" if x is None else f"{x:.{digits}f}" if isinstance(x, float) else str(x)
-    return text_table([[*rows[0]], *([text(x, 1 + (key[-1] == "×")) for key, x in row.items()]
-                                     for row in rows)], WIDTHS)
+    text = lambda x, digits: (
+        "–" if x is None else f"{x:.{digits}f}" if isinstance(x, float) else str(x)
+    )
+    return text_table(
+        [
+            [*rows[0]],
+            *(
+                [text(x, 1 + (key[-1] == "×")) for key, x in row.items()]
+                for row in rows
+            ),
+        ],
+        WIDTHS,
+    )
 
 
 def main(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m lab.kernel_bench", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.kernel_bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     option = parser.add_argument
-    option("--lengths", nargs="+", type=int, default=[4096, 16_384, 65_536], metavar="TOKENS",
-           help="cached tokens of a sequence; default 4096 16384 65536")
-    option("--batches", nargs="+", type=int, default=[1, 8], metavar="SEQUENCES", help="default 1 8")
-    option("--methods", nargs="+", metavar="NAME",
-           help="time decoding with these methods, not single kernels")
-    option("--json", type=Path, metavar="FILE", help="file to write the rows to, each as it comes")
+    option(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[4096, 16_384, 65_536],
+        metavar="TOKENS",
+        help="cached tokens of a sequence; default 4096 16384 65536",
+    )
+    option(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=[1, 8],
+        metavar="SEQUENCES",
+        help="default 1 8",
+    )
+    option(
+        "--methods",
+        nargs="+",
+        metavar="NAME",
+        help="time decoding with these methods, not single kernels",
+    )
+    option(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="file to write the rows to, each as it comes",
+    )
     args = parser.parse_args(argv)
     for name, sizes, least in ("length", args.lengths, 300), ("batch", args.batches, 1):
         for size in sizes:
-            whole(name, size, least, 2 ** 20)
+            whole(name, size, least, 2**20)
     if args.json:
         check_output(args.json, "rows", lambda data: b'"kernel' in data)
     if not torch.cuda.is_available() or not find_spec("triton"):
-        raise ValueError("timing needs a CUDA GPU and Triton, and one of them is missing here; tests/kernels "
-                         "needs no GPU: it runs the kernels in Triton's interpreter")
+        raise ValueError(
+            "timing needs a CUDA GPU and Triton, and one of them is missing here; tests/kernels "
+            "needs no GPU: it runs the kernels in Triton's interpreter"
+        )
     from kernels.launch import interpreted
-    if interpreted:
-        raise ValueError("TRITON_INTERPRET is set, and times of the interpreter mean nothing; unset it")
 
-    result = dict(command=" ".join(("python -m lab.kernel_bench", *argv)), date=str(date.today()), rows=[],
-                  machine=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if interpreted:
+        raise ValueError(
+            "TRITON_INTERPRET is set, and times of the interpreter mean nothing; unset it"
+        )
+
+    result = dict(
+        command=" ".join(("python -m lab.kernel_bench", *argv)),
+        date=str(date.today()),
+        rows=[],
+        machine=f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
+    )
     with torch.inference_mode():
-        rows = chain(*(decoding(pick(args.methods), B, n) for n in args.lengths for B in args.batches)
-                     ) if args.methods else measured(args.lengths, args.batches)
+        rows = (
+            chain(
+                *(
+                    decoding(pick(args.methods), B, n)
+                    for n in args.lengths
+                    for B in args.batches
+                )
+            )
+            if args.methods
+            else measured(args.lengths, args.batches)
+        )
         for row in rows:
-            print("\n".join(show([row]).splitlines()[bool(result["rows"]):]), flush=True)
+            print(
+                "\n".join(show([row]).splitlines()[bool(result["rows"]) :]), flush=True
+            )
             result["rows"].append(row)
             if args.json:
                 replace(args.json, json.dumps(result, indent=1).encode())

@@ -1,4 +1,5 @@
 """Draw figures. A method has the same colour, marker and dash in all; they also differ in grey."""
+
 from io import BytesIO
 from pathlib import Path
 import re
@@ -11,32 +12,64 @@ import numpy as np
 from lab.command_line import replace
 from lab.evaluate import held
 
-TITLE = "Figure of python -m nanollm"  # metadata of our files; only such files are replaced
-MOST = 8                               # lines in a figure; more cannot be told apart
+# metadata of our files; only such files are replaced
+TITLE = "Figure of python -m nanollm"
+MOST = 8  # lines in a figure; more cannot be told apart
 
 # A family's colour and marker. Families of similar grey have different markers.
 FAMILIES = {
-    "full": ("#000000", "."), "snap_kv": ("#0072b2", "o"), "chunk_kv": ("#d55e00", "D"),
-    "kvzip": ("#6a3d9a", "d"), "scissorhands": ("#117733", "v"), "kv_reviver": ("#882255", "P"),
-    "h2o": ("#e69f00", "X"), "quantized": ("#00a087", "*"), "question_gates": ("#c77cba", "p"),
-    "streaming_llm": ("#888888", "h"), "ada_kv": ("#56b4e9", "s"), "pyramid_kv": ("#1a3a6e", "^"),
-    "cam": ("#b0a000", "<"), "random": ("#bbbbbb", ">")}
-OTHERS = (("#a05a2c", "8"), ("#e31a1c", "H"), ("#3f7f93", "1"), ("#55601c", "2"), ("#f0027f", "4"))
+    "full": ("#000000", "."),
+    "snap_kv": ("#0072b2", "o"),
+    "chunk_kv": ("#d55e00", "D"),
+    "kvzip": ("#6a3d9a", "d"),
+    "scissorhands": ("#117733", "v"),
+    "kv_reviver": ("#882255", "P"),
+    "h2o": ("#e69f00", "X"),
+    "quantized": ("#00a087", "*"),
+    "question_gates": ("#c77cba", "p"),
+    "streaming_llm": ("#888888", "h"),
+    "ada_kv": ("#56b4e9", "s"),
+    "pyramid_kv": ("#1a3a6e", "^"),
+    "cam": ("#b0a000", "<"),
+    "random": ("#bbbbbb", ">"),
+}
+OTHERS = (
+    ("#a05a2c", "8"),
+    ("#e31a1c", "H"),
+    ("#3f7f93", "1"),
+    ("#55601c", "2"),
+    ("#f0027f", "4"),
+)
 
-# A variant has its family's colour and marker. The rest of its name selects the dash; -- if not listed.
-DASHES = {"": "-", "critical_code": (0, (5, 1, 1, 1, 1, 1)), "theta": "-.", "residual": ":",
-          "chunk": (0, (8, 2)), "semantic": (0, (3, 1, 1, 1)), "mean": ":", "recent": "-.",
-          "kvzip": (0, (1, 1)), "no pool": (0, (1, 1)), "2": "-", "4": ":"}
+# A variant has its family's colour and marker. The rest of its name selects the dash; -- if not
+# listed.
+DASHES = {
+    "": "-",
+    "critical_code": (0, (5, 1, 1, 1, 1, 1)),
+    "theta": "-.",
+    "residual": ":",
+    "chunk": (0, (8, 2)),
+    "semantic": (0, (3, 1, 1, 1)),
+    "mean": ":",
+    "recent": "-.",
+    "kvzip": (0, (1, 1)),
+    "no pool": (0, (1, 1)),
+    "2": "-",
+    "4": ":",
+}
 
 
 def style(name: str) -> dict:
     """Return a method's color, marker and linestyle by its command-line name: plot(**style("h2o")).
 
-    "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name selects its look.
+    "ada_kv+critical" looks like "ada_kv" except for its dash. A hash of an unknown name selects its
+    look.
     """
     base, _, addition = name.partition("+")
     family = next((one for one in FAMILIES if f"{base}_".startswith(f"{one}_")), None)
-    color, marker = FAMILIES[family] if family else OTHERS[crc32(base.encode()) % len(OTHERS)]
+    color, marker = (
+        FAMILIES[family] if family else OTHERS[crc32(base.encode()) % len(OTHERS)]
+    )
     variant = addition or base.removeprefix(family or base).strip("_")
     return dict(color=color, marker=marker, linestyle=DASHES.get(variant, "--"))
 
@@ -44,7 +77,9 @@ def style(name: str) -> dict:
 def save(figure, file: Path):
     """Write a figure, with a title in its metadata that `is_ours` recognises."""
     data = BytesIO()
-    figure.savefig(data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": TITLE})
+    figure.savefig(
+        data, format=file.suffix[1:] or "png", dpi=110, metadata={"Title": TITLE}
+    )
     plt.close(figure)
     replace(file, data.getvalue())
 
@@ -57,14 +92,22 @@ def is_ours(data: bytes) -> bool:
 
 # ---- the comparison ----
 
+
 def comparison(rows: list[dict], file: Path):
     """Draw both accuracies and KL over bytes, for at most eight methods and the full cache."""
     full = next((row for row in rows if row["method"] == "full"), None)
-    points = {name: sorted((row for row in rows if row["method"] == name), key=lambda row: row["live_16"])
-              for name in drawn([row["method"] for row in rows])}
+    points = {
+        name: sorted(
+            (row for row in rows if row["method"] == name),
+            key=lambda row: row["live_16"],
+        )
+        for name in drawn([row["method"] for row in rows])
+    }
     figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
     over_bytes(axes[0], points, full, "aware", "accuracy, question in the prompt")
-    over_bytes(axes[1], points, full, "agnostic", "accuracy, question after compression")
+    over_bytes(
+        axes[1], points, full, "agnostic", "accuracy, question after compression"
+    )
     over_bytes(axes[2], points, full, "kl", "KL(full ‖ compressed) per token, nats")
     save(figure, file)
 
@@ -72,41 +115,65 @@ def comparison(rows: list[dict], file: Path):
 def drawn(names: list[str]) -> list[str]:
     """Return at most eight names, without the full cache; plain members of FAMILIES come first."""
     names = [name for name in dict.fromkeys(names) if name != "full"]
-    return sorted(names, key=lambda name: (style(name)["linestyle"] != "-", name not in FAMILIES))[:MOST]
+    return sorted(
+        names, key=lambda name: (style(name)["linestyle"] != "-", name not in FAMILIES)
+    )[:MOST]
 
 
 def over_bytes(axis, points: dict, full: dict | None, key: str, label: str):
     """Draw row[key] of each method over its cache's KiB; the full cache's value is a horizontal line."""
     for name, mine in points.items():
-        axis.plot([row["live_16"] / 1024 for row in mine], [row[key] for row in mine], label=name,
-                  markersize=7, **style(name))
+        axis.plot(
+            [row["live_16"] / 1024 for row in mine],
+            [row[key] for row in mine],
+            label=name,
+            markersize=7,
+            **style(name),
+        )
     if full:
         axis.axhline(full[key], color="black", linewidth=1, label="full cache")
-    axis.set(xlabel="KiB of a text's cache, with 16-bit numbers", ylabel=label, ylim=(-0.02, 1.05))
+    axis.set(
+        xlabel="KiB of a text's cache, with 16-bit numbers",
+        ylabel=label,
+        ylim=(-0.02, 1.05),
+    )
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
     if key == "kl":
         axis.set_yscale("symlog", linthresh=0.01)
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylim(-0.001, 2 * max([0, *(row["kl"] for mine in points.values() for row in mine)]) + 0.01)
+        axis.set_ylim(
+            -0.001,
+            2 * max([0, *(row["kl"] for mine in points.values() for row in mine)])
+            + 0.01,
+        )
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 
 
 # ---- a text, heads, attention ----
 
+
 def kept(caches: list, tokens: int) -> np.ndarray:
     """Return whether each head holds each of row 0's first `tokens` tokens, (L, H, tokens) of bool."""
     return held(caches, tokens)[0].cpu().numpy()
 
 
-def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", high: str = "kept by every head",
-         mark: str = "fact", columns: int = 1, width: int = 110):
+def text(
+    pieces: list[str],
+    panels: dict,
+    marked=None,
+    low: str = "dropped",
+    high: str = "kept by every head",
+    mark: str = "fact",
+    columns: int = 1,
+    width: int = 110,
+):
     """Draw a text once per panel. A token with a larger weight has a darker ground; weight 0 is grey text.
 
-    pieces: the tokens' strings; a line break is drawn as ↵, a run of spaces as one. panels: title → weights
-    (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words in the key below the
-    text. width: characters per line.
+    pieces: the tokens' strings; a line break is drawn as ↵, a run of spaces as one. panels: title →
+    weights (T,) in [0, 1]. marked: (T,) bool, the tokens to underline. low, high, mark: words in
+    the key below the text. width: characters per line.
     """
     pieces = [re.sub(" +", " ", piece.replace("\n", "↵")) for piece in pieces]
     marked = np.zeros(len(pieces)) if marked is None else marked
@@ -119,7 +186,7 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
     panel_width, panel_height = width + 4, y + 3
     across, down = columns * panel_width - 4, -(-len(panels) // columns) * panel_height
     inch = 1100 // across / 100  # width of a character; whole pixels at 100 dpi
-    size = 72 * inch / 0.602     # DejaVu Sans Mono is 0.602 em wide
+    size = 72 * inch / 0.602  # DejaVu Sans Mono is 0.602 em wide
     figure = plt.figure(figsize=(across * inch, 2.1 * inch * (down + 1.2)))
     axis = figure.add_axes((0, 0, 1, 1), xlim=(0, across), ylim=(down + 1, -0.2))
     axis.axis("off")
@@ -127,16 +194,30 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
     def write(x, y, piece, weight, underline=False):
         if weight > 0.01:
             ground = plt.cm.Blues(0.7 * weight)
-            axis.add_patch(plt.Rectangle((x, y), len(piece), 1, color=ground, linewidth=0))
+            axis.add_patch(
+                plt.Rectangle((x, y), len(piece), 1, color=ground, linewidth=0)
+            )
         if underline:
-            axis.hlines(y + 0.95, x, x + len(piece), color="#b03a00", linewidth=0.2 * size)
-        axis.text(x, y + 0.5, piece, va="center_baseline", family="DejaVu Sans Mono", fontsize=size,
-                  color="black" if weight else "0.45", parse_math=False)
+            axis.hlines(
+                y + 0.95, x, x + len(piece), color="#b03a00", linewidth=0.2 * size
+            )
+        axis.text(
+            x,
+            y + 0.5,
+            piece,
+            va="center_baseline",
+            family="DejaVu Sans Mono",
+            fontsize=size,
+            color="black" if weight else "0.45",
+            parse_math=False,
+        )
 
     for i, (title, weights) in enumerate(panels.items()):
         left, top = i % columns * panel_width, i // columns * panel_height
         axis.text(left, top + 0.5, title, va="center", fontsize=max(1.1 * size, 9))
-        for (x, y), piece, weight, underline in zip(places, pieces, weights, marked, strict=True):
+        for (x, y), piece, weight, underline in zip(
+            places, pieces, weights, marked, strict=True
+        ):
             write(left + x, top + 1.2 + y, piece, float(weight), underline)
     x = 0
     for word, weight in ((low, 0), ("  ", 0.25), ("  ", 0.5), ("  ", 0.75), (high, 1)):
@@ -147,21 +228,40 @@ def text(pieces: list[str], panels: dict, marked=None, low: str = "dropped", hig
     return figure
 
 
-def heads(axis, values, title: str, form: str = "{:.2f}", diverging: bool = False, most: float | None = None):
+def heads(
+    axis,
+    values,
+    title: str,
+    form: str = "{:.2f}",
+    diverging: bool = False,
+    most: float | None = None,
+):
     """Write values (L, heads) as a table of layers and heads. A larger number has a darker ground.
 
     most: the value of the darkest ground. diverging: purple below 0, orange above.
     """
     values = np.asarray(values)
-    most = 1.4 * (most or np.abs(values).max())  # keeps the ground light enough for black digits
-    axis.imshow(values, cmap="PuOr_r" if diverging else "Blues", vmin=-most if diverging else 0, vmax=most)
+    # keeps the ground light enough for black digits
+    most = 1.4 * (most or np.abs(values).max())
+    axis.imshow(
+        values,
+        cmap="PuOr_r" if diverging else "Blues",
+        vmin=-most if diverging else 0,
+        vmax=most,
+    )
     for (layer, head), value in np.ndenumerate(values):
         axis.text(head, layer, form.format(value), ha="center", va="center", fontsize=8)
-    axis.set(title=title, xlabel="head", ylabel="layer",
-             xticks=range(values.shape[1]), yticks=range(values.shape[0]))
+    axis.set(
+        title=title,
+        xlabel="head",
+        ylabel="layer",
+        xticks=range(values.shape[1]),
+        yticks=range(values.shape[0]),
+    )
 
 
 def attention(axis, p, title: str):
-    """Draw one head's probabilities (T, S), a row per query; their square roots, so that small ones show."""
+    """Draw one head's probabilities (T, S), a row per query; their square roots, so that small ones
+    show."""
     axis.imshow(np.asarray(p), cmap="Greys", norm=PowerNorm(0.5, 0, 1))
     axis.set(title=title, xlabel="key", ylabel="query")

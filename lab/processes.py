@@ -1,4 +1,5 @@
 """Run a function on many items, with a process of one thread for each core."""
+
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -12,8 +13,8 @@ import torch
 def spread(function: Callable, items: Iterable, processes: bool = True) -> Iterator:
     """Yield function(item) for each item, in order; in this process if `processes` is false.
 
-    The processes are forks: all that this one has read is theirs too. On other systems than Linux, or with
-    one core or one item, this process works alone.
+    The processes are forks: all that this one has read is theirs too. On other systems than Linux,
+    or with one core or one item, this process works alone.
     """
     items = [*items]
     n = min(os.cpu_count(), len(items))

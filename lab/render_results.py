@@ -6,6 +6,7 @@
 
 A comparison that was interrupted goes on: its rows are in lab/stored/NAME.0.part and so on.
 """
+
 from datetime import date
 import json
 from pathlib import Path
@@ -23,13 +24,29 @@ from nanollm import SHIPPED
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "lab" / "stored"
 TARGET = ROOT / "RESULTS.md"
-COMPARED = ("smollm2", "window", "window_built", "window_learned", "long", "long_built", "long_learned",
-            "hard", "news", "news_built", "short", "all", "learned")  # the sections of python -m nanollm
+COMPARED = (
+    "smollm2",
+    "window",
+    "window_built",
+    "window_learned",
+    "long",
+    "long_built",
+    "long_learned",
+    # the sections of python -m nanollm
+    "hard",
+    "news",
+    "news_built",
+    "short",
+    "all",
+    "learned",
+)
 
 # sections.md has the words before the tables; SECTIONS: title, command and words by name
 HEAD, *PARTS, FOOT = (ROOT / "lab" / "sections.md").read_text().strip().split("\n\n## ")
 SECTION = re.compile(r"(\w+) · (.+)\n`(.+)`\n\n((?s:.+))")
-SECTIONS = {name: words for name, *words in (SECTION.fullmatch(part).groups() for part in PARTS)}
+SECTIONS = {
+    name: words for name, *words in (SECTION.fullmatch(part).groups() for part in PARTS)
+}
 
 
 def rows(name: str) -> list[dict]:
@@ -45,17 +62,23 @@ def by_method(name: str) -> dict[tuple[str, float | None], dict]:
 def run(name: str):
     """Run a section's commands and store their rows. CalledProcessError if one fails."""
     _, commands, _ = SECTIONS[name]
-    machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+    machine = (
+        f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
+    )
     measured, parts = [], []
     for i, command in enumerate(commands.split(" && ")):
         parts.append(STORED / f"{name}.{i}.part")
         words = [*shlex.split(command)[1:], "--json", str(parts[-1])]
-        subprocess.run([sys.executable, *words, *(["--resume"] if name in COMPARED else [])], cwd=ROOT,
-                       check=True)
+        subprocess.run(
+            [sys.executable, *words, *(["--resume"] if name in COMPARED else [])],
+            cwd=ROOT,
+            check=True,
+        )
         new = json.loads(parts[-1].read_text())
         if isinstance(new, dict):
             new, machine = new["rows"], new["machine"]
-        measured = [row for row in measured if row not in new] + new  # claims repeats what it stored first
+        # claims repeats what it stored first
+        measured = [row for row in measured if row not in new] + new
         write(name, commands, machine, str(date.today()), measured)
     for part in parts:
         part.unlink()
@@ -65,9 +88,18 @@ def run(name: str):
 
 def write(name: str, command: str, machine: str, date: str, rows: list[dict]):
     """Store rows as JSON, one per line, without the numbers of each document, which take megabytes."""
-    head = json.dumps(dict(command=command, machine=machine, date=date), indent=1, ensure_ascii=False)
-    lines = ",\n".join(json.dumps({key: x for key, x in row.items() if key not in ("each", "model")}
-                                  if name in COMPARED else row, ensure_ascii=False) for row in rows)
+    head = json.dumps(
+        dict(command=command, machine=machine, date=date), indent=1, ensure_ascii=False
+    )
+    lines = ",\n".join(
+        json.dumps(
+            {key: x for key, x in row.items() if key not in ("each", "model")}
+            if name in COMPARED
+            else row,
+            ensure_ascii=False,
+        )
+        for row in rows
+    )
     (STORED / f"{name}.json").write_text(f'{head[:-2]},\n "rows": [\n{lines}\n]}}\n')
 
 
@@ -82,49 +114,91 @@ def section(name: str) -> str:
     title, command, words = SECTIONS[name]
     stored = json.loads((STORED / f"{name}.json").read_text())
     if stored["command"] != command:
-        raise SystemExit(f"error: stored/{name}.json is of `{stored['command']}`, not of `{command}`; "
-                         f"run python -m lab.render_results {name}")
+        raise SystemExit(
+            f"error: stored/{name}.json is of `{stored['command']}`, not of `{command}`; "
+            f"run python -m lab.render_results {name}"
+        )
     if name in COMPARED:
-        shown = [row for row in stored["rows"] if row["keep_ratio"] in (None, 0.25)]  # the file has all
-        lines = [table.header(shown[0], short=True), *(table.show(row, short=True) for row in shown)]
+        # the file has all
+        shown = [row for row in stored["rows"] if row["keep_ratio"] in (None, 0.25)]
+        lines = [
+            table.header(shown[0], short=True),
+            *(table.show(row, short=True) for row in shown),
+        ]
         text = "\n".join(lines)
     else:
-        others = dict(claims=claims_renderer, claims_news=claims_renderer, kernels=kernel_bench,
-                      decoding=kernel_bench, speed=speed, cost=speed)
-        text = others[name].show(stored["rows"]) if name in others else plain(stored["rows"])
+        others = dict(
+            claims=claims_renderer,
+            claims_news=claims_renderer,
+            kernels=kernel_bench,
+            decoding=kernel_bench,
+            speed=speed,
+            cost=speed,
+        )
+        text = (
+            others[name].show(stored["rows"])
+            if name in others
+            else plain(stored["rows"])
+        )
     source = f"`{command}` ({stored['date']}, {stored['machine']})"
     return f"## {title}\n\n{words}\n\n{source}:\n\n```\n{text.strip(chr(10))}\n```"
 
 
 def trained() -> str:
     """Return a table with a column for each shipped decoder, from the reports of its training."""
-    runs = [json.loads((folder / "train.json").read_text()) for folder in SHIPPED.values()]
-    percent = lambda x: f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %" if x else "–"
-    cells = [["", *SHIPPED], ["---"] * (1 + len(runs)),
-             ["command", *(f"`{run['command']}`" for run in runs)],
-             ["minutes", *(f"{run['minutes']:.0f}" for run in runs)],
-             ["training tokens", *(f"{run['training_tokens'] / 1e6:.1f} M" for run in runs)],
-             ["parameters", *(f"{run['parameters'] / 1e6:.2f} M" for run in runs)],
-             ["documents a task", *(str(run["documents_per_figure"]) for run in runs)]]
-    cells += [[name.replace("_", " "), *(percent(run["exact_match"].get(name)) for run in runs)]
-              for name in dict.fromkeys(name for run in runs for name in run["exact_match"])]
-    cells.append(["bits per byte of text", *(f"{run['bits_per_byte']['model']:.2f}" for run in runs)])
+    runs = [
+        json.loads((folder / "train.json").read_text()) for folder in SHIPPED.values()
+    ]
+    percent = lambda x: (
+        f"{100 * x['value']:.1f} ± {100 * x['standard_error']:.1f} %" if x else "–"
+    )
+    cells = [
+        ["", *SHIPPED],
+        ["---"] * (1 + len(runs)),
+        ["command", *(f"`{run['command']}`" for run in runs)],
+        ["minutes", *(f"{run['minutes']:.0f}" for run in runs)],
+        ["training tokens", *(f"{run['training_tokens'] / 1e6:.1f} M" for run in runs)],
+        ["parameters", *(f"{run['parameters'] / 1e6:.2f} M" for run in runs)],
+        ["documents a task", *(str(run["documents_per_figure"]) for run in runs)],
+    ]
+    cells += [
+        [
+            name.replace("_", " "),
+            *(percent(run["exact_match"].get(name)) for run in runs),
+        ]
+        for name in dict.fromkeys(name for run in runs for name in run["exact_match"])
+    ]
+    cells.append(
+        [
+            "bits per byte of text",
+            *(f"{run['bits_per_byte']['model']:.2f}" for run in runs),
+        ]
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def rendered() -> str:
     """Return the text of RESULTS.md."""
-    terms = f"Columns of the tables of `python -m nanollm`:\n\n```\n{table.terms()}\n```"
-    return "\n\n".join((HEAD, terms, *map(section, SECTIONS), f"## {FOOT}\n\n{trained()}")) + "\n"
+    terms = (
+        f"Columns of the tables of `python -m nanollm`:\n\n```\n{table.terms()}\n```"
+    )
+    return (
+        "\n\n".join((HEAD, terms, *map(section, SECTIONS), f"## {FOOT}\n\n{trained()}"))
+        + "\n"
+    )
 
 
 def main(argv: list[str]):
     if argv == ["--check"]:
         if not TARGET.exists() or TARGET.read_text() != rendered():
-            raise SystemExit("error: RESULTS.md differs from the stored rows; run lab.render_results")
+            raise SystemExit(
+                "error: RESULTS.md differs from the stored rows; run lab.render_results"
+            )
         return
     if unknown := [name for name in argv if name not in SECTIONS]:
-        raise SystemExit(f"error: unknown section {unknown[0]!r}; known are {', '.join(SECTIONS)}")
+        raise SystemExit(
+            f"error: unknown section {unknown[0]!r}; known are {', '.join(SECTIONS)}"
+        )
     for name in argv:
         run(name)
     TARGET.write_text(rendered())

@@ -1,8 +1,9 @@
 """Read a prompt once for all methods: record it, and replay it to each method's caches.
 
-A recording has every layer's q, k and v. Replay is exact for methods that compress only at the prompt's end:
-until then all caches get the same tensors.
+A recording has every layer's q, k and v. Replay is exact for methods that compress only at the
+prompt's end: until then all caches get the same tensors.
 """
+
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from nanollm.generate import prefill
 
 class Recording(NamedTuple):
     """The tensors that one layer's cache received for a part of a text, in CPU memory."""
-    q: Tensor    # (B, H·G, T, D)
-    k: Tensor    # (B, H, T, D)
+
+    q: Tensor  # (B, H·G, T, D)
+    k: Tensor  # (B, H, T, D)
     v: Tensor
     pos: Tensor  # (B or 1, T)
 
@@ -62,7 +64,11 @@ def record(model, caches: list[Recorder], tokens: Tensor) -> list[Recording]:
     recordings = []
     for cache in caches:
         q, k, v, pos = zip(*cache.recorded)
-        recordings.append(Recording(*(torch.cat(x, 2).cpu() for x in (q, k, v)), torch.cat(pos, 1).cpu()))
+        recordings.append(
+            Recording(
+                *(torch.cat(x, 2).cpu() for x in (q, k, v)), torch.cat(pos, 1).cpu()
+            )
+        )
         cache.recorded.clear()
         cache.answers.clear()
     return recordings
@@ -71,28 +77,41 @@ def record(model, caches: list[Recorder], tokens: Tensor) -> list[Recording]:
 def replay(recordings: list[list[Recording]], caches: list[LayerCache]) -> int:
     """Replay the last recorded part to the caches; return the bytes that they then allocate.
 
-    This replaces `feed`, without the decoder and without attention's output, which is the full cache's.
-    recordings: for each part of the prompt, one per layer. The caches have already received all parts but the
-    last. Raises CannotReplay if a cache does not show attention all tokens unchanged. The part is written at
-    once, so the returned bytes lack the slack of buffers that grow.
+    This replaces `feed`, without the decoder and without attention's output, which is the full
+    cache's. recordings: for each part of the prompt, one per layer. The caches have already
+    received all parts but the last. Raises CannotReplay if a cache does not show attention all
+    tokens unchanged. The part is written at once, so the returned bytes lack the slack of buffers
+    that grow.
     """
     peak = 0
     for cache, *parts in zip(caches, *recordings):
         Method = type(cache)
-        if Method.attend is not LayerCache.attend or Method.pieces is not LayerCache.pieces:
+        if (
+            Method.attend is not LayerCache.attend
+            or Method.pieces is not LayerCache.pieces
+        ):
             raise CannotReplay
 
-        chunk_size = 64 if cache.watch > 64 else parts[-1].q.shape[2]  # limits the memory of probabilities
+        # limits the memory of probabilities
+        chunk_size = 64 if cache.watch > 64 else parts[-1].q.shape[2]
         for q, k, v, pos in parts[-1].split(chunk_size, cache.w_o.device):
             cache.write(k, v, pos)
             keys, _, slot_pos, bias = cache.read()
             if bias is not None or keys.shape[2] != cache.seen:
                 raise CannotReplay
             w = min(cache.watch, q.shape[2])
-            cache.observe(q, probabilities(q[:, :, -w:], keys, slot_pos, None, pos[:, -w:]) if w else None)
+            cache.observe(
+                q,
+                probabilities(q[:, :, -w:], keys, slot_pos, None, pos[:, -w:])
+                if w
+                else None,
+            )
 
         keys, values, slot_pos, _ = cache.read()
-        k, v = (torch.cat(x, 2).to(keys.device) for x in zip(*((part.k, part.v) for part in parts)))
+        k, v = (
+            torch.cat(x, 2).to(keys.device)
+            for x in zip(*((part.k, part.v) for part in parts))
+        )
         pos = torch.cat([part.pos for part in parts], 1).to(slot_pos.device)
         same = torch.equal(keys, k) and torch.equal(values, v)
         if not (same and torch.equal(slot_pos, pos[:, None].expand_as(slot_pos))):

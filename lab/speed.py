@@ -4,10 +4,12 @@
     python -m lab.speed --model smollm2 --lengths 512 4096 --batches 1 8
     python -m lab.speed --methods my_method --lengths 512 --rounds 1
 
-The peer of the full cache is transformers. The peer of a method is its press in kvpress, with the same window
-and pool, if kvpress is installed; kvpress 0.5.5 needs transformers below 5.3, so give both an environment of
-their own. Prompts are random tokens. Ours and the peer take turns, and the fastest of some rounds counts.
+The peer of the full cache is transformers. The peer of a method is its press in kvpress, with the
+same window and pool, if kvpress is installed; kvpress 0.5.5 needs transformers below 5.3, so give
+both an environment of their own. Prompts are random tokens. Ours and the peer take turns, and the
+fastest of some rounds counts.
 """
+
 import argparse
 from collections.abc import Callable
 import ctypes
@@ -18,7 +20,8 @@ from pathlib import Path
 import sys
 from time import perf_counter
 
-os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # large pages: the system's time for small ones varies
+# large pages: the system's time for small ones varies
+os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
 import psutil
 import torch
 from torch import Tensor
@@ -35,9 +38,17 @@ from nanollm.check import whole
 from nanollm.checkpoint import as_hf
 from nanollm.generate import prefill
 
-METHODS = ("snap_kv", "pyramid_kv", "ada_kv", "snap_kv+critical", "chunk_kv", "streaming_llm_absolute",
-           "tova", "key_diff")
-STEPS = 4    # decoding steps after a prompt, of which the fastest counts
+METHODS = (
+    "snap_kv",
+    "pyramid_kv",
+    "ada_kv",
+    "snap_kv+critical",
+    "chunk_kv",
+    "streaming_llm_absolute",
+    "tova",
+    "key_diff",
+)
+STEPS = 4  # decoding steps after a prompt, of which the fastest counts
 SHORT = 0.5  # seconds; ends whose rounds take less get more rounds
 TERMS = """Times in ms, {threads} threads, keep ratio {keep:g} %, fastest of {rounds} rounds.
 prompt    reading the prompts of the batch with the full cache
@@ -68,8 +79,12 @@ def resident() -> int:
 
 # ---- ours ---
 
-def at_the_end(model, tokens: Tensor, recording: list[Recording], make: Callable) -> list:
-    """Return new caches that have read the prompt: the recording, or tokens (B, T) if they cannot replay."""
+
+def at_the_end(
+    model, tokens: Tensor, recording: list[Recording], make: Callable
+) -> list:
+    """Return new caches that have read the prompt: the recording, or tokens (B, T) if they cannot
+    replay."""
     try:
         replay([recording], caches := make())
     except CannotReplay:
@@ -77,7 +92,9 @@ def at_the_end(model, tokens: Tensor, recording: list[Recording], make: Callable
     return caches
 
 
-def end_and_step(model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int) -> dict:
+def end_and_step(
+    model, tokens: Tensor, recording: list[Recording], make: Callable, rounds: int
+) -> dict:
     """Return a method's times at the end of a prompt and after it, its bytes, and the process's growth."""
     times, first = [], perf_counter()
     while len(times) < rounds or perf_counter() - first < SHORT:
@@ -90,10 +107,11 @@ def end_and_step(model, tokens: Tensor, recording: list[Recording], make: Callab
     caches = at_the_end(model, tokens, recording, make)
     compress(model, tokens, caches)
     held, grown = cache_bytes(caches)[1], resident() - before
-    return dict(end=min(times), step=step, MiB=held / 2 ** 20, process=grown / 2 ** 20)
+    return dict(end=min(times), step=step, MiB=held / 2**20, process=grown / 2**20)
 
 
 # ---- the peers ---
+
 
 def presses(keep: float) -> dict:
     """Return kvpress's presses by our names, {} if it is not installed. keep: keep ratio in percent."""
@@ -103,10 +121,16 @@ def presses(keep: float) -> dict:
         return {}
     ratio = 1 - keep / 100
     snap = lambda Press=kvpress.SnapKVPress: Press(ratio, window_size=32, kernel_size=7)
-    return {"snap_kv": snap(), "pyramid_kv": snap(kvpress.PyramidKVPress),
-            "ada_kv": kvpress.AdaKVPress(snap()), "snap_kv+critical": kvpress.CriticalKVPress(snap()),
-            "chunk_kv": kvpress.ChunkKVPress(snap(), 10), "key_diff": kvpress.KeyDiffPress(ratio),
-            "streaming_llm_absolute": kvpress.StreamingLLMPress(ratio), "tova": kvpress.TOVAPress(ratio)}
+    return {
+        "snap_kv": snap(),
+        "pyramid_kv": snap(kvpress.PyramidKVPress),
+        "ada_kv": kvpress.AdaKVPress(snap()),
+        "snap_kv+critical": kvpress.CriticalKVPress(snap()),
+        "chunk_kv": kvpress.ChunkKVPress(snap(), 10),
+        "key_diff": kvpress.KeyDiffPress(ratio),
+        "streaming_llm_absolute": kvpress.StreamingLLMPress(ratio),
+        "tova": kvpress.TOVAPress(ratio),
+    }
 
 
 class Peer:
@@ -119,6 +143,7 @@ class Peer:
     def prompt(self, tokens: Tensor):
         """Read tokens (B, T) into a new cache, which is kept for `step`."""
         from transformers import DynamicCache
+
         self.cache = DynamicCache()
         self.model(tokens, past_key_values=self.cache, logits_to_keep=1)
 
@@ -130,7 +155,9 @@ class Peer:
         if not self.presses:
             return {}
         from kvpress import BasePress
-        layers = []  # each layer's arguments; timed after the prompt, as ours are: no layer is in a CPU cache
+
+        # each layer's arguments; timed after the prompt, as ours are: no layer is in a CPU cache
+        layers = []
 
         class First(BasePress):
             def compress(_, *arguments):
@@ -141,38 +168,63 @@ class Peer:
             press.post_init_from_model(self.model)
         with First()(self.model):
             self.prompt(tokens)
-        times = {name: fastest(lambda: [press.compress(*layer) for layer in layers], rounds, SHORT)
-                 for name, press in self.presses.items()}
+        times = {
+            name: fastest(
+                lambda: [press.compress(*layer) for layer in layers], rounds, SHORT
+            )
+            for name, press in self.presses.items()
+        }
         for module, *_ in layers:
-            module.masked_key_indices = None  # AdaKV's, which hide entries in place of evicting them
+            # AdaKV's, which hide entries in place of evicting them
+            module.masked_key_indices = None
         return times
 
 
 # ---- the command ---
 
+
 @torch.no_grad()
-def measured(model, encoding, peer: Peer, methods: dict, sizes: list[tuple[int, int]], keep: float,
-             rounds: int) -> list[dict]:
+def measured(
+    model,
+    encoding,
+    peer: Peer,
+    methods: dict,
+    sizes: list[tuple[int, int]],
+    keep: float,
+    rounds: int,
+) -> list[dict]:
     """Return a row for each size (B, T) and method, "full" first. keep: keep ratio in percent.
 
     ValueError, before any work, if a method cannot use its budget.
     """
+
     def maker(name: str, T: int) -> Callable:
         options = given(methods[name], budget=budget_for(keep / 100, T)) | learned[name]
         return lambda: make_cache(model, methods[name], **options)
 
-    learned, rows = {name: calibrated(Method, model, encoding) for name, Method in methods.items()}, []
+    learned, rows = (
+        {name: calibrated(Method, model, encoding) for name, Method in methods.items()},
+        [],
+    )
     for name, (_, T) in product(methods, sizes):
         maker(name, T)()  # raises ValueError if a method cannot use its budget
     for B, T in sizes:
-        tokens = torch.randint(model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(T))
-        about = dict(tokens=T, batch=B, keep=keep, rounds=rounds, threads=torch.get_num_threads())
+        tokens = torch.randint(
+            model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(T)
+        )
+        about = dict(
+            tokens=T, batch=B, keep=keep, rounds=rounds, threads=torch.get_num_threads()
+        )
         read = lambda: prefill(model, tokens, make_cache(model))
         if not rows:  # the first run of either would take longer
             read()
             peer.prompt(tokens)
-        ours, theirs = zip(*[(fastest(read, 1), fastest(lambda: peer.prompt(tokens), 1))
-                             for _ in range(rounds)])
+        ours, theirs = zip(
+            *[
+                (fastest(read, 1), fastest(lambda: peer.prompt(tokens), 1))
+                for _ in range(rounds)
+            ]
+        )
         prompt = {"prompt": min(ours), "peer's prompt": min(theirs)}
         steps = {"full": fastest(lambda: peer.step(tokens), STEPS)}
         if ends := peer.ends(tokens, rounds):
@@ -181,16 +233,33 @@ def measured(model, encoding, peer: Peer, methods: dict, sizes: list[tuple[int, 
         recording = record(model, make_cache(model, Recorder), tokens)
         for name in tqdm(methods, f"{T} tokens, batch {B}", leave=False, disable=None):
             row = end_and_step(model, tokens, recording, maker(name, T), rounds)
-            rows.append(about | {"method": name} | (prompt if name == "full" else {}) | row
-                        | {"peer's end": ends.get(name), "peer's step": steps.get(name)})
+            rows.append(
+                about
+                | {"method": name}
+                | (prompt if name == "full" else {})
+                | row
+                | {"peer's end": ends.get(name), "peer's step": steps.get(name)}
+            )
     return rows
 
 
 def show(rows: list[dict]) -> str:
     """Return the rows as a text table, with its terms."""
     number = lambda x: "" if x is None else f"{x:.4g}"
-    cells = [["tokens", "batch", "method", *(name for phase in ("prompt", "end", "step")
-                                             for name in (phase, "peer", "×")), "MiB", "process"]]
+    cells = [
+        [
+            "tokens",
+            "batch",
+            "method",
+            *(
+                name
+                for phase in ("prompt", "end", "step")
+                for name in (phase, "peer", "×")
+            ),
+            "MiB",
+            "process",
+        ]
+    ]
     for row in rows:
         line = [str(row["tokens"]), str(row["batch"]), row["method"]]
         for phase in "prompt", "end", "step":
@@ -201,20 +270,54 @@ def show(rows: list[dict]) -> str:
 
 
 def main(argv: list[str]):
-    parser = argparse.ArgumentParser(prog="python -m lab.speed", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     option = parser.add_argument
-    option("--model", type=Path, default=TINY,
-           help="folder of a checkpoint of Llama's form, a GGUF file, or smollm2; default nanollm/tiny")
-    option("--methods", nargs="+", default=METHODS, metavar="NAME",
-           help=f"methods to time beside full; default {' '.join(METHODS)}")
-    option("--lengths", nargs="+", type=int, default=[512, 2048], metavar="TOKENS",
-           help="lengths of the prompts; default 512 2048")
-    option("--batches", nargs="+", type=int, default=[1, 4], metavar="PROMPTS",
-           help="numbers of prompts that are read at once; default 1 4")
-    option("--keep", type=float, default=25, metavar="PERCENT",
-           help="keep ratio: the budget of each head in percent of the prompt; default 25")
-    option("--rounds", type=int, default=2, help="rounds, of which the fastest counts; default 2")
+    option(
+        "--model",
+        type=Path,
+        default=TINY,
+        help="folder of a checkpoint of Llama's form, a GGUF file, or smollm2; default nanollm/tiny",
+    )
+    option(
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        metavar="NAME",
+        help=f"methods to time beside full; default {' '.join(METHODS)}",
+    )
+    option(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[512, 2048],
+        metavar="TOKENS",
+        help="lengths of the prompts; default 512 2048",
+    )
+    option(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=[1, 4],
+        metavar="PROMPTS",
+        help="numbers of prompts that are read at once; default 1 4",
+    )
+    option(
+        "--keep",
+        type=float,
+        default=25,
+        metavar="PERCENT",
+        help="keep ratio: the budget of each head in percent of the prompt; default 25",
+    )
+    option(
+        "--rounds",
+        type=int,
+        default=2,
+        help="rounds, of which the fastest counts; default 2",
+    )
     option("--json", type=Path, metavar="FILE", help="file to write the rows to")
     args = parser.parse_args(argv)
     command_line.check_keep(args.keep)
@@ -230,7 +333,9 @@ def main(argv: list[str]):
 
     sizes = [(B, T) for T in args.lengths for B in args.batches]
     methods = pick(["full", *args.methods])
-    rows = measured(model, encoding, Peer(model, args.keep), methods, sizes, args.keep, args.rounds)
+    rows = measured(
+        model, encoding, Peer(model, args.keep), methods, sizes, args.keep, args.rounds
+    )
     print(show(rows))
     if args.json:
         command_line.replace(args.json, json.dumps(rows, indent=1).encode())

@@ -1,12 +1,25 @@
-"""Tables of python -m nanollm, and sentences under the short table. Its columns are the tasks of its rows."""
+"""Tables of python -m nanollm, and sentences under the short table. Its columns are the tasks of
+its rows."""
+
 from statistics import fmean
 from textwrap import fill
 
 from lab.text_table import text_table
 
 # The short table: one method of each family, all at one keep ratio.
-SHOWN = ("full", "snap_kv", "snap_kv+critical", "chunk_kv", "scissorhands", "kv_reviver_shrunk", "kvzip",
-         "worst_query", "quantized_2", "h2o", "random")
+SHOWN = (
+    "full",
+    "snap_kv",
+    "snap_kv+critical",
+    "chunk_kv",
+    "scissorhands",
+    "kv_reviver_shrunk",
+    "kvzip",
+    "worst_query",
+    "quantized_2",
+    "h2o",
+    "random",
+)
 TERMS = """\
 keep      keep ratio: the budget of each head, as a percentage of the prompt's tokens; "all" if every token
           stays; in brackets the percentage that a method without a budget kept
@@ -31,17 +44,40 @@ PERPLEXITY = "perplexity of real text after a compressed prompt"
 L1 = """\
 L1        change of a head's output by the compression of its own layer alone: the sum of absolute
           differences, mean over heads and tokens"""
-NEARLY = 0.1  # a method that loses at most this much mean accuracy counts as nearly lossless
+# a method that loses at most this much mean accuracy counts as nearly lossless
+NEARLY = 0.1
 SETTINGS = "aware", "agnostic"
-KEYS = {*SETTINGS, "method", "keep_ratio", "tokens", "documents", "seed", "prompt", "live_16", "kl",
-        "perplexity", "slots", "slots_end", "keeps_all", "evicts"}  # of each row
+KEYS = {
+    *SETTINGS,
+    "method",
+    "keep_ratio",
+    "tokens",
+    "documents",
+    "seed",
+    "prompt",
+    "live_16",
+    "kl",
+    "perplexity",
+    "slots",
+    "slots_end",
+    "keeps_all",
+    "evicts",
+}  # of each row
 
 
-def row_of(name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict) -> dict:
+def row_of(
+    name: str, keep_ratio: float | None, T: int, settings: dict, measured: dict
+) -> dict:
     """Return a row: method, settings, measurements (bytes per text), and means over the tasks."""
     row = dict(method=name, keep_ratio=keep_ratio, tokens=T) | settings | measured
-    row |= {key: row[key] // len(row["each"]["kl"]) for key in ("live", "live_16", "allocated")}
-    return row | {setting: fmean(row[f"{task}_{setting}"] for task in tasks_of(row)) for setting in SETTINGS}
+    row |= {
+        key: row[key] // len(row["each"]["kl"])
+        for key in ("live", "live_16", "allocated")
+    }
+    return row | {
+        setting: fmean(row[f"{task}_{setting}"] for task in tasks_of(row))
+        for setting in SETTINGS
+    }
 
 
 def tasks_of(row: dict) -> list[str]:
@@ -56,6 +92,7 @@ def label(name: str, keep_ratio: float | None) -> str:
 
 # ---- rows as text; a task's column holds both accuracies, aware and agnostic ---
 
+
 def terms(short: bool = False, hard: bool = False, l1: bool = True) -> str:
     """Return a line on each column of the table."""
     said = [TERMS.format(tasks=HARD_TERMS if hard else STANDARD_TERMS)]
@@ -69,24 +106,34 @@ def widths(row: dict, short: bool) -> list[int]:
 
 def header(row: dict, short: bool = False) -> str:
     """Return the lines above the rows: documents, largest standard error, names of the columns."""
-    tasks, error = tasks_of(row), 0.5 / (row["documents"] - 1) ** 0.5  # largest if half of them are right
+    # largest if half of them are right
+    tasks, error = tasks_of(row), 0.5 / (row["documents"] - 1) ** 0.5
     above = ["", "", "16-bit", *(task.replace("_", "-") for task in tasks)]
     names = ["method", "keep", "KiB", *["aware agnostic"] * len(tasks)]
-    names += ["KL"] if short else ["perplexity", "KL", "L1"][:2 + ("l1_alone" in row)]
+    names += ["KL"] if short else ["perplexity", "KL", "L1"][: 2 + ("l1_alone" in row)]
     above += [""] * (len(names) - len(above))
-    return (f"{row['documents']} documents per task, {row['tokens']} tokens each; seed {row['seed']}; "
-            f"standard error of an accuracy: at most {error:.2f}\n\n"
-            + text_table([above, names], widths(row, short)))
+    return (
+        f"{row['documents']} documents per task, {row['tokens']} tokens each; seed {row['seed']}; "
+        f"standard error of an accuracy: at most {error:.2f}\n\n"
+        + text_table([above, names], widths(row, short))
+    )
 
 
 def show(row: dict, short: bool = False) -> str:
     """Return a row as a line of the table."""
     cells = [row["method"], budget(row), f"{row['live_16'] / 1024:.0f}"]
-    cells += [f"{row[f'{task}_aware']:5.2f} {row[f'{task}_agnostic']:8.2f}" for task in tasks_of(row)]
+    cells += [
+        f"{row[f'{task}_aware']:5.2f} {row[f'{task}_agnostic']:8.2f}"
+        for task in tasks_of(row)
+    ]
     kl = f"{max(row['kl'], 0):.3f}"
     if short:
         return text_table([[*cells, kl]], widths(row, short))
-    perplexity = f"{row['perplexity']:.2f}" if row["perplexity"] < 1e4 else f"{row['perplexity']:.1e}"
+    perplexity = (
+        f"{row['perplexity']:.2f}"
+        if row["perplexity"] < 1e4
+        else f"{row['perplexity']:.1e}"
+    )
     cells += [perplexity, kl]
     if "l1_alone" in row:
         cells.append(f"{fmean(x for layer in row['l1_alone'] for x in layer):.2f}")
@@ -104,6 +151,7 @@ def budget(row: dict) -> str:
 
 # ---- sentences about the rows ---
 
+
 def split(rows: list[dict]) -> tuple[dict | None, list[dict]]:
     """Return the full cache's row, or None, and the other rows."""
     full = next((row for row in rows if row["method"] == "full"), None)
@@ -118,9 +166,12 @@ def judges(full: dict, task: str) -> bool:
 def unfit(rows: list[dict]) -> str:
     """Return a line for each task at which the full cache itself fails; "" if there is none."""
     full, _ = split(rows)
-    return "\n".join(f"The full cache answers only {full[f'{task}_aware']:.2f} of {task.replace('_', '-')}: "
-                     "with this model, the task cannot compare methods."
-                     for task in (tasks_of(full) if full else []) if not judges(full, task))
+    return "\n".join(
+        f"The full cache answers only {full[f'{task}_aware']:.2f} of {task.replace('_', '-')}: "
+        "with this model, the task cannot compare methods."
+        for task in (tasks_of(full) if full else [])
+        if not judges(full, task)
+    )
 
 
 def findings(rows: list[dict]) -> str:
@@ -134,16 +185,27 @@ def findings(rows: list[dict]) -> str:
     tasks, paragraphs = [task for task in tasks_of(full) if judges(full, task)], []
     within = f"within {NEARLY:g} of the full cache's accuracy (mean over the tasks)"
     for setting in SETTINGS if tasks else ():
-        mean = {row["method"]: fmean(row[f"{task}_{setting}"] for task in tasks) for row in rows}
-        near = [row["method"] for row in others if mean[row["method"]] >= mean["full"] - NEARLY]
-        paragraphs.append(f"{setting.title()}: {len(near) or 'none'} of {len(others)} methods "
-                          f"{'stay' if len(near) > 1 else 'stays'} {within}"
-                          + (f": {', '.join(near)}." if near else "."))
+        mean = {
+            row["method"]: fmean(row[f"{task}_{setting}"] for task in tasks)
+            for row in rows
+        }
+        near = [
+            row["method"]
+            for row in others
+            if mean[row["method"]] >= mean["full"] - NEARLY
+        ]
+        paragraphs.append(
+            f"{setting.title()}: {len(near) or 'none'} of {len(others)} methods "
+            f"{'stay' if len(near) > 1 else 'stays'} {within}"
+            + (f": {', '.join(near)}." if near else ".")
+        )
     least = min(others, key=lambda row: row["live_16"])
     closest, farthest = (end(others, key=lambda row: row["kl"]) for end in (min, max))
-    paragraphs.append(f"Cost: {least['method']} holds the fewest bytes, "
-                      f"{100 * least['live_16'] / full['live_16']:.0f} % of a full 16-bit "
-                      f"cache. The predictions change least with {closest['method']} "
-                      f"(KL {max(closest['kl'], 0):.3f}) "
-                      f"and most with {farthest['method']} (KL {farthest['kl']:.3f}).")
+    paragraphs.append(
+        f"Cost: {least['method']} holds the fewest bytes, "
+        f"{100 * least['live_16'] / full['live_16']:.0f} % of a full 16-bit "
+        f"cache. The predictions change least with {closest['method']} "
+        f"(KL {max(closest['kl'], 0):.3f}) "
+        f"and most with {farthest['method']} (KL {farthest['kl']:.3f})."
+    )
     return "\n".join(fill(paragraph, 100) for paragraph in paragraphs)

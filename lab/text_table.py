@@ -9,6 +9,11 @@ def text_table(rows: list[list[str]], widths: list[int] = ()) -> str:
     columns = list(zip(*rows))
     least = [*widths, *[0] * (len(columns) - len(widths))]
     wide = [max(least[i], *map(len, column)) for i, column in enumerate(columns)]
-    lines = [[cell.ljust(n) if i == 0 else cell.rjust(n) for i, (cell, n) in enumerate(zip(row, wide))]
-             for row in rows]
+    lines = [
+        [
+            cell.ljust(n) if i == 0 else cell.rjust(n)
+            for i, (cell, n) in enumerate(zip(row, wide))
+        ]
+        for row in rows
+    ]
     return "\n".join("  ".join(line).rstrip() for line in lines)

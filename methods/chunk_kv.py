@@ -1,9 +1,9 @@
 """ChunkKV: keep whole chunks of tokens (Liu et al., arXiv 2502.00299).
 
-A token means little without its neighbours. So the prompt is cut into chunks of c consecutive tokens. The
-score of a chunk is the attention that the prompt's last w queries give to its tokens. The chunks with the
-highest scores stay, and the window. A layer's choice may also serve the layers above it, which then need no
-scores.
+A token means little without its neighbours. So the prompt is cut into chunks of c consecutive
+tokens. The score of a chunk is the attention that the prompt's last w queries give to its tokens.
+The chunks with the highest scores stay, and the window. A layer's choice may also serve the layers
+above it, which then need no scores.
 
     a_i = 1/w Σ_{t≥S−w} α_{t,i},   score_m = Σ_{i ∈ chunk m} a_i
     keep the first b − w tokens of Top(score), and {S−w … S−1}
@@ -12,15 +12,16 @@ As in Algorithm 1, the chosen chunks are cut to b − w tokens, so the whole bud
 `Chunks(fill=False)` keeps only whole chunks, because the paper argues against half a chunk.
 
 Differs from the paper:
-- The paper does not say in which order the chosen chunks are cut. Here the chunk with the lowest score is cut
-  and keeps its first tokens.
+- The paper does not say in which order the chosen chunks are cut. Here the chunk with the lowest
+  score is cut and keeps its first tokens.
 - The query heads of a group share an entry, so its score is their mean.
 
-A fact may lie across the border of two chunks. Then its chunks share the attention that it gets, and it may
-be lost. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on
-*built* for values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
+A fact may lie across the border of two chunks. Then its chunks share the attention that it gets,
+and it may be lost. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on *built* for
+values of two tokens (claim C1). Ours: chunks that end with a line or sentence, in
 methods/ours/chunk_kv_semantic.py.
 """
+
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,23 +37,32 @@ from nanollm.window import Selection, WindowCache
 @dataclass(frozen=True)
 class Chunks(Selection):
     """Select chunks by their scores, the highest first, until the budget is full."""
+
     chunk_size: int = 10  # tokens per chunk, c
-    score: str = "sum"    # score of a chunk: "sum", "mean" or "max" of its tokens' window scores
-    fill: bool = True     # True: cut the last chunk to the room left; False: keep only chunks that fit whole
+    # score of a chunk: "sum", "mean" or "max" of its tokens' window scores
+    score: str = "sum"
+    # True: cut the last chunk to the room left; False: keep only chunks that fit whole
+    fill: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         whole("chunk", self.chunk_size, 1)
         if self.score not in ("sum", "mean", "max"):
-            raise ValueError(f"score is {self.score!r}; it must be 'sum', 'mean' or 'max'")
+            raise ValueError(
+                f"score is {self.score!r}; it must be 'sum', 'mean' or 'max'"
+            )
 
     def check(self, cache: WindowCache):
         least = self.chunk_size + cache.window_size
         if cache.budget < least and not self.fill:
-            raise ValueError(f"budget {cache.budget} has no room for a chunk of {self.chunk_size} tokens and "
-                             f"the window of {cache.window_size}; raise it to {least}, or set fill=True")
+            raise ValueError(
+                f"budget {cache.budget} has no room for a chunk of {self.chunk_size} tokens and "
+                f"the window of {cache.window_size}; raise it to {least}, or set fill=True"
+            )
 
-    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(
+        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
+    ) -> Tensor:
         scores = self.pooled(cache, scores)
         chunk = self.cut(cache, scores)
         score, length = chunk_scores(scores, chunk, self.score)
@@ -66,8 +76,9 @@ class Chunks(Selection):
 
     def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
         """Return the chunk number of every token, (B, H, n)."""
-        pos = cache.pos[:, :, :scores.shape[-1]]
-        place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1  # index in the text, from 0
+        pos = cache.pos[:, :, : scores.shape[-1]]
+        # index in the text, from 0
+        place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1
         return grid(place.masked_fill(pos == NEVER, -1), self.chunk_size)
 
 
@@ -82,8 +93,8 @@ def grid(place: Tensor, size: int) -> Tensor:
 def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
     """Return score and length of every chunk, both (..., chunks).
 
-    scores (..., n): window scores, at least 0. chunk (..., n): each token's chunk number. how: "sum", "mean"
-    or "max".
+    scores (..., n): window scores, at least 0. chunk (..., n): each token's chunk number. how:
+    "sum", "mean" or "max".
     """
     empty = scores.new_zeros(*scores.shape[:-1], int(chunk.max()) + 1)
     length = empty.long().scatter_add(-1, chunk, torch.ones_like(chunk))
@@ -95,7 +106,11 @@ def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tenso
 
 def ranking(score: Tensor) -> Tensor:
     """Return chunk numbers (..., chunks), the highest score first; ties: the newest chunk first."""
-    return score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    return (
+        score.shape[-1]
+        - 1
+        - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    )
 
 
 def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
@@ -110,11 +125,14 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
     """Return the mask (..., chunks) of the chunks that fit whole, tried by their scores."""
     order = ranking(score)
     length = length.gather(-1, order)
-    room = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])[..., None]
+    room = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])[
+        ..., None
+    ]
     taken = torch.zeros_like(length, dtype=torch.bool)
 
-    # Each round takes all chunks up to the first that does not fit. Example: lengths 3 4 2 1, room 6.
-    # Round 1 takes 3 (4 does not fit beside it); round 2 takes 2 and 1. So two rounds serve four chunks.
+    # Each round takes all chunks up to the first that does not fit. Example: lengths 3 4 2 1, room
+    # 6. Round 1 takes 3 (4 does not fit beside it); round 2 takes 2 and 1. So two rounds serve four
+    # chunks.
     while True:
         fits = ~taken & (length <= room)
         more = fits & ((fits * length).cumsum(-1) <= room)
@@ -126,22 +144,27 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
 @dataclass(eq=False)
 class ChunkKV(SnapKV):
     """Keep chunks and the window. In each group of `reuse` layers the lowest selects for all."""
-    kernel_size: int = 1          # no pooling: chunks already keep neighbours together
+
+    kernel_size: int = 1  # no pooling: chunks already keep neighbours together
     select: Selection = Chunks()  # chooses the entries beside the window
-    reuse: int = 1                # layers that share one choice; the paper uses 2
+    reuse: int = 1  # layers that share one choice; the paper uses 2
 
     def __post_init__(self):
         super().__post_init__()
         whole("reuse", self.reuse, 1)
         if self.reuse > 1 and not isinstance(self.select, Chunks):
-            raise ValueError(f"reuse is {self.reuse}, but only Chunks can be reused; "
-                             f"set reuse=1 with {type(self.select).__name__}")
+            raise ValueError(
+                f"reuse is {self.reuse}, but only Chunks can be reused; "
+                f"set reuse=1 with {type(self.select).__name__}"
+            )
 
     @classmethod
     def compress(cls, model, tokens: Tensor, caches: list["ChunkKV"]):
         """Let the lowest layer of each group choose; the layers above it keep the same slots."""
         reuse = caches[0].reuse
-        for lowest, *others in (caches[i:i + reuse] for i in range(0, len(caches), reuse)):
+        for lowest, *others in (
+            caches[i : i + reuse] for i in range(0, len(caches), reuse)
+        ):
             if lowest.seen > lowest.budget:
                 chosen = lowest.chosen()
                 for cache in (lowest, *others):
@@ -157,15 +180,21 @@ class ChunkKV(SnapKV):
 class ChunksCode(Chunks):
     """The choice of NVIDIA/kvpress, written by the paper's author; use it with kernel_size=5.
 
-    The heads of a layer keep the same chunks. There the pool is an average, and the number of kept tokens
-    drifts from the budget; here neither is so.
+    The heads of a layer keep the same chunks. There the pool is an average, and the number of kept
+    tokens drifts from the budget; here neither is so.
     """
+
     chunk_size: int = 20
     score: str = "mean"
     fill: bool = False
 
     def pooled(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        return super().pooled(cache, scores).mean(1, keepdim=True).expand(-1, scores.shape[1], -1)
+        return (
+            super()
+            .pooled(cache, scores)
+            .mean(1, keepdim=True)
+            .expand(-1, scores.shape[1], -1)
+        )
 
 
 variants = {"chunk_kv": ChunkKV, "chunk_kv_reuse": partial(ChunkKV, reuse=2)}

@@ -1,24 +1,26 @@
 """CriticalKV: keep the entries whose loss would change the output most (arXiv 2502.03805).
 
-An entry with a large attention weight but a tiny projected value adds almost nothing to the output. So the
-paper bounds the L1 change of the output that an eviction causes, and chooses the entries that lower the
-bound. Algorithm 1 has two stages: the first α·b entries are chosen by weight alone, the others by weight ×
-‖projected value‖₁. Any window method can use this selection.
+An entry with a large attention weight but a tiny projected value adds almost nothing to the output.
+So the paper bounds the L1 change of the output that an eviction causes, and chooses the entries
+that lower the bound. Algorithm 1 has two stages: the first α·b entries are chosen by weight alone,
+the others by weight × ‖projected value‖₁. Any window method can use this selection.
 
     L = ‖o − ô‖₁ ≤ θ = C − (2 − 1/S) Σ_i N_i A_i ‖𝒱_i‖₁,   𝒱 = V W_O,   S = Σ_i N_i A_i,   C = Σ_i A_i ‖𝒱_i‖₁
 
-A are the attention weights; N_i is 1 if entry i stays and 0 if it is evicted; o is the output before the
-eviction and ô the output after it.
+A are the attention weights; N_i is 1 if entry i stays and 0 if it is evicted; o is the output
+before the eviction and ô the output after it.
 
 Differs from the paper:
 - Nothing, for one query head per key/value head. The paper does not discuss query groups.
-- If G query heads share an entry, its score is the mean of their products A·‖𝒱‖, each with its own norm. The
-  published code multiplies the means (`CriticalCode`).
-- All query heads of a group count alike. The sum of their bounds would weight head g's products by 2 − 1/σ,
-  where σ is the weight that its stage 1 gathers. That factor is positive only if σ > 1/2 (Assumption 1).
+- If G query heads share an entry, its score is the mean of their products A·‖𝒱‖, each with its own
+  norm. The published code multiplies the means (`CriticalCode`).
+- All query heads of a group count alike. The sum of their bounds would weight head g's products by
+  2 − 1/σ, where σ is the weight that its stage 1 gathers. That factor is positive only if σ > 1/2
+  (Assumption 1).
 
 Ours: `PooledCritical`. The paper pools the window scores of stage 1, but not those of stage 2.
 """
+
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -39,16 +41,22 @@ class Critical(Selection):
 
     Stage 1 uses pooled window scores; stage 2 uses unpooled window scores × norms.
     """
-    alpha: float = 0.25  # fraction of the budget that stage 1 chooses by weight alone, α
+
+    # fraction of the budget that stage 1 chooses by weight alone, α
+    alpha: float = 0.25
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; it is a fraction of the budget, between 0 and 1")
+            raise ValueError(
+                f"alpha is {self.alpha}; it is a fraction of the budget, between 0 and 1"
+            )
 
-    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(
+        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
+    ) -> Tensor:
         first = top(cache.pool(scores.mean(2)), part_of(self.alpha, budget))
-        norms = value_norms(cache.v[:, :, :scores.shape[-1]], cache.w_o)
+        norms = value_norms(cache.v[:, :, : scores.shape[-1]], cache.w_o)
         return two_stage(first, self.second(cache, scores, norms), budget)
 
     def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
@@ -72,6 +80,7 @@ class CriticalCode(Critical):
     - Stage 1 chooses half of the budget. There that half contains the window; here it does not.
     - Stage 2 multiplies the group's mean score by its mean norm.
     """
+
     alpha: float = 0.5
 
     def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
@@ -98,8 +107,8 @@ def part_of(alpha: float, budget: int | Tensor) -> int | Tensor:
 def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     """Return ‖𝒱_i‖₁ = ‖v_i W_O‖₁ for every query head, in at least 32 bits.
 
-    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The loop takes one head and 1024 tokens at a time,
-    which fit into a core's cache. The whole of 𝒱, n × d_model, is never in memory.
+    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The loop takes one head and 1024 tokens at
+    a time, which fit into a core's cache. The whole of 𝒱, n × d_model, is never in memory.
     """
     if fast := kernel_for(v, "value_norms"):
         return fast(v, w_o)
@@ -117,4 +126,7 @@ def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
 
 
 variants = {"snap_kv+critical": partial(SnapKV, select=Critical())}
-additions = {"critical": dict(select=Critical()), "critical_code": dict(select=CriticalCode())}
+additions = {
+    "critical": dict(select=Critical()),
+    "critical_code": dict(select=CriticalCode()),
+}

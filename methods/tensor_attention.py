@@ -1,22 +1,25 @@
 """Tensor attention with two or four cache matrices (Chen et al., arXiv 2503.11108).
 
-Each token has two keys and two values. A query attends to *pairs* of tokens: at step i, to all i² pairs.
+Each token has two keys and two values. A query attends to *pairs* of tokens: at step i, to all i²
+pairs.
 
     out = (V₁ ⊘ V₂)ᵀ softmax((K₁ ⊘ K₂) q),   row (a, b) of K₁ ⊘ K₂ is k_{1,a} ∘ k_{2,b}
 
-The paper has two caches. `FourCache` stores four matrices of i·D numbers and forms the pairs at each step.
-`TwoCache` stores the two matrices of pairs, i²·D numbers each. The paper sees a trade-off between time and
-memory. But no pair has to be formed: all scores are one small matrix product, and so is the output
-(`FactoredFourCache`):
+The paper has two caches. `FourCache` stores four matrices of i·D numbers and forms the pairs at
+each step. `TwoCache` stores the two matrices of pairs, i²·D numbers each. The paper sees a
+trade-off between time and memory. But no pair has to be formed: all scores are one small matrix
+product, and so is the output (`FactoredFourCache`):
 
     score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b},    out_j = Σ_a V₁[a, j] (P V₂)[a, j]
 
-Differs from the paper: scores are scaled by 1/√D, as in the decoder. The paper has no scale (`scale=1`).
+Differs from the paper: scores are scaled by 1/√D, as in the decoder. The paper has no scale
+(`scale=1`).
 
 Ours:
 - The factored form. It needs one tile of scores at a time.
 - The decoder of pairs (`pair_decoder`).
 """
+
 from dataclasses import dataclass
 import math
 
@@ -38,7 +41,9 @@ def pairs(x: Tensor, y: Tensor) -> Tensor:
     return (x.unsqueeze(-2) * y.unsqueeze(-3)).flatten(-3, -2)
 
 
-def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
+def tensor_attention(
+    q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
+) -> Tensor:
     """Return tensor attention in which every query sees every pair (Def. 3.6), (..., T, D).
 
     q is (..., T, D); k1, k2, v1, v2 are (..., n, D).
@@ -46,12 +51,16 @@ def tensor_attention(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) 
     return (q @ pairs(k1, k2).mT).softmax(-1) @ pairs(v1, v2)
 
 
-# ---- three caches ------------------------------------------------------------------------------------------
+# ---- three caches
+# ------------------------------------------------------------------------------------------
+
 
 @dataclass(eq=False)
 class PairCache(LayerCache):
     """Base of the caches for pairs, which take k = [k₁ | k₂] and v = [v₁ | v₂], each (B, H, T, 2D)."""
-    scale: float | None = None  # factor of the scores; None: 1/√D, as in the decoder; the paper: 1
+
+    # factor of the scores; None: 1/√D, as in the decoder; the paper: 1
+    scale: float | None = None
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
         check_attend(self, q, k, v, pos, vectors=2)
@@ -69,7 +78,7 @@ class FourCache(PairCache):
         self.check(q, k, v, pos)
         self.write(k, v, pos)
         B, heads, T, D = q.shape
-        scale = D ** -0.5 if self.scale is None else self.scale
+        scale = D**-0.5 if self.scale is None else self.scale
         q = scale * q.view(B, k.shape[1], -1, T, D)  # (B, H, G, T, D)
 
         outputs = []
@@ -80,7 +89,9 @@ class FourCache(PairCache):
             outputs.append(self.one_query(q[:, :, :, t], k1, k2, v1, v2).flatten(1, 2))
         return torch.stack(outputs, 2)
 
-    def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
+    def one_query(
+        self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
+    ) -> Tensor:
         """Attend with q (B, H, G, D) to all pairs of n tokens, (B, H, n, D) each → (B, H, G, D)."""
         return tensor_attention(*map(wide, (q, k1, k2, v1, v2))).to(q)
 
@@ -88,14 +99,18 @@ class FourCache(PairCache):
 @dataclass(eq=False)
 class FactoredFourCache(FourCache):
     """FourCache that never forms a pair."""
-    tile: int = 2 ** 18  # most pairs in a tile (but at least one row): in float32 1 MiB of scores per head
+
+    # most pairs in a tile (but at least one row): in float32 1 MiB of scores per head
+    tile: int = 2**18
 
     def __post_init__(self):
         super().__post_init__()
         if self.tile < 1:
             raise ValueError(f"tile is {self.tile}; it must be at least 1 pair")
 
-    def one_query(self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
+    def one_query(
+        self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
+    ) -> Tensor:
         if fast := kernel_for(q, "pair_attention", "tensor_attention"):
             return fast(q, k1, k2, v1, v2, scale=1.0)
 
@@ -108,15 +123,18 @@ class FactoredFourCache(FourCache):
             G_rows = q.shape[2], a.shape[2]  # one matrix for all queries of the group
 
             # (K₁ ∘ q) K₂ᵀ
-            k1_q = a.unsqueeze(2) * q.unsqueeze(3)                     # (B, H, G, rows, D)
-            score = (k1_q.flatten(2, 3) @ k2.mT).unflatten(2, G_rows)  # (B, H, G, rows, n)
+            # (B, H, G, rows, D)
+            k1_q = a.unsqueeze(2) * q.unsqueeze(3)
+            # (B, H, G, rows, n)
+            score = (k1_q.flatten(2, 3) @ k2.mT).unflatten(2, G_rows)
 
             # earlier tiles were weighted against a lower maximum: rescale them by e^(top − new)
             new = torch.maximum(top, score.amax((-2, -1)).unsqueeze(-1))
             p, keep = (score - new.unsqueeze(-1)).exp_(), (top - new).exp()
 
             # Σ_a V₁[a] ∘ (P V₂)[a]
-            p_v2 = (p.flatten(2, 3) @ v2).unflatten(2, G_rows)         # (B, H, G, rows, D)
+            # (B, H, G, rows, D)
+            p_v2 = (p.flatten(2, 3) @ v2).unflatten(2, G_rows)
             out = out * keep + (b.unsqueeze(2) * p_v2).sum(3)
             total = total * keep + p.sum((-2, -1)).unsqueeze(-1)
             top = new
@@ -127,7 +145,8 @@ class FactoredFourCache(FourCache):
 class TwoCache(PairCache):
     """Def. 3.8: stores the pairs, 2·i²·D numbers. Token i adds 2i − 1 pairs.
 
-    New pairs are formed from every earlier k₁, k₂, v₁, v₂, so the four matrices are stored too (`tokens`).
+    New pairs are formed from every earlier k₁, k₂, v₁, v₂, so the four matrices are stored too
+    (`tokens`).
     """
 
     def __post_init__(self):
@@ -142,7 +161,7 @@ class TwoCache(PairCache):
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         for t, (new_k, new_v) in enumerate(remember(self.tokens, k, v, pos)):
-            super().write(new_k, new_v, pos[:, t:t + 1].expand(-1, new_k.shape[2]))
+            super().write(new_k, new_v, pos[:, t : t + 1].expand(-1, new_k.shape[2]))
         self.seen = self.tokens.seen
 
     def stored(self) -> list[Stored]:
@@ -161,20 +180,22 @@ def new_pairs(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((x * y[:, :, -1:], x[:, :, -1:] * y[:, :, :-1]), 2)
 
 
-# ---- a decoder of pairs ------------------------------------------------------------------------------------
+# ---- a decoder of pairs
+# ------------------------------------------------------------------------------------
+
 
 def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal tensor attention over a whole text, (B, H·G, T, D).
 
-    q is (B, H·G, T, D), k and v are (B, H, T, 2D). Query i attends to all pairs of tokens a, b ≤ i. It
-    computes T³ scores per head, so it is for training on short texts.
+    q is (B, H·G, T, D), k and v are (B, H, T, 2D). Query i attends to all pairs of tokens a, b ≤ i.
+    It computes T³ scores per head, so it is for training on short texts.
     """
     T, D = q.shape[2:]
     G = q.shape[1] // k.shape[1]
     k1, k2 = k.repeat_interleave(G, 1).chunk(2, -1)
     v1, v2 = v.repeat_interleave(G, 1).chunk(2, -1)
 
-    score = torch.einsum("bhid,bhxd,bhyd->bhixy", q * D ** -0.5, k1, k2)
+    score = torch.einsum("bhid,bhxd,bhyd->bhixy", q * D**-0.5, k1, k2)
     seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     score = score.masked_fill(~(seen[:, :, None] & seen[:, None]), -math.inf)
     p = score.flatten(3).softmax(-1).view_as(score)
@@ -184,25 +205,29 @@ def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class PairAttention(nn.Module):
     """The attention layer of a decoder of pairs. A key is [k₁ | k₂] and a value [v₁ | v₂].
 
-    Keys are not rotated: a product of *three* rotated vectors depends on absolute positions, not only on
-    distances. So a Llama knows positions here only through the causal mask.
+    Keys are not rotated: a product of *three* rotated vectors depends on absolute positions, not
+    only on distances. So a Llama knows positions here only through the causal mask.
     """
+
     w_o, project = Attention.w_o, Attention.project
 
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.heads = c.n_heads, 2 * c.n_kv_heads, 2 * c.n_kv_heads  # of q, k, v, stacked in qkv
+        # of q, k, v, stacked in qkv
+        self.heads = c.n_heads, 2 * c.n_kv_heads, 2 * c.n_kv_heads
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
         q, k, v = self.project(x, None)
-        k = torch.cat((k[:, ::2], k[:, 1::2]), -1)  # (B, H, T, 2D): each head's two vectors
+        # (B, H, T, 2D): each head's two vectors
+        k = torch.cat((k[:, ::2], k[:, 1::2]), -1)
         v = torch.cat((v[:, ::2], v[:, 1::2]), -1)
 
         y = pair_attention(q, k, v) if cache is None else cache.attend(q, k, v, pos)
-        return self.o(y.transpose(1, 2).flatten(2))  # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
+        # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 def pair_decoder(config: Config) -> Decoder:

@@ -1,4 +1,5 @@
 """python -m nanollm COMMAND [options]: the front door of the commands in lab/."""
+
 import sys
 
 from lab.commands import main

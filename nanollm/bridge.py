@@ -1,19 +1,19 @@
 """Run any causal language model of transformers with this project's caches.
 
-Each layer of such a model first gives its new keys and values to a transformers cache, and then calls an
-attention function. Here the cache is `Memory`, which only counts tokens. The attention function is
-`attention`. It finds the layer's LayerCache in the memory of the current call, and calls its `attend`.
+Each layer of such a model first gives its new keys and values to a transformers cache, and then
+calls an attention function. Here the cache is `Memory`, which only counts tokens. The attention
+function is `attention`. It finds the layer's LayerCache in the memory of the current call, and
+calls its `attend`.
 
-    memory = attach(model, H2O, budget=64)
-    model(prompt, past_key_values=memory)
-    memory.compress(prompt)
-    model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # goes on from the compressed cache
-    detach(model)
+    memory = attach(model, H2O, budget=64) model(prompt, past_key_values=memory)
+    memory.compress(prompt) model.generate(prompt, past_key_values=memory, max_new_tokens=20)  #
+    goes on from the compressed cache detach(model)
 
-With LayerCache the model computes the same as with its own cache. Each text of a batch has caches of its own,
-so a batch may be padded on the left, repeated and reordered. A call that the bridge cannot serve raises a
-ValueError before the first layer runs, and changes nothing.
+With LayerCache the model computes the same as with its own cache. Each text of a batch has caches
+of its own, so a batch may be padded on the left, repeated and reordered. A call that the bridge
+cannot serve raises a ValueError before the first layer runs, and changes nothing.
 """
+
 from functools import cached_property, partial
 from inspect import signature
 from types import SimpleNamespace
@@ -27,38 +27,69 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from nanollm.cache import LayerCache, make_cache
 from nanollm.check import check_forward
-from nanollm.foreign_layers import Attention, causal, output_projections, rotations, windows
+from nanollm.foreign_layers import (
+    Attention,
+    causal,
+    output_projections,
+    rotations,
+    windows,
+)
 from nanollm.memory import PAST, Memory
 
 NAME = "nanollm"  # the name under which transformers knows our attention function
 # arguments of an attention function that `attention` does not implement
-REFUSED = {"softcap": "caps its scores", "s_aux": "has sink logits", "position_bias": "biases its scores"}
+REFUSED = {
+    "softcap": "caps its scores",
+    "s_aux": "has sink logits",
+    "position_bias": "biases its scores",
+}
 
 
 # ---- the attention function, called by each layer ----
 
-def attention(module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None,
-              scaling: float | None = None, dropout: float = 0.0, **more) -> tuple[Tensor, None]:
-    """Return attention's output (B, T, H·G, D) for new tokens, from the layer's caches in the memory in use.
 
-    q (B, H·G, T, D), k and v (B, H, T, D). In a call without a memory this is the model's usual attention.
+def attention(
+    module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **more,
+) -> tuple[Tensor, None]:
+    """Return attention's output (B, T, H·G, D) for new tokens, from the layer's caches in the
+    memory in use.
+
+    q (B, H·G, T, D), k and v (B, H, T, D). In a call without a memory this is the model's usual
+    attention.
     """
     memory = module.attachment.memory if hasattr(module, "attachment") else None
     if memory is None:
-        return sdpa_attention_forward(module, q, k, v, attention_mask, dropout, scaling, **more)
+        return sdpa_attention_forward(
+            module, q, k, v, attention_mask, dropout, scaling, **more
+        )
     if refused := next((name for name in REFUSED if more.get(name) is not None), None):
-        raise ValueError(f"layer {module.layer_idx} {REFUSED[refused]} ({refused}); take another model")
+        raise ValueError(
+            f"layer {module.layer_idx} {REFUSED[refused]} ({refused}); take another model"
+        )
     if k.shape != v.shape:
-        raise ValueError(f"layer {module.layer_idx} has keys of {k.shape[-1]} numbers and values of "
-                         f"{v.shape[-1]}; take another model")
+        raise ValueError(
+            f"layer {module.layer_idx} has keys of {k.shape[-1]} numbers and values of "
+            f"{v.shape[-1]}; take another model"
+        )
     T, D = q.shape[2:]
-    if scaling is not None and scaling != D ** -0.5:
-        q = q * (scaling * D ** 0.5)  # LayerCache multiplies by 1/√D itself
+    if scaling is not None and scaling != D**-0.5:
+        q = q * (scaling * D**0.5)  # LayerCache multiplies by 1/√D itself
     outputs = []
     for rows, caches, skip in memory.parts(T):
         cache, new = caches[module.layer_idx], [x[rows, :, skip:] for x in (q, k, v)]
-        if attention_mask is not None and not causal(attention_mask[rows][:, :, skip:, skip - T:]):
-            raise ValueError("the mask is not causal; leave it out, or give an attention_mask of padding")
+        if attention_mask is not None and not causal(
+            attention_mask[rows][:, :, skip:, skip - T :]
+        ):
+            raise ValueError(
+                "the mask is not causal; leave it out, or give an attention_mask of padding"
+            )
         with torch.no_grad():
             pos = torch.arange(cache.seen, cache.seen + T - skip, device=q.device)[None]
             y = cache.attend(*new, pos) if skip < T else new[0]
@@ -79,48 +110,77 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 # ---- the model ----
 
+
 class Bridged:
     """A causal language model of transformers, called as our decoder: tokens, caches → logits.
 
-    Raises ValueError if the model's attention cannot be replaced. The first Memory replaces it, until
-    `detach`. Calls without a Memory still use the model's usual attention.
+    Raises ValueError if the model's attention cannot be replaced. The first Memory replaces it,
+    until `detach`. Calls without a Memory still use the model's usual attention.
     """
 
     def __init__(self, model):
         model = bare(model)
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"{type(model).__name__} is not a model of transformers; "
-                             "load one with AutoModelForCausalLM.from_pretrained")
+            raise ValueError(
+                f"{type(model).__name__} is not a model of transformers; "
+                "load one with AutoModelForCausalLM.from_pretrained"
+            )
         c, name = model.config.get_text_config(), type(model).__name__
         heads = getattr(c, "num_attention_heads", None)
         if model.config.is_encoder_decoder or not heads:
-            lacks = "has an encoder" if model.config.is_encoder_decoder else "has no attention heads"
+            lacks = (
+                "has an encoder"
+                if model.config.is_encoder_decoder
+                else "has no attention heads"
+            )
             raise ValueError(f"{name} {lacks}; take another model")
         if not model._can_set_attn_implementation():
             raise ValueError(f"{name} {PAST}")
-        self.model, self.parameters, self.embed = model, model.parameters, model.get_input_embeddings()
-        self.blocks = [SimpleNamespace(attention=Attention(o, heads, self.embed.weight.dtype))
-                       for o in output_projections(model)]
+        self.model, self.parameters, self.embed = (
+            model,
+            model.parameters,
+            model.get_input_embeddings(),
+        )
+        self.blocks = [
+            SimpleNamespace(attention=Attention(o, heads, self.embed.weight.dtype))
+            for o in output_projections(model)
+        ]
         o = self.blocks[0].attention.o
         self.config = SimpleNamespace(
-            n_layers=len(self.blocks), n_heads=heads, d_model=c.hidden_size,
-            n_kv_heads=getattr(c, "num_key_value_heads", None) or heads, bos=getattr(c, "bos_token_id", None),
-            head_dim=getattr(o, "in_features", o.weight.shape[0]) // heads,  # the latter: of GPT-2's Conv1D
-            vocab_size=self.embed.num_embeddings, max_len=c.max_position_embeddings)
+            n_layers=len(self.blocks),
+            n_heads=heads,
+            d_model=c.hidden_size,
+            n_kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+            bos=getattr(c, "bos_token_id", None),
+            # the latter: of GPT-2's Conv1D
+            head_dim=getattr(o, "in_features", o.weight.shape[0]) // heads,
+            vocab_size=self.embed.num_embeddings,
+            max_len=c.max_position_embeddings,
+        )
         self.windows, self.decoder = windows(c), model.get_decoder()
-        self.positions = [x for x in self.decoder.children()  # learned ones
-                          if isinstance(x, nn.Embedding) and x is not self.embed]
+        self.positions = [
+            x
+            for x in self.decoder.children()  # learned ones
+            if isinstance(x, nn.Embedding) and x is not self.embed
+        ]
 
-    def __call__(self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0
+    ) -> Tensor:
         """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones."""
         check_forward(self, tokens, caches, last or None)
         memory = Memory(self, caches) if caches else None
-        return self.model(tokens, past_key_values=memory, use_cache=bool(caches), logits_to_keep=last).logits
+        return self.model(
+            tokens, past_key_values=memory, use_cache=bool(caches), logits_to_keep=last
+        ).logits
 
     @cached_property
     def freq(self) -> list[Tensor | None]:
         """Each layer's angles per token, from the keys of eight equal tokens; see `rotations`."""
-        caches, token = [LayerCache() for _ in self.blocks], min(5, self.config.vocab_size - 1)
+        caches, token = (
+            [LayerCache() for _ in self.blocks],
+            min(5, self.config.vocab_size - 1),
+        )
         with torch.no_grad():
             self(torch.full((1, 8), token, device=self.embed.weight.device), caches)
         return rotations(self.model, [cache.k for cache in caches])
@@ -133,10 +193,16 @@ class Bridged:
         """Replace the model's attention, unless it is replaced already."""
         if not hasattr(self.model, "attachment"):
             attachment = SimpleNamespace(
-                memory=None, generates=None, before=self.model.config._attn_implementation,
-                hooks=[self.decoder.register_forward_pre_hook(before, with_kwargs=True),
-                       self.decoder.register_forward_hook(after, with_kwargs=True)])
-            for module in self.model.modules():  # a layer's attention looks up the memory of the current call
+                memory=None,
+                generates=None,
+                before=self.model.config._attn_implementation,
+                hooks=[
+                    self.decoder.register_forward_pre_hook(before, with_kwargs=True),
+                    self.decoder.register_forward_hook(after, with_kwargs=True),
+                ],
+            )
+            # a layer's attention looks up the memory of the current call
+            for module in self.model.modules():
                 module.attachment = attachment
             self.model.generate = partial(generate, self.model)
         if not self.attached:
@@ -153,7 +219,9 @@ def generate(model, *args, **kwargs):
     """Call the model's own `generate`; a memory must have read its prompt, and stay in use to the end."""
     memory = kwargs.get("past_key_values")
     if isinstance(memory, Memory):
-        memory.check_prompt(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
+        memory.check_prompt(
+            args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        )
         model.attachment.generates = memory
     try:
         return type(model).generate(model, *args, **kwargs)
@@ -163,15 +231,20 @@ def generate(model, *args, **kwargs):
 
 def before(decoder: nn.Module, args: tuple, kwargs: dict):
     """Let the memory check a call before the first layer, if the call has one (pre-hook)."""
-    attachment, names = decoder.attachment, [*signature(type(decoder).forward).parameters][1:]
+    attachment, names = (
+        decoder.attachment,
+        [*signature(type(decoder).forward).parameters][1:],
+    )
     call = dict(zip(names, args)) | kwargs
     attachment.memory = None  # an earlier call may have been broken off
     if isinstance(memory := call.get("past_key_values"), Memory):
         memory.begin(decoder, call)
         attachment.memory = memory
     elif attachment.generates is not None:
-        raise ValueError("transformers leaves the memory behind and would go on with a full cache, as Phi-3 "
-                         "does past its original length; keep the text shorter")
+        raise ValueError(
+            "transformers leaves the memory behind and would go on with a full cache, as Phi-3 "
+            "does past its original length; keep the text shorter"
+        )
 
 
 def after(decoder: nn.Module, *_):

@@ -1,18 +1,19 @@
 """The KV cache, and the interface through which every method compresses it.
 
-The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For each piece of the new tokens,
-`attend` runs write → attention → observe. When the whole prompt has been read, `compress(model, tokens,
-caches)` lets the method remove entries. A method overrides what it needs: `write` (what is stored), `read`
-(what attention sees), `observe` (what was attended to), `evict` (what is removed from a layer), `compress`
-(all layers at once). A method that gives each entry a score overrides `score` of ScoredCache, and `observe`
-if the score needs attention.
+The decoder calls one method of the cache: `y = cache.attend(q, k, v, pos)`. For each piece of the
+new tokens, `attend` runs write → attention → observe. When the whole prompt has been read,
+`compress(model, tokens, caches)` lets the method remove entries. A method overrides what it needs:
+`write` (what is stored), `read` (what attention sees), `observe` (what was attended to), `evict`
+(what is removed from a layer), `compress` (all layers at once). A method that gives each entry a
+score overrides `score` of ScoredCache, and `observe` if the score needs attention.
 
-Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head dim, w
-window. A slot is a place in the cache's tensors. It holds one entry, a token's key and value, or is empty.
-Keys are stored rotated. A query sees a slot if the slot's position ≤ the query's. This rule alone covers
-causality, prompts read in pieces, and heads of different length. Eviction may change the order of the slots;
-`pos` says which token a slot holds.
+Shapes: B batch, T new tokens, S slots, H key/value heads, G query heads per key/value head, D head
+dim, w window. A slot is a place in the cache's tensors. It holds one entry, a token's key and
+value, or is empty. Keys are stored rotated. A query sees a slot if the slot's position ≤ the
+query's. This rule alone covers causality, prompts read in pieces, and heads of different length.
+Eviction may change the order of the slots; `pos` says which token a slot holds.
 """
+
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,20 +25,31 @@ from torch import Tensor
 
 from nanollm.attention import attention
 from nanollm.check import (
-    check_attend, check_budget, check_kept, check_numbers, check_options, check_score, constructed, whole)
+    check_attend,
+    check_budget,
+    check_kept,
+    check_numbers,
+    check_options,
+    check_score,
+    constructed,
+    whole,
+)
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import expand_index, indices, rank, taken, top
 
-NEVER = torch.iinfo(torch.int32).max  # the position of an empty slot: no query ever sees it
-ALL = NEVER                           # observe every query
-TILE = 64                             # if every query is observed, prompts are read in pieces of this size
+# the position of an empty slot: no query ever sees it
+NEVER = torch.iinfo(torch.int32).max
+ALL = NEVER  # observe every query
+# if every query is observed, prompts are read in pieces of this size
+TILE = 64
 
 
 class PerEntry:
     """A number that a method stores with each entry. It starts at 0 and moves with its entry.
 
-    Write `weight = PerEntry()` in the class, without an annotation, because it is not an option. Then
-    `cache.weight` is a view (B, H, S) of the slots in use, and assigning to it writes into these slots.
+    Write `weight = PerEntry()` in the class, without an annotation, because it is not an option.
+    Then `cache.weight` is a view (B, H, S) of the slots in use, and assigning to it writes into
+    these slots.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32):
@@ -45,7 +57,8 @@ class PerEntry:
 
     def __set_name__(self, owner, name: str):
         self.name = name
-        owner.per_entry = owner.per_entry | {name: self.dtype}  # a new dict: the parent class keeps its own
+        # a new dict: the parent class keeps its own
+        owner.per_entry = owner.per_entry | {name: self.dtype}
 
     def __get__(self, cache, owner=None) -> Tensor:
         return self if cache is None else cache.slot(self.name)
@@ -53,27 +66,38 @@ class PerEntry:
     def __set__(self, cache, x: Tensor):
         slots = cache.slot(self.name)
         if x.dim() != 3 or x.shape[2] != slots.shape[2]:
-            raise ValueError(f"{self.name} {tuple(x.shape)} must be {tuple(slots.shape)}, one for each slot")
+            raise ValueError(
+                f"{self.name} {tuple(x.shape)} must be {tuple(slots.shape)}, one for each slot"
+            )
         slots.copy_(x)
 
 
 @dataclass(eq=False)
 class LayerCache:
     """Full attention: stores every token of one layer. Subclasses add options as fields."""
-    watch = 0          # `observe` receives the probabilities of this many latest queries: 0, a number, or ALL
-    keeps_all = False  # True if no token is lost; tables then show "all" as the keep ratio
-    # True if tokens after the prompt are only appended: then several at once change nothing but rounding
+
+    # `observe` receives the probabilities of this many latest queries: 0, a number, or ALL
+    watch = 0
+    # True if no token is lost; tables then show "all" as the keep ratio
+    keeps_all = False
+    # True if tokens after the prompt are only appended: then several at once change nothing but
+    # rounding
     appends = property(lambda self: type(self) is LayerCache)
-    per_entry = {}     # name → dtype of each PerEntry in the class
+    per_entry = {}  # name → dtype of each PerEntry in the class
 
     def __post_init__(self):
         check_options(self)
-        self.slots: dict[str, Tensor] = {}  # (B, H, capacity, ...): k, v, pos, and what methods add
-        self.length = 0                     # slots in use
-        self.seen = 0                       # tokens so far, evicted ones too: the next token's position
-        self.ragged = False                 # some slots are empty or hidden: even one new token needs a mask
-        self.prompt_done = False            # the prompt was compressed; what follows is decoding
-        self.model, self.layer = None, 0    # the decoder, and which of its layers this is
+        # (B, H, capacity, ...): k, v, pos, and what methods add
+        self.slots: dict[str, Tensor] = {}
+        self.length = 0  # slots in use
+        # tokens so far, evicted ones too: the next token's position
+        self.seen = 0
+        # some slots are empty or hidden: even one new token needs a mask
+        self.ragged = False
+        # the prompt was compressed; what follows is decoding
+        self.prompt_done = False
+        # the decoder, and which of its layers this is
+        self.model, self.layer = None, 0
 
     def link(self, model, layer: int):
         """Tell the cache its decoder and its layer; `make_cache` calls this."""
@@ -88,21 +112,27 @@ class LayerCache:
     @property
     def freq(self) -> Tensor | None:
         """Return this layer's angles per token (RoPE), (D/2,): 0 if it does not rotate, None if unknown."""
-        if getattr(self.model, "positions", None):  # learned ones, added to the embeddings
+        # learned ones, added to the embeddings
+        if getattr(self.model, "positions", None):
             return torch.zeros(self.w_o.shape[2] // 2)
         freq = getattr(self.model, "freq", None)
         freq = freq[self.layer] if isinstance(freq, list) else freq
-        return None if freq is None else freq.to(self.k.device if self.slots else freq.device)
+        return (
+            None
+            if freq is None
+            else freq.to(self.k.device if self.slots else freq.device)
+        )
 
     def slot(self, name: str) -> Tensor:
         """Return the slots in use of one per-slot tensor, (B, H, S, ...): a view to read or change."""
-        return self.slots[name][:, :, :self.length]
+        return self.slots[name][:, :, : self.length]
 
-    k = property(lambda self: self.slot("k"))      # (B, H, S, D), rotated
-    v = property(lambda self: self.slot("v"))      # (B, H, S, D)
+    k = property(lambda self: self.slot("k"))  # (B, H, S, D), rotated
+    v = property(lambda self: self.slot("v"))  # (B, H, S, D)
     pos = property(lambda self: self.slot("pos"))  # (B, H, S), int32
 
-    # ---- write → attention → observe ----------------------------------------------------------------------
+    # ---- write → attention → observe
+    # ----------------------------------------------------------------------
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store T new tokens and return attention's output (B, H·G, T, D).
@@ -122,20 +152,29 @@ class LayerCache:
         """Raise ValueError, before anything is written, if the new tokens do not fit this cache."""
         check_attend(self, q, k, v, pos)
 
-    def pieces(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    def pieces(
+        self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+    ) -> Iterable[tuple[Tensor, ...]]:
         """Split the new tokens: one piece, or pieces of TILE tokens if every query is observed."""
         if self.watch == ALL and not self.prompt_done:
-            return zip(q.split(TILE, 2), k.split(TILE, 2), v.split(TILE, 2), pos.split(TILE, 1))
+            return zip(
+                q.split(TILE, 2), k.split(TILE, 2), v.split(TILE, 2), pos.split(TILE, 1)
+            )
         return [(q, k, v, pos)]
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the output over the slots of `read`, and the last `watch` queries' probabilities p.
 
-        Output (B, H·G, T, D), p (B, H, G, w, S) or None. For one new token a GPU kernel may read the slots
-        directly. Its p holds the mean over the G queries of a group, repeated G times.
+        Output (B, H·G, T, D), p (B, H, G, w, S) or None. For one new token a GPU kernel may read
+        the slots directly. Its p holds the mean over the G queries of a group, repeated G times.
         """
-        explicit = self.watch or self.ragged or "bias" in self.slots  # else PyTorch's kernels are as fast
-        if explicit and q.shape[2] == 1 and (fast := kernel_for(q, "decode_attention", "attend_one")):
+        # else PyTorch's kernels are as fast
+        explicit = self.watch or self.ragged or "bias" in self.slots
+        if (
+            explicit
+            and q.shape[2] == 1
+            and (fast := kernel_for(q, "decode_attention", "attend_one"))
+        ):
             return fast(self, q, pos)
         in_order = self.length == self.seen and not self.ragged
         return attention(q, *self.read(), pos, self.watch, in_order, self.ragged)
@@ -143,7 +182,8 @@ class LayerCache:
     def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
         """Store T new tokens in the next slots.
 
-        `state`: further per-slot tensors (B, H, T, ...) by name. Those not given are 0 for the new tokens.
+        `state`: further per-slot tensors (B, H, T, ...) by name. Those not given are 0 for the new
+        tokens.
         """
         B, H, T, _ = k.shape
         start, end = self.length, self.length + T
@@ -155,7 +195,9 @@ class LayerCache:
         for name in dict.fromkeys((*new, *self.slots, *self.per_entry)):
             x = new.get(name)
             if name not in self.slots:
-                shape, dtype = ((), self.per_entry[name]) if x is None else (x.shape[3:], x.dtype)
+                shape, dtype = (
+                    ((), self.per_entry[name]) if x is None else (x.shape[3:], x.dtype)
+                )
                 self.slots[name] = k.new_zeros(B, H, room, *shape, dtype=dtype)
             self.slots[name][:, :, start:end] = 0 if x is None else x
 
@@ -174,30 +216,38 @@ class LayerCache:
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what attention sees: k, v (B, H, S, D), positions (B, H, S), logit bias or None.
 
-        The bias (B, H, S) is added to a slot's attention score, if a slot stands for several tokens. Exact
-        entries have 0. A method that hides slots by changing their positions sets `ragged`.
+        The bias (B, H, S) is added to a slot's attention score, if a slot stands for several
+        tokens. Exact entries have 0. A method that hides slots by changing their positions sets
+        `ragged`.
         """
-        return self.k, self.v, self.pos, self.slot("bias") if "bias" in self.slots else None
+        return (
+            self.k,
+            self.v,
+            self.pos,
+            self.slot("bias") if "bias" in self.slots else None,
+        )
 
     def observe(self, q: Tensor, p: Tensor | None):
         """Look at a piece's queries and attention probabilities. Called after each piece.
 
-        q is (B, H·G, T, D). p (B, H, G, w, S) belongs to the last w queries, and is None if `watch` is 0. w
-        is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or p.mean(2), because a GPU
-        kernel returns only the mean over a group's G query heads. Do not write to p. An override that evicts
-        ends with `super().observe(q, p)`, which calls `evict` each time after the prompt.
+        q is (B, H·G, T, D). p (B, H, G, w, S) belongs to the last w queries, and is None if `watch`
+        is 0. w is `watch`, or the piece's length if that is less. Reduce p by p.sum(2) or
+        p.mean(2), because a GPU kernel returns only the mean over a group's G query heads. Do not
+        write to p. An override that evicts ends with `super().observe(q, p)`, which calls `evict`
+        each time after the prompt.
         """
         if self.prompt_done:
             self.evict()
 
-    # ---- eviction -----------------------------------------------------------------------------------------
+    # ---- eviction
+    # -----------------------------------------------------------------------------------------
 
     @classmethod
     def compress(cls, model, tokens: Tensor, caches: list["LayerCache"]):
         """Compress the caches of all layers, which have read the prompt, tokens (B, T). Here each evicts.
 
-        A method overrides this if it chooses over several layers, or if it reads the prompt again. Call the
-        function `compress` of this file, not this method.
+        A method overrides this if it chooses over several layers, or if it reads the prompt again.
+        Call the function `compress` of this file, not this method.
         """
         for cache in caches:
             cache.evict()
@@ -214,13 +264,19 @@ class LayerCache:
         Only before `compress`: after it, a head may have evicted any of them.
         """
         if not 0 <= n <= self.seen:
-            raise ValueError(f"{n} tokens cannot be left of {self.seen}; give 0 to {self.seen}")
+            raise ValueError(
+                f"{n} tokens cannot be left of {self.seen}; give 0 to {self.seen}"
+            )
         if self.prompt_done and n < self.seen:
-            raise ValueError("a compressed cache cannot forget tokens; call crop before compress")
+            raise ValueError(
+                "a compressed cache cannot forget tokens; call crop before compress"
+            )
         if self.length == self.seen and not self.ragged:  # slot i holds token i
             self.length = n
         elif n < self.seen:
-            newest = self.pos.masked_fill(self.pos == NEVER, -1).amax((1, 2), keepdim=True)
+            newest = self.pos.masked_fill(self.pos == NEVER, -1).amax(
+                (1, 2), keepdim=True
+            )
             self.keep(indices(self.pos <= newest - (self.seen - n)))
         self.seen = n
 
@@ -238,7 +294,7 @@ class LayerCache:
     def drop(self, i: Tensor):
         """Evict slot i (B, H, 1) of each head. The last slot moves there; nothing else is copied."""
         for x in self.slots.values():
-            last = x[:, :, self.length - 1:self.length].clone()
+            last = x[:, :, self.length - 1 : self.length].clone()
             x.scatter_(2, expand_index(i, x), last)
         self.length -= 1
 
@@ -247,28 +303,40 @@ class LayerCache:
         check_score(score, self.pos.shape)
         if self.ragged:
             score = score.masked_fill(self.pos == NEVER, -math.inf)
-        if self.length == budget + 1 and not self.ragged:  # one slot too many, as in decoding: no sort needed
+        # one slot too many, as in decoding: no sort needed
+        if self.length == budget + 1 and not self.ragged:
             higher = score > score.amin(-1, keepdim=True)
             self.drop(self.pos.masked_fill(higher, NEVER).argmin(-1, keepdim=True))
         elif self.length > budget:
-            check_numbers(score)  # not in decoding, where it would wait for the GPU at each token
+            # not in decoding, where it would wait for the GPU at each token
+            check_numbers(score)
             in_order = self.length == self.seen
-            self.keep(indices(top(score, budget) if in_order else rank(score, self.pos) < budget))
+            self.keep(
+                indices(
+                    top(score, budget) if in_order else rank(score, self.pos) < budget
+                )
+            )
 
     def bytes(self) -> tuple[int, int]:
         """Return (live, allocated) bytes of this layer. Live bytes leave out unused and empty slots."""
         stored = self.stored()
-        return sum(x.live * x.tensor.element_size() for x in stored), sum(x.tensor.nbytes for x in stored)
+        return sum(x.live * x.tensor.element_size() for x in stored), sum(
+            x.tensor.nbytes for x in stored
+        )
 
     def stored(self) -> list["Stored"]:
         """Return every tensor that `bytes` counts: the slots, and those of `beside`."""
         live = 0
         if self.slots:
             live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
-        slots = [Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
-                 for name, x in self.slots.items()]
+        slots = [
+            Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
+            for name, x in self.slots.items()
+        ]
         # a tensor with a fourth axis, D, holds keys, values or queries; others hold scores
-        return slots + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
+        return slots + [
+            Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()
+        ]
 
     def beside(self) -> list[Tensor]:
         """Return the tensors that a method stores beside its slots."""
@@ -280,6 +348,7 @@ class Stored(NamedTuple):
 
     model_dtype: its numbers have the model's dtype. Scores, for example, always have 32 bits.
     """
+
     tensor: Tensor
     live: int
     model_dtype: bool
@@ -288,6 +357,7 @@ class Stored(NamedTuple):
 @dataclass(eq=False)
 class ScoredCache(LayerCache):
     """A method defined by a score: after the prompt each head keeps its highest scores."""
+
     budget: int  # entries that each key/value head may keep
 
     def __post_init__(self):
@@ -296,14 +366,18 @@ class ScoredCache(LayerCache):
 
     def score(self) -> Tensor:
         """Return a score (B, H, S), ±inf allowed. The lowest are evicted, the oldest among equals."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method score(self) -> (B, H, S)")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a method score(self) -> (B, H, S)"
+        )
 
     def evict(self):
         if self.length > self.budget:
             self.shrink(self.score(), self.budget)
 
 
-# ---- a list of caches, one per layer ---------------------------------------------------------------------
+# ---- a list of caches, one per layer
+# ---------------------------------------------------------------------
+
 
 def make_cache(model, Method=LayerCache, **options) -> list[LayerCache]:
     """Return one cache per layer of the decoder. ValueError if an option of the method is wrong."""
@@ -322,8 +396,10 @@ def compress(model, tokens: Tensor, caches: list[LayerCache]):
     Until the next `begin_turn`, methods that evict while they decode do so after each piece.
     """
     if caches[0].seen != tokens.shape[1]:
-        raise ValueError(f"the caches have seen {caches[0].seen} tokens, but the prompt has "
-                         f"{tokens.shape[1]}; give the whole prompt that the caches have seen")
+        raise ValueError(
+            f"the caches have seen {caches[0].seen} tokens, but the prompt has "
+            f"{tokens.shape[1]}; give the whole prompt that the caches have seen"
+        )
     type(caches[0]).compress(model, tokens, caches)
     for cache in caches:
         cache.forget_prompt()
@@ -355,5 +431,7 @@ def cache_bytes(caches: list[LayerCache]) -> tuple[int, int]:
 
 def bytes_in_16_bits(caches: list[LayerCache]) -> int:
     """Return all layers' live bytes as if the model's numbers had 16 bits. Tables compare these."""
-    width = lambda x: 2 if x.model_dtype and x.tensor.is_floating_point() else x.tensor.element_size()
+    width = lambda x: (
+        2 if x.model_dtype and x.tensor.is_floating_point() else x.tensor.element_size()
+    )
     return sum(x.live * width(x) for cache in caches for x in cache.stored())

@@ -1,11 +1,14 @@
 """Checks of what users and authors of methods give. Each raises a ValueError of one line."""
+
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import ClassVar, get_origin, get_type_hints
 
 from torch import Tensor, int32, int64
 
-# ---- numbers, options: what a user gives -------------------------------------------------------------------
+# ---- numbers, options: what a user gives
+# -------------------------------------------------------------------
+
 
 def whole(name: str, x, least: int, most: int | None = None):
     """Return x if it is a whole number from `least` to `most`, or else raise a ValueError."""
@@ -17,7 +20,7 @@ def whole(name: str, x, least: int, most: int | None = None):
 
 def check_seed(seed: int, times: int = 1):
     """Raise ValueError unless NumPy and PyTorch both accept seed and seed · times as seeds."""
-    whole("seed", seed, 0, 2 ** 63 // times - 1)
+    whole("seed", seed, 0, 2**63 // times - 1)
 
 
 def check_budget(budget: int, least: int, why: str):
@@ -33,8 +36,14 @@ def fits(x, kind) -> bool:
     """
     if kind in (int, float):
         number = Integral if kind is int else Real
-        return isinstance(x, number) and not isinstance(x, bool) and -2 ** 63 <= x < 2 ** 63
-    return not isinstance(kind, type) or get_origin(kind) is not None or isinstance(x, kind)
+        return (
+            isinstance(x, number) and not isinstance(x, bool) and -(2**63) <= x < 2**63
+        )
+    return (
+        not isinstance(kind, type)
+        or get_origin(kind) is not None
+        or isinstance(x, kind)
+    )
 
 
 def check_options(method):
@@ -43,82 +52,129 @@ def check_options(method):
     words = {int: "a whole number", float: "a finite number", bool: "True or False"}
     for option, kind in get_type_hints(type(method)).items():
         if option not in options and get_origin(kind) is not ClassVar:
-            raise ValueError(f"{name} declares {option} but is not a dataclass; "
-                             "put @dataclass(eq=False) above the class")
+            raise ValueError(
+                f"{name} declares {option} but is not a dataclass; "
+                "put @dataclass(eq=False) above the class"
+            )
         if option in options and not fits(x := getattr(method, option), kind):
-            raise ValueError(f"{option} {x!r:.60} of {name} must be {words.get(kind, kind.__name__)}")
+            raise ValueError(
+                f"{option} {x!r:.60} of {name} must be {words.get(kind, kind.__name__)}"
+            )
 
 
-# ---- caches: input from a method's author or from a caller -------------------------------------------------
+# ---- caches: input from a method's author or from a caller
+# -------------------------------------------------
+
 
 def constructed(Method, options: dict):
     """Return the cache Method(**options), or raise a ValueError that says what an option is."""
     try:
         return Method(**options)
     except TypeError as error:
-        raise ValueError(f"{error}; a method's options are its dataclass fields") from error
+        raise ValueError(
+            f"{error}; a method's options are its dataclass fields"
+        ) from error
 
 
 def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: int = 1):
     """Raise ValueError unless q, k, v and pos are new tokens that fit this cache.
 
-    vectors: a key has `vectors` times the numbers of a query (2 in tensor attention, whose keys are pairs).
+    vectors: a key has `vectors` times the numbers of a query (2 in tensor attention, whose keys are
+    pairs).
     """
     B, H, T, D = k.shape
-    if v.shape != k.shape or not T or q.shape[::2] != (B, T) or q.shape[1] % H or q.shape[3] * vectors != D:
-        shapes, D = ", ".join(str(tuple(x.shape)) for x in (q, k, v)), "D" if vectors == 1 else f"{vectors}D"
-        raise ValueError(f"q, k and v of shapes {shapes} are not (B, H·G, T, D), (B, H, T, {D}) "
-                         f"and (B, H, T, {D}) with T at least 1")
+    if (
+        v.shape != k.shape
+        or not T
+        or q.shape[::2] != (B, T)
+        or q.shape[1] % H
+        or q.shape[3] * vectors != D
+    ):
+        shapes, D = (
+            ", ".join(str(tuple(x.shape)) for x in (q, k, v)),
+            "D" if vectors == 1 else f"{vectors}D",
+        )
+        raise ValueError(
+            f"q, k and v of shapes {shapes} are not (B, H·G, T, D), (B, H, T, {D}) "
+            f"and (B, H, T, {D}) with T at least 1"
+        )
     if pos.shape not in ((1, T), (B, T)) or pos.dtype not in (int32, int64):
-        raise ValueError(f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T}), "
-                         f"whole numbers and not {pos.dtype}")
+        raise ValueError(
+            f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T}), "
+            f"whole numbers and not {pos.dtype}"
+        )
     if "k" in cache.slots and (old := cache.slots["k"].shape[:2]) != (B, H):
-        raise ValueError(f"{B} texts of {H} heads do not fit a cache that holds {old[0]} texts of {old[1]} "
-                         "heads; make a new cache for a new batch")
+        raise ValueError(
+            f"{B} texts of {H} heads do not fit a cache that holds {old[0]} texts of {old[1]} "
+            "heads; make a new cache for a new batch"
+        )
 
 
 def check_kept(i: Tensor, shape: tuple[int, int, int]):
     """Raise ValueError unless i (B, H, n) are slots of a cache of `shape` (B, H, S), or below 0."""
     B, H, S = shape
     if i.dim() != 3 or i.shape[:2] != (B, H):
-        raise ValueError(f"slots to keep {tuple(i.shape)} must be an int64 tensor ({B}, {H}, n)")
+        raise ValueError(
+            f"slots to keep {tuple(i.shape)} must be an int64 tensor ({B}, {H}, n)"
+        )
     if i.numel() and int(i.max()) >= S:
-        raise ValueError(f"slot {int(i.max())} does not exist; the slots to keep must be in 0 … {S - 1}")
+        raise ValueError(
+            f"slot {int(i.max())} does not exist; the slots to keep must be in 0 … {S - 1}"
+        )
 
 
 def check_score(score: Tensor, shape: tuple[int, int, int]):
     """Raise ValueError unless there is a score for every slot of a cache of `shape` (B, H, S)."""
     if score.shape != shape:
-        raise ValueError(f"scores {tuple(score.shape)} must be {tuple(shape)}, one for each slot")
+        raise ValueError(
+            f"scores {tuple(score.shape)} must be {tuple(shape)}, one for each slot"
+        )
 
 
 def check_numbers(score: Tensor):
     """Raise ValueError if any of the scores (B, H, S) is NaN, because NaN has no order."""
     if n := int(score.isnan().sum()):
-        raise ValueError(f"{n} of {score.numel()} scores are NaN; give each slot a number or ±inf")
+        raise ValueError(
+            f"{n} of {score.numel()} scores are NaN; give each slot a number or ±inf"
+        )
 
 
 def check_caches(caches: list, layers: int, B: int):
     """Raise ValueError unless each layer has a cache, all for B texts of one length."""
     if len(caches) != layers:
-        raise ValueError(f"{layers} layers need a cache each; the list has {len(caches)}; use make_cache")
+        raise ValueError(
+            f"{layers} layers need a cache each; the list has {len(caches)}; use make_cache"
+        )
     if len(seen := {cache.seen for cache in caches}) > 1:
-        raise ValueError(f"the layers' caches have seen {min(seen)} to {max(seen)} tokens "
-                         "and must agree; make new ones")
+        raise ValueError(
+            f"the layers' caches have seen {min(seen)} to {max(seen)} tokens "
+            "and must agree; make new ones"
+        )
     if "k" in caches[0].slots and (texts := caches[0].slots["k"].shape[0]) != B:
-        raise ValueError(f"{B} texts do not fit caches that hold {texts}; make new ones for a new batch")
+        raise ValueError(
+            f"{B} texts do not fit caches that hold {texts}; make new ones for a new batch"
+        )
 
 
 def check_tokens(x: Tensor, name: str = "tokens"):
     """Raise ValueError unless x is an int64 tensor (B, T) with B and T at least 1."""
     if x.dtype != int64 or x.dim() != 2 or not x.numel():
-        raise ValueError(f"{name} are {x.dtype} of shape {tuple(x.shape)}; they must be an int64 tensor "
-                         "(B, T) with at least one token, like torch.tensor([[3]])")
+        raise ValueError(
+            f"{name} are {x.dtype} of shape {tuple(x.shape)}; they must be an int64 tensor "
+            "(B, T) with at least one token, like torch.tensor([[3]])"
+        )
 
 
-# ---- a decoder: its Config and its arguments ---------------------------------------------------------------
+# ---- a decoder: its Config and its arguments
+# ---------------------------------------------------------------
 
-SCALING = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"  # of Llama 3.1
+# of Llama 3.1
+SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 def check_config(c):
@@ -126,12 +182,18 @@ def check_config(c):
     if c.family not in ("llama", "gpt2"):
         raise ValueError(f"family {c.family!r} is unknown; use 'llama' or 'gpt2'")
     if not c.head_dim and c.d_model % c.n_heads:
-        raise ValueError(f"d_model {c.d_model} is not a multiple of n_heads {c.n_heads}; set head_dim")
+        raise ValueError(
+            f"d_model {c.d_model} is not a multiple of n_heads {c.n_heads}; set head_dim"
+        )
     if c.n_heads % c.n_kv_heads:
-        raise ValueError(f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}")
+        raise ValueError(
+            f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}"
+        )
     head_dim = c.head_dim or c.d_model // c.n_heads
     if c.family == "llama" and head_dim % 2:
-        raise ValueError(f"head_dim {head_dim} is odd; RoPE rotates pairs, so make it even")
+        raise ValueError(
+            f"head_dim {head_dim} is odd; RoPE rotates pairs, so make it even"
+        )
 
 
 def check_forward(model, tokens: Tensor, caches, last: int | None):
@@ -139,12 +201,18 @@ def check_forward(model, tokens: Tensor, caches, last: int | None):
     check_tokens(tokens)
     V, longest, T = model.config.vocab_size, model.config.max_len, tokens.shape[1]
     # not on a GPU, where reading the two numbers would wait for all work before it
-    if tokens.device.type == "cpu" and (int(tokens.min()) < 0 or int(tokens.max()) >= V):
-        raise ValueError(f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary "
-                         f"0 … {V - 1}; use the model's own tokenizer")
+    if tokens.device.type == "cpu" and (
+        int(tokens.min()) < 0 or int(tokens.max()) >= V
+    ):
+        raise ValueError(
+            f"token ids {int(tokens.min())} … {int(tokens.max())} must lie in the vocabulary "
+            f"0 … {V - 1}; use the model's own tokenizer"
+        )
     if caches is not None:
         check_caches(caches, len(model.blocks), len(tokens))
     if last is not None:
         whole("last", last, 1, T)
     if (end := T + (caches[0].seen if caches else 0)) > longest:
-        raise ValueError(f"{end} tokens exceed the model's length of {longest}; shorten the text")
+        raise ValueError(
+            f"{end} tokens exceed the model's length of {longest}; shorten the text"
+        )

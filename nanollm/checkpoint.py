@@ -1,9 +1,10 @@
 """Read and write weights in Hugging Face's layout: config.json and model.safetensors.
 
-`from_hf` reads GPT-2 and models of Llama's form: Llama 2 and 3.1, Mistral without a sliding window, Qwen2.5.
-It refuses what Decoder would compute otherwise than the model's authors. transformers reads all other
-families and every tokenizer (`hf_model`, `hf_tokenizer`).
+`from_hf` reads GPT-2 and models of Llama's form: Llama 2 and 3.1, Mistral without a sliding window,
+Qwen2.5. It refuses what Decoder would compute otherwise than the model's authors. transformers
+reads all other families and every tokenizer (`hf_model`, `hf_tokenizer`).
 """
+
 from contextlib import contextmanager
 from functools import partial
 import json
@@ -20,68 +21,129 @@ from nanollm.check import SCALING
 from nanollm.model import Attention, Config, Decoder
 from nanollm.tokenizer import Foreign
 
-FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "gpt2": "gpt2"}  # model_type → family
+# model_type → family
+FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "gpt2": "gpt2"}
 KEYS = {  # field of Config → its name in config.json
     "llama": dict(
-        vocab_size="vocab_size", max_len="max_position_embeddings", n_layers="num_hidden_layers",
-        n_heads="num_attention_heads", n_kv_heads="num_key_value_heads", head_dim="head_dim",
-        d_model="hidden_size", d_ff="intermediate_size", norm_eps="rms_norm_eps", rope_theta="rope_theta"),
+        vocab_size="vocab_size",
+        max_len="max_position_embeddings",
+        n_layers="num_hidden_layers",
+        n_heads="num_attention_heads",
+        n_kv_heads="num_key_value_heads",
+        head_dim="head_dim",
+        d_model="hidden_size",
+        d_ff="intermediate_size",
+        norm_eps="rms_norm_eps",
+        rope_theta="rope_theta",
+    ),
     "gpt2": dict(
-        vocab_size="vocab_size", max_len="n_positions", n_layers="n_layer", n_heads="n_head",
-        n_kv_heads="n_head", d_model="n_embd", d_ff="n_inner", norm_eps="layer_norm_epsilon")}
+        vocab_size="vocab_size",
+        max_len="n_positions",
+        n_layers="n_layer",
+        n_heads="n_head",
+        n_kv_heads="n_head",
+        d_model="n_embd",
+        d_ff="n_inner",
+        norm_eps="layer_norm_epsilon",
+    ),
+}
 ALLOWED = dict(  # what Decoder computes; an absent key has the first value
-    hidden_act=["silu"], activation_function=["gelu_new", "gelu_pytorch_tanh"],  # two names of one function
-    scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False], add_cross_attention=[False],
-    use_sliding_window=[False], rope_type=["default", "llama3"], partial_rotary_factor=[1.0],
-    quantization_config=[None])
+    # two names of one function
+    hidden_act=["silu"],
+    activation_function=["gelu_new", "gelu_pytorch_tanh"],
+    scale_attn_weights=[True],
+    scale_attn_by_inverse_layer_idx=[False],
+    add_cross_attention=[False],
+    use_sliding_window=[False],
+    rope_type=["default", "llama3"],
+    partial_rotary_factor=[1.0],
+    quantization_config=[None],
+)
 LLAMA = {  # Hugging Face's module → ours
-    "embed_tokens": "embed", "norm": "norm", "lm_head": "head",
-    "input_layernorm": "norm1", "post_attention_layernorm": "norm2",
+    "embed_tokens": "embed",
+    "norm": "norm",
+    "lm_head": "head",
+    "input_layernorm": "norm1",
+    "post_attention_layernorm": "norm2",
     **{f"self_attn.{name}_proj": f"attention.{name}" for name in ("q", "k", "v", "o")},
-    **{f"mlp.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")}}
+    **{f"mlp.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")},
+}
 GPT2 = {
-    "wte": "embed", "wpe": "positions", "ln_f": "norm", "ln_1": "norm1", "ln_2": "norm2",
-    "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.o",
-    "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-DERIVED = ".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"  # masks and angles in old checkpoints
+    "wte": "embed",
+    "wpe": "positions",
+    "ln_f": "norm",
+    "ln_1": "norm1",
+    "ln_2": "norm2",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.o",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+# masks and angles in old checkpoints
+DERIVED = ".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"
 
 
 def is_known(folder: str | Path) -> bool:
     """Return whether `from_hf` should read the folder: it knows the family, or names the error."""
     try:
-        return json.loads((Path(folder) / "config.json").read_text())["model_type"] in FAMILIES
+        return (
+            json.loads((Path(folder) / "config.json").read_text())["model_type"]
+            in FAMILIES
+        )
     except (OSError, KeyError, TypeError, ValueError):
         return True
 
 
 def config_of(hf: dict) -> Config:
-    """Return the Config of a config.json. KeyError, TypeError or ValueError if Decoder cannot compute it."""
+    """Return the Config of a config.json. KeyError, TypeError or ValueError if Decoder cannot
+    compute it."""
     kind = hf["model_type"]
     if kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
     if kind == "mistral" and hf.get("sliding_window", 4096):  # null means none
-        raise ValueError("a sliding window is not implemented; Mistral has none from v0.2 on")
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}  # the second: transformers 5
-    hf = {key: x for key, x in (hf | rope).items() if x is not None}  # null means the default
+        raise ValueError(
+            "a sliding window is not implemented; Mistral has none from v0.2 on"
+        )
+    # the second: transformers 5
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    # null means the default
+    hf = {key: x for key, x in (hf | rope).items() if x is not None}
     hf["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     for key, values in ALLOWED.items():
         if hf.get(key, values[0]) not in values:
-            raise ValueError(f"{key} {hf[key]!r:.60} is not {' or '.join(map(repr, values))}")
+            raise ValueError(
+                f"{key} {hf[key]!r:.60} is not {' or '.join(map(repr, values))}"
+            )
 
-    default = dict(head_dim=0, rope_theta=10_000.0, num_key_value_heads=hf.get("num_attention_heads"),
-                   n_inner=4 * hf.get("n_embd", 0))
+    default = dict(
+        head_dim=0,
+        rope_theta=10_000.0,
+        num_key_value_heads=hf.get("num_attention_heads"),
+        n_inner=4 * hf.get("n_embd", 0),
+    )
     biases = kind == "gpt2" or kind == "llama" and hf.get("attention_bias", False)
     return Config(
-        family=FAMILIES[kind], qkv_bias=biases or kind == "qwen2", o_bias=biases,
+        family=FAMILIES[kind],
+        qkv_bias=biases or kind == "qwen2",
+        o_bias=biases,
         mlp_bias=kind == "gpt2" or kind == "llama" and hf.get("mlp_bias", False),
-        tie_embeddings=hf.get("tie_word_embeddings", kind == "gpt2"), bos=hf.get("bos_token_id"),
-        rope_scaling={key: hf[key] for key in SCALING} if hf["rope_type"] == "llama3" else None,
-        **{ours: (default | hf)[theirs] for ours, theirs in KEYS[FAMILIES[kind]].items()})
+        tie_embeddings=hf.get("tie_word_embeddings", kind == "gpt2"),
+        bos=hf.get("bos_token_id"),
+        rope_scaling={key: hf[key] for key in SCALING}
+        if hf["rope_type"] == "llama3"
+        else None,
+        **{
+            ours: (default | hf)[theirs]
+            for ours, theirs in KEYS[FAMILIES[kind]].items()
+        },
+    )
 
 
 def our_name(name: str) -> str:
     """Return our name of a tensor: model.layers.3.input_layernorm.weight → blocks.3.norm1.weight."""
-    module, _, kind = name.removeprefix("transformer.").removeprefix("model.").rpartition(".")
+    module, _, kind = (
+        name.removeprefix("transformer.").removeprefix("model.").rpartition(".")
+    )
     block = ""
     if module.startswith(("layers.", "h.")):
         _, layer, module = module.split(".", 2)
@@ -89,14 +151,20 @@ def our_name(name: str) -> str:
     return f"{block}{(LLAMA | GPT2).get(module, module)}.{kind}"
 
 
-def our_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def our_weights(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """Return a folder's tensors by our names, cast to dtype, with the rows of q, k and v joined."""
     whole, weights = folder / "model.safetensors", {}
-    for file in [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors")):
+    for file in (
+        [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    ):
         with safe_open(file, "pt") as shard:
             for name in [name for name in shard.keys() if not name.endswith(DERIVED)]:
                 x = shard.get_tensor(name).to(device, dtype, copy=True)
-                weights[our_name(name)] = x.T.contiguous() if ".c_" in name and x.dim() == 2 else x
+                weights[our_name(name)] = (
+                    x.T.contiguous() if ".c_" in name and x.dim() == 2 else x
+                )
     for name in [name for name in weights if ".q." in name]:
         parts = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
         weights[name.replace(".q.", ".qkv.")] = torch.cat(parts)
@@ -104,28 +172,39 @@ def our_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 @torch.no_grad()
-def from_hf(folder: str | Path, dtype: torch.dtype = torch.float32,
-            device: str | torch.device = "cpu") -> Decoder:
+def from_hf(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Decoder:
     """Return the decoder in a Hugging Face folder, in eval mode, with weights cast to dtype.
 
-    ValueError if Decoder cannot compute this model, or if a file or a tensor is missing, damaged or unknown.
+    ValueError if Decoder cannot compute this model, or if a file or a tensor is missing, damaged or
+    unknown.
     """
     folder, device = Path(folder), check_device(device)
     try:
         config = config_of(json.loads((folder / "config.json").read_text()))
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder}/config.json is not one that this decoder can run ({error!r}); "
-                         "--engine transformers runs more models") from None
+        raise ValueError(
+            f"{folder}/config.json is not one that this decoder can run ({error!r}); "
+            "--engine transformers runs more models"
+        ) from None
     try:
         weights = our_weights(folder, dtype, device)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{folder}/model.safetensors is damaged ({' '.join(str(error).split()):.300}); "
-                         "download it again") from None
+        raise ValueError(
+            f"{folder}/model.safetensors is damaged ({' '.join(str(error).split()):.300}); "
+            "download it again"
+        ) from None
     return assembled(config, weights, folder / "model.safetensors", device)
 
 
-def assembled(config: Config, weights: dict[str, Tensor], source: Path, device) -> Decoder:
-    """Return a decoder with all of these tensors, by our names, and no others. ValueError names `source`."""
+def assembled(
+    config: Config, weights: dict[str, Tensor], source: Path, device
+) -> Decoder:
+    """Return a decoder with all of these tensors, by our names, and no others. ValueError names
+    `source`."""
     # costs no memory; on meta, drawing random numbers would import PyTorch's compiler (4 s)
     with torch.device("meta"), patch.object(nn.init, "normal_"):
         model = Decoder(config)
@@ -134,8 +213,10 @@ def assembled(config: Config, weights: dict[str, Tensor], source: Path, device) 
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"the weights in {source} do not fit its configuration "
-                         f"({' '.join(str(error).split()):.300}); download both again") from None
+        raise ValueError(
+            f"the weights in {source} do not fit its configuration "
+            f"({' '.join(str(error).split()):.300}); download both again"
+        ) from None
     if config.tie_embeddings:  # `assign` has made two parameters of one
         model.head.weight = model.embed.weight
     check_finite(weights)
@@ -144,10 +225,13 @@ def assembled(config: Config, weights: dict[str, Tensor], source: Path, device) 
 
 @torch.no_grad()
 def check_finite(tensors: dict[str, Tensor]):
-    """Raise ValueError if a tensor holds inf or nan: its two extremes tell, 30 times faster than isfinite."""
+    """Raise ValueError if a tensor holds inf or nan: its two extremes tell, 30 times faster than
+    isfinite."""
     for name, x in tensors.items():
         if not all(map(torch.isfinite, x.aminmax())):
-            raise ValueError(f"tensor {name} holds inf or nan as {x.dtype}; use a wider one, as bfloat16")
+            raise ValueError(
+                f"tensor {name} holds inf or nan as {x.dtype}; use a wider one, as bfloat16"
+            )
 
 
 def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16):
@@ -157,23 +241,43 @@ def to_hf(model: Decoder, folder: str | Path, dtype: torch.dtype = torch.float16
     """
     c, kind = model.config, type(model.blocks[0].attention)
     if c.family != "llama" or c.qkv_bias != c.o_bias or kind is not Attention:
-        raise ValueError(f"{kind.__name__} in {c} has not Llama's form: RoPE, and qkv_bias = o_bias")
+        raise ValueError(
+            f"{kind.__name__} in {c} has not Llama's form: RoPE, and qkv_bias = o_bias"
+        )
     config = {theirs: getattr(c, ours) for ours, theirs in KEYS["llama"].items()}
-    config |= dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_act="silu",
-                   attention_bias=c.o_bias, mlp_bias=c.mlp_bias, tie_word_embeddings=c.tie_embeddings,
-                   bos_token_id=c.bos, eos_token_id=None, torch_dtype=str(dtype).removeprefix("torch."),
-                   rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling})
+    config |= dict(
+        model_type="llama",
+        architectures=["LlamaForCausalLM"],
+        hidden_act="silu",
+        attention_bias=c.o_bias,
+        mlp_bias=c.mlp_bias,
+        tie_word_embeddings=c.tie_embeddings,
+        bos_token_id=c.bos,
+        eos_token_id=None,
+        torch_dtype=str(dtype).removeprefix("torch."),
+        rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling},
+    )
 
     weights = dict(model.named_parameters())  # a tied head is not among them
     for i, block in enumerate(model.blocks):
         for kind, x in block.attention.qkv.named_parameters():
-            weights |= {f"blocks.{i}.attention.{part}.{kind}": rows
-                        for part, rows in zip("qkv", block.attention.split(x))}
-    modules = [f"model.layers.{i}.{module}" for i in range(c.n_layers) for module in LLAMA]
-    names = [f"{module}.{kind}" for module in ("model.embed_tokens", "model.norm", "lm_head", *modules)
-             for kind in ("weight", "bias")]
-    tensors = {name: weights[our_name(name)].to("cpu", dtype).contiguous()
-               for name in names if our_name(name) in weights}
+            weights |= {
+                f"blocks.{i}.attention.{part}.{kind}": rows
+                for part, rows in zip("qkv", block.attention.split(x))
+            }
+    modules = [
+        f"model.layers.{i}.{module}" for i in range(c.n_layers) for module in LLAMA
+    ]
+    names = [
+        f"{module}.{kind}"
+        for module in ("model.embed_tokens", "model.norm", "lm_head", *modules)
+        for kind in ("weight", "bias")
+    ]
+    tensors = {
+        name: weights[our_name(name)].to("cpu", dtype).contiguous()
+        for name in names
+        if our_name(name) in weights
+    }
     check_finite(tensors)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,30 +291,47 @@ def check_device(name: str | torch.device) -> torch.device:
         torch.ones(1, device=name).item()  # fails on meta, which has no numbers
         return torch.device(name)
     except Exception as error:  # each backend raises its own error
-        raise ValueError(f"device {str(name)!r} is not available ({error!s:.200}); use cpu") from None
+        raise ValueError(
+            f"device {str(name)!r} is not available ({error!s:.200}); use cpu"
+        ) from None
 
 
-# ---- what transformers reads -------------------------------------------------------------------------------
+# ---- what transformers reads
+# -------------------------------------------------------------------------------
+
 
 @contextmanager
 def reading(folder: str | Path):
     """Turn whatever transformers raises into a ValueError of one line."""
     from transformers.utils import logging  # here, because importing it takes seconds
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     except Exception as error:  # several libraries read, each with its own errors
         line = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"transformers cannot read {folder} ({line:.300}); download it again") from error
+        raise ValueError(
+            f"transformers cannot read {folder} ({line:.300}); download it again"
+        ) from error
 
 
-def hf_model(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
+def hf_model(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+):
     """Return transformers' own model of a folder, in eval mode. ValueError if it cannot be read."""
     with reading(folder):
         from transformers import AutoModelForCausalLM
+
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, dtype=dtype, output_loading_info=True)
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=dtype,
+            output_loading_info=True,
+        )
         if missing := report["missing_keys"]:  # transformers would draw them at random
             raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)}")
     return model.to(check_device(device)).eval()
@@ -227,16 +348,31 @@ def as_hf(model: Decoder):
 def hf_tokenizer(folder: str | Path) -> Foreign:
     """Return the folder's tokenizer, read by transformers. ValueError if missing or broken."""
     if not [*Path(folder).glob("tokenizer*"), *Path(folder).glob("vocab*")]:
-        raise ValueError(f"{folder} has no tokenizer; copy the model's tokenizer.json into it")
+        raise ValueError(
+            f"{folder} has no tokenizer; copy the model's tokenizer.json into it"
+        )
     with reading(folder):
         from transformers import AutoTokenizer
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not (ids := tokenizer.encode("The")):  # some broken ones load, but then encode to nothing or fail
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        # some broken ones load, but then encode to nothing or fail
+        if not (ids := tokenizer.encode("The")):
             raise ValueError("its tokenizer encodes a text as no tokens")
 
     def raw(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    bos = ids[0] if ids[0] == tokenizer.bos_token_id else None  # config.json may name one that is not used
-    chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-    return Foreign(raw, tokenizer.decode, max(tokenizer.get_vocab().values(), default=-1) + 1, bos, chat)
+    # config.json may name one that is not used
+    bos = ids[0] if ids[0] == tokenizer.bos_token_id else None
+    chat = partial(
+        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True
+    )
+    return Foreign(
+        raw,
+        tokenizer.decode,
+        max(tokenizer.get_vocab().values(), default=-1) + 1,
+        bos,
+        chat,
+    )

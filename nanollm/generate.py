@@ -2,6 +2,7 @@
 
 The prompt's own logits, from the full cache, give the first new token.
 """
+
 from collections.abc import Iterator
 
 import torch
@@ -20,11 +21,15 @@ def check_prompt(model, tokens: Tensor, new: int = 0):
     check_tokens(tokens, "the prompt's tokens")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= V:
-        raise ValueError(f"token id {low if low < 0 else high} lies outside the vocabulary 0 … {V - 1}; "
-                         f"use the model's own tokenizer")
+        raise ValueError(
+            f"token id {low if low < 0 else high} lies outside the vocabulary 0 … {V - 1}; "
+            f"use the model's own tokenizer"
+        )
     if tokens.shape[1] + new > longest:
-        raise ValueError(f"{tokens.shape[1]} prompt tokens and {new} new ones exceed the model's length "
-                         f"of {longest}; shorten the prompt or ask for fewer new tokens")
+        raise ValueError(
+            f"{tokens.shape[1]} prompt tokens and {new} new ones exceed the model's length "
+            f"of {longest}; shorten the prompt or ask for fewer new tokens"
+        )
 
 
 @torch.no_grad()
@@ -37,7 +42,9 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     T, longest = tokens.shape[1], model.config.max_len
     total = T + (caches[0].seen if caches else 0)
     if total > longest:  # checked here, so that not even the first chunk is read
-        raise ValueError(f"{total} tokens exceed the model's length of {longest}; shorten the text")
+        raise ValueError(
+            f"{total} tokens exceed the model's length of {longest}; shorten the text"
+        )
     for part in tokens.split(T if chunk_size is None else chunk_size, 1):
         logits = model(part, caches, last=1)
     return logits[:, -1]
@@ -49,13 +56,17 @@ def tell_chunk_ends(caches, ends: Tensor):
     `boundaries(encoding, V)[prompt]` (tokenizer.py) computes it, for methods with semantic chunks.
     """
     if ends.dtype != torch.bool or ends.dim() != 2:
-        raise ValueError(f"ends {tuple(ends.shape)} of {ends.dtype} must be (B, T) of bool, true for tokens "
-                         "that end a chunk; give boundaries(encoding, V)[prompt]")
+        raise ValueError(
+            f"ends {tuple(ends.shape)} of {ends.dtype} must be (B, T) of bool, true for tokens "
+            "that end a chunk; give boundaries(encoding, V)[prompt]"
+        )
     for cache in caches:
         cache.chunk_ends = ends
 
 
-def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> Tensor:
+def sample(
+    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None
+) -> Tensor:
     """Return the next token (B,), drawn from logits (B, V). Temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits.argmax(-1)
@@ -66,24 +77,36 @@ def sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-def stream(model, prompt: Tensor, new: int, caches=None, *, temperature: float = 0.0, top_k: int = 0,
-           seed: int = 0) -> Iterator[Tensor]:
+def stream(
+    model,
+    prompt: Tensor,
+    new: int,
+    caches=None,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+) -> Iterator[Tensor]:
     """Yield `new` tokens (B,) that continue prompt (B, T), one by one.
 
-    `caches` are fresh ones from `make_cache`, by default full attention. Raises ValueError at the call, not
-    at the first token, if an argument is out of range.
+    `caches` are fresh ones from `make_cache`, by default full attention. Raises ValueError at the
+    call, not at the first token, if an argument is out of range.
     """
     whole("new", new, 1)
     check_prompt(model, prompt, new)
     whole("top_k", top_k, 0)
     if not (temperature == 0 or LEAST <= temperature < torch.inf):
-        raise ValueError(f"temperature is {temperature}; it must be 0 or a finite number, at least {LEAST:g}")
+        raise ValueError(
+            f"temperature is {temperature}; it must be 0 or a finite number, at least {LEAST:g}"
+        )
     check_seed(seed)
     caches = make_cache(model) if caches is None else caches
     check_caches(caches, model.config.n_layers, len(prompt))
     if caches[0].seen:
-        raise ValueError(f"the cache has already seen {caches[0].seen} tokens; "
-                         "make a new one for a new prompt")
+        raise ValueError(
+            f"the cache has already seen {caches[0].seen} tokens; "
+            "make a new one for a new prompt"
+        )
 
     generator = torch.Generator(prompt.device).manual_seed(seed)
     return _stream(model, prompt, new, caches, generator, temperature, top_k)

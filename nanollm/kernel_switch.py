@@ -1,4 +1,5 @@
 """Choose between a Triton kernel of kernels/ and plain PyTorch code."""
+
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,26 +11,33 @@ import torch
 from torch import Tensor
 
 use_kernels = find_spec("triton") is not None  # set it to False for plain code on a GPU
-shared_memory = {64: 64, 128: 100, 256: 164}  # up to this head dim, kernels need this many KiB per SM
+# up to this head dim, kernels need this many KiB per SM
+shared_memory = {64: 64, 128: 100, 256: 164}
 
 
 def on_gpu(x: Tensor) -> bool:
     """Return whether the Triton kernels can take x (..., D).
 
-    They need 16-bit numbers, which the tensor cores multiply, and heads whose tiles fit into shared memory.
+    They need 16-bit numbers, which the tensor cores multiply, and heads whose tiles fit into shared
+    memory.
     """
     if not (use_kernels and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
         return False
-    available = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor
-    return any(x.shape[-1] <= D and available >= 1024 * needed for D, needed in shared_memory.items())
+    available = torch.cuda.get_device_properties(
+        x.device
+    ).shared_memory_per_multiprocessor
+    return any(
+        x.shape[-1] <= D and available >= 1024 * needed
+        for D, needed in shared_memory.items()
+    )
 
 
 @cache
 def kernel_file(name: str):
     """Return the module kernels/NAME.py.
 
-    It is imported as a part of `nanollm_kernels`. Hugging Face publishes a library called `kernels`; where
-    that is installed, Python would import it in place of our folder.
+    It is imported as a part of `nanollm_kernels`. Hugging Face publishes a library called
+    `kernels`; where that is installed, Python would import it in place of our folder.
     """
     package = sys.modules.setdefault("nanollm_kernels", ModuleType("nanollm_kernels"))
     package.__path__ = [str(Path(__file__).parents[1] / "kernels")]

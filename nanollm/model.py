@@ -1,10 +1,13 @@
 """The decoder: Llama and GPT-2 in one file. Read it from top to bottom.
 
-The cache is explicit. Attention projects q, k and v, rotates q and k, and calls `y = cache.attend(q, k, v,
-pos)` (cache.py). Without a cache (in training) it is causal attention over the text.
+The cache is explicit. Attention projects q, k and v, rotates q and k, and calls `y =
+cache.attend(q, k, v, pos)` (cache.py). Without a cache (in training) it is causal attention over
+the text.
 
-Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim, V vocabulary.
+Shapes: B batch, T new tokens, H key/value heads, G query heads per key/value head, D head dim, V
+vocabulary.
 """
+
 from dataclasses import dataclass
 import math
 
@@ -18,23 +21,26 @@ from nanollm.check import check_config, check_forward
 @dataclass
 class Config:
     """Shape of a decoder."""
+
     vocab_size: int
-    max_len: int                      # longest sequence, in tokens
+    max_len: int  # longest sequence, in tokens
     n_layers: int
-    n_heads: int                      # query heads, H·G
-    n_kv_heads: int                   # key/value heads, H
+    n_heads: int  # query heads, H·G
+    n_kv_heads: int  # key/value heads, H
     d_model: int
     d_ff: int
-    head_dim: int = 0                 # D; 0 means d_model / n_heads
-    family: str = "llama"             # RMSNorm, RoPE, SwiGLU; or "gpt2": LayerNorm, learned positions, GELU
+    head_dim: int = 0  # D; 0 means d_model / n_heads
+    # RMSNorm, RoPE, SwiGLU; or "gpt2": LayerNorm, learned positions, GELU
+    family: str = "llama"
     rope_theta: float = 10_000.0
     rope_scaling: dict | None = None  # Llama 3.1's; its keys are check.SCALING
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    tie_embeddings: bool = True       # the output head is the embedding matrix
-    bos: int | None = None            # BOS token; used by code that builds prompts, not by the decoder
+    tie_embeddings: bool = True  # the output head is the embedding matrix
+    # BOS token; used by code that builds prompts, not by the decoder
+    bos: int | None = None
 
     def __post_init__(self):
         check_config(self)
@@ -46,8 +52,9 @@ def rope_frequencies(config: Config, device=None) -> Tensor:
     D = config.head_dim
     freq = config.rope_theta ** -(torch.arange(0, D, 2, device="cpu").float() / D)
     if config.rope_scaling:
-        # Dimension pairs with at most `low` turns in the original context rotate `factor` times slower. Pairs
-        # with at least `high` turns stay as they are. Between the two the change is linear.
+        # Dimension pairs with at most `low` turns in the original context rotate `factor` times
+        # slower. Pairs with at least `high` turns stay as they are. Between the two the change is
+        # linear.
         scaling = config.rope_scaling
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
@@ -60,7 +67,8 @@ def rope(freq: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of RoPE's angles at pos (..., T): (..., 1, T, D) each, 1 for the heads."""
     angle = (pos[..., None].float() * freq).unsqueeze(-3)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # the minus of Llama's rotate_half
+    # the minus of Llama's rotate_half
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,7 +87,8 @@ class Attention(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads  # of q, k, v, stacked in qkv's rows
+        # of q, k, v, stacked in qkv's rows
+        self.heads = c.n_heads, c.n_kv_heads, c.n_kv_heads
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
@@ -90,12 +99,15 @@ class Attention(nn.Module):
     @property
     def w_o(self) -> Tensor:
         """Return the output projection W_O as (d_model, H·G, D), a view."""
-        return self.o.weight.detach().unflatten(1, (self.config.n_heads, self.config.head_dim))
+        return self.o.weight.detach().unflatten(
+            1, (self.config.n_heads, self.config.head_dim)
+        )
 
     def project(self, x: Tensor, angles) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (B, T, d_model) to q (B, H·G, T, D), k and v (B, H, T, D); rotate q and k."""
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, sum of heads, T, D)
+        # (B, sum of heads, T, D)
+        qkv = self.qkv(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)
         if angles is None:
             return qkv.split(self.heads, 1)
         queries, keys, values = self.heads
@@ -108,7 +120,8 @@ class Attention(nn.Module):
             y = cache.attend(q, k, v, pos)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o(y.transpose(1, 2).flatten(2))  # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
+        # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -117,7 +130,11 @@ class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         c = config
-        self.gate = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias) if c.family == "llama" else None
+        self.gate = (
+            nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
+            if c.family == "llama"
+            else None
+        )
         self.up = nn.Linear(c.d_model, c.d_ff, bias=c.mlp_bias)
         self.down = nn.Linear(c.d_ff, c.d_model, bias=c.mlp_bias)
 
@@ -141,15 +158,18 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Tokens in, next-token logits out.
 
-    With a cache (a list from `make_cache`, one per layer) only the new tokens are computed. Their positions
-    follow all tokens that the cache has seen, evicted ones too. `attention`: the class of its layers.
+    With a cache (a list from `make_cache`, one per layer) only the new tokens are computed. Their
+    positions follow all tokens that the cache has seen, evicted ones too. `attention`: the class of
+    its layers.
     """
 
     def __init__(self, config: Config, attention=Attention):
         super().__init__()
         c = self.config = config
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
-        self.positions = nn.Embedding(c.max_len, c.d_model) if c.family == "gpt2" else None
+        self.positions = (
+            nn.Embedding(c.max_len, c.d_model) if c.family == "gpt2" else None
+        )
         self.blocks = nn.ModuleList(Block(c, attention) for _ in range(c.n_layers))
         self.norm = norm(c)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
@@ -160,28 +180,38 @@ class Decoder(nn.Module):
         self.apply(self._init)
 
     def _init(self, module: nn.Module):
-        # residual branches start small, so that the sum of all 2L keeps its scale (GPT-2, section 2.3)
+        # residual branches start small, so that the sum of all 2L keeps its scale (GPT-2, section
+        # 2.3)
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Block):
             for layer in (module.attention.o, module.mlp.down):
-                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers))
+                nn.init.normal_(
+                    layer.weight, std=0.02 / math.sqrt(2 * self.config.n_layers)
+                )
 
     def _apply(self, fn, recurse=True):
-        # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter radian or more
+        # .half() must not round RoPE's angles: at position 4000 they would be off by a quarter
+        # radian or more
         super()._apply(fn, recurse)
         if self.config.family == "llama":
             self.freq = rope_frequencies(self.config, self.embed.weight.device)
         return self
 
-    def forward(self, tokens: Tensor, cache=None, pos: Tensor | None = None,
-                last: int | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache=None,
+        pos: Tensor | None = None,
+        last: int | None = None,
+    ) -> Tensor:
         """Return logits (B, T, V) for tokens (B, T) int64; with `last`, only the last, (B, last, V).
 
-        `pos` (B or 1, T) overrides the positions (training uses position jumps). Raises ValueError, before a
-        cache changes, if the sequence would exceed config.max_len or an argument does not fit.
+        `pos` (B or 1, T) overrides the positions (training uses position jumps). Raises ValueError,
+        before a cache changes, if the sequence would exceed config.max_len or an argument does not
+        fit.
         """
         check_forward(self, tokens, cache, last)
         if pos is None:

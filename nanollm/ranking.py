@@ -1,4 +1,5 @@
 """Turn scores into slots: ranks, masks of the highest, indices. Ties go to the newest token."""
+
 import torch
 from torch import Tensor
 
@@ -6,7 +7,9 @@ from torch import Tensor
 def rank(score: Tensor, pos: Tensor) -> Tensor:
     """Return each slot's rank, (..., S): 0 for the highest score. Ties go to the largest pos."""
     newest_first = pos.argsort(dim=-1, descending=True, stable=True)
-    by_score = score.gather(-1, newest_first).argsort(dim=-1, descending=True, stable=True)
+    by_score = score.gather(-1, newest_first).argsort(
+        dim=-1, descending=True, stable=True
+    )
     order = newest_first.gather(-1, by_score)
     place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, place)
@@ -55,4 +58,8 @@ def taken(x: Tensor, i: Tensor) -> Tensor:
     """Return slots i (B, H, n) of x (B, H, S, ...): (B, H, n, ...). Ten times as fast as gather."""
     B, H, S = x.shape[:3]
     first = torch.arange(0, B * H * S, S, device=x.device).view(B, H, 1)
-    return x.flatten(0, 2).index_select(0, (i + first).flatten()).view(*i.shape, *x.shape[3:])
+    return (
+        x.flatten(0, 2)
+        .index_select(0, (i + first).flatten())
+        .view(*i.shape, *x.shape[3:])
+    )

@@ -1,8 +1,10 @@
 """Our tokenizer, byte-level BPE (arXiv 1508.07909) as a `tiktoken.Encoding`, and those of other models.
 
-In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 355 the two-digit numbers. Each
-of the others joins two tokens: the most frequent neighbours in the training text (lab/corpus.py).
+In nanollm/tiny/tokenizer.tiktoken, tokens 0 to 255 are the bytes, and 256 to 355 the two-digit
+numbers. Each of the others joins two tokens: the most frequent neighbours in the training text
+(lab/corpus.py).
 """
+
 import base64
 from collections.abc import Callable
 from pathlib import Path
@@ -23,29 +25,53 @@ def load(file: str | Path) -> tiktoken.Encoding:
     """
     lines = Path(file).read_bytes().splitlines()
     try:
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, lines)}
+        ranks = {
+            base64.b64decode(token, validate=True): int(rank)
+            for token, rank in map(bytes.split, lines)
+        }
     except ValueError:
         ranks = {}
-    if [*ranks.values()] != [*range(len(lines))] or not ranks.keys() >= {bytes([b]) for b in range(256)}:
-        raise ValueError(f"{file} is damaged: its lines must be tokens in base64, all bytes among them, and "
-                         "their ranks 0, 1, …; copy the file again")
-    return tiktoken.Encoding(Path(file).stem, pat_str=PATTERN, mergeable_ranks=ranks,
-                             special_tokens={BOS: len(ranks)})
+    if [*ranks.values()] != [*range(len(lines))] or not ranks.keys() >= {
+        bytes([b]) for b in range(256)
+    }:
+        raise ValueError(
+            f"{file} is damaged: its lines must be tokens in base64, all bytes among them, and "
+            "their ranks 0, 1, …; copy the file again"
+        )
+    return tiktoken.Encoding(
+        Path(file).stem,
+        pat_str=PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={BOS: len(ranks)},
+    )
 
 
 class Foreign:
     """A tokenizer of another model, with the interface of tiktoken.Encoding.
 
-    raw: a function from texts to their ids, in which the names of special tokens count as these. decode: from
-    ids to text. n_vocab: ids. bos: the token that the model's own tokenizer puts before a text, or None.
-    chat: a function from messages to the text of a chat.
+    raw: a function from texts to their ids, in which the names of special tokens count as these.
+    decode: from ids to text. n_vocab: ids. bos: the token that the model's own tokenizer puts
+    before a text, or None. chat: a function from messages to the text of a chat.
 
-    A piece of text is encoded as if a line stood before it, because some tokenizers add a space at the start
-    of a text.
+    A piece of text is encoded as if a line stood before it, because some tokenizers add a space at
+    the start of a text.
     """
 
-    def __init__(self, raw: Callable, decode: Callable, n_vocab: int, bos: int | None, chat: Callable):
-        self.raw, self.decode, self.n_vocab, self.bos, self.chat = raw, decode, n_vocab, bos, chat
+    def __init__(
+        self,
+        raw: Callable,
+        decode: Callable,
+        n_vocab: int,
+        bos: int | None,
+        chat: Callable,
+    ):
+        self.raw, self.decode, self.n_vocab, self.bos, self.chat = (
+            raw,
+            decode,
+            n_vocab,
+            bos,
+            chat,
+        )
         self.line = self.raw(["\n"])[0]  # put before each piece, and cut off its tokens
 
     def turn(self) -> tuple[list[int], list[int]]:
@@ -54,15 +80,23 @@ class Foreign:
         try:
             chat = self.chat([dict(role="user", content=mark)])
         except Exception as error:  # a template is a program, and may raise anything
-            raise ValueError(f"the tokenizer has no chat template that works ({error})") from error
+            raise ValueError(
+                f"the tokenizer has no chat template that works ({error})"
+            ) from error
         before, words, after = chat.partition(mark)
         if not words:
-            raise ValueError("the tokenizer's chat template does not show the user's words")
+            raise ValueError(
+                "the tokenizer's chat template does not show the user's words"
+            )
         return tuple(self.raw([before, after]))
 
     def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
-        return [ids[len(self.line):] if ids[:len(self.line)] == self.line else self.raw([text])[0]
-                for text, ids in zip(texts, self.raw([f"\n{text}" for text in texts]))]
+        return [
+            ids[len(self.line) :]
+            if ids[: len(self.line)] == self.line
+            else self.raw([text])[0]
+            for text, ids in zip(texts, self.raw([f"\n{text}" for text in texts]))
+        ]
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.encode_ordinary_batch([text])[0]
@@ -74,8 +108,8 @@ class Foreign:
 def opening(encoding, config) -> list[int]:
     """Return the tokens that every text begins with: [BOS] or [].
 
-    Another model's tokenizer tells. With ours, the model's config.json tells. A model trained with BOS may
-    give it much of the attention (a sink).
+    Another model's tokenizer tells. With ours, the model's config.json tells. A model trained with
+    BOS may give it much of the attention (a sink).
     """
     if isinstance(encoding, Foreign):
         return [] if encoding.bos is None else [encoding.bos]
@@ -85,21 +119,27 @@ def opening(encoding, config) -> list[int]:
 def check_vocabulary(encoding, vocab_size: int):
     """Raise ValueError unless the tokenizer suits a model with vocab_size token ids.
 
-    A tiktoken encoding must have exactly vocab_size ids. With fewer, the file was cut off, and BOS would get
-    another id. A Hugging Face tokenizer may have fewer ids, because such models pad their vocabulary.
+    A tiktoken encoding must have exactly vocab_size ids. With fewer, the file was cut off, and BOS
+    would get another id. A Hugging Face tokenizer may have fewer ids, because such models pad their
+    vocabulary.
     """
     ids, exact = encoding.n_vocab, isinstance(encoding, tiktoken.Encoding)
     if not ids or ids > vocab_size or exact and ids < vocab_size:
-        raise ValueError(f"the tokenizer has {ids} token ids and the model {vocab_size}; they do not belong "
-                         "together, so copy both again")
+        raise ValueError(
+            f"the tokenizer has {ids} token ids and the model {vocab_size}; they do not belong "
+            "together, so copy both again"
+        )
 
 
 def boundaries(encoding, vocab_size: int) -> torch.Tensor:
     """Return (vocab_size,) of bool: tokens that contain a line break or end with . : ; ! or ?"""
+
     def ends(token: int) -> bool:
         try:
             piece = encoding.decode([token])
-        except KeyError:  # a model's vocabulary may be padded with ids that the tokenizer lacks
+        # a model's vocabulary may be padded with ids that the tokenizer lacks
+        except KeyError:
             return False
         return "\n" in piece or piece.endswith((".", ":", ";", "!", "?"))
+
     return torch.tensor([ends(token) for token in range(vocab_size)])

@@ -1,4 +1,5 @@
 """A LayerCache as the memory of transformers' own models: their logits, their tokens, and real eviction."""
+
 from copy import deepcopy
 from itertools import pairwise
 import logging
@@ -21,21 +22,62 @@ from nanollm.model import rope, rotate
 from lab.registry import given, pick
 
 V, T = 97, 40
-SHAPE = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
-             pad_token_id=0)
+SHAPE = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 WIDE = SHAPE | dict(head_dim=16)  # heads that together are wider than the model
 EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=2)
 FAMILIES = {
-    "Llama": SHAPE, "Qwen2": SHAPE, "Qwen3": WIDE, "Mistral": SHAPE | dict(sliding_window=None), "Phi": SHAPE,
-    "Phi3": SHAPE, "Olmo2": SHAPE, "SmolLM3": SHAPE, "GPTNeoX": SHAPE, "Cohere": SHAPE, "Gemma": WIDE,
-    "GPT2": dict(vocab_size=V, n_embd=32, n_layer=3, n_head=4, n_positions=128, eos_token_id=2),
-    "Granite": SHAPE | dict(attention_multiplier=0.3), "Qwen3Moe": WIDE | EXPERTS | dict(num_experts=4),
+    "Llama": SHAPE,
+    "Qwen2": SHAPE,
+    "Qwen3": WIDE,
+    "Mistral": SHAPE | dict(sliding_window=None),
+    "Phi": SHAPE,
+    "Phi3": SHAPE,
+    "Olmo2": SHAPE,
+    "SmolLM3": SHAPE,
+    "GPTNeoX": SHAPE,
+    "Cohere": SHAPE,
+    "Gemma": WIDE,
+    "GPT2": dict(
+        vocab_size=V, n_embd=32, n_layer=3, n_head=4, n_positions=128, eos_token_id=2
+    ),
+    "Granite": SHAPE | dict(attention_multiplier=0.3),
+    "Qwen3Moe": WIDE | EXPERTS | dict(num_experts=4),
     "Llama4Text": WIDE | dict(num_local_experts=2, intermediate_size_mlp=48),
-    "OPT": dict(vocab_size=V, hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4,
-                max_position_embeddings=128, word_embed_proj_dim=32)}
-# families that rotate keys as our decoder does: others pair other dimensions, rotate a part, or none
-ROPE = "Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Olmo2", "SmolLM3", "Granite", "Gemma", "Qwen3Moe"
+    "OPT": dict(
+        vocab_size=V,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+    ),
+}
+# families that rotate keys as our decoder does: others pair other dimensions, rotate a part, or
+# none
+ROPE = (
+    "Llama",
+    "Qwen2",
+    "Qwen3",
+    "Mistral",
+    "Phi3",
+    "Olmo2",
+    "SmolLM3",
+    "Granite",
+    "Gemma",
+    "Qwen3Moe",
+)
 TOKENS = torch.randint(3, V, (3, T), generator=torch.Generator().manual_seed(1))
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -48,8 +90,12 @@ def tiny(family: str, **changed):
 
 def own(model, **memory):
     """What the model's own `generate` writes."""
-    return model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), max_new_tokens=6,
-                          **dict(do_sample=False) | memory)
+    return model.generate(
+        TOKENS,
+        attention_mask=torch.ones_like(TOKENS),
+        max_new_tokens=6,
+        **dict(do_sample=False) | memory,
+    )
 
 
 @torch.no_grad()
@@ -59,19 +105,30 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
     expected, written = model(TOKENS).logits, own(model)
     for sizes in ([T], [23, 16, 1], [1] * T):
         memory = attach(model)
-        parts = [model(part, past_key_values=memory).logits for part in TOKENS.split(sizes, 1)]
+        parts = [
+            model(part, past_key_values=memory).logits
+            for part in TOKENS.split(sizes, 1)
+        ]
         torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=0)
-    o, heads = memory.model.blocks[0].attention.o, torch.randn(5, *memory.caches[0].w_o.shape[1:])
+    o, heads = (
+        memory.model.blocks[0].attention.o,
+        torch.randn(5, *memory.caches[0].w_o.shape[1:]),
+    )
     products = o(heads.flatten(1)) - o(0 * heads.flatten(1))  # without a bias
-    torch.testing.assert_close(torch.einsum("thd,ohd->to", heads, memory.caches[0].w_o), products)
+    torch.testing.assert_close(
+        torch.einsum("thd,ohd->to", heads, memory.caches[0].w_o), products
+    )
     turns = {None if freq is None else bool(freq.any()) for freq in memory.model.freq}
     assert turns == ({True} if family in ROPE else {None})
     memory.compress(TOKENS)
     assert torch.equal(own(model, past_key_values=memory), written)
     assert memory.get_seq_length() == memory.caches[0].seen == T + 5
-    assert torch.equal(own(model), written)  # the model's own, with a memory of its own, meanwhile
+    # the model's own, with a memory of its own, meanwhile
+    assert torch.equal(own(model), written)
     detach(model)
-    assert torch.equal(own(model), written) and model.config._attn_implementation == "sdpa"
+    assert (
+        torch.equal(own(model), written) and model.config._attn_implementation == "sdpa"
+    )
     assert not any(hasattr(module, "attachment") for module in model.modules())
 
 
@@ -79,7 +136,11 @@ def test_a_full_memory_changes_no_logit_and_no_token(family):
 def both():
     """The shipped decoder, ours and transformers', and its tokenizer."""
     theirs = hf.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    return checkpoint.from_hf(TINY), Bridged(theirs), tokenizer.load(TINY / "tokenizer.tiktoken")
+    return (
+        checkpoint.from_hf(TINY),
+        Bridged(theirs),
+        tokenizer.load(TINY / "tokenizer.tiktoken"),
+    )
 
 
 @torch.no_grad()
@@ -98,8 +159,11 @@ def test_the_shipped_model_keeps_and_answers_the_same_in_both(both, name):
         compress(model, tokens[:, :-1], caches)
         results.append((model(tokens[:, -1:], caches), caches))
     (expected, ours), (logits, theirs) = results
-    few_bits = "quantized" in name or name.endswith("_4")  # between two codes, the last digit decides
-    torch.testing.assert_close(logits, expected, atol=1e-3 if few_bits else 1e-4, rtol=0)
+    # between two codes, the last digit decides
+    few_bits = "quantized" in name or name.endswith("_4")
+    torch.testing.assert_close(
+        logits, expected, atol=1e-3 if few_bits else 1e-4, rtol=0
+    )
     for a, b in zip(ours, theirs):
         assert torch.equal(a.pos, b.pos) and a.bytes() == b.bytes()
 
@@ -132,8 +196,11 @@ def test_objects_that_stand_in_for_caches_are_attended_through():
 
 # ---- the user's five lines, and conversations ---
 
+
 @torch.no_grad()
-@pytest.mark.parametrize("Method, options", [(KVzip, {}), (SnapKV, dict(window_size=8)), (H2O, {})])
+@pytest.mark.parametrize(
+    "Method, options", [(KVzip, {}), (SnapKV, dict(window_size=8)), (H2O, {})]
+)
 def test_a_conversation_is_compressed_after_each_turn_as_by_hand(both, Method, options):
     """A memory answers what our own decoder does, whose caches are cropped and compressed by hand."""
     ours, bridged, encoding = both
@@ -142,15 +209,19 @@ def test_a_conversation_is_compressed_after_each_turn_as_by_hand(both, Method, o
     memory = attach(bridged.model, Method, budget=24, **options)
     caches, text = make_cache(ours, Method, budget=24, **options), first
     for following in (turn, None):
-        bridged.model(text[:, memory.get_seq_length():], past_key_values=memory)
-        prefill(ours, text[:, caches[0].seen:], caches)
+        bridged.model(text[:, memory.get_seq_length() :], past_key_values=memory)
+        prefill(ours, text[:, caches[0].seen :], caches)
         memory.compress(text)
         crop(caches, text.shape[1] - 1)
         compress(ours, text[:, :-1], caches)
-        assert all(torch.equal(a.pos, b.pos) and a.seen == text.shape[1] - 1
-                   for a, b in zip(memory.caches, caches))
-        assert sum(int((cache.pos < 2 ** 30).sum()) for cache in caches) <= 24 * 3 * 6
-        text = bridged.model.generate(text, past_key_values=memory, max_new_tokens=5, do_sample=False)
+        assert all(
+            torch.equal(a.pos, b.pos) and a.seen == text.shape[1] - 1
+            for a, b in zip(memory.caches, caches)
+        )
+        assert sum(int((cache.pos < 2**30).sum()) for cache in caches) <= 24 * 3 * 6
+        text = bridged.model.generate(
+            text, past_key_values=memory, max_new_tokens=5, do_sample=False
+        )
         token = text[:, -6:-5]
         for expected in text[0, -5:]:
             token = ours(token, caches)[:, -1].argmax(-1, keepdim=True)
@@ -165,16 +236,22 @@ def test_a_conversation_is_compressed_after_each_turn_as_by_hand(both, Method, o
 def test_a_memory_is_compressed_for_the_prompt_that_it_has_read():
     model = tiny("Llama")
     memory = attach(model, StreamingLLM, budget=8)
-    with pytest.raises(ValueError, match="seen 0 tokens of 1 texts, but the prompt has 40 of 3"):
+    with pytest.raises(
+        ValueError, match="seen 0 tokens of 1 texts, but the prompt has 40 of 3"
+    ):
         memory.compress(TOKENS)
     model(TOKENS, past_key_values=memory)
     twin = deepcopy(memory)
-    with pytest.raises(ValueError, match="the prompt has not been compressed; call first"):
+    with pytest.raises(
+        ValueError, match="the prompt has not been compressed; call first"
+    ):
         own(model, past_key_values=memory)
     memory.compress(TOKENS)
     with pytest.raises(ValueError, match="has read another text than the prompt"):
         model.generate(TOKENS.flip(0), past_key_values=memory, max_new_tokens=2)
-    with pytest.raises(ValueError, match="prompt has 30 tokens, and the memory has seen 39"):
+    with pytest.raises(
+        ValueError, match="prompt has 30 tokens, and the memory has seen 39"
+    ):
         model.generate(READ, past_key_values=memory, max_new_tokens=2)
     assert memory.caches[0].length == 8 and twin.caches[0].length == T
     assert twin.model is memory.model and twin.caches[0].model is memory.caches[0].model
@@ -182,20 +259,54 @@ def test_a_memory_is_compressed_for_the_prompt_that_it_has_read():
 
 # ---- what is refused ---
 
-DEEPSEEK = SHAPE | EXPERTS | dict(
-    num_key_value_heads=4, n_routed_experts=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
-    qk_nope_head_dim=4, v_head_dim=6, n_group=1, topk_group=1)
+DEEPSEEK = (
+    SHAPE
+    | EXPERTS
+    | dict(
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=6,
+        n_group=1,
+        topk_group=1,
+    )
+)
 
 
-@pytest.mark.parametrize("family, shape, message", [
-    ("Gemma2", WIDE, "layer 0 caps its scores"),
-    ("Mistral", SHAPE | dict(sliding_window=39), "last 39 tokens alone, and the text has 40; shorten"),
-    ("GptOss", WIDE | EXPERTS | dict(num_local_experts=4), "layer 0 has sink logits"),
-    ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of [46]; take"),
-    ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
-    ("Lfm2", SHAPE | dict(layer_types=["conv", "full_attention", "conv"]), "layers without attention .conv."),
-    ("Mamba", dict(vocab_size=V, hidden_size=32, num_hidden_layers=2), "no attention heads; take")])
-def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape, message):
+@pytest.mark.parametrize(
+    "family, shape, message",
+    [
+        ("Gemma2", WIDE, "layer 0 caps its scores"),
+        (
+            "Mistral",
+            SHAPE | dict(sliding_window=39),
+            "last 39 tokens alone, and the text has 40; shorten",
+        ),
+        (
+            "GptOss",
+            WIDE | EXPERTS | dict(num_local_experts=4),
+            "layer 0 has sink logits",
+        ),
+        ("DeepseekV3", DEEPSEEK, "keys of 8 numbers and values of [46]; take"),
+        ("Falcon", SHAPE, "FalconForCausalLM does not go through"),
+        (
+            "Lfm2",
+            SHAPE | dict(layer_types=["conv", "full_attention", "conv"]),
+            "layers without attention .conv.",
+        ),
+        (
+            "Mamba",
+            dict(vocab_size=V, hidden_size=32, num_hidden_layers=2),
+            "no attention heads; take",
+        ),
+    ],
+)
+def test_what_no_cache_here_knows_is_refused_by_name(
+    monkeypatch, family, shape, message
+):
     monkeypatch.setitem(FAMILIES, family, shape)
     model = tiny(family)
     written = own(model)
@@ -205,22 +316,65 @@ def test_what_no_cache_here_knows_is_refused_by_name(monkeypatch, family, shape,
     assert torch.equal(own(model), written)
 
 
-READ, NEW, HIDDEN = TOKENS[:, :30], TOKENS[:, 30:], torch.ones(3, T).index_fill(1, torch.tensor(0), 0)
-SLIDES = dict(use_sliding_window=True, sliding_window=35,
-              layer_types=["full_attention", "sliding_attention", "full_attention"])
+READ, NEW, HIDDEN = (
+    TOKENS[:, :30],
+    TOKENS[:, 30:],
+    torch.ones(3, T).index_fill(1, torch.tensor(0), 0),
+)
+SLIDES = dict(
+    use_sliding_window=True,
+    sliding_window=35,
+    layer_types=["full_attention", "sliding_attention", "full_attention"],
+)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("message, family, changed, mode, call", [
-    ("must show all 40 tokens, those", "Llama", {}, "eval", dict(attention_mask=HIDDEN)),
-    ("must show all 40 tokens, those", "GPT2", {}, "eval", dict(attention_mask=HIDDEN[:, -10:])),
-    ("not causal", "Llama", {}, "eval", dict(attention_mask=torch.zeros(3, 1, 10, T))),
-    ("returns no attention weights", "Llama", {}, "eval", dict(output_attentions=True)),
-    ("no tokens beyond the 30", "Llama", {}, "eval", dict(input_ids=NEW[:, :0])),
-    ("1 texts do not fit a memory that has read 3", "Llama", {}, "eval", dict(input_ids=NEW[:1])),
-    ("layer 1 attends to the last 35 tokens alone", "Qwen2", SLIDES, "eval", {}),
-    ("call model.eval", "Llama", dict(attention_dropout=0.5), "train", {})])
-def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, mode, call):
+@pytest.mark.parametrize(
+    "message, family, changed, mode, call",
+    [
+        (
+            "must show all 40 tokens, those",
+            "Llama",
+            {},
+            "eval",
+            dict(attention_mask=HIDDEN),
+        ),
+        (
+            "must show all 40 tokens, those",
+            "GPT2",
+            {},
+            "eval",
+            dict(attention_mask=HIDDEN[:, -10:]),
+        ),
+        (
+            "not causal",
+            "Llama",
+            {},
+            "eval",
+            dict(attention_mask=torch.zeros(3, 1, 10, T)),
+        ),
+        (
+            "returns no attention weights",
+            "Llama",
+            {},
+            "eval",
+            dict(output_attentions=True),
+        ),
+        ("no tokens beyond the 30", "Llama", {}, "eval", dict(input_ids=NEW[:, :0])),
+        (
+            "1 texts do not fit a memory that has read 3",
+            "Llama",
+            {},
+            "eval",
+            dict(input_ids=NEW[:1]),
+        ),
+        ("layer 1 attends to the last 35 tokens alone", "Qwen2", SLIDES, "eval", {}),
+        ("call model.eval", "Llama", dict(attention_dropout=0.5), "train", {}),
+    ],
+)
+def test_a_refused_call_leaves_the_memory_as_it_was(
+    message, family, changed, mode, call
+):
     model = tiny(family, **changed)
     memory, expected = attach(model), model(TOKENS[:, :35]).logits[:, 30:]
     model(READ, past_key_values=memory, attention_mask=torch.ones_like(READ))
@@ -228,9 +382,17 @@ def test_a_refused_call_leaves_the_memory_as_it_was(message, family, changed, mo
     with pytest.raises(ValueError, match=message):
         model(**dict(input_ids=NEW, past_key_values=memory) | call)
     model.eval()
-    shown = torch.zeros(3, 1, 5, 35).masked_fill(~torch.ones(5, 35).tril(30).bool(), -torch.inf)
-    right = dict(past_key_values=memory, attention_mask=shown, position_ids=torch.arange(30, 35)[None])
-    torch.testing.assert_close(model(NEW[:, :5], **right).logits, expected, atol=1e-5, rtol=0)
+    shown = torch.zeros(3, 1, 5, 35).masked_fill(
+        ~torch.ones(5, 35).tril(30).bool(), -torch.inf
+    )
+    right = dict(
+        past_key_values=memory,
+        attention_mask=shown,
+        position_ids=torch.arange(30, 35)[None],
+    )
+    torch.testing.assert_close(
+        model(NEW[:, :5], **right).logits, expected, atol=1e-5, rtol=0
+    )
 
 
 @torch.no_grad()
@@ -238,17 +400,29 @@ def test_a_call_that_was_broken_off_spoils_its_memory_alone(monkeypatch):
     model = tiny("Llama")
     memory, expected = attach(model), model(TOKENS).logits
     with monkeypatch.context() as patch:
-        patch.setattr(model.model.layers[1].self_attn, "forward",
-                      lambda *_, **__: (torch.zeros(3, T, 32), None))
-        with pytest.raises(ValueError, match="layer 1 does not go through transformers' attention interface"):
+        patch.setattr(
+            model.model.layers[1].self_attn,
+            "forward",
+            lambda *_, **__: (torch.zeros(3, T, 32), None),
+        )
+        with pytest.raises(
+            ValueError,
+            match="layer 1 does not go through transformers' attention interface",
+        ):
             model(TOKENS, past_key_values=memory)
     with monkeypatch.context() as patch:
         patch.setattr(model.model.layers[1].mlp, "forward", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(TOKENS, past_key_values=attach(model))
-    torch.testing.assert_close(model(TOKENS).logits, expected)  # no memory is left in use
-    for call in (lambda: model(TOKENS, past_key_values=memory), lambda: memory.compress(TOKENS)):
-        with pytest.raises(ValueError, match="call stopped after only some layers had read"):
+    # no memory is left in use
+    torch.testing.assert_close(model(TOKENS).logits, expected)
+    for call in (
+        lambda: model(TOKENS, past_key_values=memory),
+        lambda: memory.compress(TOKENS),
+    ):
+        with pytest.raises(
+            ValueError, match="call stopped after only some layers had read"
+        ):
             call()
     logits = model(TOKENS, past_key_values=attach(model)).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
@@ -267,14 +441,20 @@ def test_a_memory_is_read_by_its_own_model_while_that_is_attached():
     detach(model)
     with pytest.raises(ValueError, match="was detached, or never attached"):
         model(NEW, past_key_values=memory)
-    attach(SimpleNamespace(_orig_mod=model))  # as torch.compile wraps it: the model itself
-    twin = type(model)(model.config).eval()  # whose config is the same object, and so names our attention
+    # as torch.compile wraps it: the model itself
+    attach(SimpleNamespace(_orig_mod=model))
+    # whose config is the same object, and so names our attention
+    twin = type(model)(model.config).eval()
     twin.load_state_dict(model.state_dict())
     of_twin = attach(twin)
     twin(READ, past_key_values=of_twin)
     for one, of_one in (model, memory), (twin, of_twin):
-        torch.testing.assert_close(one(NEW, past_key_values=of_one).logits, bridged(TOKENS)[:, 30:],
-                                   atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            one(NEW, past_key_values=of_one).logits,
+            bridged(TOKENS)[:, 30:],
+            atol=1e-5,
+            rtol=0,
+        )
 
 
 def test_gradients_and_drafts_are_refused():
@@ -283,15 +463,26 @@ def test_gradients_and_drafts_are_refused():
     with pytest.raises(ValueError, match="no gradient goes through a memory"):
         logits.sum().backward()
     with pytest.raises(ValueError, match="use greedy decoding, beams or sampling"):
-        model.generate(TOKENS[:1], past_key_values=attach(model), max_new_tokens=20,
-                       prompt_lookup_num_tokens=3)
+        model.generate(
+            TOKENS[:1],
+            past_key_values=attach(model),
+            max_new_tokens=20,
+            prompt_lookup_num_tokens=3,
+        )
 
 
 # ---- batches, other layers, other weights ---
 
+
 @torch.no_grad()
-@pytest.mark.parametrize("Method, options", [
-    (SnapKV, dict(budget=12, window_size=4)), (H2O, dict(budget=12)), (LayerCache, {})])
+@pytest.mark.parametrize(
+    "Method, options",
+    [
+        (SnapKV, dict(budget=12, window_size=4)),
+        (H2O, dict(budget=12)),
+        (LayerCache, {}),
+    ],
+)
 def test_texts_padded_on_the_left_are_answered_as_alone(Method, options):
     model, pads = tiny("Llama"), [7, 0, 3]
 
@@ -299,19 +490,33 @@ def test_texts_padded_on_the_left_are_answered_as_alone(Method, options):
         memory, T = attach(model, Method, **options), tokens.shape[1]
         mask = torch.arange(T) >= torch.tensor(pads)[:, None]
         for start, stop in pairwise((0, 5, 25, T)):
-            model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=memory)
+            model(
+                tokens[:, start:stop],
+                attention_mask=mask[:, :stop],
+                past_key_values=memory,
+            )
         memory.compress(tokens)
-        return model.generate(tokens, attention_mask=mask.long(), past_key_values=memory, max_new_tokens=8,
-                              do_sample=False)[:, -8:]
+        return model.generate(
+            tokens,
+            attention_mask=mask.long(),
+            past_key_values=memory,
+            max_new_tokens=8,
+            do_sample=False,
+        )[:, -8:]
 
     alone = [written(row[None, pad:], [0]) for row, pad in zip(TOKENS, pads)]
     assert torch.equal(written(TOKENS, pads), torch.cat(alone))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [
-    dict(num_beams=3), dict(num_beams=4, num_return_sequences=2),
-    dict(do_sample=True, num_return_sequences=3)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_beams=3),
+        dict(num_beams=4, num_return_sequences=2),
+        dict(do_sample=True, num_return_sequences=3),
+    ],
+)
 def test_beams_and_samples_are_those_of_the_model_s_own_cache(options):
     model, results = tiny("Llama"), []
     for memory in None, attach(model):
@@ -329,7 +534,9 @@ class Bits(torch.nn.Linear):
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         self.scale = linear.weight.abs().max() / 127
-        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), False)
+        self.weight = torch.nn.Parameter(
+            (linear.weight / self.scale).round().to(torch.int8), False
+        )
 
     def forward(self, x):
         return x @ (self.weight * self.scale).T
@@ -351,12 +558,22 @@ def test_quantized_weights_and_adapters_are_taken_for_what_they_compute():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family, config, turns", [
-    ("SmolLM3", SHAPE, [1, 1, 1, 0]),
-    ("Cohere2", WIDE | dict(sliding_window=256), [None, None, None, 0]),
-    ("Gemma3Text", WIDE | dict(sliding_window=256), [1, 1, 1, 1]),  # two bases
-    ("Llama", SHAPE | dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)),
-     [None] * 4)])
+@pytest.mark.parametrize(
+    "family, config, turns",
+    [
+        ("SmolLM3", SHAPE, [1, 1, 1, 0]),
+        ("Cohere2", WIDE | dict(sliding_window=256), [None, None, None, 0]),
+        ("Gemma3Text", WIDE | dict(sliding_window=256), [1, 1, 1, 1]),  # two bases
+        (
+            "Llama",
+            SHAPE
+            | dict(
+                rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
+            ),
+            [None] * 4,
+        ),
+    ],
+)
 def test_each_layer_is_asked_how_it_rotates(monkeypatch, family, config, turns):
     monkeypatch.setitem(FAMILIES, family, config | dict(num_hidden_layers=4))
     model = tiny(family)
@@ -374,12 +591,19 @@ def test_each_layer_is_asked_how_it_rotates(monkeypatch, family, config, turns):
 
 @torch.no_grad()
 def test_a_memory_that_transformers_leaves_behind_is_missed(monkeypatch):
-    scaling = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-                   original_max_position_embeddings=43)
+    scaling = dict(
+        rope_type="longrope",
+        rope_theta=1e4,
+        short_factor=[1.0] * 4,
+        long_factor=[4.0] * 4,
+        original_max_position_embeddings=43,
+    )
     model = tiny("Phi3", rope_parameters=scaling)
     model.config.original_max_position_embeddings = 43
     memory = attach(model, SnapKV, budget=16, window_size=8)
     model(TOKENS, past_key_values=memory)
     memory.compress(TOKENS)
-    with pytest.raises(ValueError, match="leaves the memory behind and would go on with a full cache"):
+    with pytest.raises(
+        ValueError, match="leaves the memory behind and would go on with a full cache"
+    ):
         own(model, past_key_values=memory)

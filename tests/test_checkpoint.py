@@ -1,4 +1,5 @@
 """Checkpoints in and out. The oracle is transformers: what it saves we read, what we write it opens."""
+
 import json
 import shutil
 
@@ -24,6 +25,7 @@ def saved(tmp_path_factory):
             folders[case] = tmp_path_factory.mktemp("saved")
             oracle(case).save_pretrained(folders[case])
         return folders[case]
+
     return folder
 
 
@@ -33,6 +35,7 @@ DROP = object()  # as a new value: no such entry
 @pytest.fixture
 def copy(saved, tmp_path):
     """copy(case, config=…, tensors=…): a checkpoint with other entries in config.json and other tensors."""
+
     def copied(case, config=(), tensors=()):
         folder = tmp_path / "copy"
         shutil.copytree(saved(case), folder, dirs_exist_ok=True)
@@ -40,6 +43,7 @@ def copy(saved, tmp_path):
         file.write_text(json.dumps(changed(json.loads(file.read_text()), config)))
         save_file(changed(load_file(weights), tensors), weights)
         return folder
+
     return copied
 
 
@@ -65,26 +69,37 @@ def equal(a: Decoder, b: Decoder):
 
 # ---- out, and in again ---
 
+
 @torch.no_grad()
 @pytest.mark.parametrize("case", [case for case in CASES if "llama" in case])
 def test_what_we_write_transformers_opens(saved, tmp_path, case):
     ours = from_hf(saved(case))
     to_hf(ours, tmp_path, torch.float32)
     equal(from_hf(tmp_path), ours)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report.values())  # no missing, unexpected or mismatched tensors
     assert theirs.dtype == torch.float32
     same(theirs(TOKENS).logits, oracle(case)(TOKENS).logits)
-    assert theirs.config.eos_token_id is None  # generate would stop at the token of another tokenizer
+    # generate would stop at the token of another tokenizer
+    assert theirs.config.eos_token_id is None
 
 
 def test_half_precision_round_trip_is_exact(saved, tmp_path):
     ours = from_hf(saved("llama3.1"), torch.float16)
-    assert torch.equal(ours.freq, Decoder(ours.config).freq) and ours.freq.dtype == torch.float32  # exact
+    # exact
+    assert (
+        torch.equal(ours.freq, Decoder(ours.config).freq)
+        and ours.freq.dtype == torch.float32
+    )
     assert {p.dtype for p in ours.parameters()} == {torch.float16}
     to_hf(ours, tmp_path)
     equal(from_hf(tmp_path, torch.float16), ours)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float16
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype
+        == torch.float16
+    )
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers 4 insists on it
 
@@ -102,15 +117,18 @@ def test_loading_ties_the_head_draws_no_random_numbers(saved):
 def test_what_llamas_form_or_the_dtype_cannot_hold_is_not_written(tmp_path):
     large = Decoder(tiny())
     large.blocks[1].mlp.up.weight.data[0, 0] = 1e5
-    for model, message in ((Decoder(tiny(family="gpt2")), "has not Llama's form"),
-                           (Decoder(tiny(qkv_bias=True)), "has not Llama's form"),
-                           (large, "layers.1.mlp.up_proj.weight holds inf or nan as torch.float16")):
+    for model, message in (
+        (Decoder(tiny(family="gpt2")), "has not Llama's form"),
+        (Decoder(tiny(qkv_bias=True)), "has not Llama's form"),
+        (large, "layers.1.mlp.up_proj.weight holds inf or nan as torch.float16"),
+    ):
         with pytest.raises(ValueError, match=message):
             to_hf(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 # ---- the forms a checkpoint comes in ---
+
 
 @pytest.mark.parametrize("case", ["gpt2 untied", "llama3.1"])
 def test_shards(saved, tmp_path, case):
@@ -122,67 +140,157 @@ def test_shards(saved, tmp_path, case):
     refused(tmp_path, "Missing key(s)")
 
 
-@pytest.mark.parametrize("case, prefix", [("gpt2", "transformer."), ("llama grouped tied", "model.")])
+@pytest.mark.parametrize(
+    "case, prefix", [("gpt2", "transformer."), ("llama grouped tied", "model.")]
+)
 def test_names_without_prefix(saved, copy, case, prefix):
     file = copy(case) / "model.safetensors"
-    save_file({name.removeprefix(prefix): x for name, x in load_file(file).items()}, file)
+    save_file(
+        {name.removeprefix(prefix): x for name, x in load_file(file).items()}, file
+    )
     equal(from_hf(file.parent), from_hf(saved(case)))
 
 
 def test_tensors_that_follow_from_others_are_ignored(saved, copy):
-    derived = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(),
-               "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    derived = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(),
+        "h.1.attn.masked_bias": torch.tensor(-1e4),
+    }
     equal(from_hf(copy("gpt2", tensors=derived)), from_hf(saved("gpt2")))
     tied = "llama grouped tied"
-    head = load_file(saved(tied) / "model.safetensors")["model.embed_tokens.weight"].clone()
-    derived = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": head}
+    head = load_file(saved(tied) / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ].clone()
+    derived = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": head,
+    }
     equal(from_hf(copy(tied, tensors=derived)), from_hf(saved(tied)))
 
 
 SCALING = {key: x for key, x in LLAMA3.items() if not key.startswith("rope")}
 
 
-@pytest.mark.parametrize("case, config", [
-    *(("llama3.1", dict(rope_parameters=DROP, rope_theta=LLAMA3["rope_theta"],  # as transformers 4 wrote it
-                        rope_scaling=SCALING | {name: "llama3"})) for name in ("rope_type", "type")),
-    ("llama multi-head", dict.fromkeys((  # as Llama 2's first config.json
-        "head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "rope_parameters",
-        "tie_word_embeddings", "hidden_act"), DROP)),
-    ("gpt2", dict.fromkeys(("n_inner", "tie_word_embeddings", "scale_attn_weights", "add_cross_attention"),
-                           DROP)),
-    ("llama multi-head", dict(rope_parameters=None, rope_theta=10_000, quantization_config=None))])
+@pytest.mark.parametrize(
+    "case, config",
+    [
+        # as transformers 4 wrote it
+        *(
+            (
+                "llama3.1",
+                dict(
+                    rope_parameters=DROP,
+                    rope_theta=LLAMA3["rope_theta"],
+                    rope_scaling=SCALING | {name: "llama3"},
+                ),
+            )
+            for name in ("rope_type", "type")
+        ),
+        (
+            "llama multi-head",
+            dict.fromkeys(
+                (  # as Llama 2's first config.json
+                    "head_dim",
+                    "num_key_value_heads",
+                    "attention_bias",
+                    "mlp_bias",
+                    "rope_parameters",
+                    "tie_word_embeddings",
+                    "hidden_act",
+                ),
+                DROP,
+            ),
+        ),
+        (
+            "gpt2",
+            dict.fromkeys(
+                (
+                    "n_inner",
+                    "tie_word_embeddings",
+                    "scale_attn_weights",
+                    "add_cross_attention",
+                ),
+                DROP,
+            ),
+        ),
+        (
+            "llama multi-head",
+            dict(rope_parameters=None, rope_theta=10_000, quantization_config=None),
+        ),
+    ],
+)
 def test_other_entries_that_say_the_same(saved, copy, case, config):
     equal(from_hf(copy(case, config)), from_hf(saved(case)))
 
 
 # ---- errors ---
 
-@pytest.mark.parametrize("case, config, words", [
-    ("llama3.1", dict(model_type="bert"), "model_type 'bert' is not one of llama, mistral"),
-    ("llama3.1", dict(quantization_config={}), "quantization_config {} is not"),
-    ("llama3.1", dict(hidden_size=DROP), "'hidden_size'"),
-    ("llama3.1", dict(hidden_act="gelu"), "hidden_act 'gelu' is not 'silu'"),
-    ("llama3.1", dict(rope_scaling={"type": "linear", "factor": 2.0}), "'linear' is not"),
-    ("llama3.1", dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
-    ("mistral", dict(sliding_window=DROP), "a sliding window"),
-    ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
-    ("gpt2", dict(activation_function="gelu"), "activation_function 'gelu' is not"),
-    ("gpt2", dict(n_head=5), "d_model 32 is not a multiple of n_heads 5"),
-    ("qwen2", dict(rope_scaling=[8.0]), "list")])
-def test_a_config_that_decoder_would_compute_otherwise_is_refused(copy, case, config, words):
-    refused(copy(case, config), words, "config.json is not one that", "--engine transformers")
+
+@pytest.mark.parametrize(
+    "case, config, words",
+    [
+        (
+            "llama3.1",
+            dict(model_type="bert"),
+            "model_type 'bert' is not one of llama, mistral",
+        ),
+        ("llama3.1", dict(quantization_config={}), "quantization_config {} is not"),
+        ("llama3.1", dict(hidden_size=DROP), "'hidden_size'"),
+        ("llama3.1", dict(hidden_act="gelu"), "hidden_act 'gelu' is not 'silu'"),
+        (
+            "llama3.1",
+            dict(rope_scaling={"type": "linear", "factor": 2.0}),
+            "'linear' is not",
+        ),
+        ("llama3.1", dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        ("mistral", dict(sliding_window=DROP), "a sliding window"),
+        ("qwen2", dict(use_sliding_window=True), "use_sliding_window True"),
+        ("gpt2", dict(activation_function="gelu"), "activation_function 'gelu' is not"),
+        ("gpt2", dict(n_head=5), "d_model 32 is not a multiple of n_heads 5"),
+        ("qwen2", dict(rope_scaling=[8.0]), "list"),
+    ],
+)
+def test_a_config_that_decoder_would_compute_otherwise_is_refused(
+    copy, case, config, words
+):
+    refused(
+        copy(case, config),
+        words,
+        "config.json is not one that",
+        "--engine transformers",
+    )
 
 
 NAME = "model.layers.1.self_attn.k_proj.bias"
 
 
-@pytest.mark.parametrize("case, tensors, words", [
-    ("qwen2", {"model.norm.weight": DROP}, 'Missing key(s) in state_dict: "norm.weight"'),
-    ("qwen2", {NAME: DROP}, "blocks.1.attention.k.bias"),
-    ("qwen2", {"model.embed_tokens.weight": DROP}, "embed.weight"),
-    ("gpt2 3 heads", {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)}, "size mismatch for blocks.1"),
-    ("llama3.1", {NAME.replace("k_proj", "o_proj"): torch.ones(32)}, "Unexpected key(s) in state_dict"),
-    ("qwen2", {NAME: torch.tensor([1.0] * 15 + [torch.nan])}, "attention.qkv.bias holds inf or nan")])
+@pytest.mark.parametrize(
+    "case, tensors, words",
+    [
+        (
+            "qwen2",
+            {"model.norm.weight": DROP},
+            'Missing key(s) in state_dict: "norm.weight"',
+        ),
+        ("qwen2", {NAME: DROP}, "blocks.1.attention.k.bias"),
+        ("qwen2", {"model.embed_tokens.weight": DROP}, "embed.weight"),
+        (
+            "gpt2 3 heads",
+            {"transformer.h.1.mlp.c_fc.weight": torch.ones(40, 24)},
+            "size mismatch for blocks.1",
+        ),
+        (
+            "llama3.1",
+            {NAME.replace("k_proj", "o_proj"): torch.ones(32)},
+            "Unexpected key(s) in state_dict",
+        ),
+        (
+            "qwen2",
+            {NAME: torch.tensor([1.0] * 15 + [torch.nan])},
+            "attention.qkv.bias holds inf or nan",
+        ),
+    ],
+)
 def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
     refused(copy(case, tensors=tensors), words)
 
@@ -190,7 +298,8 @@ def test_a_tensor_that_does_not_belong_is_refused(copy, case, tensors, words):
 def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
     refused(tmp_path / "nowhere", str(tmp_path / "nowhere" / "config.json"))
     shutil.copy(saved("qwen2") / "config.json", tmp_path)
-    shutil.copy(saved("qwen2") / "config.json", tmp_path / "pytorch_model.bin")  # a pickle is never opened
+    # a pickle is never opened
+    shutil.copy(saved("qwen2") / "config.json", tmp_path / "pytorch_model.bin")
     refused(tmp_path, "model.safetensors")
     whole = (saved("qwen2") / "model.safetensors").read_bytes()
     for content in whole[:-4], b"version https://git-lfs.github.com/spec/v1":
@@ -199,22 +308,32 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(saved, tmp_path):
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json")
     for device in "meta", "hpu", "x":
-        refused(saved("qwen2"), f"device {device!r} is not available", "use cpu", device=device)
+        refused(
+            saved("qwen2"),
+            f"device {device!r} is not available",
+            "use cpu",
+            device=device,
+        )
 
 
 def test_what_transformers_reads_is_whole_or_refused(copy, tmp_path):
     assert hf_model(copy("qwen2"), torch.bfloat16).dtype == torch.bfloat16
-    refused(copy("qwen2", tensors={NAME: DROP}), "it lacks 1 tensors", NAME, read=hf_model)
+    refused(
+        copy("qwen2", tensors={NAME: DROP}), "it lacks 1 tensors", NAME, read=hf_model
+    )
     refused(tmp_path / "nowhere", "transformers cannot read", read=hf_model)
 
 
 def test_tokenizer(tmp_path):
     refused(tmp_path, "has no tokenizer", read=hf_tokenizer)
     from tokenizers import Tokenizer, models, pre_tokenizers
+
     words = Tokenizer(models.WordLevel({"the": 0, "cache": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     tokenizer = hf_tokenizer(tmp_path)
     assert tokenizer.encode_ordinary("the cache evicts") == [0, 1, 2]
     assert tokenizer.decode([1, 0]) == "cache the" and tokenizer.bos is None

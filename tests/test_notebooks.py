@@ -1,4 +1,5 @@
 """The stored notebooks are what `notebooks/build.py` makes of their sources; nothing is run here."""
+
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,16 @@ SOURCES = sorted(FOLDER.glob("[0-9]*.py"))
 
 
 def test_each_notebook_has_a_source():
-    assert {book.stem for book in FOLDER.rglob("*.ipynb")} == {source.stem for source in SOURCES}
+    assert {book.stem for book in FOLDER.rglob("*.ipynb")} == {
+        source.stem for source in SOURCES
+    }
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_cell_is_at_most_20_lines_of_100_columns(source):
-    import jupytext  # here, as every process reads every file of tests, and this takes seconds
+    # here, as every process reads every file of tests, and this takes seconds
+    import jupytext
+
     for cell in jupytext.read(source).cells:
         if cell.cell_type == "code":
             lines = cell.source.splitlines()
@@ -24,12 +29,17 @@ def test_a_cell_is_at_most_20_lines_of_100_columns(source):
 def test_the_notebook_is_its_source_run_once_from_top_to_bottom(source):
     import jupytext
     import nbformat
+
     book = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     nbformat.validate(book)
     cells = lambda notebook: [(cell.cell_type, cell.source) for cell in notebook.cells]
-    assert cells(book) == cells(jupytext.read(source)), f"python notebooks/build.py notebooks/{source.name}"
+    assert cells(book) == cells(jupytext.read(source)), (
+        f"python notebooks/build.py notebooks/{source.name}"
+    )
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell.outputs]
-    kinds = {output.output_type for output in outputs} | {output.get("name") for output in outputs}
+    kinds = {output.output_type for output in outputs} | {
+        output.get("name") for output in outputs
+    }
     assert outputs and not kinds & {"error", "stderr"}

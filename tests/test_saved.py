@@ -1,4 +1,5 @@
 """A loaded cache answers bit for bit as the saved one; a file that does not fit is refused."""
+
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,9 @@ def read(model, Method, B=2, T=120, **options):
     """Return caches after a prompt, and the tokens that follow it."""
     tokens = torch.from_numpy(tasks("test").batch("plain", 0, B, T + 8).tokens)
     heads = ((0, 0), (1, 1)) if "heads" in given(Method, heads=0) else ()
-    caches = make_cache(model, Method, **given(Method, budget=40, window_size=8, heads=heads) | options)
+    caches = make_cache(
+        model, Method, **given(Method, budget=40, window_size=8, heads=heads) | options
+    )
     prefill(model, tokens[:, :T], caches, 64)
     tell_chunk_ends(caches, boundaries(ENCODING, 2048)[tokens[:, :T]])
     compress(model, tokens[:, :T], caches)
@@ -55,8 +58,13 @@ def test_a_loaded_cache_answers_to_the_last_bit_as_the_saved_one(name, tmp_path)
     fresh = make_cache(model, METHODS[name], **header(file)["options"])
     load(file, fresh)
     assert header(file)["note"] == dict(method=name)
-    assert all(map(torch.equal, answers(model, caches, after), answers(model, fresh, after)))
-    assert [cache.bytes()[0] for cache in fresh] == [cache.bytes()[0] for cache in caches]  # live
+    assert all(
+        map(torch.equal, answers(model, caches, after), answers(model, fresh, after))
+    )
+    # live
+    assert [cache.bytes()[0] for cache in fresh] == [
+        cache.bytes()[0] for cache in caches
+    ]
 
 
 ELSEWHERE = """
@@ -80,16 +88,28 @@ torch.save(logits, f"{folder}/logits.pt")
 @torch.no_grad()
 def test_a_file_is_answered_bit_for_bit_in_another_process(typed, tmp_path):
     model, expected = from_hf(checkpoint_of_two_layers(tmp_path)), {}
-    for name in "kvzip_4", "quantized_4", "snap_kv", "kvzip_fast", "streaming_llm", "kv_reviver", "random":
+    for name in (
+        "kvzip_4",
+        "quantized_4",
+        "snap_kv",
+        "kvzip_fast",
+        "streaming_llm",
+        "kv_reviver",
+        "random",
+    ):
         caches, after = read(model, METHODS[name])
         save(caches, tmp_path / name)
-        expected[name] = torch.cat([model(token, caches) for token in after.split(1, 1)], 1)
+        expected[name] = torch.cat(
+            [model(token, caches) for token in after.split(1, 1)], 1
+        )
     torch.save(after, tmp_path / "after.pt")
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE.replace("ROOT", repr(str(ROOT))))
     done = typed("python", tmp_path / "elsewhere.py", tmp_path, *expected)
     assert done.returncode == 0, done.stderr
     logits = torch.load(tmp_path / "logits.pt")
-    assert [name for name in expected if not torch.equal(logits[name], expected[name])] == []
+    assert [
+        name for name in expected if not torch.equal(logits[name], expected[name])
+    ] == []
 
 
 class Odd(LayerCache):
@@ -115,21 +135,30 @@ def test_a_file_is_refused_that_is_damaged_or_does_not_fit(model, tmp_path):
     save(caches, file, version=7)  # a note does not change the header
     turned.config.rope_theta = 1e4  # the same weights
     for other, name, changed, message in (
-            (from_hf(LEARNED), "snap_kv", {}, "was written by another decoder"),
-            (turned, "snap_kv", {}, "was written by another decoder"),
-            (from_hf(TINY, torch.float16), "snap_kv", {}, "read the text, in float32"),
-            (model, "ada_kv", {}, "is of SnapKV with"),
-            (model, "snap_kv", dict(budget=41), "and these caches are SnapKV with .*41")):
+        (from_hf(LEARNED), "snap_kv", {}, "was written by another decoder"),
+        (turned, "snap_kv", {}, "was written by another decoder"),
+        (from_hf(TINY, torch.float16), "snap_kv", {}, "read the text, in float32"),
+        (model, "ada_kv", {}, "is of SnapKV with"),
+        (model, "snap_kv", dict(budget=41), "and these caches are SnapKV with .*41"),
+    ):
         with pytest.raises(ValueError, match=message):
-            load(file, make_cache(other, METHODS[name], **header(file)["options"] | changed))
+            load(
+                file,
+                make_cache(other, METHODS[name], **header(file)["options"] | changed),
+            )
     with pytest.raises(ValueError, match="have seen 120 tokens"):
         load(file, caches)
 
     save_file(dict(x=torch.ones(2)), tmp_path / "weights")
     (tmp_path / "cut").write_bytes(file.read_bytes()[:500])
-    (tmp_path / "later").write_bytes(file.read_bytes().replace(b'version\\": 3', b'version\\": 4'))
+    (tmp_path / "later").write_bytes(
+        file.read_bytes().replace(b'version\\": 3', b'version\\": 4')
+    )
     for name in "weights", "cut", "later":
-        with pytest.raises(ValueError, match=f"{name} is not a saved cache, of another version, or damaged"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} is not a saved cache, of another version, or damaged",
+        ):
             header(tmp_path / name)
 
 
@@ -143,7 +172,9 @@ def test_a_memory_of_the_bridge_is_saved_and_loaded(tmp_path):
     save(memory, file)
     fresh = attach(bridged, METHODS["snap_kv"], **header(file)["options"])
     load(file, fresh)
-    logits = [bridged(tokens[:, 79:], past_key_values=x).logits for x in (memory, fresh)]
+    logits = [
+        bridged(tokens[:, 79:], past_key_values=x).logits for x in (memory, fresh)
+    ]
     assert torch.equal(*logits) and fresh.get_seq_length() == 90
 
 
@@ -154,41 +185,72 @@ def test_a_question_in_own_words_ends_a_turn_and_the_answer_streams(monkeypatch)
         fed.append(ids[0].tolist())
         return torch.nn.functional.one_hot(torch.tensor([next(script)]), 20)
 
-    decode = lambda ids: b"".join(x for i in ids for x in [pieces[i].encode()[:1 if i == ids[-1] == 8 else 9]]
-                                  ).decode(errors="replace")
-    chat = SimpleNamespace(turn=lambda: ([1, 2], [4, 5]), encode_ordinary=lambda x: [len(x)], decode=decode)
-    plain = SimpleNamespace(encode_ordinary=chat.encode_ordinary, decode=decode, bos=None, n_vocab=20)
+    decode = lambda ids: b"".join(
+        x for i in ids for x in [pieces[i].encode()[: 1 if i == ids[-1] == 8 else 9]]
+    ).decode(errors="replace")
+    chat = SimpleNamespace(
+        turn=lambda: ([1, 2], [4, 5]), encode_ordinary=lambda x: [len(x)], decode=decode
+    )
+    plain = SimpleNamespace(
+        encode_ordinary=chat.encode_ordinary, decode=decode, bos=None, n_vocab=20
+    )
     config = SimpleNamespace(max_len=99, bos=None)
     model = SimpleNamespace(config=config, embed=SimpleNamespace(weight=torch.empty(1)))
     monkeypatch.setattr(ask, "prefill", prefill)
     for encoding, question, tokens, first, answer in (
-            (chat, "Who?", (7, 8, 9, 4), [6, 4, 5], ["T", "", "é!"]), (chat, "Who", (7, 4), [7], ["T"]),
-            (plain, "Who?", (7, 9, 10), [8], ["T", "!", ""])):
+        (chat, "Who?", (7, 8, 9, 4), [6, 4, 5], ["T", "", "é!"]),
+        (chat, "Who", (7, 4), [7], ["T"]),
+        (plain, "Who?", (7, 9, 10), [8], ["T", "!", ""]),
+    ):
         script, fed[:] = iter(tokens), []
-        assert [*ask.answer(model, encoding, [SimpleNamespace(seen=3)], question, 9)] == answer
+        assert [
+            *ask.answer(model, encoding, [SimpleNamespace(seen=3)], question, 9)
+        ] == answer
         assert fed == [first, *([x] for x in tokens[:-1])]
-    assert ask.around(chat, config) == ([1, 2], [4, 5]) and ask.around(plain, config) == ([], [])
+    assert ask.around(chat, config) == ([1, 2], [4, 5]) and ask.around(
+        plain, config
+    ) == ([], [])
 
 
 @pytest.mark.parametrize("folder", [TINY, LEARNED])
 def test_a_page_is_compressed_once_and_asked_later(folder, tmp_path, capsys):
     page, file = tmp_path / "page.txt", tmp_path / "page.cache"
     page.write_text(PAGE)
-    main(["compress", "--file", str(page), "--out", str(file), "--model", str(folder), "--keep", "25"])
+    main(
+        [
+            "compress",
+            "--file",
+            str(page),
+            "--out",
+            str(file),
+            "--model",
+            str(folder),
+            "--keep",
+            "25",
+        ]
+    )
     output = capsys.readouterr().out
-    assert f"{file.stat().st_size:,} bytes" in output and "tokens read and compressed" in output
+    assert (
+        f"{file.stat().st_size:,} bytes" in output
+        and "tokens read and compressed" in output
+    )
     page.unlink()
     main(["ask", str(file), "The code of table is", " The code of star is "])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("   [")[0] for line in lines] == ["The code of table is ▸ 2356.",
-                                                         "The code of star is ▸ 6098."]
+    assert [line.split("   [")[0] for line in lines] == [
+        "The code of table is ▸ 2356.",
+        "The code of star is ▸ 6098.",
+    ]
 
 
 def test_what_cannot_be_asked_is_one_line(model, tmp_path, capsys):
     save(read(model, METHODS["snap_kv"])[0], tmp_path / "in_python.cache")
     (tmp_path / "page.txt").write_text(PAGE)
-    for name, message in (("page.txt", "is not a saved cache"), ("in_python.cache", "was not written by"),
-                          ("nowhere", "nowhere")):
+    for name, message in (
+        ("page.txt", "is not a saved cache"),
+        ("in_python.cache", "was not written by"),
+        ("nowhere", "nowhere"),
+    ):
         with pytest.raises(SystemExit):
             main(["ask", str(tmp_path / name), "The code of table is"])
         error = capsys.readouterr().err

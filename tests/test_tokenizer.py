@@ -1,4 +1,5 @@
 """The shipped encoding is a lossless code, and what is no tokenizer is refused."""
+
 from types import SimpleNamespace
 
 from hypothesis import given, settings, strategies as st
@@ -16,20 +17,34 @@ from nanollm.tokenizer import BOS, Foreign, boundaries, check_vocabulary, load
 def test_every_text_comes_back(text):
     ids = ENCODING.encode_ordinary(text)
     assert ENCODING.decode(ids) == text
-    assert all(i < ENCODING.n_vocab - 1 for i in ids)  # the last one is BOS, which no text can produce
-    assert ENCODING.encode_ordinary(" 0799.")[1:-1] == [256 + 7, 256 + 99]  # two digits are one token
-    assert ENCODING.encode(BOS, allowed_special={BOS}) == [2047] not in ENCODING.encode_ordinary(BOS)
+    # the last one is BOS, which no text can produce
+    assert all(i < ENCODING.n_vocab - 1 for i in ids)
+    # two digits are one token
+    assert ENCODING.encode_ordinary(" 0799.")[1:-1] == [256 + 7, 256 + 99]
+    assert (
+        ENCODING.encode(BOS, allowed_special={BOS})
+        == [2047]
+        not in ENCODING.encode_ordinary(BOS)
+    )
 
 
 LINES = (TINY / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
 
 
-@pytest.mark.parametrize("change", [
-    lambda lines: lines[:200], lambda lines: lines[:7] + lines[8:],
-    lambda lines: lines[:300] + [b"eHh4eHg= 299\n"] + lines[300:],  # a rank twice
-    lambda lines: lines[:300] + [b"CQ== 300\n"] + lines[301:],  # a token twice
-    lambda lines: lines[:-1] + [lines[-1].split()[0]],  # cut before the last rank
-    *(lambda lines, x=x: lines[:5] + [x] + lines[6:] for x in (b"B 5\n", b"BQ== five\n"))])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: lines[:200],
+        lambda lines: lines[:7] + lines[8:],
+        lambda lines: lines[:300] + [b"eHh4eHg= 299\n"] + lines[300:],  # a rank twice
+        lambda lines: lines[:300] + [b"CQ== 300\n"] + lines[301:],  # a token twice
+        lambda lines: lines[:-1] + [lines[-1].split()[0]],  # cut before the last rank
+        *(
+            lambda lines, x=x: lines[:5] + [x] + lines[6:]
+            for x in (b"B 5\n", b"BQ== five\n")
+        ),
+    ],
+)
 def test_a_broken_file_is_refused(tmp_path, change):
     file = tmp_path / "x.tiktoken"
     file.write_bytes(b"".join(change(LINES)))
@@ -40,7 +55,11 @@ def test_a_broken_file_is_refused(tmp_path, change):
 def test_a_tokenizer_fits_the_model_and_hugging_faces_may_be_shorter():
     check_vocabulary(ENCODING, 2048)
     check_vocabulary(SimpleNamespace(n_vocab=10), 64)
-    for encoding, size in (ENCODING, 2047), (ENCODING, 2049), (SimpleNamespace(n_vocab=10), 9):
+    for encoding, size in (
+        (ENCODING, 2047),
+        (ENCODING, 2049),
+        (SimpleNamespace(n_vocab=10), 9),
+    ):
         with pytest.raises(ValueError, match=f"token ids and the model {size}"):
             check_vocabulary(encoding, size)
 
@@ -49,19 +68,42 @@ def test_nothing_that_stands_before_a_piece_for_a_foreign_tokenizer_stays_in_it(
     pieces = ["\n", "\n\n", "\t", "Q", ":"]  # two line breaks are one token
 
     def raw(texts):
-        return [[*map(pieces.index, regex.findall("\n\n|.|\n", text))] for text in texts]
+        return [
+            [*map(pieces.index, regex.findall("\n\n|.|\n", text))] for text in texts
+        ]
 
     decode = lambda ids: "".join(pieces[i] for i in ids)
-    encoding, texts = Foreign(raw, decode, len(pieces), None, None), ["\nQ:", "Q:", "\n\nQ", "\t"]
-    assert [encoding.decode(ids) for ids in encoding.encode_ordinary_batch(texts)] == texts
+    encoding, texts = (
+        Foreign(raw, decode, len(pieces), None, None),
+        ["\nQ:", "Q:", "\n\nQ", "\t"],
+    )
+    assert [
+        encoding.decode(ids) for ids in encoding.encode_ordinary_batch(texts)
+    ] == texts
 
 
 def test_a_boundary_is_a_token_with_a_line_break_or_a_mark_at_its_end():
-    ends = [".", "is.", ":", " else:", ");", "x!", "?", "...", "\n", "\n\n    ", "\n    return", ".\n"]
+    ends = [
+        ".",
+        "is.",
+        ":",
+        " else:",
+        ");",
+        "x!",
+        "?",
+        "...",
+        "\n",
+        "\n\n    ",
+        "\n    return",
+        ".\n",
+    ]
     pieces = [*ends, "", "a", " is", ",", ".py", ": ", ")", "-", "\t", "\ufffd", "."]
     encoding = SimpleNamespace(decode=lambda ids: "".join(pieces[i] for i in ids))
     table = boundaries(encoding, len(pieces) - 1)  # no further than asked
-    assert table.dtype == torch.bool and table.tolist() == [True] * len(ends) + [False] * 10
+    assert (
+        table.dtype == torch.bool
+        and table.tolist() == [True] * len(ends) + [False] * 10
+    )
 
     table = boundaries(ENCODING, ENCODING.n_vocab + 3)
     ids = ENCODING.encode("The code of apple is 1234.\nQ: Why? A, b")

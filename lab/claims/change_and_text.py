@@ -1,4 +1,5 @@
 """List the methods that CriticalKV's claims compare (arXiv 2502.03805); measure long answers (Table 7)."""
+
 from itertools import pairwise
 
 import torch
@@ -16,40 +17,56 @@ from nanollm.cache import begin_turn, compress, make_cache
 
 RULES = SnapKV, PyramidKV, AdaKV
 WINDOW = dict(window_size=8)  # observation window, as in `python -m nanollm`
-SELECTIONS = {"critical": Critical(), "critical_code": CriticalCode(), "theta": LeastTheta(),
-              "residual": Residual()}
+SELECTIONS = {
+    "critical": Critical(),
+    "critical_code": CriticalCode(),
+    "theta": LeastTheta(),
+    "residual": Residual(),
+}
 
 METHODS = {}  # name → method, options
 for Rule in RULES:
     METHODS[Rule.__name__] = Rule, WINDOW
     METHODS[f"{Rule.__name__}, no pool"] = Rule, WINDOW | dict(kernel_size=1)
-    METHODS |= {f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
-                for name, select in SELECTIONS.items()}
+    METHODS |= {
+        f"{Rule.__name__}+{name}": (Rule, WINDOW | dict(select=select))
+        for name, select in SELECTIONS.items()
+    }
 # those that only select entries by window scores, and all that App. I is tested on
 WINDOW_METHODS = [name for name in METHODS if "residual" not in name]
 METHODS["StreamingLLM"] = StreamingLLM, {}
 COMPARED = [*METHODS]
-METHODS["SnapKV+critical, stage 2 pooled"] = SnapKV, WINDOW | dict(select=PooledCritical())
+METHODS["SnapKV+critical, stage 2 pooled"] = (
+    SnapKV,
+    WINDOW | dict(select=PooledCritical()),
+)
 
 
 @torch.no_grad()
 def long_answer(model, texts: Tensor, *selections, **options) -> Tensor:
     """Return the KL of short prompts and long answers, (selections, texts); options are SnapKV's.
 
-    As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer. Whenever the
-    cache holds half of the text, it is compressed to an eighth; in between it only appends.
+    As in Table 7, a sixteenth of each text (B, T) is the prompt, and the rest is the answer.
+    Whenever the cache holds half of the text, it is compressed to an eighth; in between it only
+    appends.
     """
     T, found = texts.shape[1], []
-    full = model(texts[:, :-1])[:, T // 16:].log_softmax(-1)
+    full = model(texts[:, :-1])[:, T // 16 :].log_softmax(-1)
     for select in selections:
-        caches = make_cache(model, SnapKV, **dict(budget=T // 8, select=select) | WINDOW | options)
+        caches = make_cache(
+            model, SnapKV, **dict(budget=T // 8, select=select) | WINDOW | options
+        )
         logits = []
-        for start, end in pairwise([0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]):
+        for start, end in pairwise(
+            [0, T // 16, *range(T // 2, T - 1, T // 2 - T // 8), T - 1]
+        ):
             begin_turn(caches)
             logits.append(model(texts[:, start:end], caches))
             compress(model, texts[:, :end], caches)
         log_p = torch.cat(logits[1:], 1).log_softmax(-1)
-        found.append(F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1))
+        found.append(
+            F.kl_div(log_p, full, log_target=True, reduction="none").sum(-1).mean(1)
+        )
     return torch.stack(found)
 
 

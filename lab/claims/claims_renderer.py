@@ -1,6 +1,7 @@
 """Lay out the claims as text: the command's tables, and CLAIMS.md with stored and recorded numbers.
 
-Each paper has a file beside this one: `# Paper`, the version that was read, symbols, then for each claim
+Each paper has a file beside this one: `# Paper`, the version that was read, symbols, then for each
+claim
 
     ## S3 · holds after a fix · notebook 03
     Theorem 3.1: attended to now, attended to next.
@@ -9,11 +10,12 @@ Each paper has a file beside this one: `# Paper`, the version that was read, sym
 
     Details.
 
-If a trained model decides the claim, the number is the rule's of SmolLM2 in lab/stored/claims.json, by its
-name there: {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}; of another decoder, too:
-{P7.heads with a lower L @built:.2f}. Other numbers are recorded by tests that are marked
-`@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
+If a trained model decides the claim, the number is the rule's of SmolLM2 in lab/stored/claims.json,
+by its name there: {P7.heads with a lower L:.2f} ± {P7.heads with a lower L ±:.2f}; of another
+decoder, too: {P7.heads with a lower L @built:.2f}. Other numbers are recorded by tests that are
+marked `@pytest.mark.claim("S3")`: note("S3", draws=80, smallest_eps=x).
 """
+
 from itertools import groupby
 import json
 from pathlib import Path
@@ -31,29 +33,36 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 MODELS = SMOLLM2, *SHIPPED
 VERDICTS = HOLDS, "holds after a fix", NOT, UNTESTED, OPEN
-CLAIM = re.compile(rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
-                   r"((?s:.*))")
+CLAIM = re.compile(
+    rf"([A-Z]\d+) · ({'|'.join(VERDICTS)})(?: · notebook (\d\d))?\n(.+)\n(Rule.+\n)?> (.+)\n"
+    r"((?s:.*))"
+)
 PLACEHOLDER = re.compile(r"\{([A-Z]\d+\.[^{}:]+)(?::([^{}]*))?\}")
 
 
 class Claim(NamedTuple):
     id: str
-    verdict: str   # on SmolLM2, if a model decides it
+    verdict: str  # on SmolLM2, if a model decides it
     notebook: str  # "03"
     says: str
-    rule: str      # "" if no model decides it
+    rule: str  # "" if no model decides it
     number: str
     details: str
 
     @property
     def lesson(self) -> str:
         """Return the path of the claim's notebook, or "" without one."""
-        return "".join(str(x.relative_to(ROOT)) for x in ROOT.glob(f"notebooks/{self.notebook}_*.ipynb"))
+        return "".join(
+            str(x.relative_to(ROOT))
+            for x in ROOT.glob(f"notebooks/{self.notebook}_*.ipynb")
+        )
 
 
 def texts() -> str:
     """Return all papers' files, one after the other."""
-    return "\n".join(file.read_text() for file in sorted(FOLDER.glob("*.md")) if file.stem != "head")
+    return "\n".join(
+        file.read_text() for file in sorted(FOLDER.glob("*.md")) if file.stem != "head"
+    )
 
 
 def parse(text: str) -> dict[str, list[Claim]]:
@@ -64,8 +73,10 @@ def parse(text: str) -> dict[str, list[Claim]]:
         papers[head.strip()] = claims = []
         for part in parts:
             if not (found := CLAIM.fullmatch(part)):
-                raise ValueError(f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', "
-                                 "then the claim's line, its 'Rule' line if any, and '> ' with the number")
+                raise ValueError(
+                    f"'## {part.splitlines()[0]}' must be '## ID · verdict · notebook NN', "
+                    "then the claim's line, its 'Rule' line if any, and '> ' with the number"
+                )
             claims.append(Claim(*((x or "").strip() for x in found.groups())))
     return papers
 
@@ -77,14 +88,19 @@ def listed() -> dict[str, Claim]:
 
 # ---- the command's tables ---
 
+
 def table(judged: list[dict]) -> str:
     """Return a claim's verdicts and numbers as a table with a column for each model."""
     size = "{documents} documents of {tokens} tokens".format(**judged[0])
-    rows = [[size, *(row["model"] for row in judged)],
-            ["verdict by the rule", *(row["verdict"] for row in judged)]]
+    rows = [
+        [size, *(row["model"] for row in judged)],
+        ["verdict by the rule", *(row["verdict"] for row in judged)],
+    ]
     for name in dict.fromkeys(name for row in judged for name in row["numbers"]):
         numbers = [row["numbers"].get(name) for row in judged]
-        rows.append([name, *("{:.3g} ± {:.1g}".format(*x) if x else "" for x in numbers)])
+        rows.append(
+            [name, *("{:.3g} ± {:.1g}".format(*x) if x else "" for x in numbers)]
+        )
     why = [f"{row['model']}: {row['why']}" for row in judged if row["why"]]
     return "\n".join([text_table(rows, [36] + [16] * len(judged)), *why])
 
@@ -94,38 +110,65 @@ def show(rows: list[dict], rule: bool = False) -> str:
     texts = []
     for _, judged in groupby(rows, key=lambda row: row["claim"]):
         judged = list(judged)
-        texts.append(fill("{claim}  {says}".format(**judged[0]), 100, subsequent_indent="    ") + "\n")
+        texts.append(
+            fill("{claim}  {says}".format(**judged[0]), 100, subsequent_indent="    ")
+            + "\n"
+        )
         if rule:
-            texts[-1] += fill(judged[0]["rule"], 100, initial_indent="    ", subsequent_indent="    ") + "\n"
+            texts[-1] += (
+                fill(
+                    judged[0]["rule"],
+                    100,
+                    initial_indent="    ",
+                    subsequent_indent="    ",
+                )
+                + "\n"
+            )
         texts[-1] += indent(table(judged), "    ")
     return "\n\n".join(texts)
 
 
 # ---- CLAIMS.md ---
 
+
 def filled(text: str, values: dict[str, object]) -> str:
     """Replace each {ID.name:format} by the recorded value of that name."""
+
     def formatted(found: re.Match) -> str:
         value = values[found[1]]
         return format(value, found[2] or "").replace("-", "−").replace("%", " %")
+
     return PLACEHOLDER.sub(formatted, text)
 
 
-def check(text: str, tests: dict[str, set[str]], values: dict[str, object], stored: list[dict]):
+def check(
+    text: str, tests: dict[str, set[str]], values: dict[str, object], stored: list[dict]
+):
     """Raise a ValueError unless files, tests, rules, notebooks and stored rows fit together."""
     claims = sum(parse(text).values(), [])
     ids = {claim.id for claim in claims}
     decided = {(x.id, model, x.rule) for x in claims if x.rule for model in MODELS}
     wrong = {
-        "claims without a test":
-            {x.id for x in claims if not x.rule and x.verdict != UNTESTED} - tests.keys(),
+        "claims without a test": {
+            x.id for x in claims if not x.rule and x.verdict != UNTESTED
+        }
+        - tests.keys(),
         "markers of unknown claims": tests.keys() - ids,
-        "claims with a rule only in words or only in code": {x.id for x in claims if x.rule} ^ CLAIMS.keys(),
-        "values that nobody recorded": {name for name, _ in PLACEHOLDER.findall(text)} - values.keys(),
-        "claims without a row in lab/stored/claims.json, or with another rule or model there":
-            {name for name, *_ in decided ^ {(x["claim"], x["model"], x["rule"]) for x in stored}},
+        "claims with a rule only in words or only in code": {
+            x.id for x in claims if x.rule
+        }
+        ^ CLAIMS.keys(),
+        "values that nobody recorded": {name for name, _ in PLACEHOLDER.findall(text)}
+        - values.keys(),
+        "claims without a row in lab/stored/claims.json, or with another rule or model there": {
+            name
+            for name, *_ in decided
+            ^ {(x["claim"], x["model"], x["rule"]) for x in stored}
+        },
     }
-    if wrong := [f"{what}: {', '.join(sorted(which))}" for what, which in wrong.items() if which]:
+    if wrong := [
+        f"{what}: {', '.join(sorted(which))}" for what, which in wrong.items() if which
+    ]:
         raise ValueError("; ".join(wrong))
 
 
@@ -138,8 +181,13 @@ def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]
     elif rows:
         decided = f"{claim.rule} All three decoders: {rows[0]['verdict']}."
 
-    cells = (f"[{claim.id}](#{claim.id.lower()})", claim.says, claim.verdict,
-             *(by_rule.get(model, "") for model in MODELS), claim.number)
+    cells = (
+        f"[{claim.id}](#{claim.id.lower()})",
+        claim.says,
+        claim.verdict,
+        *(by_rule.get(model, "") for model in MODELS),
+        claim.number,
+    )
     files = sorted({test.partition("::")[0] for test in tests})
     links = [f"[{Path(file).stem}]({file})" for file in files]
     links += [f"[notebook {claim.notebook}]({claim.lesson})"] if claim.lesson else []
@@ -151,37 +199,58 @@ def of_claim(claim: Claim, tests: set[str], rows: list[dict]) -> tuple[str, str]
 def page(recorded: list[tuple[str, str, object]], stored: list[dict]) -> str:
     """Return the text of CLAIMS.md; ValueError if something is missing or unknown.
 
-    recorded: a test's node id, and ("claim", "S3") of its marker or ("S3.draws", 80) of what it measured.
-    stored: rows that `python -m nanollm claims` wrote of the three decoders.
+    recorded: a test's node id, and ("claim", "S3") of its marker or ("S3.draws", 80) of what it
+    measured. stored: rows that `python -m nanollm claims` wrote of the three decoders.
     """
     tests, values = {}, {}
     for row in stored:
         of = "" if row["model"] == SMOLLM2 else f" @{row['model']}"
         for name, (x, error) in row["numbers"].items():
-            values |= {f"{row['claim']}.{name}{of}": x, f"{row['claim']}.{name}{of} ±": error}
+            values |= {
+                f"{row['claim']}.{name}{of}": x,
+                f"{row['claim']}.{name}{of} ±": error,
+            }
     for node, name, value in recorded:
         if name == "claim":
             tests.setdefault(value, set()).add(node.partition("[")[0])
         elif values.setdefault(name, value) != value:
-            raise ValueError(f"{name} is {values[name]} in one test and {value} in {node}; "
-                             "give one of them another name")
+            raise ValueError(
+                f"{name} is {values[name]} in one test and {value} in {node}; "
+                "give one of them another name"
+            )
     check(texts(), tests, values, stored)
     parts = [f"# Claims of the papers\n\n{(FOLDER / 'head.md').read_text().strip()}"]
     for paper, claims in parse(filled(texts(), values)).items():
-        rows, details = zip(*(of_claim(claim, tests.get(claim.id, set()),
-                                       [row for row in stored if row["claim"] == claim.id])
-                              for claim in claims))
-        header = f"| ID | claim | verdict | {' | '.join(MODELS)} | number |\n|{'---|' * 7}"
+        rows, details = zip(
+            *(
+                of_claim(
+                    claim,
+                    tests.get(claim.id, set()),
+                    [row for row in stored if row["claim"] == claim.id],
+                )
+                for claim in claims
+            )
+        )
+        header = (
+            f"| ID | claim | verdict | {' | '.join(MODELS)} | number |\n|{'---|' * 7}"
+        )
         parts += [f"## {paper}", "\n".join([header, *rows]), *details]
     return "\n\n".join(parts) + "\n"
 
 
-def write_or_compare(recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md") -> str:
+def write_or_compare(
+    recorded: list[tuple[str, str, object]], write: bool, file=ROOT / "CLAIMS.md"
+) -> str:
     """Write CLAIMS.md, or raise a ValueError if it is stale; return a message."""
-    text = page(recorded, json.loads((ROOT / "lab" / "stored" / "claims.json").read_text())["rows"])
+    text = page(
+        recorded,
+        json.loads((ROOT / "lab" / "stored" / "claims.json").read_text())["rows"],
+    )
     if write:
         file.write_text(text)
     elif not file.exists() or file.read_text() != text:
-        raise ValueError(f"{file.name} is stale: these tests would write another text; "
-                         "run pytest --write-claims")
+        raise ValueError(
+            f"{file.name} is stale: these tests would write another text; "
+            "run pytest --write-claims"
+        )
     return f"{file.name} is {'written' if write else 'up to date'}"

@@ -1,7 +1,9 @@
-"""A count sketch of keys and values (Charikar et al. 2002): tokens are added into shared slots and read back.
+"""A count sketch of keys and values (Charikar et al. 2002): tokens are added into shared slots and
+read back.
 
-The sketch has r rows of b slots. A hash h_i gives each token one slot in row i, and a sign g_i. Inserting a
-token adds its key and its signed value to its r slots. A query reads these slots and takes the median.
+The sketch has r rows of b slots. A hash h_i gives each token one slot in row i, and a sign g_i.
+Inserting a token adds its key and its signed value to its r slots. A query reads these slots and
+takes the median.
 
     insert J:  S_i[h_i(J)] += (k_J, g_i(J) v_J)  for i = 1 … r    h_i: token → 1 … b,  g_i: token → ±1
     query J:   median over i of (key of S_i[h_i(J)], g_i(J) · value of S_i[h_i(J)])
@@ -9,6 +11,7 @@ token adds its key and its signed value to its r slots. A query reads these slot
 These are Algorithms 1 and 2 of KVReviver, whose cache is in kv_reviver.py. The file
 ours/kv_reviver_shrunk.py reads means instead of sums, and repairs the sketch.
 """
+
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,24 +21,34 @@ import torch.nn.functional as F
 from nanollm.attention import wide
 from nanollm.ranking import expand_index
 
-PRIME = 2 ** 31 - 1
+PRIME = 2**31 - 1
 
 
 class Sketch:
     """A count sketch. `x` (B, H, r·b, 2D) holds sums of the tokens' [k | v], row after row of b slots.
 
-    The hashes are cubic polynomials, so any four tokens hash independently over the seeds. Linear hashes
-    would spread consecutive tokens far too evenly under some seeds, which biases the estimates.
+    The hashes are cubic polynomials, so any four tokens hash independently over the seeds. Linear
+    hashes would spread consecutive tokens far too evenly under some seeds, which biases the
+    estimates.
     """
+
     signed_keys = False  # the paper gives signs to values only
 
     def __init__(self, k: Tensor, rows: int, width: int, seed: int):
         B, H, _, D = k.shape
-        self.rows, self.width, self.x = rows, width, k.new_zeros(B, H, rows * width, 2 * D)
-        self.flip = torch.tensor([-1 if self.signed_keys else 1] * D + [-1] * D).to(k)  # factors for sign −1
-        coefficients = torch.randint(PRIME, (2, 4, rows), generator=torch.Generator().manual_seed(seed))
+        self.rows, self.width, self.x = (
+            rows,
+            width,
+            k.new_zeros(B, H, rows * width, 2 * D),
+        )
+        # factors for sign −1
+        self.flip = torch.tensor([-1 if self.signed_keys else 1] * D + [-1] * D).to(k)
+        coefficients = torch.randint(
+            PRIME, (2, 4, rows), generator=torch.Generator().manual_seed(seed)
+        )
         self.bucket_by, self.sign_by = coefficients.to(k.device)
-        self.tokens = 0  # above every token's number; 0: `above` computes it, which waits for the GPU
+        # above every token's number; 0: `above` computes it, which waits for the GPU
+        self.tokens = 0
 
     def above(self, J: Tensor) -> int:
         """Return a number above all tokens J."""
@@ -70,9 +83,12 @@ class Sketch:
         x, total = torch.cat((k, v), -1) * times, wide(self.x)
         for slot, sign in zip(self.bucket(J).unbind(3), self.sign(J).unbind(3)):
             total.scatter_add_(2, expand_index(slot, total), (x * sign).to(total))
-        self.x.copy_(total)  # round to 16 bits once: one by one, small terms would vanish in a large sum
+        # round to 16 bits once: one by one, small terms would vanish in a large sum
+        self.x.copy_(total)
         if not self.x.isfinite().all():
-            raise ValueError(f"a slot's sum, {total.abs().max():.0f}, exceeds {self.x.dtype}; use bfloat16")
+            raise ValueError(
+                f"a slot's sum, {total.abs().max():.0f}, exceeds {self.x.dtype}; use bfloat16"
+            )
 
     def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n) (Algorithm 2).
@@ -87,10 +103,11 @@ class Sketch:
 
     def median(self, x: Tensor, J: Tensor) -> Iterator[Tensor]:
         """Yield each head's median over rows of the slots x (B, H, r·b, 2D) of tokens J: (n, 2D)."""
-        both = torch.cat((x, x * self.flip), 2)  # all slots as read with sign 1, then as read with sign −1
+        # all slots as read with sign 1, then as read with sign −1
+        both = torch.cat((x, x * self.flip), 2)
         token = torch.arange(self.above(J), device=J.device).view(1, 1, -1)
         slots = self.bucket(token) + self.sign_bit(token) * x.shape[2]
-        slots = slots[0, 0].T.contiguous()       # (r, tokens): the same in all heads
+        slots = slots[0, 0].T.contiguous()  # (r, tokens): the same in all heads
         for head, j in zip(both.flatten(0, 1), J.flatten(0, 1).long()):
             one, *others = (F.embedding(row[j], head) for row in slots)
             if others:

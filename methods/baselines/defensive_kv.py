@@ -1,22 +1,25 @@
 """DefensiveKV: prepare for the worst query (Feng et al., arXiv 2510.13334, by CriticalKV's authors).
 
-SnapKV and CriticalKV take the mean of the attention that an entry gets in the observation window. That
-assumes that later queries want what the window wanted on average. DefensiveKV takes the maximum over the
-window's queries and the group's query heads: an entry stays if a single query wanted it. A low maximum proves
-little about later queries, so no entry counts less than the mean one. CriticalKV's two stages follow. Stage 1
-takes the entries that gather 90 % of the mean attention; stage 2 multiplies by the norms of the projected
-values. The entries of a layer's heads are ranked together. `across=True` ranks those of all layers together;
-the paper calls this LayerDefensiveKV. (Ours, `worst_query`, leaves out stage 1.)
+SnapKV and CriticalKV take the mean of the attention that an entry gets in the observation window.
+That assumes that later queries want what the window wanted on average. DefensiveKV takes the
+maximum over the window's queries and the group's query heads: an entry stays if a single query
+wanted it. A low maximum proves little about later queries, so no entry counts less than the mean
+one. CriticalKV's two stages follow. Stage 1 takes the entries that gather 90 % of the mean
+attention; stage 2 multiplies by the norms of the projected values. The entries of a layer's heads
+are ranked together. `across=True` ranks those of all layers together; the paper calls this
+LayerDefensiveKV. (Ours, `worst_query`, leaves out stage 1.)
 
     r_i = max_{t in the window, g} α_{t,g,i},   c_i = max(r_i, mean_j r_j) · N_i / Σ_j N_j,
     N_i = mean_g ‖v_i W_O‖₁
 
 Differs from the paper's code:
-- Scores are max-pooled over 7 neighbouring tokens, as in SnapKV here. There the average of 5 is taken.
-- Stage 1 counts the attention that the window gets, head by head. The code sums the w columns before the
-  window, and takes their mean over all heads.
+- Scores are max-pooled over 7 neighbouring tokens, as in SnapKV here. There the average of 5 is
+  taken.
+- Stage 1 counts the attention that the window gets, head by head. The code sums the w columns
+  before the window, and takes their mean over all heads.
 - What stage 1 takes always stays. In the code it gets the highest score of its layer.
 """
+
 from dataclasses import dataclass
 from functools import partial
 import math
@@ -33,13 +36,16 @@ from nanollm.window import WindowCache, window_rows
 
 @dataclass(eq=False)
 class DefensiveKV(WindowCache):
-    mass: float = 0.9     # attention that stage 1 gathers by weight alone
-    across: bool = False  # True: rank the entries of all layers and heads together; False: of a layer's heads
+    mass: float = 0.9  # attention that stage 1 gathers by weight alone
+    # True: rank the entries of all layers and heads together; False: of a layer's heads
+    across: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.mass <= 1:
-            raise ValueError(f"mass is {self.mass}; it is a part of the attention, between 0 and 1")
+            raise ValueError(
+                f"mass is {self.mass}; it is a part of the attention, between 0 and 1"
+            )
 
     @classmethod
     def compress(cls, model, tokens: Tensor, caches: list["DefensiveKV"]):
@@ -51,14 +57,20 @@ class DefensiveKV(WindowCache):
     def worst_case(self) -> Tensor:
         """Return c (B, H, S); infinite for the entries of stage 1 and of the window."""
         n, w = self.before, self.length - self.before
-        rows = window_rows(*self.observed())                                    # (B, H, G, w, S)
+        # (B, H, G, w, S)
+        rows = window_rows(*self.observed())
         score = self.risk(rows[..., :n]) * F.normalize(self.norms(), p=1, dim=-1)
 
-        mean = rows.mean((2, 3))                                                # (B, H, S)
+        # (B, H, S)
+        mean = rows.mean((2, 3))
         place = rank(mean[..., :n], self.pos[:, :, :n])
-        gathered = mean[..., :n].sort(-1, descending=True).values.cumsum(-1) + mean[..., n:].sum(-1, True)
+        gathered = mean[..., :n].sort(-1, descending=True).values.cumsum(-1) + mean[
+            ..., n:
+        ].sum(-1, True)
         needed = (gathered < self.mass).sum(-1, keepdim=True).clamp(max=self.budget - w)
-        return F.pad(score.masked_fill(place < needed, math.inf), (0, w), value=math.inf)
+        return F.pad(
+            score.masked_fill(place < needed, math.inf), (0, w), value=math.inf
+        )
 
     def risk(self, rows: Tensor) -> Tensor:
         """Return max(r, mean r), (B, H, S − w), of the window's attention (B, H, G, w, S − w)."""
@@ -67,7 +79,10 @@ class DefensiveKV(WindowCache):
 
     def norms(self) -> Tensor:
         """Return N (B, H, S − w)."""
-        return value_norms(self.v[:, :, :self.before], self.w_o).mean(2)
+        return value_norms(self.v[:, :, : self.before], self.w_o).mean(2)
 
 
-variants = {"defensive_kv": DefensiveKV, "layer_defensive_kv": partial(DefensiveKV, across=True)}
+variants = {
+    "defensive_kv": DefensiveKV,
+    "layer_defensive_kv": partial(DefensiveKV, across=True),
+}

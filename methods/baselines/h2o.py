@@ -1,8 +1,8 @@
 """H2O: heavy hitters (Zhang et al., arXiv 2306.14048).
 
-In the paper's models a few tokens collect most of the attention, and continue to do so. H2O adds up the
-attention that each entry gets from all queries so far. It keeps the entries with the largest sums, and the
-most recent ones.
+In the paper's models a few tokens collect most of the attention, and continue to do so. H2O adds up
+the attention that each entry gets from all queries so far. It keeps the entries with the largest
+sums, and the most recent ones.
 
     F_t(i) = Σ_{s ≤ t} α_{s,i},   evict argmin F_t outside the recent tokens
 
@@ -10,6 +10,7 @@ Differs from the paper:
 - Eviction starts at the end of the prompt, not while the prompt is read.
 - The query heads of a group share an entry, so their attention is added up.
 """
+
 from dataclasses import dataclass
 import math
 
@@ -22,14 +23,17 @@ from nanollm.check import check_budget
 
 @dataclass(eq=False)
 class H2O(ScoredCache):
-    recent: float = 0.5       # fraction of the budget for the newest tokens; the rest goes to heavy hitters
+    # fraction of the budget for the newest tokens; the rest goes to heavy hitters
+    recent: float = 0.5
     accumulated = PerEntry()  # F_t: attention that an entry got from all queries so far
     watch = ALL
 
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.recent <= 1:
-            raise ValueError(f"recent is {self.recent}; it is a fraction of the budget, between 0 and 1")
+            raise ValueError(
+                f"recent is {self.recent}; it is a fraction of the budget, between 0 and 1"
+            )
         check_budget(self.budget, 2, "one heavy hitter and the newest token")
 
     def observe(self, q: Tensor, p: Tensor):

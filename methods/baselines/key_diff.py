@@ -1,13 +1,14 @@
 """KeyDiff: keep the keys that differ from the others (Park et al., arXiv 2504.15364).
 
-In the paper's models, keys unlike the others, as those of sinks, get much attention. KeyDiff evicts the
-entries whose keys are most similar to the mean direction of all keys. It uses no queries.
+In the paper's models, keys unlike the others, as those of sinks, get much attention. KeyDiff evicts
+the entries whose keys are most similar to the mean direction of all keys. It uses no queries.
 
     evict argmax_i cos(k_i, k̄),   k̄ = mean_j k_j/‖k_j‖
 
-Differs from the paper: the whole prompt is read with full attention and compressed at its end; the paper
-compresses block by block. After the prompt one entry leaves at each step, as in the paper.
+Differs from the paper: the whole prompt is read with full attention and compressed at its end; the
+paper compresses block by block. After the prompt one entry leaves at each step, as in the paper.
 """
+
 from torch import Tensor
 
 from nanollm.attention import wide
@@ -15,7 +16,6 @@ from nanollm.cache import ScoredCache
 
 
 class KeyDiff(ScoredCache):
-
     def score(self) -> Tensor:
         return -likeness(self.k)
 
@@ -26,7 +26,8 @@ def likeness(k: Tensor) -> Tensor:
     In at least 32 bits.
     """
     k = wide(k)
-    scale = k.norm(dim=-1).clamp_(min=1e-12).reciprocal_().unsqueeze(2)  # no normalized copy of k: each step
+    # no normalized copy of k: each step
+    scale = k.norm(dim=-1).clamp_(min=1e-12).reciprocal_().unsqueeze(2)
     return (scale @ k @ k.mT).mul_(scale).squeeze(2)
 
 

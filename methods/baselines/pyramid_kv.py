@@ -1,8 +1,8 @@
 """PyramidKV: a budget that shrinks with depth (Cai et al., arXiv 2406.02069).
 
-Lower layers spread their attention over many tokens; upper layers concentrate it on a few. So lower layers
-get more entries. The number of entries beside the window falls linearly from the first layer to the last. Its
-mean over the L layers is SnapKV's number.
+Lower layers spread their attention over many tokens; upper layers concentrate it on a few. So lower
+layers get more entries. The number of entries beside the window falls linearly from the first layer
+to the last. Its mean over the L layers is SnapKV's number.
 
     b_l = b_max − l · (b_max − b_min) / (L − 1),   b_min = (b − w)/β,   b_max = 2 (b − w) − b_min
 
@@ -11,12 +11,14 @@ Differs from the paper:
 - If b_max exceeds the prompt, the slope becomes flatter and the total stays the same.
 
 Differs from the authors' code:
-- The slope is flattened there too, but in steps (b_max − b_min) // (L − 1), so the total is often larger.
+- The slope is flattened there too, but in steps (b_max − b_min) // (L − 1), so the total is often
+  larger.
 - Prompts shorter than 2 (b − w) fall back to SnapKV there.
 
-In NVIDIA/kvpress the window lies inside the pyramid. All layers fall back to SnapKV there if the last one
-would keep fewer entries than the window has.
+In NVIDIA/kvpress the window lies inside the pyramid. All layers fall back to SnapKV there if the
+last one would keep fewer entries than the window has.
 """
+
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -33,10 +35,13 @@ class PyramidKV(SnapKV):
     def __post_init__(self):
         super().__post_init__()
         if not 1 <= self.beta < float("inf"):
-            raise ValueError(f"beta is {self.beta}; it must be finite and at least 1 (1: all layers alike)")
+            raise ValueError(
+                f"beta is {self.beta}; it must be finite and at least 1 (1: all layers alike)"
+            )
 
     def budgets(self, scores: Tensor) -> int:
-        before = self.seen + self.cropped - self.queries.shape[3]  # `seen` is the same in all layers
+        # `seen` is the same in all layers
+        before = self.seen + self.cropped - self.queries.shape[3]
         return pyramid(self.room, len(self.model.blocks), before, self.beta)[self.layer]
 
 
@@ -44,18 +49,22 @@ class PyramidKV(SnapKV):
 def pyramid(mean: int, layers: int, most: int, beta: float) -> list[int]:
     """Return the number of entries beside the window, one for each layer.
 
-    The numbers fall linearly and add up to layers · mean. None exceeds `most`, which is at least `mean`.
+    The numbers fall linearly and add up to layers · mean. None exceeds `most`, which is at least
+    `mean`.
     """
     if layers == 1:
         return [mean]
     highest = min(2 * mean - mean / Fraction(str(beta)), most)
     lowest = 2 * mean - highest
-    exact = [highest - layer * (highest - lowest) / (layers - 1) for layer in range(layers)]
+    exact = [
+        highest - layer * (highest - lowest) / (layers - 1) for layer in range(layers)
+    ]
 
-    # the largest remainders are rounded up; of equal ones the lower layer's, because sorting is stable
+    # the largest remainders are rounded up; of equal ones the lower layer's, because sorting is
+    # stable
     counts = [int(x) for x in exact]
     by_remainder = sorted(range(layers), key=lambda layer: counts[layer] - exact[layer])
-    for layer in by_remainder[:layers * mean - sum(counts)]:
+    for layer in by_remainder[: layers * mean - sum(counts)]:
         counts[layer] += 1
     return counts
 

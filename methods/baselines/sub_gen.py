@@ -1,14 +1,14 @@
 """SubGen: attention estimated from samples, in memory that stops growing if keys cluster.
 
-Zandieh et al., arXiv 2402.06082. SubGen keeps t random keys of each cluster of keys, to estimate the
-softmax's denominator τ. It keeps s random values with their keys, to estimate the numerator z. A value v is
-drawn with probability ‖v‖²/‖V‖_F².
+Zandieh et al., arXiv 2402.06082. SubGen keeps t random keys of each cluster of keys, to estimate
+the softmax's denominator τ. It keeps s random values with their keys, to estimate the numerator z.
+A value v is drawn with probability ‖v‖²/‖V‖_F².
 
     o = Σ_i e^⟨q,k_i⟩ v_i / Σ_i e^⟨q,k_i⟩ ≈ z/τ
     τ = Σ_c n_c/t Σ_{t samples of cluster c} e^⟨q,k⟩        z = Σ_{s draws} ‖V‖_F²/(s ‖v‖²) e^⟨q,k⟩ v
 
-Keys are clustered as they come; n_c is the number of keys in cluster c. τ and z are unbiased, their ratio is
-not.
+Keys are clustered as they come; n_c is the number of keys in cluster c. τ and z are unbiased, their
+ratio is not.
 
 For tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1, 5.2) the keys are pairs of tokens.
 `SubGen2Cache` uses the stream of all pairs. `SubGen4Cache` uses one stream for each side of a pair:
@@ -16,12 +16,14 @@ For tensor attention (Chen et al., arXiv 2503.11108, Lemmas 5.1, 5.2) the keys a
     τ = Σ_{left, right samples} n_c/t · n_c'/t · e^⟨q, k₁ ∘ k₂⟩,   the same for z and the draws of both sides
 
 Differs from the papers:
-- A key joins the oldest cluster near it, not the nearest: cuts of the text do not change the clusters.
+- A key joins the oldest cluster near it, not the nearest: cuts of the text do not change the
+  clusters.
 - Scores are scaled by 1/√D, as in the decoder (`scale=1`: the papers).
 - Lemma 5.1 gives no algorithm, so SubGen4Cache is ours.
 
 theory/clustering.py has the constants that the lemmas leave open. D is the paper's d.
 """
+
 from dataclasses import dataclass
 import math
 
@@ -38,16 +40,31 @@ from nanollm.ranking import expand_index
 class Stream:
     """The samples of one stream of keys and values.
 
-    - Clusters: `centre` (B, H, M, D), `count` (B, H, M) and `sample` (B, H, M, t, D). A head with fewer than
-      M clusters uses the first places; in the others `count` is 0.
+    - Clusters: `centre` (B, H, M, D), `count` (B, H, M) and `sample` (B, H, M, t, D). A head with
+      fewer than M clusters uses the first places; in the others `count` is 0.
     - Draws: `k` and `v` (B, H, s, D), and `total` (B, H), which is ‖V‖_F².
     """
 
-    def __init__(self, like: Tensor, radius: float, samples: int, draws: int, generator: torch.Generator):
+    def __init__(
+        self,
+        like: Tensor,
+        radius: float,
+        samples: int,
+        draws: int,
+        generator: torch.Generator,
+    ):
         """like (B, H, _, D): a tensor with the shape, type and device of the keys."""
-        self.radius, self.samples, self.draws, self.generator = radius, samples, draws, generator
+        self.radius, self.samples, self.draws, self.generator = (
+            radius,
+            samples,
+            draws,
+            generator,
+        )
         B, H, _, D = like.shape
-        self.centre, self.sample = like.new_zeros(B, H, 0, D), like.new_zeros(B, H, 0, samples, D)
+        self.centre, self.sample = (
+            like.new_zeros(B, H, 0, D),
+            like.new_zeros(B, H, 0, samples, D),
+        )
         self.count = like.new_zeros(B, H, 0, dtype=torch.int64)
         self.k, self.v = like.new_zeros(B, H, draws, D), like.new_zeros(B, H, draws, D)
         self.total = like.new_zeros(B, H, dtype=torch.float64)
@@ -64,8 +81,11 @@ class Stream:
 
     def near(self, k: Tensor, centre: Tensor) -> Tensor:
         """Return whether each key is within the radius of each centre, (B, H, T, M)."""
-        distance = torch.cdist(k.double(), centre.double(), compute_mode="donot_use_mm_for_euclid_dist")
-        return ~(distance > self.radius)  # not <=: a NaN then counts as near, so the loop in `join` ends
+        distance = torch.cdist(
+            k.double(), centre.double(), compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        # not <=: a NaN then counts as near, so the loop in `join` ends
+        return ~(distance > self.radius)
 
     def join(self, k: Tensor) -> Tensor:
         """Return each key's cluster, (B, H, T): the oldest near it, or a new one with the key as centre."""
@@ -80,7 +100,13 @@ class Stream:
                 more = int(used.max()) // 10 + 1  # new places for clusters
                 for name in ("centre", "count", "sample"):
                     x = getattr(self, name)
-                    setattr(self, name, torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2))
+                    setattr(
+                        self,
+                        name,
+                        torch.cat(
+                            (x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2
+                        ),
+                    )
             first = homeless.int().argmax(-1, keepdim=True)
             centre = k.gather(2, expand_index(first, k))
             self.centre[opens, used[opens]] = centre[opens].squeeze(1)
@@ -95,15 +121,20 @@ class Stream:
 
         This is reservoir sampling: every sample stays uniform among the cluster's keys.
         """
-        new = torch.zeros_like(self.count).scatter_add_(2, cluster, torch.ones_like(cluster))
+        new = torch.zeros_like(self.count).scatter_add_(
+            2, cluster, torch.ones_like(cluster)
+        )
         self.count += new
         u = self.uniform(self.count, self.samples)
 
-        start = (new.cumsum(2) - new).unsqueeze(-1)  # where a cluster's new keys start, sorted by cluster
+        # where a cluster's new keys start, sorted by cluster
+        start = (new.cumsum(2) - new).unsqueeze(-1)
         place = (start + u.long()).clamp(max=k.shape[2] - 1).flatten(2)
         i = cluster.argsort(2).gather(2, place)
         fresh = k.gather(2, expand_index(i, k)).view_as(self.sample)
-        self.sample = torch.where((u < new.unsqueeze(-1)).unsqueeze(-1), fresh, self.sample)
+        self.sample = torch.where(
+            (u < new.unsqueeze(-1)).unsqueeze(-1), fresh, self.sample
+        )
 
     def draw(self, k: Tensor, v: Tensor):
         """Update the draws: like `renew`, with ‖v‖² instead of counts."""
@@ -121,44 +152,60 @@ class Stream:
 
         Samples are (B, H, M·t, D), keys (B, H, s, D); the logarithms lack the last dimension.
         """
-        share = (self.count.double() / self.samples).log().repeat_interleave(self.samples, 2)
-        weight = self.total.unsqueeze(-1) / (self.draws * self.v.double().square().sum(-1))
+        share = (
+            (self.count.double() / self.samples)
+            .log()
+            .repeat_interleave(self.samples, 2)
+        )
+        weight = self.total.unsqueeze(-1) / (
+            self.draws * self.v.double().square().sum(-1)
+        )
         weight = weight.nan_to_num(0).log()  # 0/0 if all values are 0
         return (self.sample.flatten(2, 3), share), (self.k, weight)
 
     def stored(self) -> list[Stored]:
         clusters = int((self.count > 0).sum())
-        return ([Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in (self.k, self.v, self.total)]
-                + [Stored(x, clusters * math.prod(x.shape[3:]), model_dtype=x.dim() > 3)
-                   for x in (self.centre, self.count, self.sample)])
+        return [
+            Stored(x, x.numel(), model_dtype=x.dim() > 3)
+            for x in (self.k, self.v, self.total)
+        ] + [
+            Stored(x, clusters * math.prod(x.shape[3:]), model_dtype=x.dim() > 3)
+            for x in (self.centre, self.count, self.sample)
+        ]
 
 
 @dataclass(eq=False)
 class SubGen(LayerCache):
     """SubGen for ordinary attention."""
-    radius: float               # radius of a cluster around its centre, δ
-    samples: int                # keys kept per cluster, t
-    draws: int                  # values kept in all, s
-    seed: int = 0               # of samples and draws; each layer has its own
-    scale: float | None = None  # factor of the scores; None: 1/√D, as in the decoder; the papers: 1
-    sides = 1                   # streams into which k and v are split
+
+    radius: float  # radius of a cluster around its centre, δ
+    samples: int  # keys kept per cluster, t
+    draws: int  # values kept in all, s
+    seed: int = 0  # of samples and draws; each layer has its own
+    # factor of the scores; None: 1/√D, as in the decoder; the papers: 1
+    scale: float | None = None
+    sides = 1  # streams into which k and v are split
 
     def __post_init__(self):
         super().__post_init__()
         if not self.radius >= 0 or self.samples < 1 or self.draws < 1:
-            raise ValueError(f"radius {self.radius} must be at least 0, "
-                             f"samples {self.samples} and draws {self.draws} at least 1")
+            raise ValueError(
+                f"radius {self.radius} must be at least 0, "
+                f"samples {self.samples} and draws {self.draws} at least 1"
+            )
         check_seed(self.seed, 1000)
         self.streams: list[Stream] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         self.check(q, k, v, pos)
         B, heads, T, D = q.shape
-        q = wide(q).view(B, k.shape[1], -1, T, D) * (D ** -0.5 if self.scale is None else self.scale)
+        q = wide(q).view(B, k.shape[1], -1, T, D) * (
+            D**-0.5 if self.scale is None else self.scale
+        )
 
         outputs = []
         for t in range(T):
-            self.write(k[:, :, t:t + 1], v[:, :, t:t + 1], pos[:, t:t + 1])
+            self.write(k[:, :, t : t + 1], v[:, :, t : t + 1], pos[:, t : t + 1])
             z, tau, _ = self.estimate(q[:, :, :, t])
             outputs.append((z / tau).flatten(1, 2))
         return torch.stack(outputs, 2).to(v)
@@ -167,9 +214,13 @@ class SubGen(LayerCache):
         if not self.streams:
             generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
             for _ in range(self.sides):
-                like = k[..., :k.shape[-1] // self.sides]
-                self.streams.append(Stream(like, self.radius, self.samples, self.draws, generator))
-        for stream, key, value in zip(self.streams, k.chunk(self.sides, -1), v.chunk(self.sides, -1)):
+                like = k[..., : k.shape[-1] // self.sides]
+                self.streams.append(
+                    Stream(like, self.radius, self.samples, self.draws, generator)
+                )
+        for stream, key, value in zip(
+            self.streams, k.chunk(self.sides, -1), v.chunk(self.sides, -1)
+        ):
             stream.add(key, value)
         self.seen += k.shape[2]
 
@@ -180,12 +231,18 @@ class SubGen(LayerCache):
         """
         terms, rows = self.logs(q)
         top = torch.maximum(terms.amax(-1, keepdim=True), rows.amax(-1, keepdim=True))
-        return self.weigh((rows - top).exp()), (terms - top).exp().sum(-1, keepdim=True), top
+        return (
+            self.weigh((rows - top).exp()),
+            (terms - top).exp().sum(-1, keepdim=True),
+            top,
+        )
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logarithms of τ's terms (B, H, G, M·t) and of the draws' weights in z (B, H, G, s)."""
         (sampled, share), (drawn, weight) = self.streams[0].kept()
-        return q @ wide(sampled).mT + share.unsqueeze(2).to(q), q @ wide(drawn).mT + weight.unsqueeze(2).to(q)
+        return q @ wide(sampled).mT + share.unsqueeze(2).to(q), q @ wide(
+            drawn
+        ).mT + weight.unsqueeze(2).to(q)
 
     def weigh(self, p: Tensor) -> Tensor:
         """Return Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
@@ -201,6 +258,7 @@ class SubGen2Cache(SubGen):
 
     New pairs are formed from every earlier token, so all tokens are stored and the memory grows.
     """
+
     check = PairCache.check
 
     def __post_init__(self):
@@ -220,18 +278,27 @@ class SubGen2Cache(SubGen):
 class SubGen4Cache(SubGen):
     """Lemma 5.1: K₁ and K₂ have their own clusters, V₁ and V₂ their own draws.
 
-    Every left sample is combined with every right sample, and every left draw with every right draw. The
-    factored form does this without forming a pair.
+    Every left sample is combined with every right sample, and every left draw with every right
+    draw. The factored form does this without forming a pair.
     """
+
     sides = 2
     check = PairCache.check
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as SubGen.logs, here (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
         logs = []
-        for (x1, log1), (x2, log2) in zip(*(stream.kept() for stream in self.streams)):  # samples, then draws
-            score = (q.unsqueeze(3) * wide(x1).unsqueeze(2)) @ wide(x2).unsqueeze(2).mT  # (K₁ ∘ q) K₂ᵀ
-            logs.append((score + log1[:, :, None, :, None].to(q) + log2[:, :, None, None].to(q)).flatten(3))
+        # samples, then draws
+        for (x1, log1), (x2, log2) in zip(*(stream.kept() for stream in self.streams)):
+            # (K₁ ∘ q) K₂ᵀ
+            score = (q.unsqueeze(3) * wide(x1).unsqueeze(2)) @ wide(x2).unsqueeze(2).mT
+            logs.append(
+                (
+                    score
+                    + log1[:, :, None, :, None].to(q)
+                    + log2[:, :, None, None].to(q)
+                ).flatten(3)
+            )
         return tuple(logs)
 
     def weigh(self, p: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """TOVA: a bounded cache is the state of a recurrent network (Oren et al., arXiv 2401.06104).
 
-The state has `budget` slots. TOVA evicts the entry that the newest query attends to least. It adds nothing up
-over time. Sinks and new tokens are not protected.
+The state has `budget` slots. TOVA evicts the entry that the newest query attends to least. It adds
+nothing up over time. Sinks and new tokens are not protected.
 
     evict argmin_i mean_h α_{t,h,i}   whenever the cache holds more than b entries
 
 The heads of a layer keep the same tokens, by their mean attention.
 
-Differs from the paper: eviction starts at the end of the prompt. There the last query ranks all entries at
-once, as in the authors' code. The paper's rule evicts one entry at each step.
+Differs from the paper: eviction starts at the end of the prompt. There the last query ranks all
+entries at once, as in the authors' code. The paper's rule evicts one entry at each step.
 """
+
 import torch
 from torch import Tensor
 
@@ -21,7 +22,8 @@ class TOVA(ScoredCache):
     watch = 1
 
     def observe(self, q: Tensor, p: Tensor):
-        self.weight = p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1)  # over all heads
+        # over all heads
+        self.weight = p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1)
         super().observe(q, p)
 
     def score(self) -> Tensor:

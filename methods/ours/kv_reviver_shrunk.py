@@ -1,27 +1,30 @@
 """Ours, beyond KVReviver: three ways to read the sketch back with less noise.
 
-Even the last is of no use: on all our decoders the KL is lower if exact tokens take the sketch's bytes (claim
-R4).
+Even the last is of no use: on all our decoders the KL is lower if exact tokens take the sketch's
+bytes (claim R4).
 
-Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates none of
-them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all is as printed:
-only values have signs, so a value is read as a mean of values with random signs, which is near 0.
+Mean (`MeanReviver`): a query reads the mean of the tokens in a slot, not their sum, which estimates
+none of them. Their number costs no bytes: it follows from the indices of all vague tokens. Else all
+is as printed: only values have signs, so a value is read as a mean of values with random signs,
+which is near 0.
 
-Signed (`SignedReviver`): keys get signs, as values do. Estimates are then right on average over the hashes.
-Without signs, the keys' common mean is added once for every token in a slot.
+Signed (`SignedReviver`): keys get signs, as values do. Estimates are then right on average over the
+hashes. Without signs, the keys' common mean is added once for every token in a slot.
 
-Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and the sketch stores each token's
-difference from it. An estimate is shrunk towards the mean; the more tokens share a slot, the more it is
-shrunk (a Wiener filter). With a tokens on b slots per row:
+Shrunk (`ShrunkReviver`): the mean of the vague tokens is stored exactly, and the sketch stores each
+token's difference from it. An estimate is shrunk towards the mean; the more tokens share a slot,
+the more it is shrunk (a Wiener filter). With a tokens on b slots per row:
 
     k̂_J = mean + median_i(g_i(J) S_i[h_i(J)]) / (1 + variance of the median · (a − 1)/b),   v̂_J likewise
 
-On average over the hashes, the squared error is at most that of the mean alone. With one row this holds by
-construction, for any vectors. A single token may have a larger error, and swaps leave errors in the sketch.
+On average over the hashes, the squared error is at most that of the mean alone. With one row this
+holds by construction, for any vectors. A single token may have a larger error, and swaps leave
+errors in the sketch.
 
-One row: without a median, reading is linear. So a new token can attend to the slots directly, and no token is
-read back.
+One row: without a median, reading is linear. So a new token can attend to the slots directly, and
+no token is read back.
 """
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 import math
@@ -34,11 +37,11 @@ from methods.kv_reviver import KVReviver
 from nanollm.attention import wide
 from nanollm.cache import Stored
 
-MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}  # variance of the median of 1 or 3 normals (Lemma 2)
+# variance of the median of 1 or 3 normals (Lemma 2)
+MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}
 
 
 class MeanSketch(Sketch):
-
     def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
         return self.median(self.means(J if among is None else among), J)
 
@@ -58,7 +61,9 @@ class MeanReviver(KVReviver):
 class SignedSketch(Sketch):
     signed_keys = True
 
-    def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor | None, float]:
+    def centred(
+        self, bucket: Tensor, sign: Tensor
+    ) -> tuple[Tensor, Tensor | None, float]:
         """Return x, mean (B, H, 1, 2D) and factor; an estimate is mean + factor · median of x.
 
         bucket and sign (B, H, a, r): those of all tokens in the sketch. Here there is no mean.
@@ -69,13 +74,15 @@ class SignedSketch(Sketch):
         """Return g(J), ±1, of tokens J (B, H, n) in every row: (B, H, n, r)."""
         return 1 - 2 * self.sign_bit(J)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, J: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Attend to exact tokens and to the slots of one row; return the output and the probabilities.
 
-        q (B, H, G, D), exact tokens k and v (B, H, S, D), all tokens J in the sketch (B, H, a) → output (B,
-        H, G, D) and probabilities (B, H, G, S + a). The result equals attention to the estimates, but no
-        estimate is formed. All tokens in a slot have the slot's score, up to their signs. The slot's value is
-        multiplied once, by the sum of their signed weights:
+        q (B, H, G, D), exact tokens k and v (B, H, S, D), all tokens J in the sketch (B, H, a) →
+        output (B, H, G, D) and probabilities (B, H, G, S + a). The result equals attention to the
+        estimates, but no estimate is formed. All tokens in a slot have the slot's score, up to
+        their signs. The slot's value is multiplied once, by the sum of their signed weights:
 
             score of J   = q·mean + g(J) q·S[h(J)]
             Σ_J p_J v̂_J = Σ_J p_J · mean + Σ_slots (Σ_{J in slot} g(J) p_J) S
@@ -83,8 +90,9 @@ class SignedSketch(Sketch):
         (*shape, D), bucket, sign = q.shape, self.bucket(J), self.signs(J)
         x, mean, factor = self.centred(bucket, sign)
         slot_k, slot_v = x.chunk(2, -1)
-        q_wide = wide(q) * D ** -0.5
-        slot, sign = bucket.mT.expand(*shape, -1), sign.to(q_wide).mT  # (B, H, G, a) and (B, H, 1, a)
+        q_wide = wide(q) * D**-0.5
+        # (B, H, G, a) and (B, H, 1, a)
+        slot, sign = bucket.mT.expand(*shape, -1), sign.to(q_wide).mT
 
         vague = (factor * q_wide @ wide(slot_k).mT).gather(3, slot) * sign
         if mean is not None:
@@ -104,7 +112,8 @@ class ShrunkSketch(SignedSketch):
 
     def __init__(self, k: Tensor, rows: int, width: int, seed: int):
         super().__init__(k, rows, width, seed)
-        self.sum = wide(k[:, :, :0]).new_zeros(*k.shape[:2], 2 * k.shape[-1])  # of all tokens in it
+        # of all tokens in it
+        self.sum = wide(k[:, :, :0]).new_zeros(*k.shape[:2], 2 * k.shape[-1])
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
         super().insert(J, k, v, times)
@@ -113,17 +122,22 @@ class ShrunkSketch(SignedSketch):
     def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
         among = J if among is None else among
         x, mean, factor = self.centred(self.bucket(among), self.signs(among))
-        return (m + factor * estimate for m, estimate in zip(mean.flatten(0, 1), self.median(x, J)))
+        return (
+            m + factor * estimate
+            for m, estimate in zip(mean.flatten(0, 1), self.median(x, J))
+        )
 
     def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor, float]:
         """Return x without the mean's part, the mean (B, H, 1, 2D), and the factor that shrinks.
 
-        Each token of a slot has added the mean once, with its sign. So the mean's part is known exactly.
+        Each token of a slot has added the mean once, with its sign. So the mean's part is known
+        exactly.
         """
         a, mean = bucket.shape[2], (self.sum / bucket.shape[2]).unsqueeze(2).to(self.x)
         signs = self.x.new_zeros(self.x.shape[:3])
         signs.scatter_add_(2, bucket.flatten(2), sign.flatten(2).to(self.x))
-        noise = MEDIAN[self.rows] * (a - 1) / self.width  # per slot (a − 1)/b other tokens
+        # per slot (a − 1)/b other tokens
+        noise = MEDIAN[self.rows] * (a - 1) / self.width
         return self.x - mean * signs.unsqueeze(3), mean, 1 / (1 + noise)
 
 
@@ -143,6 +157,7 @@ class SignedReviver(KVReviver):
 @dataclass(eq=False)
 class ShrunkReviver(SignedReviver):
     """SignedReviver with a shrunk sketch; the variant `kv_reviver_shrunk`."""
+
     rows: int = 1  # rows of the sketch, r: 1 or 3
     kind = ShrunkSketch
 
@@ -153,7 +168,9 @@ class ShrunkReviver(SignedReviver):
 
     def stored(self) -> list[Stored]:
         mean = [] if self.sketch is None else [self.sketch.sum]
-        return super().stored() + [Stored(x, x.numel(), model_dtype=False) for x in mean]
+        return super().stored() + [
+            Stored(x, x.numel(), model_dtype=False) for x in mean
+        ]
 
 
 variants = {"kv_reviver_mean": MeanReviver, "kv_reviver_shrunk": ShrunkReviver}

@@ -1,13 +1,14 @@
 """Ours: least θ, a selection that lowers CriticalKV's bound further.
 
-Keeping an entry also raises S, the gathered weight; stage 2 of CriticalKV (arXiv 2502.03805) ignores that. To
-first order, keeping entry i lowers θ by the slope
+Keeping an entry also raises S, the gathered weight; stage 2 of CriticalKV (arXiv 2502.03805)
+ignores that. To first order, keeping entry i lowers θ by the slope
 
     −∂θ/∂N_i = A_i [(2 − 1/S) ‖𝒱_i‖₁ + W/S²],   W = Σ_i N_i A_i ‖𝒱_i‖₁,   S = Σ_i N_i A_i
 
-S and W depend on the chosen set, so the set is chosen again by this score a few times. Summed over a group of
-query heads, the score weights each head correctly, whatever its S is.
+S and W depend on the chosen set, so the set is chosen again by this score a few times. Summed over
+a group of query heads, the score weights each head correctly, whatever its S is.
 """
+
 from dataclasses import dataclass
 from functools import partial
 import math
@@ -26,30 +27,46 @@ from nanollm.window import Selection, WindowCache, window_rows
 @dataclass(frozen=True)
 class LeastTheta(Selection):
     """Select the set with the lowest θ: start from the better of top-A and two-stage, then improve it."""
-    steps: int = 2       # improvements; 0: the better of top-A and two-stage
-    again = False        # θ assumes a head that still has every token
-    pooled: bool = True  # True: A is the pooled window scores, normalised; False: the window scores
+
+    steps: int = 2  # improvements; 0: the better of top-A and two-stage
+    again = False  # θ assumes a head that still has every token
+    # True: A is the pooled window scores, normalised; False: the window scores
+    pooled: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         whole("steps", self.steps, 0, 100)
 
-    def __call__(self, cache: WindowCache, scores: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(
+        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
+    ) -> Tensor:
         # (B, H, G, S): the window's entries stay, and their weight counts too
-        weights = window_rows(*cache.observed())[..., :cache.length].mean(3, dtype=scores.dtype)
+        weights = window_rows(*cache.observed())[..., : cache.length].mean(
+            3, dtype=scores.dtype
+        )
         if self.pooled:
-            weights = torch.cat((cache.pool(scores), weights[..., scores.shape[-1]:]), -1)
+            weights = torch.cat(
+                (cache.pool(scores), weights[..., scores.shape[-1] :]), -1
+            )
             weights = weights / weights.sum(-1, keepdim=True)
         window_size = cache.length - cache.before
-        return least_theta(weights, value_norms(cache.v, cache.w_o), budget, window_size, self.steps)
+        return least_theta(
+            weights, value_norms(cache.v, cache.w_o), budget, window_size, self.steps
+        )
 
 
-def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window_size: int, steps: int = 4,
-                alpha: float = 0.25) -> Tensor:
+def least_theta(
+    weights: Tensor,
+    norms: Tensor,
+    budget: int | Tensor,
+    window_size: int,
+    steps: int = 4,
+    alpha: float = 0.25,
+) -> Tensor:
     """Return the mask (..., n − w) of `budget` entries per group with a low Σ_g θ_g.
 
-    weights and norms are (..., G, n). The window's entries stay beside them. The result is never worse than
-    top-A or two-stage.
+    weights and norms are (..., G, n). The window's entries stay beside them. The result is never
+    worse than top-A or two-stage.
     """
     outside = weights.shape[-1] - window_size
 
@@ -57,7 +74,11 @@ def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window_siz
         return top(score.sum(-2)[..., :outside], budget)
 
     def bound(kept):  # if a head gathers no weight (S = 0), θ is not defined: take ∞
-        return theta(weights, norms, with_window(kept, window_size)).sum(-1).nan_to_num(math.inf)
+        return (
+            theta(weights, norms, with_window(kept, window_size))
+            .sum(-1)
+            .nan_to_num(math.inf)
+        )
 
     def better(one, other):
         return torch.where((bound(one) >= bound(other))[..., None], other, one)
@@ -69,8 +90,11 @@ def least_theta(weights: Tensor, norms: Tensor, budget: int | Tensor, window_siz
 
     # choose again by −∂θ/∂N_i, summed over the group
     for _ in range(steps):
-        S, W = (x.unsqueeze(-1) for x in gathered(weights, norms, with_window(kept, window_size)))
-        kept = choose(weights * ((2 - 1 / S) * norms + W / S ** 2))
+        S, W = (
+            x.unsqueeze(-1)
+            for x in gathered(weights, norms, with_window(kept, window_size))
+        )
+        kept = choose(weights * ((2 - 1 / S) * norms + W / S**2))
         best = better(kept, best)
     return best
 

@@ -1,15 +1,18 @@
 """Compute the bounds of ChunkKV's appendix on in-context learning exactly (Eq. 10 to 16, claim C3).
 
-The paper is Liu et al., arXiv 2502.00299. A prompt contains examples O = [x, y] of k tokens, drawn with the
-true parameters θ*. The bounds limit how far a wrong θ can be from θ* if the prompt does not rule it out. The
-distribution of O is a table (V, …, V) of k dimensions. Eq. 11 drops the Taylor remainder: without it the
-bounds can fail, and with it they hold.
+The paper is Liu et al., arXiv 2502.00299. A prompt contains examples O = [x, y] of k tokens, drawn
+with the true parameters θ*. The bounds limit how far a wrong θ can be from θ* if the prompt does
+not rule it out. The distribution of O is a table (V, …, V) of k dimensions. Eq. 11 drops the Taylor
+remainder: without it the bounds can fail, and with it they hold.
 """
+
 import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-# ---- distributions of an example O, as tables --------------------------------------------------------------
+# ---- distributions of an example O, as tables
+# --------------------------------------------------------------
+
 
 def independent(chances: list[Tensor]) -> Tensor:
     """Return the table (2, …, 2) of independent tokens, each 1 with its own probability."""
@@ -22,7 +25,8 @@ def independent(chances: list[Tensor]) -> Tensor:
 def mirrored(theta: Tensor, k: int = 10) -> Tensor:
     """Return the table of k tokens that are 1 with probability θ, the last one with 0.6 − θ.
 
-    At θ* = 0.3 the last token has the others' Fisher information, but a remainder of the opposite sign.
+    At θ* = 0.3 the last token has the others' Fisher information, but a remainder of the opposite
+    sign.
     """
     return independent([theta[0]] * (k - 1) + [0.6 - theta[0]])
 
@@ -30,8 +34,8 @@ def mirrored(theta: Tensor, k: int = 10) -> Tensor:
 def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
     """Return the table of a Markov chain: a state is 1 with probability theta[previous state].
 
-    The first of its k states is 0 or 1 with probability 1/2. A token is the state or, with probability
-    `noise`, the other one: then the chain is a hidden Markov model.
+    The first of its k states is 0 or 1 with probability 1/2. A token is the state or, with
+    probability `noise`, the other one: then the chain is a hidden Markov model.
     """
     move = torch.stack((1 - theta, theta), 1)
     show = torch.tensor([[1 - noise, noise], [noise, 1 - noise]], dtype=theta.dtype)
@@ -41,7 +45,9 @@ def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
     return table.sum(-1)
 
 
-# ---- Eq. 10 to 16 ------------------------------------------------------------------------------------------
+# ---- Eq. 10 to 16
+# ------------------------------------------------------------------------------------------
+
 
 def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
     """Return KL(p ‖ q) of two tables, in nats; if `kept` is given, of these tokens alone."""
@@ -55,7 +61,9 @@ def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
 def token_divergences(p: Tensor, q: Tensor) -> Tensor:
     """Return KL_j(θ* ‖ θ) of each token given the earlier ones, (k,); their sum is the tables' KL."""
     prefixes = [divergence(p, q, list(range(j))) for j in range(p.dim() + 1)]
-    return torch.stack([after - before for before, after in zip(prefixes, prefixes[1:])])
+    return torch.stack(
+        [after - before for before, after in zip(prefixes, prefixes[1:])]
+    )
 
 
 def fisher(table, theta: Tensor) -> Tensor:
@@ -76,12 +84,14 @@ def remainder(each: Tensor, information: Tensor, delta: Tensor) -> Tensor:
     return (each - quadratic).abs().max() / (delta @ delta)
 
 
-def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
+def distance_bound(
+    noise: Tensor, information: Tensor, remainder: float = 0.0
+) -> Tensor:
     """Return the bound ‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) R) of Eq. 12.
 
-    information: I_2 … I_k, (k − 1, P, P). noise: Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) if the prompt
-    does not rule out θ. remainder: R of the same tokens; Eq. 11 drops it (R = 0), though the terms that it
-    bounds may be negative. The result is inf if there is no bound.
+    information: I_2 … I_k, (k − 1, P, P). noise: Σ_{j≥2} KL_j, or its bound ε_θ + ξ_θ(r) if the
+    prompt does not rule out θ. remainder: R of the same tokens; Eq. 11 drops it (R = 0), though the
+    terms that it bounds may be negative. The result is inf if there is no bound.
     """
     curvature = torch.linalg.eigvalsh(information)[:, 0].min() / 2 - remainder
     return torch.where(curvature > 0, noise / (len(information) * curvature), torch.inf)
@@ -90,8 +100,9 @@ def distance_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -
 def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
     """Return the bound on KL_k of Eq. 13 to 16.
 
-    KL_k ≤ noise (max λ_max + 2 R) / ((k−1) (min λ_min − 2 R)). The paper writes O(1) for 2 R, and only in the
-    numerator. It belongs in the denominator as well: in the numerator alone it may have to be larger.
+    KL_k ≤ noise (max λ_max + 2 R) / ((k−1) (min λ_min − 2 R)). The paper writes O(1) for 2 R, and
+    only in the numerator. It belongs in the denominator as well: in the numerator alone it may have
+    to be larger.
     """
     distance = distance_bound(noise, information, remainder)
     bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance
@@ -101,14 +112,19 @@ def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> 
 def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
     """Return bound / bounded value of Eq. 12 ("distance_…") and Eq. 15 ("answer_…") at θ* + δ.
 
-    A ratio below 1 refutes the bound. "…_paper" has R = 0, as in the paper; "…_repaired" has the remainder.
-    Also return "R" and "least", the smallest λ_min.
+    A ratio below 1 refutes the bound. "…_paper" has R = 0, as in the paper; "…_repaired" has the
+    remainder. Also return "R" and "least", the smallest λ_min.
     """
-    each, information = token_divergences(table(theta), table(theta + delta))[1:], fisher(table, theta)[1:]
+    each, information = (
+        token_divergences(table(theta), table(theta + delta))[1:],
+        fisher(table, theta)[1:],
+    )
     R, noise = remainder(each, information, delta), each.sum()
     values = dict(R=R, least=torch.linalg.eigvalsh(information)[:, 0].min())
     for name, r in (("paper", 0.0), ("repaired", R)):
-        values[f"distance_{name}"] = distance_bound(noise, information, r) / (delta @ delta)
+        values[f"distance_{name}"] = distance_bound(noise, information, r) / (
+            delta @ delta
+        )
         values[f"answer_{name}"] = answer_bound(noise, information, r) / each[-1]
     return {name: x.item() for name, x in values.items()}
 
@@ -116,7 +132,7 @@ def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
 def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
     """Return the noise ξ of keeping the same tokens `kept` of every example.
 
-    ξ is the KL that the lost tokens would have added. The paper gives no formula for ξ_θ(r); here a lost
-    token counts as never seen.
+    ξ is the KL that the lost tokens would have added. The paper gives no formula for ξ_θ(r); here a
+    lost token counts as never seen.
     """
     return examples * (divergence(p, q) - divergence(p, q, kept))

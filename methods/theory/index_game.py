@@ -1,8 +1,9 @@
 """Play the Index game, which bounds a cache's memory from below (tensor attention, arXiv 2503.11108).
 
-Alice stores bits in a cache, and Bob reads them with queries. A cache that can answer every later query must
-hold every bit that a query can ask for (claims T5 to T8, T12).
+Alice stores bits in a cache, and Bob reads them with queries. A cache that can answer every later
+query must hold every bit that a query can ask for (claims T5 to T8, T12).
 """
+
 import copy
 import math
 from typing import NamedTuple
@@ -14,11 +15,13 @@ from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import LayerCache
 from nanollm.model import Config, rope, rope_frequencies, rotate
 
-# ---- keys that stand apart ---------------------------------------------------------------------------------
+# ---- keys that stand apart
+# ---------------------------------------------------------------------------------
+
 
 def projected_basis(n: int, d: int, generator: torch.Generator) -> Tensor:
     """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5), Gaussian / √d: (n, d), float64."""
-    return torch.randn(n, d, dtype=torch.float64, generator=generator) / d ** 0.5
+    return torch.randn(n, d, dtype=torch.float64, generator=generator) / d**0.5
 
 
 def distortion(keys: Tensor) -> float:
@@ -26,21 +29,29 @@ def distortion(keys: Tensor) -> float:
     return (keys @ keys.T - torch.eye(len(keys), dtype=keys.dtype)).abs().max().item()
 
 
-# ---- the Index game ----------------------------------------------------------------------------------------
+# ---- the Index game
+# ----------------------------------------------------------------------------------------
+
 
 def separation(n: int, eps: float, C: float, four: bool) -> tuple[float, float]:
     """Return the most that Bob reads for a bit 0 and the least for a bit 1 (δ, Δ; Theorems B.1, B.2).
 
-    Each of n keys stands in n pairs if there are `four` matrices, else in 1. The proof of the former leaves
-    out the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, the latter Bob's one; here they count.
+    Each of n keys stands in n pairs if there are `four` matrices, else in 1. The proof of the
+    former leaves out the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, the latter Bob's
+    one; here they count.
     """
     repeats, nothing = (n, 2 * n + 1) if four else (1, 1)
-    own, others = repeats * math.exp(C * (1 - eps)), repeats * (n - 1) * math.exp(C * eps)
+    own, others = (
+        repeats * math.exp(C * (1 - eps)),
+        repeats * (n - 1) * math.exp(C * eps),
+    )
     return others / (own + others + nothing), own / (own + others + nothing)
 
 
 class Game(NamedTuple):
-    """What Bob reads, (n, d), and what he may expect of a 0 (at most `zero`) and of a 1 (at least `one`)."""
+    """What Bob reads, (n, d), and what he may expect of a 0 (at most `zero`) and of a 1 (at least
+    `one`)."""
+
     read: Tensor
     zero: float
     one: float
@@ -53,26 +64,37 @@ class Game(NamedTuple):
         return (self.guesses() == bits).double().mean().item()
 
 
-def play(cache: LayerCache, k: Tensor, v: Tensor, keys: Tensor, C: float | None = None, compress=None,
-         eta: float = 0.0, generator: torch.Generator | None = None) -> Game:
+def play(
+    cache: LayerCache,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    C: float | None = None,
+    compress=None,
+    eta: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Game:
     """Let Alice store tokens k, v (n, d), or (n, 2d) with four matrices, under keys (n, d); Bob asks.
 
-    For each he asks in a copy of the cache, with a zero token whose query is C · k_i. C defaults to 2 ln n.
-    `compress(cache)` is what is done to the cache before Bob gets it. eta: what he reads is off by a factor 1
-    ± η, each by chance (Corollaries 4.4 and 4.5).
+    For each he asks in a copy of the cache, with a zero token whose query is C · k_i. C defaults to
+    2 ln n. `compress(cache)` is what is done to the cache before Bob gets it. eta: what he reads is
+    off by a factor 1 ± η, each by chance (Corollaries 4.4 and 4.5).
     """
     n, d = keys.shape
     four = k.shape[1] == 2 * d
     C = 2 * math.log(n) if C is None else C
-    cache.write(k[None, None], v[None, None], torch.arange(n)[None])  # her queries are zero: ask for nothing
+    # her queries are zero: ask for nothing
+    cache.write(k[None, None], v[None, None], torch.arange(n)[None])
     if compress:
         compress(cache)
 
-    scale = 1.0 if four else d ** 0.5  # undoes LayerCache's 1/√D
+    scale = 1.0 if four else d**0.5  # undoes LayerCache's 1/√D
     nothing, read = torch.zeros_like(k[None, None, :1]), []
     for key in keys:
         query = (C * scale * key).view(1, 1, 1, d)
-        answer = copy.deepcopy(cache).attend(query, nothing, nothing, torch.tensor([[n]]))
+        answer = copy.deepcopy(cache).attend(
+            query, nothing, nothing, torch.tensor([[n]])
+        )
         read.append(answer.flatten())
 
     read = torch.stack(read)
@@ -83,8 +105,9 @@ def play(cache: LayerCache, k: Tensor, v: Tensor, keys: Tensor, C: float | None 
     return Game(read, zero * (1 + eta), one * (1 - eta))
 
 
-def index_game_four(bits: Tensor, keys: Tensor, C: float | None = None, Cache=FactoredFourCache,
-                    **how) -> Game:
+def index_game_four(
+    bits: Tensor, keys: Tensor, C: float | None = None, Cache=FactoredFourCache, **how
+) -> Game:
     """Play Theorem 4.1/B.1 with four matrices: V₁ are Alice's bits (n, d), K₁ her keys, and K₂ = V₂ = 1."""
     ones = torch.ones_like(keys)
     k, v = torch.cat((keys, ones), 1), torch.cat((bits.to(keys), ones), 1)
@@ -99,10 +122,12 @@ def deal(n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
     """Return a `compress` that keeps only the tokens `kept` of n, rounded to `bits` bits a number."""
+
     def compress(cache: LayerCache):
         cache.keep(torch.arange(n)[kept][None, None])
         if bits is not None:
             quantise(cache, bits)
+
     return compress
 
 
@@ -111,18 +136,27 @@ def quantise(cache: LayerCache, bits: int):
     for x in (cache.k, cache.v):
         x = x.unflatten(-1, (2, -1))
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        step = ((high - low) / (2 ** bits - 1)).clamp(min=1e-30)
+        step = ((high - low) / (2**bits - 1)).clamp(min=1e-30)
         x.copy_(low + ((x - low) / step).round() * step)
 
 
-# ---- why keys of pairs are not rotated ---------------------------------------------------------------------
+# ---- why keys of pairs are not rotated
+# ---------------------------------------------------------------------
 
-def rotated_scores(q: Tensor, k1: Tensor, k2: Tensor, shift: int) -> tuple[float, float]:
+
+def rotated_scores(
+    q: Tensor, k1: Tensor, k2: Tensor, shift: int
+) -> tuple[float, float]:
     """Return q·k₁ and q·(k₁ ∘ k₂) after RoPE to positions 9, 4, 2, each plus `shift`.
 
     The vectors are (1, 1, 1, D).
     """
     D = q.shape[-1]
-    freq = rope_frequencies(Config(1, max_len=1, n_layers=1, n_heads=1, n_kv_heads=1, d_model=D, d_ff=1))
-    q, k1, k2 = (rotate(x, *rope(freq, torch.tensor([at + shift]))) for x, at in ((q, 9), (k1, 4), (k2, 2)))
+    freq = rope_frequencies(
+        Config(1, max_len=1, n_layers=1, n_heads=1, n_kv_heads=1, d_model=D, d_ff=1)
+    )
+    q, k1, k2 = (
+        rotate(x, *rope(freq, torch.tensor([at + shift])))
+        for x, at in ((q, 9), (k1, 4), (k2, 2))
+    )
     return (q * k1).sum().item(), (q * k1 * k2).sum().item()

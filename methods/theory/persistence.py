@@ -1,15 +1,16 @@
 """Compute Scissorhands' bounds, corrected, and the quantities that they bound.
 
-1. Eq. 5 and 6: a one-layer model (claims S1, S2).
-2. Theorem 3.1/B.1: a token attended to now is attended to at the next step (S3).
-3. Theorem 4.1/B.2: the drift of the tokens under a budget (S6). λ_Q is the largest singular value of W_Q.
+1. Eq. 5 and 6: a one-layer model (claims S1, S2). 2. Theorem 3.1/B.1: a token attended to now is
+attended to at the next step (S3). 3. Theorem 4.1/B.2: the drift of the tokens under a budget (S6).
+λ_Q is the largest singular value of W_Q.
    The theorem's condition is λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K) ≤ 1/2.
 4. Theorem B.3: the mass that eviction loses if the weights follow a power law (S5).
 5. The persistence ratio and the power law's exponent of given attention weights (S7).
 
-The paper is Liu et al., NeurIPS 2023, arXiv 2305.17118. Mass is the sum of some attention weights. Docstrings
-and comments say where the paper's formulas are wrong.
+The paper is Liu et al., NeurIPS 2023, arXiv 2305.17118. Mass is the sum of some attention weights.
+Docstrings and comments say where the paper's formulas are wrong.
 """
+
 from dataclasses import dataclass
 import math
 from typing import NamedTuple
@@ -19,7 +20,9 @@ from torch import Tensor
 import torch.nn.functional as F
 
 
-# ---- 1. the one-layer model --------------------------------------------------------------------------------
+# ---- 1. the one-layer model
+# --------------------------------------------------------------------------------
+
 
 @dataclass
 class OneLayer:
@@ -28,19 +31,34 @@ class OneLayer:
     a_t = softmax(1/t · x_t W_Q W_Kᵀ X_{t−1}ᵀ) X_{t−1} W_V W_O
     x_{t+1} = F(a_t),   F(x) = x + W_2 relu(W_1 x)
     """
-    q: Tensor   # W_Q, (d, p)
-    k: Tensor   # W_K, (d, p)
-    v: Tensor   # W_V, (d, p)
-    o: Tensor   # W_O, (p, d)
+
+    q: Tensor  # W_Q, (d, p)
+    k: Tensor  # W_K, (d, p)
+    v: Tensor  # W_V, (d, p)
+    o: Tensor  # W_O, (p, d)
     w1: Tensor  # (hidden, d)
     w2: Tensor  # (d, hidden)
 
     @staticmethod
-    def draw(d: int, p: int, hidden: int, norms: tuple[float, ...], generator: torch.Generator) -> "OneLayer":
+    def draw(
+        d: int,
+        p: int,
+        hidden: int,
+        norms: tuple[float, ...],
+        generator: torch.Generator,
+    ) -> "OneLayer":
         """Draw Gaussian weights in float64, scaled to the `norms` λ_Q, λ_K, λ_V, λ_O, λ_1, λ_2."""
         shapes = (d, p), (d, p), (d, p), (p, d), (hidden, d), (d, hidden)
-        drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
-        return OneLayer(*(w * (norm / torch.linalg.matrix_norm(w, 2)) for w, norm in zip(drawn, norms)))
+        drawn = [
+            torch.randn(shape, dtype=torch.float64, generator=generator)
+            for shape in shapes
+        ]
+        return OneLayer(
+            *(
+                w * (norm / torch.linalg.matrix_norm(w, 2))
+                for w, norm in zip(drawn, norms)
+            )
+        )
 
     def norms(self) -> tuple[float, ...]:
         """Return the largest singular values λ_Q, λ_K, λ_V, λ_O, λ_1, λ_2."""
@@ -60,16 +78,25 @@ class OneLayer:
         return a + torch.relu(a @ self.w1.T) @ self.w2.T
 
 
-def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, strength: Tensor | None = None,
-            normalise: bool = False) -> tuple[Tensor, Tensor]:
+def rollout(
+    layer: OneLayer,
+    start: Tensor,
+    T: int,
+    budget: int | None = None,
+    strength: Tensor | None = None,
+    normalise: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return `start` (n, d) extended to T tokens (T, d), and the mass lost per step, (T − n,); 2 ≤ n < T.
 
-    budget: number of keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1: each step
-        evicts the entry with the lowest score, then attends to the rest. The first step evicts as many as
-        necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens so far, Eq. 9.
-    strength (T,): v_j. Weights are β_{t,j} ∝ v_j instead of a softmax, as Theorem B.2 assumes. Their ranking
+    budget: number of keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1:
+    each step
+        evicts the entry with the lowest score, then attends to the rest. The first step evicts as
+        many as necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens so far, Eq. 9.
+    strength (T,): v_j. Weights are β_{t,j} ∝ v_j instead of a softmax, as Theorem B.2 assumes.
+    Their ranking
         is the same at every step.
-    normalise: divide new tokens by their norms, as Theorem B.1 assumes. Theorem B.2 assumes it too, but its
+    normalise: divide new tokens by their norms, as Theorem B.1 assumes. Theorem B.2 assumes it too,
+    but its
         condition makes ‖F(a)‖ ≤ 1/2. Its proof needs only ‖x‖ ≤ 1, which holds without `normalise`.
     """
     n = len(start)
@@ -77,8 +104,12 @@ def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, s
     kept, lost = torch.arange(n - 1), []
 
     for t in range(n, T):
-        past = x[:t - 1]  # X_{t−1}; the query is x_t
-        score = layer.scores(x[t - 1], past) / t if strength is None else strength[:t - 1].log()
+        past = x[: t - 1]  # X_{t−1}; the query is x_t
+        score = (
+            layer.scores(x[t - 1], past) / t
+            if strength is None
+            else strength[: t - 1].log()
+        )
 
         if budget is not None and len(kept) > budget:
             kept = kept[score[kept].topk(budget).indices]
@@ -93,11 +124,14 @@ def rollout(layer: OneLayer, start: Tensor, T: int, budget: int | None = None, s
     return x, torch.stack(lost)
 
 
-# ---- 2. Theorem B.1: persistence ---------------------------------------------------------------------------
+# ---- 2. Theorem B.1: persistence
+# ---------------------------------------------------------------------------
+
 
 class Persistence(NamedTuple):
     """Theorem B.1 at one step: one number for each ℓ < t in each field, (t − 1,)."""
-    eps: Tensor    # the smallest ε that meets the conditions; inf: no ε does
+
+    eps: Tensor  # the smallest ε that meets the conditions; inf: no ε does
     alpha: Tensor  # α_{t,ℓ}
     lower: Tensor  # lower bound of `score`
     score: Tensor  # x_{t+1} W_Q W_Kᵀ x_ℓᵀ
@@ -107,9 +141,10 @@ class Persistence(NamedTuple):
 def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence:
     """Return Theorem B.1's bounds from tokens x (t, d) and x_{t+1} `after` (d,), all of norm 1.
 
-    Eq. 7: the bounds are (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. The paper prints x_j between
-    them and means x_ℓ. Its condition is x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The proof (Lemma B.2) needs
-    absolute values there, and only j < t: j = t would exclude a query that resembles a key it attends to.
+    Eq. 7: the bounds are (x_ℓ A x_ℓᵀ/‖a_t‖)(α_{t,ℓ} ∓ 3ε), A = W_V W_O W_Q W_Kᵀ. The paper prints
+    x_j between them and means x_ℓ. Its condition is x_ℓ A x_ℓᵀ ≥ ε⁻¹ max_{j≠ℓ} x_j A x_ℓᵀ. The
+    proof (Lemma B.2) needs absolute values there, and only j < t: j = t would exclude a query that
+    resembles a key it attends to.
     """
     past, alpha = x[:-1], layer.weights(x)
     a = alpha @ past @ layer.v @ layer.o
@@ -138,44 +173,60 @@ def next_step(layer: OneLayer, x: Tensor) -> Persistence:
 
 def gauss(rows: int, d: int, generator: torch.Generator) -> Tensor:
     """Return Gaussian rows of norm about 1, (rows, d), float64."""
-    return torch.randn(rows, d, dtype=torch.float64, generator=generator) / d ** 0.5
+    return torch.randn(rows, d, dtype=torch.float64, generator=generator) / d**0.5
 
 
-def nearly_orthogonal(noise: float, sharp: float, generator: torch.Generator, d: int = 64, n: int = 24):
+def nearly_orthogonal(
+    noise: float, sharp: float, generator: torch.Generator, d: int = 64, n: int = 24
+):
     """Return a layer and tokens (n + 1, d) that meet the conditions of B.1 with a small ε.
 
-    The first n tokens are nearly orthogonal; the newest is a mix of them. W_V W_O is nearly 0.9 times the
-    identity, and W_Q W_Kᵀ sharp · n times. The factor n undoes the 1/t of the softmax.
+    The first n tokens are nearly orthogonal; the newest is a mix of them. W_V W_O is nearly 0.9
+    times the identity, and W_Q W_Kᵀ sharp · n times. The factor n undoes the 1/t of the softmax.
     """
-    def near_identity(scale: float) -> Tensor:
-        return scale * (torch.eye(d, dtype=torch.float64) + noise * gauss(d, d, generator))
 
-    layer = OneLayer(near_identity(sharp * n), near_identity(1), near_identity(0.9), near_identity(1),
-                     noise * near_identity(0.3), near_identity(0.3))
+    def near_identity(scale: float) -> Tensor:
+        return scale * (
+            torch.eye(d, dtype=torch.float64) + noise * gauss(d, d, generator)
+        )
+
+    layer = OneLayer(
+        near_identity(sharp * n),
+        near_identity(1),
+        near_identity(0.9),
+        near_identity(1),
+        noise * near_identity(0.3),
+        near_identity(0.3),
+    )
     orthogonal = torch.linalg.qr(gauss(d, d, generator))[0][:n]
     past = F.normalize(orthogonal + noise * gauss(n, d, generator), dim=-1)
     mix = torch.rand(1, n, dtype=torch.float64, generator=generator) ** 4 @ past
     return layer, torch.cat((past, F.normalize(mix, dim=-1)))
 
 
-# ---- 3. Theorem B.2, for tokens of norm at most 1 ----------------------------------------------------------
+# ---- 3. Theorem B.2, for tokens of norm at most 1
+# ----------------------------------------------------------
+
 
 def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
     """Return a bound of ‖x_t − x̃_t‖₂ for each token after the first n, from `lost` (steps,).
 
-    lost: the mass lost, from `rollout` without `normalise` and with start norms of at most 1. The bound holds
-    for every such run. It is the recursion in the proof of Theorem B.2, with Δ over all tokens so far:
+    lost: the mass lost, from `rollout` without `normalise` and with start norms of at most 1. The
+    bound holds for every such run. It is the recursion in the proof of Theorem B.2, with Δ over all
+    tokens so far:
 
         Δ ← max(Δ, λ_V λ_O (1 + λ_1 λ_2)(2 lost + (1 + 2(1 − 1/t) λ_Q λ_K) Δ))
 
-    Under the theorem's condition it is at most twice the largest mass lost. Raise ValueError if tokens may
-    grow beyond norm 1.
+    Under the theorem's condition it is at most twice the largest mass lost. Raise ValueError if
+    tokens may grow beyond norm 1.
     """
     lq, lk, lv, lo, l1, l2 = layer.norms()
     gain = lv * lo * (1 + l1 * l2)
     if gain > 1:
-        raise ValueError(f"λ_V λ_O (1 + λ_1 λ_2) is {gain:.3g}; it must be at most 1, or tokens outgrow "
-                         "norm 1; scale W_O down")
+        raise ValueError(
+            f"λ_V λ_O (1 + λ_1 λ_2) is {gain:.3g}; it must be at most 1, or tokens outgrow "
+            "norm 1; scale W_O down"
+        )
     drift, bounds = 0.0, []
     for t, mass in enumerate(lost.tolist(), n):
         drift = max(drift, gain * (2 * mass + (1 + 2 * (1 - 1 / t) * lq * lk) * drift))
@@ -183,48 +234,69 @@ def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
     return torch.tensor(bounds, dtype=lost.dtype)
 
 
-def drifts(layer: OneLayer, start: Tensor, T: int, budget: int, strength: Tensor | None = None):
+def drifts(
+    layer: OneLayer, start: Tensor, T: int, budget: int, strength: Tensor | None = None
+):
     """Return ‖x_t − x̃_t‖₂ and the mass lost, (T − n,) each; x̃_t attends to `budget` keys, x_t to all."""
     full, _ = rollout(layer, start, T, strength=strength)
     evicted, lost = rollout(layer, start, T, budget, strength)
-    return (full - evicted).norm(dim=-1)[len(start):], lost
+    return (full - evicted).norm(dim=-1)[len(start) :], lost
 
 
-def drift_under_power_law(k: float, beta: float, opposed: bool = False,
-                          n: int = 200, T: int = 400, d: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+def drift_under_power_law(
+    k: float,
+    beta: float,
+    opposed: bool = False,
+    n: int = 200,
+    T: int = 400,
+    d: int = 32,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return each step's drift, its bound and the mass lost under a power law, (T − n,) each.
 
-    Theorem B.2's condition holds with equality. Tokens have random directions; opposed: the evicted ones are
-    minus the kept ones. Weights depend on k alone, so both kinds of tokens have the same bound.
+    Theorem B.2's condition holds with equality. Tokens have random directions; opposed: the evicted
+    ones are minus the kept ones. Weights depend on k alone, so both kinds of tokens have the same
+    bound.
     """
     generator = torch.Generator().manual_seed(0)
     v = draw_power_law((T,), k, 50, generator)
     layer = OneLayer.draw(d, d, 2 * d, (0.5, 0.5, 0.8, 0.4, 0.5, 0.5), generator)
-    start = F.normalize(torch.randn(n, d, dtype=torch.float64, generator=generator), dim=-1)
+    start = F.normalize(
+        torch.randn(n, d, dtype=torch.float64, generator=generator), dim=-1
+    )
 
     if opposed:
-        layer.v, layer.o = (scale * torch.eye(d, dtype=torch.float64) for scale in (0.8, 0.4))
-        start = start[:1] * torch.where(v[:n] > v.quantile(1 - beta), 1.0, -1.0)[:, None]
+        layer.v, layer.o = (
+            scale * torch.eye(d, dtype=torch.float64) for scale in (0.8, 0.4)
+        )
+        start = (
+            start[:1] * torch.where(v[:n] > v.quantile(1 - beta), 1.0, -1.0)[:, None]
+        )
 
     drift, lost = drifts(layer, start, T, round(beta * T), strength=v)
     return drift, drift_bound(layer, lost, n), lost
 
 
-# ---- 4. Theorem B.3: v_j drawn from c (x + b)^{−k} on [0, u − b], weights v_j/Σv ---------------------------
-# Here b = 1: x and u are in units of b
+# ---- 4. Theorem B.3: v_j drawn from c (x + b)^{−k} on [0, u − b], weights v_j/Σv
+# --------------------------- Here b = 1: x and u are in units of b
 
 
 def check_law(beta: float, k: float, u: float = math.inf, eps: float = 0):
     """Raise ValueError if β (the fraction kept), k, u or ε is out of range."""
     if not 0 < beta <= 1:
-        raise ValueError(f"beta is {beta}; the fraction kept must be above 0 and at most 1")
+        raise ValueError(
+            f"beta is {beta}; the fraction kept must be above 0 and at most 1"
+        )
     if u <= 1 or k <= (2 if u == math.inf else 1):
-        raise ValueError(f"k is {k} and u is {u}; u must exceed 1, and k must exceed 1 (2 if u is infinite)")
+        raise ValueError(
+            f"k is {k} and u is {u}; u must exceed 1, and k must exceed 1 (2 if u is infinite)"
+        )
     if not 0 <= eps < beta:
         raise ValueError(f"eps is {eps}; it must be at least 0 and below beta, {beta}")
 
 
-def draw_power_law(shape: tuple[int, ...], k: float, u: float, generator: torch.Generator) -> Tensor:
+def draw_power_law(
+    shape: tuple[int, ...], k: float, u: float, generator: torch.Generator
+) -> Tensor:
     """Return draws v, float64: invert P(v > x) = ((x + 1)^{1−k} − u^{1−k})/(1 − u^{1−k})."""
     check_law(1, k, u)
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator)
@@ -233,14 +305,19 @@ def draw_power_law(shape: tuple[int, ...], k: float, u: float, generator: torch.
 
 def smallest_share(v: Tensor, beta: float) -> Tensor:
     """Return the fraction of Σv in the (1 − β)n smallest: (..., n), sorted along n → (...)."""
-    return v[..., :round((1 - beta) * v.shape[-1])].sum(-1) / v.sum(-1)
+    return v[..., : round((1 - beta) * v.shape[-1])].sum(-1) / v.sum(-1)
 
 
 def moment(order: int, y: float, k: float) -> float:
     """Return ∫_0^{y−1} x^order (x + 1)^{−k} dx; the proof writes order 1 as g(y − 1) − g(0)."""
+
     def power(m: float) -> float:  # ∫_1^y s^m ds
         return math.log(y) if m == -1 else math.expm1((m + 1) * math.log(y)) / (m + 1)
-    return sum(math.comb(order, i) * (-1) ** (order - i) * power(i - k) for i in range(order + 1))
+
+    return sum(
+        math.comb(order, i) * (-1) ** (order - i) * power(i - k)
+        for i in range(order + 1)
+    )
 
 
 def tail_mass(beta: float, k: float, u: float = math.inf) -> float:
@@ -249,7 +326,8 @@ def tail_mass(beta: float, k: float, u: float = math.inf) -> float:
     For u → ∞ it is 1 + (k−2)β − (k−1)β^{(k−2)/(k−1)}.
     """
     check_law(beta, k, u)
-    y = (1 - (1 - beta) * (1 - u ** (1 - k))) ** (1 / (1 - k))  # γ + 1, where P(v ≤ γ) = 1 − β
+    # γ + 1, where P(v ≤ γ) = 1 − β
+    y = (1 - (1 - beta) * (1 - u ** (1 - k))) ** (1 / (1 - k))
     return moment(1, y, k) / moment(1, u, k)
 
 
@@ -262,19 +340,20 @@ def paper_bound(beta: float, k: float, eps: float = 0) -> float:
 
 class ProofSteps(NamedTuple):
     """The end of the proof of Theorem B.3."""
-    delta: float     # Δ, in units of b
-    line: float      # the last line that holds
+
+    delta: float  # Δ, in units of b
+    line: float  # the last line that holds
     factored: float  # after the first slip
-    printed: float   # after the second slip: Eq. 11
+    printed: float  # after the second slip: Eq. 11
 
 
 def proof_steps(beta: float, k: float, u: float, eps: float = 0) -> ProofSteps:
     """Return the last correct line of the proof of Theorem B.3 and the two wrong steps after it."""
-    # 1. The proof factors 1 − β out of both terms, but the second term has β − ε. That is smaller than 1 − β
-    #    unless β ≥ (1 + ε)/2. Eq. 11 becomes negative for β < ((k−1)/k)^{k−1} as ε → 0; no mass is negative.
-    # 2. The proof replaces Δ by 0.98 b. Δ is a divisor, so the step needs a lower bound of Δ. "Δ ≤ 0.98 b" is
-    #    an upper bound, and false for large u, where Δ → b.
-    # The line before both steps holds for every u.
+    # 1. The proof factors 1 − β out of both terms, but the second term has β − ε. That is smaller
+    # than 1 − β unless β ≥ (1 + ε)/2. Eq. 11 becomes negative for β < ((k−1)/k)^{k−1} as ε → 0; no
+    # mass is negative. 2. The proof replaces Δ by 0.98 b. Δ is a divisor, so the step needs a lower
+    # bound of Δ. "Δ ≤ 0.98 b" is an upper bound, and false for large u, where Δ → b. The line
+    # before both steps holds for every u.
     check_law(beta, k, u, eps)
     gamma = ((beta - eps) / (1 - eps)) ** (1 / (1 - k)) - 1  # the proof's threshold
     delta = (k - 2) * moment(1, u, k) / moment(0, u, k)
@@ -293,17 +372,19 @@ def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
     """
     check_law(beta, k, u, eps)
     mean, square = (moment(order, u, k) / moment(0, u, k) for order in (1, 2))
-    return (math.exp(-n * (eps * mean) ** 2 / (2 * square))
-            + math.exp(-2 * n * (eps * (1 - beta) / (1 - eps)) ** 2))
+    return math.exp(-n * (eps * mean) ** 2 / (2 * square)) + math.exp(
+        -2 * n * (eps * (1 - beta) / (1 - eps)) ** 2
+    )
 
 
 def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float:
     """Return a bound of E[mass lost] if at least the βn largest of n draws stay; ε < β.
 
-    If neither event of `failure` happens, the mass lost is at most tail_mass(β')/(1−ε), β' = (β−ε)/(1−ε).
-    Otherwise it is at most 1 − β, the most that the smallest draws can hold.
+    If neither event of `failure` happens, the mass lost is at most tail_mass(β')/(1−ε), β' =
+    (β−ε)/(1−ε). Otherwise it is at most 1 − β, the most that the smallest draws can hold.
     """
-    failed = failure(beta, k, u, eps, n)  # first, because it rejects an ε that would divide by 0 below
+    # first, because it rejects an ε that would divide by 0 below
+    failed = failure(beta, k, u, eps, n)
     usual = tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps)
     return min(1 - beta, usual + (1 - beta) * failed)
 
@@ -313,24 +394,32 @@ def best_bound(beta: float, k: float, u: float, n: int) -> float:
     return min(repaired_bound(beta, k, u, beta * i / 40, n) for i in range(1, 40))
 
 
-# ---- 5. what is observed in attention weights (Section 3, Appendix A) --------------------------------------
+# ---- 5. what is observed in attention weights (Section 3, Appendix A)
+# --------------------------------------
 
-def persistence_ratio(p: Tensor, distance: int = 1, times: float = 1) -> tuple[Tensor, Tensor]:
+
+def persistence_ratio(
+    p: Tensor, distance: int = 1, times: float = 1
+) -> tuple[Tensor, Tensor]:
     """Return Section 3.2's persistence ratio of weights p (..., T, T), and chance; (...) each.
 
-    A token is pivotal to query t = 1 … T if its weight exceeds times/t and the query is at least `distance`
-    tokens later. The paper has times = 1. Take the tokens that are pivotal to a query of the second half. The
-    ratio is the fraction of them that was pivotal to a query of the first half; nan if there are none. Chance
-    is this fraction of all tokens. Only the first T/2 − distance tokens count: later ones have no query in
-    the first half that is far enough behind.
+    A token is pivotal to query t = 1 … T if its weight exceeds times/t and the query is at least
+    `distance` tokens later. The paper has times = 1. Take the tokens that are pivotal to a query of
+    the second half. The ratio is the fraction of them that was pivotal to a query of the first
+    half; nan if there are none. Chance is this fraction of all tokens. Only the first T/2 −
+    distance tokens count: later ones have no query in the first half that is far enough behind.
     """
     T = p.shape[-1]
     half, position = T // 2, torch.arange(T, device=p.device)
     if not 0 <= distance < half:
-        raise ValueError(f"distance is {distance}; it must be at least 0 and below half of the {T} queries")
+        raise ValueError(
+            f"distance is {distance}; it must be at least 0 and below half of the {T} queries"
+        )
 
-    pivotal = (p > times / (position + 1)[:, None]) & (position[:, None] - position >= distance)
-    pivotal = pivotal[..., :half - distance]
+    pivotal = (p > times / (position + 1)[:, None]) & (
+        position[:, None] - position >= distance
+    )
+    pivotal = pivotal[..., : half - distance]
     first, second = pivotal[..., :half, :].any(-2), pivotal[..., half:, :].any(-2)
     return (first & second).sum(-1) / second.sum(-1), first.float().mean(-1)
 
@@ -343,25 +432,40 @@ def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
     t = torch.arange(p.shape[-1] - last, p.shape[-1], device=p.device)[:, None] + 1
     x = p[..., -last:, :] * t
     x = x[x > 0]
-    return x[::math.ceil(len(x) / most)]
+    return x[:: math.ceil(len(x) / most)]
 
 
 def tail_exponent(x: Tensor, candidates: int = 100) -> float:
     """Return k of the power law x^{−k} that fits the largest values of x (N,) best.
 
-    Maximum likelihood gives k = 1 + n/Σ ln(x_i/least) for the n values from `least` on. Of the candidates for
-    `least`, the one with the smallest Kolmogorov-Smirnov distance counts (Clauset, Shalizi and Newman 2009,
-    arXiv 0706.1062, Eq. 3.1 and Section 3.3). ValueError unless x has at least 100 values, all positive.
+    Maximum likelihood gives k = 1 + n/Σ ln(x_i/least) for the n values from `least` on. Of the
+    candidates for `least`, the one with the smallest Kolmogorov-Smirnov distance counts (Clauset,
+    Shalizi and Newman 2009, arXiv 0706.1062, Eq. 3.1 and Section 3.3). ValueError unless x has at
+    least 100 values, all positive.
     """
     x = x.double().sort().values
     if len(x) < 100 or not (x > 0).all():
-        raise ValueError(f"x has {len(x)} values, {int((x > 0).sum())} of them positive; "
-                         "give at least 100 values, all positive")
+        raise ValueError(
+            f"x has {len(x)} values, {int((x > 0).sum())} of them positive; "
+            "give at least 100 values, all positive"
+        )
     log, fits = x.log(), []
-    for start in torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique().tolist():
+    for start in (
+        torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique().tolist()
+    ):
         above = log[start:] - log[start]  # ln(x_i/least)
         n = len(above)
         k = 1 + n / above.sum().item()
-        fit, rank = 1 - (above * (1 - k)).exp(), torch.arange(n + 1, dtype=x.dtype, device=x.device) / n
-        fits.append((torch.maximum((fit - rank[:-1]).abs(), (fit - rank[1:]).abs()).max().item(), k))
+        fit, rank = (
+            1 - (above * (1 - k)).exp(),
+            torch.arange(n + 1, dtype=x.dtype, device=x.device) / n,
+        )
+        fits.append(
+            (
+                torch.maximum((fit - rank[:-1]).abs(), (fit - rank[1:]).abs())
+                .max()
+                .item(),
+                k,
+            )
+        )
     return min(fits)[1]

@@ -1,11 +1,13 @@
 """Compute CriticalKV's L and its bounds, and compare selections of entries by them.
 
-The paper is arXiv 2502.03805 (claims P1 to P4, P6, P9). L is the change of a head's output after eviction.
-θ, θ̂ and θ̂_relax bound it; θ (Theorem 2) is in methods/ours/theta.py. Docstrings say where a theorem needs a
-condition or another sign.
+The paper is arXiv 2502.03805 (claims P1 to P4, P6, P9). L is the change of a head's output after
+eviction. θ, θ̂ and θ̂_relax bound it; θ (Theorem 2) is in methods/ours/theta.py. Docstrings say
+where a theorem needs a condition or another sign.
 
-Weights A and norms ‖𝒱‖₁ are (..., n). A set of entries is a mask (..., n); its weight must be above 0.
+Weights A and norms ‖𝒱‖₁ are (..., n). A set of entries is a mask (..., n); its weight must be above
+0.
 """
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,17 @@ from nanollm.ranking import top
 from nanollm.window import WindowCache, window_rows
 
 
-# ---- definitions and theorems ---------------------------------------------------------------------------
+# ---- definitions and theorems
+# ---------------------------------------------------------------------------
+
 
 def perturbation(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
     """Return L = ‖o − ô‖₁ (Definition 1, Eq. 5) for projected values 𝒱 (..., n, d_model): (...)."""
-    return ((weights - masked_attention(weights, kept)).unsqueeze(-2) @ values).abs().sum((-2, -1))
+    return (
+        ((weights - masked_attention(weights, kept)).unsqueeze(-2) @ values)
+        .abs()
+        .sum((-2, -1))
+    )
 
 
 def masked_attention(weights: Tensor, kept: Tensor) -> Tensor:
@@ -29,7 +37,9 @@ def masked_attention(weights: Tensor, kept: Tensor) -> Tensor:
     return masked / masked.sum(-1, keepdim=True)
 
 
-def algorithm_1(weights: Tensor, norms: Tensor, budget: int, alpha: float = 0.25) -> tuple[Tensor, Tensor]:
+def algorithm_1(
+    weights: Tensor, norms: Tensor, budget: int, alpha: float = 0.25
+) -> tuple[Tensor, Tensor]:
     """Return the masks of stage 1 and stage 2 for a head without an observation window."""
     first = top(weights, part_of(alpha, budget))
     return first, two_stage(first, weights * norms, budget) & ~first
@@ -43,24 +53,38 @@ def assumption_1(weights: Tensor, first: Tensor) -> Tensor:
 def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return θ̂ = C − (2 − 1/σ) Σ (N′ + N″)_i A_i ‖𝒱_i‖₁ (Theorem 3, Eq. 14, 15).
 
-    θ̂ ≥ θ for any σ. The paper prints θ < θ̂, but they are equal if stage 2 adds no weight or the kept values
-    are 0. The largest A_i ‖𝒱_i‖₁ in stage 2 give the smallest θ̂ only if σ > 1/2; otherwise the largest.
+    θ̂ ≥ θ for any σ. The paper prints θ < θ̂, but they are equal if stage 2 adds no weight or the
+    kept values are 0. The largest A_i ‖𝒱_i‖₁ in stage 2 give the smallest θ̂ only if σ > 1/2;
+    otherwise the largest.
     """
     sigma = assumption_1(weights, first)
-    return (weights * norms).sum(-1) - (2 - 1 / sigma) * (weights * norms * (first | second)).sum(-1)
+    return (weights * norms).sum(-1) - (2 - 1 / sigma) * (
+        weights * norms * (first | second)
+    ).sum(-1)
 
 
 # ---- the heads of a model -----------------------------------------------------------------
 
-def seen_by_window(model, tokens: Tensor, window_size: int) -> tuple[Tensor, Tensor, Tensor]:
+
+def seen_by_window(
+    model, tokens: Tensor, window_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return A, ‖𝒱‖₁ and 𝒱 of prompts (B, T); A is the mean over the last `window_size` queries.
 
     A and ‖𝒱‖₁ are (B, L, query heads, T), 𝒱 is (B, L, query heads, T, d_model).
     """
-    caches = make_cache(model, WindowCache, budget=window_size + 1, window_size=window_size)
+    caches = make_cache(
+        model, WindowCache, budget=window_size + 1, window_size=window_size
+    )
     prefill(model, tokens, caches)
-    w_o = [cache.w_o.unflatten(1, (cache.k.shape[1], -1)) for cache in caches]  # (d_model, H, G, D)
-    values = [torch.einsum("bhnd,ohgd->bhgno", cache.v, w) for cache, w in zip(caches, w_o)]
+    # (d_model, H, G, D)
+    w_o = [cache.w_o.unflatten(1, (cache.k.shape[1], -1)) for cache in caches]
+    values = [
+        torch.einsum("bhnd,ohgd->bhgno", cache.v, w) for cache, w in zip(caches, w_o)
+    ]
     weights = [window_rows(cache.queries, cache.k).mean(3) for cache in caches]
     norms = [value_norms(cache.v, cache.w_o) for cache in caches]
-    return tuple(torch.stack([x.flatten(1, 2) for x in layers], 1) for layers in (weights, norms, values))
+    return tuple(
+        torch.stack([x.flatten(1, 2) for x in layers], 1)
+        for layers in (weights, norms, values)
+    )

@@ -1,9 +1,10 @@
 """Compute KVReviver's budgets by layer and the error of its sketch (arXiv 2512.17917; claims R4 to R7).
 
-The sketch returns estimates of keys and values. `collision_variance` is their squared error, `printed_bound`
-the paper's bound on it. The load is the number of tokens for each slot (R4). `fisher_shares` are the
-paper's budgets by layer (R5).
+The sketch returns estimates of keys and values. `collision_variance` is their squared error,
+`printed_bound` the paper's bound on it. The load is the number of tokens for each slot (R4).
+`fisher_shares` are the paper's budgets by layer (R5).
 """
+
 import math
 
 import torch
@@ -15,12 +16,13 @@ from nanollm.model import Decoder
 
 # ---- budgets by layer ---
 
+
 def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]:
     """Return each layer's share of the total budget, by the Fisher information of W_K and W_V.
 
-    This is the squared gradient of log p(text), averaged over texts (B, T) and over a matrix's elements. The
-    averages of W_K and W_V are added. The fraction `even` of the total is divided equally among the layers
-    (ours), so that no layer has too little room.
+    This is the squared gradient of log p(text), averaged over texts (B, T) and over a matrix's
+    elements. The averages of W_K and W_V are added. The fraction `even` of the total is divided
+    equally among the layers (ours), so that no layer has too little room.
     """
     weights = keys_and_values(model)
     fisher = torch.zeros(len(weights))
@@ -28,33 +30,46 @@ def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]
         with torch.enable_grad():
             logits = model(text[:, :-1]).flatten(0, 1)
             loss = F.cross_entropy(logits, text[:, 1:].flatten(), reduction="sum")
-        grads = iter(torch.autograd.grad(loss, [w for layer in weights for w, _ in layer]))
+        grads = iter(
+            torch.autograd.grad(loss, [w for layer in weights for w, _ in layer])
+        )
         for i, layer in enumerate(weights):
-            fisher[i] += sum(part.square().mean().cpu() for _, parts in layer for part in parts(next(grads)))
+            fisher[i] += sum(
+                part.square().mean().cpu()
+                for _, parts in layer
+                for part in parts(next(grads))
+            )
     return tuple((even / len(weights) + (1 - even) * fisher / fisher.sum()).tolist())
 
 
 def keys_and_values(model) -> list[list[tuple]]:
     """Return each layer's weights that contain W_K and W_V, each with a function.
 
-    The function takes the weight's gradient and returns a list of the gradients of W_K and W_V in it.
-    ValueError if a layer has no such weights.
+    The function takes the weight's gradient and returns a list of the gradients of W_K and W_V in
+    it. ValueError if a layer has no such weights.
     """
     if isinstance(model, Decoder):
         layers = (block.attention for block in model.blocks)
         return [[(x.qkv.weight, lambda grad, x=x: x.split(grad)[1:])] for x in layers]
-    layers = [[(x.k_proj.weight, lambda grad: [grad]), (x.v_proj.weight, lambda grad: [grad])]
-              for x in model.model.modules() if hasattr(x, "k_proj") and hasattr(x, "v_proj")]
+    layers = [
+        [(x.k_proj.weight, lambda grad: [grad]), (x.v_proj.weight, lambda grad: [grad])]
+        for x in model.model.modules()
+        if hasattr(x, "k_proj") and hasattr(x, "v_proj")
+    ]
     if len(layers) != len(model.blocks):
-        raise ValueError(f"only {len(layers)} of {len(model.blocks)} layers have weights k_proj and v_proj; "
-                         "take a model in which all have them")
+        raise ValueError(
+            f"only {len(layers)} of {len(model.blocks)} layers have weights k_proj and v_proj; "
+            "take a model in which all have them"
+        )
     return layers
 
 
 def share_out(caches: list, shares: tuple[float, ...]) -> list:
     """Divide the total budget of fresh caches by `shares`, one per layer; return these caches."""
     if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-3:
-        raise ValueError(f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1")
+        raise ValueError(
+            f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1"
+        )
     total = sum(cache.budget for cache in caches)
     for cache, share in zip(caches, shares, strict=True):
         cache.budget = round(total * share)
@@ -63,10 +78,12 @@ def share_out(caches: list, shares: tuple[float, ...]) -> list:
 
 # ---- errors of estimates ---
 
+
 def relative_error(estimate: Tensor, true: Tensor) -> float:
     """Return the squared error of estimates (B, H, n, D) over the variance, mean over heads.
 
-    The variance is that of `true` about its mean over tokens. This mean as an estimate has the error 1.
+    The variance is that of `true` about its mean over tokens. This mean as an estimate has the
+    error 1.
     """
     variance = (true - true.mean(2, keepdim=True)).square().sum((2, 3))
     return ((estimate - true).square().sum((2, 3)) / variance).mean().item()
@@ -74,11 +91,13 @@ def relative_error(estimate: Tensor, true: Tensor) -> float:
 
 # ---- the appendix ---
 
+
 def collision_variance(a: float, width: int, rows: int) -> float:
     """Return the expected squared error of an estimated number in a signed sketch of `a` tokens.
 
-    The sketch has `rows` rows of `width` slots. The tokens' numbers have mean 0 and variance 1. If the result
-    is above 1, the estimate 0 has a smaller error. With three rows the formula needs many tokens a slot.
+    The sketch has `rows` rows of `width` slots. The tokens' numbers have mean 0 and variance 1. If
+    the result is above 1, the estimate 0 has a smaller error. With three rows the formula needs
+    many tokens a slot.
     """
     return MEDIAN[rows] * (a - 1) / width
 
@@ -86,21 +105,22 @@ def collision_variance(a: float, width: int, rows: int) -> float:
 def printed_bound(a: float, slots: int) -> tuple[float, float]:
     """Return the paper's bound πa/N on an estimate's variance for `a` tokens, and e^(−a/N).
 
-    The unit is the variance of one token's number; N is the number of slots in all rows. The paper says that
-    the variance exceeds the bound with a probability below e^(−a/N).
+    The unit is the variance of one token's number; N is the number of slots in all rows. The paper
+    says that the variance exceeds the bound with a probability below e^(−a/N).
     """
     return math.pi * a / slots, math.exp(-a / slots)
 
 
 # ---- limits of any way to read the sketch ---
 
+
 def load(budget: float, vague: float) -> float:
     """Return a/N, the tokens for each slot, if the fraction `vague` of the budget is the sketch.
 
-    budget: a fraction of all n entries. The result is at least 1/budget for any `vague`. If positions and
-    scores take bytes too, fewer tokens are exact and a/N is larger.
+    budget: a fraction of all n entries. The result is at least 1/budget for any `vague`. If
+    positions and scores take bytes too, fewer tokens are exact and a/N is larger.
     """
-    # The Bn entries of the budget are N = vBn slots and Bn − N exact tokens. The sketch has the other tokens:
-    #     a = n − Bn + N,   a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B   since v ≤ 1,
-    # with equality if no token is exact.
+    # The Bn entries of the budget are N = vBn slots and Bn − N exact tokens. The sketch has the
+    # other tokens: a = n − Bn + N,   a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B
+    # since v ≤ 1, with equality if no token is exact.
     return 1 + (1 - budget) / (vague * budget)

@@ -1,4 +1,5 @@
 """Share decoders, loops and tensors among test files."""
+
 from copy import deepcopy
 from functools import cache as once
 from itertools import product
@@ -20,21 +21,27 @@ from nanollm.model import Config, Decoder
 # ---- where kernels run: on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1) ---
 
 DEVICE = "cuda" if os.environ.get("TRITON_INTERPRET", "0") == "0" else "cpu"
-interpreter = pytest.mark.skipif(DEVICE == "cuda", reason="in Triton's interpreter: TRITON_INTERPRET=1")
-TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=2e-6), torch.float16: dict(rtol=2e-3, atol=2e-3)}
+interpreter = pytest.mark.skipif(
+    DEVICE == "cuda", reason="in Triton's interpreter: TRITON_INTERPRET=1"
+)
+TOLERANCE = {
+    torch.float32: dict(rtol=1e-5, atol=2e-6),
+    torch.float16: dict(rtol=2e-3, atol=2e-3),
+}
 if DEVICE == "cuda":  # Triton's interpreter computes it wrong
     TOLERANCE[torch.bfloat16] = dict(rtol=16e-3, atol=16e-3)  # 3 bits less than float16
 
 
 def amid_nan(x):
     """Return x as a view with NaN before and after it in memory, which no code may read."""
-    storage = torch.full((x.numel() + 2 ** 15,), math.nan, dtype=x.dtype, device=DEVICE)
-    storage[2 ** 14:-2 ** 14] = x.flatten()
-    return storage[2 ** 14:-2 ** 14].view(x.shape)
+    storage = torch.full((x.numel() + 2**15,), math.nan, dtype=x.dtype, device=DEVICE)
+    storage[2**14 : -(2**14)] = x.flatten()
+    return storage[2**14 : -(2**14)].view(x.shape)
 
 
 def segment(counts, D, dtype, seed, bias=False, gap=1):
-    """Return a segment of heads in another order, with `gap` rows of NaN around each, which no code may read.
+    """Return a segment of heads in another order, with `gap` rows of NaN around each, which no code
+    may read.
     """
     from kernels.decode_attention import Segment  # Triton: Linux only
 
@@ -51,7 +58,9 @@ def segment(counts, D, dtype, seed, bias=False, gap=1):
         if bias:
             b[rows] = torch.randn(n, generator=g)
 
-    k, v, start, count = (x.to(DEVICE) for x in (k, v, start, torch.tensor(counts, dtype=torch.int32)))
+    k, v, start, count = (
+        x.to(DEVICE) for x in (k, v, start, torch.tensor(counts, dtype=torch.int32))
+    )
     return Segment(k, v, start, count, max(counts), b if b is None else b.to(DEVICE))
 
 
@@ -62,14 +71,25 @@ def attended(q, segments):
     """
     B, H, _, D = q.shape
     segments = [s._replace(k=s.k.double(), v=s.v.double()) for s in segments]
-    y, weights = torch.zeros_like(q, dtype=torch.float64), [torch.zeros_like(s.k[:, 0]) for s in segments]
+    y, weights = (
+        torch.zeros_like(q, dtype=torch.float64),
+        [torch.zeros_like(s.k[:, 0]) for s in segments],
+    )
     for i, (b, h) in enumerate(product(range(B), range(H))):
         rows = [slice(int(s.start[i]), int(s.start[i] + s.count[i])) for s in segments]
-        k, v = (torch.cat([x[at] for x, at in zip(of, rows)]) for of in zip(*(s[:2] for s in segments)))
-        bias = [s.k[at, 0] * 0 if s.bias is None else s.bias[at] for s, at in zip(segments, rows)]
+        k, v = (
+            torch.cat([x[at] for x, at in zip(of, rows)])
+            for of in zip(*(s[:2] for s in segments))
+        )
+        bias = [
+            s.k[at, 0] * 0 if s.bias is None else s.bias[at]
+            for s, at in zip(segments, rows)
+        ]
         p = (q[b, h].double() @ k.T / math.sqrt(D) + torch.cat(bias)).softmax(-1)
         y[b, h] = p @ v
-        for weight, at, part in zip(weights, rows, p.sum(0).split([len(x) for x in bias])):
+        for weight, at, part in zip(
+            weights, rows, p.sum(0).split([len(x) for x in bias])
+        ):
             weight[at] = part
     return y, weights
 
@@ -83,14 +103,16 @@ SLOT = 2 * D * 4 + 4  # bytes of k, v and a position
 
 def turn(x, pos):
     """Rotate x (..., D) at positions pos (...): RoPE as complex numbers."""
-    z = torch.complex(x[..., :D // 2], x[..., D // 2:])
+    z = torch.complex(x[..., : D // 2], x[..., D // 2 :])
     z = z * torch.polar(torch.ones(()), pos.float()[..., None] * FREQ)
     return torch.cat((z.real, z.imag), -1)
 
 
 def dense(q, k, v, visible):
     """Return attention by definition: q (B, H·G, T, D), k and v (B, H, S, D), visible (B, H, T, S)."""
-    k, v, visible = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, visible))
+    k, v, visible = (
+        x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v, visible)
+    )
     score = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~visible, -math.inf)
     return score.softmax(-1) @ v
 
@@ -128,7 +150,15 @@ def decoder(**changed) -> Decoder:
 def made(*changed) -> tuple[Decoder, torch.Tensor]:
     """Return a decoder of seed 0, and the random state after it was drawn."""
     torch.manual_seed(0)
-    size = dict(vocab_size=50, max_len=64, n_layers=3, n_heads=6, n_kv_heads=2, d_model=48, d_ff=64)
+    size = dict(
+        vocab_size=50,
+        max_len=64,
+        n_layers=3,
+        n_heads=6,
+        n_kv_heads=2,
+        d_model=48,
+        d_ff=64,
+    )
     model = Decoder(Config(**size | dict(changed)))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -137,7 +167,9 @@ def made(*changed) -> tuple[Decoder, torch.Tensor]:
 
 def checkpoint_of_two_layers(folder):
     """Return the folder of a small random decoder with our tokenizer, as commands take it."""
-    size = dict(vocab_size=2048, max_len=800, n_layers=2, n_heads=4, d_model=32, d_ff=32)
+    size = dict(
+        vocab_size=2048, max_len=800, n_layers=2, n_heads=4, d_model=32, d_ff=32
+    )
     to_hf(decoder(**size), folder)
     shutil.copy(TINY / "tokenizer.tiktoken", folder)
     return folder
@@ -154,7 +186,8 @@ def decode(tokens) -> str:
 
 @once
 def tasks(split: str) -> HardTasks:
-    """Return the library's tasks; for training only every tenth document, because encoding all takes 8 s."""
+    """Return the library's tasks; for training only every tenth document, because encoding all
+    takes 8 s."""
     with pytest.MonkeyPatch.context() as patch:
         if split == "train":
             pool = corpus.documents()[::10]
@@ -168,7 +201,9 @@ def clusters_of(keys, radius):
     """Return each key's cluster, the oldest near it, and all first keys; keys is a list of rows."""
     of, centres = [], []
     for key in keys:
-        may = [c for c, centre in enumerate(centres) if math.dist(key, centre) <= radius]
+        may = [
+            c for c, centre in enumerate(centres) if math.dist(key, centre) <= radius
+        ]
         of.append(may[0] if may else len(centres))
         centres += [] if may else [key]
     return of, centres
@@ -187,10 +222,11 @@ def end(*caches, model=None):
 
 
 class Fed:
-    """A decoder that gives every layer's cache its own q, k and v: token i of a text is the i-th of each."""
+    """A decoder that gives every layer's cache its own q, k and v: token i of a text is the i-th of
+    each."""
 
     def __init__(self, model, layers):
-        self.config = SimpleNamespace(vocab_size=10 ** 6, max_len=10 ** 6)
+        self.config = SimpleNamespace(vocab_size=10**6, max_len=10**6)
         self.blocks, self.embed, self.layers = model.blocks, model.embed, layers
 
     def __call__(self, tokens, caches, last=None):

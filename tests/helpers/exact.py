@@ -1,4 +1,5 @@
 """Share float64 draws and comparisons among the tests of theory."""
+
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -11,9 +12,11 @@ seeds = st.integers(0, 2**32 - 1)
 
 def check(claims, *strategies, examples=20):
     """Decorate a test that runs on drawn values and checks these claims."""
+
     def of(test):
         test = settings(max_examples=examples, deadline=None)(given(*strategies)(test))
         return pytest.mark.claim(*claims.split())(test)
+
     return of
 
 

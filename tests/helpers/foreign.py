@@ -1,14 +1,27 @@
 """A checkpoint whose family and tokenizer are not ours."""
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 import torch
 import transformers as hf
 
 from lab import corpus
 
-KINDS = {"bytes": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
-                   trainers.BpeTrainer, dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())),
-         "unigram": (models.Unigram(), pre_tokenizers.Metaspace(), decoders.Metaspace(),
-                     trainers.UnigramTrainer, dict(unk_token="<unk>"))}
+KINDS = {
+    "bytes": (
+        models.BPE(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+        trainers.BpeTrainer,
+        dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
+    ),
+    "unigram": (
+        models.Unigram(),
+        pre_tokenizers.Metaspace(),
+        decoders.Metaspace(),
+        trainers.UnigramTrainer,
+        dict(unk_token="<unk>"),
+    ),
+}
 
 
 def foreign_checkpoint(folder, kind="bytes"):
@@ -17,14 +30,29 @@ def foreign_checkpoint(folder, kind="bytes"):
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoder
     special = ["<s>", "</s>", "<unk>"]
-    tokenizer.train_from_iterator(corpus.text("test")[::4], Trainer(
-        vocab_size=1500, special_tokens=special, show_progress=False, **more))
+    tokenizer.train_from_iterator(
+        corpus.text("test")[::4],
+        Trainer(vocab_size=1500, special_tokens=special, show_progress=False, **more),
+    )
     if kind == "bytes":  # the other one names BOS, and does not use it
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 0)]
+        )
+    fast = hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    )
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    hf.Qwen3ForCausalLM(hf.Qwen3Config(
-        vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)).save_pretrained(folder)
+    hf.Qwen3ForCausalLM(
+        hf.Qwen3Config(
+            vocab_size=len(fast),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            head_dim=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+        )
+    ).save_pretrained(folder)
     return folder

@@ -1,8 +1,9 @@
 """Run commands in separate processes that get only PATH and HOME.
 
-Importing torch takes 2 s and a fork takes no time, so each command is a fork of a process that imported
-torch. Nothing of the repository is imported before the fork.
+Importing torch takes 2 s and a fork takes no time, so each command is a fork of a process that
+imported torch. Nothing of the repository is imported before the fork.
 """
+
 import json
 import os
 from pathlib import Path
@@ -20,8 +21,13 @@ class Forks:
         self.environment = dict(PATH=PATH, HOME=os.environ["HOME"]) | environment
 
     def __enter__(self):
-        self.process = subprocess.Popen([sys.executable, __file__], env=self.environment, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=self.environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         return self
 
     def __exit__(self, *_):
@@ -33,9 +39,15 @@ class Forks:
         assert python == "python" and (words[0] == "-m" or words[0].endswith(".py"))
         with TemporaryDirectory() as folder:
             streams = [f"{folder}/stdout", f"{folder}/stderr"]
-            print(json.dumps([words, streams, str(cwd)]), file=self.process.stdin, flush=True)
+            print(
+                json.dumps([words, streams, str(cwd)]),
+                file=self.process.stdin,
+                flush=True,
+            )
             code = int(self.process.stdout.readline())
-            return subprocess.CompletedProcess(words, code, *(Path(file).read_text() for file in streams))
+            return subprocess.CompletedProcess(
+                words, code, *(Path(file).read_text() for file in streams)
+            )
 
 
 def serve():
@@ -64,5 +76,6 @@ def begin(words, streams, cwd):
 if __name__ == "__main__":
     import matplotlib.figure  # noqa: F401, a second that each command saves
     import torch
+
     torch.set_num_threads(1)
     serve()

@@ -1,4 +1,5 @@
 """Plant wrong solutions into the functions of this process, and run the course's tests on them."""
+
 from contextlib import contextmanager
 from importlib import import_module
 import inspect
@@ -27,7 +28,9 @@ def planted(problem, old: str, new: str):
     function = import_module(problem.file.removesuffix(".py").replace("/", "."))
     for part in problem.function.split("."):
         function = inspect.getattr_static(function, part)
-    function = inspect.unwrap(getattr(function, "fget", None) or getattr(function, "__func__", function))
+    function = inspect.unwrap(
+        getattr(function, "fget", None) or getattr(function, "__func__", function)
+    )
     code = compile(changed, str(ROOT / problem.file), "exec")
     for part in problem.function.split("."):
         code = next(x for x in code.co_consts if getattr(x, "co_name", None) == part)
@@ -41,7 +44,10 @@ def planted(problem, old: str, new: str):
 def direct(assignment: str):
     """Return the tests' `run` without a separate process."""
     adapter = f"course.{assignment}.adapter"
-    return grader.runner(lambda call, args: pickle.loads(submission.answer(adapter, call, args)), trace=False)
+    return grader.runner(
+        lambda call, args: pickle.loads(submission.answer(adapter, call, args)),
+        trace=False,
+    )
 
 
 def packed_faster(monkeypatch):

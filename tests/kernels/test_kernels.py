@@ -1,4 +1,6 @@
-"""Methods with kernels in the place of plain code, in Triton's interpreter: same slots, outputs and bytes."""
+"""Methods with kernels in the place of plain code, in Triton's interpreter: same slots, outputs and
+bytes."""
+
 from pathlib import Path
 import sys
 
@@ -27,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 class Uneven(LayerCache):
     """A cache that watches, with empty slots in the midst of some heads, and a bias."""
+
     watch = ALL
 
     def write(self, k, v, pos):
@@ -34,7 +37,9 @@ class Uneven(LayerCache):
 
     def evict(self):
         if self.length == T:
-            self.keep(torch.tensor([[3, 5, 32], [7, -1, -1]], device=DEVICE).expand(B, -1, -1))
+            self.keep(
+                torch.tensor([[3, 5, 32], [7, -1, -1]], device=DEVICE).expand(B, -1, -1)
+            )
 
     def observe(self, q, p):
         super().observe(q, p)
@@ -45,7 +50,11 @@ ONE, PACKED = "decode_attention.attend_one", "decode_attention.attend_packed"
 WINDOW = dict(budget=16, window_size=8)
 CASES = {
     "ada": (AdaKV, WINDOW, {"window_scores", PACKED}),
-    "critical ada": (AdaKV, WINDOW | dict(select=Critical()), {"window_scores", "value_norms", PACKED}),
+    "critical ada": (
+        AdaKV,
+        WINDOW | dict(select=Critical()),
+        {"window_scores", "value_norms", PACKED},
+    ),
     "h2o": (H2O, dict(budget=16), {ONE}),
     "uneven": (Uneven, {}, {ONE}),
     "scissorhands": (Scissorhands, dict(budget=16, recent=4, history=20), {ONE}),
@@ -72,8 +81,11 @@ def walk(case: str, dtype: torch.dtype):
     return torch.cat(y, 2), cache
 
 
-@pytest.mark.parametrize("case, dtype", [(case, torch.float32) for case in CASES] + [
-    (case, torch.float16) for case in HALF])
+@pytest.mark.parametrize(
+    "case, dtype",
+    [(case, torch.float32) for case in CASES]
+    + [(case, torch.float16) for case in HALF],
+)
 def test_kernels_do_what_the_plain_code_does(case, dtype, poisoned, monkeypatch):
     off = 1e-4 if dtype == torch.float32 else 5e-3
     tolerance = dict(rtol=off, atol=off if dtype == torch.float16 else 1e-5)
@@ -91,17 +103,26 @@ def test_kernels_do_what_the_plain_code_does(case, dtype, poisoned, monkeypatch)
             monkeypatch.setattr(module, "kernel_for", told)
     fast_y, fast = walk(case, dtype)
     assert called == CASES[case][2]
-    assert fast_y.shape == y.shape and fast_y.dtype == dtype and torch.allclose(fast_y, y, **tolerance)
+    assert (
+        fast_y.shape == y.shape
+        and fast_y.dtype == dtype
+        and torch.allclose(fast_y, y, **tolerance)
+    )
     assert torch.equal(fast.pos, cache.pos) and fast.bytes() == cache.bytes()
     for name in cache.slots:
-        assert torch.allclose(fast.slot(name).float(), cache.slot(name).float(), **tolerance), name
+        assert torch.allclose(
+            fast.slot(name).float(), cache.slot(name).float(), **tolerance
+        ), name
     if case == "uneven":
         assert torch.allclose(fast.told.float(), cache.told.float(), **tolerance)
 
 
 def test_where_plain_code_runs_though_kernels_could(monkeypatch):
     for dtype in torch.float16, torch.bfloat16, torch.float32:  # a CPU's tensors
-        assert kernel_switch.kernel_for(torch.zeros(1, dtype=dtype), "no such file") is None
+        assert (
+            kernel_switch.kernel_for(torch.zeros(1, dtype=dtype), "no such file")
+            is None
+        )
     monkeypatch.setattr(kernel_switch, "on_gpu", lambda x: True)
     own = kernel_switch.kernel_file("value_norms").value_norms
     assert kernel_switch.kernel_for(torch.zeros(1), "value_norms") is own
@@ -120,14 +141,21 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
         cache.write(k, v, torch.arange(6, device=DEVICE)[None])
         stays = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]], device=DEVICE)
         cache.keep_chosen(stays.bool().expand(B, -1, -1))
-        y, _ = cache.attention(torch.zeros(B, H * G, 1, D, device=DEVICE), torch.tensor([[6]], device=DEVICE))
-        expected = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)  # all scores are 0
-        assert torch.allclose(y, expected.repeat_interleave(G, 1).unsqueeze(2), rtol=1e-5, atol=1e-6)
+        y, _ = cache.attention(
+            torch.zeros(B, H * G, 1, D, device=DEVICE),
+            torch.tensor([[6]], device=DEVICE),
+        )
+        # all scores are 0
+        expected = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)
+        assert torch.allclose(
+            y, expected.repeat_interleave(G, 1).unsqueeze(2), rtol=1e-5, atol=1e-6
+        )
 
 
 @interpreter
 def test_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
     """Triton launches on the current device; cuda:1 need not be that. A CPU is for the interpreter."""
+
     def guard(x):
         raise RuntimeError("guarded")
 
@@ -136,7 +164,10 @@ def test_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
         with pytest.raises(RuntimeError, match="guarded"):
             kernel()
     monkeypatch.setattr(launch, "interpreted", False)
-    with pytest.raises(ValueError, match="^tensors on cpu are for Triton's interpreter.*TRITON_INTERPRET=1"):
+    with pytest.raises(
+        ValueError,
+        match="^tensors on cpu are for Triton's interpreter.*TRITON_INTERPRET=1",
+    ):
         kernel()
 
 
@@ -151,7 +182,10 @@ def test_ours_are_found_where_the_hubs_kernels_are_installed(typed, tmp_path):
         "switch.on_gpu = lambda x: True\n"
         "x = torch.ones(1, 1, 2, 16); fast = switch.kernel_for(x, 'value_norms')\n"
         "print(kernels.theirs, fast(x, x[0]).tolist())\n"
-        f"print([switch.kernel_file(file).__name__ for file in {files}])")
+        f"print([switch.kernel_file(file).__name__ for file in {files}])"
+    )
     done = typed("python", tmp_path / "script.py")
     expected = [f"nanollm_kernels.{file}" for file in files]
-    assert done.stdout == f"True [[[[16.0, 16.0], [16.0, 16.0]]]]\n{expected}\n", done.stderr
+    assert done.stdout == f"True [[[[16.0, 16.0], [16.0, 16.0]]]]\n{expected}\n", (
+        done.stderr
+    )

@@ -1,10 +1,16 @@
 """What CriticalKV's rules measure: methods by name, ranks, and long answers."""
+
 import numpy as np
 import pytest
 import torch
 
 from common import tasks
-from lab.claims.change_and_text import METHODS, WINDOW_METHODS, long_answer, rank_correlation
+from lab.claims.change_and_text import (
+    METHODS,
+    WINDOW_METHODS,
+    long_answer,
+    rank_correlation,
+)
 from lab.evaluate import text_windows
 from methods.baselines.snap_kv import SnapKV
 from nanollm import TINY, checkpoint
@@ -20,4 +26,5 @@ def test_the_rank_correlation_gives_equal_numbers_their_mean_rank():
 def test_a_long_answer_is_compressed_while_it_is_written():
     model, texts = checkpoint.from_hf(TINY), text_windows(tasks("test"), 1, 256)
     assert long_answer(model, texts, SnapKV.select).min() > 1e-3
-    assert long_answer(model, texts, SnapKV.select, budget=256).max() < 1e-5  # room for all
+    # room for all
+    assert long_answer(model, texts, SnapKV.select, budget=256).max() < 1e-5

@@ -1,4 +1,6 @@
-"""docs/index.html in Chromium: its decoder keeps and answers what Python's does, and every control works."""
+"""docs/index.html in Chromium: its decoder keeps and answers what Python's does, and every control
+works."""
+
 from base64 import b64decode
 import json
 import re
@@ -25,7 +27,9 @@ def browser():
     if not which("chromium"):
         pytest.skip("no chromium")
     with play.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=which("chromium"), args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=which("chromium"), args=["--no-sandbox"]
+        )
         yield browser
         browser.close()
 
@@ -53,8 +57,11 @@ def page(browser):
 
 
 def asked(page, **message) -> dict:
-    return page.evaluate("async message => { const reply = await ask(message); "
-                         "if (reply.kept) reply.kept = Array.from(reply.kept); return reply; }", message)
+    return page.evaluate(
+        "async message => { const reply = await ask(message); "
+        "if (reply.kept) reply.kept = Array.from(reply.kept); return reply; }",
+        message,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +79,21 @@ def test_the_file_is_what_the_command_writes(data):
     text, (model, encoding) = FILE.read_text(), load(TINY, "cpu")
     for part in explore.PARTS.iterdir():
         for piece in re.split(r"/\*[A-Z]+\*/", part.read_text()):
-            assert piece in text, f"{part.name} has changed; run python -m nanollm explore --beside smollm2"
+            assert piece in text, (
+                f"{part.name} has changed; run python -m nanollm explore --beside smollm2"
+            )
     sizes, weights = explore.packed(model, encoding)
-    assert b64decode(re.search(r'id="weights">(.*?)</script>', text, re.S)[1]) == weights
-    assert data["model"] == json.loads(json.dumps(sizes)) | dict(methods=list(explore.LIVE))
+    assert (
+        b64decode(re.search(r'id="weights">(.*?)</script>', text, re.S)[1]) == weights
+    )
+    assert data["model"] == json.loads(json.dumps(sizes)) | dict(
+        methods=list(explore.LIVE)
+    )
     assert data["curve"] == explore.curve() and data["text"] == PAGE
-    assert data["beside"]["name"] == "smollm2" and data["beside"]["views"].keys() == data["views"].keys()
+    assert (
+        data["beside"]["name"] == "smollm2"
+        and data["beside"]["views"].keys() == data["views"].keys()
+    )
     assert FILE.stat().st_size < 6e6
 
 
@@ -85,7 +101,9 @@ def test_an_8_bit_weight_is_off_by_half_a_step():
     weight = torch.randn(5, 64)
     codes, scales = explore.rounded(weight)
     assert codes.dtype == torch.int8
-    assert ((codes * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7).all()
+    assert (
+        (codes * scales[:, None] - weight).abs() <= scales[:, None] / 2 + 1e-7
+    ).all()
 
 
 def test_the_page_keeps_and_answers_what_python_stored(page, data, shipped):
@@ -95,30 +113,48 @@ def test_the_page_keeps_and_answers_what_python_stored(page, data, shipped):
     for name, stored in data["views"].items():
         method, keep, setting = name.split()
         if method in explore.LIVE:
-            reply = asked(page, do="compress", method=method, keep=float(keep), aware=setting == "aware")
-            kept = np.unpackbits(np.frombuffer(b64decode(stored["kept"]), np.uint8), bitorder="little")
-            assert reply["kept"] == kept[:len(reply["kept"])].tolist(), name
+            reply = asked(
+                page,
+                do="compress",
+                method=method,
+                keep=float(keep),
+                aware=setting == "aware",
+            )
+            kept = np.unpackbits(
+                np.frombuffer(b64decode(stored["kept"]), np.uint8), bitorder="little"
+            )
+            assert reply["kept"] == kept[: len(reply["kept"])].tolist(), name
             assert reply | dict(kept=None) == stored | dict(kept=None), name
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_other_texts(page, shipped, number):
     model, encoding = shipped
-    methods, source = pick(list(explore.LIVE)), "".join(corpus.kept()["documents"])[5000 * number:]
+    methods, source = (
+        pick(list(explore.LIVE)),
+        "".join(corpus.kept()["documents"])[5000 * number :],
+    )
     question = "\nQ: The code of moon is"
     text = f"{source[:300]} The code of moon is {4711 + number}. naïve 1, 22, 333 – ✓ "
-    text += source[300:420 + 40 * number]
+    text += source[300 : 420 + 40 * number]
     read = asked(page, do="read", text=text, question=question)
     tokens, cuts = prompt(model, encoding, text, question)
-    assert read["tokens"] == pieces(encoding, tokens[0].tolist()) and read["cut"] == cuts["agnostic"]
+    assert (
+        read["tokens"] == pieces(encoding, tokens[0].tolist())
+        and read["cut"] == cuts["agnostic"]
+    )
     full = answer(model, tokens, cuts["agnostic"], make_cache(model), explore.NEW)[1]
     assert read["full"]["written"] == full
     for i, (name, Method) in enumerate(methods.items()):
         keep, setting = ((50, "aware"), (25, "agnostic"))[(i + number) % 2]
         stored = explore.view(model, encoding, Method, keep, setting, text, question)
-        reply = asked(page, do="compress", method=name, keep=keep, aware=setting == "aware")
-        kept = np.unpackbits(np.frombuffer(b64decode(stored["kept"]), np.uint8), bitorder="little")
-        assert reply["kept"] == kept[:len(reply["kept"])].tolist(), name
+        reply = asked(
+            page, do="compress", method=name, keep=keep, aware=setting == "aware"
+        )
+        kept = np.unpackbits(
+            np.frombuffer(b64decode(stored["kept"]), np.uint8), bitorder="little"
+        )
+        assert reply["kept"] == kept[: len(reply["kept"])].tolist(), name
         assert reply | dict(kept=None) == stored | dict(kept=None), name
 
 
@@ -146,26 +182,52 @@ def test_the_tour_and_the_address(browser):
     again = opened(browser, address=page.evaluate("location.hash"))
     waits(again, "location.hash.includes('step=8')")
     assert verdicts(again) == seen[-1] and again.locator("#left").input_value() == "h2o"
-    bad = opened(browser, address="#step=99&left=nothing&keep=17&token=-5&head=x&right=kvzip")
-    assert len(verdicts(bad)) == 2 and not bad.complaints + page.complaints + again.complaints
+    bad = opened(
+        browser, address="#step=99&left=nothing&keep=17&token=-5&head=x&right=kvzip"
+    )
+    assert (
+        len(verdicts(bad)) == 2
+        and not bad.complaints + page.complaints + again.complaints
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
 def test_it_fits(browser, scheme, width):
-    page = opened(browser, address="#step=6&left=snap_kv&right=kvzip&keep=25",
-                  size=dict(width=width, height=800), color_scheme=scheme)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width and not page.complaints
-    ink, ground = (sum(map(int, re.findall(r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}"))))
-                   for name in ("color", "backgroundColor"))
+    page = opened(
+        browser,
+        address="#step=6&left=snap_kv&right=kvzip&keep=25",
+        size=dict(width=width, height=800),
+        color_scheme=scheme,
+    )
+    assert (
+        page.evaluate("document.documentElement.scrollWidth") <= width
+        and not page.complaints
+    )
+    ink, ground = (
+        sum(
+            map(
+                int,
+                re.findall(
+                    r"\d+", page.evaluate(f"getComputedStyle(document.body).{name}")
+                ),
+            )
+        )
+        for name in ("color", "backgroundColor")
+    )
     assert (ink > ground) == (scheme == "dark")
 
 
 def test_the_decoder_that_does_not_run_in_the_page_is_chosen_and_left(browser):
-    page = opened(browser, address="#model=smollm2&left=snap_kv&right=kvzip&keep=25&asked=later")
+    page = opened(
+        browser, address="#model=smollm2&left=snap_kv&right=kvzip&keep=25&asked=later"
+    )
     assert "smollm2, 30 layers with 3" in page.locator("#model").inner_text()
     assert ["right" in verdict for verdict in verdicts(page)] == [False, True]
-    assert "model=smollm2" in page.evaluate("location.hash") and not page.locator("#tour").is_visible()
+    assert (
+        "model=smollm2" in page.evaluate("location.hash")
+        and not page.locator("#tour").is_visible()
+    )
     page.locator("#decoder").select_option("")
     page.locator("#tour").wait_for()
     assert "6 layers" in page.locator("#model").inner_text() and not page.complaints
@@ -176,15 +238,24 @@ def test_stored_views_of_another_model(browser, tmp_path, monkeypatch):
     text, out = tmp_path / "text", tmp_path / "page.html"
     text.write_text(PAGE[:500])
     monkeypatch.setattr(explore, "KEEPS", (50, 12.5))
-    monkeypatch.setattr(explore, "pick", lambda names: pick(["full", "chunk_kv", "kvzip", "quantized_4"]))
+    monkeypatch.setattr(
+        explore,
+        "pick",
+        lambda names: pick(["full", "chunk_kv", "kvzip", "quantized_4"]),
+    )
     explore.main(["--model", str(tmp_path), "--out", str(out), "--text", str(text)])
     page = opened(browser, out, "#left=full&right=kvzip&keep=12.5")
     names = page.locator("#left option").all_inner_texts()
     assert names == ["Full cache", "chunk_kv", "KVzip", "quantized_4"]
-    assert not page.locator("#tour").is_visible() and not page.locator("#own").is_visible()
+    assert (
+        not page.locator("#tour").is_visible() and not page.locator("#own").is_visible()
+    )
     page.locator("#left").select_option("chunk_kv")
     page.get_by_role("radio", name="with the text").check()
-    waits(page, "location.hash.includes('left=chunk_kv') && location.hash.includes('known')")
+    waits(
+        page,
+        "location.hash.includes('left=chunk_kv') && location.hash.includes('known')",
+    )
     assert len(verdicts(page)) == 2 and not page.complaints and len(page.requests) == 1
 
 
@@ -192,7 +263,13 @@ def test_bad_input(typed, tmp_path):
     mine, long, out = (tmp_path / name for name in ("mine", "long", "out"))
     mine.write_text("mine")
     run = typed("python", "-m", "nanollm", "explore", "--out", str(mine))
-    assert run.returncode == 2 and "holds something else" in run.stderr and mine.read_text() == "mine"
+    assert (
+        run.returncode == 2
+        and "holds something else" in run.stderr
+        and mine.read_text() == "mine"
+    )
     long.write_text("word " * 9000)
-    run = typed("python", "-m", "nanollm", "explore", "--out", str(out), "--text", str(long))
+    run = typed(
+        "python", "-m", "nanollm", "explore", "--out", str(out), "--text", str(long)
+    )
     assert run.returncode == 2 and "at most" in run.stderr and not out.exists()

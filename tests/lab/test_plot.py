@@ -1,4 +1,5 @@
 """Figures: files that are ours, one look per method, and what each head still holds."""
+
 from matplotlib.colors import to_rgb
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,20 +17,34 @@ def closed():
 
 
 def rows(methods, kib=(8, 1, 2)) -> list[dict]:
-    return [dict(method=name, live_16=1024 * x, aware=0.9, agnostic=0.5, kl=0.1 * i)
-            for i, name in enumerate(methods) for x in ([16] if name == "full" else kib)]
+    return [
+        dict(method=name, live_16=1024 * x, aware=0.9, agnostic=0.5, kl=0.1 * i)
+        for i, name in enumerate(methods)
+        for x in ([16] if name == "full" else kib)
+    ]
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind, measured", [
-    ("png", rows(["full"])), ("svg", rows(["full", "h2o", "mine+critical"], [4])),
-    ("pdf", rows(["cam", "h2o"])), ("png", rows(["full", *plot.FAMILIES]))])
+@pytest.mark.parametrize(
+    "kind, measured",
+    [
+        ("png", rows(["full"])),
+        ("svg", rows(["full", "h2o", "mine+critical"], [4])),
+        ("pdf", rows(["cam", "h2o"])),
+        ("png", rows(["full", *plot.FAMILIES])),
+    ],
+)
 def test_a_comparison_is_drawn_into_a_file_that_is_ours(tmp_path, kind, measured):
     file = tmp_path / f"figure.{kind}"
     plot.comparison(measured, file)
     data = file.read_bytes()
-    assert plot.is_ours(data) and (plt.imread(file).std() > 0.05 if kind == "png" else len(data) > 5000)
-    for other in data.replace(b"Figure", b"figure"), b"\x89PNG, after " + plot.TITLE.encode():
+    assert plot.is_ours(data) and (
+        plt.imread(file).std() > 0.05 if kind == "png" else len(data) > 5000
+    )
+    for other in (
+        data.replace(b"Figure", b"figure"),
+        b"\x89PNG, after " + plot.TITLE.encode(),
+    ):
         assert not plot.is_ours(other)
 
 
@@ -38,45 +53,90 @@ def test_accuracies_and_kl_are_drawn_over_the_bytes(monkeypatch):
     plot.comparison(rows(["random", "h2o"], [4, 1]), None)
     for axis, y in zip(plt.gcf().axes, (0.9, 0.5, 0.1), strict=True):
         lines = {line.get_label(): line for line in axis.lines}
-        assert lines["h2o"].get_xdata().tolist() == [1, 4] and lines["h2o"].get_ydata().tolist() == [y, y]
+        assert lines["h2o"].get_xdata().tolist() == [1, 4] and lines[
+            "h2o"
+        ].get_ydata().tolist() == [y, y]
 
 
 def test_of_many_methods_eight_are_drawn_a_familys_own_first():
-    first = ["chunk_kv", "h2o", "kv_reviver", "quantized_2", "question_gates", "scissorhands", "snap_kv",
-             "streaming_llm"]
+    first = [
+        "chunk_kv",
+        "h2o",
+        "kv_reviver",
+        "quantized_2",
+        "question_gates",
+        "scissorhands",
+        "snap_kv",
+        "streaming_llm",
+    ]
     more = ["chunk_kv_reuse", "full", "quantized_3", "snap_kv+critical"]
     assert sorted(plot.drawn(sorted(first + more) * 2)) == first
-    assert {*plot.drawn(["snap_kv+theta", "full", "mine", "snap_kv+theta"])} == {"snap_kv+theta", "mine"}
+    assert {*plot.drawn(["snap_kv+theta", "full", "mine", "snap_kv+theta"])} == {
+        "snap_kv+theta",
+        "mine",
+    }
 
 
 def test_families_can_be_told_apart_in_grey():
     common = "snap_kv ada_kv pyramid_kv chunk_kv scissorhands kv_reviver h2o streaming_llm".split()
     assert all(len({*x}) == len(plot.FAMILIES) for x in zip(*plot.FAMILIES.values()))
-    shades = sorted(np.dot(to_rgb(plot.style(name)["color"]), (0.299, 0.587, 0.114)) for name in common)
-    assert min(np.diff(shades)) > 0.015 and shades[-1] < 0.75  # nor does one vanish on white
+    shades = sorted(
+        np.dot(to_rgb(plot.style(name)["color"]), (0.299, 0.587, 0.114))
+        for name in common
+    )
+    # nor does one vanish on white
+    assert min(np.diff(shades)) > 0.015 and shades[-1] < 0.75
 
 
-@pytest.mark.parametrize("family, variants", [
-    ("ada_kv", ["", "+critical", "+critical_code", "+theta", "+residual", "+chunk", "+semantic"]),
-    ("chunk_kv", ["", "_reuse", "_semantic"]), ("kv_reviver", ["", "_mean", "_shrunk"]),
-    ("quantized", ["_2", "_3", "_4"]), ("kvzip", ["", "_4", "_fast", "_recent"])])
+@pytest.mark.parametrize(
+    "family, variants",
+    [
+        (
+            "ada_kv",
+            [
+                "",
+                "+critical",
+                "+critical_code",
+                "+theta",
+                "+residual",
+                "+chunk",
+                "+semantic",
+            ],
+        ),
+        ("chunk_kv", ["", "_reuse", "_semantic"]),
+        ("kv_reviver", ["", "_mean", "_shrunk"]),
+        ("quantized", ["_2", "_3", "_4"]),
+        ("kvzip", ["", "_4", "_fast", "_recent"]),
+    ],
+)
 def test_a_variant_has_its_familys_look_but_for_the_dash(family, variants):
     styles = [plot.style(family + variant) for variant in variants]
-    assert {(look["color"], look["marker"]) for look in styles} == {plot.FAMILIES[family]}
-    assert styles[0]["linestyle"] == "-" and len({look["linestyle"] for look in styles}) == len(styles)
+    assert {(look["color"], look["marker"]) for look in styles} == {
+        plot.FAMILIES[family]
+    }
+    assert styles[0]["linestyle"] == "-" and len(
+        {look["linestyle"] for look in styles}
+    ) == len(styles)
 
 
 def test_kept_tells_which_tokens_each_head_of_the_first_row_still_holds():
     cache = LayerCache()
     cache.write(torch.zeros(2, 2, 6, 4), torch.zeros(2, 2, 6, 4), torch.arange(6)[None])
     cache.keep(torch.tensor([[[0, 3, 5], [1, -1, -1]], [[2, 3, 4], [2, 3, 4]]]))
-    assert plot.kept([cache], 5).tolist() == [[[True, False, False, True, False],
-                                               [False, True, False, False, False]]]
+    assert plot.kept([cache], 5).tolist() == [
+        [[True, False, False, True, False], [False, True, False, False, False]]
+    ]
 
 
 def test_texts_and_heads_are_drawn_and_what_does_not_fit_is_refused(tmp_path):
-    plot.save(plot.text(["The", " key", "\n", "$a_b$"], {"one": [0, 0.3, 1, 0]}, [False, True, False, False]),
-              tmp_path / "text.png")
+    plot.save(
+        plot.text(
+            ["The", " key", "\n", "$a_b$"],
+            {"one": [0, 0.3, 1, 0]},
+            [False, True, False, False],
+        ),
+        tmp_path / "text.png",
+    )
     _, axis = plt.subplots()
     plot.heads(axis, torch.rand(3, 2), "title", diverging=True)
     plot.attention(axis, torch.rand(4, 5), "title")

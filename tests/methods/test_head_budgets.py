@@ -1,4 +1,5 @@
 """Head budgets: a head's share of the entries, the keys that stay in it, and what calibration measures."""
+
 from types import SimpleNamespace
 
 import torch
@@ -23,12 +24,17 @@ def test_a_head_keeps_its_share_and_in_it_the_keys_least_like_the_others():
     for share, cache, order in zip(shares, caches, unlike):
         for b, h in ((b, h) for b in range(2) for h in range(2)):
             kept = {i for i in cache.pos[b, h].tolist() if i < N}
-            assert kept == {*order[b, h, :len(kept)].tolist()} and abs(len(kept) - 10 * share[h]) <= 1
+            assert (
+                kept == {*order[b, h, : len(kept)].tolist()}
+                and abs(len(kept) - 10 * share[h]) <= 1
+            )
 
 
 def test_calibration_counts_the_entries_of_kvzip_among_its_highest_quarter():
     model = decoder()
-    tasks = SimpleNamespace(batch=lambda *_: SimpleNamespace(tokens=TOKENS[:1, :28].numpy()))
+    tasks = SimpleNamespace(
+        batch=lambda *_: SimpleNamespace(tokens=TOKENS[:1, :28].numpy())
+    )
     shares = HeadBudgets.calibrate(model, tasks)["shares"]
     caches = make_cache(model, KVzip, budget=7)
     prefill(model, TOKENS[:1, :28], caches)

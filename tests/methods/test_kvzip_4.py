@@ -1,4 +1,5 @@
 """Check eviction with few bits: the method's entries, rounded as in KIVI, and their bytes."""
+
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,7 +14,9 @@ from nanollm.cache import NEVER
 
 n, NEW = 90, 3
 g = torch.Generator().manual_seed(4)
-Q, K, V = (torch.randn(B, heads, n + NEW, D, generator=g) * 3 for heads in (H * G, H, H))
+Q, K, V = (
+    torch.randn(B, heads, n + NEW, D, generator=g) * 3 for heads in (H * G, H, H)
+)
 
 
 @dataclass(eq=False)
@@ -37,12 +40,17 @@ def fed(Method, **options):
 def grid(x, bits):
     """Round a list of numbers to 2^bits even levels between its smallest and its largest."""
     low, high = torch.tensor(min(x)).half().item(), max(x)
-    step = torch.tensor((high - low) / (2 ** bits - 1)).half().item()
-    return [low + step * min(max(round((y - low) / step), 0), 2 ** bits - 1) if step else low for y in x]
+    step = torch.tensor((high - low) / (2**bits - 1)).half().item()
+    return [
+        low + step * min(max(round((y - low) / step), 0), 2**bits - 1) if step else low
+        for y in x
+    ]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("Method, exact", [(RoundedWindow, SnapKV), (RoundedAda, AdaKV)])
+@pytest.mark.parametrize(
+    "Method, exact", [(RoundedWindow, SnapKV), (RoundedAda, AdaKV)]
+)
 def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
     (cache, y), (other, _) = fed(Method, bits=bits), fed(exact)
     assert torch.equal(cache.pos, other.pos)
@@ -52,7 +60,7 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
         kept = [i for i in other.pos[b, h].tolist() if i < n]
         codes += len(kept)
         for i in range(0, len(kept), GROUP):
-            group = kept[i:i + GROUP]
+            group = kept[i : i + GROUP]
             for d in range(D):
                 k[b, h, group, d] = torch.tensor(grid(K[b, h, group, d].tolist(), bits))
         for i in kept:
@@ -61,13 +69,21 @@ def test_entries_are_those_of_the_method_rounded_by_loops(Method, exact, bits):
     k[:, :, n:], v[:, :, n:], kept_mask[:, :, n:] = K[:, :, n:], V[:, :, n:], True
     visible = torch.ones(n + NEW, n + NEW).tril().bool()[n:] & kept_mask[:, :, None]
     # a number halfway between two levels may be rounded to either
-    torch.testing.assert_close(y, dense(Q[:, :, n:], k, v, visible), atol=2e-2 if bits == 2 else 5e-3, rtol=0)
+    torch.testing.assert_close(
+        y, dense(Q[:, :, n:], k, v, visible), atol=2e-2 if bits == 2 else 5e-3, rtol=0
+    )
 
-    groups = sum(-(-int((row != NEVER).sum() - NEW) // GROUP) for row in cache.pos.flatten(0, 1))
+    groups = sum(
+        -(-int((row != NEVER).sum() - NEW) // GROUP) for row in cache.pos.flatten(0, 1)
+    )
     # an entry's codes, 4 bytes for its value's range and 4 for its position; a group's key ranges
     rounded = codes * (2 * D * bits // 8 + 4 + 4) + groups * D * 4 + 8 * B * H
     live, allocated = cache.bytes()
-    assert live == rounded + B * H * NEW * (2 * D * 4 + 4) and live <= allocated and live < other.bytes()[0]
+    assert (
+        live == rounded + B * H * NEW * (2 * D * 4 + 4)
+        and live <= allocated
+        and live < other.bytes()[0]
+    )
 
 
 def test_16_bits_are_the_method_itself():

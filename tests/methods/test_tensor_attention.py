@@ -1,4 +1,5 @@
 """Compare tensor attention with plain loops over pairs; check the caches' bytes and a decoder of pairs."""
+
 from functools import cache as once
 from itertools import product
 import math
@@ -8,8 +9,15 @@ import torch
 
 from common import feed
 from exact import F64, random, seeded
-from methods.tensor_attention import (FactoredFourCache, FourCache, PairAttention, TwoCache, pair_decoder,
-                                      pairs, tensor_attention)
+from methods.tensor_attention import (
+    FactoredFourCache,
+    FourCache,
+    PairAttention,
+    TwoCache,
+    pair_decoder,
+    pairs,
+    tensor_attention,
+)
 from methods.theory.index_game import rotated_scores
 from nanollm.cache import make_cache
 from nanollm.generate import generate
@@ -18,8 +26,15 @@ from nanollm.model import Config, rope, rope_frequencies
 B, H, G, D = 2, 2, 3, 5
 N = 13
 
-CACHES = {"four": (FourCache, {}), "two": (TwoCache, {}), "factored": (FactoredFourCache, {})}
-TILES = {f"factored in tiles of {tile}": (FactoredFourCache, dict(tile=tile)) for tile in (1, 40)}
+CACHES = {
+    "four": (FourCache, {}),
+    "two": (TwoCache, {}),
+    "factored": (FactoredFourCache, {}),
+}
+TILES = {
+    f"factored in tiles of {tile}": (FactoredFourCache, dict(tile=tile))
+    for tile in (1, 40)
+}
 each_cache = pytest.mark.parametrize("cache", CACHES)
 each_cache_and_tile = pytest.mark.parametrize("cache", CACHES | TILES)
 each_chunk = pytest.mark.parametrize("chunk", [1, 5, N])
@@ -31,17 +46,25 @@ def equal(x, y, atol=1e-12):
 
 def attend_to(these, q, k1, k2, v1, v2, scale):
     """Return softmax attention of one query row to the pairs (a, b) of k₁ₐ ∘ k₂ᵦ, over values v₁ₐ ∘ v₂ᵦ."""
-    score = {(a, b): scale * math.fsum(x * y * z for x, y, z in zip(q, k1[a], k2[b])) for a, b in these}
+    score = {
+        (a, b): scale * math.fsum(x * y * z for x, y, z in zip(q, k1[a], k2[b]))
+        for a, b in these
+    }
     top = max(score.values())
     weight = {pair: math.exp(s - top) for pair, s in score.items()}
     total = math.fsum(weight.values())
-    return [math.fsum(w * v1[a][j] * v2[b][j] for (a, b), w in weight.items()) / total for j in range(len(q))]
+    return [
+        math.fsum(w * v1[a][j] * v2[b][j] for (a, b), w in weight.items()) / total
+        for j in range(len(q))
+    ]
 
 
 def text(n=N, integer=False):
     """Return q (B, H·G, n, D), k and v (B, H, n, 2D) in the decoder's layout, heads inside tokens."""
-    q, k, v = (random(B, n, heads, width, seed=seed).transpose(1, 2)
-               for seed, (heads, width) in enumerate(((H * G, D), (H, 2 * D), (H, 2 * D))))
+    q, k, v = (
+        random(B, n, heads, width, seed=seed).transpose(1, 2)
+        for seed, (heads, width) in enumerate(((H * G, D), (H, 2 * D), (H, 2 * D)))
+    )
     if integer:  # exact in float32; most exps overflow, or all exps of a query are 0
         q, k = (8 * q).round(), (3 * k).round()
     return q, k, v
@@ -53,7 +76,11 @@ def expected(n, scale, integer=False):
     q, k, v = (x.tolist() for x in text(n, integer))
 
     def one(z, h, i):
-        halves = ([row[part] for row in x[z][h // G]] for x in (k, v) for part in (slice(D), slice(D, None)))
+        halves = (
+            [row[part] for row in x[z][h // G]]
+            for x in (k, v)
+            for part in (slice(D), slice(D, None))
+        )
         return attend_to([*product(range(i + 1), repeat=2)], q[z][h][i], *halves, scale)
 
     rows = [[[one(z, h, i) for i in range(n)] for h in range(H * G)] for z in range(B)]
@@ -72,51 +99,63 @@ def test_pairs_come_in_an_order_that_attention_does_not_see(n, m, note):
 
     Def. 3.1 has row a + b·n, Def. 3.6 row a·m + b.
     """
-    k1, v1, k2, v2 = (random(2, 3, rows, D, seed=seed) for seed, rows in enumerate((n, n, m, m)))
+    k1, v1, k2, v2 = (
+        random(2, 3, rows, D, seed=seed) for seed, rows in enumerate((n, n, m, m))
+    )
     q = random(2, 3, 4, D, seed=9)
     K, V, y = pairs(k1, k2), pairs(v1, v2), tensor_attention(q, k1, k2, v1, v2)
     assert K.shape == (2, 3, n * m, D)
     order = torch.tensor([a * m + b for b in range(m) for a in range(n)])  # row a + b·n
     for a, b in product(range(n), range(m)):
         assert torch.equal(K[..., a * m + b, :], k1[..., a, :] * k2[..., b, :])
-        assert torch.equal(K[..., order, :][..., a + b * n, :], k1[..., a, :] * k2[..., b, :])
+        assert torch.equal(
+            K[..., order, :][..., a + b * n, :], k1[..., a, :] * k2[..., b, :]
+        )
 
     permuted = (q @ K[..., order, :].mT).softmax(-1) @ V[..., order, :]
     assert equal(permuted, y) and equal(tensor_attention(q, k2, k1, v2, v1), y)
     if m == 4 == n:
         note("T1", moved=sum(i != j for i, j in enumerate(order.tolist())))
-        assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)  # not keys alone
+        # not keys alone
+        assert not equal(tensor_attention(q, k2, k1, v1, v2), y, atol=1e-2)
 
 
 @pytest.mark.claim("T2", "T3")
 @each_cache_and_tile
 @each_chunk
 def test_every_cache_equals_the_loop_over_pairs_however_a_text_is_cut(cache, chunk):
-    for scale, first in (None, 0), (1.0, 0), (0.3, 1000):  # None: 1/√D; a text may begin anywhere
-        loop = expected(N, D ** -0.5 if scale is None else scale)
+    # None: 1/√D; a text may begin anywhere
+    for scale, first in (None, 0), (1.0, 0), (0.3, 1000):
+        loop = expected(N, D**-0.5 if scale is None else scale)
         y = feed(new(cache, scale=scale), *text(), chunk, first=first)
         single = feed(new(cache, scale=scale), *(x.float() for x in text()), chunk)
         assert y.dtype == F64 and single.dtype == torch.float32
         assert equal(y, loop) and equal(single, loop, atol=2e-6)
-    rows = torch.arange(N).expand(B, N) + torch.tensor([[0], [7]])  # each row has its own positions
-    assert equal(new(cache).attend(*text(), rows), expected(N, D ** -0.5))
+    # each row has its own positions
+    rows = torch.arange(N).expand(B, N) + torch.tensor([[0], [7]])
+    assert equal(new(cache).attend(*text(), rows), expected(N, D**-0.5))
 
 
 @each_cache_and_tile
 @pytest.mark.parametrize("chunk", [1, N])
 @pytest.mark.parametrize("dtype, within", [(torch.float32, 5e-6), (F64, 1e-12)])
-def test_scores_whose_exp_overflows_or_vanishes_are_harmless(cache, chunk, dtype, within):
+def test_scores_whose_exp_overflows_or_vanishes_are_harmless(
+    cache, chunk, dtype, within
+):
     """Scores whose exp overflows or vanishes give the loop's outputs.
 
-    Integer scores are exact in both types, so tolerances are tight. But fused attention (two) scales them:
-    some processors round a score s there by up to |s|·ε, and its weight changes in that proportion.
+    Integer scores are exact in both types, so tolerances are tight. But fused attention (two)
+    scales them: some processors round a score s there by up to |s|·ε, and its weight changes in
+    that proportion.
     """
     q, k, v = text(integer=True)
     k1, k2 = (x.repeat_interleave(G, 1) for x in k.chunk(2, -1))
     score = torch.einsum("zhid,zhad,zhbd->zhiab", q, k1, k2)
-    score = [score[:, :, i, :i + 1, :i + 1].flatten(2) for i in range(N)]
-    assert score[-1].amax() > 1000 and score[-1].amin() < -1000  # 88 overflows in float32, 709 in float64
-    assert any((s.amax(-1) < -110).any() for s in score)  # then all exps of a query are 0
+    score = [score[:, :, i, : i + 1, : i + 1].flatten(2) for i in range(N)]
+    # 88 overflows in float32, 709 in float64
+    assert score[-1].amax() > 1000 and score[-1].amin() < -1000
+    # then all exps of a query are 0
+    assert any((s.amax(-1) < -110).any() for s in score)
     y = feed(new(cache, scale=1.0), *(x.to(dtype) for x in (q, k, v)), chunk)
     if cache == "two":
         within = max(s.abs().max() for s in score).item() * torch.finfo(dtype).eps
@@ -135,21 +174,37 @@ def test_i_tokens_are_4_i_d_numbers_and_two_matrices_2_i_i_d_beside(cache, chunk
     for part in torch.arange(N).split(chunk):
         feed(held, *(x[:, :, part] for x in (q, k, v)), chunk, first=int(part[0]))
         i, four = int(part[-1]) + 1, held.tokens if cache == "two" else held
-        assert torch.equal(four.k, k[:, :, :i]) and torch.equal(four.v, v[:, :, :i]) and held.seen == i
+        assert (
+            torch.equal(four.k, k[:, :, :i])
+            and torch.equal(four.v, v[:, :, :i])
+            and held.seen == i
+        )
         live, allocated = held.bytes()
         pairs_too = i * i * (2 * D * 8 + 4) if cache == "two" else 0
-        assert live == B * H * (i * (4 * D * 8 + 4) + pairs_too) <= allocated <= 1.1 * live
+        assert (
+            live == B * H * (i * (4 * D * 8 + 4) + pairs_too) <= allocated <= 1.1 * live
+        )
         slots = {id(x): x.nbytes for one in (held, four) for x in one.slots.values()}
         assert allocated == sum(slots.values())
     claim = "T3" if cache == "two" else "T2"
     note(claim, numbers=(held.k.numel() + held.v.numel()) // B // H)
-    later = [i for i in range(N) for pair in product(range(N), repeat=2) if max(pair) == i]
+    later = [
+        i for i in range(N) for pair in product(range(N), repeat=2) if max(pair) == i
+    ]
     assert (held.pos == torch.tensor(later if cache == "two" else range(N))).all()
 
 
 def model_of_pairs(family="llama", **changed):
     torch.manual_seed(0)
-    size = dict(vocab_size=40, max_len=64, n_layers=2, n_heads=6, n_kv_heads=2, d_model=48, d_ff=48)
+    size = dict(
+        vocab_size=40,
+        max_len=64,
+        n_layers=2,
+        n_heads=6,
+        n_kv_heads=2,
+        d_model=48,
+        d_ff=48,
+    )
     model = pair_decoder(Config(**size | changed, family=family)).double().eval()
     for p in model.parameters():
         p.data.mul_(4)  # sharp attention
@@ -174,11 +229,24 @@ def test_its_attention_is_the_loop_over_pairs_from_its_own_weights(family):
     q, k, v = ([x @ w.T for w in part.split(4)] for part in parts)  # (B, T, D) each
     y = torch.zeros(2, 5, 24, dtype=F64)
     for h, b, i in product(range(6), range(2), range(5)):
-        (k1, k2), (v1, v2) = ([one[b].tolist() for one in both[h // 3 * 2:h // 3 * 2 + 2]] for both in (k, v))
-        loop = attend_to([*product(range(i + 1), repeat=2)], q[h][b, i].tolist(), k1, k2, v1, v2, 1 / 2)
-        y[b, i, 4 * h:4 * h + 4] = torch.tensor(loop, dtype=F64)
+        (k1, k2), (v1, v2) = (
+            [one[b].tolist() for one in both[h // 3 * 2 : h // 3 * 2 + 2]]
+            for both in (k, v)
+        )
+        loop = attend_to(
+            [*product(range(i + 1), repeat=2)],
+            q[h][b, i].tolist(),
+            k1,
+            k2,
+            v1,
+            v2,
+            1 / 2,
+        )
+        y[b, i, 4 * h : 4 * h + 4] = torch.tensor(loop, dtype=F64)
     pos = torch.arange(5)[None]
-    angles = rope(rope_frequencies(attention.config), pos) if family == "llama" else None
+    angles = (
+        rope(rope_frequencies(attention.config), pos) if family == "llama" else None
+    )
     assert equal(attention(x, angles, pos), y @ attention.o.weight.T)
 
 
@@ -192,8 +260,11 @@ def test_a_product_of_three_rotated_vectors_sees_where_the_text_begins():
         assert two < 1e-5 and three > 0.05
 
     model = model_of_pairs()
-    assert torch.equal(model(TOKENS[:, :9], pos=torch.arange(9)[None] + 5), model(TOKENS[:, :9]))
-    assert not torch.allclose(model(TOKENS[:, :9]), model(TOKENS[:, :9].flip(1)))  # order matters
+    assert torch.equal(
+        model(TOKENS[:, :9], pos=torch.arange(9)[None] + 5), model(TOKENS[:, :9])
+    )
+    # order matters
+    assert not torch.allclose(model(TOKENS[:, :9]), model(TOKENS[:, :9].flip(1)))
 
 
 @pytest.mark.claim("T13")
@@ -207,6 +278,10 @@ def test_a_decoder_of_pairs_says_the_same_with_every_cache(family):
     assert len(loop[:, 13:].unique()) > 4
     for Method, options in CACHES.values():
         caches = make_cache(model, Method, **options)
-        assert equal(torch.cat([model(part, caches) for part in TOKENS.split(8, 1)], 1), whole, atol=1e-11)
+        assert equal(
+            torch.cat([model(part, caches) for part in TOKENS.split(8, 1)], 1),
+            whole,
+            atol=1e-11,
+        )
         new = generate(model, TOKENS, 8, make_cache(model, Method, **options))
         assert torch.equal(new, loop[:, 13:])

@@ -1,12 +1,36 @@
 """Wrong solutions of `budget`: (problem, the mistake, a piece of our function, its wrong replacement)."""
+
 WRONG = [
-    ("pieces", "drops one slot instead of at_a_time",
-     "self.budget - self.at_a_time)", "self.budget - 1)"),
-    ("pieces", "protects one newest entry too few", "self.pos >= self.seen", "self.pos > self.seen"),
-    ("pieces", "uses head 0's importance for all heads",
-     "self.shrink(importance,", "self.shrink(importance[:, :1].expand(importance.shape).contiguous(),"),
-    ("observe", "counts a weight of exactly 1/s", "weight < 1 / step", "weight <= 1 / step"),
-    ("observe", "never takes old steps off the count", " - before.sum(-1, dtype=torch.int32)", ""),
+    (
+        "pieces",
+        "drops one slot instead of at_a_time",
+        "self.budget - self.at_a_time)",
+        "self.budget - 1)",
+    ),
+    (
+        "pieces",
+        "protects one newest entry too few",
+        "self.pos >= self.seen",
+        "self.pos > self.seen",
+    ),
+    (
+        "pieces",
+        "uses head 0's importance for all heads",
+        "self.shrink(importance,",
+        "self.shrink(importance[:, :1].expand(importance.shape).contiguous(),",
+    ),
+    (
+        "observe",
+        "counts a weight of exactly 1/s",
+        "weight < 1 / step",
+        "weight <= 1 / step",
+    ),
+    (
+        "observe",
+        "never takes old steps off the count",
+        " - before.sum(-1, dtype=torch.int32)",
+        "",
+    ),
     ("observe", "does not call super().observe", "super().observe(q, p)", "super()"),
     ("share", "takes beta for 1 - beta", "round((1 - beta) * v", "round(beta * v"),
     ("share", "rounds down", "round(", "int("),
@@ -20,8 +44,17 @@ WRONG = [
     ("slips", "leaves out the factor k - 2 of Δ", "(k - 2) * moment", "moment"),
     ("slips", "takes γ + 1 for γ", "(1 / (1 - k)) - 1", "(1 / (1 - k))"),
     ("slips", "does not call check_law", "check_law(beta, k, u, eps)", "pass"),
-    ("repaired", "adds the whole failure probability, not 1 - beta of it", "(1 - beta) * failed", "failed"),
-    ("repaired", "accepts an ε outside the allowed range", "failed = failure(beta, k, u, eps, n)",
-     "failed = failure(beta, k, u, min(max(eps, 1e-9), beta / 2), n)"),
+    (
+        "repaired",
+        "adds the whole failure probability, not 1 - beta of it",
+        "(1 - beta) * failed",
+        "failed",
+    ),
+    (
+        "repaired",
+        "accepts an ε outside the allowed range",
+        "failed = failure(beta, k, u, eps, n)",
+        "failed = failure(beta, k, u, min(max(eps, 1e-9), beta / 2), n)",
+    ),
     ("repaired", "caps at 1 instead of 1 - beta", "min(1 - beta, ", "min(1.0, "),
 ]
