@@ -4,7 +4,8 @@ A head's slots are rows start … start + count − 1 of a flat k and v. One ker
 layouts: heads packed one after the other (AdaKV), and heads in a buffer of equal capacity. A cache
 with both layouts consists of two segments.
 
-    y = Σ_n p_n v_n,   p_n = exp(s_n − m)/l,   l = Σ exp(s − m),   m = max s,   s_n = q·k_n/√D + bias_n
+    s_n = q·k_n/√D + bias_n,   m = max s,   l = Σ exp(s − m)
+    y = Σ_n p_n v_n,   p_n = exp(s_n − m)/l
 
 The slots of a head are split among several programs: with one program per head, a single sequence
 would leave most of the GPU idle. Each program writes its own m, l and acc = Σ exp(s − m) v. A
@@ -48,13 +49,22 @@ class Segment(NamedTuple):
         k and v may be the front part of a longer buffer. They are copied only if their strides do
         not allow a flat view.
         """
-        (B, H, S, D), apart = k.shape, k.stride(1) // k.shape[3]
-        if k.stride() != v.stride() or k.stride() != (H * apart * D, apart * D, D, 1):
-            k, v, apart = k.contiguous(), v.contiguous(), S
-        flat = [x.as_strided(((B * H - 1) * apart + S, D), (D, 1)) for x in (k, v)]
+        B, H, S, D = k.shape
+        # rows between the first slots of two heads: S, or more in a longer buffer
+        apart = k.stride(1) // D
+        flat = (H * apart * D, apart * D, D, 1)
+        if k.stride() != v.stride() or k.stride() != flat:
+            k, v = k.contiguous(), v.contiguous()
+            apart = S
+
+        rows = (B * H - 1) * apart + S
+        flat_k = k.as_strided((rows, D), (D, 1))
+        flat_v = v.as_strided((rows, D), (D, 1))
         if bias is not None:
-            bias = F.pad(bias.float(), (0, apart - S)).flatten()[: len(flat[0])]
-        return cls(*flat, *evenly(B * H, apart, S, k.device), S, bias)
+            padded = F.pad(bias.float(), (0, apart - S))
+            bias = padded.flatten()[:rows]
+        start, count = evenly(B * H, apart, S, k.device)
+        return cls(flat_k, flat_v, start, count, S, bias)
 
     def by_head(self, x: Tensor, B: int, H: int) -> Tensor:
         """Return x (N,), one number per slot, as (B, H, S); all heads must have S slots."""
@@ -65,9 +75,10 @@ class Segment(NamedTuple):
 def evenly(
     heads: int, apart: int, n: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return starts and counts of heads with n slots each, whose first slots are `apart` rows apart."""
+    """Return starts and counts of heads of n slots; their first slots are `apart` rows apart."""
+    start = apart * torch.arange(heads, device=device)
     count = torch.full((heads,), n, dtype=torch.int32, device=device)
-    return apart * torch.arange(heads, device=device), count
+    return start, count
 
 
 def plain(
@@ -78,34 +89,29 @@ def plain(
     y is 0 for a head without visible slots. With `sums`, also return (N,) float32 for each segment:
     the sum of the weights that a slot gets from the G queries of its head.
     """
-    y, weights = (
-        torch.zeros_like(q),
-        [torch.zeros(len(s.k), device=q.device) for s in segments],
-    )
-    for i, (queries, out) in enumerate(zip(q.flatten(0, 1), y.flatten(0, 1))):
-        rows = [
-            slice(int(s.start[i]), int(s.start[i]) + int(s.count[i])) for s in segments
-        ]
-        k, v = (
-            torch.cat([getattr(s, name)[row] for s, row in zip(segments, rows)]).float()
-            for name in "kv"
-        )
-        bias = torch.cat(
-            [
-                s.k.new_zeros(len(s.k), dtype=torch.float32)[row]
-                if s.bias is None
-                else s.bias[row]
-                for s, row in zip(segments, rows)
-            ]
-        )
+    B, H, _, D = q.shape
+    y = torch.zeros_like(q)
+    weights = [torch.zeros(len(s.k), device=q.device) for s in segments]
+    for i in range(B * H):
+        keys, values, biases, slots = [], [], [], []
+        for s in segments:
+            start = int(s.start[i])
+            row = slice(start, start + int(s.count[i]))
+            keys.append(s.k[row].float())
+            values.append(s.v[row].float())
+            unbiased = keys[-1].new_zeros(len(keys[-1]))
+            biases.append(unbiased if s.bias is None else s.bias[row])
+            slots.append(row)
 
-        # (G, slots)
-        p = (queries.float() @ k.T * q.shape[-1] ** -0.5 + bias).softmax(-1)
-        p = p.masked_fill((bias == -torch.inf).all(), 0)
-        out.copy_(p @ v)
-        for weight, row, part in zip(
-            weights, rows, p.sum(0).split([row.stop - row.start for row in rows])
-        ):
+        b, h = divmod(i, H)
+        bias = torch.cat(biases)
+        score = q[b, h].float() @ torch.cat(keys).T * D**-0.5 + bias  # (G, slots)
+        hidden = (bias == -torch.inf).all()
+        p = score.softmax(-1).masked_fill(hidden, 0)
+        y[b, h] = p @ torch.cat(values)
+
+        parts = p.sum(0).split([len(k) for k in keys])
+        for weight, row, part in zip(weights, slots, parts):
             weight[row] = part
     return y, weights if sums else []
 
@@ -116,10 +122,10 @@ def add_tile(b_s, b_v, b_m, b_l, b_acc):
     b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_p = tl.exp2(b_s - b_m_new[:, None])
     b_alpha = tl.exp2(b_m - b_m_new)
-    b_acc = b_acc * b_alpha[:, None] + tl.dot(
-        b_p.to(b_v.dtype), b_v, input_precision="ieee"
-    )
-    return b_m_new, b_l * b_alpha + tl.sum(b_p, 1), b_acc
+    b_pv = tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    b_l = b_l * b_alpha + tl.sum(b_p, 1)
+    b_acc = b_acc * b_alpha[:, None] + b_pv
+    return b_m_new, b_l, b_acc
 
 
 @triton.jit(do_not_specialize=["part", "parts"])
@@ -151,19 +157,22 @@ def attend(
     A part is the result of one program for one head. All segments together have `parts` parts;
     those of this segment begin at number `part`.
     """
-    i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, end = (
-        tl.load(p_start + i_head),
-        tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share),
-    )
-    o_g, o_d, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    is_g, is_d = o_g < G, o_d < D
-    # (G, D)
-    b_q = tl.load(
+    i_head = tl.program_id(0).to(tl.int64)
+    i_share = tl.program_id(1)
+    start = tl.load(p_start + i_head)
+    count = tl.load(p_count + i_head)
+    end = tl.minimum(count, (i_share + 1) * share)
+    o_g = tl.arange(0, BLOCK_G)
+    o_d = tl.arange(0, BLOCK_D)
+    o_n = tl.arange(0, BLOCK_N)
+    is_g = o_g < G
+    is_d = o_d < D
+    b_q = tl.load(  # (G, D)
         p_q + (i_head * G + o_g[:, None]) * D + o_d,
         mask=is_g[:, None] & is_d,
         other=0.0,
     )
+
     # a finite start: a hidden slot scores −inf, and −inf − (−inf) would be NaN
     b_m = tl.full((BLOCK_G,), -3e38, tl.float32)
     b_l = tl.zeros((BLOCK_G,), tl.float32)
@@ -173,10 +182,11 @@ def attend(
         row = start + n + o_n
         o_nd = row[:, None] * D + o_d
         b_k = tl.load(p_k + o_nd, mask=is_n[:, None] & is_d, other=0.0)
-        # (G, slots)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # (G, slots)
+        b_s *= scale * LOG2E
         if BIASED:
-            b_s += tl.load(p_bias + row, mask=is_n, other=0.0)[None, :] * LOG2E
+            b_bias = tl.load(p_bias + row, mask=is_n, other=0.0)
+            b_s += b_bias[None, :] * LOG2E
         b_s = tl.where(is_n[None, :], b_s, float("-inf"))
         if SCORES:
             tl.store(
@@ -186,6 +196,7 @@ def attend(
             )
         b_v = tl.load(p_v + o_nd, mask=is_n[:, None] & is_d, other=0.0)
         b_m, b_l, b_acc = add_tile(b_s, b_v, b_m, b_l, b_acc)
+
     o = (i_head * parts + part + i_share) * G + o_g
     tl.store(p_m + o, b_m, mask=is_g)
     tl.store(p_l + o, b_l, mask=is_g)
@@ -206,29 +217,36 @@ def add_up(
     BLOCK_P: tl.constexpr,
 ):
     """Combine all parts of one query head; write y (B·H, G, D) and log₂ Σ 2^s (B·H, G)."""
-    i, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_p, o_d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    is_d, m = o_d < D, -3e38  # finite even if the head has no slots
+    i_head = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    o_p = tl.arange(0, BLOCK_P)
+    o_d = tl.arange(0, BLOCK_D)
+    is_d = o_d < D
+    m = -3e38  # finite even if the head has no slots
     for p in range(0, parts, BLOCK_P):
-        o = (i * parts + p + o_p) * G + g
-        m = tl.maximum(
-            m, tl.max(tl.load(p_m + o, mask=p + o_p < parts, other=-3e38), 0)
-        )
+        o = (i_head * parts + p + o_p) * G + g
+        b_m = tl.load(p_m + o, mask=p + o_p < parts, other=-3e38)
+        m = tl.maximum(m, tl.max(b_m, 0))
 
-    b_l, b_acc = tl.zeros((BLOCK_P,), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+    b_l = tl.zeros((BLOCK_P,), tl.float32)
+    b_acc = tl.zeros((BLOCK_D,), tl.float32)
     for p in range(0, parts, BLOCK_P):
         is_p = p + o_p < parts
-        o = (i * parts + p + o_p) * G + g
-        b_weight = tl.exp2(tl.load(p_m + o, mask=is_p, other=float("-inf")) - m)
+        o = (i_head * parts + p + o_p) * G + g
+        b_m = tl.load(p_m + o, mask=is_p, other=float("-inf"))
+        b_weight = tl.exp2(b_m - m)
         b_l += b_weight * tl.load(p_l + o, mask=is_p, other=0.0)
         b_parts = tl.load(
-            p_acc + o[:, None] * D + o_d, mask=is_p[:, None] & is_d, other=0.0
+            p_acc + o[:, None] * D + o_d,
+            mask=is_p[:, None] & is_d,
+            other=0.0,
         )
         b_acc += tl.sum(b_weight[:, None] * b_parts, 0)
 
     total = tl.maximum(tl.sum(b_l, 0), 1e-37)  # without slots y is 0
-    tl.store(p_y + (i * G + g) * D + o_d, b_acc / total, mask=is_d)
-    tl.store(p_lse + i * G + g, m + tl.log2(total))
+    row = i_head * G + g
+    tl.store(p_y + row * D + o_d, b_acc / total, mask=is_d)
+    tl.store(p_lse + row, m + tl.log2(total))
 
 
 @triton.jit
@@ -244,12 +262,13 @@ def column_sums(
     BLOCK_N: tl.constexpr,
 ):
     """Write Σ_g 2^(s_n − log₂ Σ 2^s) for `share` slots of one head."""
-    i_head, i_share = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, end = (
-        tl.load(p_start + i_head),
-        tl.minimum(tl.load(p_count + i_head), (i_share + 1) * share),
-    )
-    o_g, o_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    i_head = tl.program_id(0).to(tl.int64)
+    i_share = tl.program_id(1)
+    start = tl.load(p_start + i_head)
+    count = tl.load(p_count + i_head)
+    end = tl.minimum(count, (i_share + 1) * share)
+    o_g = tl.arange(0, BLOCK_G)
+    o_n = tl.arange(0, BLOCK_N)
     b_lse = tl.load(p_lse + i_head * G + o_g, mask=o_g < G, other=float("inf"))
     for n in range(i_share * share, end, BLOCK_N):
         is_n = n + o_n < end
@@ -259,20 +278,18 @@ def column_sums(
             mask=is_n[:, None] & (o_g < G),
             other=float("-inf"),
         )
-        tl.store(p_sums + row, tl.sum(tl.exp2(b_s - b_lse), 1), mask=is_n)
+        b_sums = tl.sum(tl.exp2(b_s - b_lse), 1)
+        tl.store(p_sums + row, b_sums, mask=is_n)
 
 
 def check(q: Tensor, segments: list[Segment]):
     """Raise ValueError if the segments do not fit the queries q (B, H, G, D)."""
-    heads, D = q.shape[0] * q.shape[1], q.shape[3]
+    B, H, _, D = q.shape
+    heads = B * H
     for s in segments:
-        rows = (
-            s.k.is_contiguous()
-            and s.v.is_contiguous()
-            and s.k.shape == s.v.shape
-            and s.k.shape[1] == D
-        )
-        if not rows or not s.k.dtype == s.v.dtype == q.dtype:
+        rows = s.k.is_contiguous() and s.v.is_contiguous()
+        fits = s.k.shape == s.v.shape and s.k.shape[1] == D
+        if not (rows and fits and s.k.dtype == s.v.dtype == q.dtype):
             raise ValueError(
                 f"k {tuple(s.k.shape)} of {s.k.dtype} and v {tuple(s.v.shape)} of {s.v.dtype} "
                 f"must be contiguous rows of the head dim {D}, in q's dtype {q.dtype}"
@@ -288,12 +305,8 @@ def partials(q: Tensor, parts: int) -> dict:
     """Allocate m and l (B·H, parts, G) and acc (B·H, parts, G, D) for queries q (B, H, G, D)."""
     B, H, G, D = q.shape
     m, total = q.new_empty(2, B * H, parts, G, dtype=torch.float32)
-    return dict(
-        p_m=m,
-        p_l=total,
-        p_acc=q.new_empty(B * H, parts, G, D, dtype=torch.float32),
-        parts=parts,
-    )
+    acc = q.new_empty(B * H, parts, G, D, dtype=torch.float32)
+    return dict(p_m=m, p_l=total, p_acc=acc, parts=parts)
 
 
 def launch_attend(
@@ -339,27 +352,33 @@ def tile(q: Tensor) -> dict:
 
 
 def added_up(q: Tensor, buffers: dict, scored=()) -> tuple[Tensor, list[Tensor]]:
-    """Combine all parts into y (B, H, G, D); also return the slots' weights (N,) of each scored segment.
+    """Combine all parts into y (B, H, G, D); return it and each scored segment's weights.
 
-    scored: tuples (segment, (share, programs), scores (N, G)).
+    The weights are (N,), a number per slot. scored: tuples (segment, (share, programs), scores
+    (N, G)).
     """
     B, H, G, D = q.shape
-    y, lse, weights = (
-        torch.empty_like(q),
-        q.new_empty(B * H, G, dtype=torch.float32),
-        [],
-    )
+    y = torch.empty_like(q)
+    lse = q.new_empty(B * H, G, dtype=torch.float32)
     add_up[B * H, G](
-        **buffers, p_y=y, p_lse=lse, G=G, D=D, BLOCK_D=block_of(D), BLOCK_P=32
+        **buffers,
+        p_y=y,
+        p_lse=lse,
+        G=G,
+        D=D,
+        BLOCK_D=block_of(D),
+        BLOCK_P=32,
     )
+    weights = []
     for s, (share, programs), score in scored:
-        weights.append(torch.zeros(len(score), device=q.device))
+        sums = torch.zeros(len(score), device=q.device)
+        weights.append(sums)
         column_sums[B * H, programs](
             p_score=score,
             p_lse=lse,
             p_start=s.start,
             p_count=s.count,
-            p_sums=weights[-1],
+            p_sums=sums,
             share=share,
             G=G,
             BLOCK_G=triton.next_power_of_2(G),
@@ -378,18 +397,19 @@ def decode_attention(
     """
     q = q.contiguous()
     check(q, segments)
-    splits = [
-        split(s.longest, block, q.shape[0] * q.shape[1], q.device) for s in segments
-    ]
-    buffers, part = partials(q, sum(programs for _, programs in splits)), 0
-    scores = [
-        q.new_empty(len(s.k), q.shape[2], dtype=torch.float32) if sums else None
-        for s in segments
-    ]
+    B, H, G, _ = q.shape
+    splits = [split(s.longest, block, B * H, q.device) for s in segments]
+    buffers = partials(q, sum(programs for _, programs in splits))
+    scores = [None] * len(segments)
+    if sums:
+        scores = [q.new_empty(len(s.k), G, dtype=torch.float32) for s in segments]
+
+    part = 0
     for s, (share, programs), score in zip(segments, splits, scores):
         launch_attend(q, s, score, buffers, share, programs, part, block)
         part += programs
-    return added_up(q, buffers, zip(segments, splits, scores) if sums else ())
+    scored = zip(segments, splits, scores)
+    return added_up(q, buffers, scored if sums else ())
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -397,23 +417,24 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
 
     Also return the weights' mean over G, (B, H, G, 1, S), or None if `cache.watch` is 0.
     """
-    (B, heads, _, D), H = q.shape, cache.slots["k"].shape[1]
+    B, heads, _, D = q.shape
+    H = cache.slots["k"].shape[1]
+    G = heads // H
     k, v, position, bias = cache.read()
     if cache.ragged or bias is not None:
-        bias = torch.where(
-            position <= pos[:, None], 0.0 if bias is None else bias, -torch.inf
-        )
-    s = Segment.of(k, v, bias)
+        visible = position <= pos[:, None]
+        bias = torch.where(visible, 0.0 if bias is None else bias, -torch.inf)
 
-    y, sums = decode_attention(q.view(B, H, -1, D), [s], sums=bool(cache.watch))
+    s = Segment.of(k, v, bias)
+    y, sums = decode_attention(q.view(B, H, G, D), [s], sums=bool(cache.watch))
     if not sums:
         return y.view_as(q), None
-    p = s.by_head(sums[0], B, H) / (heads // H)
-    return y.view_as(q), p.view(B, H, 1, 1, -1).expand(-1, -1, heads // H, -1, -1)
+    mean = s.by_head(sums[0], B, H) / G
+    return y.view_as(q), mean.view(B, H, 1, 1, -1).expand(-1, -1, G, -1, -1)
 
 
 def attend_packed(cache, q: Tensor) -> Tensor:
-    """Return y of q (B, H·G, 1, D) over packed slots and newer slots, for `PackedCache.attention`."""
+    """Return y of q (B, H·G, 1, D) over packed and newer slots, for `PackedCache.attention`."""
     counts = cache.counts.flatten()
     old = Segment(
         cache.packed["k"],
@@ -423,8 +444,8 @@ def attend_packed(cache, q: Tensor) -> Tensor:
         cache.longest,
         cache.packed.get("bias"),
     )
-    new = Segment.of(
-        *(cache.new(name) for name in ("k", "v", "bias") if name in cache.slots)
-    )
-    y, _ = decode_attention(q.view(*cache.counts.shape, -1, q.shape[3]), [old, new])
+    names = [name for name in ("k", "v", "bias") if name in cache.slots]
+    new = Segment.of(*(cache.new(name) for name in names))
+    B, H = cache.counts.shape
+    y, _ = decode_attention(q.view(B, H, -1, q.shape[3]), [old, new])
     return y.view_as(q)

@@ -29,7 +29,8 @@ def launcher(function):
 
     @wraps(function)
     def launch(*args, **named):
-        x = next(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor))
+        given = (*args, *named.values())
+        x = next(x for x in given if isinstance(x, torch.Tensor))
         if not (interpreted or x.is_cuda):
             raise ValueError(
                 f"tensors on {x.device} are for Triton's interpreter, but Triton compiles for "
@@ -52,11 +53,11 @@ def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, in
     Each program gets whole blocks. With enough slots, each SM gets two programs. A program has at
     most 4096 slots: otherwise a few long programs would still run after all others have finished.
     """
-    sms = (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 4
-    )
-    wanted = max(min(2 * sms // heads, 64), -(-n // 4096), 1)
-    share = block * max(1, -(-n // (block * wanted)))
-    return share, max(1, -(-n // share))
+    sms = 4  # the interpreter, as if it were a small GPU
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    two_per_sm = min(2 * sms // heads, 64)
+    wanted = max(two_per_sm, triton.cdiv(n, 4096), 1)
+    blocks = max(1, triton.cdiv(n, block * wanted))
+    share = block * blocks
+    return share, max(1, triton.cdiv(n, share))

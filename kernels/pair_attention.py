@@ -31,11 +31,10 @@ def plain(q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor) -> Tensor:
     k1, k2, v1 and v2 are (B, H, n, D).
     """
     D, n = q.shape[-1], k1.shape[2]
-    dtype, (q, k1, k2, v1, v2) = q.dtype, (x.float() for x in (q, k1, k2, v1, v2))
-    # (B, H, G, n, n)
-    score = (k1.unsqueeze(2) * q.unsqueeze(3)) @ k2.unsqueeze(2).mT * D**-0.5
+    k1, k2, v1, v2 = (x.float().unsqueeze(2) for x in (k1, k2, v1, v2))
+    score = (k1 * q.float().unsqueeze(3)) @ k2.mT * D**-0.5  # (B, H, G, n, n)
     p = score.flatten(3).softmax(-1).unflatten(3, (n, n))
-    return (v1.unsqueeze(2) * (p @ v2.unsqueeze(2))).sum(3).to(dtype)
+    return (v1 * (p @ v2)).sum(3).to(q.dtype)
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
@@ -59,47 +58,43 @@ def rows_of_pairs(
 
     Write m and l = Σ 2^(s − m) (B·H, parts, G), and acc = Σ 2^(s − m) v₁ ∘ v₂ (B·H, parts, G, D).
     """
-    part, i_head, g = (
-        tl.program_id(0),
-        (tl.program_id(1) // G).to(tl.int64),
-        tl.program_id(1) % G,
-    )
-    o_a, o_b, o_d = (
-        part * BLOCK_A + tl.arange(0, BLOCK_A),
-        tl.arange(0, BLOCK_B),
-        tl.arange(0, BLOCK_D),
-    )
-    is_d, is_a = o_d < D, o_a < n
+    part = tl.program_id(0)
+    i_head = (tl.program_id(1) // G).to(tl.int64)
+    g = tl.program_id(1) % G
+    o_a = part * BLOCK_A + tl.arange(0, BLOCK_A)
+    o_b = tl.arange(0, BLOCK_B)
+    o_d = tl.arange(0, BLOCK_D)
+    is_a = o_a < n
+    is_d = o_d < D
     o_head = i_head * n * D
     o_ad = o_a[:, None] * D + o_d
-    b_rows = tl.load(
-        p_rows + (i_head * G + g) * n * D + o_ad, mask=is_a[:, None] & is_d, other=0.0
-    )
+    is_ad = is_a[:, None] & is_d
+    o_query_head = (i_head * G + g) * n * D
+    b_rows = tl.load(p_rows + o_query_head + o_ad, mask=is_ad, other=0.0)
+
     b_m = tl.full((BLOCK_A,), -3e38, tl.float32)
     b_l = tl.zeros((BLOCK_A,), tl.float32)
     b_acc = tl.zeros((BLOCK_A, BLOCK_D), tl.float32)
     for b in range(0, n, BLOCK_B):
         is_b = b + o_b < n
         o_bd = o_head + (b + o_b)[:, None] * D + o_d
-        b_k2 = tl.load(p_k2 + o_bd, mask=is_b[:, None] & is_d, other=0.0)
+        is_bd = is_b[:, None] & is_d
+        b_k2 = tl.load(p_k2 + o_bd, mask=is_bd, other=0.0)
         b_s = tl.dot(b_rows, tl.trans(b_k2), input_precision="ieee")  # (a, b)
         b_s = tl.where(is_b[None, :], b_s, float("-inf"))
-        b_v2 = tl.load(p_v2 + o_bd, mask=is_b[:, None] & is_d, other=0.0)
+        b_v2 = tl.load(p_v2 + o_bd, mask=is_bd, other=0.0)
         b_m, b_l, b_acc = add_tile(b_s, b_v2, b_m, b_l, b_acc)
 
     # weigh the rows against each other; rows beyond n get weight 0
     b_m = tl.where(is_a, b_m, float("-inf"))
     m = tl.max(b_m, 0)
     b_weight = tl.exp2(b_m - m)
-    b_v1 = tl.load(p_v1 + o_head + o_ad, mask=is_a[:, None] & is_d, other=0.0).to(
-        tl.float32
-    )
+    b_v1 = tl.load(p_v1 + o_head + o_ad, mask=is_ad, other=0.0).to(tl.float32)
+    b_sum = tl.sum(b_weight[:, None] * b_v1 * b_acc, 0)
     o = (i_head * parts + part) * G + g
     tl.store(p_m + o, m)
     tl.store(p_l + o, tl.sum(b_weight * b_l, 0))
-    tl.store(
-        p_acc + o * D + o_d, tl.sum(b_weight[:, None] * b_v1 * b_acc, 0), mask=is_d
-    )
+    tl.store(p_acc + o * D + o_d, b_sum, mask=is_d)
 
 
 @launcher
@@ -118,7 +113,8 @@ def tensor_attention(
     scale: factor of the scores; None is 1/√D. rows: None is 128, or 64 for a head dim above 128.
     Raise ValueError if the four matrices do not fit q or hold no token.
     """
-    (B, H, G, D), n = q.shape, k1.shape[2]
+    B, H, G, D = q.shape
+    n = k1.shape[2]
     for x in (k1, k2, v1, v2):
         if x.shape != (B, H, n, D) or x.dtype != q.dtype or not n:
             raise ValueError(
@@ -127,17 +123,18 @@ def tensor_attention(
             )
     q, k1, k2, v1, v2 = (x.contiguous() for x in (q, k1, k2, v1, v2))
     block_d = block_of(D)
-    # the largest tile that fits into an SM
-    rows = rows or (128 if block_d <= 128 else 64)
+    if rows is None:  # the largest tile that fits into an SM
+        rows = 128 if block_d <= 128 else 64
     parts = triton.cdiv(n, rows)
 
     # k₁ ∘ q times log₂ e, computed beforehand: computing it in the kernel would keep the tensor
     # cores waiting
-    scaled = q.float() * ((D**-0.5 if scale is None else scale) * LOG2E.value)
-    k1 = torch.mul(k1.unsqueeze(2), scaled.unsqueeze(3)).to(q.dtype)
+    scale = D**-0.5 if scale is None else scale
+    scaled = q.float() * (scale * LOG2E.value)
+    k1_q = torch.mul(k1.unsqueeze(2), scaled.unsqueeze(3)).to(q.dtype)
     buffers = partials(q, parts)
     rows_of_pairs[parts, B * H * G](
-        p_rows=k1,
+        p_rows=k1_q,
         p_k2=k2,
         p_v1=v1,
         p_v2=v2,

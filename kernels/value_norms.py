@@ -2,7 +2,7 @@
 
 CriticalKV multiplies attention scores by these norms (Eq. 6).
 
-    norm_n = Σ_m |Σ_d v_{n,d} W_{d,m}|     W: the columns of the output projection that belong to the head
+    norm_n = Σ_m |Σ_d v_{n,d} W_{d,m}|     W: the head's columns of the output projection
 
 Each program takes a tile of tokens of one head and loops over d_model in tiles. Each step is a
 matrix product whose absolute values are summed at once.
@@ -39,13 +39,20 @@ def norms(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write norm (B·H, G, n) for one tile of tokens of one head: v (B·H, n, D), w (d_model, H·G, D)."""
-    i_head, g = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """Write the norms of one tile of tokens of one head, (B·H, G, n).
+
+    v is (B·H, n, D), w is (d_model, H·G, D).
+    """
+    i_head = tl.program_id(1).to(tl.int64)
+    g = tl.program_id(2)
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_m, o_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    is_n = o_n < n
+    is_d = o_d < D
     b_v = tl.load(
         p_v + (i_head * n + o_n[:, None]) * D + o_d,
-        mask=(o_n < n)[:, None] & (o_d < D),
+        mask=is_n[:, None] & is_d,
         other=0.0,
     )
     head = (i_head % H) * G + g
@@ -54,9 +61,10 @@ def norms(
     for m in range(0, d_model, BLOCK_M):
         is_m = m + o_m < d_model
         o_md = ((m + o_m)[:, None] * (H * G) + head) * D + o_d
-        b_w = tl.load(p_w + o_md, mask=is_m[:, None] & (o_d < D), other=0.0)  # (M, D)
-        b_norm += tl.sum(tl.abs(tl.dot(b_v, tl.trans(b_w), input_precision="ieee")), 1)
-    tl.store(p_norm + (i_head * G + g) * n + o_n, b_norm, mask=o_n < n)
+        b_w = tl.load(p_w + o_md, mask=is_m[:, None] & is_d, other=0.0)  # (M, D)
+        b_vw = tl.dot(b_v, tl.trans(b_w), input_precision="ieee")  # (tokens, M)
+        b_norm += tl.sum(tl.abs(b_vw), 1)
+    tl.store(p_norm + (i_head * G + g) * n + o_n, b_norm, mask=is_n)
 
 
 @launcher
@@ -65,18 +73,19 @@ def value_norms(v: Tensor, w_o: Tensor, block: int = 128) -> Tensor:
 
     Raise ValueError if v and w_o do not fit together.
     """
-    (B, H, n, D), (d_model, heads, width) = v.shape, w_o.shape
+    B, H, n, D = v.shape
+    d_model, heads, width = w_o.shape
     if width != D or heads % H or v.dtype != w_o.dtype:
         raise ValueError(
             f"w_o {tuple(w_o.shape)} of {w_o.dtype} must have a multiple of {H} heads of {D} "
             f"numbers, in v's dtype {v.dtype}"
         )
-    v, w_o, G = v.contiguous(), w_o.contiguous(), heads // H
+    G = heads // H
     norm = v.new_empty(B, H, G, n, dtype=torch.float32)
     if n:
         norms[triton.cdiv(n, block), B * H, G](
-            p_v=v,
-            p_w=w_o,
+            p_v=v.contiguous(),
+            p_w=w_o.contiguous(),
             p_norm=norm,
             n=n,
             H=H,

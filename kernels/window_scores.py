@@ -1,6 +1,7 @@
 """Compute window scores: the mean attention of the last w queries to every earlier token.
 
-    score_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D,   lse_t = log Σ exp(s_{t,n}) over what query t sees
+    score_n = 1/w Σ_t exp(s_{t,n} − lse_t),   s = q kᵀ/√D
+    lse_t = log Σ exp(s_{t,n}) over the keys n that query t sees
 
 SnapKV and all methods built on it select entries by these scores (Algorithm 2 of CriticalKV). The w
 × n attention weights are never written to memory. A first kernel reads the keys and computes lse_t
@@ -32,14 +33,16 @@ def plain(q: Tensor, k: Tensor) -> Tensor:
     """
     w, n = q.shape[3], k.shape[2]
     score = q.float() @ k.float().unsqueeze(2).mT * q.shape[-1] ** -0.5
+    # w = 2 queries of n = 4 tokens, the later keys of each: [[0, 0, 0, 1], [0, 0, 0, 0]]
     later = torch.ones(w, n, dtype=torch.bool, device=q.device).triu(n - w + 1)
-    return score.masked_fill(later, -torch.inf).softmax(-1)[..., : n - w].mean(3)
+    p = score.masked_fill(later, -torch.inf).softmax(-1)
+    return p[..., : n - w].mean(3)
 
 
 @triton.jit
 def queries(
     p_q,
-    i,
+    i_head,
     w,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -51,11 +54,16 @@ def queries(
 
     Also return, for each row: its place in the window, its number, and whether it exists.
     """
-    o_r, o_d = tl.arange(0, BLOCK_G * BLOCK_W), tl.arange(0, BLOCK_D)
-    o_g, o_w = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W, o_r % BLOCK_W
-    is_r, row = (o_g < G) & (o_w < w), o_g * w + o_w
+    # Two heads of w = 3 queries in blocks of 4 rows: place 0 1 2 3 0 1 2 3, number 0 1 2 . 3 4 5 .
+    # The rows at the dots do not exist.
+    o_r = tl.arange(0, BLOCK_G * BLOCK_W)
+    o_d = tl.arange(0, BLOCK_D)
+    o_g = tl.program_id(2) * BLOCK_G + o_r // BLOCK_W
+    o_w = o_r % BLOCK_W
+    is_r = (o_g < G) & (o_w < w)
+    row = o_g * w + o_w
     b_q = tl.load(
-        p_q + (i * G * w + row[:, None]) * D + o_d,
+        p_q + (i_head * G * w + row[:, None]) * D + o_d,
         mask=is_r[:, None] & (o_d < D),
         other=0.0,
     )
@@ -79,10 +87,12 @@ def row_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write log₂ Σ exp(s) over `share` keys, (B·H, parts, G, w), for BLOCK_G query heads of a group."""
-    i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
+    """Write log₂ Σ exp(s) over `share` keys for BLOCK_G query heads, (B·H, parts, G, w)."""
+    i_head = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    b_q, o_w, row, is_r = queries(p_q, i_head, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
 
     b_m = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32)
     b_l = tl.zeros((BLOCK_G * BLOCK_W,), tl.float32)
@@ -91,24 +101,24 @@ def row_sums(
         position = first + o_n
         is_n = position < end
         b_k = tl.load(
-            p_k + (i * n + position[:, None]) * D + o_d,
+            p_k + (i_head * n + position[:, None]) * D + o_d,
             mask=is_n[:, None] & (o_d < D),
             other=0.0,
         )
-        # (G·w, keys)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2E)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # (G·w, keys)
+        b_s *= scale * LOG2E
         # query t has position n − w + t
         is_seen = position[None, :] <= n - w + o_w[:, None]
         b_s = tl.where(is_seen, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(tl.exp2(b_s - b_m_new[:, None]), 1)
+        b_p = tl.exp2(b_s - b_m_new[:, None])
+        b_l = b_l * tl.exp2(b_m - b_m_new) + tl.sum(b_p, 1)
         b_m = b_m_new
+
     # in powers of 2; a query that sees no key of this part gives −3e38
-    tl.store(
-        p_lse + (i * parts + part) * G * w + row,
-        b_m + tl.log2(tl.maximum(b_l, 1e-37)),
-        mask=is_r,
-    )
+    b_lse = b_m + tl.log2(tl.maximum(b_l, 1e-37))
+    o_lse = (i_head * parts + part) * G * w + row
+    tl.store(p_lse + o_lse, b_lse, mask=is_r)
 
 
 @triton.jit(do_not_specialize=["n", "parts"])
@@ -129,42 +139,45 @@ def column_means(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write window scores (B·H, G, n − w) of `share` keys, for BLOCK_G query heads of a group."""
-    i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_n, o_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    b_q, o_w, row, is_r = queries(p_q, i, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
+    """Write the window scores of `share` keys for BLOCK_G query heads, (B·H, G, n − w)."""
+    i_head = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    b_q, o_w, row, is_r = queries(p_q, i_head, w, G, D, BLOCK_G, BLOCK_W, BLOCK_D)
+
+    # combine the parts to log₂ Σ exp(s) over all keys
     b_lse = tl.full((BLOCK_G * BLOCK_W,), -3e38, tl.float32)
-    for first in range(0, parts, 16):  # log₂ Σ exp(s) over all keys
+    for first in range(0, parts, 16):
         o_p = first + tl.arange(0, 16)[:, None]
         b_part = tl.load(
-            p_lse + (i * parts + o_p) * G * w + row,
+            p_lse + (i_head * parts + o_p) * G * w + row,
             mask=(o_p < parts) & is_r,
             other=-3e38,
         )
         b_max = tl.maximum(b_lse, tl.max(b_part, 0))
-        b_lse = b_max + tl.log2(
-            tl.exp2(b_lse - b_max) + tl.sum(tl.exp2(b_part - b_max), 0)
-        )
+        b_sum = tl.sum(tl.exp2(b_part - b_max), 0)
+        b_lse = b_max + tl.log2(tl.exp2(b_lse - b_max) + b_sum)
     b_lse = tl.where(is_r, b_lse, float("inf"))  # rows beyond w get weight 0
+
     o_g = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G)
     end = tl.minimum(n - w, (part + 1) * share)
     for first in range(part * share, end, BLOCK_N):
         position = first + o_n
         is_n = position < end
         b_k = tl.load(
-            p_k + (i * n + position[:, None]) * D + o_d,
+            p_k + (i_head * n + position[:, None]) * D + o_d,
             mask=is_n[:, None] & (o_d < D),
             other=0.0,
         )
-        # (keys, G·w)
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * (scale * LOG2E)
-        b_p = tl.exp2(b_s - b_lse[None, :])
-        b_score = tl.sum(tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W)), 2) / w
-        is_score = (o_g < G)[None, :] & is_n[:, None]
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # (keys, G·w)
+        b_p = tl.exp2(b_s * (scale * LOG2E) - b_lse[None, :])
+        b_p = tl.reshape(b_p, (BLOCK_N, BLOCK_G, BLOCK_W))
+        b_score = tl.sum(b_p, 2) / w
         tl.store(
-            p_score + (i * G + o_g[None, :]) * (n - w) + position[:, None],
+            p_score + (i_head * G + o_g[None, :]) * (n - w) + position[:, None],
             b_score,
-            mask=is_score,
+            mask=(o_g < G)[None, :] & is_n[:, None],
         )
 
 
@@ -174,7 +187,8 @@ def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
 
     Raise ValueError if q and k do not fit together or the window has more than 128 queries.
     """
-    (B, H, G, w, D), n = q.shape, k.shape[2]
+    B, H, G, w, D = q.shape
+    n = k.shape[2]
     if w > 128:
         raise ValueError(
             f"a window of {w} queries is more than the 128 that fit into a tile; "
@@ -185,14 +199,25 @@ def window_scores(q: Tensor, k: Tensor, block: int = 64) -> Tensor:
             f"k {tuple(k.shape)} of {k.dtype} must be {(B, H)} heads of at least {w} keys of "
             f"{D} numbers, in q's dtype {q.dtype}"
         )
-    q, k, heads = q.contiguous(), k.contiguous(), B * H
+    q, k = q.contiguous(), k.contiguous()
+    heads = B * H
 
     # a tile has at least 16 rows, and at most 128
     block_w = triton.next_power_of_2(w)
     block_g = min(triton.next_power_of_2(G), max(1, 128 // block_w))
-    block_w, groups = max(block_w, 16 // block_g), triton.cdiv(G, block_g)
-    sizes = dict(scale=D**-0.5, w=w, n=n, G=G, D=D)
-    sizes |= dict(BLOCK_G=block_g, BLOCK_W=block_w, BLOCK_N=block, BLOCK_D=block_of(D))
+    block_w = max(block_w, 16 // block_g)
+    groups = triton.cdiv(G, block_g)
+    sizes = dict(
+        scale=D**-0.5,
+        w=w,
+        n=n,
+        G=G,
+        D=D,
+        BLOCK_G=block_g,
+        BLOCK_W=block_w,
+        BLOCK_N=block,
+        BLOCK_D=block_of(D),
+    )
 
     share, parts = split(n, block, heads * groups, q.device)
     lse = q.new_empty(heads, parts, G, w, dtype=torch.float32)
