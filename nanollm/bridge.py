@@ -5,13 +5,22 @@ calls an attention function. Here the cache is `Memory`, which only counts token
 function is `attention`. It finds the layer's LayerCache in the memory of the current call, and
 calls its `attend`.
 
-    memory = attach(model, H2O, budget=64) model(prompt, past_key_values=memory)
-    memory.compress(prompt) model.generate(prompt, past_key_values=memory, max_new_tokens=20)  #
-    goes on from the compressed cache detach(model)
+    memory = attach(model, H2O, budget=64)
+    model(prompt, past_key_values=memory)
+    memory.compress(prompt)
+    model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # from the compressed cache
+    detach(model)
 
 With LayerCache the model computes the same as with its own cache. Each text of a batch has caches
-of its own, so a batch may be padded on the left, repeated and reordered. A call that the bridge
-cannot serve raises a ValueError before the first layer runs, and changes nothing.
+of its own, so a batch may be repeated and reordered. It may also be padded on the left: give every
+call the `attention_mask`, and each text is read as it would be alone. Positions then count a
+text's own tokens, without its padding, unless a call brings `position_ids`.
+
+From transformers 5.24 on, the argument `past_key_values` is called `cache`. There the bridge takes
+both names, as transformers does.
+
+A call that the bridge cannot serve raises a ValueError before the first layer runs, and changes
+nothing.
 """
 
 from functools import cached_property, partial
@@ -58,21 +67,21 @@ def attention(
     dropout: float = 0.0,
     **more,
 ) -> tuple[Tensor, None]:
-    """Return attention's output (B, T, H·G, D) for new tokens, from the layer's caches in the
-    memory in use.
+    """Return attention's output (B, T, H·G, D) for new tokens, from the layer's caches.
 
-    q (B, H·G, T, D), k and v (B, H, T, D). In a call without a memory this is the model's usual
-    attention.
+    q (B, H·G, T, D), k and v (B, H, T, D). The caches are those of the memory in use. In a call
+    without a memory this is the model's usual attention.
     """
     memory = module.attachment.memory if hasattr(module, "attachment") else None
     if memory is None:
         return sdpa_attention_forward(
             module, q, k, v, attention_mask, dropout, scaling, **more
         )
-    if refused := next((name for name in REFUSED if more.get(name) is not None), None):
-        raise ValueError(
-            f"layer {module.layer_idx} {REFUSED[refused]} ({refused}); take another model"
-        )
+    for name, does in REFUSED.items():
+        if more.get(name) is not None:
+            raise ValueError(
+                f"layer {module.layer_idx} {does} ({name}); take another model"
+            )
     if k.shape != v.shape:
         raise ValueError(
             f"layer {module.layer_idx} has keys of {k.shape[-1]} numbers and values of "
@@ -83,16 +92,18 @@ def attention(
         q = q * (scaling * D**0.5)  # LayerCache multiplies by 1/√D itself
     outputs = []
     for rows, caches, skip in memory.parts(T):
-        cache, new = caches[module.layer_idx], [x[rows, :, skip:] for x in (q, k, v)]
-        if attention_mask is not None and not causal(
-            attention_mask[rows][:, :, skip:, skip - T :]
-        ):
-            raise ValueError(
-                "the mask is not causal; leave it out, or give an attention_mask of padding"
-            )
+        cache = caches[module.layer_idx]
+        new_q, new_k, new_v = (x[rows, :, skip:] for x in (q, k, v))
+        if attention_mask is not None:
+            mask = attention_mask[rows][:, :, skip:, skip - T :]  # of the new tokens
+            if not causal(mask):
+                raise ValueError(
+                    "the mask is not causal; leave it out, or give an attention_mask of padding"
+                )
         with torch.no_grad():
             pos = torch.arange(cache.seen, cache.seen + T - skip, device=q.device)[None]
-            y = cache.attend(*new, pos) if skip < T else new[0]
+            # a text of which this call brings padding alone attends to nothing
+            y = cache.attend(new_q, new_k, new_v, pos) if skip < T else new_q
         outputs.append(F.pad(y, (0, 0, skip, 0)))
     y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if q.requires_grad:
@@ -125,22 +136,18 @@ class Bridged:
                 f"{type(model).__name__} is not a model of transformers; "
                 "load one with AutoModelForCausalLM.from_pretrained"
             )
-        c, name = model.config.get_text_config(), type(model).__name__
-        heads = getattr(c, "num_attention_heads", None)
-        if model.config.is_encoder_decoder or not heads:
-            lacks = (
-                "has an encoder"
-                if model.config.is_encoder_decoder
-                else "has no attention heads"
-            )
-            raise ValueError(f"{name} {lacks}; take another model")
+        name = type(model).__name__
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{name} has an encoder; take another model")
+        if not heads:
+            raise ValueError(f"{name} has no attention heads; take another model")
         if not model._can_set_attn_implementation():
             raise ValueError(f"{name} {PAST}")
-        self.model, self.parameters, self.embed = (
-            model,
-            model.parameters,
-            model.get_input_embeddings(),
-        )
+        self.model = model
+        self.parameters = model.parameters
+        self.embed = model.get_input_embeddings()
         self.blocks = [
             SimpleNamespace(attention=Attention(o, heads, self.embed.weight.dtype))
             for o in output_projections(model)
@@ -149,19 +156,20 @@ class Bridged:
         self.config = SimpleNamespace(
             n_layers=len(self.blocks),
             n_heads=heads,
-            d_model=c.hidden_size,
-            n_kv_heads=getattr(c, "num_key_value_heads", None) or heads,
-            bos=getattr(c, "bos_token_id", None),
-            # the latter: of GPT-2's Conv1D
+            d_model=config.hidden_size,
+            n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            bos=getattr(config, "bos_token_id", None),
+            # GPT-2's Conv1D has no in_features, and its weight is (in, out)
             head_dim=getattr(o, "in_features", o.weight.shape[0]) // heads,
             vocab_size=self.embed.num_embeddings,
-            max_len=c.max_position_embeddings,
+            max_len=config.max_position_embeddings,
         )
-        self.windows, self.decoder = windows(c), model.get_decoder()
-        self.positions = [
-            x
-            for x in self.decoder.children()  # learned ones
-            if isinstance(x, nn.Embedding) and x is not self.embed
+        self.windows = windows(config)
+        self.decoder = model.get_decoder()
+        self.positions = [  # tables of learned positions
+            child
+            for child in self.decoder.children()
+            if isinstance(child, nn.Embedding) and child is not self.embed
         ]
 
     def __call__(
@@ -176,11 +184,9 @@ class Bridged:
 
     @cached_property
     def freq(self) -> list[Tensor | None]:
-        """Each layer's angles per token, from the keys of eight equal tokens; see `rotations`."""
-        caches, token = (
-            [LayerCache() for _ in self.blocks],
-            min(5, self.config.vocab_size - 1),
-        )
+        """Return each layer's angles per token, from eight equal tokens; see `rotations`."""
+        caches = [LayerCache() for _ in self.blocks]
+        token = min(5, self.config.vocab_size - 1)
         with torch.no_grad():
             self(torch.full((1, 8), token, device=self.embed.weight.device), caches)
         return rotations(self.model, [cache.k for cache in caches])
@@ -215,13 +221,26 @@ def bare(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def find_memory(call: dict) -> Memory | None:
+    """Return the memory among a call's arguments; None if there is none.
+
+    The argument is called `cache` since transformers 5.24, where it goes before the old name.
+    """
+    cache = call.get("cache")
+    if cache is None:
+        cache = call.get("past_key_values")
+    return cache if isinstance(cache, Memory) else None
+
+
 def generate(model, *args, **kwargs):
-    """Call the model's own `generate`; a memory must have read its prompt, and stay in use to the end."""
-    memory = kwargs.get("past_key_values")
-    if isinstance(memory, Memory):
-        memory.check_prompt(
-            args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        )
+    """Call the model's own `generate`.
+
+    A memory must have read its prompt, and stay in use to the end.
+    """
+    memory = find_memory(kwargs)
+    if memory is not None:
+        prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        memory.check_prompt(prompt)
         model.attachment.generates = memory
     try:
         return type(model).generate(model, *args, **kwargs)
@@ -229,34 +248,47 @@ def generate(model, *args, **kwargs):
         model.attachment.generates = None
 
 
-def before(decoder: nn.Module, args: tuple, kwargs: dict):
-    """Let the memory check a call before the first layer, if the call has one (pre-hook)."""
-    attachment, names = (
-        decoder.attachment,
-        [*signature(type(decoder).forward).parameters][1:],
-    )
-    call = dict(zip(names, args)) | kwargs
+def before(decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Let the memory check a call before the first layer, if the call has one (pre-hook).
+
+    Return the call's arguments if positions had to be added, else None.
+    """
+    attachment = decoder.attachment
     attachment.memory = None  # an earlier call may have been broken off
-    if isinstance(memory := call.get("past_key_values"), Memory):
-        memory.begin(decoder, call)
-        attachment.memory = memory
-    elif attachment.generates is not None:
-        raise ValueError(
-            "transformers leaves the memory behind and would go on with a full cache, as Phi-3 "
-            "does past its original length; keep the text shorter"
-        )
+    names = list(signature(type(decoder).forward).parameters)[1:]  # without self
+    call = dict(zip(names, args)) | kwargs
+    if "cache" not in names:  # a decoder of transformers before 5.24 would ignore it
+        call.pop("cache", None)
+    memory = find_memory(call)
+    if memory is None:
+        if attachment.generates is not None:
+            raise ValueError(
+                "transformers leaves the memory behind and would go on with a full cache, as "
+                "Phi-3 does past its original length; keep the text shorter"
+            )
+        return None
+    memory.begin(decoder, call)
+    attachment.memory = memory
+    takes_positions = "position_ids" in names
+    if takes_positions and call.get("position_ids") is None and any(memory.pads):
+        # A decoder would count the padding too. `generate` does not, and would go on at other
+        # positions than those at which the prompt was read.
+        return (), call | dict(position_ids=memory.new_positions(decoder.device))
+    return None
 
 
 def after(decoder: nn.Module, *_):
     """Let the memory check a call after the last layer, if the call has one (hook)."""
-    memory, decoder.attachment.memory = decoder.attachment.memory, None
+    memory = decoder.attachment.memory
+    decoder.attachment.memory = None
     if memory is not None:
         memory.end()
 
 
 def attach(model, Method=LayerCache, **options) -> Memory:
     """Return a memory to pass as `past_key_values`; its `compress` compresses the prompt."""
-    make = partial(make_cache, bridged := Bridged(model), Method, **options)
+    bridged = Bridged(model)
+    make = partial(make_cache, bridged, Method, **options)
     return Memory(bridged, make(), make)
 
 

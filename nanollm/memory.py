@@ -1,4 +1,4 @@
-"""The cache that transformers sees: a LayerCache for each layer of each text, and checks of each call."""
+"""The cache that transformers sees: the caches of each text, and checks of each call."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,14 +19,16 @@ class Memory(Cache):
     """
 
     def __init__(self, model, caches: list[LayerCache], make: Callable | None = None):
-        # those of transformers, which would store keys and values
+        # no layers of transformers, which would store keys and values
         super().__init__(layers=[])
-        self.model, self.make, self.texts = model, make, [caches]
+        self.model = model
+        self.make = make
+        self.texts = [caches]
         self.pads = [0]  # padding on the left of each text
         self.seen = caches[0].seen if caches else 0  # tokens, padding included
-        # during a call: `seen` when it ends, and its tokens' ids
-        self.expected, self.ids = None, None
-        # (B, seen); None if the model was not given ids
+        self.expected = None  # during a call: `seen` when it ends
+        self.ids = None  # during a call: its tokens' ids
+        # (B, seen); () before the first call; None if the model was not given ids
         self.tokens = None if self.seen else ()
         model.attach()
 
@@ -36,27 +38,27 @@ class Memory(Cache):
         return self.texts[0]
 
     def compress(self, tokens: Tensor):
-        """Compress the prompt, tokens (B, T), which the model has read, or the conversation so far.
+        """Compress the prompt, or the conversation so far: tokens (B, T) that the model has read.
 
         First the last token's entry is forgotten, because `generate` goes on by feeding that token
         again; the method has seen its query, and its second reading attends to the compressed
         cache.
         """
         self.check_whole()
-        if (self.seen, len(self.texts)) != (tokens.shape[1], len(tokens)):
+        B, T = tokens.shape
+        if self.seen != T or len(self.texts) != B:
             raise ValueError(
                 f"the memory has seen {self.seen} tokens of {len(self.texts)} texts, but the "
-                f"prompt has {tokens.shape[1]} of {len(tokens)}; call the model with "
-                "past_key_values=memory first"
+                f"prompt has {T} of {B}; call the model with past_key_values=memory first"
             )
         for caches, text, pad in zip(self.texts, tokens.split(1), self.pads):
-            crop(caches, tokens.shape[1] - pad - 1)
+            crop(caches, T - pad - 1)
             compress(self.model, text[:, pad:-1], caches)
         self.seen -= 1
         self.tokens = self.tokens[:, :-1] if torch.is_tensor(self.tokens) else None
 
     def begin_turn(self):
-        """Read on as in a prompt: a conversation's next turn, after which `compress` is called again."""
+        """Begin a conversation's next turn; call `compress` again when the model has read it."""
         for caches in self.texts:
             begin_turn(caches)
 
@@ -64,12 +66,25 @@ class Memory(Cache):
         """Yield rows of the batch, their caches, and how many of their T new tokens are padding."""
         for i, (caches, pad) in enumerate(zip(self.texts, self.pads)):
             rows = slice(i, i + 1) if self.make else slice(None)
-            yield rows, caches, min(max(pad - self.expected + T, 0), T)
+            padding = min(max(pad - self.seen, 0), T)
+            yield rows, caches, padding
+
+    def new_positions(self, device: torch.device) -> Tensor:
+        """Return the current call's positions (B, T): each text counts without its padding.
+
+        Padding, which no token attends to, has position 0.
+        """
+        places = torch.arange(self.seen, self.expected, device=device)
+        pads = torch.tensor(self.pads, device=device)
+        return (places - pads[:, None]).clamp(min=0)
 
     # ---- checks: of a call before the first layer and after the last, and of `generate` ----
 
     def begin(self, decoder: nn.Module, call: dict):
-        """Check a call before the first layer runs: ValueError if the bridge cannot serve it."""
+        """Check a call before the first layer runs.
+
+        Raise ValueError, and change nothing, if the bridge cannot serve it.
+        """
         if decoder is not self.model.decoder:
             raise ValueError(
                 "this memory belongs to another model; make one by attach(model, …)"
@@ -83,14 +98,17 @@ class Memory(Cache):
                 "a memory returns no attention weights; leave output_attentions out"
             )
         self.check_whole()
-        ids, seen, n = call.get("input_ids"), self.seen, len(self.texts)
+        ids = call.get("input_ids")
         new = call.get("inputs_embeds") if ids is None else ids
         if new is None or not new.shape[1]:
             raise ValueError(
-                f"the call has no tokens beyond the {seen} that the memory has seen; give some"
+                f"the call has no tokens beyond the {self.seen} that the memory has seen; "
+                "give some"
             )
-        B, end = len(new), seen + new.shape[1]
-        if self.model.positions and end > (longest := self.model.config.max_len):
+        B, T = new.shape[:2]
+        end = self.seen + T
+        longest = self.model.config.max_len
+        if self.model.positions and end > longest:
             raise ValueError(
                 f"{end} tokens exceed the model's {longest} positions; shorten the text"
             )
@@ -100,31 +118,36 @@ class Memory(Cache):
                     f"layer {layer} attends to the last {window} tokens alone, and the text has "
                     f"{end}; shorten the text, or take another model"
                 )
-        if seen and self.make and B % n:
+        n = len(self.texts)
+        if self.seen and self.make and B % n:
             raise ValueError(
                 f"{B} texts do not fit a memory that has read {n}; make a new one for a batch"
             )
-        pads = self.pads_of(call.get("attention_mask"), B, seen, end)
-        if self.make and not seen:
+        pads = self.pads_of(call.get("attention_mask"), B, end)
+        if self.make and not self.seen:
             self.texts = self.texts[:B] + [self.make() for _ in range(B - n)]
         elif self.make and B > n:  # several texts go on from one
             self.batch_repeat_interleave(B // n)
-        self.pads, self.expected, self.ids = pads, end, ids
+        self.pads = pads
+        self.expected = end
+        self.ids = ids
 
-    def pads_of(self, mask: Tensor | None, B: int, seen: int, end: int) -> list[int]:
-        """Return each text's padding. ValueError if an attention_mask (B, T) hides more than that."""
-        n = B // len(self.pads) if seen and self.make else 0
-        pads = [pad for pad in self.pads for _ in range(n)] or [0] * B
+    def pads_of(self, mask: Tensor | None, B: int, end: int) -> list[int]:
+        """Return the padding of each of B texts; end: the tokens seen after the call.
+
+        Raise ValueError if an attention_mask (B, T) hides more than padding.
+        """
+        if self.make and self.seen:
+            pads = [pad for pad in self.pads for _ in range(B // len(self.pads))]
+        else:
+            pads = [0] * B
         if isinstance(mask, Tensor) and mask.dim() == 2:
             hidden = mask[:, :end] == 0
-            given, place = (
-                hidden.sum(1),
-                torch.arange(hidden.shape[1], device=mask.device),
-            )
-            padded = mask.shape[1] >= end and torch.equal(
-                hidden, place < given[:, None]
-            )
-            if not padded or seen and given.clamp(max=seen).tolist() != pads:
+            given = hidden.sum(1)
+            place = torch.arange(hidden.shape[1], device=mask.device)
+            on_the_left = torch.equal(hidden, place < given[:, None])
+            as_before = not self.seen or given.clamp(max=self.seen).tolist() == pads
+            if mask.shape[1] < end or not on_the_left or not as_before:
                 raise ValueError(
                     f"attention_mask must show all {end} tokens, those in the memory included, "
                     "but for padding on the left, the same in each call; set "
@@ -134,8 +157,12 @@ class Memory(Cache):
         return pads if self.make else [0]
 
     def check_prompt(self, ids: Tensor | None):
-        """Raise ValueError, before `generate`, if this memory has not read and compressed its prompt."""
-        seen, first = self.seen, self.texts[0][0]
+        """Check before `generate` that this memory has read its prompt, and compressed it.
+
+        Raise ValueError if not.
+        """
+        seen = self.seen
+        first = self.texts[0][0]
         if type(first) is not LayerCache and not first.prompt_done:
             raise ValueError(
                 "generate begins to decode, but the prompt has not been compressed; call first "
@@ -148,34 +175,43 @@ class Memory(Cache):
                 f"the prompt has {ids.shape[1]} tokens, and the memory has seen {seen}; give "
                 "the whole text, with a token that the memory has not seen"
             )
+        if self.tokens is None:
+            return
         # a memory may hold each text several times
-        if self.tokens is not None and not self.tokens.equal(
-            ids[:, :seen].repeat_interleave(max(len(self.tokens) // len(ids), 1), 0)
-        ):
+        repeats = max(len(self.tokens) // len(ids), 1)
+        if not self.tokens.equal(ids[:, :seen].repeat_interleave(repeats, 0)):
             raise ValueError(
                 "this memory has read another text than the prompt; make a new one by "
                 "attach(model, …)"
             )
 
     def end(self):
-        """Check after the last layer: ValueError unless every layer has read the new tokens once."""
+        """Check a call after the last layer, and count its tokens as seen.
+
+        Raise ValueError unless every layer has read the new tokens once.
+        """
         for caches, pad in zip(self.texts, self.pads):
             for layer, cache in enumerate(caches):
                 if cache.seen != max(self.expected - pad, 0):
                     raise ValueError(f"layer {layer} {PAST}")
-        known = self.ids is not None and self.tokens is not None
-        self.tokens = (
-            torch.cat((*[self.tokens][: self.seen], self.ids), 1) if known else None
-        )
-        self.seen, self.expected = self.expected, None
+        if self.ids is None or self.tokens is None:
+            self.tokens = None
+        elif self.seen:
+            self.tokens = torch.cat((self.tokens, self.ids), 1)
+        else:
+            self.tokens = self.ids.clone()  # the caller may change its own
+        self.seen = self.expected
+        self.expected = None
 
     def check_whole(self):
-        """Raise ValueError if an earlier call stopped after only some layers had read its tokens."""
-        if any(len({cache.seen for cache in caches}) > 1 for caches in self.texts):
-            raise ValueError(
-                "an earlier call stopped after only some layers had read its tokens; "
-                "make another memory by attach(model, …) and feed the prompt again"
-            )
+        """Raise ValueError if an earlier call was broken off between two layers."""
+        for caches in self.texts:
+            counts = {cache.seen for cache in caches}
+            if len(counts) > 1:
+                raise ValueError(
+                    "an earlier call stopped after only some layers had read its tokens; "
+                    "make another memory by attach(model, …) and feed the prompt again"
+                )
 
     # ---- what transformers asks of a cache ----
 
@@ -192,8 +228,21 @@ class Memory(Cache):
         return self.seen
 
     def get_mask_sizes(self, new, layer_idx: int) -> tuple[int, int]:
-        """Return (length, offset) of a mask of the new tokens; new: their number, or their positions."""
-        return len(new) if isinstance(new, Tensor) else new, self.seen
+        """Return (length, offset) of a mask of the new tokens.
+
+        new is their number, or a tensor of their positions.
+        """
+        length = len(new) if isinstance(new, Tensor) else new
+        return length, self.seen
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return False for each layer: none has linear attention.
+
+        From 5.24 on, `generate` asks `all(cache.is_linear)`. If that is true, it feeds the whole
+        prompt again. It would be true of this cache's empty list of `layers`.
+        """
+        return [False] * len(self)
 
     def __len__(self) -> int:
         return len(self.texts[0])
@@ -201,27 +250,27 @@ class Memory(Cache):
     def __deepcopy__(self, _) -> "Memory":
         """Return an independent copy. Both refer to the same model."""
         memory = Memory(self.model, [], self.make)
-        vars(memory).update(vars(self), texts=[*map(copied, self.texts)])
+        vars(memory).update(vars(self))
+        memory.texts = [copied(caches) for caches in self.texts]
         return memory
 
     def batch_select_indices(self, indices: Tensor):
-        """Keep the texts of these indices, in this order; a text may be taken more than once."""
+        """Keep the texts of these indices, in this order; one may be taken several times."""
         rows = indices.tolist()
-        self.texts = [
-            copied(self.texts[j]) if j in rows[:i] else self.texts[j]
-            for i, j in enumerate(rows)
-        ]
-        self.pads = [self.pads[j] for j in rows]
-        self.tokens = (
-            self.tokens[indices] if torch.is_tensor(self.tokens) else self.tokens
-        )
+        texts = []
+        for i, row in enumerate(rows):
+            taken_before = row in rows[:i]
+            texts.append(copied(self.texts[row]) if taken_before else self.texts[row])
+        self.texts = texts
+        self.pads = [self.pads[row] for row in rows]
+        if torch.is_tensor(self.tokens):
+            self.tokens = self.tokens[indices]
 
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int):
-        self.batch_select_indices(
-            torch.arange(len(self.texts)).repeat_interleave(repeats)
-        )
+        rows = torch.arange(len(self.texts))
+        self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def refuse(self, *_):
         raise ValueError(

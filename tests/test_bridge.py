@@ -1,7 +1,7 @@
-"""A LayerCache as the memory of transformers' own models: their logits, their tokens, and real eviction."""
+"""Memories in transformers' own models: their logits, their tokens, and real eviction."""
 
 from copy import deepcopy
-from itertools import pairwise
+from inspect import signature
 import logging
 from types import SimpleNamespace
 
@@ -202,7 +202,7 @@ def test_objects_that_stand_in_for_caches_are_attended_through():
     "Method, options", [(KVzip, {}), (SnapKV, dict(window_size=8)), (H2O, {})]
 )
 def test_a_conversation_is_compressed_after_each_turn_as_by_hand(both, Method, options):
-    """A memory answers what our own decoder does, whose caches are cropped and compressed by hand."""
+    """A memory answers as our own decoder does, whose caches are compressed by hand."""
     ours, bridged, encoding = both
     ids = encoding.encode("A method keeps some of these tokens. " * 18)
     first, turn = (torch.tensor([part]) for part in (ids[:80], ids[80:130]))
@@ -474,38 +474,110 @@ def test_gradients_and_drafts_are_refused():
 # ---- batches, other layers, other weights ---
 
 
+SNAP_KV = (SnapKV, dict(budget=12, window_size=4))
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("sizes", [[T], [5, 20, T - 25]])
 @pytest.mark.parametrize(
-    "Method, options",
+    "family, Method, options",
     [
-        (SnapKV, dict(budget=12, window_size=4)),
-        (H2O, dict(budget=12)),
-        (LayerCache, {}),
+        ("Llama", LayerCache, {}),
+        ("Llama", *SNAP_KV),
+        ("Llama", H2O, dict(budget=12)),
+        ("GPT2", *SNAP_KV),  # learned positions
+        ("OPT", LayerCache, {}),  # counts positions by the mask itself
     ],
 )
-def test_texts_padded_on_the_left_are_answered_as_alone(Method, options):
-    model, pads = tiny("Llama"), [7, 0, 3]
+def test_texts_padded_on_the_left_are_answered_as_alone(family, Method, options, sizes):
+    """Read, compressed and decoded in a batch, a padded text has the logits that it has alone."""
+    model, pads = tiny(family), [7, 0, 3]
+    for parameter in model.parameters():
+        parameter *= 2  # positions hardly matter to small weights
 
-    def written(tokens, pads):
-        memory, T = attach(model, Method, **options), tokens.shape[1]
-        mask = torch.arange(T) >= torch.tensor(pads)[:, None]
-        for start, stop in pairwise((0, 5, 25, T)):
+    def decoded(tokens, pads, sizes):
+        memory = attach(model, Method, **options)
+        mask = torch.arange(tokens.shape[1]) >= torch.tensor(pads)[:, None]
+        for part in tokens.split(sizes, 1):
+            seen = memory.get_seq_length()
             model(
-                tokens[:, start:stop],
-                attention_mask=mask[:, :stop],
+                part,
+                attention_mask=mask[:, : seen + part.shape[1]],
                 past_key_values=memory,
             )
         memory.compress(tokens)
-        return model.generate(
+        output = model.generate(
             tokens,
             attention_mask=mask.long(),
             past_key_values=memory,
             max_new_tokens=8,
+            eos_token_id=None,
             do_sample=False,
-        )[:, -8:]
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return output.sequences[:, -8:], torch.stack(output.logits, 1)
 
-    alone = [written(row[None, pad:], [0]) for row, pad in zip(TOKENS, pads)]
-    assert torch.equal(written(TOKENS, pads), torch.cat(alone))
+    written, logits = decoded(TOKENS, pads, sizes)
+    for row, pad in enumerate(pads):
+        text = TOKENS[row : row + 1, pad:]
+        written_alone, logits_alone = decoded(text, [0], [text.shape[1]])
+        assert torch.equal(written[row], written_alone[0])
+        torch.testing.assert_close(logits[row], logits_alone[0], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_positions_that_a_call_brings_are_left_as_they_are():
+    model = tiny("Llama")
+    mask = torch.arange(T) >= torch.tensor([[7], [0], [3]])
+    given = dict(attention_mask=mask, position_ids=torch.arange(5, T + 5)[None])
+    expected = model(TOKENS, **given).logits[mask]
+    logits = model(TOKENS, past_key_values=attach(model), **given).logits[mask]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+# ---- transformers 5.24 ---
+
+
+@torch.no_grad()
+def test_a_memory_is_found_under_its_name_in_transformers_5_24(monkeypatch):
+    """There a decoder takes it as `cache`, and `generate` as either."""
+    model = tiny("Llama")
+    expected = model(TOKENS).logits
+    forward = hf.LlamaModel.forward
+
+    def renamed(self, input_ids=None, attention_mask=None, cache=None, **more):
+        return forward(self, input_ids, attention_mask, past_key_values=cache, **more)
+
+    monkeypatch.setattr(hf.LlamaModel, "forward", renamed)
+    memory = attach(model, SnapKV, budget=12, window_size=4)
+    states = [
+        model.model(part, cache=memory).last_hidden_state
+        for part in TOKENS.split([30, 10], 1)
+    ]
+    logits = model.lm_head(torch.cat(states, 1))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert memory.get_seq_length() == memory.caches[0].length == T
+    for name in "cache", "past_key_values":
+        with pytest.raises(ValueError, match="the prompt has not been compressed"):
+            model.generate(TOKENS, **{name: memory})
+
+
+def test_generate_does_not_take_a_memory_for_linear_layers():
+    """Since 5.24 it feeds a cache the whole prompt again if `all(cache.is_linear)`."""
+    memory = attach(tiny("Llama"))
+    assert memory.is_linear == [False] * 3
+
+
+@torch.no_grad()
+def test_a_decoder_that_ignores_the_new_name_is_left_alone():
+    """Before 5.24 a model passes over `cache`, so the memory has read nothing."""
+    model = tiny("Llama")
+    if "cache" in signature(type(model).forward).parameters:
+        pytest.skip("this transformers knows the name")
+    memory, expected = attach(model), model(TOKENS).logits
+    torch.testing.assert_close(model(TOKENS, cache=memory).logits, expected)
+    assert memory.get_seq_length() == 0
 
 
 @torch.no_grad()
