@@ -15,6 +15,8 @@ Differs from the paper:
 - The paper does not say in which order the chosen chunks are cut. Here the chunk with the lowest
   score is cut and keeps its first tokens.
 - The query heads of a group share an entry, so its score is their mean.
+- There two neighbouring layers share one choice (the variant `chunk_kv_reuse`, reuse=2). Here the
+  default is that each layer chooses (reuse=1).
 
 A fact may lie across the border of two chunks. Then its chunks share the attention that it gets,
 and it may be lost. `ChunkKV(kernel_size=7, select=Chunks(score="max"))` mends that on *built* for
@@ -29,9 +31,9 @@ import torch
 from torch import Tensor
 
 from methods.baselines.snap_kv import SnapKV
-from nanollm.cache import NEVER
+from nanollm.cache import NEVER, Slots
 from nanollm.check import whole
-from nanollm.window import Selection, WindowCache
+from nanollm.window import Selection, Window, WindowMethod
 
 
 @dataclass(frozen=True)
@@ -39,47 +41,55 @@ class Chunks(Selection):
     """Select chunks by their scores, the highest first, until the budget is full."""
 
     chunk_size: int = 10  # tokens per chunk, c
-    # score of a chunk: "sum", "mean" or "max" of its tokens' window scores
-    score: str = "sum"
-    # True: cut the last chunk to the room left; False: keep only chunks that fit whole
-    fill: bool = True
+    score: str = (
+        "sum"  # of a chunk: "sum", "mean" or "max" of its tokens' window scores
+    )
+    fill: bool = (
+        True  # cut the last chunk to the room left; False: keep only whole chunks
+    )
 
     def __post_init__(self):
-        super().__post_init__()
-        whole("chunk", self.chunk_size, 1)
+        whole("chunk_size", self.chunk_size, 1)
         if self.score not in ("sum", "mean", "max"):
             raise ValueError(
                 f"score is {self.score!r}; it must be 'sum', 'mean' or 'max'"
             )
 
-    def check(self, cache: WindowCache):
-        least = self.chunk_size + cache.window_size
-        if cache.budget < least and not self.fill:
+    def check(self, method: WindowMethod):
+        least = self.chunk_size + method.window_size
+        if method.budget < least and not self.fill:
             raise ValueError(
-                f"budget {cache.budget} has no room for a chunk of {self.chunk_size} tokens and "
-                f"the window of {cache.window_size}; raise it to {least}, or set fill=True"
+                f"budget {method.budget} has no room for a chunk of {self.chunk_size} tokens and "
+                f"the window of {method.window_size}; raise it to {least}, or set fill=True"
             )
 
-    def __call__(
-        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
-    ) -> Tensor:
-        scores = self.pooled(cache, scores)
-        chunk = self.cut(cache, scores)
+    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+        scores = self.pooled(window, scores)
+        chunk = self.cut(window, scores)
         score, length = chunk_scores(scores, chunk, self.score)
         if self.fill:
             return cut_to(score, chunk, budget)
         return fit(score, length, budget).gather(-1, chunk)
 
-    def pooled(self, cache: WindowCache, scores: Tensor) -> Tensor:
+    def pooled(self, window: Window, scores: Tensor) -> Tensor:
         """Return one score per token and key/value head: (B, H, G, n) → (B, H, n)."""
-        return cache.pool(scores.mean(2))
+        return window.pool(scores.mean(2))
 
-    def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
+    def cut(self, window: Window, scores: Tensor) -> Tensor:
         """Return the chunk number of every token, (B, H, n)."""
-        pos = cache.pos[:, :, : scores.shape[-1]]
-        # index in the text, from 0
-        place = (pos - cache.pos[:, :, -1:]).long() + cache.seen - 1
-        return grid(place.masked_fill(pos == NEVER, -1), self.chunk_size)
+        return grid(places(window), self.chunk_size)
+
+
+def places(window: Window) -> Tensor:
+    """Return the index in the text, from 0, of each slot before the window, (B, H, n).
+
+    An empty slot has −1. The last slot holds the newest of the `seen` tokens; positions may begin
+    at any number.
+    """
+    layer = window.layer
+    pos = layer.pos[:, :, : window.n].long()
+    back = layer.pos[:, :, -1:] - pos  # tokens between a slot and the newest
+    return (layer.seen - 1 - back).masked_fill(pos == NEVER, -1)
 
 
 def grid(place: Tensor, size: int) -> Tensor:
@@ -101,33 +111,38 @@ def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tenso
     if how == "max":
         return empty.scatter_reduce(-1, chunk, scores, "amax"), length
     total = empty.scatter_add(-1, chunk, scores)
-    return (total / length.clamp(min=1) if how == "mean" else total), length
+    if how == "mean":
+        total = total / length.clamp(min=1)
+    return total, length
 
 
 def ranking(score: Tensor) -> Tensor:
     """Return chunk numbers (..., chunks), the highest score first; ties: the newest chunk first."""
-    return (
-        score.shape[-1]
-        - 1
-        - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    )
+    # A stable sort of the flipped scores puts the newest of equal chunks first. Example: scores
+    # 5 7 5 7, flipped 7 5 7 5, sorted 0 2 1 3; these are the chunks 3 1 2 0.
+    newest_first = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    return score.shape[-1] - 1 - newest_first
 
 
 def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
-    """Return the mask (..., n) of the first `budget` tokens when chunks are taken by their scores."""
+    """Return the mask (..., n) of the first `budget` tokens, chunks taken by their scores.
+
+    Example: tokens of the chunks 1 1 2 2, chunk 2 scores higher, budget 3. Their ranks are 1 1 0 0;
+    sorted by rank, the tokens are 2 3 0 1, and the first three stay: the mask is 1 0 1 1.
+    """
     rank = ranking(score).argsort(-1).gather(-1, chunk)  # rank of each token's chunk
+    by_rank = rank.argsort(dim=-1, stable=True)
     place = torch.arange(chunk.shape[-1], device=chunk.device).expand(chunk.shape)
     first = place < torch.as_tensor(budget, device=chunk.device)[..., None]
-    return torch.zeros_like(first).scatter(-1, rank.argsort(dim=-1, stable=True), first)
+    return torch.zeros_like(first).scatter(-1, by_rank, first)
 
 
 def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
     """Return the mask (..., chunks) of the chunks that fit whole, tried by their scores."""
     order = ranking(score)
     length = length.gather(-1, order)
-    room = torch.as_tensor(budget, device=score.device).expand(score.shape[:-1])[
-        ..., None
-    ]
+    room = torch.as_tensor(budget, device=score.device)
+    room = room.expand(score.shape[:-1]).unsqueeze(-1)
     taken = torch.zeros_like(length, dtype=torch.bool)
 
     # Each round takes all chunks up to the first that does not fit. Example: lengths 3 4 2 1, room
@@ -138,10 +153,11 @@ def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
         more = fits & ((fits * length).cumsum(-1) <= room)
         if not more.any():
             return torch.zeros_like(taken).scatter(-1, order, taken)
-        taken, room = taken | more, room - (more * length).sum(-1, keepdim=True)
+        taken = taken | more
+        room = room - (more * length).sum(-1, keepdim=True)
 
 
-@dataclass(eq=False)
+@dataclass
 class ChunkKV(SnapKV):
     """Keep chunks and the window. In each group of `reuse` layers the lowest selects for all."""
 
@@ -158,22 +174,24 @@ class ChunkKV(SnapKV):
                 f"set reuse=1 with {type(self.select).__name__}"
             )
 
-    @classmethod
-    def compress(cls, model, tokens: Tensor, caches: list["ChunkKV"]):
-        """Let the lowest layer of each group choose; the layers above it keep the same slots."""
-        reuse = caches[0].reuse
-        for lowest, *others in (
-            caches[i : i + reuse] for i in range(0, len(caches), reuse)
-        ):
-            if lowest.seen > lowest.budget:
-                chosen = lowest.chosen()
-                for cache in (lowest, *others):
-                    cache.keep_chosen(chosen.to(cache.pos.device))
+    def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
+        if (
+            layer.index % self.reuse == 0
+        ):  # only the lowest layer of a group needs its queries
+            super().observe(layer, q, p)
 
-    def observe(self, q: Tensor, p: Tensor | None):
-        super().observe(q, p)
-        if self.layer % self.reuse:  # only the lowest layer of a group computes scores
-            self.queries = None
+    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+        if self.reuse == 1:
+            return super().compress(model, tokens, layers)
+        for i in range(0, len(layers), self.reuse):
+            lowest, *others = layers[i : i + self.reuse]
+            if lowest.seen > self.budget:
+                window = self.window(lowest, tokens)
+                scores = window.scores()
+                kept = self.select(window, scores, self.budgets(window, scores))
+                kept = window.with_window(kept)
+                for layer in (lowest, *others):
+                    layer.keep_chosen(kept.to(layer.pos.device))
 
 
 @dataclass(frozen=True)
@@ -188,13 +206,9 @@ class ChunksCode(Chunks):
     score: str = "mean"
     fill: bool = False
 
-    def pooled(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        return (
-            super()
-            .pooled(cache, scores)
-            .mean(1, keepdim=True)
-            .expand(-1, scores.shape[1], -1)
-        )
+    def pooled(self, window: Window, scores: Tensor) -> Tensor:
+        mean = super().pooled(window, scores).mean(1, keepdim=True)
+        return mean.expand(-1, scores.shape[1], -1)
 
 
 variants = {"chunk_kv": ChunkKV, "chunk_kv_reuse": partial(ChunkKV, reuse=2)}

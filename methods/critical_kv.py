@@ -32,7 +32,7 @@ from methods.baselines.snap_kv import SnapKV
 from nanollm.attention import wide
 from nanollm.kernel_switch import kernel_for
 from nanollm.ranking import top
-from nanollm.window import Selection, WindowCache
+from nanollm.window import Selection, Window
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,26 @@ class Critical(Selection):
     Stage 1 uses pooled window scores; stage 2 uses unpooled window scores × norms.
     """
 
-    # fraction of the budget that stage 1 chooses by weight alone, α
-    alpha: float = 0.25
+    alpha: float = (
+        0.25  # fraction of the budget that stage 1 chooses by weight alone, α
+    )
 
     def __post_init__(self):
-        super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise ValueError(
                 f"alpha is {self.alpha}; it is a fraction of the budget, between 0 and 1"
             )
 
-    def __call__(
-        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
-    ) -> Tensor:
-        first = top(cache.pool(scores.mean(2)), part_of(self.alpha, budget))
-        norms = value_norms(cache.v[:, :, : scores.shape[-1]], cache.w_o)
-        return two_stage(first, self.second(cache, scores, norms), budget)
+    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+        # stage 1: the first α·b entries, by weight alone
+        first = top(window.pool(scores.mean(2)), part_of(self.alpha, budget))
 
-    def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
+        # stage 2: the others, by weight × ‖projected value‖₁
+        layer = window.layer
+        norms = value_norms(layer.v[:, :, : window.n], layer.w_o)
+        return two_stage(first, self.second(window, scores, norms), budget)
+
+    def second(self, window: Window, scores: Tensor, norms: Tensor) -> Tensor:
         """Return the scores of stage 2, (B, H, n), from window scores and norms (B, H, G, n)."""
         return (scores * norms).mean(2)
 
@@ -68,8 +70,8 @@ class Critical(Selection):
 class PooledCritical(Critical):
     """Ours: stage 2 pools the window scores too."""
 
-    def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
-        return (cache.pool(scores) * norms).mean(2)
+    def second(self, window: Window, scores: Tensor, norms: Tensor) -> Tensor:
+        return (window.pool(scores) * norms).mean(2)
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class CriticalCode(Critical):
 
     alpha: float = 0.5
 
-    def second(self, cache: WindowCache, scores: Tensor, norms: Tensor) -> Tensor:
-        return (cache.pool(scores).mean(2) + 1e-4) * norms.mean(2)
+    def second(self, window: Window, scores: Tensor, norms: Tensor) -> Tensor:
+        return (window.pool(scores).mean(2) + 1e-4) * norms.mean(2)
 
 
 def two_stage(first: Tensor, score: Tensor, budget: int | Tensor) -> Tensor:
@@ -107,21 +109,25 @@ def part_of(alpha: float, budget: int | Tensor) -> int | Tensor:
 def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     """Return ‖𝒱_i‖₁ = ‖v_i W_O‖₁ for every query head, in at least 32 bits.
 
-    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The loop takes one head and 1024 tokens at
-    a time, which fit into a core's cache. The whole of 𝒱, n × d_model, is never in memory.
+    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). In one line, with w_o (d_model, H, G, D):
+
+        torch.einsum("bhnd,mhgd->bhgnm", v, w_o).abs().sum(-1)
+
+    The loop does the same for one head and 1024 tokens at a time, which fit into a core's cache.
+    The whole of 𝒱, n × d_model, is never in memory.
     """
-    if fast := kernel_for(v, "value_norms"):
+    fast = kernel_for(v, "value_norms")
+    if fast:
         return fast(v, w_o)
 
     B, H, n, D = v.shape
     w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
     norms = wide(v[:0]).new_empty(H, w_o.shape[1], B * n)
-
     for h, heads in enumerate(w_o):
-        for part, tokens in enumerate(v[:, h].flatten(0, 1).split(1024)):
-            at = slice(part * 1024, part * 1024 + len(tokens))
+        for i, tokens in enumerate(v[:, h].flatten(0, 1).split(1024)):
+            part = slice(i * 1024, i * 1024 + len(tokens))
             for g, w in enumerate(heads):
-                norms[h, g, at] = (wide(tokens) @ wide(w)).abs_().sum(-1)
+                norms[h, g, part] = (wide(tokens) @ wide(w)).abs_().sum(-1)
     return norms.view(H, -1, B, n).permute(2, 0, 1, 3)
 
 

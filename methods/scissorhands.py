@@ -19,117 +19,131 @@ The authors' code has no budget: it keeps the newest 10 entries, and those that 
 percentile of their row in one of the last 100 steps.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 import math
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import LayerCache, PerEntry
+from nanollm.cache import Method, Slots
 from nanollm.check import check_budget, whole
 
 
-@dataclass(eq=False)
-class BudgetCache(LayerCache):
-    """Algorithm 1: the cache never has more than `budget` slots, from the first token on.
+class BudgetSlots(Slots):
+    """Algorithm 1: never more than `budget` slots, from the first token on.
 
-    `importance` decides which entries stay: here the newest. Subclasses override it.
+    When no slot is free, the method evicts. New tokens are taken in pieces that fit into the free
+    slots, so prompt chunks of any length give the same result as single tokens.
+    """
+
+    def room(self, T: int) -> int:
+        budget = self.method.budget
+        if self.length == budget:
+            self.method.evict(self)
+        return super().room(min(T, budget - self.length))
+
+    def capacity(self, n: int) -> int:
+        return min(super().capacity(n), self.method.budget)
+
+    def evict(self):
+        """Do nothing at the prompt's end or after a piece: `room` evicts."""
+
+
+@dataclass
+class Scissorhands(Method):
+    """Algorithm 2: an entry's unimportance is counted over the last w steps.
+
+    An entry also stores one bit for each of these steps, and their sum: ⌈w/8⌉ + 4 bytes.
     """
 
     budget: int  # slots per key/value head, B
     recent: int = 10  # newest entries, which are never dropped, r
-    # entries dropped when full, m; None: B/2, but at most B − r
-    at_a_time: int | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.recent < 0:
-            raise ValueError(f"recent is {self.recent}; it must be at least 0")
-        if self.at_a_time is not None:
-            whole("at_a_time", self.at_a_time, 1)
-        leave, stay = self.at_a_time or 1, self.newest()
-        check_budget(
-            self.budget,
-            stay + leave,
-            f"the newest {stay} stay and {leave} leave at a time; lower recent or at_a_time",
-        )
-        if self.at_a_time is None:
-            self.at_a_time = max(1, min(self.budget // 2, self.budget - stay))
-
-    def newest(self) -> int:
-        """Return how many of the newest entries are never dropped."""
-        return self.recent
-
-    def pieces(self, *new: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Cut the new tokens into pieces that fit into the free slots; drop entries when none is free.
-
-        So prompt chunks of any length give the same result as single tokens.
-        """
-        start, T = 0, new[0].shape[2]
-        while start < T:
-            if self.length == self.budget:
-                newest = self.pos >= self.seen - self.newest()
-                importance = self.importance().masked_fill(newest, math.inf)
-                self.shrink(importance, self.budget - self.at_a_time)
-
-            end = min(start + self.budget - self.length, T)
-            q, k, v, pos = new
-            yield from super().pieces(
-                *(x[:, :, start:end] for x in (q, k, v)), pos[:, start:end]
-            )
-            start = end
-
-    def capacity(self, n: int) -> int:
-        return min(super().capacity(n), self.budget)
-
-    def importance(self) -> Tensor:
-        """Return the importance of every slot, (B, H, S); the slots with the lowest leave."""
-        return self.pos.float()
-
-
-@dataclass(eq=False)
-class Scissorhands(BudgetCache):
-    """Algorithm 2: an entry's unimportance is counted over the last w steps.
-
-    A slot also stores one bit for each of these steps, and their sum: ⌈w/8⌉ + 4 bytes.
-    """
-
+    at_a_time: int | None = (
+        None  # entries dropped when full, m; None: B/2, but at most B − r
+    )
     history: int = 400  # steps over which unimportance is counted, w
-    count = PerEntry(torch.int32)  # I
+    store = BudgetSlots
 
     def __post_init__(self):
-        super().__post_init__()
+        check_leaving(self.budget, self.recent, self.at_a_time)
         whole("history", self.history, 1, 2**20)  # at most 128 KiB of bits per slot
-        # no more queries than bits: each step in `observe` has a bit of its own
-        self.watch = self.history
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        bits = k.new_zeros(*k.shape[:3], math.ceil(self.history / 8), dtype=torch.uint8)
-        super().write(k, v, pos, unimportant=bits)
+    @property
+    def watch(self) -> int:
+        return self.history  # each step that is seen at once has a bit of its own
 
-    def observe(self, q: Tensor, p: Tensor):
-        # s, (n,)
-        step = torch.arange(self.seen - p.shape[3], self.seen, device=p.device) + 1
+    @property
+    def entry(self) -> dict:
+        return dict(
+            count=torch.int32, unimportant=(torch.uint8, math.ceil(self.history / 8))
+        )
+
+    def observe(self, layer: Slots, q: Tensor, p: Tensor):
+        step = (
+            torch.arange(layer.seen - p.shape[3], layer.seen, device=p.device) + 1
+        )  # s, (n,)
 
         # 1{α_{s,j} < 1/s} for the tokens present at step s: (B, H, S, n)
         weight = p.mean(2, dtype=torch.float32).mT
-        now = ((weight < 1 / step) & (self.pos[..., None] < step)).to(torch.uint8)
+        now = (weight < 1 / step) & (layer.pos[..., None] < step)
 
-        # the bits are a ring: step s overwrites step s − w, at place s mod w (w = 4: step 6
-        # overwrites 2)
-        ring, place = self.slot("unimportant"), step % self.history
-        byte, bit = place // 8, (place % 8).to(torch.uint8)
-        before = ring[..., byte] >> bit & 1
+        # I counts the last w steps: those that come minus those that leave
+        bits = Bits(layer.slot("unimportant"), self.history)
+        change = bits.replace(step, now.to(torch.uint8))
+        layer.put("unimportant", bits.bytes)
+        layer.put("count", layer.slot("count") + change)
 
-        # flip the bits that differ; different bits of one byte can be added, as in 0001 + 0100 =
-        # 0101
-        ring ^= torch.zeros_like(ring).index_add_(-1, byte, (before ^ now) << bit)
-        self.count += now.sum(-1, dtype=torch.int32) - before.sum(-1, dtype=torch.int32)
-        super().observe(q, p)
+    def evict(self, layer: Slots):
+        newest = layer.pos >= layer.seen - self.recent
+        importance = -layer.slot("count").float()
+        leave = leaving(self.budget, self.recent, self.at_a_time)
+        layer.shrink(importance.masked_fill(newest, math.inf), self.budget - leave)
 
-    def importance(self) -> Tensor:
-        return -self.count.float()
+
+def check_leaving(budget: int, stay: int, at_a_time: int | None):
+    """Raise ValueError unless `stay` entries can stay while `at_a_time` leave."""
+    if stay < 0:
+        raise ValueError(f"recent is {stay}; it must be at least 0")
+    if at_a_time is not None:
+        whole("at_a_time", at_a_time, 1)
+    leave = at_a_time or 1
+    check_budget(
+        budget,
+        stay + leave,
+        f"the newest {stay} stay and {leave} leave at a time; lower recent or at_a_time",
+    )
+
+
+def leaving(budget: int, stay: int, at_a_time: int | None) -> int:
+    """Return how many entries leave when no slot is free, m."""
+    if at_a_time is not None:
+        return at_a_time
+    return max(1, min(budget // 2, budget - stay))
+
+
+class Bits:
+    """A bit for each of the last w steps, packed: bytes (..., ⌈w/8⌉). Step s overwrites step s − w.
+
+    Example with w = 4: step 6 has the bit 6 mod 4 = 2, which was that of step 2.
+    """
+
+    def __init__(self, packed: Tensor, w: int):
+        self.bytes = packed
+        self.w = w
+
+    def replace(self, step: Tensor, now: Tensor) -> Tensor:
+        """Set the bits of steps (n,) to now (..., n); return by how much their sum grew, (...)."""
+        place = step % self.w
+        byte = place // 8
+        bit = (place % 8).to(torch.uint8)
+        before = self.bytes[..., byte] >> bit & 1
+
+        # flip the bits that differ; different bits of one byte can be added: 0001 + 0100 = 0101
+        flips = (before ^ now) << bit
+        self.bytes = self.bytes ^ torch.zeros_like(self.bytes).index_add_(
+            -1, byte, flips
+        )
+        return now.sum(-1, dtype=torch.int32) - before.sum(-1, dtype=torch.int32)
 
 
 variants = {"scissorhands": Scissorhands}

@@ -10,7 +10,8 @@ each step. `TwoCache` stores the two matrices of pairs, i²·D numbers each. The
 trade-off between time and memory. But no pair has to be formed: all scores are one small matrix
 product, and so is the output (`FactoredFourCache`):
 
-    score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b},    out_j = Σ_a V₁[a, j] (P V₂)[a, j]
+    score of (a, b) = Σ_j k_{1,a,j} q_j k_{2,b,j} = [(K₁ ∘ q) K₂ᵀ]_{a,b}
+    out_j = Σ_a V₁[a, j] (P V₂)[a, j]
 
 Differs from the paper: scores are scaled by 1/√D, as in the decoder. The paper has no scale
 (`scale=1`).
@@ -20,17 +21,16 @@ Ours:
 - The decoder of pairs (`pair_decoder`).
 """
 
-from dataclasses import dataclass
 import math
 
 import torch
 from torch import Tensor, nn
 
 from nanollm.attention import wide
-from nanollm.cache import LayerCache, Stored
-from nanollm.check import check_attend
+from nanollm.cache import Slots
 from nanollm.kernel_switch import kernel_for
 from nanollm.model import Attention, Config, Decoder
+from nanollm.slots import Stored
 
 
 def pairs(x: Tensor, y: Tensor) -> Tensor:
@@ -51,35 +51,30 @@ def tensor_attention(
     return (q @ pairs(k1, k2).mT).softmax(-1) @ pairs(v1, v2)
 
 
-# ---- three caches
-# ------------------------------------------------------------------------------------------
+# ---- three stores ------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class PairCache(LayerCache):
-    """Base of the caches for pairs, which take k = [k₁ | k₂] and v = [v₁ | v₂], each (B, H, T, 2D)."""
+class PairSlots(Slots):
+    """Base of the stores for pairs, which take k = [k₁ | k₂] and v = [v₁ | v₂], each (B, H, T, 2D).
 
-    # factor of the scores; None: 1/√D, as in the decoder; the paper: 1
-    scale: float | None = None
+    scale: factor of the scores; None: 1/√D, as in the decoder; the paper: 1.
+    """
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
-        check_attend(self, q, k, v, pos, vectors=2)
+    vectors = 2
+
+    def __init__(self, *place, scale: float | None = None):
+        super().__init__(*place)
+        self.scale = scale
 
 
-@dataclass(eq=False)
-class FourCache(PairCache):
+class FourCache(PairSlots):
     """Def. 3.7: stores K₁, K₂, V₁, V₂, 4·i·D numbers, and forms all pairs for each query."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Attend causally: q (B, H·G, T, D), k and v (B, H, T, 2D) → (B, H·G, T, D).
-
-        A query sees a pair if it sees both tokens.
-        """
-        self.check(q, k, v, pos)
-        self.write(k, v, pos)
-        B, heads, T, D = q.shape
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+        """Attend causally with q (B, H·G, T, D): a query sees a pair if it sees both tokens."""
+        B, _, T, D = q.shape
         scale = D**-0.5 if self.scale is None else self.scale
-        q = scale * q.view(B, k.shape[1], -1, T, D)  # (B, H, G, T, D)
+        q = scale * q.view(B, self.k.shape[1], -1, T, D)  # (B, H, G, T, D)
 
         outputs = []
         for t in range(T):
@@ -87,7 +82,7 @@ class FourCache(PairCache):
             k1, k2 = self.k[:, :, :n].chunk(2, -1)
             v1, v2 = self.v[:, :, :n].chunk(2, -1)
             outputs.append(self.one_query(q[:, :, :, t], k1, k2, v1, v2).flatten(1, 2))
-        return torch.stack(outputs, 2)
+        return torch.stack(outputs, 2), None
 
     def one_query(
         self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
@@ -96,68 +91,72 @@ class FourCache(PairCache):
         return tensor_attention(*map(wide, (q, k1, k2, v1, v2))).to(q)
 
 
-@dataclass(eq=False)
 class FactoredFourCache(FourCache):
-    """FourCache that never forms a pair."""
+    """FourCache that never forms a pair.
 
-    # most pairs in a tile (but at least one row): in float32 1 MiB of scores per head
-    tile: int = 2**18
+    tile: the most pairs in a tile (but at least one row); in float32 1 MiB of scores per head.
+    """
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.tile < 1:
-            raise ValueError(f"tile is {self.tile}; it must be at least 1 pair")
+    def __init__(self, *place, scale: float | None = None, tile: int = 2**18):
+        super().__init__(*place, scale=scale)
+        if tile < 1:
+            raise ValueError(f"tile is {tile}; it must be at least 1 pair")
+        self.tile = tile
 
     def one_query(
         self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
     ) -> Tensor:
-        if fast := kernel_for(q, "pair_attention", "tensor_attention"):
+        fast = kernel_for(q, "pair_attention", "tensor_attention")
+        if fast:
             return fast(q, k1, k2, v1, v2, scale=1.0)
 
         # online softmax over tiles of rows a (Milakov and Gimelshein, arXiv 1805.02867)
         dtype = q.dtype
         q, k1, k2, v1, v2 = map(wide, (q, k1, k2, v1, v2))
-        top, total, out = q.new_full((*q.shape[:-1], 1), -math.inf), 0.0, 0.0
+        top = q.new_full((*q.shape[:-1], 1), -math.inf)
+        total = 0.0
+        out = 0.0
         rows = max(1, self.tile // k2.shape[2])
-        for a, b in zip(k1.split(rows, 2), v1.split(rows, 2)):
-            G_rows = q.shape[2], a.shape[2]  # one matrix for all queries of the group
+        for k1_a, v1_a in zip(k1.split(rows, 2), v1.split(rows, 2)):
+            G_rows = (
+                q.shape[2],
+                k1_a.shape[2],
+            )  # one matrix for all queries of the group
 
-            # (K₁ ∘ q) K₂ᵀ
-            # (B, H, G, rows, D)
-            k1_q = a.unsqueeze(2) * q.unsqueeze(3)
-            # (B, H, G, rows, n)
-            score = (k1_q.flatten(2, 3) @ k2.mT).unflatten(2, G_rows)
+            # scores of the pairs (a, b): (K₁ ∘ q) K₂ᵀ
+            k1_q = k1_a.unsqueeze(2) * q.unsqueeze(3)  # (B, H, G, rows, D)
+            score = k1_q.flatten(2, 3) @ k2.mT
+            score = score.unflatten(2, G_rows)  # (B, H, G, rows, n)
 
             # earlier tiles were weighted against a lower maximum: rescale them by e^(top − new)
             new = torch.maximum(top, score.amax((-2, -1)).unsqueeze(-1))
-            p, keep = (score - new.unsqueeze(-1)).exp_(), (top - new).exp()
+            p = (score - new.unsqueeze(-1)).exp_()
+            keep = (top - new).exp()
 
             # Σ_a V₁[a] ∘ (P V₂)[a]
-            # (B, H, G, rows, D)
-            p_v2 = (p.flatten(2, 3) @ v2).unflatten(2, G_rows)
-            out = out * keep + (b.unsqueeze(2) * p_v2).sum(3)
+            p_v2 = (p.flatten(2, 3) @ v2).unflatten(2, G_rows)  # (B, H, G, rows, D)
+            out = out * keep + (v1_a.unsqueeze(2) * p_v2).sum(3)
             total = total * keep + p.sum((-2, -1)).unsqueeze(-1)
             top = new
         return (out / total).to(dtype)
 
 
-@dataclass(eq=False)
-class TwoCache(PairCache):
+class TwoCache(PairSlots):
     """Def. 3.8: stores the pairs, 2·i²·D numbers. Token i adds 2i − 1 pairs.
 
     New pairs are formed from every earlier k₁, k₂, v₁, v₂, so the four matrices are stored too
     (`tokens`).
     """
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.tokens = LayerCache()
+    def __init__(self, *place, scale: float | None = None):
+        super().__init__(*place, scale=scale)
+        self.tokens = Slots()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Attend as in FourCache. Each pair has a slot, so LayerCache's attention does it."""
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+        """Attend as in FourCache. Each pair has a slot, so the attention of Slots does it."""
         if self.scale is not None:
-            q = q * (self.scale * q.shape[-1] ** 0.5)  # LayerCache multiplies by 1/√D
-        return super().attend(q, k, v, pos)
+            q = q * (self.scale * q.shape[-1] ** 0.5)  # Slots multiplies by 1/√D
+        return super().attention(q, pos)
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         for t, (new_k, new_v) in enumerate(remember(self.tokens, k, v, pos)):
@@ -168,11 +167,13 @@ class TwoCache(PairCache):
         return super().stored() + self.tokens.stored()
 
 
-def remember(tokens: LayerCache, k: Tensor, v: Tensor, pos: Tensor):
-    """Write k and v (B, H, T, 2D) to `tokens`, and yield keys and values of each token's new pairs."""
+def remember(tokens: Slots, k: Tensor, v: Tensor, pos: Tensor):
+    """Write k and v (B, H, T, 2D) to `tokens`; yield keys and values of each token's new pairs."""
     tokens.write(k, v, pos)
     for n in range(tokens.length - k.shape[2] + 1, tokens.length + 1):
-        yield tuple(new_pairs(*x[:, :, :n].chunk(2, -1)) for x in (tokens.k, tokens.v))
+        new_k = new_pairs(*tokens.k[:, :, :n].chunk(2, -1))
+        new_v = new_pairs(*tokens.v[:, :, :n].chunk(2, -1))
+        yield new_k, new_v
 
 
 def new_pairs(x: Tensor, y: Tensor) -> Tensor:
@@ -180,8 +181,7 @@ def new_pairs(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((x * y[:, :, -1:], x[:, :, -1:] * y[:, :, :-1]), 2)
 
 
-# ---- a decoder of pairs
-# ------------------------------------------------------------------------------------
+# ---- a decoder of pairs ------------------------------------------------------------------------
 
 
 def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -209,29 +209,36 @@ class PairAttention(nn.Module):
     only on distances. So a Llama knows positions here only through the causal mask.
     """
 
-    w_o, project = Attention.w_o, Attention.project
+    w_o = Attention.w_o
+    project = Attention.project
 
     def __init__(self, config: Config):
         super().__init__()
-        c = self.config = config
-        # of q, k, v, stacked in qkv
-        self.heads = c.n_heads, 2 * c.n_kv_heads, 2 * c.n_kv_heads
+        self.config = config
+        c = config
+        self.heads = (
+            c.n_heads,
+            2 * c.n_kv_heads,
+            2 * c.n_kv_heads,
+        )  # of q, k, v, stacked in qkv
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
         q, k, v = self.project(x, None)
-        # (B, H, T, 2D): each head's two vectors
-        k = torch.cat((k[:, ::2], k[:, 1::2]), -1)
+        k = torch.cat(
+            (k[:, ::2], k[:, 1::2]), -1
+        )  # (B, H, T, 2D): each head's two vectors
         v = torch.cat((v[:, ::2], v[:, 1::2]), -1)
-
-        y = pair_attention(q, k, v) if cache is None else cache.attend(q, k, v, pos)
-        # (B, H·G, T, D) → (B, T, H·G·D) → (B, T, d_model)
-        return self.o(y.transpose(1, 2).flatten(2))
+        if cache is None:
+            y = pair_attention(q, k, v)
+        else:
+            y = cache.attend(q, k, v, pos)
+        return self.o(y.transpose(1, 2).flatten(2))  # (B, H·G, T, D) → (B, T, H·G·D)
 
 
 def pair_decoder(config: Config) -> Decoder:
-    """Return a decoder whose layers attend to pairs of tokens. It works with the caches for pairs only."""
+    """Return a decoder whose layers attend to pairs of tokens; its caches are `PairSlots`."""
     return Decoder(config, PairAttention)
 
 

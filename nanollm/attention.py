@@ -2,6 +2,12 @@
 
 Queries that no method observes use PyTorch's fused attention. For observed queries the attention
 probabilities are computed explicitly.
+
+A mask says which slots a query sees. It is one of
+
+    None        every query sees every slot
+    "causal"    T queries and T slots in order: each query sees the slots up to its own
+    a tensor    (B, H or 1, T, S), from `visible`: true where it sees the slot, or a number to add
 """
 
 from contextlib import nullcontext
@@ -12,6 +18,8 @@ from torch import Tensor
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend as Kernel, sdpa_kernel
 
+Mask = Tensor | str | None
+
 
 def wide(x: Tensor) -> Tensor:
     """Return x in at least 32 bits: in 16, scores may overflow, and sums and orders lose digits."""
@@ -19,64 +27,56 @@ def wide(x: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slot_pos: Tensor,
-    bias: Tensor | None,
-    pos: Tensor,
-    watch: int,
-    in_order: bool,
-    ragged: bool,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, watch: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output and the last `watch` queries' probabilities (None if watch is 0).
 
-    The output is (B, H·G, T, D), the probabilities are (B, H, G, w, S). Queries q (B, H·G, T, D)
-    have positions pos (B or 1, T). Slots k and v (B, H, S, D) have positions slot_pos (B, H, S) and
-    a logit bias (B, H, S) or None. in_order: nothing was evicted, so slot i of each head holds
-    token i. ragged: some slots may be hidden from the newest query.
+    q (B, H·G, T, D), k and v (B, H, S, D) → the output (B, H·G, T, D), the probabilities (B, H, G,
+    w, S), w = min(watch, T).
     """
-    T = q.shape[2]
+    T, S = q.shape[2], k.shape[2]
     w = min(watch, T)
-    if in_order:
-        slot_pos = slot_pos[:, :1]  # the heads share one mask
-    rest, p, outputs = T - w, None, []
-    # the newest token sees every slot
-    sees_all = T == 1 and bias is None and not ragged
-    if rest:
-        causal = in_order and bias is None and k.shape[2] == T
-        n = rest if causal else k.shape[2]
-        mask = None if causal or sees_all else visible(slot_pos, bias, pos[:, :rest])
-        outputs.append(fused(q[:, :, :rest], k[:, :, :n], v[:, :, :n], mask, causal))
-    if w:  # only observed queries need explicit probabilities
-        p = probabilities(
-            q[:, :, rest:], k, None if sees_all else slot_pos, bias, pos[:, rest:]
-        )
-        # (B, H, G·w, D): a group's queries are rows of one product
-        y = p.flatten(2, 3).to(v) @ v
-        outputs.append(y.view(*q.shape[:2], w, -1))
-    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0], p
+    if not w:
+        return fused(q, k, v, mask), None
+
+    # only the last w queries need explicit probabilities
+    n = T - w
+    early, late = mask, mask
+    if isinstance(mask, str):  # w = 2, S = 4: rows 1 1 1 0 and 1 1 1 1
+        late = torch.ones(1, 1, w, S, dtype=torch.bool, device=q.device).tril(S - w)
+    elif mask is not None:
+        early, late = mask[:, :, :n], mask[:, :, n:]
+    p = probabilities(q[:, :, n:], k, late)
+    y = (
+        p.flatten(2, 3).to(v) @ v
+    )  # (B, H, G·w, D): a group's queries are rows of one product
+    y = y.view(*q.shape[:2], w, -1)
+    if not n:
+        return y, p
+    if isinstance(mask, str):  # no early query sees the slots after it
+        k, v = k[:, :, :n], v[:, :, :n]
+    return torch.cat((fused(q[:, :, :n], k, v, early), y), 2), p
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Return attention's output (B, H·G, T, D) without storing the probabilities.
-
-    The mask is (B, H or 1, T, S). Without a mask, each query sees every slot or, if `causal`, those
-    up to it.
-    """
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Return attention's output (B, H·G, T, D) without storing the probabilities."""
     B, heads, T, D = q.shape
-    # the G queries of a group become rows of one small product, so that each key is read once
-    if T == 1:
+    if (
+        T == 1
+    ):  # the G queries of a group are rows of one small product: each key is read once
         # cuDNN, PyTorch's first choice on an H100, makes a plan for each new S: milliseconds
-        others = Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH
-        with sdpa_kernel([*others]) if q.is_cuda else nullcontext():
-            y = F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, D), k, v, mask)
+        others = [Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
+        rows = q.view(B, k.shape[1], -1, D)
+        mask = None if isinstance(mask, str) else mask  # one query and one slot
+        with sdpa_kernel(others) if q.is_cuda else nullcontext():
+            y = F.scaled_dot_product_attention(rows, k, v, mask)
         return y.reshape(B, heads, 1, D)  # on a GPU its strides may differ from q's
+
+    if isinstance(mask, str):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.repeat_interleave(heads // k.shape[1], 1)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, enable_gqa=True
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
 
 def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
@@ -87,26 +87,22 @@ def visible(slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Tensor:
     is hidden.
     """
     seen = slot_pos.unsqueeze(2) <= pos[:, None, :, None]
-    return seen if bias is None else torch.where(seen, bias.unsqueeze(2), -math.inf)
+    if bias is None:
+        return seen
+    return torch.where(seen, bias.unsqueeze(2), -math.inf)
 
 
-def probabilities(
-    q: Tensor, k: Tensor, slot_pos: Tensor | None, bias: Tensor | None, pos: Tensor
-) -> Tensor:
-    """Return softmax(q kᵀ/√D + bias) over visible slots, `wide`: q (B, H·G, w, D) → (B, H, G, w, S).
+def probabilities(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return softmax(q kᵀ/√D + mask), `wide`: q (B, H·G, w, D) → (B, H, G, w, S).
 
-    If slot_pos is None, every query sees every slot, and there is no bias.
+    mask (B, H or 1, w, S) is what `visible` returns; without one, every query sees every slot.
     """
     B, heads, w, D = q.shape
     H = k.shape[1]
-    score = (
-        (wide(q).reshape(B, H, -1, D) @ wide(k).mT)
-        .mul_(D**-0.5)
-        .view(B, H, heads // H, w, -1)
-    )
-    if slot_pos is not None:  # adding a float mask is faster than masked_fill
-        mask = visible(
-            slot_pos, score.new_zeros(1, 1, 1) if bias is None else bias, pos
-        )
+    group = wide(q).reshape(B, H, -1, D)  # (B, H, G·w, D): the queries that read head h
+    score = (group @ wide(k).mT).mul_(D**-0.5).view(B, H, heads // H, w, -1)
+    if mask is not None:
+        if mask.dtype == torch.bool:  # adding −∞ is faster than masked_fill
+            mask = torch.where(mask, 0.0, -math.inf)
         score.add_(mask.unsqueeze(2))
     return score.softmax(-1)

@@ -1,13 +1,14 @@
 """Checks of what users and authors of methods give. Each raises a ValueError of one line."""
 
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import ClassVar, get_origin, get_type_hints
 
 from torch import Tensor, int32, int64
 
-# ---- numbers, options: what a user gives
-# -------------------------------------------------------------------
+# ---- numbers, options: what a user gives -------------------------------------------------------
 
 
 def whole(name: str, x, least: int, most: int | None = None):
@@ -29,6 +30,13 @@ def check_budget(budget: int, least: int, why: str):
         raise ValueError(f"budget {budget} must be at least {least}: {why}")
 
 
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the name that is nearly `name`, or else all known names."""
+    known = [*known]
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
 def fits(x, kind) -> bool:
     """Return whether x fits a type. A finite number fits float, and a bool is no number.
 
@@ -36,64 +44,57 @@ def fits(x, kind) -> bool:
     """
     if kind in (int, float):
         number = Integral if kind is int else Real
-        return (
-            isinstance(x, number) and not isinstance(x, bool) and -(2**63) <= x < 2**63
-        )
-    return (
-        not isinstance(kind, type)
-        or get_origin(kind) is not None
-        or isinstance(x, kind)
-    )
+        if isinstance(x, bool) or not isinstance(x, number):
+            return False
+        return -(2**63) <= x < 2**63
+    if not isinstance(kind, type) or get_origin(kind) is not None:
+        return True
+    return isinstance(x, kind)
 
 
-def check_options(method):
-    """Raise ValueError unless all options of a method are dataclass fields that fit their types."""
-    name, options = type(method).__name__, {field.name for field in fields(method)}
-    words = {int: "a whole number", float: "a finite number", bool: "True or False"}
-    for option, kind in get_type_hints(type(method)).items():
-        if option not in options and get_origin(kind) is not ClassVar:
+def constructed(Kind: type, options: dict):
+    """Return the method Kind(**options). ValueError if an option is unknown or of a wrong type."""
+    name = Kind.__name__
+    known = {field.name for field in fields(Kind)}
+    kinds = get_type_hints(Kind)
+    for option, kind in kinds.items():
+        if option not in known and get_origin(kind) is not ClassVar:
             raise ValueError(
                 f"{name} declares {option} but is not a dataclass; "
-                "put @dataclass(eq=False) above the class"
+                "put @dataclass above the class"
             )
-        if option in options and not fits(x := getattr(method, option), kind):
+    for option, x in options.items():
+        if option not in known:
             raise ValueError(
-                f"{option} {x!r:.60} of {name} must be {words.get(kind, kind.__name__)}"
+                f"{name} has no option {option!r}; {closest(option, known)}"
             )
+        if not fits(x, kinds[option]):
+            words = {
+                int: "a whole number",
+                float: "a finite number",
+                bool: "True or False",
+            }
+            kind = words.get(kinds[option], kinds[option].__name__)
+            raise ValueError(f"{option} {x!r:.60} of {name} must be {kind}")
+    for field in fields(Kind):
+        if field.name not in options and field.default is MISSING:
+            raise ValueError(f"{name} needs the option {field.name!r}")
+    return Kind(**options)
 
 
-# ---- caches: input from a method's author or from a caller
-# -------------------------------------------------
+# ---- caches: input from a method's author or from a caller -------------------------------------
 
 
-def constructed(Method, options: dict):
-    """Return the cache Method(**options), or raise a ValueError that says what an option is."""
-    try:
-        return Method(**options)
-    except TypeError as error:
-        raise ValueError(
-            f"{error}; a method's options are its dataclass fields"
-        ) from error
-
-
-def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: int = 1):
+def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
     """Raise ValueError unless q, k, v and pos are new tokens that fit this cache.
 
-    vectors: a key has `vectors` times the numbers of a query (2 in tensor attention, whose keys are
-    pairs).
+    A key has `cache.vectors` times the numbers of a query (2 in tensor attention).
     """
     B, H, T, D = k.shape
-    if (
-        v.shape != k.shape
-        or not T
-        or q.shape[::2] != (B, T)
-        or q.shape[1] % H
-        or q.shape[3] * vectors != D
-    ):
-        shapes, D = (
-            ", ".join(str(tuple(x.shape)) for x in (q, k, v)),
-            "D" if vectors == 1 else f"{vectors}D",
-        )
+    fit = v.shape == k.shape and T and q.shape[::2] == (B, T) and q.shape[1] % H == 0
+    if not fit or q.shape[3] * cache.vectors != D:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        D = "D" if cache.vectors == 1 else f"{cache.vectors}D"
         raise ValueError(
             f"q, k and v of shapes {shapes} are not (B, H·G, T, D), (B, H, T, {D}) "
             f"and (B, H, T, {D}) with T at least 1"
@@ -103,9 +104,10 @@ def check_attend(cache, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, vectors: i
             f"pos of shape {tuple(pos.shape)} must be ({B} or 1, {T}), "
             f"whole numbers and not {pos.dtype}"
         )
-    if "k" in cache.slots and (old := cache.slots["k"].shape[:2]) != (B, H):
+    if "k" in cache.slots and cache.slots["k"].shape[:2] != (B, H):
+        texts, heads = cache.slots["k"].shape[:2]
         raise ValueError(
-            f"{B} texts of {H} heads do not fit a cache that holds {old[0]} texts of {old[1]} "
+            f"{B} texts of {H} heads do not fit a cache that holds {texts} texts of {heads} "
             "heads; make a new cache for a new batch"
         )
 
@@ -165,8 +167,7 @@ def check_tokens(x: Tensor, name: str = "tokens"):
         )
 
 
-# ---- a decoder: its Config and its arguments
-# ---------------------------------------------------------------
+# ---- a decoder: its Config and its arguments ---------------------------------------------------
 
 # of Llama 3.1
 SCALING = (

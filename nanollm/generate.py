@@ -50,20 +50,6 @@ def prefill(model, tokens: Tensor, caches, chunk_size: int | None = None) -> Ten
     return logits[:, -1]
 
 
-def tell_chunk_ends(caches, ends: Tensor):
-    """Tell every layer which of the prompt's tokens end a chunk of text: ends (B, T) of bool.
-
-    `boundaries(encoding, V)[prompt]` (tokenizer.py) computes it, for methods with semantic chunks.
-    """
-    if ends.dtype != torch.bool or ends.dim() != 2:
-        raise ValueError(
-            f"ends {tuple(ends.shape)} of {ends.dtype} must be (B, T) of bool, true for tokens "
-            "that end a chunk; give boundaries(encoding, V)[prompt]"
-        )
-    for cache in caches:
-        cache.chunk_ends = ends
-
-
 def sample(
     logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None
 ) -> Tensor:

@@ -1,12 +1,17 @@
-"""A cache whose heads keep different numbers of slots, stored without padding.
+"""A store whose heads keep different numbers of slots, without padding.
 
-The slots of one head follow those of the previous head. Packed slots can be read, or removed by
-`keep`, but not changed in place. One new token attends to them head by head, without padding.
+The slots of one head follow those of the previous head. One new token attends to them head by head.
 Several new tokens at once pad them to the longest head, one layer at a time and only while
 attention runs.
+
+Example: two heads keep tokens 1 4 7 and 2; token 8 came later.
+
+    packed["pos"]   1 4 7 2       sizes   3 1
+    slots["pos"]    8 / 8         longest 3
+    slot("pos")     1 4 7 8 / NEVER NEVER 2 8
 """
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
@@ -14,40 +19,53 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nanollm.attention import wide
-from nanollm.cache import NEVER, LayerCache, Stored
 from nanollm.kernel_switch import kernel_for
+from nanollm.method import NEVER
 from nanollm.ranking import indices, top
+from nanollm.slots import Slots, Stored, whole
+
+CONSTANT = {"k", "v", "pos", "bias"}  # per-slot tensors that no step changes
 
 
-@dataclass(eq=False)
-class PackedCache(LayerCache):
-    def __post_init__(self):
-        super().__post_init__()
-        # per-slot tensors (slots of all heads, ...), packed by `pack`
-        self.packed: dict[str, Tensor] = {}
-        # (B, H): how many slots each head has in `packed`
-        self.counts = None
-        # the same numbers, read without waiting for a GPU
-        self.sizes: list[int] = []
-        # the largest count; `length` − `longest` slots came later
-        self.longest = 0
+class PackedSlots(Slots):
+    """Plain slots, packed if eviction leaves heads of unlike length."""
+
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.packed: dict[
+            str, Tensor
+        ] = {}  # per-slot tensors (slots of all heads, ...)
+        self.counts = None  # (B, H): how many slots each head has in `packed`
+        self.sizes: list[int] = []  # the same numbers, read without waiting for a GPU
+        self.longest = 0  # the largest count; `length` − `longest` slots came later
 
     @property
     def packs(self) -> bool:
-        """Whether heads differ and store only tensors that never change: k, v, pos and bias."""
-        return self.ragged and self.slots.keys() <= {"k", "v", "pos", "bias"}
+        """Whether heads differ, and store only tensors that no step changes."""
+        return self.ragged and self.slots.keys() <= CONSTANT
 
     def pack(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true, stored head after head."""
         i = kept.flatten().nonzero().squeeze(1)
+        in_use = {name: self.slot(name) for name in self.slots}
         self.packed = {
-            name: self.slot(name).flatten(0, 2).index_select(0, i)
-            for name in self.slots
+            name: x.flatten(0, 2).index_select(0, i) for name, x in in_use.items()
         }
         self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
-        self.counts = kept.sum(-1)
-        self.sizes = self.counts.flatten().tolist()
-        self.length = self.longest = max(self.sizes)
+        self.counted(kept.sum(-1))
+        self.length = self.longest
+
+    def counted(self, counts: Tensor):
+        """Note how many slots each head has in `packed`, (B, H)."""
+        self.counts = counts
+        self.sizes = counts.flatten().tolist()
+        self.longest = max(self.sizes)
+
+    def unpack(self):
+        self.packed = {}
+        self.counts = None
+        self.sizes = []
+        self.longest = 0
 
     def old(self, name: str) -> Tensor:
         """Return a packed tensor, (slots of all heads, ...)."""
@@ -60,114 +78,128 @@ class PackedCache(LayerCache):
     def slot(self, name: str) -> Tensor:
         if not self.packed:
             return super().slot(name)
-        # empty slots come first, so that each head's newest entries are neighbours of what came
-        # later
         new, x = self.new(name), self.old(name)
+        # Empty slots come first, so that each head's newest entries are neighbours of what came
+        # later. Example: heads of 3 and 1 slots end at rows 3 and 4 of `packed`; back = −3 −2 −1
+        # gives rows 0 1 2 and 1 2 3, of which the second head hides two.
         back = torch.arange(-self.longest, 0, device=x.device)
         end = self.counts.flatten().cumsum(0)[:, None]
-        old = x[(end + back).clamp(min=0)].view(
-            *new.shape[:2], self.longest, *x.shape[1:]
-        )
+        rows = (end + back).clamp(min=0)
+        old = x[rows].view(*new.shape[:2], self.longest, *x.shape[1:])
         if name == "pos":
-            old.masked_fill_(-back > self.counts[..., None], NEVER)
+            old.masked_fill_(~self.filled(), NEVER)
         return torch.cat((old, new), 2)
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor, **state: Tensor):
-        # `slots` holds only what came after the packed slots
-        self.length -= self.longest
-        super().write(k, v, pos, **state)
+    def put(self, name: str, x: Tensor):
+        if not self.packed:
+            return super().put(name, x)
+        old, new = x.split((self.longest, x.shape[2] - self.longest), 2)
+        self.packed[name] = old[self.filled()]
+        self.new(name).copy_(new)
+
+    def filled(self) -> Tensor:
+        """Return a mask (B, H, longest) of the padded packed slots that hold an entry."""
+        back = torch.arange(self.longest, 0, -1, device=self.counts.device)
+        return back <= self.counts[..., None]
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        self.length -= (
+            self.longest
+        )  # `slots` holds only what came after the packed slots
+        super().write(k, v, pos)
         self.length += self.longest
 
     def keep(self, i: Tensor):
         super().keep(i)
-        self.packed, self.counts, self.sizes, self.longest = {}, None, [], 0
+        self.unpack()
 
     def keep_chosen(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true. Pack them if the heads differ."""
-        kept = kept & (self.pos != NEVER) if self.ragged else kept
+        if self.ragged:
+            kept = kept & (self.pos != NEVER)
         count = kept.sum(-1)
         self.ragged = self.ragged or int(count.min()) < int(count.max())
-        self.pack(kept) if self.packs else self.keep(indices(kept))
+        if self.packs:
+            self.pack(kept)
+        else:
+            self.keep(indices(kept))
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        if not self.packed or q.shape[2] > 1 or type(self).read is not LayerCache.read:
+        if not self.packed or q.shape[2] > 1:
             return super().attention(q, pos)
-        if (
-            not self.watch
-            and "k" in self.packed
-            and (fast := kernel_for(q, "decode_attention", "attend_packed"))
-        ):
-            return fast(self, q), None
+        if not self.watch and "k" in self.packed:
+            fast = kernel_for(q, "decode_attention", "attend_packed")
+            if fast:
+                return fast(self, q), None
         return self.attend_packed(q)
 
     def attend_packed(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Attend from one new token (B, H·G, 1, D), which sees every slot: two small products per head."""
-        k, v, *bias = (
-            self.old(name).split(self.sizes)
-            for name in ("k", "v", "bias")
-            if name in self.slots
-        )
-        # (B·H, n, ...)
-        new = {name: self.new(name).flatten(0, 1) for name in self.slots}
-        # (B·H, G, D)
-        q_h = (wide(q) * q.shape[-1] ** -0.5).view(len(k), -1, q.shape[-1])
-        # score (slots, G)
-        late, score = q_h @ wide(new["k"]).mT, [*map(torch.mm, map(wide, k), q_h.mT)]
-        if bias:
+        """Attend from one new token (B, H·G, 1, D): two small products per head."""
+        k = self.old("k").split(self.sizes)
+        v = self.old("v").split(self.sizes)
+        new = {
+            name: self.new(name).flatten(0, 1) for name in self.slots
+        }  # (B·H, n, ...)
+        D = q.shape[-1]
+        q_h = (wide(q) * D**-0.5).view(len(k), -1, D)  # (B·H, G, D)
+
+        # scores of the packed slots, (slots, G) head by head, and of the later ones, (B·H, G, n)
+        score = [wide(k_h) @ q_one.mT for k_h, q_one in zip(k, q_h)]
+        late = q_h @ wide(new["k"]).mT
+        if "bias" in self.slots:
+            bias = self.old("bias").split(self.sizes)
+            score = [x + b.unsqueeze(1) for x, b in zip(score, bias)]
             late = late + new["bias"].unsqueeze(1)
-            score = [x + b.unsqueeze(1) for x, b in zip(score, bias[0])]
-        # (B·H, longest, G)
-        score = pad_sequence(score, True, -torch.inf, padding_side="left")
+        late = self.without_gaps(late, new["pos"])
+
+        # one softmax over both, with the shorter heads padded on the left
+        score = pad_sequence(
+            score, True, -torch.inf, padding_side="left"
+        )  # (B·H, longest, G)
         p = torch.cat((score.mT, late), 2).softmax(-1)
-        old, late = p.to(q).split((self.longest, p.shape[2] - self.longest), 2)
-        y = torch.stack(
-            [
-                p_h[:, self.longest - n :] @ v_h
-                for p_h, n, v_h in zip(old, self.sizes, v)
-            ]
-        )
+        old, late = p.to(q).split((self.longest, late.shape[2]), 2)
+        ends = [p_h[:, self.longest - n :] for p_h, n in zip(old, self.sizes)]
+        y = torch.stack([p_h @ v_h for p_h, v_h in zip(ends, v)])
         y = (y + late @ new["v"]).view_as(q)
-        return y, p.view(*self.counts.shape, -1, 1, self.length) if self.watch else None
+        if not self.watch:
+            return y, None
+        return y, p.view(*self.counts.shape, -1, 1, self.length)
+
+    def without_gaps(self, late: Tensor, pos: Tensor) -> Tensor:
+        """Hide the empty ones of the later slots (B·H, G, n) with pos (B·H, n); here none is."""
+        return late
 
     def stored(self) -> list[Stored]:
         if not self.packed:
             return super().stored()
-        old = [
-            Stored(x, x.numel(), model_dtype=name != "bias")
+        stored = [
+            Stored(x, x.numel(), model_dtype=name in ("k", "v"))
             for name, x in self.packed.items()
         ]
-        new = [
-            Stored(x, self.new(name).numel(), model_dtype=name in ("k", "v"))
-            for name, x in self.slots.items()
-        ]
-        return (
-            old
-            + new
-            + [Stored(x, x.numel(), model_dtype=x.dim() > 3) for x in self.beside()]
-        )
-
-    def beside(self) -> list[Tensor]:
-        return [] if self.counts is None else [self.counts]
+        live = int((self.new("pos") != NEVER).sum())
+        for name, x in self.slots.items():
+            stored.append(
+                Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
+            )
+        return stored + [whole(self.counts)] + self.remembered()
 
 
-def keep_highest(caches: list[PackedCache], scores: list[Tensor], budget: int):
-    """Keep the highest scores (B, H, S) of all heads of all caches: `budget` entries a head on average.
+def keep_highest(layers: list[PackedSlots], scores: list[Tensor], budget: int):
+    """Keep the highest scores (B, H, S) of all heads of all layers: `budget` entries a head.
 
-    If scores are equal, the newest token of the last head of the last cache stays. A score of −∞
-    never stays.
+    That is the mean over heads. If scores are equal, the newest token of the last head of the last
+    layer stays. A score of −∞ never stays.
     """
-    device, S = scores[-1].device, max(x.shape[2] for x in scores)
-    scores = [
-        x.masked_fill(cache.pos == NEVER, -torch.inf).to(device)
-        for cache, x in zip(caches, scores)
-    ]
-    # (B, L, H, S)
-    ranked = torch.stack(
-        [F.pad(x, (0, S - x.shape[2]), value=-torch.inf) for x in scores], 1
-    )
+    device = scores[-1].device
+    S = max(x.shape[2] for x in scores)
+    ranked = []
+    for layer, x in zip(layers, scores):
+        x = x.masked_fill(layer.pos == NEVER, -torch.inf).to(device)
+        ranked.append(F.pad(x, (0, S - x.shape[2]), value=-torch.inf))
+    ranked = torch.stack(ranked, 1)  # (B, L, H, S)
+
     L, H = ranked.shape[1:3]
-    kept = top(ranked.flatten(1), L * H * budget).view_as(ranked) & (
-        ranked > -torch.inf
-    )
-    for cache, stays in zip(caches, kept.unbind(1)):
-        cache.keep_chosen(stays[:, :, : cache.length].to(cache.pos.device))
+    kept = top(ranked.flatten(1), L * H * budget).view_as(ranked)
+    kept = kept & (ranked > -torch.inf)
+    for layer, stays in zip(layers, kept.unbind(1)):
+        layer.keep_chosen(stays[:, :, : layer.length].to(layer.pos.device))

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from methods.baselines.snap_kv import SnapKV
 from nanollm.ranking import top
+from nanollm.window import Window
 
 
-@dataclass(eq=False)
+@dataclass
 class AdaKV(SnapKV):
     # fraction of the budget dealt out evenly, f (authors' code: 0.2 or 0.5); 1 is SnapKV
     floor: float = 0.2
@@ -39,8 +40,8 @@ class AdaKV(SnapKV):
                 f"floor is {self.floor}; it is a fraction of the budget, between 0 and 1"
             )
 
-    def budgets(self, scores: Tensor) -> Tensor:
-        return shared(self.pool(scores.mean(2)), self.room, self.floor)
+    def budgets(self, window: Window, scores: Tensor) -> Tensor:
+        return shared(window.pool(scores.mean(2)), window.room, self.floor)
 
 
 def shared(score: Tensor, mean: int, floor: float) -> Tensor:

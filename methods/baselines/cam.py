@@ -22,82 +22,90 @@ The authors' scripts keep sinks and recent tokens. They differ from one another:
 """
 
 from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
 
-from methods.scissorhands import BudgetCache
-from nanollm.cache import ALL, PerEntry
+from methods.scissorhands import BudgetSlots, check_leaving, leaving
+from nanollm.cache import ALL, Method, Slots
 from nanollm.check import check_seed, whole
 from nanollm.ranking import expand_index, indices, top
 
 
-@dataclass(eq=False)
-class CaM(BudgetCache):
-    # fraction of the budget for the newest tokens; the rest goes to heavy hitters
-    recent: float = 0.5
-    # entries evicted when the cache is full; more at a time read faster
-    at_a_time: int | None = 1
-    # kept tokens that share an evicted value, m; the last m if fewer follow
-    targets: int = 32
-    # of the coins, which differ by layer, head and text of the batch
-    seed: int = 0
-    accumulated = PerEntry()  # A: attention that an entry got from all queries so far
+@dataclass
+class CaM(Method):
+    budget: int  # slots per key/value head
+    recent: float = (
+        0.5  # fraction of the budget for the newest tokens; the rest: heavy hitters
+    )
+    at_a_time: int | None = 1  # entries evicted when full; more at a time read faster
+    targets: int = (
+        32  # kept tokens that share an evicted value, m; the last m if fewer follow
+    )
+    seed: int = 0  # of the coins, which differ by layer, head and text of the batch
     watch = ALL
+    entry = {
+        "accumulated": torch.float32
+    }  # A: attention that an entry got from all queries
+    store = BudgetSlots
 
     def __post_init__(self):
-        super().__post_init__()
         whole("targets", self.targets, 1)
         check_seed(self.seed, 1000)
-        self.generator = None
+        check_leaving(self.budget, self.newest, self.at_a_time)
 
+    @property
     def newest(self) -> int:
+        """Return how many of the newest entries are never evicted."""
         return max(1, round(self.recent * self.budget))
 
-    def observe(self, q: Tensor, p: Tensor):
-        self.accumulated += p.sum((2, 3), dtype=torch.float32)
-        super().observe(q, p)
+    def observe(self, layer: Slots, q: Tensor, p: Tensor):
+        new = p.sum((2, 3), dtype=torch.float32)
+        layer.put("accumulated", layer.slot("accumulated") + new)
 
-    def importance(self) -> Tensor:
-        return self.accumulated
-
-    def shrink(self, score: Tensor, budget: int):
-        # `top` needs slots in the order of their tokens, as they are here
-        kept = top(score, budget)
+    def evict(self, layer: Slots):
+        newest = layer.pos >= layer.seen - self.newest
+        score = layer.slot("accumulated").masked_fill(newest, math.inf)
+        leave = leaving(self.budget, self.newest, self.at_a_time)
+        kept = top(
+            score, self.budget - leave
+        )  # the slots are in the order of their tokens
         stay = indices(kept)
-        self.merge(indices(~kept), stay)
-        self.keep(stay)
+        self.merge(layer, indices(~kept), stay)
+        layer.keep(stay)
 
-    def merge(self, leave: Tensor, stay: Tensor):
+    def merge(self, layer: Slots, leave: Tensor, stay: Tensor):
         """Add each value of the slots `leave` whose coin wins to m values of the slots `stay`.
 
         leave (B, H, n), stay (B, H, kept).
         """
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(
-                1000 * self.seed + self.layer
-            )
-        attention, kept = self.accumulated, stay.shape[2]
+        if "coins" not in layer.state:
+            seed = 1000 * self.seed + layer.index
+            layer.state["coins"] = torch.Generator().manual_seed(seed)
+        attention = layer.slot("accumulated")
+        kept = stay.shape[2]
         m = min(self.targets, kept)
 
         # M: one coin for each value that leaves
         p = attention.gather(2, leave) / attention.gather(2, stay).mean(
             -1, keepdim=True
         )
-        coin = torch.rand(p.shape, generator=self.generator).to(p.device) < p
+        coin = torch.rand(p.shape, generator=layer.state["coins"]).to(p.device) < p
 
-        # its m targets start at the first kept token after it; example with m = 2:
-        # kept tokens 0 3 5 8, evicted 4 → targets 5 8; evicted 6 → only 8 follows, so again the
-        # last two, 5 8
-        after = torch.searchsorted(self.pos.gather(2, stay), self.pos.gather(2, leave))
+        # its m targets start at the first kept token after it; example with m = 2, kept tokens
+        # 0 3 5 8: evicted 4 → targets 5 8; evicted 6 → only 8 follows, so again the last two, 5 8
+        after = torch.searchsorted(
+            layer.pos.gather(2, stay), layer.pos.gather(2, leave)
+        )
         first = after.clamp(max=kept - m).unsqueeze(-1)
         j = torch.arange(kept, device=stay.device)
-        # (B, H, n, kept)
-        share = (coin.unsqueeze(-1) & (j >= first) & (j < first + m)).to(self.v) / m
+        target = (j >= first) & (j < first + m)
+        share = (coin.unsqueeze(-1) & target).to(layer.v) / m  # (B, H, n, kept)
 
         # V_j ← V_j + M V_i / m
-        merged = share.mT @ self.v.gather(2, expand_index(leave, self.v))
-        self.v.scatter_add_(2, expand_index(stay, self.v), merged)
+        merged = share.mT @ layer.v.gather(2, expand_index(leave, layer.v))
+        layer.put("v", layer.v.scatter_add(2, expand_index(stay, layer.v), merged))
 
 
 variants = {"cam": CaM}

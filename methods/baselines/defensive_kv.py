@@ -21,7 +21,6 @@ Differs from the paper's code:
 """
 
 from dataclasses import dataclass
-from functools import partial
 import math
 
 import torch
@@ -29,16 +28,17 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.critical_kv import value_norms
+from nanollm.cache import Slots
 from nanollm.packed import keep_highest
 from nanollm.ranking import rank
-from nanollm.window import WindowCache, window_rows
+from nanollm.window import Window, WindowMethod
 
 
-@dataclass(eq=False)
-class DefensiveKV(WindowCache):
+@dataclass
+class DefensiveKV(WindowMethod):
+    """Rank the entries of a layer's heads together."""
+
     mass: float = 0.9  # attention that stage 1 gathers by weight alone
-    # True: rank the entries of all layers and heads together; False: of a layer's heads
-    across: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,42 +47,48 @@ class DefensiveKV(WindowCache):
                 f"mass is {self.mass}; it is a part of the attention, between 0 and 1"
             )
 
-    @classmethod
-    def compress(cls, model, tokens: Tensor, caches: list["DefensiveKV"]):
-        budget, across = caches[0].budget, caches[0].across
-        if caches[0].seen > budget:
-            for group in [caches] if across else [[cache] for cache in caches]:
-                keep_highest(group, [cache.worst_case() for cache in group], budget)
+    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+        if layers[0].seen > self.budget:
+            for layer in layers:
+                keep_highest(
+                    [layer], [self.worst_case(self.window(layer, tokens))], self.budget
+                )
 
-    def worst_case(self) -> Tensor:
+    def worst_case(self, window: Window) -> Tensor:
         """Return c (B, H, S); infinite for the entries of stage 1 and of the window."""
-        n, w = self.before, self.length - self.before
-        # (B, H, G, w, S)
-        rows = window_rows(*self.observed())
-        score = self.risk(rows[..., :n]) * F.normalize(self.norms(), p=1, dim=-1)
+        n = window.n
+        w = window.w
+        rows = window.rows()  # (B, H, G, queries, S)
+        norms = F.normalize(self.norms(window), p=1, dim=-1)
+        score = self.risk(window, rows[..., :n]) * norms
 
-        # (B, H, S)
-        mean = rows.mean((2, 3))
-        place = rank(mean[..., :n], self.pos[:, :, :n])
-        gathered = mean[..., :n].sort(-1, descending=True).values.cumsum(-1) + mean[
-            ..., n:
-        ].sum(-1, True)
+        mean = rows.mean((2, 3))  # (B, H, S)
+        place = rank(mean[..., :n], window.layer.pos[:, :, :n])
+        gathered = mean[..., :n].sort(-1, descending=True).values.cumsum(-1)
+        gathered = gathered + mean[..., n:].sum(-1, keepdim=True)
         needed = (gathered < self.mass).sum(-1, keepdim=True).clamp(max=self.budget - w)
         return F.pad(
             score.masked_fill(place < needed, math.inf), (0, w), value=math.inf
         )
 
-    def risk(self, rows: Tensor) -> Tensor:
-        """Return max(r, mean r), (B, H, S − w), of the window's attention (B, H, G, w, S − w)."""
-        risk = self.pool(rows.amax((2, 3)))
+    def risk(self, window: Window, rows: Tensor) -> Tensor:
+        """Return max(r, mean r), (B, H, n), of the window's attention (B, H, G, queries, n)."""
+        risk = window.pool(rows.amax((2, 3)))
         return torch.maximum(risk, risk.mean(-1, keepdim=True))
 
-    def norms(self) -> Tensor:
-        """Return N (B, H, S − w)."""
-        return value_norms(self.v[:, :, : self.before], self.w_o).mean(2)
+    def norms(self, window: Window) -> Tensor:
+        """Return N (B, H, n)."""
+        layer = window.layer
+        return value_norms(layer.v[:, :, : window.n], layer.w_o).mean(2)
 
 
-variants = {
-    "defensive_kv": DefensiveKV,
-    "layer_defensive_kv": partial(DefensiveKV, across=True),
-}
+class LayerDefensiveKV(DefensiveKV):
+    """Rank the entries of all layers and heads together."""
+
+    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+        if layers[0].seen > self.budget:
+            scores = [self.worst_case(self.window(layer, tokens)) for layer in layers]
+            keep_highest(layers, scores, self.budget)
+
+
+variants = {"defensive_kv": DefensiveKV, "layer_defensive_kv": LayerDefensiveKV}

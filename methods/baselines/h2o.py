@@ -17,32 +17,34 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.cache import ALL, PerEntry, ScoredCache
+from nanollm.cache import ALL, Scored, Slots
 from nanollm.check import check_budget
 
 
-@dataclass(eq=False)
-class H2O(ScoredCache):
-    # fraction of the budget for the newest tokens; the rest goes to heavy hitters
-    recent: float = 0.5
-    accumulated = PerEntry()  # F_t: attention that an entry got from all queries so far
+@dataclass
+class H2O(Scored):
+    recent: float = (
+        0.5  # fraction of the budget for the newest tokens; the rest: heavy hitters
+    )
     watch = ALL
+    entry = {
+        "accumulated": torch.float32
+    }  # F_t: attention that an entry got from all queries
 
     def __post_init__(self):
-        super().__post_init__()
         if not 0 <= self.recent <= 1:
             raise ValueError(
                 f"recent is {self.recent}; it is a fraction of the budget, between 0 and 1"
             )
         check_budget(self.budget, 2, "one heavy hitter and the newest token")
 
-    def observe(self, q: Tensor, p: Tensor):
-        self.accumulated += p.sum((2, 3), dtype=torch.float32)
-        super().observe(q, p)
+    def observe(self, layer: Slots, q: Tensor, p: Tensor):
+        new = p.sum((2, 3), dtype=torch.float32)
+        layer.put("accumulated", layer.slot("accumulated") + new)
 
-    def score(self) -> Tensor:
-        newest = self.seen - max(1, round(self.recent * self.budget))
-        return self.accumulated.masked_fill(self.pos >= newest, math.inf)
+    def score(self, layer: Slots) -> Tensor:
+        newest = layer.seen - max(1, round(self.recent * self.budget))
+        return layer.slot("accumulated").masked_fill(layer.pos >= newest, math.inf)
 
 
 variants = {"h2o": H2O}

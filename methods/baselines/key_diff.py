@@ -12,12 +12,12 @@ paper compresses block by block. After the prompt one entry leaves at each step,
 from torch import Tensor
 
 from nanollm.attention import wide
-from nanollm.cache import ScoredCache
+from nanollm.cache import Scored, Slots
 
 
-class KeyDiff(ScoredCache):
-    def score(self) -> Tensor:
-        return -likeness(self.k)
+class KeyDiff(Scored):
+    def score(self, layer: Slots) -> Tensor:
+        return -likeness(layer.k)
 
 
 def likeness(k: Tensor) -> Tensor:

@@ -28,29 +28,27 @@ import math
 import torch
 from torch import Tensor
 
-from nanollm.attention import probabilities
-from nanollm.cache import NEVER, TILE, crop
+from nanollm.attention import probabilities, visible
+from nanollm.cache import NEVER, Method, Slots
 from nanollm.check import check_budget, whole
 from nanollm.generate import prefill
-from nanollm.packed import PackedCache, keep_highest
+from nanollm.packed import keep_highest
 from nanollm.ranking import indices, taken
+from nanollm.slots import TILE
 
 # first tokens of the prompt; the softmax of each piece covers them, as the paper's system prompt
 SYSTEM = 4
 BEFORE = 8  # tokens that lead to a piece
 
 
-@dataclass(eq=False)
-class KVzip(PackedCache):
-    # slots per key/value head at the prompt's end, mean over all heads of all layers
-    budget: int
+@dataclass
+class KVzip(Method):
+    budget: int  # slots per key/value head at the prompt's end, mean over all heads of all layers
     recent: int = 0  # newest entries of each head, which stay whatever their scores
     sinks: int = 0  # first entries of each head, which stay whatever their scores
     piece: int = 512  # tokens per piece of the reread
-    appends = True
 
     def __post_init__(self):
-        super().__post_init__()
         whole("recent", self.recent, 0)
         whole("sinks", self.sinks, 0)
         whole("piece", self.piece, 1)
@@ -60,56 +58,63 @@ class KVzip(PackedCache):
             f"{self.sinks} sinks and the newest {self.recent} stay, and one more",
         )
 
-    @classmethod
-    def compress(cls, model, tokens: Tensor, caches: list["KVzip"]):
-        first, T = caches[0], tokens.shape[1]
-        if T > first.budget:
-            scores = cls.scores(model, tokens, caches)
-            stays = [
-                (cache.pos < first.sinks) | (cache.pos >= T - first.recent)
-                for cache in caches
-            ]
-            scores = [x.masked_fill(stay, math.inf) for x, stay in zip(scores, stays)]
-            keep_highest(caches, scores, first.budget)
+    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+        T = tokens.shape[1]
+        if T <= self.budget:
+            return
+        scores = []
+        for layer, score in zip(layers, self.scores(model, tokens, layers)):
+            stays = (layer.pos < self.sinks) | (layer.pos >= T - self.recent)
+            scores.append(score.masked_fill(stays, math.inf))
+        keep_highest(layers, scores, self.budget)
 
-    @classmethod
-    def scores(cls, model, tokens: Tensor, caches: list["KVzip"]) -> list[Tensor]:
-        """Read tokens (B, T) once more behind themselves, in pieces; return S (B, H, S) of each cache."""
-        T, n = tokens.shape[1], caches[0].piece
-        for cache in caches:
-            # an earlier turn was compressed: empty slots go to the end
-            if cache.ragged:
-                cache.keep(indices(cache.pos != NEVER))
-            cache.reserve(cache.length + min(n + BEFORE, T))
-        scores = [torch.zeros_like(cache.pos, dtype=torch.float32) for cache in caches]
-        for start in range(0, T, n):
-            own = range(start, min(start + n, T))
-            readers = [Reread(cache, own, T, x) for cache, x in zip(caches, scores)]
+    def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
+        """Reread tokens (B, T) behind themselves, in pieces; return S (B, H, S) of each layer."""
+        T = tokens.shape[1]
+        for layer in layers:
+            if (
+                layer.ragged
+            ):  # an earlier turn was compressed: empty slots go to the end
+                layer.keep(indices(layer.pos != NEVER))
+            layer.reserve(layer.length + min(self.piece + BEFORE, T))
+
+        scores = [torch.zeros_like(layer.pos, dtype=torch.float32) for layer in layers]
+        for start in range(0, T, self.piece):
+            own = range(start, min(start + self.piece, T))
+            readers = [Reread(layer, own, T, x) for layer, x in zip(layers, scores)]
             prefill(model, tokens[:, max(start - BEFORE, 0) : own.stop], readers)
-            crop(caches, T)
+            for layer in layers:
+                layer.crop(T)
         return scores
 
 
 class Reread:
-    """Stands in for a cache while the decoder reads a piece of the prompt again, and updates S.
+    """Stands in for a store while the decoder reads a piece of the prompt again, and updates S.
 
     own: the positions that the piece repeats. T: tokens of the first pass. scores: S (B, H, S),
     changed.
     """
 
-    def __init__(self, cache: KVzip, own: range, T: int, scores: Tensor):
-        self.cache, self.own, self.T, self.scores = cache, own, T, scores
+    def __init__(self, layer: Slots, own: range, T: int, scores: Tensor):
+        self.layer = layer
+        self.own = own
+        self.T = T
+        self.scores = scores
 
-    # all else that the decoder asks for is the cache's
-    def __getattr__(self, name: str):
-        return getattr(self.cache, name)
+    @property
+    def seen(self) -> int:
+        return self.layer.seen
+
+    @property
+    def slots(self) -> dict[str, Tensor]:
+        return self.layer.slots
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        self.cache.write(k, v, pos)
+        self.layer.write(k, v, pos)
         self.look(q, pos)
-        if self.cache.layer == len(self.cache.model.blocks) - 1:
+        if self.layer.index == len(self.layer.model.blocks) - 1:
             return torch.zeros_like(q)  # nothing uses the reread's logits
-        return self.cache.attention(q, pos)[0]
+        return self.layer.attention(q, pos)[0]
 
     def look(self, q: Tensor, pos: Tensor):
         """Score the entries that the piece repeats, by its queries q (B, H·G, T, D) at pos.
@@ -117,29 +122,29 @@ class Reread:
         The softmax covers the first tokens, these entries, and the piece's own tokens up to the
         query.
         """
-        slot_pos = self.cache.pos
+        slot_pos = self.layer.pos
         own = (slot_pos >= self.own.start) & (slot_pos < self.own.stop)
-        i = indices(
-            own | (slot_pos < SYSTEM) | (slot_pos >= self.T) & (slot_pos != NEVER)
-        )
-        empty, i = i < 0, i.clamp(min=0)
+        piece = (slot_pos >= self.T) & (slot_pos != NEVER)
+        i = indices(own | (slot_pos < SYSTEM) | piece)
+        empty = i < 0
+        i = i.clamp(min=0)
         own = own.gather(2, i) & ~empty
-        keys, slot_pos = (
-            taken(self.cache.k, i),
-            slot_pos.gather(2, i).masked_fill(empty, NEVER),
-        )
+        keys = taken(self.layer.k, i)
+        slot_pos = slot_pos.gather(2, i).masked_fill(empty, NEVER)
+
         end = keys.shape[2] - q.shape[2]
-        # probabilities take much memory
-        for some, at in zip(q.split(TILE, 2), pos.split(TILE, 1)):
-            # without later tokens
-            end = keys.shape[2] if self.cache.ragged else end + some.shape[2]
-            highest = probabilities(
-                some, keys[:, :, :end], slot_pos[:, :, :end], None, at
-            ).amax((2, 3))
+        for some, at in zip(
+            q.split(TILE, 2), pos.split(TILE, 1)
+        ):  # probabilities take much memory
+            if self.layer.ragged:
+                end = keys.shape[2]
+            else:  # without the tokens after these queries
+                end = end + some.shape[2]
+            mask = visible(slot_pos[:, :, :end], None, at)
+            highest = probabilities(some, keys[:, :, :end], mask).amax((2, 3))
             mine = own[:, :, :end]
-            self.scores.scatter_reduce_(
-                2, i[:, :, :end] * mine, highest.float() * mine, "amax"
-            )
+            where = i[:, :, :end] * mine
+            self.scores.scatter_reduce_(2, where, highest.float() * mine, "amax")
 
 
 variants = {"kvzip": KVzip, "kvzip_recent": partial(KVzip, recent=8)}

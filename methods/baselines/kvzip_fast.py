@@ -22,8 +22,7 @@ Differs from the paper:
   `sinks` keeps the first 4, because attention sinks are there on *learned* and on SmolLM2.
 - The gates learn from plain text, without questions or facts.
 
-The gates belong to the decoder, so `bytes` does not count them. Without gates the newest entries
-stay.
+The gates belong to the decoder, so `bytes` does not count them.
 """
 
 from dataclasses import dataclass
@@ -34,106 +33,80 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from methods.baselines.kvzip import KVzip
-from nanollm.cache import LayerCache, make_cache
+from nanollm.cache import Slots, make_cache
 from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 
 
-def gate_inputs(cache: LayerCache, q: Tensor) -> Tensor:
+def gate_inputs(layer: Slots, q: Tensor) -> Tensor:
     """Return x, (B, T, n): q, k and v of all heads before rotation, of the T newest tokens.
 
     q (B, H·G, T, D) are their queries; keys and values come from the cache.
     """
-    k, v, pos = (x[:, :, -q.shape[2] :] for x in (cache.k, cache.v, cache.pos))
-    cos, sin = rope(cache.freq, pos[:, 0])  # undo the rotation
-    q, k = rotate(q, cos, -sin), rotate(k, cos, -sin)
+    T = q.shape[2]
+    k = layer.k[:, :, -T:]
+    v = layer.v[:, :, -T:]
+    cos, sin = rope(layer.freq, layer.pos[:, 0, -T:])
+    q = rotate(q, cos, -sin)  # undo the rotation
+    k = rotate(k, cos, -sin)
     return torch.cat((q, k, v), 1).transpose(1, 2).flatten(2).float()
 
 
-@dataclass(eq=False)
+@dataclass
 class FastKVzip(KVzip):
-    # (L, n + 1, H): per layer W, then b as the last row; None: the newest stay
+    # (L, n + 1, H): per layer W, then b as the last row; `calibrate` makes them
     gates: Tensor | None = None
-    # newest entries of each head, which stay whatever their scores
-    recent: int = 8
-    # first entries of each head, which stay whatever their scores
-    sinks: int = 4
+    recent: int = 8  # newest entries of each head, which stay whatever their scores
+    sinks: int = 4  # first entries of each head, which stay whatever their scores
 
     def __post_init__(self):
         super().__post_init__()
-        self.entry_scores = None  # s, (B, H, tokens of the prompt so far)
-        if self.gates is not None and not self.gates.isfinite().all():
+        name = type(self).__name__
+        if self.gates is None:
             raise ValueError(
-                "gates contain NaN or infinite numbers; "
-                "use those that FastKVzip.calibrate makes"
+                f"{name} needs gates; give those that {name}.calibrate makes"
+            )
+        if not self.gates.isfinite().all():
+            raise ValueError(
+                f"gates contain NaN or infinite numbers; use those that {name}.calibrate makes"
             )
 
-    def link(self, model, layer: int):
-        super().link(model, layer)
-        if self.freq is None:
+    def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
+        if layer.prompt_done:
+            return
+        x = gate_inputs(layer, q)
+        right = len(layer.model.blocks), x.shape[2] + 1, layer.k.shape[1]
+        if self.gates.shape != right:
             raise ValueError(
-                "FastKVzip undoes the keys' rotation, and this model's is not known; use KVzip"
+                f"gates {tuple(self.gates.shape)} must be {right} for this decoder; "
+                "use those that FastKVzip.calibrate makes for it"
             )
+        W, b = self.gates[layer.index].to(x).split((x.shape[2], 1))
+        score = (x @ W + b[0]).mT  # without σ, which does not change the order
+        earlier = [layer.notes["score"]] if "score" in layer.notes else []
+        layer.notes["score"] = torch.cat((*earlier, score), 2)
 
-    def observe(self, q: Tensor, p: Tensor | None):
-        if not self.prompt_done:
-            x = gate_inputs(self, q)
-            if self.gates is None:
-                score = self.pos[:, :, -q.shape[2] :].float()
-            elif self.gates.shape != (
-                right := (len(self.model.blocks), x.shape[2] + 1, self.k.shape[1])
-            ):
-                raise ValueError(
-                    f"gates {tuple(self.gates.shape)} must be {right} for this decoder; "
-                    "use those that FastKVzip.calibrate makes for it"
-                )
-            else:
-                *W, b = self.gates[self.layer].to(x).split((x.shape[2], 1))
-                score = (x @ W[0] + b).mT  # without σ, which does not change the order
-            before = [] if self.entry_scores is None else [self.entry_scores]
-            self.entry_scores = torch.cat((*before, score), 2)
-        super().observe(q, p)
-
-    def crop(self, n: int):
-        super().crop(n)
-        if self.entry_scores is not None:
-            self.entry_scores = self.entry_scores[:, :, :n]
-
-    @classmethod
-    def scores(cls, model, tokens: Tensor, caches: list["FastKVzip"]) -> list[Tensor]:
+    def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
         """Return the scores from the first pass; nothing is read again."""
-        if caches[0].entry_scores.shape[2] < tokens.shape[1]:
+        T = tokens.shape[1]
+        if layers[0].notes["score"].shape[2] < T:
             raise ValueError(
-                "FastKVzip has forgotten the scores of earlier turns; compress once, "
-                "or use KVzip"
+                "FastKVzip has forgotten the scores of earlier turns; compress once, or use KVzip"
             )
-        return [cache.entry_scores for cache in caches]
-
-    def forget_prompt(self):
-        self.entry_scores = None
-
-    def beside(self) -> list[Tensor]:
-        return super().beside() + (
-            [] if self.entry_scores is None else [self.entry_scores]
-        )
+        return [layer.notes["score"][:, :, :T] for layer in layers]
 
     @staticmethod
     def calibrate(model, tasks) -> dict:
-        """Return the options that depend on the decoder. tasks: `lab.tasks.Tasks` of the training text."""
+        """Return the options that depend on the decoder. tasks: `Tasks` of the training text."""
         return dict(gates=fit(*lessons(model, tasks)))
 
 
-@dataclass(eq=False)
 class Teacher(KVzip):
-    """KVzip that also records the gates' inputs."""
+    """KVzip that also notes the gates' inputs, (B, tokens of the prompt so far, n), in CPU memory."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.inputs = []  # one tensor per piece of the prompt
-
-    def observe(self, q: Tensor, p: Tensor | None):
-        self.inputs.append(gate_inputs(self, q).cpu())
-        super().observe(q, p)
+    def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
+        earlier = [layer.notes["inputs"]] if "inputs" in layer.notes else []
+        layer.notes["inputs"] = torch.cat((*earlier, gate_inputs(layer, q).cpu()), 1)
 
 
 @torch.no_grad()
@@ -151,24 +124,24 @@ def lessons(
     They are of all tokens of `documents` documents, divided evenly among `task_names`. `rows`
     documents are read at a time.
     """
-    # half of max_len: a document is read twice
-    x, y, T = [], [], min(T, (model.config.max_len - 8) // 2)
+    T = min(
+        T, (model.config.max_len - 8) // 2
+    )  # half of max_len: a document is read twice
+    device = model.embed.weight.device
+    x = []
+    y = []
     for task in task_names:
         batch = tasks.batch(task, seed, documents // len(task_names), T)
         parts = torch.from_numpy(batch.tokens).split(rows)
         for text in tqdm(parts, "lessons of the gates", leave=False, disable=None):
-            text, caches = (
-                text.to(model.embed.weight.device),
-                make_cache(model, Teacher, budget=T),
-            )
-            prefill(model, text, caches, 64)
+            text = text.to(device)
+            layers = make_cache(model, Teacher, budget=T)
+            prefill(model, text, layers, 64)
+            scores = layers[0].method.scores(model, text, layers)
             x.append(
-                torch.stack(
-                    [torch.cat(cache.inputs, 1).flatten(0, 1) for cache in caches]
-                )
+                torch.stack([layer.notes["inputs"].flatten(0, 1) for layer in layers])
             )
-            scores = KVzip.scores(model, text, caches)
-            y.append(torch.stack([x.mT.flatten(0, 1).cpu() for x in scores]))
+            y.append(torch.stack([score.mT.flatten(0, 1).cpu() for score in scores]))
     return torch.cat(x, 1), torch.cat(y, 1)
 
 
@@ -184,12 +157,12 @@ def fit(
 
     Adam minimises the BCE, with `rows` random tokens per step.
     """
-    mean, spread = x.mean(1, keepdim=True), x.std(1, keepdim=True) + 1e-6
-    W, b = (
-        x.new_zeros(len(x), x.shape[2], y.shape[2]),
-        y.mean(1, keepdim=True).clamp(1e-6, 1 - 1e-6).logit(),
-    )
-    adam = torch.optim.Adam([W.requires_grad_(), b.requires_grad_()], rate)
+    mean = x.mean(1, keepdim=True)
+    spread = x.std(1, keepdim=True) + 1e-6
+    # begin with the mean score of each head
+    W = x.new_zeros(len(x), x.shape[2], y.shape[2]).requires_grad_()
+    b = y.mean(1, keepdim=True).clamp(1e-6, 1 - 1e-6).logit().requires_grad_()
+    adam = torch.optim.Adam([W, b], rate)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         i = torch.randint(x.shape[1], (rows,), generator=generator)

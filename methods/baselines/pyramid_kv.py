@@ -26,9 +26,10 @@ from functools import cache
 from torch import Tensor
 
 from methods.baselines.snap_kv import SnapKV
+from nanollm.window import Window
 
 
-@dataclass(eq=False)
+@dataclass
 class PyramidKV(SnapKV):
     beta: float = 20  # steepness, β: the last layer keeps 1/β of the mean; 1 is SnapKV
 
@@ -39,10 +40,11 @@ class PyramidKV(SnapKV):
                 f"beta is {self.beta}; it must be finite and at least 1 (1: all layers alike)"
             )
 
-    def budgets(self, scores: Tensor) -> int:
-        # `seen` is the same in all layers
-        before = self.seen + self.cropped - self.queries.shape[3]
-        return pyramid(self.room, len(self.model.blocks), before, self.beta)[self.layer]
+    def budgets(self, window: Window, scores: Tensor) -> int:
+        layer = window.layer
+        before = layer.seen - window.w  # the same in all layers, as `seen` is
+        numbers = pyramid(window.room, len(layer.model.blocks), before, self.beta)
+        return numbers[layer.index]
 
 
 @cache

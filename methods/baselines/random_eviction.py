@@ -12,32 +12,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanollm.cache import PerEntry, ScoredCache
+from nanollm.cache import Scored, Slots
 from nanollm.check import check_seed
 
 
-@dataclass(eq=False)
-class RandomEviction(ScoredCache):
+@dataclass
+class RandomEviction(Scored):
     seed: int = 0  # of the random priorities; each layer has its own
-    priority = PerEntry()  # uniform in [0, 1)
+    entry = {"priority": torch.float32}  # uniform in [0, 1)
 
     def __post_init__(self):
         super().__post_init__()
         check_seed(self.seed, 1000)
-        self.generator = None
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(
-                self.seed * 1000 + self.layer
-            )
-        B, H, T, _ = k.shape
+    def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
+        if "generator" not in layer.state:
+            seed = self.seed * 1000 + layer.index
+            layer.state["generator"] = torch.Generator().manual_seed(seed)
+        B, H, S = layer.pos.shape
+        T = q.shape[2]
         # drawn token by token, so the result does not depend on how the prompt is cut into pieces
-        priority = torch.rand((T, B, H), generator=self.generator).permute(1, 2, 0)
-        super().write(k, v, pos, priority=priority.to(k.device))
+        drawn = torch.rand((T, B, H), generator=layer.state["generator"]).permute(
+            1, 2, 0
+        )
+        earlier = layer.slot("priority")[:, :, : S - T]
+        layer.put("priority", torch.cat((earlier, drawn.to(earlier)), 2))
 
-    def score(self) -> Tensor:
-        return self.priority
+    def score(self, layer: Slots) -> Tensor:
+        return layer.slot("priority")
 
 
 variants = {"random": RandomEviction}

@@ -16,54 +16,57 @@ Differs from the paper:
 from dataclasses import dataclass
 
 from torch import Tensor
-import torch.nn.functional as F
 
+from nanollm.cache import Slots
 from nanollm.ranking import top
-from nanollm.window import Selection, WindowCache, window_scores
+from nanollm.window import Selection, Window, WindowMethod
 
 
 @dataclass(frozen=True)
 class HighestScores(Selection):
     """Select the entries with the highest pooled window scores."""
 
-    def __call__(
-        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
-    ) -> Tensor:
-        # c, with the mean over the group's query heads
-        pooled = cache.pool(scores.mean(2))
+    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+        pooled = window.pool(
+            scores.mean(2)
+        )  # c, with the mean over the group's query heads
         return top(pooled, budget)  # Top_{b−w}(c)
 
 
-@dataclass(eq=False)
-class SnapKV(WindowCache):
+@dataclass
+class SnapKV(WindowMethod):
     """Keep the window, and each head's highest pooled window scores.
 
-    WindowCache stores the window's queries and calls `chosen` when the prompt ends. Later tokens
-    are appended. PyramidKV and AdaKV override `budgets`; CriticalKV and ChunkKV set another
-    `select`.
+    WindowMethod remembers the window's queries. Later tokens are appended. PyramidKV and AdaKV
+    override `budgets`; CriticalKV and ChunkKV set another `select`.
     """
 
-    # chooses the entries kept in addition to the window
-    select: Selection = HighestScores()
+    select: Selection = (
+        HighestScores()
+    )  # chooses the entries kept in addition to the window
 
     def __post_init__(self):
         super().__post_init__()
         self.select.check(self)
 
-    def chosen(self) -> Tensor:
-        if self.length < self.seen and not self.select.again:
+    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+        for layer in layers:
+            if layer.seen > self.budget:
+                window = self.window(layer, tokens)
+                scores = window.scores()  # 1/w Σ_t α_t, before the window
+                self.select.apply(window, scores, self.budgets(window, scores))
+
+    def window(self, layer: Slots, tokens: Tensor) -> Window:
+        if layer.length < layer.seen and not self.select.again:
             raise ValueError(
                 f"{type(self.select).__name__} cannot choose among the entries that an earlier "
                 "turn left; compress once, or use another selection"
             )
-        scores = window_scores(*self.observed())  # 1/w Σ_t α_t, before the window
-        kept = self.select(self, scores, self.budgets(scores))
-        # and the window itself
-        return F.pad(kept, (0, self.length - self.before), value=True)
+        return super().window(layer, tokens)
 
-    def budgets(self, scores: Tensor) -> int | Tensor:
-        """Return how many entries each head keeps in addition to the window: a number, or (B, H)."""
-        return self.room
+    def budgets(self, window: Window, scores: Tensor) -> int | Tensor:
+        """Return how many entries each head keeps beside the window: a number, or (B, H)."""
+        return window.room
 
 
 variants = {"snap_kv": SnapKV}

@@ -11,69 +11,76 @@ methods here compress the same cache. After that one token leaves for each new t
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import ScoredCache
+from nanollm.cache import Scored, Slots
 from nanollm.check import check_budget
 from nanollm.model import rope, rotate
+from nanollm.slots import Stored, whole
 
 
-@dataclass(eq=False)
-class StreamingLLM(ScoredCache):
+class SinkSlots(Slots):
+    """Plain slots whose first entries, the sinks, move up to the newest ones as others leave.
+
+    Example: with 2 sinks, positions 0 1 8 9 are read as 6 7 8 9.
+    """
+
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.sink_keys = (
+            None  # (B, H, sinks, D), rotated by their positions in the text
+        )
+        if self.model is not None and getattr(self.model, "positions", None):
+            raise ValueError(
+                "relative positions need RoPE over whole heads, which this model does not have; "
+                "use streaming_llm_absolute"
+            )
+        self.angles = self.freq  # ValueError if they are unknown
+
+    def evict(self):
+        super().evict()
+        sinks = self.method.sinks
+        gap = self.seen - self.length
+        if sinks and gap:
+            if self.sink_keys is None:
+                self.sink_keys = self.k[:, :, :sinks].clone()
+            angles = rope(self.angles, torch.tensor([gap], device=self.angles.device))
+            self.k[:, :, :sinks] = rotate(self.sink_keys, *angles)
+
+    def stored(self) -> list[Stored]:
+        sinks = [] if self.sink_keys is None else [whole(self.sink_keys)]
+        return super().stored() + sinks
+
+
+@dataclass
+class StreamingLLM(Scored):
+    """Positions count inside the cache, as in the paper."""
+
     sinks: int = 4  # first tokens, which are never evicted, s
-    # True: positions inside the cache (paper); False: in the text (NVIDIA/kvpress)
-    relative: bool = True
+    store = SinkSlots
 
     def __post_init__(self):
-        super().__post_init__()
         if self.sinks < 0:
             raise ValueError(f"sinks is {self.sinks}; it must be at least 0")
         check_budget(
             self.budget, self.sinks + 1, f"{self.sinks} sinks and the newest token"
         )
-        self.sink_keys = None  # the sinks' keys, rotated by their positions in the text
 
-    def link(self, model, layer: int):
-        super().link(model, layer)
-        if self.relative and (getattr(model, "positions", None) or self.freq is None):
-            raise ValueError(
-                "relative positions need RoPE over whole heads, which this model does not have; "
-                "use streaming_llm_absolute (relative=False)"
-            )
+    def score(self, layer: Slots) -> Tensor:
+        return (
+            layer.pos < self.sinks
+        ).float()  # of the others, which score alike, the newest stay
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        dropped = self.seen - self.length
-        if self.relative and dropped and self.sinks:
-            # Close the gap: move the sinks up to the window, by the number of dropped tokens.
-            # Example: with 2 sinks, positions 0 1 8 9 become 6 7 8 9.
-            if self.sink_keys is None:
-                self.sink_keys = self.k[:, :, : self.sinks].clone()
-            angles = rope(self.freq, torch.tensor([dropped], device=self.freq.device))
-            self.k[:, :, : self.sinks] = rotate(self.sink_keys, *angles)
-        return super().read()
 
-    def evict(self):
-        if not self.length == self.seen > self.budget:
-            return super().evict()
-        # in the order of the tokens
-        slot = torch.arange(self.length, device=self.pos.device)
-        kept = torch.cat(
-            (slot[: self.sinks], slot[self.sinks + self.length - self.budget :])
-        )
-        self.keep(kept.expand(*self.pos.shape[:2], -1))
+class AbsoluteStreamingLLM(StreamingLLM):
+    """Positions count in the text, as in NVIDIA/kvpress."""
 
-    def score(self) -> Tensor:
-        # of the others, which score alike, the newest stay
-        return (self.pos < self.sinks).float()
-
-    def beside(self) -> list[Tensor]:
-        return [] if self.sink_keys is None else [self.sink_keys]
+    store = None
 
 
 variants = {
     "streaming_llm": StreamingLLM,
-    "streaming_llm_absolute": partial(StreamingLLM, relative=False),
+    "streaming_llm_absolute": AbsoluteStreamingLLM,
 }

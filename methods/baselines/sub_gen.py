@@ -24,17 +24,17 @@ Differs from the papers:
 theory/clustering.py has the constants that the lemmas leave open. D is the paper's d.
 """
 
-from dataclasses import dataclass
 import math
 
 import torch
 from torch import Tensor
 
-from methods.tensor_attention import PairCache, remember
+from methods.tensor_attention import remember
 from nanollm.attention import wide
-from nanollm.cache import LayerCache, Stored
+from nanollm.cache import Slots
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index
+from nanollm.slots import Stored
 
 
 class Stream:
@@ -174,55 +174,65 @@ class Stream:
         ]
 
 
-@dataclass(eq=False)
-class SubGen(LayerCache):
-    """SubGen for ordinary attention."""
+class SubGen(Slots):
+    """SubGen for ordinary attention: a store without slots, whose method keeps everything.
 
-    radius: float  # radius of a cluster around its centre, δ
-    samples: int  # keys kept per cluster, t
-    draws: int  # values kept in all, s
-    seed: int = 0  # of samples and draws; each layer has its own
-    # factor of the scores; None: 1/√D, as in the decoder; the papers: 1
-    scale: float | None = None
+    radius: of a cluster around its centre, δ. samples: keys kept per cluster, t. draws: values kept
+    in all, s. seed: of samples and draws; each layer has its own. scale: factor of the scores;
+    None: 1/√D, as in the decoder; the papers: 1.
+    """
+
     sides = 1  # streams into which k and v are split
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.radius >= 0 or self.samples < 1 or self.draws < 1:
+    def __init__(
+        self,
+        *place,
+        radius: float,
+        samples: int,
+        draws: int,
+        seed: int = 0,
+        scale: float | None = None,
+    ):
+        super().__init__(*place)
+        if not radius >= 0 or samples < 1 or draws < 1:
             raise ValueError(
-                f"radius {self.radius} must be at least 0, "
-                f"samples {self.samples} and draws {self.draws} at least 1"
+                f"radius {radius} must be at least 0, "
+                f"samples {samples} and draws {draws} at least 1"
             )
-        check_seed(self.seed, 1000)
+        check_seed(seed, 1000)
+        self.radius = radius
+        self.samples = samples
+        self.draws = draws
+        self.seed = seed
+        self.scale = scale
         self.streams: list[Stream] = []
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        self.check(q, k, v, pos)
-        B, heads, T, D = q.shape
-        q = wide(q).view(B, k.shape[1], -1, T, D) * (
-            D**-0.5 if self.scale is None else self.scale
-        )
-
-        outputs = []
-        for t in range(T):
-            self.write(k[:, :, t : t + 1], v[:, :, t : t + 1], pos[:, t : t + 1])
-            z, tau, _ = self.estimate(q[:, :, :, t])
-            outputs.append((z / tau).flatten(1, 2))
-        return torch.stack(outputs, 2).to(v)
+    def room(self, T: int) -> int:
+        return 1  # a token attends to what the tokens before it have left
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         if not self.streams:
-            generator = torch.Generator().manual_seed(self.seed * 1000 + self.layer)
-            for _ in range(self.sides):
-                like = k[..., : k.shape[-1] // self.sides]
-                self.streams.append(
-                    Stream(like, self.radius, self.samples, self.draws, generator)
-                )
-        for stream, key, value in zip(
-            self.streams, k.chunk(self.sides, -1), v.chunk(self.sides, -1)
-        ):
+            generator = torch.Generator().manual_seed(self.seed * 1000 + self.index)
+            like = k[..., : k.shape[-1] // self.sides]
+            self.streams = [
+                Stream(like, self.radius, self.samples, self.draws, generator)
+                for _ in range(self.sides)
+            ]
+        keys = k.chunk(self.sides, -1)
+        values = v.chunk(self.sides, -1)
+        for stream, key, value in zip(self.streams, keys, values):
             stream.add(key, value)
         self.seen += k.shape[2]
+
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+        """Estimate attention's output for one new token, q (B, H·G, 1, D)."""
+        stream = self.streams[0]
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        grouped = (
+            wide(q)[:, :, 0].unflatten(1, (stream.k.shape[1], -1)) * scale
+        )  # (B, H, G, D)
+        z, tau, _ = self.estimate(grouped)
+        return (z / tau).view(q.shape).to(stream.v), None
 
     def estimate(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return z (B, H, G, D) and τ (B, H, G, 1), both times e^−top, and top (B, H, G, 1).
@@ -231,18 +241,18 @@ class SubGen(LayerCache):
         """
         terms, rows = self.logs(q)
         top = torch.maximum(terms.amax(-1, keepdim=True), rows.amax(-1, keepdim=True))
-        return (
-            self.weigh((rows - top).exp()),
-            (terms - top).exp().sum(-1, keepdim=True),
-            top,
-        )
+        z = self.weigh((rows - top).exp())
+        return z, (terms - top).exp().sum(-1, keepdim=True), top
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of τ's terms (B, H, G, M·t) and of the draws' weights in z (B, H, G, s)."""
+        """Return the logarithms of τ's terms, (B, H, G, M·t), and of the draws' weights in z.
+
+        The latter are (B, H, G, s).
+        """
         (sampled, share), (drawn, weight) = self.streams[0].kept()
-        return q @ wide(sampled).mT + share.unsqueeze(2).to(q), q @ wide(
-            drawn
-        ).mT + weight.unsqueeze(2).to(q)
+        terms = q @ wide(sampled).mT + share.unsqueeze(2).to(q)
+        rows = q @ wide(drawn).mT + weight.unsqueeze(2).to(q)
+        return terms, rows
 
     def weigh(self, p: Tensor) -> Tensor:
         """Return Σ p v over the drawn values: p (B, H, G, s) → (B, H, G, D)."""
@@ -252,18 +262,17 @@ class SubGen(LayerCache):
         return [x for stream in self.streams for x in stream.stored()]
 
 
-@dataclass(eq=False)
 class SubGen2Cache(SubGen):
     """Lemma 5.2: SubGen on the stream of all pairs.
 
     New pairs are formed from every earlier token, so all tokens are stored and the memory grows.
     """
 
-    check = PairCache.check
+    vectors = 2
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.tokens = LayerCache()
+    def __init__(self, *place, **options):
+        super().__init__(*place, **options)
+        self.tokens = Slots()
 
     def write(self, k: Tensor, v: Tensor, pos: Tensor):
         for new_k, new_v in remember(self.tokens, k, v, pos):
@@ -274,7 +283,6 @@ class SubGen2Cache(SubGen):
         return super().stored() + self.tokens.stored()
 
 
-@dataclass(eq=False)
 class SubGen4Cache(SubGen):
     """Lemma 5.1: K₁ and K₂ have their own clusters, V₁ and V₂ their own draws.
 
@@ -282,29 +290,27 @@ class SubGen4Cache(SubGen):
     draw. The factored form does this without forming a pair.
     """
 
+    vectors = 2
     sides = 2
-    check = PairCache.check
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as SubGen.logs, here (B, H, G, M₁·t·M₂·t) and (B, H, G, s·s)."""
         logs = []
-        # samples, then draws
-        for (x1, log1), (x2, log2) in zip(*(stream.kept() for stream in self.streams)):
+        left, right = (stream.kept() for stream in self.streams)
+        for (x1, log1), (x2, log2) in zip(left, right):  # of samples, then of draws
             # (K₁ ∘ q) K₂ᵀ
-            score = (q.unsqueeze(3) * wide(x1).unsqueeze(2)) @ wide(x2).unsqueeze(2).mT
-            logs.append(
-                (
-                    score
-                    + log1[:, :, None, :, None].to(q)
-                    + log2[:, :, None, None].to(q)
-                ).flatten(3)
+            k1_q = q.unsqueeze(3) * wide(x1).unsqueeze(2)
+            score = k1_q @ wide(x2).unsqueeze(2).mT
+            score = (
+                score + log1[:, :, None, :, None].to(q) + log2[:, :, None, None].to(q)
             )
+            logs.append(score.flatten(3))
         return tuple(logs)
 
     def weigh(self, p: Tensor) -> Tensor:
         """Return Σ_a V₁[a] ∘ (P V₂)[a]."""
-        one, two = (wide(stream.v).unsqueeze(2) for stream in self.streams)
-        return (one * (p.unflatten(-1, (self.draws, -1)) @ two)).sum(3)
+        v1, v2 = (wide(stream.v).unsqueeze(2) for stream in self.streams)
+        return (v1 * (p.unflatten(-1, (self.draws, -1)) @ v2)).sum(3)
 
 
 variants = {}  # not in the tables: none has a budget of entries

@@ -14,20 +14,21 @@ entries at once, as in the authors' code. The paper's rule evicts one entry at e
 import torch
 from torch import Tensor
 
-from nanollm.cache import PerEntry, ScoredCache
+from nanollm.cache import Scored, Slots
 
 
-class TOVA(ScoredCache):
-    weight = PerEntry()  # attention from the newest query
+class TOVA(Scored):
     watch = 1
+    entry = {"weight": torch.float32}  # attention from the newest query
 
-    def observe(self, q: Tensor, p: Tensor):
-        # over all heads
-        self.weight = p[:, :, :, -1].mean((1, 2), dtype=torch.float32).unsqueeze(1)
-        super().observe(q, p)
+    def observe(self, layer: Slots, q: Tensor, p: Tensor):
+        mean = p[:, :, :, -1].mean(
+            (1, 2), dtype=torch.float32
+        )  # over all heads, (B, S)
+        layer.put("weight", mean.unsqueeze(1).expand(layer.pos.shape))
 
-    def score(self) -> Tensor:
-        return self.weight
+    def score(self, layer: Slots) -> Tensor:
+        return layer.slot("weight")
 
 
 variants = {"tova": TOVA}

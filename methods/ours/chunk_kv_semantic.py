@@ -15,8 +15,9 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from methods.baselines.snap_kv import SnapKV
-from methods.chunk_kv import Chunks
-from nanollm.window import Selection, WindowCache
+from methods.chunk_kv import Chunks, places
+from nanollm.tokenizer import boundaries
+from nanollm.window import Selection, Window, WindowMethod
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,21 @@ class SemanticChunks(Chunks):
     chunk_size: int = 32  # most tokens per chunk (chosen on our own tasks)
     score: str = "mean"
     fill: bool = False  # keep only whole chunks
-    again = False  # chunk ends are known for the prompt only
 
-    def check(self, cache: WindowCache):
-        pass
-
-    def cut(self, cache: WindowCache, scores: Tensor) -> Tensor:
-        # (B, T) of bool, from `tell_chunk_ends`
-        ends = getattr(cache, "chunk_ends", None)
-        known = 0 if ends is None else ends.shape[1]
-        if known < cache.seen:
+    def check(self, method: WindowMethod):
+        if method.ends is None:
             raise ValueError(
-                f"chunk ends are known for {known} of the prompt's {cache.seen} tokens; "
-                "call nanollm.generate.tell_chunk_ends(caches, ends) for all of them"
+                "semantic chunks need `ends`, which tokens end one; give those that "
+                "SemanticChunkKV.calibrate finds, boundaries(encoding, V)"
             )
-        longest = min(self.chunk_size, cache.room)
-        ends = ends[:, : scores.shape[-1]].to(scores.device)
-        return cut_at(ends, longest).unsqueeze(1).expand(scores.shape)
+
+    def cut(self, window: Window, scores: Tensor) -> Tensor:
+        ends = window.method.ends.to(scores.device)[window.tokens]
+        longest = min(self.chunk_size, window.room)
+        chunk = cut_at(ends, longest).unsqueeze(1) + 1  # of each token, (B, 1, T)
+        place = places(window)
+        chunk = chunk.expand(-1, place.shape[1], -1).gather(2, place.clamp(min=0))
+        return chunk.masked_fill(place < 0, 0)
 
 
 def cut_at(ends: Tensor, longest: int) -> Tensor:
@@ -57,12 +56,19 @@ def cut_at(ends: Tensor, longest: int) -> Tensor:
     return ((i - begin) % longest == 0).cumsum(-1) - 1
 
 
-@dataclass(eq=False)
+@dataclass
 class SemanticChunkKV(SnapKV):
-    """SnapKV with semantic chunks. Call `tell_chunk_ends(caches, ends)` before the prompt ends."""
+    """SnapKV with semantic chunks."""
 
     select: Selection = SemanticChunks()  # chooses the entries beside the window
+    ends: Tensor | None = (
+        None  # (V,): which tokens of the vocabulary end a chunk; see `calibrate`
+    )
+
+    @staticmethod
+    def calibrate(model, tasks) -> dict:
+        """Return the options that depend on the tokenizer. tasks: `Tasks` of any text."""
+        return dict(ends=boundaries(tasks.encoding, model.config.vocab_size))
 
 
 variants = {"chunk_kv_semantic": SemanticChunkKV}
-additions = {"semantic": dict(select=SemanticChunks())}

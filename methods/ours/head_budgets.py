@@ -19,52 +19,41 @@ from torch import Tensor
 
 from methods.baselines.key_diff import likeness
 from methods.baselines.kvzip import KVzip
-from nanollm.cache import NEVER, make_cache
+from nanollm.cache import NEVER, Slots, make_cache
 from nanollm.generate import prefill
 
 
-@dataclass(eq=False)
+@dataclass
 class HeadBudgets(KVzip):
     shares: Tensor | None = None  # (L, H), mean 1; None: equal budgets
-    # newest entries of each head, which stay whatever their keys
-    recent: int = 8
+    recent: int = 8  # newest entries of each head, which stay whatever their keys
     sinks: int = 4  # first entries of each head, likewise
 
-    @classmethod
-    def scores(cls, model, tokens: Tensor, caches: list["HeadBudgets"]) -> list[Tensor]:
-        """Return −(rank in the head)/share: a head with twice the share keeps twice as many entries."""
-        shares = (
-            torch.ones(len(caches), 1) if caches[0].shares is None else caches[0].shares
-        )
-        ranks = [
-            likeness(cache.k)
-            .masked_fill(cache.pos == NEVER, torch.inf)
-            .argsort(-1)
-            .argsort(-1)
-            for cache in caches
-        ]
-        return [
-            -rank / share[:, None].clamp(min=1e-6).to(rank.device)
-            for rank, share in zip(ranks, shares)
-        ]
+    def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
+        """Return −(rank in the head)/share: a head with twice the share keeps twice as many."""
+        scores = []
+        for i, layer in enumerate(layers):
+            alike = likeness(layer.k).masked_fill(layer.pos == NEVER, torch.inf)
+            rank = alike.argsort(-1).argsort(-1)
+            share = torch.ones(1) if self.shares is None else self.shares[i]
+            scores.append(-rank / share[:, None].clamp(min=1e-6).to(rank.device))
+        return scores
 
     @staticmethod
     @torch.no_grad()
     def calibrate(model, tasks) -> dict:
-        """Return the options that depend on the decoder. tasks: `lab.tasks.Tasks` of the training text."""
-        # half of max_len: the text is read twice
-        T = min(512, (model.config.max_len - 8) // 2)
-        text = torch.from_numpy(tasks.batch("plain", 0, 1, T).tokens).to(
-            model.embed.weight.device
-        )
-        prefill(model, text, caches := make_cache(model, KVzip, budget=T))
-        # (L, H, T)
-        scores = torch.stack([x[0] for x in KVzip.scores(model, text, caches)])
-        count = (
-            (scores >= scores.flatten().topk(scores.numel() // 4).values[-1])
-            .sum(-1)
-            .float()
-        )
+        """Return the options that depend on the decoder. tasks: `Tasks` of the training text."""
+        T = min(
+            512, (model.config.max_len - 8) // 2
+        )  # half of max_len: the text is read twice
+        text = torch.from_numpy(tasks.batch("plain", 0, 1, T).tokens)
+        text = text.to(model.embed.weight.device)
+        layers = make_cache(model, KVzip, budget=T)
+        prefill(model, text, layers)
+        scores = layers[0].method.scores(model, text, layers)
+        scores = torch.stack([x[0] for x in scores])  # (L, H, T)
+        least = scores.flatten().topk(scores.numel() // 4).values[-1]
+        count = (scores >= least).sum(-1).float()
         return dict(shares=count / count.mean())
 
 

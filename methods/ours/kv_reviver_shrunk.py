@@ -32,13 +32,13 @@ import math
 import torch
 from torch import Tensor
 
-from methods.baselines.count_sketch import Sketch
-from methods.kv_reviver import KVReviver
+from methods.kv_reviver import KVReviver, Sketch, SketchSlots
 from nanollm.attention import wide
-from nanollm.cache import Stored
 
-# variance of the median of 1 or 3 normals (Lemma 2)
-MEDIAN = {1: 1.0, 3: 1 - math.sqrt(3) / math.pi}
+MEDIAN = {
+    1: 1.0,
+    3: 1 - math.sqrt(3) / math.pi,
+}  # variance of the median of normals (Lemma 2)
 
 
 class MeanSketch(Sketch):
@@ -53,7 +53,6 @@ class MeanSketch(Sketch):
         return (self.x / count.clamp(min=1).unsqueeze(3)).to(self.x)
 
 
-@dataclass(eq=False)
 class MeanReviver(KVReviver):
     kind = MeanSketch
 
@@ -77,7 +76,7 @@ class SignedSketch(Sketch):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, J: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attend to exact tokens and to the slots of one row; return the output and the probabilities.
+        """Attend to exact tokens and to the slots of one row; return output and probabilities.
 
         q (B, H, G, D), exact tokens k and v (B, H, S, D), all tokens J in the sketch (B, H, a) →
         output (B, H, G, D) and probabilities (B, H, G, S + a). The result equals attention to the
@@ -87,12 +86,14 @@ class SignedSketch(Sketch):
             score of J   = q·mean + g(J) q·S[h(J)]
             Σ_J p_J v̂_J = Σ_J p_J · mean + Σ_slots (Σ_{J in slot} g(J) p_J) S
         """
-        (*shape, D), bucket, sign = q.shape, self.bucket(J), self.signs(J)
+        *shape, D = q.shape
+        bucket = self.bucket(J)
+        sign = self.signs(J)
         x, mean, factor = self.centred(bucket, sign)
         slot_k, slot_v = x.chunk(2, -1)
         q_wide = wide(q) * D**-0.5
-        # (B, H, G, a) and (B, H, 1, a)
-        slot, sign = bucket.mT.expand(*shape, -1), sign.to(q_wide).mT
+        slot = bucket.mT.expand(*shape, -1)  # (B, H, G, a)
+        sign = sign.to(q_wide).mT  # (B, H, 1, a)
 
         vague = (factor * q_wide @ wide(slot_k).mT).gather(3, slot) * sign
         if mean is not None:
@@ -112,7 +113,7 @@ class ShrunkSketch(SignedSketch):
 
     def __init__(self, k: Tensor, rows: int, width: int, seed: int):
         super().__init__(k, rows, width, seed)
-        # of all tokens in it
+        # [k | v] of all tokens in it, added up
         self.sum = wide(k[:, :, :0]).new_zeros(*k.shape[:2], 2 * k.shape[-1])
 
     def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
@@ -122,10 +123,8 @@ class ShrunkSketch(SignedSketch):
     def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
         among = J if among is None else among
         x, mean, factor = self.centred(self.bucket(among), self.signs(among))
-        return (
-            m + factor * estimate
-            for m, estimate in zip(mean.flatten(0, 1), self.median(x, J))
-        )
+        for mean_h, estimate in zip(mean.flatten(0, 1), self.median(x, J)):
+            yield mean_h + factor * estimate
 
     def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor, float]:
         """Return x without the mean's part, the mean (B, H, 1, 2D), and the factor that shrinks.
@@ -133,44 +132,47 @@ class ShrunkSketch(SignedSketch):
         Each token of a slot has added the mean once, with its sign. So the mean's part is known
         exactly.
         """
-        a, mean = bucket.shape[2], (self.sum / bucket.shape[2]).unsqueeze(2).to(self.x)
+        a = bucket.shape[2]
+        mean = (self.sum / a).unsqueeze(2).to(self.x)
         signs = self.x.new_zeros(self.x.shape[:3])
         signs.scatter_add_(2, bucket.flatten(2), sign.flatten(2).to(self.x))
-        # per slot (a − 1)/b other tokens
-        noise = MEDIAN[self.rows] * (a - 1) / self.width
+        noise = (
+            MEDIAN[self.rows] * (a - 1) / self.width
+        )  # per slot (a − 1)/b other tokens
         return self.x - mean * signs.unsqueeze(3), mean, 1 / (1 + noise)
 
+    def tensors(self) -> list[Tensor]:
+        return [self.x, self.sum]
 
-@dataclass(eq=False)
-class SignedReviver(KVReviver):
-    kind = SignedSketch
+
+class SignedSlots(SketchSlots):
+    """Attend to the sketch's slots directly if it has one row."""
 
     def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to slots directly if the sketch has one row."""
-        if self.rows > 1 or not self.revives(q):
+        if self.method.rows > 1 or q.shape[2] > 1 or not self.revives:
             return super().attention(q, pos)
         grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)
         y, p = self.sketch.attend(grouped, self.k, self.v, self.vague_tokens())
         return y.view_as(q), p.unsqueeze(3)
 
 
-@dataclass(eq=False)
+class SignedReviver(KVReviver):
+    kind = SignedSketch
+    store = SignedSlots
+
+
+@dataclass
 class ShrunkReviver(SignedReviver):
     """SignedReviver with a shrunk sketch; the variant `kv_reviver_shrunk`."""
 
     rows: int = 1  # rows of the sketch, r: 1 or 3
     kind = ShrunkSketch
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Return the sizes of KVReviver, minus the bytes of the mean (at least 32 bits per number)."""
-        mean = 2 * self.k.shape[-1] * max(self.k.element_size(), 4) if self.vague else 0
-        return super().sizes(beside=mean)
-
-    def stored(self) -> list[Stored]:
-        mean = [] if self.sketch is None else [self.sketch.sum]
-        return super().stored() + [
-            Stored(x, x.numel(), model_dtype=False) for x in mean
-        ]
+    def beside(self, layer: SketchSlots) -> int:
+        """Return the bytes of the mean (at least 32 bits per number)."""
+        if not self.vague:
+            return 0
+        return 2 * layer.k.shape[-1] * max(layer.k.element_size(), 4)
 
 
 variants = {"kv_reviver_mean": MeanReviver, "kv_reviver_shrunk": ShrunkReviver}

@@ -17,7 +17,7 @@ The training begins with gates that imitate KVzip on a few texts. Its questions 
 tasks, worded as in the tests, about text, words and numbers that no test uses.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from tqdm import trange
 
 from methods.baselines.kvzip_fast import FastKVzip, Teacher, fit, lessons
-from methods.ours.kvzip_4 import Rounded
-from nanollm.attention import probabilities, wide
-from nanollm.cache import LayerCache, make_cache
+from nanollm.attention import probabilities, visible, wide
+from nanollm.cache import Slots, make_cache
 from nanollm.generate import prefill
 from nanollm.model import rope, rotate
 
@@ -36,22 +35,17 @@ from nanollm.model import rope, rotate
 class QuestionGates(FastKVzip):
     @staticmethod
     def calibrate(model, tasks) -> dict:
-        """Return the options that depend on the decoder. tasks: `lab.tasks.Tasks` of the training text."""
-        return dict(
-            gates=taught(model, tasks, fit(*lessons(model, tasks, documents=8)))
-        )
-
-
-@dataclass(eq=False)
-class RoundedQuestionGates(Rounded, QuestionGates):
-    """The same entries in few bits."""
+        """Return the options that depend on the decoder. tasks: `Tasks` of the training text."""
+        imitating = fit(*lessons(model, tasks, documents=8))
+        return dict(gates=taught(model, tasks, imitating))
 
 
 class Asked(NamedTuple):
     """Documents of one task, whose contexts have been read."""
 
-    # of each layer, the gates' inputs (B, T, n), in 16 bits and in CPU memory
-    context: list[Tensor]
+    context: list[
+        Tensor
+    ]  # of each layer, the gates' inputs (B, T, n), in 16 bits, in CPU memory
     tokens: Tensor  # (B, T'), question and answer
     n: int  # tokens of the answer, at the end of T'
 
@@ -66,52 +60,39 @@ def ask(
     seed: int,
     rows: int,
 ) -> list[Asked]:
-    """Read `documents` of T tokens for each task, `rows` at a time. In the result the tasks take turns."""
-    batches = [
-        tasks.batch(task, seed, documents, min(T, model.config.max_len))
-        for task in task_names
-    ]
+    """Read `documents` of T tokens for each task, `rows` at a time. The tasks take turns."""
+    device = model.embed.weight.device
+    T = min(T, model.config.max_len)
+    batches = [tasks.batch(task, seed, documents, T) for task in task_names]
     asked = []
     for first in trange(
         0, documents, rows, desc="questions", leave=False, disable=None
     ):
         for batch in batches:
-            tokens = torch.from_numpy(batch.tokens[first : first + rows]).to(
-                model.embed.weight.device
-            )
-            answer, caches = batch.answers[0], make_cache(model, Teacher, budget=T)
-            prefill(model, tokens[:, : batch.question], caches, 64)
-            context = [torch.cat(cache.inputs, 1).half() for cache in caches]
-            asked.append(
-                Asked(
-                    context,
-                    tokens[:, batch.question : answer.stop],
-                    answer.stop - answer.start,
-                )
-            )
+            tokens = torch.from_numpy(batch.tokens[first : first + rows]).to(device)
+            answer = batch.answers[0]
+            layers = make_cache(model, Teacher, budget=T)
+            prefill(model, tokens[:, : batch.question], layers, 64)
+            context = [layer.notes["inputs"].half() for layer in layers]
+            question = tokens[:, batch.question : answer.stop]
+            asked.append(Asked(context, question, answer.stop - answer.start))
     return asked
 
 
-@dataclass(eq=False)
-class Kept(LayerCache):
-    """A cache of whose context, which comes by `write`, a question sees a part: keep (B, L, H, T),
-    1 or 0."""
+class Kept(Slots):
+    """Slots whose context, which comes by `write`, a question sees in part: keep (B, L, H, T)."""
 
-    keep: Tensor
+    def __init__(self, *place, keep: Tensor):
+        super().__init__(*place)
+        self.kept = keep[:, self.index]  # (B, H, T), 1 or 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        self.write(k, v, pos)
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
         k, v, slot_pos, _ = self.read()
-        p = probabilities(q, k, slot_pos, None, pos)  # (B, H, G, w, S)
-        keep = self.keep[:, self.layer]
-        p = (
-            p
-            * F.pad(keep, (0, p.shape[-1] - keep.shape[-1]), value=1.0)[
-                :, :, None, None
-            ]
-        )
+        p = probabilities(q, k, visible(slot_pos, None, pos))  # (B, H, G, w, S)
+        new = p.shape[-1] - self.kept.shape[-1]  # the question's own tokens, which stay
+        p = p * F.pad(self.kept, (0, new), value=1.0)[:, :, None, None]
         p = p / p.sum(-1, keepdim=True)
-        return (p.flatten(2, 3).to(v) @ v).view(q.shape)
+        return (p.flatten(2, 3).to(v) @ v).view(q.shape), None
 
 
 def chosen(
@@ -122,29 +103,30 @@ def chosen(
     The first `sinks` and the newest `recent` entries of each head always stay, and one more on
     average.
     """
-    i, T = torch.arange(s.shape[-1], device=s.device), s.shape[-1]
+    T = s.shape[-1]
+    i = torch.arange(T, device=s.device)
     ranked = s.detach().masked_fill((i < sinks) | (i >= T - recent), torch.inf)
     most = int(max(share * T, sinks + recent + 1) * s[0, ..., 0].numel())
     theta = ranked.flatten(1).topk(most).values[:, -1, None, None, None]
+
     soft = ((ranked - theta) / tau).sigmoid()
     slope = soft * (1 - soft) / tau
-    s = s - (slope * s).sum((1, 2, 3), keepdim=True) / slope.sum(
-        (1, 2, 3), keepdim=True
-    )
+    layers = (1, 2, 3)  # all entries of a text
+    moved = (slope * s).sum(layers, keepdim=True) / slope.sum(layers, keepdim=True)
+    s = s - moved
     return (ranked >= theta).to(s) + slope * (s - s.detach())
 
 
 def surprise(model, asked: Asked, keep: Tensor) -> Tensor:
-    """Return −log p of the right answer's tokens, their mean, if `keep` (B, L, H, T) of the context
-    stay."""
+    """Return the mean −log p of the right answer's tokens if `keep` (B, L, H, T) stay."""
     c = model.config
-    caches = make_cache(model, Kept, keep=keep)
-    for cache, x in zip(caches, asked.context):
-        x = x.to(cache.w_o).unflatten(2, (-1, c.head_dim)).transpose(1, 2)
+    layers = make_cache(model, store=partial(Kept, keep=keep))
+    for layer, x in zip(layers, asked.context):
+        x = x.to(layer.w_o).unflatten(2, (-1, c.head_dim)).transpose(1, 2)
         _, k, v = x.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), 1)
         pos = torch.arange(x.shape[2], device=x.device)[None]
-        cache.write(rotate(k, *rope(cache.freq, pos)), v, pos)
-    logits = wide(model(asked.tokens[:, :-1], caches, last=asked.n))
+        layer.write(rotate(k, *rope(layer.freq, pos)), v, pos)
+    logits = wide(model(asked.tokens[:, :-1], layers, last=asked.n))
     return F.cross_entropy(logits.flatten(0, 1), asked.tokens[:, -asked.n :].flatten())
 
 
@@ -170,23 +152,22 @@ def taught(
     asked = ask(model, tasks, task_names, documents, T, seed, rows)
     device = model.embed.weight.device
     x = torch.stack(asked[0].context).float().flatten(1, 2).to(device)  # (L, B·T, n)
-    mean, spread = x.mean(1, keepdim=True), x.std(1, keepdim=True) + 1e-6
+    mean = x.mean(1, keepdim=True)
+    spread = x.std(1, keepdim=True) + 1e-6
     W, b = gates.to(device).split((x.shape[2], 1), 1)
-    W, b = (W * spread.mT).requires_grad_(), (b + mean @ W).requires_grad_()
+    b = (b + mean @ W).requires_grad_()
+    W = (W * spread.mT).requires_grad_()
     adam = torch.optim.Adam([W, b], rate, betas=(0.9, 0.99))
+
     for step in trange(steps, desc="gates", leave=False, disable=None):
         part = asked[step % len(asked)]
+        share = shares[step % len(shares)]
         with torch.enable_grad():
-            s = [
-                ((x.to(W) - mean[i]) / spread[i] @ W[i] + b[i]).mT
-                for i, x in enumerate(part.context)
-            ]
-            keep = chosen(
-                torch.stack(s, 1),
-                shares[step % len(shares)],
-                FastKVzip.sinks,
-                FastKVzip.recent,
-            )
+            s = []
+            for i, x in enumerate(part.context):
+                inputs = (x.to(W) - mean[i]) / spread[i]
+                s.append((inputs @ W[i] + b[i]).mT)
+            keep = chosen(torch.stack(s, 1), share, FastKVzip.sinks, FastKVzip.recent)
             W.grad, b.grad = torch.autograd.grad(surprise(model, part, keep), (W, b))
         adam.param_groups[0]["lr"] = rate * (1 - step / steps)
         adam.step()
@@ -194,4 +175,4 @@ def taught(
     return torch.cat((W, b.detach() - mean @ W), 1).cpu()
 
 
-variants = {"question_gates": QuestionGates, "question_gates_4": RoundedQuestionGates}
+variants = {"question_gates": QuestionGates}

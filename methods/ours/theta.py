@@ -21,38 +21,31 @@ from methods.baselines.snap_kv import SnapKV
 from methods.critical_kv import part_of, two_stage, value_norms
 from nanollm.check import whole
 from nanollm.ranking import top
-from nanollm.window import Selection, WindowCache, window_rows
+from nanollm.window import Selection, Window
 
 
 @dataclass(frozen=True)
 class LeastTheta(Selection):
-    """Select the set with the lowest θ: start from the better of top-A and two-stage, then improve it."""
+    """Select the set with the lowest θ: improve the better of top-A and two-stage."""
 
     steps: int = 2  # improvements; 0: the better of top-A and two-stage
+    pooled: bool = (
+        True  # A: the pooled window scores, normalised; False: the window scores
+    )
     again = False  # θ assumes a head that still has every token
-    # True: A is the pooled window scores, normalised; False: the window scores
-    pooled: bool = True
 
     def __post_init__(self):
-        super().__post_init__()
         whole("steps", self.steps, 0, 100)
 
-    def __call__(
-        self, cache: WindowCache, scores: Tensor, budget: int | Tensor
-    ) -> Tensor:
+    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+        layer = window.layer
         # (B, H, G, S): the window's entries stay, and their weight counts too
-        weights = window_rows(*cache.observed())[..., : cache.length].mean(
-            3, dtype=scores.dtype
-        )
+        weights = window.rows()[..., : layer.length].mean(3, dtype=scores.dtype)
         if self.pooled:
-            weights = torch.cat(
-                (cache.pool(scores), weights[..., scores.shape[-1] :]), -1
-            )
+            weights = torch.cat((window.pool(scores), weights[..., window.n :]), -1)
             weights = weights / weights.sum(-1, keepdim=True)
-        window_size = cache.length - cache.before
-        return least_theta(
-            weights, value_norms(cache.v, cache.w_o), budget, window_size, self.steps
-        )
+        norms = value_norms(layer.v, layer.w_o)
+        return least_theta(weights, norms, budget, window.w, self.steps)
 
 
 def least_theta(

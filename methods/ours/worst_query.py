@@ -14,6 +14,6 @@ stages).
 
 from functools import partial
 
-from methods.baselines.defensive_kv import DefensiveKV
+from methods.baselines.defensive_kv import LayerDefensiveKV
 
-variants = {"worst_query": partial(DefensiveKV, across=True, mass=0)}
+variants = {"worst_query": partial(LayerDefensiveKV, mass=0)}

@@ -15,7 +15,7 @@ from methods.critical_kv import part_of, two_stage, value_norms
 from nanollm.cache import make_cache
 from nanollm.generate import prefill
 from nanollm.ranking import top
-from nanollm.window import WindowCache, window_rows
+from nanollm.window import WindowMethod, window_rows
 
 
 # ---- definitions and theorems
@@ -73,16 +73,15 @@ def seen_by_window(
 
     A and ‖𝒱‖₁ are (B, L, query heads, T), 𝒱 is (B, L, query heads, T, d_model).
     """
-    caches = make_cache(
-        model, WindowCache, budget=window_size + 1, window_size=window_size
-    )
+    options = dict(budget=window_size + 1, window_size=window_size)
+    caches = make_cache(model, WindowMethod, **options)
     prefill(model, tokens, caches)
     # (d_model, H, G, D)
     w_o = [cache.w_o.unflatten(1, (cache.k.shape[1], -1)) for cache in caches]
     values = [
         torch.einsum("bhnd,ohgd->bhgno", cache.v, w) for cache, w in zip(caches, w_o)
     ]
-    weights = [window_rows(cache.queries, cache.k).mean(3) for cache in caches]
+    weights = [window_rows(cache.notes["window"], cache.k).mean(3) for cache in caches]
     norms = [value_norms(cache.v, cache.w_o) for cache in caches]
     return tuple(
         torch.stack([x.flatten(1, 2) for x in layers], 1)

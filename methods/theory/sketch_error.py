@@ -64,18 +64,6 @@ def keys_and_values(model) -> list[list[tuple]]:
     return layers
 
 
-def share_out(caches: list, shares: tuple[float, ...]) -> list:
-    """Divide the total budget of fresh caches by `shares`, one per layer; return these caches."""
-    if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-3:
-        raise ValueError(
-            f"shares are {shares!r:.60}; each must be at least 0, and they must add up to 1"
-        )
-    total = sum(cache.budget for cache in caches)
-    for cache, share in zip(caches, shares, strict=True):
-        cache.budget = round(total * share)
-    return caches
-
-
 # ---- errors of estimates ---
 
 

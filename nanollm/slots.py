@@ -1,0 +1,346 @@
+"""The store of one layer: plain slots. Other stores are subclasses.
+
+The decoder calls `y = store.attend(q, k, v, pos)`. The order of what happens then, and what a
+subclass may override, stand in method.py.
+
+Keys are stored rotated. A query sees a slot if the slot's position ≤ the query's. This rule alone
+covers causality, prompts read in pieces, and heads of different length. Eviction may change the
+order of the slots; `pos` says which token a slot holds.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanollm.attention import Mask, attention, visible
+from nanollm.check import check_attend, check_kept, check_numbers, check_score
+from nanollm.kernel_switch import kernel_for
+from nanollm.method import ALL, NEVER, Method
+from nanollm.ranking import expand_index, indices, rank, taken, top
+
+TILE = 64  # if every query is observed, prompts are read in pieces of this size
+
+
+class Stored(NamedTuple):
+    """A tensor of a store, and how many of its numbers are live.
+
+    model_dtype: its numbers have the model's dtype. Scores, for example, always have 32 bits.
+    """
+
+    tensor: Tensor
+    live: int
+    model_dtype: bool
+
+
+def whole(x: Tensor) -> Stored:
+    """Return x with all its numbers live. With a fourth axis, D, it holds keys, values or queries."""
+    return Stored(x, x.numel(), model_dtype=x.dim() > 3)
+
+
+class Slots:
+    """Stores every token of one layer, until its method evicts some."""
+
+    vectors = 1  # a key has this many vectors of a query's length
+
+    def __init__(self, method: Method | None = None, model=None, index: int = 0):
+        """method: decides what stays (default: everything). index: which of the decoder's layers."""
+        self.method = Method() if method is None else method
+        self.model = model
+        self.index = index
+        self.watch = self.method.watch
+
+        self.slots: dict[
+            str, Tensor
+        ] = {}  # (B, H, capacity, ...): k, v, pos, the method's numbers
+        self.length = 0  # slots in use
+        self.seen = 0  # tokens so far, evicted ones too: the next token's position
+        self.ragged = (
+            False  # some slots are empty or hidden: even one new token needs a mask
+        )
+
+        self.prompt_done = False  # the prompt was compressed; what follows is decoding
+        self.notes: dict[str, Tensor] = {}  # what the method remembers until then
+        self.forgotten = None  # keys (B, H, n, D) that `forget` removed, until then
+        self.state: dict[
+            str, Tensor | torch.Generator
+        ] = {}  # what the method remembers for good
+
+    @property
+    def w_o(self) -> Tensor:
+        """Return this layer's output projection W_O, (d_model, H·G, D)."""
+        return self.model.blocks[self.index].attention.w_o
+
+    @property
+    def freq(self) -> Tensor:
+        """Return this layer's angles per token (RoPE), (D/2,): 0 if it does not rotate.
+
+        Raises ValueError if they are unknown.
+        """
+        if getattr(
+            self.model, "positions", None
+        ):  # learned ones, added to the embeddings
+            return torch.zeros(self.w_o.shape[2] // 2)
+        freq = self.model.freq
+        if isinstance(freq, list):  # a model of transformers
+            freq = freq[self.index]
+        if freq is None:
+            raise ValueError(
+                "how this model rotates its keys is not known, and this method has to undo it; "
+                "use a method that does not, such as kvzip"
+            )
+        return freq.to(self.w_o.device)
+
+    def slot(self, name: str) -> Tensor:
+        """Return the slots in use of one per-slot tensor, (B, H, S, ...). Change them by `put`."""
+        return self.slots[name][:, :, : self.length]
+
+    def put(self, name: str, x: Tensor):
+        """Replace one per-slot tensor of the slots in use by x (B, H, S, ...)."""
+        slots = self.slot(name)
+        if x.shape != slots.shape:
+            raise ValueError(
+                f"{name} {tuple(x.shape)} must be {tuple(slots.shape)}, one for each slot"
+            )
+        slots.copy_(x)
+
+    k = property(lambda self: self.slot("k"))  # (B, H, S, D), rotated
+    v = property(lambda self: self.slot("v"))  # (B, H, S, D)
+    pos = property(lambda self: self.slot("pos"))  # (B, H, S), int32
+
+    def positions(self) -> Tensor:
+        """Return the positions (B, H, S) of all entries that are held, exact or rounded."""
+        return self.pos
+
+    # ---- write → attention → observe → evict ---------------------------------------------------
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Store T new tokens and return attention's output (B, H·G, T, D).
+
+        q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T).
+        """
+        self.check(q, k, v, pos)
+        outputs = []
+        n = self.room(q.shape[2])
+        while n < q.shape[2]:
+            outputs.append(self.step(q[:, :, :n], k[:, :, :n], v[:, :, :n], pos[:, :n]))
+            q, k, v, pos = q[:, :, n:], k[:, :, n:], v[:, :, n:], pos[:, n:]
+            n = self.room(q.shape[2])
+        outputs.append(self.step(q, k, v, pos))
+        return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Store a piece of the new tokens, attend, observe, evict."""
+        self.write(k, v, pos)
+        y, p = self.attention(q, pos)
+        self.method.observe(self, q, p)
+        if self.prompt_done:
+            self.evict()
+        return y
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
+        """Raise ValueError, before anything is written, if the new tokens do not fit this store."""
+        check_attend(self, q, k, v, pos)
+
+    def room(self, T: int) -> int:
+        """Return how many of T new tokens to take at once."""
+        if self.watch == ALL and not self.prompt_done:
+            return min(T, TILE)
+        return T
+
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output over the slots of `read`, and the last `watch` queries' probabilities.
+
+        Output (B, H·G, T, D), probabilities p (B, H, G, w, S) or None. For one new token a GPU
+        kernel may read the slots directly. Its p holds the mean over the G queries of a group,
+        repeated G times.
+        """
+        explicit = (
+            self.watch or self.ragged or "bias" in self.slots
+        )  # else PyTorch is as fast
+        if explicit and q.shape[2] == 1:
+            fast = kernel_for(q, "decode_attention", "attend_one")
+            if fast:
+                return fast(self, q, pos)
+        k, v, slot_pos, bias = self.read()
+        return attention(q, k, v, self.mask(slot_pos, bias, pos), self.watch)
+
+    def mask(self, slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Mask:
+        """Return which slots the queries at pos (B or 1, T) see, for `attention`."""
+        T = pos.shape[1]
+        in_order = (
+            self.length == self.seen and not self.ragged
+        )  # slot i of each head is token i
+        if bias is None and not self.ragged:
+            if T == 1:  # the newest token sees every slot
+                return None
+            if in_order and T == slot_pos.shape[2]:
+                return "causal"
+        if in_order:  # the heads share one mask
+            slot_pos = slot_pos[:, :1]
+        return visible(slot_pos, bias, pos)
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return what attention sees: k, v (B, H, S, D), positions (B, H, S), logit bias or None.
+
+        The bias (B, H, S) is added to a slot's attention score, if a slot stands for several
+        tokens. Exact entries have 0. A store that hides slots by changing their positions sets
+        `ragged`.
+        """
+        bias = self.slot("bias") if "bias" in self.slots else None
+        return self.k, self.v, self.pos, bias
+
+    # ---- writing -------------------------------------------------------------------------------
+
+    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+        """Store T new tokens in the next slots: k, v (B, H, T, D), pos (B or 1, T).
+
+        Numbers that a method stores with each entry start at 0.
+        """
+        end = self.length + k.shape[2]
+        if not self.slots:
+            self.allocate(k, v, self.capacity(end))
+        elif end > self.slots["k"].shape[2]:
+            self.reserve(self.capacity(end))
+
+        new = dict(k=k, v=v, pos=pos[:, None])
+        for name, slots in self.slots.items():
+            slots[:, :, self.length : end] = new.get(name, 0)
+        self.length = end
+        self.seen += k.shape[2]
+
+    def allocate(self, k: Tensor, v: Tensor, n: int):
+        """Make buffers of n slots for entries like k and v (B, H, _, D)."""
+        self.slots["k"] = k.new_zeros(*k.shape[:2], n, k.shape[3])
+        self.slots["v"] = v.new_zeros(*v.shape[:2], n, v.shape[3])
+        self.slots["pos"] = k.new_zeros(*k.shape[:2], n, dtype=torch.int32)
+        for name, kind in self.method.entry.items():
+            dtype, *shape = kind if isinstance(kind, tuple) else [kind]
+            self.slots[name] = k.new_zeros(*k.shape[:2], n, *shape, dtype=dtype)
+
+    def add_bias(self):
+        """Start a logit bias of 0 for each slot; `put` changes it."""
+        self.slots["bias"] = torch.zeros_like(self.slots["pos"], dtype=torch.float32)
+
+    def reserve(self, n: int):
+        """Grow the buffers to n slots. Nothing is copied again until the n slots are full."""
+        for name, x in self.slots.items():
+            more = x.new_zeros(*x.shape[:2], max(n - x.shape[2], 0), *x.shape[3:])
+            self.slots[name] = torch.cat((x, more), 2)
+
+    def capacity(self, n: int) -> int:
+        """Return how many slots to allocate for n; a tenth more if it grows, to copy rarely."""
+        return n + n // 10 if self.length else n
+
+    # ---- eviction ------------------------------------------------------------------------------
+
+    def evict(self):
+        """Let the method evict: when the prompt is compressed, and after each later piece."""
+        self.method.evict(self)
+
+    def end_prompt(self):
+        """The prompt was compressed: drop what was remembered for that alone."""
+        self.prompt_done = True
+        self.notes = {}
+        self.forgotten = None
+
+    def forget(self, n: int):
+        """Forget the newest tokens of a prompt, so that n are left; what they looked at counts.
+
+        The queries of an observation window saw their keys, so these are kept aside until the
+        prompt is compressed.
+        """
+        old = self.seen
+        keys = self.k
+        self.crop(n)
+        gone = keys[:, :, keys.shape[2] - (old - n) :].clone()
+        earlier = [] if self.forgotten is None else [self.forgotten]
+        self.forgotten = torch.cat((gone, *earlier), 2)
+
+    def crop(self, n: int):
+        """Remove the newest tokens, so that n are left, as if they had not been written.
+
+        Only before `compress`: after it, a head may have evicted any of them.
+        """
+        if not 0 <= n <= self.seen:
+            raise ValueError(
+                f"{n} tokens cannot be left of {self.seen}; give 0 to {self.seen}"
+            )
+        if self.prompt_done and n < self.seen:
+            raise ValueError(
+                "a compressed cache cannot forget tokens; call crop before compress"
+            )
+        if self.length == self.seen and not self.ragged:  # slot i holds token i
+            self.length = n
+        elif n < self.seen:
+            there = self.pos.masked_fill(self.pos == NEVER, -1)
+            newest = there.amax((1, 2), keepdim=True)
+            self.keep(indices(self.pos <= newest - (self.seen - n)))
+        self.seen = n
+
+    def keep(self, i: Tensor):
+        """Keep only slots i (B, H, n) of all per-slot tensors; −1 stands for an empty slot."""
+        check_kept(i, self.pos.shape)
+        empty = i < 0
+        i = i.clamp(min=0)
+        in_use = {name: self.slot(name) for name in self.slots}
+        self.slots = {name: taken(x, i) for name, x in in_use.items()}
+        self.length = i.shape[2]
+        if empty.any():
+            self.ragged = True
+            self.slots["pos"].masked_fill_(empty, NEVER)
+
+    def keep_chosen(self, kept: Tensor):
+        """Keep only the slots where kept (B, H, S) is true."""
+        self.keep(indices(kept & (self.pos != NEVER)))
+
+    def drop(self, i: Tensor):
+        """Evict slot i (B, H, 1) of each head. The last slot moves there; nothing else is copied."""
+        for x in self.slots.values():
+            last = x[:, :, self.length - 1 : self.length].clone()
+            x.scatter_(2, expand_index(i, x), last)
+        self.length -= 1
+
+    def shrink(self, score: Tensor, budget: int):
+        """Keep each head's `budget` slots of highest score (B, H, S). Ties go to the newest token."""
+        check_score(score, self.pos.shape)
+        if self.ragged:
+            score = score.masked_fill(self.pos == NEVER, -math.inf)
+        if self.length == budget + 1 and not self.ragged:
+            # one slot too many, as in decoding: no sort needed
+            higher = score > score.amin(-1, keepdim=True)
+            self.drop(self.pos.masked_fill(higher, NEVER).argmin(-1, keepdim=True))
+        elif self.length > budget:
+            check_numbers(
+                score
+            )  # not in decoding, where it would wait for the GPU at each token
+            if self.length == self.seen:  # the slots are in the order of their tokens
+                kept = top(score, budget)
+            else:
+                kept = rank(score, self.pos) < budget
+            self.keep(indices(kept))
+
+    # ---- bytes ---------------------------------------------------------------------------------
+
+    def bytes(self) -> tuple[int, int]:
+        """Return (live, allocated) bytes. Live bytes leave out unused and empty slots."""
+        stored = self.stored()
+        live = sum(x.live * x.tensor.element_size() for x in stored)
+        return live, sum(x.tensor.nbytes for x in stored)
+
+    def stored(self) -> list[Stored]:
+        """Return every tensor that `bytes` counts: the slots, and what the method remembers."""
+        live = 0
+        if self.slots:
+            live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
+        stored = [
+            Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
+            for name, x in self.slots.items()
+        ]
+        return stored + self.remembered()
+
+    def remembered(self) -> list[Stored]:
+        """Return the tensors that the method remembers."""
+        tensors = [*self.notes.values(), *self.state.values(), self.forgotten]
+        return [whole(x) for x in tensors if isinstance(x, Tensor)]
