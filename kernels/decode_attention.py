@@ -413,7 +413,7 @@ def decode_attention(
 
 
 def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return y of q (B, H·G, 1, D) over all slots of the cache, for `LayerCache.attention`.
+    """Return y of q (B, H·G, 1, D) over all slots of the cache, for `Slots.attention`.
 
     Also return the weights' mean over G, (B, H, G, 1, S), or None if `cache.watch` is 0.
     """

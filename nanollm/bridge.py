@@ -2,7 +2,7 @@
 
 Each layer of such a model first gives its new keys and values to a transformers cache, and then
 calls an attention function. Here the cache is `Memory`, which only counts tokens. The attention
-function is `attention`. It finds the layer's LayerCache in the memory of the current call, and
+function is `attention`. It finds the layer's store in the memory of the current call, and
 calls its `attend`.
 
     memory = attach(model, H2O, budget=64)
@@ -11,7 +11,7 @@ calls its `attend`.
     model.generate(prompt, past_key_values=memory, max_new_tokens=20)  # from the compressed cache
     detach(model)
 
-With LayerCache the model computes the same as with its own cache. Each text of a batch has caches
+With full attention the model computes the same as with its own cache. Each text of a batch has caches
 of its own, so a batch may be repeated and reordered. It may also be padded on the left: give every
 call the `attention_mask`, and each text is read as it would be alone. Positions then count a
 text's own tokens, without its padding, unless a call brings `position_ids`.
@@ -34,7 +34,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from nanollm.cache import LayerCache, make_cache
+from nanollm.cache import Method, Slots, make_cache
 from nanollm.check import check_forward
 from nanollm.foreign_layers import (
     Attention,
@@ -89,7 +89,7 @@ def attention(
         )
     T, D = q.shape[2:]
     if scaling is not None and scaling != D**-0.5:
-        q = q * (scaling * D**0.5)  # LayerCache multiplies by 1/√D itself
+        q = q * (scaling * D**0.5)  # Slots multiplies by 1/√D itself
     outputs = []
     for rows, caches, skip in memory.parts(T):
         cache = caches[module.layer_idx]
@@ -173,7 +173,7 @@ class Bridged:
         ]
 
     def __call__(
-        self, tokens: Tensor, caches: list[LayerCache] | None = None, last: int = 0
+        self, tokens: Tensor, caches: list[Slots] | None = None, last: int = 0
     ) -> Tensor:
         """Return logits (B, T, V) for tokens (B, T) int64; if `last` > 0, only the last ones."""
         check_forward(self, tokens, caches, last or None)
@@ -185,7 +185,7 @@ class Bridged:
     @cached_property
     def freq(self) -> list[Tensor | None]:
         """Return each layer's angles per token, from eight equal tokens; see `rotations`."""
-        caches = [LayerCache() for _ in self.blocks]
+        caches = make_cache(self)
         token = min(5, self.config.vocab_size - 1)
         with torch.no_grad():
             self(torch.full((1, 8), token, device=self.embed.weight.device), caches)
@@ -285,10 +285,13 @@ def after(decoder: nn.Module, *_):
         memory.end()
 
 
-def attach(model, Method=LayerCache, **options) -> Memory:
-    """Return a memory to pass as `past_key_values`; its `compress` compresses the prompt."""
+def attach(model, Kind: type[Method] = Method, store=None, **options) -> Memory:
+    """Return a memory to pass as `past_key_values`; its `compress` compresses the prompt.
+
+    Method, store and options are those of `make_cache`.
+    """
     bridged = Bridged(model)
-    make = partial(make_cache, bridged, Method, **options)
+    make = partial(make_cache, bridged, Kind, store, **options)
     return Memory(bridged, make(), make)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from nanollm.cache import LayerCache, begin_turn, compress, copied, crop
+from nanollm.cache import Method, Slots, begin_turn, compress, copied, crop
 
 PAST = "does not go through transformers' attention interface; take another model"
 
@@ -18,7 +18,7 @@ class Memory(Cache):
     objects with `attend`, `seen` and `slots` may stand for them.
     """
 
-    def __init__(self, model, caches: list[LayerCache], make: Callable | None = None):
+    def __init__(self, model, caches: list[Slots], make: Callable | None = None):
         # no layers of transformers, which would store keys and values
         super().__init__(layers=[])
         self.model = model
@@ -33,7 +33,7 @@ class Memory(Cache):
         model.attach()
 
     @property
-    def caches(self) -> list[LayerCache]:
+    def caches(self) -> list[Slots]:
         """Return the first text's caches, one per layer."""
         return self.texts[0]
 
@@ -62,7 +62,7 @@ class Memory(Cache):
         for caches in self.texts:
             begin_turn(caches)
 
-    def parts(self, T: int) -> Iterator[tuple[slice, list[LayerCache], int]]:
+    def parts(self, T: int) -> Iterator[tuple[slice, list[Slots], int]]:
         """Yield rows of the batch, their caches, and how many of their T new tokens are padding."""
         for i, (caches, pad) in enumerate(zip(self.texts, self.pads)):
             rows = slice(i, i + 1) if self.make else slice(None)
@@ -163,7 +163,7 @@ class Memory(Cache):
         """
         seen = self.seen
         first = self.texts[0][0]
-        if type(first) is not LayerCache and not first.prompt_done:
+        if type(first.method) is not Method and not first.prompt_done:
             raise ValueError(
                 "generate begins to decode, but the prompt has not been compressed; call first "
                 "model(prompt, past_key_values=memory), then memory.compress(prompt)"

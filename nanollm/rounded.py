@@ -93,6 +93,7 @@ class RoundedSlots(PackedSlots):
     def __init__(self, *place, bits: int = 4):
         super().__init__(*place)
         self.bits = whole("bits", bits, 1, 8)
+        self.options = dict(bits=bits)
         self.groups: list[int] = []  # entries in each group of keys
         if self.model is not None:
             check_head_dim(self.w_o.shape[-1], GROUP)

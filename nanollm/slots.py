@@ -43,6 +43,7 @@ class Slots:
     """Stores every token of one layer, until its method evicts some."""
 
     vectors = 1  # a key has this many vectors of a query's length
+    options = {}  # of the store itself, for saved files
 
     def __init__(self, method: Method | None = None, model=None, index: int = 0):
         """method: decides what stays (default: everything). index: which of the decoder's layers."""
