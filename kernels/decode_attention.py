@@ -434,7 +434,7 @@ def attend_one(cache, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def attend_packed(cache, q: Tensor) -> Tensor:
-    """Return y of q (B, H·G, 1, D) over packed and newer slots, for `PackedCache.attention`."""
+    """Return y of q (B, H·G, 1, D) over packed and newer slots, for `PackedSlots.attention`."""
     counts = cache.counts.flatten()
     old = Segment(
         cache.packed["k"],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from methods.tensor_attention import FactoredFourCache
-from nanollm.cache import LayerCache
+from nanollm.cache import Slots
 from nanollm.model import Config, rope, rope_frequencies, rotate
 
 # ---- keys that stand apart
@@ -65,7 +65,7 @@ class Game(NamedTuple):
 
 
 def play(
-    cache: LayerCache,
+    cache: Slots,
     k: Tensor,
     v: Tensor,
     keys: Tensor,
@@ -88,7 +88,7 @@ def play(
     if compress:
         compress(cache)
 
-    scale = 1.0 if four else d**0.5  # undoes LayerCache's 1/√D
+    scale = 1.0 if four else d**0.5  # undoes Slots's 1/√D
     nothing, read = torch.zeros_like(k[None, None, :1]), []
     for key in keys:
         query = (C * scale * key).view(1, 1, 1, d)
@@ -123,7 +123,7 @@ def deal(n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
     """Return a `compress` that keeps only the tokens `kept` of n, rounded to `bits` bits a number."""
 
-    def compress(cache: LayerCache):
+    def compress(cache: Slots):
         cache.keep(torch.arange(n)[kept][None, None])
         if bits is not None:
             quantise(cache, bits)
@@ -131,7 +131,7 @@ def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
     return compress
 
 
-def quantise(cache: LayerCache, bits: int):
+def quantise(cache: Slots, bits: int):
     """Round both keys and both values of each slot to 2^bits even levels of each vector's range."""
     for x in (cache.k, cache.v):
         x = x.unflatten(-1, (2, -1))
