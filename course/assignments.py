@@ -27,10 +27,9 @@ def of(file: str, **problems: tuple[int, str]) -> list[Problem]:
 ASSIGNMENTS = {
     "cache": Assignment("The cache itself", "3 to 5 hours", [
         *of("nanollm/attention.py", visible=(1, "visible"), probabilities=(2, "probabilities")),
-        *of("nanollm/cache.py", write=(3, "LayerCache.write"), keep=(2, "LayerCache.keep"),
-            drop=(2, "LayerCache.drop")),
+        *of("nanollm/slots.py", write=(3, "Slots.write"), keep=(2, "Slots.keep"), drop=(2, "Slots.drop")),
         *of("nanollm/ranking.py", indices=(1, "indices")),
-        *of("nanollm/cache.py", shrink=(3, "LayerCache.shrink")),
+        *of("nanollm/slots.py", shrink=(3, "Slots.shrink")),
         *of("methods/baselines/h2o.py", score=(2, "H2O.score")),
     ], beside=["methods/baselines/random_eviction.py", "methods/baselines/streaming_llm.py"]),
     "tokens": Assignment("Which tokens", "3 to 5 hours", [
@@ -46,18 +45,18 @@ ASSIGNMENTS = {
         cut_to=(4, "cut_to"), fit=(3, "fit"), reuse=(2, "ChunkKV.compress"),
     )),
     "budget": Assignment("The budget cache and its theorem", "4 to 5 hours", [
-        *of("methods/scissorhands.py", pieces=(4, "BudgetCache.pieces"), observe=(4, "Scissorhands.observe")),
+        *of("methods/scissorhands.py", room=(2, "BudgetSlots.room"), observe=(4, "Scissorhands.observe")),
         *of("methods/theory/persistence.py", share=(2, "smallest_share"), draw=(2, "draw_power_law"),
             mass=(2, "tail_mass"), slips=(2, "proof_steps"), repaired=(2, "repaired_bound")),
     ]),
     "pairs": Assignment("Pairs", "3 to 4 hours", [
         *of("methods/tensor_attention.py", pairs=(1, "pairs"), dense=(1, "tensor_attention"),
-            attend=(3, "FourCache.attend"), new=(2, "new_pairs"), factored=(5, "FactoredFourCache.one_query"),
-            causal=(2, "pair_attention")),
+            attention=(3, "FourCache.attention"), new=(2, "new_pairs"),
+            factored=(5, "FactoredFourCache.one_query"), causal=(2, "pair_attention")),
         *of("methods/theory/index_game.py", alice=(1, "index_game_four"), play=(3, "play")),
     ]),
     "sketch": Assignment("The sketch", "3 to 4 hours", [
-        *of("methods/baselines/count_sketch.py", hash=(2, "Sketch.number"), slots=(1, "Sketch.bucket"),
+        *of("methods/kv_reviver.py", hash=(2, "Sketch.number"), slots=(1, "Sketch.bucket"),
             insert=(4, "Sketch.insert"), median=(2, "Sketch.median")),
         *of("methods/theory/sketch_error.py", variance=(2, "collision_variance"), load=(1, "load")),
         *of("methods/ours/kv_reviver_shrunk.py", means=(2, "MeanSketch.means"),

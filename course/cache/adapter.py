@@ -3,15 +3,15 @@ import torch
 
 from methods.baselines.h2o import H2O
 from nanollm import attention, ranking
-from nanollm.cache import LayerCache, PerEntry, compress
+from nanollm.cache import Method, Slots, compress
 
 
 def visible(slot_pos, bias, pos):
     return attention.visible(slot_pos, bias, pos)
 
 
-def probabilities(q, k, slot_pos, bias, pos):
-    return attention.probabilities(q, k, slot_pos, bias, pos)
+def probabilities(q, k, mask):
+    return attention.probabilities(q, k, mask)
 
 
 def indices(kept):
@@ -20,88 +20,98 @@ def indices(kept):
 
 def attended(q, k, v, pieces, watch=0):
     """Return the outputs of full attention that receives the tokens in pieces of these sizes."""
-    cache, start, parts = LayerCache(), 0, []
-    cache.watch = watch
-    for n in pieces:
-        here, pos = slice(start, start + n), torch.arange(start, start + n)[None]
-        parts.append(cache.attend(q[:, :, here], k[:, :, here], v[:, :, here], pos))
-        start += n
-    return torch.cat(parts, 2)
+    layer = Slots()
+    layer.watch = watch
+    return torch.cat([fed(layer, q, k, v, start, n) for start, n in starts(pieces)], 2)
 
 
-class Declaring(LayerCache):
-    flags = PerEntry(torch.uint8)
+def starts(pieces):
+    return [(sum(pieces[:i]), n) for i, n in enumerate(pieces)]
 
 
-def written(steps, declares=False):
-    """Return the cache after each step: a `write` of the step's tensors; {"forget": n} frees n slots.
+def fed(layer, q, k, v, start, n):
+    """Return the outputs of the n tokens from `start` on."""
+    here, pos = slice(start, start + n), torch.arange(start, start + n)[None]
+    return layer.attend(q[:, :, here], k[:, :, here], v[:, :, here], pos)
 
-    declares: the cache's class declares a tensor `flags` of torch.uint8.
+
+class Counting(Method):
+    """Stores two more tensors with each entry."""
+    entry = dict(score=torch.float64, bits=(torch.uint8, 5))
+
+
+def written(steps, more=False):
+    """Return a layer after each step.
+
+    A step is a `write` of k, v and pos; {"forget": n} frees n slots; {"fill": x} makes all numbers x that a
+    method stores with the slots in use. more: the method stores `score` and `bits` with each entry.
     """
-    cache, after = Declaring() if declares else LayerCache(), []
+    layer, after = Slots(Counting() if more else None), []
     for step in steps:
         if "forget" in step:
-            cache.length -= step["forget"]
+            layer.length -= step["forget"]
+        elif "fill" in step:
+            for name in layer.slots.keys() - {"k", "v", "pos"}:
+                layer.put(name, torch.full_like(layer.slot(name), step["fill"]))
         else:
             given = {name: x.clone() for name, x in step.items()}
-            cache.write(**given)
+            layer.write(**given)
             for x in given.values():  # the caller may overwrite its tensors
                 x.fill_(88)
-        after.append(held(cache))
+        after.append(held(layer))
     return after
 
 
 def kept(slots, i, **state):
-    cache = filled(LayerCache(), slots, **state)
-    cache.keep(i)
-    return held(cache)
+    layer = filled(Slots(), slots, **state)
+    layer.keep(i)
+    return held(layer)
 
 
 def dropped(slots, i, **state):
-    cache = filled(LayerCache(), slots, **state)
-    buffers = {name: x.data_ptr() for name, x in cache.slots.items()}
-    cache.drop(i)
-    in_place = all(cache.slots[name].data_ptr() == address for name, address in buffers.items())
-    return held(cache) | dict(in_place=in_place)
+    layer = filled(Slots(), slots, **state)
+    buffers = {name: x.data_ptr() for name, x in layer.slots.items()}
+    layer.drop(i)
+    in_place = all(layer.slots[name].data_ptr() == address for name, address in buffers.items())
+    return held(layer) | dict(in_place=in_place)
 
 
 def shrunk(slots, score, budget, **state):
-    cache = filled(LayerCache(), slots, **dict(seen=99) | state)  # tokens have left: slots have any order
-    cache.shrink(score, budget)
-    return held(cache)
+    layer = filled(Slots(), slots, **dict(seen=99) | state)  # tokens have left: slots have any order
+    layer.shrink(score, budget)
+    return held(layer)
 
 
 def evicted(slots, budget, recent, **state):
-    """Return an H2O cache with these slots (`accumulated` included) after `evict`, which calls `score`."""
-    cache = filled(H2O(budget=budget, recent=recent), slots, **state)
-    cache.evict()
-    return held(cache)
+    """Return a layer of H2O with these slots (`accumulated` included) after `evict`, which calls `score`."""
+    layer = filled(Slots(H2O(budget=budget, recent=recent)), slots, **state)
+    layer.evict()
+    return held(layer)
 
 
 def h2o(q, k, v, budget, recent, pieces):
     """Feed a prompt in pieces, then single tokens. Return the positions after each step, and all outputs."""
-    cache, start, parts, positions = H2O(budget=budget, recent=recent), 0, [], []
-    for n in [*pieces, *[1] * (q.shape[2] - sum(pieces))]:
-        here, pos = slice(start, start + n), torch.arange(start, start + n)[None]
-        parts.append(cache.attend(q[:, :, here], k[:, :, here], v[:, :, here], pos))
-        start += n
-        if start == sum(pieces):
-            compress(None, torch.zeros(q.shape[0], start), [cache])
-        if start >= sum(pieces):
-            positions.append(cache.pos.clone())
-    return dict(positions=positions, outputs=torch.cat(parts, 2))
+    layer, outputs, positions = Slots(H2O(budget=budget, recent=recent)), [], []
+    prompt = sum(pieces)
+    for start, n in starts([*pieces, *[1] * (q.shape[2] - prompt)]):
+        outputs.append(fed(layer, q, k, v, start, n))
+        if start + n == prompt:
+            compress(None, torch.zeros(q.shape[0], prompt), [layer])
+        if start + n >= prompt:
+            positions.append(layer.pos.clone())
+    return dict(positions=positions, outputs=torch.cat(outputs, 2))
 
 
-def filled(cache, slots, slack=0, ragged=False, seen=None):
-    """Return the cache with these slots, in buffers with `slack` more slots that are not in use."""
-    cache.slots = {name: torch.cat((x, x[:, :, :1].expand(-1, -1, slack, *x.shape[3:])), 2)
+def filled(layer, slots, slack=0, ragged=False, seen=None):
+    """Return the layer with these slots, in buffers with `slack` more slots that are not in use."""
+    layer.slots = {name: torch.cat((x, x[:, :, :1].expand(-1, -1, slack, *x.shape[3:])), 2)
                    for name, x in slots.items()}
-    cache.length, cache.ragged = slots["pos"].shape[2], ragged
-    cache.seen = cache.length if seen is None else seen
-    return cache
+    layer.length, layer.ragged = slots["pos"].shape[2], ragged
+    layer.seen = layer.length if seen is None else seen
+    return layer
 
 
-def held(cache):
-    return dict(slots={name: cache.slot(name).clone() for name in cache.slots}, length=cache.length,
-                seen=cache.seen, ragged=cache.ragged,
-                allocated={name: x.shape[2] for name, x in cache.slots.items()})
+def held(layer):
+    return dict(slots={name: layer.slot(name).clone() for name in layer.slots}, length=layer.length,
+                seen=layer.seen, ragged=layer.ragged,
+                allocated={name: x.shape[2] for name, x in layer.slots.items()})

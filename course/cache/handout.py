@@ -9,7 +9,7 @@
 #
 # A decoder keeps a key and a value of every token it has read: the KV cache. Ours consists of **slots**. A slot holds one token's key, value and position. Each head has its own slots, and two heads may hold different tokens.
 #
-# The decoder calls `attend` with new tokens. `attend` writes them into slots. Then each query sees the slots whose position is at most its own. This one rule makes attention causal, and it still works when slots were evicted or moved.
+# A **store** keeps the slots of one layer, and a **method** decides which of them stay. The decoder calls the store's `attend` with new tokens. `attend` writes them into slots. Then each query sees the slots whose position is at most its own. This one rule makes attention causal, and it still works when slots were evicted or moved.
 #
 # H2O adds up the attention that each token receives. It keeps the tokens with the highest sum, and the newest.
 #
@@ -35,14 +35,14 @@
 # |---|---|---|---|
 # | `visible` | `visible` | `nanollm/attention.py` | 1 |
 # | `probabilities` | `probabilities` | `nanollm/attention.py` | 2 |
-# | `write` | `LayerCache.write` | `nanollm/cache.py` | 3 |
-# | `keep` | `LayerCache.keep` | `nanollm/cache.py` | 2 |
-# | `drop` | `LayerCache.drop` | `nanollm/cache.py` | 2 |
+# | `write` | `Slots.write` | `nanollm/slots.py` | 3 |
+# | `keep` | `Slots.keep` | `nanollm/slots.py` | 2 |
+# | `drop` | `Slots.drop` | `nanollm/slots.py` | 2 |
 # | `indices` | `indices` | `nanollm/ranking.py` | 1 |
-# | `shrink` | `LayerCache.shrink` | `nanollm/cache.py` | 3 |
+# | `shrink` | `Slots.shrink` | `nanollm/slots.py` | 3 |
 # | `score` | `H2O.score` | `methods/baselines/h2o.py` | 2 |
 #
-# **Read first:** `nanollm/cache.py`, above all `LayerCache.attend`; `attention` in `nanollm/attention.py`; H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
+# **Read first:** the docstring of `nanollm/method.py`; `nanollm/slots.py`, above all `attend`, `step` and `allocate`; `attention` in `nanollm/attention.py`; H2O ([arXiv 2306.14048](https://arxiv.org/abs/2306.14048)), sections 1 and 4.
 #
 # ## How to check it
 #
@@ -52,7 +52,7 @@
 #
 # | word | meaning |
 # |---|---|
-# | per-slot tensor | a tensor (B, H, slots, …): `k`, `v`, `pos`, and others that a method adds, such as the accumulated attention |
+# | per-slot tensor | a tensor (B, H, slots, …): `k`, `v`, `pos`, and others that a method stores with each entry (`entry`), such as the accumulated attention |
 # | buffer | the allocated tensor `self.slots[name]`; its first `self.length` slots are in use |
 # | slack | the rest of a buffer; it may hold anything |
 # | `self.slot(name)` | a view of the slots in use |
@@ -70,10 +70,10 @@ check = checker("cache")
 #
 # A query sees a slot if the slot's position is at most its own.
 #
-# `slot_pos` is (B, H, S): the slots' positions, in any order. `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask (B, H, T, S).
+# `slot_pos` is (B, H, S): the slots' positions, in any order. It is (B, 1, S) if all heads hold the same tokens; then so is the mask. `pos` is (B, T) or (1, T): the queries' positions; a single row serves the whole batch. Return a mask, (B, H, T, S).
 #
 # - `bias` is `None`: the mask is `torch.bool`, true where the query sees the slot.
-# - `bias` is (B, H, S), a number to add to the slot's score: the mask has the dtype of `bias`. It holds the slot's bias where the query sees the slot, and −∞ elsewhere.
+# - `bias` is (B, H, S), a number to add to each slot's score: the mask is (B, H, T, S) and has the dtype of `bias`. It holds the slot's bias where the query sees the slot, and −∞ elsewhere.
 #
 # Example: slots at 0 5 2 7 and a query at 4 give 1 0 1 0.
 #
@@ -85,43 +85,44 @@ check("visible")
 # %% [markdown]
 # ## 2. `probabilities` in `nanollm/attention.py` (2 points)
 #
-# `q` is (B, H·G, w, D), `k` is (B, H, S, D); `slot_pos`, `bias` and `pos` are as above. Return softmax(q kᵀ / √D + bias) over the visible slots, (B, H, G, w, S).
+# `q` is (B, H·G, w, D), `k` is (B, H, S, D). `mask` is what `visible` returns, (B, H, w, S), or (B, 1, w, S) if the heads share it. Return the softmax of q kᵀ / √D over the slots that a query sees, (B, H, G, w, S).
 #
 # - Query head h·G + g reads key/value head h: the G heads of a group lie side by side in `q`.
+# - A boolean mask is true where the query sees the slot. A mask of numbers is added to q kᵀ / √D. With `None` every query sees every slot.
 # - A slot that is not visible gets exactly 0. Each query sees at least one slot.
 # - Multiply and return in at least 32 bits: `wide(q)`. In 16 bits q kᵀ may overflow, or round two scores to one.
 #
-# Example: a query of zeros at position 1 over slots at 0 1 2 3 gives ½ ½ 0 0.
+# Example: a query of zeros with the mask 1 1 0 0 gives ½ ½ 0 0.
 #
-# <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> separates the groups. <code>wide</code> stands in the same file.</details>
+# <details><summary>Hint</summary><code>view(B, H, G, w, D)</code> separates the groups; <code>mask.unsqueeze(2)</code> serves all heads of a group. <code>wide</code> stands in the same file.</details>
 
 # %%
 check("probabilities")
 
 # %% [markdown]
-# ## 3. `LayerCache.write` (3 points)
+# ## 3. `Slots.write` (3 points)
 #
-# Append T new tokens. `k` and `v` are (B, H, T, D). `pos` is (B, T) or (1, T) and holds for every head. `state` holds further per-slot tensors by name, (B, H, T, …), of any dtype.
+# Append T new tokens. `k` and `v` are (B, H, T, D). `pos` is (B, T) or (1, T) and holds for every head.
 #
 # - Every per-slot tensor gets T more slots in use, at its end. `self.length` and `self.seen` grow by T.
-# - Store `pos` as `torch.int32`. Every other tensor keeps the dtype of its first write, or the one the method declares.
-# - `self.per_entry` holds names and dtypes of the tensors (B, H, S) that the method declares. They exist from the first write on.
-# - If an existing tensor is not given this time, its new slots are 0, even where the buffer still holds numbers of a freed slot.
-# - If a tensor is given for the first time, its earlier slots are 0.
-# - Allocate new buffers only if the slots no longer fit. A new buffer has `self.capacity(n)` slots, where n is the number of slots needed; copy the slots in use. The buffer of a new tensor holds at least the slots needed.
+# - `k`, `v` and `pos` go into the tensors of these names. Each keeps its dtype; that of `pos` is `torch.int32`.
+# - Every other tensor in `self.slots` belongs to the method. Its new slots are 0, even where the buffer still holds numbers of a freed slot.
+# - Before the first write `self.slots` is empty. `self.allocate(k, v, n)` then makes all buffers, of n slots each.
+# - Later, `self.reserve(n)` gives every buffer n slots and copies those in use. Call it only if the slots no longer fit.
+# - In both cases n is `self.capacity(m)`, where m is the number of slots needed.
 # - Copy what you are given: the caller may overwrite it afterwards.
 #
-# Example: write two tokens with `score` 5 5, then one without `score`. `score` is then 5 5 0.
+# Example: the method stores a `score` with each entry. Two tokens are written, and the method gives both the score 5. After a third token `score` is 5 5 0.
 #
-# <details><summary>Hint 1</summary>Call <code>self.capacity</code> before you change <code>self.length</code>. <code>self.reserve(n)</code> gives every existing tensor room for n slots. <code>x.new_zeros(...)</code> allocates a tensor like <code>x</code> and accepts a <code>dtype</code>.</details>
+# <details><summary>Hint 1</summary>Call <code>self.capacity</code> before you change <code>self.length</code>: it makes room for more only if the store already holds something. <code>self.slots["k"].shape[2]</code> slots are allocated.</details>
 #
-# <details><summary>Hint 2</summary>Begin with one dict of all names: those in <code>self.slots</code> and <code>self.per_entry</code> with <code>None</code>, then overwrite it with what is given. <code>pos[:, None]</code> broadcasts over heads when you assign it.</details>
+# <details><summary>Hint 2</summary><code>pos[:, None]</code> broadcasts over heads when you assign it. So one loop over <code>self.slots</code> fills all tensors.</details>
 
 # %%
 check("write")
 
 # %% [markdown]
-# ## 4. `LayerCache.keep` (2 points)
+# ## 4. `Slots.keep` (2 points)
 #
 # `i` is (B, H, n), `torch.int64`: the slots to keep, in their new order. −1 makes an empty slot.
 #
@@ -138,7 +139,7 @@ check("write")
 check("keep")
 
 # %% [markdown]
-# ## 5. `LayerCache.drop` (2 points)
+# ## 5. `Slots.drop` (2 points)
 #
 # After each generated token one slot must go. `keep` would copy the whole cache. `drop` evicts one slot of each head in place.
 #
@@ -164,14 +165,14 @@ check("drop")
 check("indices")
 
 # %% [markdown]
-# ## 7. `LayerCache.shrink` (3 points)
+# ## 7. `Slots.shrink` (3 points)
 #
 # `score` is (B, H, S): a finite or +∞ number for each slot in use. In each head, keep the `budget` slots with the highest score.
 #
 # - Of equal scores, keep the newest token: the one with the largest position, wherever it lies.
 # - Keep an empty slot only if the head has fewer tokens than the budget, whatever the empty slot's score. It stays empty; you may pass `keep` its index or −1. If `self.ragged` is false, no slot is empty.
 # - Do nothing if at most `budget` slots are in use. Otherwise `budget` slots are in use afterwards, in any order.
-# - If exactly one slot is too many and the cache is not ragged, call `self.drop`, which allocates nothing. Otherwise call `self.keep`.
+# - If exactly one slot is too many and the store is not ragged, call `self.drop`, which allocates nothing. Otherwise call `self.keep`.
 # - Before anything else, raise a `ValueError` if `score` has a wrong shape. `check_score(score, self.pos.shape)` raises it.
 #
 # Example: scores 5 1 9 1 at positions 0 3 2 1, budget 3. One of the two slots with score 1 leaves: the older, at position 1.
@@ -186,12 +187,12 @@ check("shrink")
 # %% [markdown]
 # ## 8. `H2O.score` (2 points)
 #
-# `evict` of `ScoredCache` is given. It runs at the prompt's end and then after each `attend`. If more than `self.budget` slots are in use, it calls `self.shrink(self.score(), self.budget)`. Write `score`: return floats (B, H, S).
+# `evict` of `Scored` is given. It runs at the prompt's end and then after each `attend`. If more than `self.budget` slots of the store `layer` are in use, it calls `layer.shrink(self.score(layer), self.budget)`. Write `score`: return floats (B, H, S).
 #
-# - `self.accumulated`, (B, H, S), holds the attention that each token received from all queries. `observe`, which is given, adds it up.
-# - Keep the newest r = `round(self.recent * self.budget)` tokens seen, with Python's `round`, but at least one. Positions count from 0: a slot is among the newest if its position is at least `self.seen` − r.
+# - `layer.slot("accumulated")`, (B, H, S), holds the attention that each token received from all queries. `observe`, which is given, adds it up.
+# - Keep the newest r = `round(self.recent * self.budget)` tokens seen, with Python's `round`, but at least one. Positions, `layer.pos`, count from 0: a slot is among the newest if its position is at least `layer.seen` − r.
 # - Give the remaining places to the slots with the most accumulated attention.
-# - Leave `self.accumulated` unchanged: a token that is no longer among the newest competes with its own sum.
+# - Leave the accumulated attention unchanged: a token that is no longer among the newest competes with its own sum.
 #
 # Example: positions 0 1 2 3 with sums 1 9 5 0, budget 2, `recent` = 0. Position 3 stays as the newest, position 1 by its sum.
 

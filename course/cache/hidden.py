@@ -70,18 +70,20 @@ def full_attention(q, k, v):
 
 @problem("visible")
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("biased", [False, True])
-def test_every_pair(run, rows, biased):
-    """Slots in any order, some empty; heads differ; one row of positions for all, or one each."""
-    at, pos = drawn(0, 2, 3, 7, values=9), drawn(1, rows, 4, values=9)
-    at = torch.where(drawn(2, 2, 3, 7, values=4) == 0, NEVER, at).int()
+def test_every_pair(run, rows, heads, biased):
+    """Slots in any order, some empty; heads differ, or share their slots; one row of positions, or two."""
+    at, pos = drawn(0, 2, heads, 7, values=9), drawn(1, rows, 4, values=9)
+    at = torch.where(drawn(2, 2, heads, 7, values=4) == 0, NEVER, at).int()
     bias = drawn(3, 2, 3, 7) if biased else None
-    expected = torch.zeros(2, 3, 4, 7) if biased else torch.zeros(2, 3, 4, 7, dtype=torch.bool)
+    H = 3 if biased else heads
+    expected = torch.zeros(2, H, 4, 7) if biased else torch.zeros(2, H, 4, 7, dtype=torch.bool)
     for b in range(2):
-        for h in range(3):
+        for h in range(H):
             for t in range(4):
                 for s in range(7):
-                    seen = bool(at[b, h, s] <= pos[b if rows == 2 else 0, t])
+                    seen = bool(at[b, h % heads, s] <= pos[b if rows == 2 else 0, t])
                     expected[b, h, t, s] = (bias[b, h, s] if seen else -math.inf) if biased else seen
     same(run("visible", slot_pos=at, bias=bias, pos=pos), expected, "the mask")
 
@@ -94,27 +96,28 @@ def test_a_prompt_in_pieces(run):
 
 
 @problem("probabilities")
-@pytest.mark.parametrize("H, G, w, S, rows", [(1, 1, 1, 5, 1), (2, 3, 4, 7, 2), (3, 2, 2, 6, 1)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_each_row(run, H, G, w, S, rows, biased):
-    """Each query's softmax: groups, batch 2, hidden and empty slots, with and without a bias."""
+@pytest.mark.parametrize("H, G, w, S, heads", [(1, 1, 1, 5, 1), (2, 3, 4, 7, 2), (3, 2, 2, 6, 1)])
+@pytest.mark.parametrize("kind", ["none", "boolean", "numbers"])
+def test_each_row(run, H, G, w, S, heads, kind):
+    """Each query's softmax: groups, batch 2, a mask for each head or one for all, or none."""
     B, D = 2, 5
     q, k = drawn(0, B, H * G, w, D), drawn(1, B, H, S, D)
-    at = drawn(2, B, H, S, values=6)
-    at = torch.where(drawn(3, B, H, S, values=4) == 0, NEVER, at).int()
-    at[:, :, 0] = 0
-    bias, pos = drawn(4, B, H, S) if biased else None, drawn(5, rows, w, values=6)
+    sees = drawn(2, B, heads, w, S, values=3) > 0
+    sees[..., 0] = True
+    add = torch.where(sees, drawn(3, B, heads, w, S) if kind == "numbers" else 0.0, -math.inf)
+    mask = dict(none=None, boolean=sees, numbers=add)[kind]
     expected = torch.zeros(B, H, G, w, S)
     for b in range(B):
         for h in range(H):
             for g in range(G):
                 for t in range(w):
                     score = [sum(x * y for x, y in zip(q[b, h * G + g, t].tolist(), k[b, h, s].tolist()))
-                             / math.sqrt(D) + (float(bias[b, h, s]) if biased else 0) for s in range(S)]
-                    weight = [math.exp(x) if at[b, h, s] <= pos[b if rows == 2 else 0, t] else 0
-                              for s, x in enumerate(score)]
+                             / math.sqrt(D) for s in range(S)]
+                    if mask is not None:
+                        score = [x + y for x, y in zip(score, add[b, h % heads, t].tolist())]
+                    weight = [math.exp(x) for x in score]
                     expected[b, h, g, t] = tensor([x / sum(weight) for x in weight])
-    got = run("probabilities", q=q, k=k, slot_pos=at, bias=bias, pos=pos)
+    got = run("probabilities", q=q, k=k, mask=mask)
     same(got, expected, "the probabilities", atol=1e-5)
     if got.dtype != torch.float32 or (got[expected == 0] != 0).any():
         wrong("expected float32, and exactly 0 for a slot that is not visible")
@@ -126,12 +129,13 @@ def test_each_row(run, H, G, w, S, rows, biased):
 def test_at_least_32_bits(run, dtype, biased):
     """Probabilities have 64 bits if q has, else 32."""
     q, k = drawn(6, 1, 2, 1, 4).to(dtype), drawn(7, 1, 1, 6, 4).to(dtype)
-    at = torch.arange(6).view(1, 1, 6).int()
-    bias = torch.zeros(1, 1, 6, dtype=dtype) if biased else None
-    got = run("probabilities", q=q, k=k, slot_pos=at, bias=bias, pos=tensor([[5]]))
-    if not isinstance(got, torch.Tensor) or got.dtype != (wide := torch.promote_types(dtype, torch.float32)):
+    wide = torch.promote_types(dtype, torch.float32)
+    got = run("probabilities", q=q, k=k, mask=torch.zeros(1, 1, 1, 6) if biased else None)
+    if not isinstance(got, torch.Tensor) or got.dtype != wide:
         wrong(f"expected probabilities of {wide}")
-    same(got.double().sum(-1), torch.ones(1, 1, 2, 1).double(), "the sums of rows", atol=1e-5)
+    group, keys = q.to(wide), k.to(wide)
+    expected = (group @ keys.mT / 2).softmax(-1).view(1, 1, 2, 1, 6)
+    same(got, expected, "the probabilities", atol=1e-6)
 
 
 @problem("probabilities")
@@ -146,21 +150,22 @@ def test_watched(run):
 
 @problem("write")
 @pytest.mark.parametrize("pieces", [[7], [10, 1, 1, 1], [4, 3, 5, 20, 1, 1, 1, 1], [1] * 30])
-def test_tokens_in_pieces(run, pieces):
-    """However a text is cut: all tokens in order, of one dtype each; buffers grow by capacity when full."""
+@pytest.mark.parametrize("more", [False, True])
+def test_tokens_in_pieces(run, pieces, more):
+    """However a text is cut: all tokens in order, other numbers 0; buffers grow by capacity when full."""
     n = sum(pieces)
-    k, v, pos = drawn(0, 2, 3, n, 4), drawn(1, 2, 3, n, 4), drawn(2, 2, n, values=1000)
-    bits, score = drawn(3, 2, 3, n, 5, values=200).to(torch.uint8), drawn(4, 2, 3, n).double()
-    starts = [sum(pieces[:i]) for i in range(len(pieces))]
-    cut = [slice(start, start + size) for start, size in zip(starts, pieces)]
-    got = run("written", steps=[dict(k=k[:, :, x], v=v[:, :, x], pos=pos[:, x], bits=bits[:, :, x],
-                                     score=score[:, :, x]) for x in cut])
+    k, v, pos = drawn(0, 2, 3, n, 4), drawn(1, 2, 3, n, 4).double(), drawn(2, 2, n, values=1000)
+    cut = [slice(sum(pieces[:i]), sum(pieces[:i + 1])) for i in range(len(pieces))]
+    got = run("written", more=more, steps=[dict(k=k[:, :, x], v=v[:, :, x], pos=pos[:, x]) for x in cut])
+    expected = dict(k=k, v=v, pos=pos[:, None].expand(2, 3, n).int())
+    if more:
+        expected |= dict(score=torch.zeros(2, 3, n, dtype=torch.float64),
+                         bits=torch.zeros(2, 3, n, 5, dtype=torch.uint8))
     room = 0
     for each, x in zip(got, cut):
         end = x.stop
         if end > room:
             room = end + end // 10 if x.start else end
-        expected = dict(k=k, v=v, pos=pos[:, None].expand(2, 3, n).int(), bits=bits, score=score)
         same(sorted(each["slots"]), sorted(expected), "the tensors")
         for name, full in expected.items():
             same(each["slots"][name], full[:, :, :end], f"{name} after {end} tokens")
@@ -177,33 +182,19 @@ def test_one_row_of_positions(run):
 
 
 @problem("write")
-def test_state_that_comes_and_goes(run):
-    """A state given late is 0 before; one not given is 0, even in a slot that was freed and reused."""
-    k, one = torch.ones(1, 2, 2, 3), torch.ones(1, 2, 2)
-    k3 = torch.ones(1, 2, 3, 3)
-    got = run("written", steps=[
-        dict(k=k, v=k.clone(), pos=tensor([[0, 1]]), early=one),
-        dict(k=k, v=k.clone(), pos=tensor([[2, 3]]), late=2 * one),
-        dict(forget=3),
-        dict(k=k3, v=k3.clone(), pos=tensor([[4, 5, 6]]))])
-    same(got[1]["slots"].get("early"), tensor([1., 1, 0, 0]).expand(1, 2, 4), "the early state")
-    same(got[1]["slots"].get("late"), tensor([0., 0, 2, 2]).expand(1, 2, 4), "the late state")
-    same(got[3]["slots"].get("early"), tensor([1., 0, 0, 0]).expand(1, 2, 4), "early, in freed slots")
-    same(got[3]["slots"].get("late"), torch.zeros(1, 2, 4), "late, in freed slots")
-    same((got[3]["length"], got[3]["seen"]), (4, 7), "slots in use and tokens seen")
-
-
-@problem("write")
-def test_state_that_is_declared(run):
-    """A tensor that the method declares exists from the first write on; it is 0 unless given."""
-    k = torch.ones(1, 2, 2, 3)
-    got = run("written", declares=True, steps=[
-        dict(k=k, v=k.clone(), pos=tensor([[0, 1]])),
-        dict(k=k, v=k.clone(), pos=tensor([[2, 3]]), flags=torch.ones(1, 2, 2, dtype=torch.uint8)),
-        dict(k=k, v=k.clone(), pos=tensor([[4, 5]]))])
-    for each, expected in zip(got, ([0, 0], [0, 0, 1, 1], [0, 0, 1, 1, 0, 0])):
-        right = tensor(expected, dtype=torch.uint8).expand(1, 2, len(expected))
-        same(each["slots"].get("flags"), right, f"the flags of {len(expected)} tokens")
+@pytest.mark.parametrize("new", [1, 2, 9])
+def test_slots_that_are_used_again(run, new):
+    """Of six slots three are freed. Those of new tokens hold 0, the others what they held."""
+    k, tokens = torch.ones(1, 2, 15, 3), torch.arange(15)[None]
+    *_, got = run("written", more=True, steps=[
+        dict(k=k[:, :, :6], v=k[:, :, :6], pos=tokens[:, :6]), dict(fill=7), dict(forget=3),
+        dict(k=k[:, :, 6:6 + new], v=k[:, :, 6:6 + new], pos=tokens[:, 6:6 + new])])
+    expected = tensor([7] * 3 + [0] * new)
+    same(got["slots"].get("score"), expected.double().expand(1, 2, -1), "the scores")
+    same(got["slots"].get("bits"), expected.to(torch.uint8)[:, None].expand(1, 2, -1, 5), "the bits")
+    at = [0, 1, 2, *range(6, 6 + new)]
+    same(got["slots"].get("pos"), tensor(at).int().expand(1, 2, -1), "the positions")
+    same((got["length"], got["seen"]), (3 + new, 6 + new), "slots in use and tokens seen")
 
 
 @problem("keep")

@@ -48,9 +48,9 @@ def test_a_bias(run):
 
 @problem("probabilities")
 def test_equal_scores(run):
-    """A query of zeros at position 1 gives slots 0 and 1 one half each, and later slots 0."""
+    """A query of zeros that sees the slots 0 and 1 of four gives one half to each of them, and 0 to others."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.ones(1, 1, 4, 4),
-              slot_pos=tensor([[[0, 1, 2, 3]]]).int(), bias=None, pos=tensor([[1]]))
+              mask=tensor([[[[1, 1, 0, 0]]]]).bool())
     same(got, tensor([[[[[0.5, 0.5, 0, 0]]]]]), "the probabilities", atol=1e-6)
 
 
@@ -58,16 +58,15 @@ def test_equal_scores(run):
 def test_the_scale(run):
     """D = 4. The products with the keys are 2 ln 3 and 0; divided by √D they are ln 3 and 0: 3/4 and 1/4."""
     got = run("probabilities", q=tensor([2., 0, 0, 0]).view(1, 1, 1, 4),
-              k=tensor([[log(3), 1, 1, 1], [0, 1, 1, 1]]).view(1, 1, 2, 4), slot_pos=tensor([[[0, 1]]]).int(),
-              bias=None, pos=tensor([[1]]))
+              k=tensor([[log(3), 1, 1, 1], [0, 1, 1, 1]]).view(1, 1, 2, 4), mask=None)
     same(got, tensor([[[[[0.75, 0.25]]]]]), "the probabilities", atol=1e-6)
 
 
 @problem("probabilities")
 def test_a_bias_of_ln_3(run):
-    """Equal scores; the second slot has the bias ln 3, so three times the weight: 1/4 and 3/4."""
+    """Equal scores; the mask adds ln 3 to the second slot, so it has three times the weight: 1/4 and 3/4."""
     got = run("probabilities", q=torch.zeros(1, 1, 1, 4), k=torch.zeros(1, 1, 2, 4),
-              slot_pos=tensor([[[0, 1]]]).int(), bias=tensor([[[0, log(3)]]]), pos=tensor([[1]]))
+              mask=tensor([[[[0, log(3)]]]]))
     same(got, tensor([[[[[0.25, 0.75]]]]]), "the probabilities", atol=1e-6)
 
 
@@ -76,18 +75,22 @@ def test_groups(run):
     """Four query heads, two key heads: query heads 0 and 1 share key head 0. Shape (1, 2, 2, 1, 2)."""
     q = tensor([0., 1, 2, 3]).view(1, 4, 1, 1)
     k = log(2) * tensor([[1., 0], [0, 1]]).view(1, 2, 2, 1)
-    slot_pos = tensor([[[0, 1], [0, 1]]]).int()
-    got = run("probabilities", q=q, k=k, slot_pos=slot_pos, bias=None, pos=tensor([[1]]))
+    got = run("probabilities", q=q, k=k, mask=torch.ones(1, 2, 1, 2, dtype=torch.bool))
     expected = tensor([[[1 / 2, 1 / 2], [2 / 3, 1 / 3]], [[1 / 5, 4 / 5], [1 / 9, 8 / 9]]])
     same(got, expected.view(1, 2, 2, 1, 2), "the probabilities", atol=1e-6)
+
+
+def tokens(k, start, end):
+    """Return the arguments of `write` for the tokens from `start` to `end` of keys k."""
+    here = k[:, :, start:end]
+    return dict(k=here, v=-here, pos=torch.arange(start, end)[None])
 
 
 @problem("write")
 def test_two_writes(run):
     """Write two tokens, then one: three slots in order, three tokens seen."""
     k = tensor([1., 2, 3]).view(1, 1, 3, 1)
-    _, got = run("written", steps=[dict(k=k[:, :, :2], v=-k[:, :, :2], pos=tensor([[0, 1]])),
-                                   dict(k=k[:, :, 2:], v=-k[:, :, 2:], pos=tensor([[2]]))])
+    _, got = run("written", steps=[tokens(k, 0, 2), tokens(k, 2, 3)])
     same(got["slots"].get("k"), k, "the keys")
     same(got["slots"].get("v"), -k, "the values")
     same(got["slots"].get("pos"), tensor([[[0, 1, 2]]]).int(), "the positions")
@@ -95,21 +98,18 @@ def test_two_writes(run):
 
 
 @problem("write")
-def test_what_is_not_given(run):
-    """Write two tokens with the state 5 5, then one without: the state is 5 5 0."""
+def test_other_numbers_start_at_0(run):
+    """The method stores a score with each entry. Two tokens get the score 5; a third is written: 5 5 0."""
     k = torch.ones(1, 1, 3, 1)
-    _, got = run("written", steps=[
-        dict(k=k[:, :, :2], v=k[:, :, :2], pos=tensor([[0, 1]]), score=tensor([[[5., 5]]])),
-        dict(k=k[:, :, 2:], v=k[:, :, 2:], pos=tensor([[2]]))])
-    same(got["slots"].get("score"), tensor([[[5., 5, 0]]]), "the state")
+    *_, got = run("written", more=True, steps=[tokens(k, 0, 2), dict(fill=5), tokens(k, 2, 3)])
+    same(got["slots"].get("score"), tensor([[[5, 5, 0]]]).double(), "the scores")
 
 
 @problem("write")
 def test_buffers(run):
     """Ten tokens take ten slots. The 11th needs a buffer of capacity(11) = 12 slots; the 12th fits in."""
     k = torch.ones(1, 1, 12, 1)
-    got = run("written", steps=[dict(k=k[:, :, a:b], v=k[:, :, a:b], pos=torch.arange(a, b)[None])
-                                for a, b in ((0, 10), (10, 11), (11, 12))])
+    got = run("written", steps=[tokens(k, 0, 10), tokens(k, 10, 11), tokens(k, 11, 12)])
     for each, slots_in_all in zip(got, (10, 12, 12)):
         same(each["allocated"], dict.fromkeys(("k", "v", "pos"), slots_in_all),
              f"slots of each buffer with {each['length']} in use")
@@ -119,8 +119,7 @@ def test_buffers(run):
 def test_slots_that_were_freed(run):
     """Write three tokens, free one slot, write one more: three slots in use, four tokens seen."""
     k = tensor([1., 2, 3, 4]).view(1, 1, 4, 1)
-    *_, got = run("written", steps=[dict(k=k[:, :, :3], v=k[:, :, :3], pos=tensor([[0, 1, 2]])),
-                                    dict(forget=1), dict(k=k[:, :, 3:], v=k[:, :, 3:], pos=tensor([[3]]))])
+    *_, got = run("written", steps=[tokens(k, 0, 3), dict(forget=1), tokens(k, 3, 4)])
     same(got["slots"].get("pos"), tensor([[[0, 1, 3]]]).int(), "the positions")
     same((got["length"], got["seen"]), (3, 4), "slots in use and tokens seen")
 

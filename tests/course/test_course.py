@@ -12,7 +12,15 @@ from course.assignments import ASSIGNMENTS, PROBLEMS
 from course.functions import emptied, imported, place, spliced
 from course.grader import cases, failure, handed_in
 from course.make import COMMAND_LIST, make
-from planted import ROOT, body, direct, packed_faster, planted
+from planted import (
+    ROOT,
+    direct,
+    packed_faster,
+    planted,
+    replaced,
+    with_mistake,
+    without_solution,
+)
 
 
 def graded(folder, file, *words) -> dict[str, list[dict]]:
@@ -139,18 +147,14 @@ def test_right_solutions_pass_and_wrong_ones_are_caught(name, monkeypatch):
         )
         assert public and hidden
         assert not any(failure(test, run) for test in public + hidden), problem
-        source = (ROOT / each.file).read_text()
-        right, empty = body(each, source), body(each, emptied(source, [each.function]))
-        # never run; keeps the code's free variable
-        empty += "\n        super()" * ("super()" in right)
-        with planted(each, right, empty):
+        with planted(each, without_solution(each)):
             assert all(
                 "NotImplementedError" in str(failure(test, run))
                 for test in public + hidden
             ), problem
         by_public = []
         for _, mistake, old, new in (x for x in wrong if x[0] == problem):
-            with planted(each, old, new):
+            with planted(each, with_mistake(each, old, new)):
                 by_public.append(any(failure(test, run) for test in public))
                 assert any(failure(test, run) for test in hidden), (problem, mistake)
         assert any(by_public) and len(by_public) >= 3, problem

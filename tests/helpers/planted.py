@@ -1,37 +1,77 @@
-"""Plant wrong solutions into the functions of this process, and run the course's tests on them."""
+"""Plant wrong solutions into the functions of this process, and run the course's tests on them.
 
+A mistake names a piece of the function's code and what replaces it. The function is first written
+anew by ast.unparse, and the piece is then looked up word by word. So neither spaces, line breaks,
+comments, quotes nor superfluous parentheses matter, and a new layout breaks no mistake.
+"""
+
+import ast
 from contextlib import contextmanager
 from importlib import import_module
 import inspect
 from pathlib import Path
-
-from course.functions import place
 import pickle
+import re
 
 from course import grader, submission
+from course.functions import emptied, find, place
 
 ROOT = Path(__file__).parents[2]
+WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def body(problem, source: str) -> str:
-    """Return the function's lines in the text of its file."""
-    return "\n".join(source.split("\n")[place(source, problem.function)])
+def words(text: str) -> list[re.Match]:
+    return [*WORD.finditer(text)]
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    """Replace the words of `old`, wherever they stand in `text`. Spaces and line breaks may differ."""
+    here = words(text)
+    all_words = [word[0] for word in here]
+    piece = [word[0] for word in words(old.replace('"', "'"))]
+    n = len(piece)
+    starts = [i for i in range(len(here)) if all_words[i : i + n] == piece]
+    if not starts:
+        raise ValueError(f"{old!r} is not in\n{text}")
+    for i in reversed(starts):
+        text = text[: here[i].start()] + new + text[here[i + n - 1].end() :]
+    return text
+
+
+def with_mistake(problem, old: str, new: str) -> str:
+    """Return the source of the problem's file, with a piece of its function's code replaced."""
+    tree = ast.parse((ROOT / problem.file).read_text())
+    function = find(tree, problem.function)
+    if ast.get_docstring(function) is not None:
+        del function.body[0]
+    lines = ast.unparse(tree).split("\n")
+    here = place("\n".join(lines), problem.function)
+    lines[here] = replaced("\n".join(lines[here]), old, new).split("\n")
+    return "\n".join(lines)
+
+
+def without_solution(problem) -> str:
+    """Return the source of the problem's file, with its function as students get it."""
+    right = (ROOT / problem.file).read_text()
+    lines = emptied(right, [problem.function]).split("\n")
+    end = place("\n".join(lines), problem.function).stop
+    if any(
+        "super()" in line for line in right.split("\n")[place(right, problem.function)]
+    ):
+        lines.insert(
+            end, "        super()"
+        )  # never run; keeps the code's free variable
+    return "\n".join(lines)
 
 
 @contextmanager
-def planted(problem, old: str, new: str):
-    """Replace a piece of the function's code, wherever it was imported; restore it afterwards."""
-    source = (ROOT / problem.file).read_text()
-    right = body(problem, source)
-    assert old in right, f"{problem.name}: {old!r} is not in {problem.function}"
-    changed = source.replace(right, right.replace(old, new))
+def planted(problem, source: str):
+    """Let the function have the code that it has in `source`, wherever it was imported."""
     function = import_module(problem.file.removesuffix(".py").replace("/", "."))
     for part in problem.function.split("."):
         function = inspect.getattr_static(function, part)
-    function = inspect.unwrap(
-        getattr(function, "fget", None) or getattr(function, "__func__", function)
-    )
-    code = compile(changed, str(ROOT / problem.file), "exec")
+    function = inspect.unwrap(function)
+    code = compile(source, str(ROOT / problem.file), "exec")
     for part in problem.function.split("."):
         code = next(x for x in code.co_consts if getattr(x, "co_name", None) == part)
     right, function.__code__ = function.__code__, code

@@ -14,32 +14,55 @@ WRONG = [
         "slot_pos[:, :1].expand(slot_pos.shape).unsqueeze(2)",
     ),
     ("visible", "gives hidden slots the bias 0, not −∞", "-math.inf", "0.0"),
-    ("probabilities", "does not divide by √D", ".mul_(D ** -0.5)", ""),
+    ("probabilities", "does not divide by √D", "score.mul_(D ** (-0.5))", "score"),
     (
         "probabilities",
-        "adds no bias to visible slots",
-        "else bias, pos)",
-        "else 0 * bias, pos)",
+        "adds no numbers of the mask, only −∞",
+        "score.add_(mask.unsqueeze(2))",
+        "score.masked_fill_(mask.unsqueeze(2) == -math.inf, -math.inf)",
     ),
+    ("probabilities", "needs a mask", "if mask is not None:", "if True:"),
     (
         "probabilities",
         "multiplies in 16 bits",
-        "(wide(q).reshape(B, H, -1, D) @ wide(k).mT)",
-        "(q.reshape(B, H, -1, D) @ k.mT)",
+        "group @ wide(k).mT",
+        "q.view(B, H, -1, D) @ k.mT",
     ),
-    ("write", "sets seen to the slots in use", "end, self.seen + T", "end, end"),
-    ("write", "allocates without slack", "self.capacity(end)", "end"),
     (
         "write",
-        "leaves tensors that are not given as they were",
-        "(*new, *self.slots, ",
-        "(*new, ",
+        "sets seen to the slots in use",
+        "self.seen += k.shape[2]",
+        "self.seen = end",
     ),
-    ("write", "does not create declared tensors", ", *self.per_entry)", ")"),
+    (
+        "write",
+        "allocates without slack",
+        "self.reserve(self.capacity(end))",
+        "self.reserve(end)",
+    ),
+    (
+        "write",
+        "grows the buffers at each write",
+        "elif end > self.slots['k'].shape[2]:",
+        "else:",
+    ),
+    (
+        "write",
+        "leaves the method's numbers as they were",
+        "in self.slots.items():",
+        "in [(name, self.slots[name]) for name in new]:",
+    ),
+    (
+        "write",
+        "keeps tensors that it was given",
+        "new.get(name, 0)",
+        "new.get(name, 0)\n"
+        "        if not self.length:\n            self.slots.update(k=k, v=v)",
+    ),
     (
         "keep",
-        "forgets that the cache was ragged",
-        "if empty.any():\n            self.ragged = True",
+        "forgets that the store was ragged",
+        "if empty.any(): self.ragged = True",
         "self.ragged = bool(empty.any())\n        if self.ragged:",
     ),
     (
@@ -52,8 +75,8 @@ WRONG = [
     (
         "drop",
         "moves the buffer's last slot, not the last in use",
-        "self.length - 1:self.length",
-        "-1:",
+        "slice(self.length - 1, self.length)",
+        "slice(-1, None)",
     ),
     (
         "drop",
@@ -89,7 +112,7 @@ WRONG = [
     (
         "shrink",
         "always calls keep, never drop",
-        "if self.length == budget + 1 and not self.ragged:",
+        "if self.length == budget + 1 and (not self.ragged):",
         "if False:",
     ),
     (
@@ -104,7 +127,12 @@ WRONG = [
         "max(1, round(self.recent * self.budget))",
         "round(self.recent * self.budget)",
     ),
-    ("score", "uses the slots in use instead of seen", "self.seen -", "self.length -"),
+    (
+        "score",
+        "uses the slots in use instead of seen",
+        "layer.seen -",
+        "layer.length -",
+    ),
     (
         "score",
         "overwrites the accumulated attention",
