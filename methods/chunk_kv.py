@@ -41,12 +41,10 @@ class Chunks(Selection):
     """Select chunks by their scores, the highest first, until the budget is full."""
 
     chunk_size: int = 10  # tokens per chunk, c
-    score: str = (
-        "sum"  # of a chunk: "sum", "mean" or "max" of its tokens' window scores
-    )
-    fill: bool = (
-        True  # cut the last chunk to the room left; False: keep only whole chunks
-    )
+    # of a chunk: "sum", "mean" or "max" of its tokens' window scores
+    score: str = "sum"
+    # cut the last chunk to the room left; False: keep only whole chunks
+    fill: bool = True
 
     def __post_init__(self):
         whole("chunk_size", self.chunk_size, 1)
@@ -125,11 +123,9 @@ def ranking(score: Tensor) -> Tensor:
 
 
 def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
-    """Return the mask (..., n) of the first `budget` tokens, chunks taken by their scores.
-
-    Example: tokens of the chunks 1 1 2 2, chunk 2 scores higher, budget 3. Their ranks are 1 1 0 0;
-    sorted by rank, the tokens are 2 3 0 1, and the first three stay: the mask is 1 0 1 1.
-    """
+    """Return the mask (..., n) of the first `budget` tokens, chunks taken by their scores."""
+    # Example: tokens of the chunks 1 1 2 2, chunk 2 scores higher, budget 3. Their ranks are
+    # 1 1 0 0; sorted by rank, the tokens are 2 3 0 1, and the first three stay: the mask is 1 0 1 1.
     rank = ranking(score).argsort(-1).gather(-1, chunk)  # rank of each token's chunk
     by_rank = rank.argsort(dim=-1, stable=True)
     place = torch.arange(chunk.shape[-1], device=chunk.device).expand(chunk.shape)
@@ -175,9 +171,8 @@ class ChunkKV(SnapKV):
             )
 
     def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
-        if (
-            layer.index % self.reuse == 0
-        ):  # only the lowest layer of a group needs its queries
+        # only the lowest layer of a group needs its queries
+        if layer.index % self.reuse == 0:
             super().observe(layer, q, p)
 
     def compress(self, model, tokens: Tensor, layers: list[Slots]):

@@ -42,9 +42,8 @@ class Critical(Selection):
     Stage 1 uses pooled window scores; stage 2 uses unpooled window scores × norms.
     """
 
-    alpha: float = (
-        0.25  # fraction of the budget that stage 1 chooses by weight alone, α
-    )
+    # fraction of the budget that stage 1 chooses by weight alone, α
+    alpha: float = 0.25
 
     def __post_init__(self):
         if not 0 <= self.alpha <= 1:
@@ -109,17 +108,16 @@ def part_of(alpha: float, budget: int | Tensor) -> int | Tensor:
 def value_norms(v: Tensor, w_o: Tensor) -> Tensor:
     """Return ‖𝒱_i‖₁ = ‖v_i W_O‖₁ for every query head, in at least 32 bits.
 
-    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). In one line, with w_o (d_model, H, G, D):
-
-        torch.einsum("bhnd,mhgd->bhgnm", v, w_o).abs().sum(-1)
-
-    The loop does the same for one head and 1024 tokens at a time, which fit into a core's cache.
-    The whole of 𝒱, n × d_model, is never in memory.
+    v (B, H, n, D), w_o (d_model, H·G, D) → (B, H, G, n). The whole of 𝒱, n × d_model, is never in
+    memory.
     """
     fast = kernel_for(v, "value_norms")
     if fast:
         return fast(v, w_o)
 
+    # In one line, with w_o (d_model, H, G, D):
+    #     torch.einsum("bhnd,mhgd->bhgnm", v, w_o).abs().sum(-1)
+    # The loop does the same for one head and 1024 tokens at a time, which fit into a core's cache.
     B, H, n, D = v.shape
     w_o = w_o.unflatten(1, (H, -1)).permute(1, 2, 3, 0)  # (H, G, D, d_model)
     norms = wide(v[:0]).new_empty(H, w_o.shape[1], B * n)

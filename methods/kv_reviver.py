@@ -160,9 +160,8 @@ class SketchSlots(Slots):
         # (B, H, capacity): attention that each token ever seen got so far
         self.score = torch.zeros(0, 0, 0)
         self.sketch: Sketch | None = None
-        self.cached_vague: Tensor | None = (
-            None  # result of `vague_tokens` during one step
-        )
+        # result of `vague_tokens` during one step
+        self.cached_vague: Tensor | None = None
         self.in_recent = 0  # tokens in Recent
 
     def vague_tokens(self) -> Tensor:
@@ -215,9 +214,8 @@ class SketchSlots(Slots):
             return super().attention(q, pos)
         D = q.shape[-1]
         tokens = self.vague_tokens()
-        q_h = (wide(q) * D**-0.5).view(
-            q.shape[0] * self.k.shape[1], -1, D
-        )  # (B·H, G, D)
+        # (B·H, G, D)
+        q_h = (wide(q) * D**-0.5).view(q.shape[0] * self.k.shape[1], -1, D)
         exact = q_h @ wide(self.k).flatten(0, 1).mT
         rows = []
         outputs = []
@@ -267,15 +265,13 @@ class KVReviver(Method):
     """Everything that a head stores fits into the bytes of `budget` entries."""
 
     budget: int  # bytes, in entries (key, value, position) per key/value head
-    vague: float = (
-        0.1  # fraction of the budget for the sketch, at least a slot per row; 0: none
-    )
+    # fraction of the budget for the sketch, at least a slot per row; 0: none
+    vague: float = 0.1
     recent: float = 0.45  # fraction for the newest tokens; the rest is for candidates
     rows: int = 3  # rows of the sketch, r: 1 or 3
     slack: int = 8  # tokens by which Recent grows before it is cut back
-    replace_rate: float = (
-        1.1  # how much higher a vague token's score must be to take a slot
-    )
+    # how much higher a vague token's score must be to take a slot
+    replace_rate: float = 1.1
     seed: int = 0  # of hashes and signs, which differ by layer
     shares: tuple | None = None  # each layer's share of all layers' budget; None: equal
     watch = ALL
@@ -309,9 +305,8 @@ class KVReviver(Method):
 
     def sizes(self, layer: SketchSlots) -> tuple[int, int, int]:
         """Return three numbers of slots: in a row of the sketch, in Recent, in Candidate."""
-        vector = (
-            2 * layer.k.shape[-1] * layer.k.element_size()
-        )  # bytes of one key and one value
+        # bytes of one key and one value
+        vector = 2 * layer.k.shape[-1] * layer.k.element_size()
         budget = self.budget
         if self.shares:
             budget = round(len(self.shares) * budget * self.shares[layer.index])

@@ -58,9 +58,8 @@ class Scissorhands(Method):
 
     budget: int  # slots per key/value head, B
     recent: int = 10  # newest entries, which are never dropped, r
-    at_a_time: int | None = (
-        None  # entries dropped when full, m; None: B/2, but at most B − r
-    )
+    # entries dropped when full, m; None: B/2, but at most B − r
+    at_a_time: int | None = None
     history: int = 400  # steps over which unimportance is counted, w
     store = BudgetSlots
 
@@ -79,9 +78,8 @@ class Scissorhands(Method):
         )
 
     def observe(self, layer: Slots, q: Tensor, p: Tensor):
-        step = (
-            torch.arange(layer.seen - p.shape[3], layer.seen, device=p.device) + 1
-        )  # s, (n,)
+        # s, (n,)
+        step = torch.arange(layer.seen - p.shape[3], layer.seen, device=p.device) + 1
 
         # 1{α_{s,j} < 1/s} for the tokens present at step s: (B, H, S, n)
         weight = p.mean(2, dtype=torch.float32).mT

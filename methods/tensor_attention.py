@@ -118,10 +118,11 @@ class FactoredFourCache(FourCache):
         out = 0.0
         rows = max(1, self.tile // k2.shape[2])
         for k1_a, v1_a in zip(k1.split(rows, 2), v1.split(rows, 2)):
+            # one matrix for all queries of the group
             G_rows = (
                 q.shape[2],
                 k1_a.shape[2],
-            )  # one matrix for all queries of the group
+            )
 
             # scores of the pairs (a, b): (K₁ ∘ q) K₂ᵀ
             k1_q = k1_a.unsqueeze(2) * q.unsqueeze(3)  # (B, H, G, rows, D)
@@ -216,19 +217,19 @@ class PairAttention(nn.Module):
         super().__init__()
         self.config = config
         c = config
+        # of q, k, v, stacked in qkv
         self.heads = (
             c.n_heads,
             2 * c.n_kv_heads,
             2 * c.n_kv_heads,
-        )  # of q, k, v, stacked in qkv
+        )
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
     def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
         q, k, v = self.project(x, None)
-        k = torch.cat(
-            (k[:, ::2], k[:, 1::2]), -1
-        )  # (B, H, T, 2D): each head's two vectors
+        # (B, H, T, 2D): each head's two vectors
+        k = torch.cat((k[:, ::2], k[:, 1::2]), -1)
         v = torch.cat((v[:, ::2], v[:, 1::2]), -1)
         if cache is None:
             y = pair_attention(q, k, v)

@@ -27,55 +27,90 @@ def wide(x: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, watch: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    watch: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output and the last `watch` queries' probabilities (None if watch is 0).
 
     q (B, H·G, T, D), k and v (B, H, S, D) → the output (B, H·G, T, D), the probabilities (B, H, G,
     w, S), w = min(watch, T).
     """
-    T, S = q.shape[2], k.shape[2]
+    T = q.shape[2]
+    S = k.shape[2]
     w = min(watch, T)
     if not w:
         return fused(q, k, v, mask), None
 
     # only the last w queries need explicit probabilities
     n = T - w
-    early, late = mask, mask
-    if isinstance(mask, str):  # w = 2, S = 4: rows 1 1 1 0 and 1 1 1 1
-        late = torch.ones(1, 1, w, S, dtype=torch.bool, device=q.device).tril(S - w)
-    elif mask is not None:
-        early, late = mask[:, :, :n], mask[:, :, n:]
-    p = probabilities(q[:, :, n:], k, late)
-    y = (
-        p.flatten(2, 3).to(v) @ v
-    )  # (B, H, G·w, D): a group's queries are rows of one product
-    y = y.view(*q.shape[:2], w, -1)
+    early_q, late_q = q.split((n, w), 2)
+    p = probabilities(late_q, k, last_rows(mask, w, S, q.device))
+    rows = p.flatten(2, 3).to(
+        v
+    )  # (B, H, G·w, S): a group's queries are rows of one product
+    y = (rows @ v).view_as(late_q)
     if not n:
         return y, p
-    if isinstance(mask, str):  # no early query sees the slots after it
-        k, v = k[:, :, :n], v[:, :, :n]
-    return torch.cat((fused(q[:, :, :n], k, v, early), y), 2), p
+
+    # the others need only the output
+    if isinstance(mask, str):  # and see none of the slots of the last w
+        k = k[:, :, :n]
+        v = v[:, :, :n]
+    elif mask is not None:
+        mask = mask[:, :, :n]
+    early = fused(early_q, k, v, mask)
+    return torch.cat((early, y), 2), p
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+def last_rows(
+    mask: Mask,
+    w: int,
+    S: int,
+    device: torch.device,
+) -> Tensor | None:
+    """Return the mask (B, H or 1, w, S) of the last w queries over S slots."""
+    if mask is None:
+        return None
+    if isinstance(mask, str):  # w = 2, S = 4: rows 1 1 1 0 and 1 1 1 1
+        causal = torch.ones(w, S, dtype=torch.bool, device=device)
+        return causal.tril(S - w)[None, None]
+    return mask[:, :, -w:]
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+) -> Tensor:
     """Return attention's output (B, H·G, T, D) without storing the probabilities."""
     B, heads, T, D = q.shape
+    H = k.shape[1]
     if (
         T == 1
     ):  # the G queries of a group are rows of one small product: each key is read once
         # cuDNN, PyTorch's first choice on an H100, makes a plan for each new S: milliseconds
         others = [Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
-        rows = q.view(B, k.shape[1], -1, D)
-        mask = None if isinstance(mask, str) else mask  # one query and one slot
+        rows = q.view(B, H, -1, D)
+        if isinstance(mask, str):  # one query and one slot
+            mask = None
         with sdpa_kernel(others) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(rows, k, v, mask)
         return y.reshape(B, heads, 1, D)  # on a GPU its strides may differ from q's
 
     if isinstance(mask, str):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            enable_gqa=True,
+        )
     if mask is not None and mask.shape[1] > 1:
-        mask = mask.repeat_interleave(heads // k.shape[1], 1)
+        mask = mask.repeat_interleave(heads // H, 1)
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
 
@@ -100,7 +135,9 @@ def probabilities(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     B, heads, w, D = q.shape
     H = k.shape[1]
     group = wide(q).reshape(B, H, -1, D)  # (B, H, G·w, D): the queries that read head h
-    score = (group @ wide(k).mT).mul_(D**-0.5).view(B, H, heads // H, w, -1)
+    score = group @ wide(k).mT
+    score.mul_(D**-0.5)
+    score = score.view(B, H, heads // H, w, -1)
     if mask is not None:
         if mask.dtype == torch.bool:  # adding −∞ is faster than masked_fill
             mask = torch.where(mask, 0.0, -math.inf)

@@ -166,7 +166,8 @@ class Bridged:
         )
         self.windows = windows(config)
         self.decoder = model.get_decoder()
-        self.positions = [  # tables of learned positions
+        # tables of learned positions
+        self.positions = [
             child
             for child in self.decoder.children()
             if isinstance(child, nn.Embedding) and child is not self.embed

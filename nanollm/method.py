@@ -49,9 +49,8 @@ from nanollm.check import check_budget
 if TYPE_CHECKING:
     from nanollm.slots import Slots
 
-NEVER = torch.iinfo(
-    torch.int32
-).max  # the position of an empty slot: no query ever sees it
+# the position of an empty slot: no query ever sees it
+NEVER = torch.iinfo(torch.int32).max
 ALL = NEVER  # observe every query
 
 

@@ -11,8 +11,6 @@ Example: two heads keep tokens 1 4 7 and 2; token 8 came later.
     slot("pos")     1 4 7 8 / NEVER NEVER 2 8
 """
 
-import math
-
 import torch
 from torch import Tensor
 import torch.nn.functional as F
@@ -22,7 +20,7 @@ from nanollm.attention import wide
 from nanollm.kernel_switch import kernel_for
 from nanollm.method import NEVER
 from nanollm.ranking import indices, top
-from nanollm.slots import Slots, Stored, whole
+from nanollm.slots import VECTORS, Slots, Stored, whole
 
 CONSTANT = {"k", "v", "pos", "bias"}  # per-slot tensors that no step changes
 
@@ -32,9 +30,8 @@ class PackedSlots(Slots):
 
     def __init__(self, *place):
         super().__init__(*place)
-        self.packed: dict[
-            str, Tensor
-        ] = {}  # per-slot tensors (slots of all heads, ...)
+        # per-slot tensors (slots of all heads, ...)
+        self.packed: dict[str, Tensor] = {}
         self.counts = None  # (B, H): how many slots each head has in `packed`
         self.sizes: list[int] = []  # the same numbers, read without waiting for a GPU
         self.longest = 0  # the largest count; `length` − `longest` slots came later
@@ -47,11 +44,15 @@ class PackedSlots(Slots):
     def pack(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true, stored head after head."""
         i = kept.flatten().nonzero().squeeze(1)
-        in_use = {name: self.slot(name) for name in self.slots}
-        self.packed = {
-            name: x.flatten(0, 2).index_select(0, i) for name, x in in_use.items()
-        }
-        self.slots = {name: x[:, :, :0].clone() for name, x in self.slots.items()}
+        packed = {}
+        later = {}
+        for name in self.slots:
+            x = self.slot(name)
+            rows = x.flatten(0, 2)
+            packed[name] = rows.index_select(0, i)
+            later[name] = x[:, :, :0].clone()
+        self.packed = packed
+        self.slots = later
         self.counted(kept.sum(-1))
         self.length = self.longest
 
@@ -73,19 +74,23 @@ class PackedSlots(Slots):
 
     def new(self, name: str) -> Tensor:
         """Return the slots that came after the packed ones, (B, H, n, ...)."""
-        return self.slots[name][:, :, : self.length - self.longest]
+        n = self.length - self.longest
+        return self.slots[name][:, :, :n]
 
     def slot(self, name: str) -> Tensor:
         if not self.packed:
             return super().slot(name)
-        new, x = self.new(name), self.old(name)
+        new = self.new(name)
+        x = self.old(name)
         # Empty slots come first, so that each head's newest entries are neighbours of what came
         # later. Example: heads of 3 and 1 slots end at rows 3 and 4 of `packed`; back = −3 −2 −1
         # gives rows 0 1 2 and 1 2 3, of which the second head hides two.
         back = torch.arange(-self.longest, 0, device=x.device)
-        end = self.counts.flatten().cumsum(0)[:, None]
+        end = self.counts.flatten().cumsum(0)
+        end = end.unsqueeze(1)
         rows = (end + back).clamp(min=0)
-        old = x[rows].view(*new.shape[:2], self.longest, *x.shape[1:])
+        B, H = self.counts.shape
+        old = x[rows].view(B, H, self.longest, *x.shape[1:])
         if name == "pos":
             old.masked_fill_(~self.filled(), NEVER)
         return torch.cat((old, new), 2)
@@ -93,19 +98,29 @@ class PackedSlots(Slots):
     def put(self, name: str, x: Tensor):
         if not self.packed:
             return super().put(name, x)
-        old, new = x.split((self.longest, x.shape[2] - self.longest), 2)
+        old, new = self.split(x)
         self.packed[name] = old[self.filled()]
         self.new(name).copy_(new)
 
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Split x (B, H, S, ...) into the packed slots, padded, and those that came later."""
+        later = x.shape[2] - self.longest
+        return x.split((self.longest, later), 2)
+
     def filled(self) -> Tensor:
         """Return a mask (B, H, longest) of the padded packed slots that hold an entry."""
-        back = torch.arange(self.longest, 0, -1, device=self.counts.device)
+        device = self.counts.device
+        back = torch.arange(self.longest, 0, -1, device=device)
         return back <= self.counts[..., None]
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
-        self.length -= (
-            self.longest
-        )  # `slots` holds only what came after the packed slots
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
+        # `slots` holds only what came after the packed slots
+        self.length -= self.longest
         super().write(k, v, pos)
         self.length += self.longest
 
@@ -118,7 +133,8 @@ class PackedSlots(Slots):
         if self.ragged:
             kept = kept & (self.pos != NEVER)
         count = kept.sum(-1)
-        self.ragged = self.ragged or int(count.min()) < int(count.max())
+        if int(count.min()) < int(count.max()):
+            self.ragged = True
         if self.packs:
             self.pack(kept)
         else:
@@ -135,35 +151,43 @@ class PackedSlots(Slots):
 
     def attend_packed(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attend from one new token (B, H·G, 1, D): two small products per head."""
+        B, _, _, D = q.shape
+        H = self.counts.shape[1]
         k = self.old("k").split(self.sizes)
         v = self.old("v").split(self.sizes)
-        new = {
-            name: self.new(name).flatten(0, 1) for name in self.slots
-        }  # (B·H, n, ...)
-        D = q.shape[-1]
-        q_h = (wide(q) * D**-0.5).view(len(k), -1, D)  # (B·H, G, D)
+        # (B·H, n, ...)
+        new = {name: self.new(name).flatten(0, 1) for name in self.slots}
+        q_h = wide(q) * D**-0.5
+        q_h = q_h.view(B * H, -1, D)  # (B·H, G, D)
 
         # scores of the packed slots, (slots, G) head by head, and of the later ones, (B·H, G, n)
-        score = [wide(k_h) @ q_one.mT for k_h, q_one in zip(k, q_h)]
+        score = []
+        for k_h, q_one in zip(k, q_h):
+            score.append(wide(k_h) @ q_one.mT)
         late = q_h @ wide(new["k"]).mT
         if "bias" in self.slots:
             bias = self.old("bias").split(self.sizes)
-            score = [x + b.unsqueeze(1) for x, b in zip(score, bias)]
+            for i, b in enumerate(bias):
+                score[i] = score[i] + b.unsqueeze(1)
             late = late + new["bias"].unsqueeze(1)
         late = self.without_gaps(late, new["pos"])
 
         # one softmax over both, with the shorter heads padded on the left
-        score = pad_sequence(
-            score, True, -torch.inf, padding_side="left"
-        )  # (B·H, longest, G)
-        p = torch.cat((score.mT, late), 2).softmax(-1)
-        old, late = p.to(q).split((self.longest, late.shape[2]), 2)
-        ends = [p_h[:, self.longest - n :] for p_h, n in zip(old, self.sizes)]
-        y = torch.stack([p_h @ v_h for p_h, v_h in zip(ends, v)])
-        y = (y + late @ new["v"]).view_as(q)
+        # (B·H, longest, G)
+        score = pad_sequence(score, True, -torch.inf, padding_side="left")
+        score = torch.cat((score.mT, late), 2)
+        p = score.softmax(-1)
+        old = p[:, :, : self.longest].to(q)
+        late = p[:, :, self.longest :].to(q)
+        y = []
+        for p_h, v_h in zip(old, v):
+            first = self.longest - len(v_h)
+            y.append(p_h[:, first:] @ v_h)
+        y = torch.stack(y) + late @ new["v"]
+        y = y.view_as(q)
         if not self.watch:
             return y, None
-        return y, p.view(*self.counts.shape, -1, 1, self.length)
+        return y, p.view(B, H, -1, 1, self.length)
 
     def without_gaps(self, late: Tensor, pos: Tensor) -> Tensor:
         """Hide the empty ones of the later slots (B·H, G, n) with pos (B·H, n); here none is."""
@@ -172,34 +196,43 @@ class PackedSlots(Slots):
     def stored(self) -> list[Stored]:
         if not self.packed:
             return super().stored()
-        stored = [
-            Stored(x, x.numel(), model_dtype=name in ("k", "v"))
-            for name, x in self.packed.items()
-        ]
-        live = int((self.new("pos") != NEVER).sum())
-        for name, x in self.slots.items():
-            stored.append(
-                Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
-            )
-        return stored + [whole(self.counts)] + self.remembered()
+        stored = []
+        for name, x in self.packed.items():
+            stored.append(Stored(x, x.numel(), name in VECTORS))
+        stored += self.counted_slots(self.slots)
+        stored.append(whole(self.counts))
+        return stored + self.remembered()
+
+    def live(self) -> int:
+        """Return how many of the slots that are not packed hold an entry."""
+        if not self.packed:
+            return super().live()
+        return int((self.new("pos") != NEVER).sum())
 
 
-def keep_highest(layers: list[PackedSlots], scores: list[Tensor], budget: int):
+def keep_highest(
+    layers: list[PackedSlots],
+    scores: list[Tensor],
+    budget: int,
+):
     """Keep the highest scores (B, H, S) of all heads of all layers: `budget` entries a head.
 
     That is the mean over heads. If scores are equal, the newest token of the last head of the last
     layer stays. A score of −∞ never stays.
     """
     device = scores[-1].device
-    S = max(x.shape[2] for x in scores)
+    longest = max(x.shape[2] for x in scores)
     ranked = []
     for layer, x in zip(layers, scores):
-        x = x.masked_fill(layer.pos == NEVER, -torch.inf).to(device)
-        ranked.append(F.pad(x, (0, S - x.shape[2]), value=-torch.inf))
+        x = x.masked_fill(layer.pos == NEVER, -torch.inf)
+        padding = longest - x.shape[2]
+        x = F.pad(x, (0, padding), value=-torch.inf)
+        ranked.append(x.to(device))
     ranked = torch.stack(ranked, 1)  # (B, L, H, S)
 
     L, H = ranked.shape[1:3]
-    kept = top(ranked.flatten(1), L * H * budget).view_as(ranked)
-    kept = kept & (ranked > -torch.inf)
-    for layer, stays in zip(layers, kept.unbind(1)):
-        layer.keep_chosen(stays[:, :, : layer.length].to(layer.pos.device))
+    kept = top(ranked.flatten(1), L * H * budget)
+    kept = kept.view_as(ranked) & (ranked > -torch.inf)
+    for i, layer in enumerate(layers):
+        stays = kept[:, i, :, : layer.length]
+        layer.keep_chosen(stays.to(layer.pos.device))

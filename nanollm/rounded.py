@@ -18,16 +18,11 @@ from nanollm.check import whole
 from nanollm.method import NEVER
 from nanollm.packed import PackedSlots
 from nanollm.ranking import indices, taken
+from nanollm.slots import VECTORS
 
-GROUP = (
-    32  # entries that share a key channel's range; channels that share a value's range
-)
-WIDTHS = (
-    8,
-    4,
-    2,
-    1,
-)  # bits that divide a byte; other codes are split into parts, 3 = 2 + 1
+GROUP = 32  # entries that share a key channel's range; channels that share a value's
+# bits that divide a byte; other codes are split into parts, 3 = 2 + 1
+WIDTHS = [8, 4, 2, 1]
 
 
 def pack(code: Tensor, bits: int) -> Tensor:
@@ -41,10 +36,12 @@ def pack(code: Tensor, bits: int) -> Tensor:
     code = code.to(torch.uint8)
     for w in WIDTHS:
         if bits & w:
-            place = torch.arange(0, 8, w, dtype=torch.uint8, device=code.device)
-            codes = (code & 2**w - 1).unflatten(-1, (8 // w, -1)) << place[:, None]
-            parts.append(codes.sum(-2, dtype=torch.uint8))
+            lowest = code & 2**w - 1  # the w lowest bits
             code = code >> w
+            rows = lowest.unflatten(-1, (8 // w, -1))  # of each byte, one code a row
+            shifts = torch.arange(0, 8, w, dtype=torch.uint8)
+            rows = rows << shifts[:, None].to(code.device)
+            parts.append(rows.sum(-2, dtype=torch.uint8))
     return torch.cat(parts, -1)
 
 
@@ -52,11 +49,15 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Unpack (..., n·bits/8) into codes (..., n), uint8. Long rows are faster."""
     widths = [w for w in WIDTHS if bits & w]
     sizes = [packed.shape[-1] * w // bits for w in widths]
-    code = 0
+    code = None
     shift = 0
     for w, part in zip(widths, packed.split(sizes, -1)):
-        part = torch.cat([part >> i & 2**w - 1 for i in range(0, 8, w)], -1)
-        code = part << shift | code if shift else part
+        rows = [part >> i & 2**w - 1 for i in range(0, 8, w)]
+        part = torch.cat(rows, -1)
+        if shift:
+            code = part << shift | code
+        else:
+            code = part
         shift += w
     return code
 
@@ -68,14 +69,17 @@ def quantise(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     zero = x.amin(dim, keepdim=True).half()
     high = x.amax(dim, keepdim=True)
-    scale = ((high - zero.to(x)) / (2**bits - 1)).half()
+    scale = (high - zero.to(x)) / (2**bits - 1)
+    scale = scale.half()
     if not scale.isfinite().all():  # nor is it if zero is infinite
         raise ValueError(
             f"keys or values between {x.min():g} and {x.max():g} are too large "
             "for ranges of 16 bits; use a method that does not round this model's cache"
         )
-    code = ((x - zero.to(x)) / scale.to(x).clamp(min=2**-24)).round()
-    return code.clamp(0, 2**bits - 1).to(torch.uint8), zero, scale
+    step = scale.to(x).clamp(min=2**-24)
+    code = ((x - zero.to(x)) / step).round()
+    code = code.clamp(0, 2**bits - 1).to(torch.uint8)
+    return code, zero, scale
 
 
 def check_head_dim(D: int, group: int):
@@ -113,45 +117,55 @@ class RoundedSlots(PackedSlots):
         """Replace the packed keys and values by codes."""
         k = self.packed.pop("k")  # (entries of all heads, D)
         v = self.packed.pop("v")
-        self.groups = [
-            min(GROUP, n - i) for n in self.sizes for i in range(0, n, GROUP)
-        ]
+        # a head of 70 entries has groups of 32, 32 and 6
+        self.groups = []
+        for n in self.sizes:
+            for i in range(0, n, GROUP):
+                self.groups.append(min(GROUP, n - i))
         groups = [quantise(keys, self.bits, 0) for keys in k.split(self.groups)]
-        code, zero, scale = map(torch.cat, zip(*groups))
-        self.packed["k_code"] = pack(code.flatten(), self.bits)
-        self.packed["k_zero"] = zero
-        self.packed["k_scale"] = scale
+        self.add_codes("k", *map(torch.cat, zip(*groups)))
 
-        code, zero, scale = quantise(
-            v.unflatten(1, (-1, min(GROUP, v.shape[1]))), self.bits, 2
-        )
-        self.packed["v_code"] = pack(code.flatten(), self.bits)
-        self.packed["v_zero"] = zero
-        self.packed["v_scale"] = scale
+        channels = min(GROUP, v.shape[1])
+        v = v.unflatten(1, (-1, channels))  # (entries, groups of channels, channels)
+        self.add_codes("v", *quantise(v, self.bits, 2))
+
+    def add_codes(
+        self,
+        name: str,
+        code: Tensor,
+        zero: Tensor,
+        scale: Tensor,
+    ):
+        self.packed[f"{name}_code"] = pack(code.flatten(), self.bits)
+        self.packed[f"{name}_zero"] = zero
+        self.packed[f"{name}_scale"] = scale
 
     def codes(self, name: str) -> Tensor:
         """Return the codes of "k" or "v", (entries of all heads, D)."""
-        return unpack(self.packed[f"{name}_code"], self.bits).view(
-            -1, self.slots[name].shape[-1]
-        )
+        D = self.slots[name].shape[-1]
+        code = unpack(self.packed[f"{name}_code"], self.bits)
+        return code.view(-1, D)
 
     def old(self, name: str) -> Tensor:
         """Return a packed tensor, (entries of all heads, ...); "k" and "v" from their codes."""
-        if name not in ("k", "v") or not self.rounded:
+        if name not in VECTORS or not self.rounded:
             return super().old(name)
         code = self.codes(name).to(self.slots[name])
         zero = self.packed[f"{name}_zero"].to(code)
         scale = self.packed[f"{name}_scale"].to(code)
         if name == "v":
-            groups = code.unflatten(1, (zero.shape[1], -1))
-            return groups.mul_(scale).add_(zero).flatten(1)
+            code = code.unflatten(1, (zero.shape[1], -1))
+            return code.mul_(scale).add_(zero).flatten(1)
         group = self.group_of_entries()
-        return F.embedding(group, zero).addcmul_(code, F.embedding(group, scale))
+        zero = F.embedding(group, zero)
+        scale = F.embedding(group, scale)
+        return zero.addcmul_(code, scale)
 
     def group_of_entries(self) -> Tensor:
         """Return the number of each entry's group of keys: groups of 2 and 1 → 0 0 1."""
         sizes = torch.tensor(self.groups, device=self.counts.device)
-        return torch.repeat_interleave(sizes, output_size=sum(self.groups))
+        entries = sum(self.groups)
+        return torch.repeat_interleave(sizes, output_size=entries)
 
     # ---- eviction after the prompt: codes stay as they are, and are not rounded again ----
 
@@ -163,47 +177,54 @@ class RoundedSlots(PackedSlots):
 
     def keep(self, i: Tensor):
         if self.rounded and self.prompt_done:
-            S = self.length
-            kept = i.new_zeros(
-                *i.shape[:2], S + 1, dtype=torch.bool
-            )  # the last is for −1
-            self.keep_chosen(kept.scatter(2, i.where(i >= 0, S), True)[:, :, :S])
+            B, H, S = self.pos.shape
+            kept = i.new_zeros(B, H, S + 1, dtype=torch.bool)
+            kept.scatter_(2, i.where(i >= 0, S), True)  # the last place is for −1
+            self.keep_chosen(kept[:, :, :S])
         else:
             super().keep(i)
 
     def drop(self, i: Tensor):
         if self.packed:
-            self.keep_chosen(
-                torch.ones_like(self.pos, dtype=torch.bool).scatter(2, i, False)
-            )
+            kept = torch.ones_like(self.pos, dtype=torch.bool)
+            self.keep_chosen(kept.scatter(2, i, False))
         else:
             super().drop(i)
 
     def select(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true: codes, and what came later."""
-        old, new = kept.split((self.longest, kept.shape[2] - self.longest), 2)
+        old, new = self.split(kept)
         tail = indices(new)
-        slots = {name: taken(self.new(name), tail.clamp(min=0)) for name in self.slots}
-        slots["pos"].masked_fill_(tail < 0, NEVER)
+        later = {}
+        for name in self.slots:
+            later[name] = taken(self.new(name), tail.clamp(min=0))
+        later["pos"].masked_fill_(tail < 0, NEVER)
 
-        # rows of `packed` follow one another as the entries do in `filled`
-        i = old[self.filled()].nonzero().squeeze(1)
-        for name in ("k", "v"):
-            self.packed[f"{name}_code"] = pack(self.codes(name)[i].flatten(), self.bits)
-        left = self.group_of_entries()[i].bincount(minlength=len(self.groups))
-        for name in self.packed.keys() - {"k_code", "k_zero", "k_scale", "v_code"}:
-            self.packed[name] = self.packed[name][i]
-        for name in ("k_zero", "k_scale"):
-            self.packed[name] = self.packed[name][left > 0]
-        self.groups = left[left > 0].tolist()
-
-        self.slots = slots
-        self.counted(old.sum(-1))
+        i = old[self.filled()].nonzero().squeeze(1)  # rows of `packed`
+        if len(i):
+            self.select_codes(i)
+            self.counted(old.sum(-1))
+        else:
+            self.unpack()
+        self.slots = later
         self.length = self.longest + tail.shape[2]
         self.ragged = True  # from now on, empty slots may lie among the later ones
 
+    def select_codes(self, i: Tensor):
+        """Keep only the entries i (n,) of `packed`; a group of keys goes with its last entry."""
+        for name in VECTORS:
+            code = self.codes(name)[i]
+            self.packed[f"{name}_code"] = pack(code.flatten(), self.bits)
+        group = self.group_of_entries()[i]
+        left = group.bincount(minlength=len(self.groups))
+        self.groups = left[left > 0].tolist()
+        for name in ("k_zero", "k_scale"):
+            self.packed[name] = self.packed[name][left > 0]
+        for name in self.packed.keys() - {"k_code", "k_zero", "k_scale", "v_code"}:
+            self.packed[name] = self.packed[name][i]
+
     def put(self, name: str, x: Tensor):
-        if self.rounded and name in ("k", "v"):
+        if self.rounded and name in VECTORS:
             raise ValueError(
                 "keys and values in few bits cannot be changed; use this method without rounding"
             )
@@ -212,4 +233,5 @@ class RoundedSlots(PackedSlots):
     def without_gaps(self, late: Tensor, pos: Tensor) -> Tensor:
         if not self.ragged:
             return late
-        return late.masked_fill((pos == NEVER).unsqueeze(1), -torch.inf)
+        empty = (pos == NEVER).unsqueeze(1)
+        return late.masked_fill(empty, -torch.inf)

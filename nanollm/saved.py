@@ -76,7 +76,9 @@ def kind_of(layers: list[Slots]) -> dict:
     """Return method, options and store of caches, as a file's header has them."""
     method = layers[0].method
     store = dict(name=type(layers[0]).__name__, **layers[0].options)
-    return dict(method=type(method).__name__, options=plain_options(method), store=store)
+    return dict(
+        method=type(method).__name__, options=plain_options(method), store=store
+    )
 
 
 def plain_options(method: Method) -> dict:
@@ -89,7 +91,9 @@ def state_of(x) -> dict:
     """Return the attributes of a store or of a part of one; of its buffers, the slots in use."""
     state = dict(vars(x))
     if isinstance(x, Slots):
-        state["slots"] = {name: slots[:, :, : x.length] for name, slots in x.slots.items()}
+        state["slots"] = {
+            name: slots[:, :, : x.length] for name, slots in x.slots.items()
+        }
     return state
 
 
@@ -134,7 +138,8 @@ def decode(x, tensors: dict[str, Tensor], layer: Slots):
     if not isinstance(x, dict):
         return x
     if "$tensor" in x:
-        return tensors[x["$tensor"]].clone()  # aligned in memory; otherwise last bits may differ
+        # aligned in memory; otherwise last bits may differ
+        return tensors[x["$tensor"]].clone()
     content = {key: decode(y, tensors, layer) for key, y in x.items()}
     if "$generator" in x:
         return torch.Generator().set_state(content["$generator"].cpu())
@@ -196,7 +201,9 @@ def load(file: Path | str, caches):
             "make caches as header(file) says"
         )
     if layers[0].seen:
-        raise ValueError(f"these caches have seen {layers[0].seen} tokens; load into fresh ones")
+        raise ValueError(
+            f"these caches have seen {layers[0].seen} tokens; load into fresh ones"
+        )
 
     device = layers[0].w_o.device
     tensors = from_safetensors(Path(file).read_bytes())

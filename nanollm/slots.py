@@ -20,6 +20,7 @@ from nanollm.kernel_switch import kernel_for
 from nanollm.method import ALL, NEVER, Method
 from nanollm.ranking import expand_index, indices, rank, taken, top
 
+VECTORS = "k", "v"  # the per-slot tensors in the model's dtype
 TILE = 64  # if every query is observed, prompts are read in pieces of this size
 
 
@@ -36,7 +37,8 @@ class Stored(NamedTuple):
 
 def whole(x: Tensor) -> Stored:
     """Return x with all its numbers live. With a fourth axis, D, it holds keys, values or queries."""
-    return Stored(x, x.numel(), model_dtype=x.dim() > 3)
+    vectors = x.dim() > 3
+    return Stored(x, x.numel(), model_dtype=vectors)
 
 
 class Slots:
@@ -45,28 +47,30 @@ class Slots:
     vectors = 1  # a key has this many vectors of a query's length
     options = {}  # of the store itself, for saved files
 
-    def __init__(self, method: Method | None = None, model=None, index: int = 0):
+    def __init__(
+        self,
+        method: Method | None = None,
+        model=None,
+        index: int = 0,
+    ):
         """method: decides what stays (default: everything). index: which of the decoder's layers."""
         self.method = Method() if method is None else method
         self.model = model
         self.index = index
         self.watch = self.method.watch
 
-        self.slots: dict[
-            str, Tensor
-        ] = {}  # (B, H, capacity, ...): k, v, pos, the method's numbers
+        # (B, H, capacity, ...): k, v, pos, the method's numbers
+        self.slots: dict[str, Tensor] = {}
         self.length = 0  # slots in use
         self.seen = 0  # tokens so far, evicted ones too: the next token's position
-        self.ragged = (
-            False  # some slots are empty or hidden: even one new token needs a mask
-        )
+        # some slots are empty or hidden: even one new token needs a mask
+        self.ragged = False
 
         self.prompt_done = False  # the prompt was compressed; what follows is decoding
         self.notes: dict[str, Tensor] = {}  # what the method remembers until then
         self.forgotten = None  # keys (B, H, n, D) that `forget` removed, until then
-        self.state: dict[
-            str, Tensor | torch.Generator
-        ] = {}  # what the method remembers for good
+        # what the method remembers for good
+        self.state: dict[str, Tensor | torch.Generator] = {}
 
     @property
     def w_o(self) -> Tensor:
@@ -79,9 +83,8 @@ class Slots:
 
         Raises ValueError if they are unknown.
         """
-        if getattr(
-            self.model, "positions", None
-        ):  # learned ones, added to the embeddings
+        # learned ones, added to the embeddings
+        if getattr(self.model, "positions", None):
             return torch.zeros(self.w_o.shape[2] // 2)
         freq = self.model.freq
         if isinstance(freq, list):  # a model of transformers
@@ -116,7 +119,13 @@ class Slots:
 
     # ---- write → attention → observe → evict ---------------------------------------------------
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ) -> Tensor:
         """Store T new tokens and return attention's output (B, H·G, T, D).
 
         q (B, H·G, T, D), k and v (B, H, T, D), pos (B or 1, T).
@@ -125,13 +134,25 @@ class Slots:
         outputs = []
         n = self.room(q.shape[2])
         while n < q.shape[2]:
-            outputs.append(self.step(q[:, :, :n], k[:, :, :n], v[:, :, :n], pos[:, :n]))
-            q, k, v, pos = q[:, :, n:], k[:, :, n:], v[:, :, n:], pos[:, n:]
+            sizes = [n, q.shape[2] - n]
+            now_q, q = q.split(sizes, 2)
+            now_k, k = k.split(sizes, 2)
+            now_v, v = v.split(sizes, 2)
+            now_pos, pos = pos.split(sizes, 1)
+            outputs.append(self.step(now_q, now_k, now_v, now_pos))
             n = self.room(q.shape[2])
         outputs.append(self.step(q, k, v, pos))
-        return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, 2)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ) -> Tensor:
         """Store a piece of the new tokens, attend, observe, evict."""
         self.write(k, v, pos)
         y, p = self.attention(q, pos)
@@ -140,7 +161,13 @@ class Slots:
             self.evict()
         return y
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor):
+    def check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
         """Raise ValueError, before anything is written, if the new tokens do not fit this store."""
         check_attend(self, q, k, v, pos)
 
@@ -157,22 +184,26 @@ class Slots:
         kernel may read the slots directly. Its p holds the mean over the G queries of a group,
         repeated G times.
         """
-        explicit = (
-            self.watch or self.ragged or "bias" in self.slots
-        )  # else PyTorch is as fast
+        # else PyTorch is as fast
+        explicit = self.watch or self.ragged or "bias" in self.slots
         if explicit and q.shape[2] == 1:
             fast = kernel_for(q, "decode_attention", "attend_one")
             if fast:
                 return fast(self, q, pos)
         k, v, slot_pos, bias = self.read()
-        return attention(q, k, v, self.mask(slot_pos, bias, pos), self.watch)
+        mask = self.mask(slot_pos, bias, pos)
+        return attention(q, k, v, mask, self.watch)
 
-    def mask(self, slot_pos: Tensor, bias: Tensor | None, pos: Tensor) -> Mask:
+    def mask(
+        self,
+        slot_pos: Tensor,
+        bias: Tensor | None,
+        pos: Tensor,
+    ) -> Mask:
         """Return which slots the queries at pos (B or 1, T) see, for `attention`."""
         T = pos.shape[1]
-        in_order = (
-            self.length == self.seen and not self.ragged
-        )  # slot i of each head is token i
+        # slot i of each head is token i
+        in_order = self.length == self.seen and not self.ragged
         if bias is None and not self.ragged:
             if T == 1:  # the newest token sees every slot
                 return None
@@ -189,7 +220,9 @@ class Slots:
         tokens. Exact entries have 0. A store that hides slots by changing their positions sets
         `ragged`.
         """
-        bias = self.slot("bias") if "bias" in self.slots else None
+        bias = None
+        if "bias" in self.slots:
+            bias = self.slot("bias")
         return self.k, self.v, self.pos, bias
 
     # ---- writing -------------------------------------------------------------------------------
@@ -206,28 +239,35 @@ class Slots:
             self.reserve(self.capacity(end))
 
         new = dict(k=k, v=v, pos=pos[:, None])
+        part = slice(self.length, end)
         for name, slots in self.slots.items():
-            slots[:, :, self.length : end] = new.get(name, 0)
+            slots[:, :, part] = new.get(name, 0)
         self.length = end
         self.seen += k.shape[2]
 
     def allocate(self, k: Tensor, v: Tensor, n: int):
         """Make buffers of n slots for entries like k and v (B, H, _, D)."""
-        self.slots["k"] = k.new_zeros(*k.shape[:2], n, k.shape[3])
-        self.slots["v"] = v.new_zeros(*v.shape[:2], n, v.shape[3])
-        self.slots["pos"] = k.new_zeros(*k.shape[:2], n, dtype=torch.int32)
+        B, H, _, D = k.shape
+        self.slots["k"] = k.new_zeros(B, H, n, D)
+        self.slots["v"] = v.new_zeros(B, H, n, D)
+        self.slots["pos"] = k.new_zeros(B, H, n, dtype=torch.int32)
         for name, kind in self.method.entry.items():
-            dtype, *shape = kind if isinstance(kind, tuple) else [kind]
-            self.slots[name] = k.new_zeros(*k.shape[:2], n, *shape, dtype=dtype)
+            shape = [B, H, n]
+            if isinstance(kind, tuple):  # several numbers
+                kind, numbers = kind
+                shape.append(numbers)
+            self.slots[name] = k.new_zeros(shape, dtype=kind)
 
     def add_bias(self):
         """Start a logit bias of 0 for each slot; `put` changes it."""
-        self.slots["bias"] = torch.zeros_like(self.slots["pos"], dtype=torch.float32)
+        pos = self.slots["pos"]
+        self.slots["bias"] = torch.zeros_like(pos, dtype=torch.float32)
 
     def reserve(self, n: int):
         """Grow the buffers to n slots. Nothing is copied again until the n slots are full."""
         for name, x in self.slots.items():
-            more = x.new_zeros(*x.shape[:2], max(n - x.shape[2], 0), *x.shape[3:])
+            B, H, S, *shape = x.shape
+            more = x.new_zeros(B, H, max(n - S, 0), *shape)
             self.slots[name] = torch.cat((x, more), 2)
 
     def capacity(self, n: int) -> int:
@@ -252,12 +292,13 @@ class Slots:
         The queries of an observation window saw their keys, so these are kept aside until the
         prompt is compressed.
         """
-        old = self.seen
         keys = self.k
+        first = self.length - (self.seen - n)
         self.crop(n)
-        gone = keys[:, :, keys.shape[2] - (old - n) :].clone()
-        earlier = [] if self.forgotten is None else [self.forgotten]
-        self.forgotten = torch.cat((gone, *earlier), 2)
+        gone = keys[:, :, first:].clone()
+        if self.forgotten is not None:
+            gone = torch.cat((gone, self.forgotten), 2)
+        self.forgotten = gone
 
     def crop(self, n: int):
         """Remove the newest tokens, so that n are left, as if they had not been written.
@@ -275,9 +316,11 @@ class Slots:
         if self.length == self.seen and not self.ragged:  # slot i holds token i
             self.length = n
         elif n < self.seen:
-            there = self.pos.masked_fill(self.pos == NEVER, -1)
+            pos = self.pos
+            there = pos.masked_fill(pos == NEVER, -1)
             newest = there.amax((1, 2), keepdim=True)
-            self.keep(indices(self.pos <= newest - (self.seen - n)))
+            last = newest - (self.seen - n)
+            self.keep(indices(pos <= last))
         self.seen = n
 
     def keep(self, i: Tensor):
@@ -294,13 +337,15 @@ class Slots:
 
     def keep_chosen(self, kept: Tensor):
         """Keep only the slots where kept (B, H, S) is true."""
-        self.keep(indices(kept & (self.pos != NEVER)))
+        there = self.pos != NEVER
+        self.keep(indices(kept & there))
 
     def drop(self, i: Tensor):
         """Evict slot i (B, H, 1) of each head. The last slot moves there; nothing else is copied."""
+        last = slice(self.length - 1, self.length)
         for x in self.slots.values():
-            last = x[:, :, self.length - 1 : self.length].clone()
-            x.scatter_(2, expand_index(i, x), last)
+            entry = x[:, :, last].clone()
+            x.scatter_(2, expand_index(i, x), entry)
         self.length -= 1
 
     def shrink(self, score: Tensor, budget: int):
@@ -311,7 +356,8 @@ class Slots:
         if self.length == budget + 1 and not self.ragged:
             # one slot too many, as in decoding: no sort needed
             higher = score > score.amin(-1, keepdim=True)
-            self.drop(self.pos.masked_fill(higher, NEVER).argmin(-1, keepdim=True))
+            lowest = self.pos.masked_fill(higher, NEVER)
+            self.drop(lowest.argmin(-1, keepdim=True))
         elif self.length > budget:
             check_numbers(
                 score
@@ -328,18 +374,28 @@ class Slots:
         """Return (live, allocated) bytes. Live bytes leave out unused and empty slots."""
         stored = self.stored()
         live = sum(x.live * x.tensor.element_size() for x in stored)
-        return live, sum(x.tensor.nbytes for x in stored)
+        allocated = sum(x.tensor.nbytes for x in stored)
+        return live, allocated
 
     def stored(self) -> list[Stored]:
         """Return every tensor that `bytes` counts: the slots, and what the method remembers."""
-        live = 0
-        if self.slots:
-            live = int((self.pos != NEVER).sum()) if self.ragged else self.pos.numel()
-        stored = [
-            Stored(x, live * math.prod(x.shape[3:]), model_dtype=name in ("k", "v"))
-            for name, x in self.slots.items()
-        ]
+        stored = self.counted_slots(self.slots)
         return stored + self.remembered()
+
+    def counted_slots(self, slots: dict[str, Tensor]) -> list[Stored]:
+        """Return the buffers of slots, with as many live numbers as slots hold an entry."""
+        stored = []
+        for name, x in slots.items():
+            live = self.live() * math.prod(x.shape[3:])
+            stored.append(Stored(x, live, name in VECTORS))
+        return stored
+
+    def live(self) -> int:
+        """Return how many of the slots in use hold an entry, in all heads and texts."""
+        pos = self.slot("pos")
+        if self.ragged:
+            return int((pos != NEVER).sum())
+        return pos.numel()
 
     def remembered(self) -> list[Stored]:
         """Return the tensors that the method remembers."""

@@ -25,9 +25,8 @@ class WindowMethod(Method):
 
     budget: int  # entries that each key/value head may keep, window included
     window_size: int = 32  # queries of the observation window, w
-    kernel_size: int = (
-        7  # width of the max-pool over neighbouring tokens; 1 turns it off
-    )
+    # width of the max-pool over neighbouring tokens; 1 turns it off
+    kernel_size: int = 7
 
     def __post_init__(self):
         w = self.window_size
@@ -42,7 +41,8 @@ class WindowMethod(Method):
     def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
         if layer.prompt_done:
             return
-        last = q.unflatten(1, (layer.k.shape[1], -1))  # (B, H, G, T, D)
+        H = layer.k.shape[1]
+        last = q.unflatten(1, (H, -1))  # (B, H, G, T, D)
         if "window" in layer.notes:
             last = torch.cat((layer.notes["window"], last), 3)
         last = last[:, :, :, -self.window_size :]
@@ -71,8 +71,9 @@ class Window:
             self.empty = layer.pos == NEVER
         if layer.forgotten is not None:
             self.k = torch.cat((self.k, layer.forgotten), 2)
+            forgotten = layer.forgotten.shape[2]
             if layer.ragged:
-                self.empty = F.pad(self.empty, (0, layer.forgotten.shape[2]))
+                self.empty = F.pad(self.empty, (0, forgotten))
         self.n = self.k.shape[2] - self.q.shape[3]  # slots before the window
         self.w = layer.length - self.n  # the window's own slots, which stay
 
@@ -131,7 +132,8 @@ class Selection:
 def max_pool(score: Tensor, width: int) -> Tensor:
     """Return the maximum over `width` neighbours, an odd number: (..., S) → (..., S)."""
     rows = score.flatten(0, -2)
-    return F.max_pool1d(rows, width, stride=1, padding=width // 2).view_as(score)
+    highest = F.max_pool1d(rows, width, stride=1, padding=width // 2)
+    return highest.view_as(score)
 
 
 def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
@@ -140,11 +142,12 @@ def window_rows(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
     q (B, H, G, w, D) are the last w queries over keys k (B, H, S, D). No query sees the slots where
     `empty` (B, H, S) is true.
     """
+    w = q.shape[3]
     token = torch.arange(k.shape[2], device=k.device)
-    slot_pos = (
-        token.view(1, 1, -1) if empty is None else token.masked_fill(empty, NEVER)
-    )
-    mask = visible(slot_pos, None, token[None, -q.shape[3] :])
+    slot_pos = token.view(1, 1, -1)
+    if empty is not None:
+        slot_pos = token.masked_fill(empty, NEVER)
+    mask = visible(slot_pos, None, token[None, -w:])
     return probabilities(q.flatten(1, 2), k, mask)
 
 
@@ -157,4 +160,5 @@ def window_scores(q: Tensor, k: Tensor, empty: Tensor | None = None) -> Tensor:
         fast = kernel_for(k, "window_scores")
         if fast:
             return fast(q, k)
-    return window_rows(q, k, empty)[..., : -q.shape[3]].mean(3)
+    w = q.shape[3]
+    return window_rows(q, k, empty)[..., :-w].mean(3)

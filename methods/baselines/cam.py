@@ -36,18 +36,15 @@ from nanollm.ranking import expand_index, indices, top
 @dataclass
 class CaM(Method):
     budget: int  # slots per key/value head
-    recent: float = (
-        0.5  # fraction of the budget for the newest tokens; the rest: heavy hitters
-    )
+    # fraction of the budget for the newest tokens; the rest: heavy hitters
+    recent: float = 0.5
     at_a_time: int | None = 1  # entries evicted when full; more at a time read faster
-    targets: int = (
-        32  # kept tokens that share an evicted value, m; the last m if fewer follow
-    )
+    # kept tokens that share an evicted value, m; the last m if fewer follow
+    targets: int = 32
     seed: int = 0  # of the coins, which differ by layer, head and text of the batch
     watch = ALL
-    entry = {
-        "accumulated": torch.float32
-    }  # A: attention that an entry got from all queries
+    # A: attention that an entry got from all queries
+    entry = {"accumulated": torch.float32}
     store = BudgetSlots
 
     def __post_init__(self):
@@ -68,9 +65,8 @@ class CaM(Method):
         newest = layer.pos >= layer.seen - self.newest
         score = layer.slot("accumulated").masked_fill(newest, math.inf)
         leave = leaving(self.budget, self.newest, self.at_a_time)
-        kept = top(
-            score, self.budget - leave
-        )  # the slots are in the order of their tokens
+        # the slots are in the order of their tokens
+        kept = top(score, self.budget - leave)
         stay = indices(kept)
         self.merge(layer, indices(~kept), stay)
         layer.keep(stay)

@@ -23,13 +23,11 @@ from nanollm.check import check_budget
 
 @dataclass
 class H2O(Scored):
-    recent: float = (
-        0.5  # fraction of the budget for the newest tokens; the rest: heavy hitters
-    )
+    # fraction of the budget for the newest tokens; the rest: heavy hitters
+    recent: float = 0.5
     watch = ALL
-    entry = {
-        "accumulated": torch.float32
-    }  # F_t: attention that an entry got from all queries
+    # F_t: attention that an entry got from all queries
+    entry = {"accumulated": torch.float32}
 
     def __post_init__(self):
         if not 0 <= self.recent <= 1:

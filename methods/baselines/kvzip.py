@@ -72,9 +72,8 @@ class KVzip(Method):
         """Reread tokens (B, T) behind themselves, in pieces; return S (B, H, S) of each layer."""
         T = tokens.shape[1]
         for layer in layers:
-            if (
-                layer.ragged
-            ):  # an earlier turn was compressed: empty slots go to the end
+            # an earlier turn was compressed: empty slots go to the end
+            if layer.ragged:
                 layer.keep(indices(layer.pos != NEVER))
             layer.reserve(layer.length + min(self.piece + BEFORE, T))
 
@@ -133,9 +132,8 @@ class Reread:
         slot_pos = slot_pos.gather(2, i).masked_fill(empty, NEVER)
 
         end = keys.shape[2] - q.shape[2]
-        for some, at in zip(
-            q.split(TILE, 2), pos.split(TILE, 1)
-        ):  # probabilities take much memory
+        # probabilities take much memory
+        for some, at in zip(q.split(TILE, 2), pos.split(TILE, 1)):
             if self.layer.ragged:
                 end = keys.shape[2]
             else:  # without the tokens after these queries

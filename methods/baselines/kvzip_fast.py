@@ -124,9 +124,8 @@ def lessons(
     They are of all tokens of `documents` documents, divided evenly among `task_names`. `rows`
     documents are read at a time.
     """
-    T = min(
-        T, (model.config.max_len - 8) // 2
-    )  # half of max_len: a document is read twice
+    # half of max_len: a document is read twice
+    T = min(T, (model.config.max_len - 8) // 2)
     device = model.embed.weight.device
     x = []
     y = []

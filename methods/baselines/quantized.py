@@ -37,9 +37,8 @@ class QuantizedSlots(Slots):
         super().__init__(*place)
         self.bits = self.method.bits
         self.group_size = self.method.group_size
-        self.rounded: dict[
-            str, Tensor
-        ] = {}  # (B, H, groups of tokens, ...): codes, zeros, scales
+        # (B, H, groups of tokens, ...): codes, zeros, scales
+        self.rounded: dict[str, Tensor] = {}
         if self.model is not None:
             check_head_dim(self.w_o.shape[-1], self.group_size)
 
@@ -113,17 +112,15 @@ class QuantizedSlots(Slots):
 
         code = self.codes("k").to(grouped)
         old = grouped * r["k_scale"] @ code.mT + grouped @ r["k_zero"].mT
-        old = old.transpose(2, 3).flatten(
-            3
-        )  # (B, H, groups, G, tokens) → (B, H, G, tokens)
+        # (B, H, groups, G, tokens) → (B, H, G, tokens)
+        old = old.transpose(2, 3).flatten(3)
         new = grouped[:, :, 0] @ wide(k).mT
         p = torch.cat((old, new), -1).softmax(-1)  # (B, H, G, S)
         old, new = p.split((p.shape[-1] - self.length, self.length), -1)
 
         # values: (B, H, groups of channels, rounded tokens, channels)
-        scale = (
-            r["v_scale"].flatten(2, 3).transpose(2, 3)
-        )  # one range per token and group
+        # one range per token and group
+        scale = r["v_scale"].flatten(2, 3).transpose(2, 3)
         zero = r["v_zero"].flatten(2, 3).transpose(2, 3)
         code = self.codes("v").to(grouped).flatten(2, 3)
         code = code.unflatten(-1, (scale.shape[2], -1)).transpose(2, 3)
@@ -150,9 +147,8 @@ class Quantized(Method):
     """Round the oldest exact tokens whenever they fill groups."""
 
     bits: int = 2  # bits per number, 1 to 8
-    group_size: int = (
-        32  # tokens that share a key channel's range; channels that share a value's
-    )
+    # tokens that share a key channel's range; channels that share a value's
+    group_size: int = 32
     residual_length: int = 32  # newest tokens, which are never rounded, R
     store = QuantizedSlots
 

@@ -27,9 +27,8 @@ class HighestScores(Selection):
     """Select the entries with the highest pooled window scores."""
 
     def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
-        pooled = window.pool(
-            scores.mean(2)
-        )  # c, with the mean over the group's query heads
+        # c, with the mean over the group's query heads
+        pooled = window.pool(scores.mean(2))
         return top(pooled, budget)  # Top_{b−w}(c)
 
 
@@ -41,9 +40,8 @@ class SnapKV(WindowMethod):
     override `budgets`; CriticalKV and ChunkKV set another `select`.
     """
 
-    select: Selection = (
-        HighestScores()
-    )  # chooses the entries kept in addition to the window
+    # chooses the entries kept in addition to the window
+    select: Selection = HighestScores()
 
     def __post_init__(self):
         super().__post_init__()

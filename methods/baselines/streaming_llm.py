@@ -29,9 +29,8 @@ class SinkSlots(Slots):
 
     def __init__(self, *place):
         super().__init__(*place)
-        self.sink_keys = (
-            None  # (B, H, sinks, D), rotated by their positions in the text
-        )
+        # (B, H, sinks, D), rotated by their positions in the text
+        self.sink_keys = None
         if self.model is not None and getattr(self.model, "positions", None):
             raise ValueError(
                 "relative positions need RoPE over whole heads, which this model does not have; "
@@ -69,9 +68,8 @@ class StreamingLLM(Scored):
         )
 
     def score(self, layer: Slots) -> Tensor:
-        return (
-            layer.pos < self.sinks
-        ).float()  # of the others, which score alike, the newest stay
+        # of the others, which score alike, the newest stay
+        return (layer.pos < self.sinks).float()
 
 
 class AbsoluteStreamingLLM(StreamingLLM):

@@ -228,9 +228,8 @@ class SubGen(Slots):
         """Estimate attention's output for one new token, q (B, H·G, 1, D)."""
         stream = self.streams[0]
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        grouped = (
-            wide(q)[:, :, 0].unflatten(1, (stream.k.shape[1], -1)) * scale
-        )  # (B, H, G, D)
+        # (B, H, G, D)
+        grouped = wide(q)[:, :, 0].unflatten(1, (stream.k.shape[1], -1)) * scale
         z, tau, _ = self.estimate(grouped)
         return (z / tau).view(q.shape).to(stream.v), None
 

@@ -22,9 +22,8 @@ class TOVA(Scored):
     entry = {"weight": torch.float32}  # attention from the newest query
 
     def observe(self, layer: Slots, q: Tensor, p: Tensor):
-        mean = p[:, :, :, -1].mean(
-            (1, 2), dtype=torch.float32
-        )  # over all heads, (B, S)
+        # over all heads, (B, S)
+        mean = p[:, :, :, -1].mean((1, 2), dtype=torch.float32)
         layer.put("weight", mean.unsqueeze(1).expand(layer.pos.shape))
 
     def score(self, layer: Slots) -> Tensor:

@@ -61,9 +61,8 @@ class SemanticChunkKV(SnapKV):
     """SnapKV with semantic chunks."""
 
     select: Selection = SemanticChunks()  # chooses the entries beside the window
-    ends: Tensor | None = (
-        None  # (V,): which tokens of the vocabulary end a chunk; see `calibrate`
-    )
+    # (V,): which tokens of the vocabulary end a chunk; see `calibrate`
+    ends: Tensor | None = None
 
     @staticmethod
     def calibrate(model, tasks) -> dict:

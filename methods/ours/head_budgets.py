@@ -43,9 +43,8 @@ class HeadBudgets(KVzip):
     @torch.no_grad()
     def calibrate(model, tasks) -> dict:
         """Return the options that depend on the decoder. tasks: `Tasks` of the training text."""
-        T = min(
-            512, (model.config.max_len - 8) // 2
-        )  # half of max_len: the text is read twice
+        # half of max_len: the text is read twice
+        T = min(512, (model.config.max_len - 8) // 2)
         text = torch.from_numpy(tasks.batch("plain", 0, 1, T).tokens)
         text = text.to(model.embed.weight.device)
         layers = make_cache(model, KVzip, budget=T)

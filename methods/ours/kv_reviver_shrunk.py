@@ -35,10 +35,11 @@ from torch import Tensor
 from methods.kv_reviver import KVReviver, Sketch, SketchSlots
 from nanollm.attention import wide
 
+# variance of the median of normals (Lemma 2)
 MEDIAN = {
     1: 1.0,
     3: 1 - math.sqrt(3) / math.pi,
-}  # variance of the median of normals (Lemma 2)
+}
 
 
 class MeanSketch(Sketch):
@@ -136,9 +137,8 @@ class ShrunkSketch(SignedSketch):
         mean = (self.sum / a).unsqueeze(2).to(self.x)
         signs = self.x.new_zeros(self.x.shape[:3])
         signs.scatter_add_(2, bucket.flatten(2), sign.flatten(2).to(self.x))
-        noise = (
-            MEDIAN[self.rows] * (a - 1) / self.width
-        )  # per slot (a − 1)/b other tokens
+        # per slot (a − 1)/b other tokens
+        noise = MEDIAN[self.rows] * (a - 1) / self.width
         return self.x - mean * signs.unsqueeze(3), mean, 1 / (1 + noise)
 
     def tensors(self) -> list[Tensor]:

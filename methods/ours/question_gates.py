@@ -43,9 +43,8 @@ class QuestionGates(FastKVzip):
 class Asked(NamedTuple):
     """Documents of one task, whose contexts have been read."""
 
-    context: list[
-        Tensor
-    ]  # of each layer, the gates' inputs (B, T, n), in 16 bits, in CPU memory
+    # of each layer, the gates' inputs (B, T, n), in 16 bits, in CPU memory
+    context: list[Tensor]
     tokens: Tensor  # (B, T'), question and answer
     n: int  # tokens of the answer, at the end of T'
 

@@ -39,13 +39,11 @@ class Residual(Selection):
     """
 
     inner: Selection = HighestScores()  # chooses the entries beside the residual ones
-    entries: int = (
-        1  # residual entries per head, in the budget; each stands for a run of tokens
-    )
+    # residual entries per head, in the budget; each stands for a run of tokens
+    entries: int = 1
     rounds: int = 0  # rounds of k-means on the keys, which turn the runs into clusters
-    share: float = (
-        1.0  # fraction of the evicted tokens' weight that the residual entries get
-    )
+    # fraction of the evicted tokens' weight that the residual entries get
+    share: float = 1.0
     again = False  # evicted tokens have no window scores later
 
     def __post_init__(self):

@@ -29,9 +29,8 @@ class LeastTheta(Selection):
     """Select the set with the lowest θ: improve the better of top-A and two-stage."""
 
     steps: int = 2  # improvements; 0: the better of top-A and two-stage
-    pooled: bool = (
-        True  # A: the pooled window scores, normalised; False: the window scores
-    )
+    # A: the pooled window scores, normalised; False: the window scores
+    pooled: bool = True
     again = False  # θ assumes a head that still has every token
 
     def __post_init__(self):
