@@ -2,6 +2,7 @@
 import torch
 
 from methods import chunk_kv
+from nanollm.cache import PackedSlots
 
 
 def grid(place, size):
@@ -25,24 +26,22 @@ def fit(score, length, budget):
 
 
 def compressed(choices, tokens, reuse, budget=64):
-    """Return the positions (B, H, n) that each layer keeps, and the layers whose `chosen` was called.
+    """Return the positions (B, H, n) that each layer keeps, and [layer, budget] of each call of `select`.
 
-    Layer i would choose the slots choices[i] (B, H, n); −1 stands for no slot. All layers have read `tokens`
-    tokens, whose positions are their slots.
+    Layer i would choose the slots choices[i] (B, H, n) beside the window of 4 tokens; −1 stands for no slot.
+    All layers have read `tokens` tokens, whose positions are their slots.
     """
     asked = []
 
-    class Given(chunk_kv.ChunkKV):
-        def chosen(self):
-            asked.append(self.layer)
-            return (choices[self.layer][..., None] == torch.arange(tokens)).any(2)
+    class Given(chunk_kv.Chunks):
+        def __call__(self, window, scores, budget):
+            asked.append([window.layer.index, budget])
+            return (choices[window.layer.index][..., None] == torch.arange(window.n)).any(2)
 
-    caches = []
-    for layer, choice in enumerate(choices):
-        cache = Given(budget=budget, reuse=reuse)
-        cache.layer = layer
+    method = chunk_kv.ChunkKV(budget=budget, window_size=4, reuse=reuse, select=Given())
+    layers = [PackedSlots(method, None, i) for i in range(len(choices))]
+    for layer, choice in zip(layers, choices):
         x = torch.zeros(*choice.shape[:2], tokens, 4)
-        cache.write(x, x, torch.arange(tokens)[None])
-        caches.append(cache)
-    Given.compress(None, torch.zeros(len(choices[0]), tokens), caches)
-    return dict(kept=[cache.pos.clone() for cache in caches], asked=asked)
+        layer.attend(x, x, x, torch.arange(tokens)[None])
+    method.compress(None, torch.zeros(len(choices[0]), tokens), layers)
+    return dict(kept=[layer.pos.clone() for layer in layers], asked=asked)

@@ -36,7 +36,7 @@
 # | `fit` | `fit` | 3 |
 # | `reuse` | `ChunkKV.compress` | 2 |
 #
-# **Read first:** ChunkKV ([arXiv 2502.00299](https://arxiv.org/abs/2502.00299)), sections 1 and 3; the docstring of `methods/chunk_kv.py`; `nanollm/window.py`, the class that `ChunkKV` builds on.
+# **Read first:** ChunkKV ([arXiv 2502.00299](https://arxiv.org/abs/2502.00299)), sections 1 and 3; the docstring of `methods/chunk_kv.py`; `nanollm/window.py` and `SnapKV` in `methods/baselines/snap_kv.py`, on which `ChunkKV` builds.
 #
 # ## How to check it
 #
@@ -123,12 +123,13 @@ check("fit")
 #
 # Neighbouring layers like the same chunks. With `reuse=2` the layers form groups of two. The lower layer of a group chooses for both, and the upper one computes no window scores.
 #
-# `caches` holds the caches of all layers, the lowest first. All have read the prompt and have the same options. A group is `reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
+# `layers` holds the stores of all layers, the lowest first. All have read the prompt, `tokens`. A group is `self.reuse` layers that follow each other, from layer 0 on; the last group may be smaller. For each group:
 #
-# - If its lowest cache has seen more tokens than its `budget` (`cache.seen`), call `chosen()` of this cache, once. It returns a mask of the slots to keep, (B, H, S). Pass it to `keep_chosen` of every cache in the group. All layers have the same tokens in the same slots.
+# - If its lowest layer has seen more tokens than `self.budget` (`layer.seen`), let it choose, once, as `SnapKV.compress` does. `self.window(layer, tokens)` is its observation window, and `window.scores()` are the window scores. `self.budgets(window, scores)` says how many entries each head keeps beside the window. `self.select(window, scores, budgets)` returns a mask of these entries, (B, H, n).
+# - `window.with_window` adds the window to the mask: (B, H, S). Pass the result to `keep_chosen` of every layer in the group. All layers have the same tokens in the same slots.
 # - Otherwise leave the group as it is.
 #
-# Do not call `chosen` of another layer: it has stored no queries. You do not need `model` and `tokens`. The caches of a decoder that is split over several GPUs are not graded.
+# Do not ask for the window of another layer: it has stored no queries. You do not need `model`. The layers of a decoder that is split over several GPUs are not graded.
 #
 # Example: five layers and `reuse=2`. Layers 0, 2 and 4 choose; 1 keeps what 0 chose, and 3 what 2 chose.
 

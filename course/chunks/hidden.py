@@ -138,20 +138,23 @@ def test_chunks_without_tokens(run):
 def test_groups_of_layers(run, layers, reuse):
     """The lowest layer of each group is asked, once; the last group may be smaller. Rows and heads differ."""
     slots = tensor([[[0, 9], [1, 8]], [[2, 7], [3, 6]]])
+    window = torch.arange(66, 70).expand(2, 2, 4)
     choices = [slots + layer for layer in range(layers)]
     got = run("compressed", choices=choices, tokens=70, reuse=reuse)
     for layer, kept in enumerate(got["kept"]):
-        same(kept, choices[layer // reuse * reuse].int(), f"the positions in layer {layer}")
-    same(sorted(got["asked"]), [*range(0, layers, reuse)], "the layers whose `chosen` was called")
+        expected = torch.cat((choices[layer // reuse * reuse], window), 2).int()
+        same(kept, expected, f"the positions in layer {layer}")
+    same(sorted(got["asked"]), [[i, 60] for i in range(0, layers, reuse)],
+         "the layers whose choice was asked for, and the budget beside the window")
 
 
 @problem("reuse")
 def test_heads_that_keep_fewer(run):
     """A head that keeps fewer slots has empty slots in both layers."""
     choices = [tensor([[[0, 2, 5], [1, -1, -1]]]), tensor([[[3, 4, 6], [2, 3, 4]]])]
+    expected = tensor([[[0, 2, 5, 66, 67, 68, 69], [1, 66, 67, 68, 69, NEVER, NEVER]]]).int()
     for layer, kept in enumerate(run("compressed", choices=choices, tokens=70, reuse=2)["kept"]):
-        same(kept.sort(-1).values, tensor([[[0, 2, 5], [1, NEVER, NEVER]]]).int(),
-             f"the positions in layer {layer}")
+        same(kept.sort(-1).values, expected, f"the positions in layer {layer}")
 
 
 @problem("reuse")
@@ -161,4 +164,4 @@ def test_within_the_budget(run, tokens):
     got = run("compressed", choices=[tensor([[[0]]]), tensor([[[0]]])], tokens=tokens, reuse=2)
     for layer, kept in enumerate(got["kept"]):
         same(kept, torch.arange(tokens).int()[None, None], f"the positions in layer {layer}")
-    same(got["asked"], [], "the layers whose `chosen` was called")
+    same(got["asked"], [], "the layers whose choice was asked for")

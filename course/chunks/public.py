@@ -96,17 +96,18 @@ def test_no_room(run):
 
 @problem("reuse")
 def test_two_layers_share(run):
-    """reuse = 2: layer 0 chooses the slots 1 4 7 of 80 for both layers. Layer 1 is not asked."""
+    """reuse = 2, 80 tokens, a window of 4: layer 0 chooses the slots 1 4 7 for both. Layer 1 is not asked."""
     got = run("compressed", choices=[tensor([[[1, 4, 7]]]), tensor([[[0, 2, 3]]])], tokens=80, reuse=2)
     for layer, kept in enumerate(got["kept"]):
-        same(kept, tensor([[[1, 4, 7]]]).int(), f"the positions in layer {layer}")
-    same(got["asked"], [0], "the layers whose `chosen` was called")
+        same(kept, tensor([[[1, 4, 7, 76, 77, 78, 79]]]).int(), f"the positions in layer {layer}")
+    same(got["asked"], [[0, 60]], "the layers whose choice was asked for, and the budget beside the window")
 
 
 @problem("reuse")
 def test_each_layer_for_itself(run):
-    """reuse = 1: every layer keeps its own choice."""
+    """reuse = 1: every layer keeps its own choice, and the window."""
     choices = [tensor([[[1, 4]]]), tensor([[[0, 2]]])]
     got = run("compressed", choices=choices, tokens=80, reuse=1)
     for layer, (kept, choice) in enumerate(zip(got["kept"], choices)):
-        same(kept, choice.int(), f"the positions in layer {layer}")
+        expected = torch.cat((choice, tensor([[[76, 77, 78, 79]]])), 2).int()
+        same(kept, expected, f"the positions in layer {layer}")

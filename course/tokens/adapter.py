@@ -8,7 +8,7 @@ from methods.baselines import ada_kv
 from methods.baselines.snap_kv import HighestScores, SnapKV
 from methods.ours.theta import theta as sum_of_theta
 from nanollm import ranking, window
-from nanollm.cache import compress
+from nanollm.cache import PackedSlots, Slots, compress
 
 SELECTIONS = dict(scores=HighestScores, critical=critical_kv.Critical, pooled=critical_kv.PooledCritical,
                   code=critical_kv.CriticalCode)
@@ -48,18 +48,20 @@ def decoder(w_o):
 
 
 def selected(scores, v, w_o, budget, alpha, kernel_size=1, how="critical"):
-    """Return the mask of a selection on a cache with the values v (B, H, n + w, D)."""
-    cache = SnapKV(budget=64, kernel_size=kernel_size)
-    cache.write(v, v, torch.arange(v.shape[2])[None])
-    cache.link(decoder(w_o), 0)
-    return SELECTIONS[how](alpha=alpha)(cache, scores, budget)
+    """Return the mask of a selection on a layer with the values v (B, H, n + w, D)."""
+    B, H, S, D = v.shape
+    layer = Slots(SnapKV(budget=64, kernel_size=kernel_size), decoder(w_o))
+    layer.write(v, v, torch.arange(S)[None])
+    layer.notes["window"] = v.new_zeros(B, H, 1, S - scores.shape[3], D)
+    seen = window.Window(layer.method, layer, torch.zeros(B, S))
+    return SELECTIONS[how](alpha=alpha)(seen, scores, budget)
 
 
 def kept(q, k, v, w_o, budget, window_size, kernel_size, floor=None, how="scores"):
     """Return the positions (B, H, n) in SnapKV at the prompt's end; with a floor, in AdaKV."""
     options = dict(budget=budget, window_size=window_size, kernel_size=kernel_size, select=SELECTIONS[how]())
-    cache = SnapKV(**options) if floor is None else ada_kv.AdaKV(**options, floor=floor)
-    cache.link(decoder(w_o), 0)
-    cache.attend(q, k, v, torch.arange(k.shape[2])[None])
-    compress(cache.model, torch.zeros(k.shape[0], k.shape[2]), [cache])
-    return cache.pos
+    method = SnapKV(**options) if floor is None else ada_kv.AdaKV(**options, floor=floor)
+    layer = PackedSlots(method, decoder(w_o))
+    layer.attend(q, k, v, torch.arange(k.shape[2])[None])
+    compress(layer.model, torch.zeros(k.shape[0], k.shape[2]), [layer])
+    return layer.pos

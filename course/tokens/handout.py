@@ -60,7 +60,7 @@ check = checker("tokens")
 #
 # Example: four equal keys and w = 2. The first query gives ⅓ to each of three keys, the second ¼ to each of four. The two keys before the window have the window score (⅓ + ¼)/2 = 7/24.
 #
-# <details><summary>Hint</summary>Which axis of <code>window_rows</code> holds the queries? <code>mean</code> accepts a <code>dtype</code>, and <code>torch.promote_types</code> returns the larger of two.</details>
+# <details><summary>Hint</summary>Which axis of <code>window_rows</code> holds the queries? The probabilities have at least 32 bits already.</details>
 
 # %%
 check("window_scores")
@@ -144,10 +144,10 @@ check("two_stage")
 # %% [markdown]
 # ## 7. `Critical.__call__` in `methods/critical_kv.py` (3 points, check `critical`)
 #
-# The selection of CriticalKV. `scores` is (B, H, G, n). `budget`, a number or (B, H), is at most n: how many of the n tokens before the window stay. Return the mask (B, H, n). The G query heads of a group share their entries.
+# The selection of CriticalKV. `window` is what one layer's observation window sees (the class `Window`), and `scores`, (B, H, G, n), are its window scores. `budget`, a number or (B, H), is at most n: how many of the n tokens before the window stay. Return the mask (B, H, n). The G query heads of a group share their entries.
 #
-# - **Stage 1** takes the ⌊α · budget⌋ highest window scores: first average over the group, then pool with `cache.pool`. `part_of(self.alpha, budget)` computes the number exactly, for a number or a tensor.
-# - **Stage 2** fills up the budget from the other tokens, by the score (B, H, n) that `self.second(cache, scores, norms)` returns. Subclasses override `second`, so call it. `norms` are the `value_norms` of `cache.v` and `cache.w_o`. `cache.v` ends with the window's values; leave them out, for they have no window scores.
+# - **Stage 1** takes the ⌊α · budget⌋ highest window scores: first average over the group, then pool with `window.pool`. `part_of(self.alpha, budget)` computes the number exactly, for a number or a tensor.
+# - **Stage 2** fills up the budget from the other tokens, by the score (B, H, n) that `self.second(window, scores, norms)` returns. Subclasses override `second`, so call it. `norms` are the `value_norms` of `layer.v` and `layer.w_o`, where `layer` is `window.layer`. `layer.v` ends with the window's values; leave them out, for they have no window scores. The first `window.n` values are those before the window.
 #
 # Example: one head, window scores 4 3 2 1, norms 0 1 1 9, α = ½, budget 2. Stage 1 takes token 0, stage 2 token 3.
 

@@ -18,8 +18,8 @@ WRONG = [
     (
         "pool",
         "pads with zeros",
-        "score.flatten(0, -2), width, stride=1, padding=width // 2",
-        "F.pad(score.flatten(0, -2), (width // 2, width // 2)), width, stride=1",
+        "rows, width, stride=1, padding=width // 2",
+        "F.pad(rows, (width // 2, width // 2)), width, stride=1",
     ),
     (
         "pool",
@@ -72,7 +72,7 @@ WRONG = [
     (
         "critical",
         "does not pool stage 1",
-        "cache.pool(scores.mean(2))",
+        "window.pool(scores.mean(2))",
         "scores.mean(2)",
     ),
     (
@@ -84,7 +84,7 @@ WRONG = [
     (
         "critical",
         "does not call `second`",
-        "self.second(cache, scores, norms)",
+        "self.second(window, scores, norms)",
         "(scores * norms).mean(2)",
     ),
     ("theta", "uses 2 − S for 2 − 1/S", "2 - 1 / S", "2 - S"),
