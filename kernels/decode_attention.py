@@ -1,4 +1,4 @@
-"""Decode one token: its queries attend to a compressed cache whose heads may differ in length.
+"""Decode one token: its queries attend to a cache whose heads may differ in length.
 
 A head's slots are rows start … start + count − 1 of a flat k and v. One kernel therefore reads both
 layouts: heads packed one after the other (AdaKV), and heads in a buffer of equal capacity. A cache
@@ -91,27 +91,29 @@ def plain(
     """
     B, H, _, D = q.shape
     y = torch.zeros_like(q)
-    weights = [torch.zeros(len(s.k), device=q.device) for s in segments]
+    weights, biases = [], []
+    for s in segments:
+        zero = torch.zeros(len(s.k), device=q.device)
+        weights.append(zero)
+        biases.append(zero.clone() if s.bias is None else s.bias)
+
     for i in range(B * H):
-        keys, values, biases, slots = [], [], [], []
+        rows = []
         for s in segments:
             start = int(s.start[i])
-            row = slice(start, start + int(s.count[i]))
-            keys.append(s.k[row].float())
-            values.append(s.v[row].float())
-            unbiased = keys[-1].new_zeros(len(keys[-1]))
-            biases.append(unbiased if s.bias is None else s.bias[row])
-            slots.append(row)
+            rows.append(slice(start, start + int(s.count[i])))
+        k = torch.cat([s.k[row] for s, row in zip(segments, rows)]).float()
+        v = torch.cat([s.v[row] for s, row in zip(segments, rows)]).float()
+        bias = torch.cat([x[row] for x, row in zip(biases, rows)])
 
         b, h = divmod(i, H)
-        bias = torch.cat(biases)
-        score = q[b, h].float() @ torch.cat(keys).T * D**-0.5 + bias  # (G, slots)
+        score = q[b, h].float() @ k.T * D**-0.5 + bias  # (G, slots)
         hidden = (bias == -torch.inf).all()
         p = score.softmax(-1).masked_fill(hidden, 0)
-        y[b, h] = p @ torch.cat(values)
+        y[b, h] = p @ v
 
-        parts = p.sum(0).split([len(k) for k in keys])
-        for weight, row, part in zip(weights, slots, parts):
+        parts = p.sum(0).split([row.stop - row.start for row in rows])
+        for weight, row, part in zip(weights, rows, parts):
             weight[row] = part
     return y, weights if sums else []
 
@@ -152,10 +154,11 @@ def attend(
     BIASED: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Attend to `share` slots of one head; write m and l (B·H, parts, G), acc (B·H, parts, G, D).
+    """Attend to `share` slots of one head.
 
-    A part is the result of one program for one head. All segments together have `parts` parts;
-    those of this segment begin at number `part`.
+    Write m and l (B·H, parts, G), and acc (B·H, parts, G, D). A part is the result of one program
+    for one head. All segments together have `parts` parts; those of this segment begin at number
+    `part`.
     """
     i_head = tl.program_id(0).to(tl.int64)
     i_share = tl.program_id(1)

@@ -48,10 +48,11 @@ def block_of(n: int) -> int:
 
 
 def split(n: int, block: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """Divide n slots of each head among programs; return slots per program and programs per head.
+    """Divide n slots of each head among programs.
 
-    Each program gets whole blocks. With enough slots, each SM gets two programs. A program has at
-    most 4096 slots: otherwise a few long programs would still run after all others have finished.
+    Return the slots per program and the programs per head. Each program gets whole blocks. With
+    enough slots, each SM gets two programs. A program has at most 4096 slots: otherwise a few long
+    programs would still run after all others have finished.
     """
     sms = 4  # the interpreter, as if it were a small GPU
     if device.type == "cuda":

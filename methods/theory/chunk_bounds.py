@@ -1,24 +1,24 @@
-"""Compute the bounds of ChunkKV's appendix on in-context learning exactly (Eq. 10 to 16, claim C3).
+"""Compute the bounds of ChunkKV's appendix on in-context learning exactly (claim C3).
 
-The paper is Liu et al., arXiv 2502.00299. A prompt contains examples O = [x, y] of k tokens, drawn
-with the true parameters θ*. The bounds limit how far a wrong θ can be from θ* if the prompt does
-not rule it out. The distribution of O is a table (V, …, V) of k dimensions. Eq. 11 drops the Taylor
-remainder: without it the bounds can fail, and with it they hold.
+The paper is Liu et al., arXiv 2502.00299, Eq. 10 to 16. A prompt contains examples O = [x, y] of k
+tokens, drawn with the true parameters θ*. The bounds limit how far a wrong θ can be from θ* if the
+prompt does not rule it out. The distribution of O is a table (V, …, V) of k dimensions. Eq. 11
+drops the Taylor remainder: without it the bounds can fail, and with it they hold.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-# ---- distributions of an example O, as tables
-# --------------------------------------------------------------
+# ---- distributions of an example O, as tables ---
 
 
 def independent(chances: list[Tensor]) -> Tensor:
     """Return the table (2, …, 2) of independent tokens, each 1 with its own probability."""
     table = torch.ones_like(chances[0])
     for chance in chances:
-        table = table[..., None] * torch.stack((1 - chance, chance))
+        token = torch.stack((1 - chance, chance))
+        table = table[..., None] * token
     return table
 
 
@@ -28,7 +28,9 @@ def mirrored(theta: Tensor, k: int = 10) -> Tensor:
     At θ* = 0.3 the last token has the others' Fisher information, but a remainder of the opposite
     sign.
     """
-    return independent([theta[0]] * (k - 1) + [0.6 - theta[0]])
+    others = [theta[0]] * (k - 1)
+    last = 0.6 - theta[0]
+    return independent([*others, last])
 
 
 def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
@@ -38,32 +40,41 @@ def markov(theta: Tensor, k: int, noise: float = 0.0) -> Tensor:
     probability `noise`, the other one: then the chain is a hidden Markov model.
     """
     move = torch.stack((1 - theta, theta), 1)
-    show = torch.tensor([[1 - noise, noise], [noise, 1 - noise]], dtype=theta.dtype)
+    show = torch.tensor(
+        [[1 - noise, noise], [noise, 1 - noise]],
+        dtype=theta.dtype,
+    )
     table = show.mT / 2  # (token, state)
     for _ in range(k - 1):
         table = torch.einsum("...s,st,to->...ot", table, move, show)
     return table.sum(-1)
 
 
-# ---- Eq. 10 to 16
-# ------------------------------------------------------------------------------------------
+# ---- Eq. 10 to 16 ---
 
 
 def divergence(p: Tensor, q: Tensor, kept: list[int] | None = None) -> Tensor:
     """Return KL(p ‖ q) of two tables, in nats; if `kept` is given, of these tokens alone."""
     if kept is not None:
-        lost = {*range(p.dim())} - {j % p.dim() for j in kept}
-        p, q = (x.sum([*lost]) if lost else x for x in (p, q))
+        seen = [j % p.dim() for j in kept]
+        lost = [j for j in range(p.dim()) if j not in seen]
+        if lost:  # sum([]) would sum over all tokens
+            p = p.sum(lost)
+            q = q.sum(lost)
     possible = p > 0
-    return (p[possible] * (p[possible] / q[possible]).log()).sum()
+    p, q = p[possible], q[possible]
+    return (p * (p / q).log()).sum()
 
 
 def token_divergences(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL_j(θ* ‖ θ) of each token given the earlier ones, (k,); their sum is the tables' KL."""
-    prefixes = [divergence(p, q, list(range(j))) for j in range(p.dim() + 1)]
-    return torch.stack(
-        [after - before for before, after in zip(prefixes, prefixes[1:])]
-    )
+    """Return KL_j(θ* ‖ θ) of each token given the earlier ones, (k,).
+
+    Their sum is the tables' KL.
+    """
+    prefixes = []
+    for j in range(p.dim() + 1):
+        prefixes.append(divergence(p, q, list(range(j))))
+    return torch.stack(prefixes).diff()
 
 
 def fisher(table, theta: Tensor) -> Tensor:
@@ -71,8 +82,14 @@ def fisher(table, theta: Tensor) -> Tensor:
 
     θ has P parameters. I_{j,θ*} is the matrix of second derivatives of KL_j(θ* ‖ θ) at θ = θ*.
     """
-    each = lambda other: token_divergences(table(theta), table(other))
-    return jacobian(lambda other: jacobian(each, other, create_graph=True), theta)
+
+    def each(other):
+        return token_divergences(table(theta), table(other))
+
+    def slopes(other):
+        return jacobian(each, other, create_graph=True)
+
+    return jacobian(slopes, theta)
 
 
 def remainder(each: Tensor, information: Tensor, delta: Tensor) -> Tensor:
@@ -81,11 +98,14 @@ def remainder(each: Tensor, information: Tensor, delta: Tensor) -> Tensor:
     each: the tokens' KL_j, (k,).
     """
     quadratic = torch.einsum("p,jpq,q->j", delta, information, delta) / 2
-    return (each - quadratic).abs().max() / (delta @ delta)
+    largest = (each - quadratic).abs().max()
+    return largest / (delta @ delta)
 
 
 def distance_bound(
-    noise: Tensor, information: Tensor, remainder: float = 0.0
+    noise: Tensor,
+    information: Tensor,
+    remainder: float = 0.0,
 ) -> Tensor:
     """Return the bound ‖θ − θ*‖² ≤ noise / (½ (k−1) min λ_min − (k−1) R) of Eq. 12.
 
@@ -93,11 +113,17 @@ def distance_bound(
     prompt does not rule out θ. remainder: R of the same tokens; Eq. 11 drops it (R = 0), though the
     terms that it bounds may be negative. The result is inf if there is no bound.
     """
-    curvature = torch.linalg.eigvalsh(information)[:, 0].min() / 2 - remainder
-    return torch.where(curvature > 0, noise / (len(information) * curvature), torch.inf)
+    smallest = torch.linalg.eigvalsh(information)[:, 0].min()
+    curvature = smallest / 2 - remainder
+    bound = noise / (len(information) * curvature)
+    return torch.where(curvature > 0, bound, torch.inf)
 
 
-def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> Tensor:
+def answer_bound(
+    noise: Tensor,
+    information: Tensor,
+    remainder: float = 0.0,
+) -> Tensor:
     """Return the bound on KL_k of Eq. 13 to 16.
 
     KL_k ≤ noise (max λ_max + 2 R) / ((k−1) (min λ_min − 2 R)). The paper writes O(1) for 2 R, and
@@ -105,7 +131,8 @@ def answer_bound(noise: Tensor, information: Tensor, remainder: float = 0.0) -> 
     to be larger.
     """
     distance = distance_bound(noise, information, remainder)
-    bound = (torch.linalg.eigvalsh(information)[:, -1].max() / 2 + remainder) * distance
+    largest = torch.linalg.eigvalsh(information)[:, -1].max()
+    bound = (largest / 2 + remainder) * distance
     return torch.where(distance < torch.inf, bound, torch.inf)
 
 
@@ -115,17 +142,19 @@ def bounds(table, theta: Tensor, delta: Tensor) -> dict[str, float]:
     A ratio below 1 refutes the bound. "…_paper" has R = 0, as in the paper; "…_repaired" has the
     remainder. Also return "R" and "least", the smallest λ_min.
     """
-    each, information = (
-        token_divergences(table(theta), table(theta + delta))[1:],
-        fisher(table, theta)[1:],
-    )
-    R, noise = remainder(each, information, delta), each.sum()
-    values = dict(R=R, least=torch.linalg.eigvalsh(information)[:, 0].min())
+    other = table(theta + delta)
+    each = token_divergences(table(theta), other)[1:]
+    information = fisher(table, theta)[1:]
+    noise = each.sum()
+    R = remainder(each, information, delta)
+    least = torch.linalg.eigvalsh(information)[:, 0].min()
+
+    values = dict(R=R, least=least)
     for name, r in (("paper", 0.0), ("repaired", R)):
-        values[f"distance_{name}"] = distance_bound(noise, information, r) / (
-            delta @ delta
-        )
-        values[f"answer_{name}"] = answer_bound(noise, information, r) / each[-1]
+        distance = distance_bound(noise, information, r)
+        answer = answer_bound(noise, information, r)
+        values[f"distance_{name}"] = distance / (delta @ delta)
+        values[f"answer_{name}"] = answer / each[-1]
     return {name: x.item() for name, x in values.items()}
 
 
@@ -135,4 +164,6 @@ def token_noise(p: Tensor, q: Tensor, kept: list[int], examples: int) -> Tensor:
     ξ is the KL that the lost tokens would have added. The paper gives no formula for ξ_θ(r); here a
     lost token counts as never seen.
     """
-    return examples * (divergence(p, q) - divergence(p, q, kept))
+    whole = divergence(p, q)
+    lost = whole - divergence(p, q, kept)
+    return examples * lost

@@ -1,4 +1,4 @@
-"""Compute the constants that SubGen's lemmas leave open, and how many clusters keys can form.
+"""Compute the constants that SubGen's lemmas leave open, and how many clusters keys form.
 
 The paper is Chen et al., arXiv 2503.11108. Its Lemmas 5.1 (SubGen4Cache) and 5.2 (SubGen2Cache)
 bound the error of tensor attention from samples; `sizes` computes their constants (claims T9 and
@@ -21,12 +21,19 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k1, k2 = k.double().chunk(2, 1)
     v1, v2 = v.double().chunk(2, 1)
     e = ((k1 * q.double()) @ k2.T).exp()
-    spectral = torch.linalg.matrix_norm((v1.T @ v1) * (v2.T @ v2), 2) ** 0.5
-    return (v1 * (e @ v2)).sum(0), e.sum(), e.norm() / e.sum() * spectral
+    z = (v1 * (e @ v2)).sum(0)
+    tau = e.sum()
+    gram = (v1.T @ v1) * (v2.T @ v2)
+    spectral = torch.linalg.matrix_norm(gram, 2) ** 0.5
+    return z, tau, e.norm() / tau * spectral
 
 
 def sizes(
-    eps: float, half: float, v1: Tensor, v2: Tensor | None = None, p: float = 0.01
+    eps: float,
+    half: float,
+    v1: Tensor,
+    v2: Tensor | None = None,
+    p: float = 0.01,
 ) -> tuple[int, int]:
     """Return (t, s), samples per cluster and draws that suffice for the error ε.
 
@@ -54,11 +61,12 @@ def sizes(
 
     e2 = eps / 8
     e1 = eps * (1 - e2) - e2
-    if v2 is None:
-        x, y = math.sinh(half) ** 2, 0.0
-    else:
-        x, y = 2 * math.sinh(half) ** 2, math.sinh(2 * half) ** 2
-    return least(x, y, p / 4 * e2**2), least(*value_ratios(v1, v2), 3 * p / 4 * e1**2)
+    x, y = math.sinh(half) ** 2, 0.0
+    if v2 is not None:
+        x, y = 2 * x, math.sinh(2 * half) ** 2
+    samples = least(x, y, p / 4 * e2**2)
+    draws = least(*value_ratios(v1, v2), 3 * p / 4 * e1**2)
+    return samples, draws
 
 
 def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
@@ -74,8 +82,9 @@ def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
     def norms(v: Tensor) -> tuple[float, float]:
         return v.square().sum().item(), torch.linalg.matrix_norm(v, 2).item() ** 2
 
-    # Gram matrix of V₁ ⊘ V₂, without the pairs
-    gram = v1.mT @ v1 * (1 if v2 is None else v2.mT @ v2)
+    gram = v1.mT @ v1
+    if v2 is not None:  # the Gram matrix of V₁ ⊘ V₂, without the pairs
+        gram = gram * (v2.mT @ v2)
     largest = torch.linalg.matrix_norm(gram, 2).item()
     if not largest:
         raise ValueError(
@@ -83,13 +92,13 @@ def value_ratios(v1: Tensor, v2: Tensor | None = None) -> tuple[float, float]:
             "(these are estimated exactly at any size)"
         )
 
-    frobenius, spectral = norms(v1)
+    frobenius1, spectral1 = norms(v1)
     if v2 is None:
-        return frobenius / largest, 0.0
+        return frobenius1 / largest, 0.0
     frobenius2, spectral2 = norms(v2)
-    return (
-        frobenius * spectral2 + spectral * frobenius2
-    ) / largest, frobenius * frobenius2 / largest
+    x = frobenius1 * spectral2 + spectral1 * frobenius2
+    y = frobenius1 * frobenius2
+    return x / largest, y / largest
 
 
 def most_clusters(D: int, radius: float) -> float:

@@ -1,4 +1,4 @@
-"""Play the Index game, which bounds a cache's memory from below (tensor attention, arXiv 2503.11108).
+"""Play the Index game, which bounds a cache's memory from below (arXiv 2503.11108).
 
 Alice stores bits in a cache, and Bob reads them with queries. A cache that can answer every later
 query must hold every bit that a query can ask for (claims T5 to T8, T12).
@@ -15,48 +15,49 @@ from methods.tensor_attention import FactoredFourCache
 from nanollm.cache import Slots
 from nanollm.model import Config, rope, rope_frequencies, rotate
 
-# ---- keys that stand apart
-# ---------------------------------------------------------------------------------
+# ---- keys that stand apart ---
 
 
 def projected_basis(n: int, d: int, generator: torch.Generator) -> Tensor:
-    """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5), Gaussian / √d: (n, d), float64."""
+    """Return Johnson-Lindenstrauss projections of e_1 … e_n (Lemma 3.5), (n, d) in float64.
+
+    Their numbers are Gaussian, divided by √d.
+    """
     return torch.randn(n, d, dtype=torch.float64, generator=generator) / d**0.5
 
 
 def distortion(keys: Tensor) -> float:
-    """Return ε of Lemma 3.5: the keys' (n, d) largest distance from orthonormal inner products."""
-    return (keys @ keys.T - torch.eye(len(keys), dtype=keys.dtype)).abs().max().item()
+    """Return ε of Lemma 3.5: how far the products of keys (n, d) are from orthonormal ones."""
+    orthonormal = torch.eye(len(keys), dtype=keys.dtype)
+    return (keys @ keys.T - orthonormal).abs().max().item()
 
 
-# ---- the Index game
-# ----------------------------------------------------------------------------------------
+# ---- the Index game ---
 
 
 def separation(n: int, eps: float, C: float, four: bool) -> tuple[float, float]:
-    """Return the most that Bob reads for a bit 0 and the least for a bit 1 (δ, Δ; Theorems B.1, B.2).
+    """Return the most that Bob reads for a bit 0 and the least for a bit 1.
 
-    Each of n keys stands in n pairs if there are `four` matrices, else in 1. The proof of the
-    former leaves out the 2n + 1 pairs with Bob's zero key, of weight e⁰ = 1 each, the latter Bob's
-    one; here they count.
+    They are δ and Δ of Theorems B.1 and B.2. Each of n keys stands in n pairs if there are `four`
+    matrices, else in 1. The proof of B.1 leaves out the 2n + 1 pairs with Bob's zero key, of weight
+    e⁰ = 1 each, and that of B.2 leaves out Bob's one pair; here they count.
     """
     repeats, nothing = (n, 2 * n + 1) if four else (1, 1)
-    own, others = (
-        repeats * math.exp(C * (1 - eps)),
-        repeats * (n - 1) * math.exp(C * eps),
-    )
-    return others / (own + others + nothing), own / (own + others + nothing)
+    own = repeats * math.exp(C * (1 - eps))
+    others = repeats * (n - 1) * math.exp(C * eps)
+    total = own + others + nothing
+    return others / total, own / total
 
 
 class Game(NamedTuple):
-    """What Bob reads, (n, d), and what he may expect of a 0 (at most `zero`) and of a 1 (at least
-    `one`)."""
+    """Hold what Bob reads, and what he may expect to read."""
 
-    read: Tensor
-    zero: float
-    one: float
+    read: Tensor  # (n, d)
+    zero: float  # at most this for a bit 0
+    one: float  # at least this for a bit 1
 
     def guesses(self) -> Tensor:
+        """Return Bob's guesses of the bits (n, d)."""
         return self.read > (self.zero + self.one) / 2
 
     def right(self, bits: Tensor) -> float:
@@ -74,30 +75,31 @@ def play(
     eta: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Game:
-    """Let Alice store tokens k, v (n, d), or (n, 2d) with four matrices, under keys (n, d); Bob asks.
+    """Let Alice store tokens k, v under keys (n, d), and let Bob ask for each key.
 
-    For each he asks in a copy of the cache, with a zero token whose query is C · k_i. C defaults to
-    2 ln n. `compress(cache)` is what is done to the cache before Bob gets it. eta: what he reads is
-    off by a factor 1 ± η, each by chance (Corollaries 4.4 and 4.5).
+    k and v are (n, d), or (n, 2d) with four matrices. For each key Bob asks in a copy of the cache,
+    with a zero token whose query is C · k_i. C defaults to 2 ln n. `compress(cache)` is what is
+    done to the cache before Bob gets it. eta: what he reads is off by a factor 1 ± η, each by
+    chance (Corollaries 4.4 and 4.5).
     """
     n, d = keys.shape
     four = k.shape[1] == 2 * d
     C = 2 * math.log(n) if C is None else C
-    # her queries are zero: ask for nothing
+    # Alice only writes: she asks for nothing
     cache.write(k[None, None], v[None, None], torch.arange(n)[None])
     if compress:
         compress(cache)
 
     scale = 1.0 if four else d**0.5  # undoes Slots's 1/√D
-    nothing, read = torch.zeros_like(k[None, None, :1]), []
+    nothing = torch.zeros_like(k[None, None, :1])
+    position = torch.tensor([[n]])
+    answers = []
     for key in keys:
         query = (C * scale * key).view(1, 1, 1, d)
-        answer = copy.deepcopy(cache).attend(
-            query, nothing, nothing, torch.tensor([[n]])
-        )
-        read.append(answer.flatten())
+        answer = copy.deepcopy(cache).attend(query, nothing, nothing, position)
+        answers.append(answer.flatten())
 
-    read = torch.stack(read)
+    read = torch.stack(answers)
     if eta:
         sign = 2 * torch.randint(0, 2, read.shape, generator=generator) - 1
         read = read * (1 + eta * sign)
@@ -106,22 +108,31 @@ def play(
 
 
 def index_game_four(
-    bits: Tensor, keys: Tensor, C: float | None = None, Cache=FactoredFourCache, **how
+    bits: Tensor,
+    keys: Tensor,
+    C: float | None = None,
+    Cache=FactoredFourCache,
+    **how,
 ) -> Game:
-    """Play Theorem 4.1/B.1 with four matrices: V₁ are Alice's bits (n, d), K₁ her keys, and K₂ = V₂ = 1."""
+    """Play Theorem 4.1/B.1 with four matrices.
+
+    V₁ are Alice's bits (n, d), K₁ her keys, and K₂ = V₂ = 1.
+    """
     ones = torch.ones_like(keys)
-    k, v = torch.cat((keys, ones), 1), torch.cat((bits.to(keys), ones), 1)
+    k = torch.cat((keys, ones), 1)
+    v = torch.cat((bits.to(keys), ones), 1)
     return play(Cache(scale=1.0), k, v, keys, C, **how)
 
 
 def deal(n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return Alice's fair random bits (n, d) and her keys (n, d)."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(n, d, generator=generator) < 0.5, projected_basis(n, d, generator)
+    bits = torch.rand(n, d, generator=generator) < 0.5
+    return bits, projected_basis(n, d, generator)
 
 
 def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
-    """Return a `compress` that keeps only the tokens `kept` of n, rounded to `bits` bits a number."""
+    """Return a `compress` that keeps the tokens `kept` of n, rounded to `bits` bits a number."""
 
     def compress(cache: Slots):
         cache.keep(torch.arange(n)[kept][None, None])
@@ -133,30 +144,43 @@ def keep_rows(kept: slice | Tensor, n: int, bits: int | None = None):
 
 def quantise(cache: Slots, bits: int):
     """Round both keys and both values of each slot to 2^bits even levels of each vector's range."""
-    for x in (cache.k, cache.v):
-        x = x.unflatten(-1, (2, -1))
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    for both in (cache.k, cache.v):
+        x = both.unflatten(-1, (2, -1))
+        low = x.amin(-1, keepdim=True)
+        high = x.amax(-1, keepdim=True)
         step = ((high - low) / (2**bits - 1)).clamp(min=1e-30)
-        x.copy_(low + ((x - low) / step).round() * step)
+        level = ((x - low) / step).round()
+        x.copy_(low + level * step)
 
 
-# ---- why keys of pairs are not rotated
-# ---------------------------------------------------------------------
+# ---- why keys of pairs are not rotated ---
 
 
 def rotated_scores(
-    q: Tensor, k1: Tensor, k2: Tensor, shift: int
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    shift: int,
 ) -> tuple[float, float]:
     """Return q·k₁ and q·(k₁ ∘ k₂) after RoPE to positions 9, 4, 2, each plus `shift`.
 
     The vectors are (1, 1, 1, D).
     """
-    D = q.shape[-1]
-    freq = rope_frequencies(
-        Config(1, max_len=1, n_layers=1, n_heads=1, n_kv_heads=1, d_model=D, d_ff=1)
+    one_head = Config(
+        1,
+        max_len=1,
+        n_layers=1,
+        n_heads=1,
+        n_kv_heads=1,
+        d_model=q.shape[-1],
+        d_ff=1,
     )
-    q, k1, k2 = (
-        rotate(x, *rope(freq, torch.tensor([at + shift])))
-        for x, at in ((q, 9), (k1, 4), (k2, 2))
-    )
+    freq = rope_frequencies(one_head)
+
+    def rotated(x, position):
+        return rotate(x, *rope(freq, torch.tensor([position + shift])))
+
+    q = rotated(q, 9)
+    k1 = rotated(k1, 4)
+    k2 = rotated(k2, 2)
     return (q * k1).sum().item(), (q * k1 * k2).sum().item()

@@ -1,9 +1,9 @@
 """Compute Scissorhands' bounds, corrected, and the quantities that they bound.
 
-1. Eq. 5 and 6: a one-layer model (claims S1, S2). 2. Theorem 3.1/B.1: a token attended to now is
-attended to at the next step (S3). 3. Theorem 4.1/B.2: the drift of the tokens under a budget (S6).
-λ_Q is the largest singular value of W_Q.
-   The theorem's condition is λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K) ≤ 1/2.
+1. Eq. 5 and 6: a one-layer model (claims S1, S2).
+2. Theorem 3.1/B.1: a token attended to now is attended to at the next step (S3).
+3. Theorem 4.1/B.2: the drift of the tokens under a budget (S6). λ_Q is the largest singular value
+   of W_Q. The theorem's condition is λ_V λ_O (1 + λ_1 λ_2)(1 + λ_Q λ_K) ≤ 1/2.
 4. Theorem B.3: the mass that eviction loses if the weights follow a power law (S5).
 5. The persistence ratio and the power law's exponent of given attention weights (S7).
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-
-# ---- 1. the one-layer model
-# --------------------------------------------------------------------------------
+# ---- 1. the one-layer model ---
 
 
 @dataclass
 class OneLayer:
-    """One layer with one head and no residual around attention (Eq. 5, 6); tokens are rows (d,).
+    """Hold one layer with one head and no residual around attention (Eq. 5, 6).
+
+    Tokens are rows (d,).
 
     a_t = softmax(1/t · x_t W_Q W_Kᵀ X_{t−1}ᵀ) X_{t−1} W_V W_O
     x_{t+1} = F(a_t),   F(x) = x + W_2 relu(W_1 x)
@@ -48,17 +48,20 @@ class OneLayer:
         generator: torch.Generator,
     ) -> "OneLayer":
         """Draw Gaussian weights in float64, scaled to the `norms` λ_Q, λ_K, λ_V, λ_O, λ_1, λ_2."""
-        shapes = (d, p), (d, p), (d, p), (p, d), (hidden, d), (d, hidden)
-        drawn = [
-            torch.randn(shape, dtype=torch.float64, generator=generator)
-            for shape in shapes
+        shapes = [
+            (d, p),  # W_Q
+            (d, p),  # W_K
+            (d, p),  # W_V
+            (p, d),  # W_O
+            (hidden, d),  # W_1
+            (d, hidden),  # W_2
         ]
-        return OneLayer(
-            *(
-                w * (norm / torch.linalg.matrix_norm(w, 2))
-                for w, norm in zip(drawn, norms)
-            )
-        )
+        weights = []
+        for shape, norm in zip(shapes, norms):
+            w = torch.randn(shape, dtype=torch.float64, generator=generator)
+            w *= norm / torch.linalg.matrix_norm(w, 2)
+            weights.append(w)
+        return OneLayer(*weights)
 
     def norms(self) -> tuple[float, ...]:
         """Return the largest singular values λ_Q, λ_K, λ_V, λ_O, λ_1, λ_2."""
@@ -71,7 +74,8 @@ class OneLayer:
 
     def weights(self, x: Tensor) -> Tensor:
         """Return the weights α_t (t − 1,) of the last of t tokens (t, d) over the earlier ones."""
-        return (self.scores(x[-1], x[:-1]) / len(x)).softmax(0)
+        score = self.scores(x[-1], x[:-1])
+        return (score / len(x)).softmax(0)
 
     def mlp(self, a: Tensor) -> Tensor:
         """Return F(a) of Eq. 6, (..., d) → (..., d)."""
@@ -86,34 +90,36 @@ def rollout(
     strength: Tensor | None = None,
     normalise: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return `start` (n, d) extended to T tokens (T, d), and the mass lost per step, (T − n,); 2 ≤ n < T.
+    """Return `start` (n, d) extended to T tokens (T, d), and the mass lost per step, (T − n,).
+
+    n must be at least 2 and below T.
 
     budget: number of keys that a step attends to, |Ŝ_t|; None: all. This is Algorithm 2 with m = 1:
-    each step
-        evicts the entry with the lowest score, then attends to the rest. The first step evicts as
-        many as necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens so far, Eq. 9.
+        each step evicts the entry with the lowest score, then attends to the rest. The first step
+        evicts as many as necessary. The mass lost is Σ_{j∉Ŝ_t} β_{t,j} over all tokens so far
+        (Eq. 9).
     strength (T,): v_j. Weights are β_{t,j} ∝ v_j instead of a softmax, as Theorem B.2 assumes.
-    Their ranking
-        is the same at every step.
+        Their ranking is the same at every step.
     normalise: divide new tokens by their norms, as Theorem B.1 assumes. Theorem B.2 assumes it too,
-    but its
-        condition makes ‖F(a)‖ ≤ 1/2. Its proof needs only ‖x‖ ≤ 1, which holds without `normalise`.
+        but its condition makes ‖F(a)‖ ≤ 1/2. Its proof needs only ‖x‖ ≤ 1, which holds without
+        `normalise`.
     """
-    n = len(start)
-    x = torch.cat((start, start.new_zeros(T - n, start.shape[1])))
-    kept, lost = torch.arange(n - 1), []
+    n, d = start.shape
+    x = torch.cat((start, start.new_zeros(T - n, d)))
+    kept = torch.arange(n - 1)
+    lost = []
 
     for t in range(n, T):
         past = x[: t - 1]  # X_{t−1}; the query is x_t
-        score = (
-            layer.scores(x[t - 1], past) / t
-            if strength is None
-            else strength[: t - 1].log()
-        )
+        if strength is None:
+            score = layer.scores(x[t - 1], past) / t
+        else:
+            score = strength[: t - 1].log()
 
         if budget is not None and len(kept) > budget:
             kept = kept[score[kept].topk(budget).indices]
-        a = score[kept].softmax(0) @ past[kept] @ layer.v @ layer.o
+        weights = score[kept].softmax(0)
+        a = weights @ past[kept] @ layer.v @ layer.o
         lost.append(1 - score.softmax(0)[kept].sum())
 
         x[t] = layer.mlp(a)
@@ -124,12 +130,11 @@ def rollout(
     return x, torch.stack(lost)
 
 
-# ---- 2. Theorem B.1: persistence
-# ---------------------------------------------------------------------------
+# ---- 2. Theorem B.1: persistence ---
 
 
 class Persistence(NamedTuple):
-    """Theorem B.1 at one step: one number for each ℓ < t in each field, (t − 1,)."""
+    """Hold Theorem B.1 at one step: one number for each ℓ < t in each field, (t − 1,)."""
 
     eps: Tensor  # the smallest ε that meets the conditions; inf: no ε does
     alpha: Tensor  # α_{t,ℓ}
@@ -146,7 +151,8 @@ def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence
     proof (Lemma B.2) needs absolute values there, and only j < t: j = t would exclude a query that
     resembles a key it attends to.
     """
-    past, alpha = x[:-1], layer.weights(x)
+    past = x[:-1]
+    alpha = layer.weights(x)
     a = alpha @ past @ layer.v @ layer.o
 
     # x_j A x_ℓᵀ, (t − 1, t − 1)
@@ -157,12 +163,15 @@ def persistence_bounds(layer: OneLayer, x: Tensor, after: Tensor) -> Persistence
     # condition δ ≤ (cε/(λ_Q λ_K λ_V λ_O))² for a c ≤ x_ℓ A x_ℓᵀ; the largest c gives the smallest ε
     delta = (1 - a @ after / a.norm()).clamp(min=0)  # a_t x_{t+1}ᵀ ≥ (1 − δ)‖a_t‖
     lq, lk, lv, lo, *_ = layer.norms()
-    eps = torch.maximum(others, delta.sqrt() * lq * lk * lv * lo) / own
+    apart = delta.sqrt() * lq * lk * lv * lo
+    eps = torch.maximum(others, apart) / own
     eps[own <= 0] = math.inf
 
-    lower = torch.where(own > 0, own / a.norm() * (alpha - 3 * eps), -math.inf)
-    upper = torch.where(own > 0, own / a.norm() * (alpha + 3 * eps), math.inf)
-    return Persistence(eps, alpha, lower, layer.scores(after, past), upper)
+    scale = own / a.norm()
+    lower = torch.where(own > 0, scale * (alpha - 3 * eps), -math.inf)
+    upper = torch.where(own > 0, scale * (alpha + 3 * eps), math.inf)
+    score = layer.scores(after, past)
+    return Persistence(eps, alpha, lower, score, upper)
 
 
 def next_step(layer: OneLayer, x: Tensor) -> Persistence:
@@ -177,7 +186,11 @@ def gauss(rows: int, d: int, generator: torch.Generator) -> Tensor:
 
 
 def nearly_orthogonal(
-    noise: float, sharp: float, generator: torch.Generator, d: int = 64, n: int = 24
+    noise: float,
+    sharp: float,
+    generator: torch.Generator,
+    d: int = 64,
+    n: int = 24,
 ):
     """Return a layer and tokens (n + 1, d) that meet the conditions of B.1 with a small ε.
 
@@ -186,9 +199,8 @@ def nearly_orthogonal(
     """
 
     def near_identity(scale: float) -> Tensor:
-        return scale * (
-            torch.eye(d, dtype=torch.float64) + noise * gauss(d, d, generator)
-        )
+        identity = torch.eye(d, dtype=torch.float64)
+        return scale * (identity + noise * gauss(d, d, generator))
 
     layer = OneLayer(
         near_identity(sharp * n),
@@ -198,14 +210,15 @@ def nearly_orthogonal(
         noise * near_identity(0.3),
         near_identity(0.3),
     )
-    orthogonal = torch.linalg.qr(gauss(d, d, generator))[0][:n]
-    past = F.normalize(orthogonal + noise * gauss(n, d, generator), dim=-1)
-    mix = torch.rand(1, n, dtype=torch.float64, generator=generator) ** 4 @ past
-    return layer, torch.cat((past, F.normalize(mix, dim=-1)))
+    orthogonal, _ = torch.linalg.qr(gauss(d, d, generator))
+    noisy = orthogonal[:n] + noise * gauss(n, d, generator)
+    past = F.normalize(noisy, dim=-1)
+    share = torch.rand(1, n, dtype=torch.float64, generator=generator) ** 4
+    newest = F.normalize(share @ past, dim=-1)
+    return layer, torch.cat((past, newest))
 
 
-# ---- 3. Theorem B.2, for tokens of norm at most 1
-# ----------------------------------------------------------
+# ---- 3. Theorem B.2, for tokens of norm at most 1 ---
 
 
 def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
@@ -229,18 +242,27 @@ def drift_bound(layer: OneLayer, lost: Tensor, n: int) -> Tensor:
         )
     drift, bounds = 0.0, []
     for t, mass in enumerate(lost.tolist(), n):
-        drift = max(drift, gain * (2 * mass + (1 + 2 * (1 - 1 / t) * lq * lk) * drift))
+        growth = 1 + 2 * (1 - 1 / t) * lq * lk
+        drift = max(drift, gain * (2 * mass + growth * drift))
         bounds.append(drift)
     return torch.tensor(bounds, dtype=lost.dtype)
 
 
 def drifts(
-    layer: OneLayer, start: Tensor, T: int, budget: int, strength: Tensor | None = None
+    layer: OneLayer,
+    start: Tensor,
+    T: int,
+    budget: int,
+    strength: Tensor | None = None,
 ):
-    """Return ‖x_t − x̃_t‖₂ and the mass lost, (T − n,) each; x̃_t attends to `budget` keys, x_t to all."""
+    """Return ‖x_t − x̃_t‖₂ and the mass lost, (T − n,) each.
+
+    x̃_t attends to `budget` keys, x_t to all.
+    """
     full, _ = rollout(layer, start, T, strength=strength)
     evicted, lost = rollout(layer, start, T, budget, strength)
-    return (full - evicted).norm(dim=-1)[len(start) :], lost
+    distance = (full - evicted).norm(dim=-1)
+    return distance[len(start) :], lost
 
 
 def drift_under_power_law(
@@ -260,24 +282,23 @@ def drift_under_power_law(
     generator = torch.Generator().manual_seed(0)
     v = draw_power_law((T,), k, 50, generator)
     layer = OneLayer.draw(d, d, 2 * d, (0.5, 0.5, 0.8, 0.4, 0.5, 0.5), generator)
-    start = F.normalize(
-        torch.randn(n, d, dtype=torch.float64, generator=generator), dim=-1
-    )
+    directions = torch.randn(n, d, dtype=torch.float64, generator=generator)
+    start = F.normalize(directions, dim=-1)
 
     if opposed:
-        layer.v, layer.o = (
-            scale * torch.eye(d, dtype=torch.float64) for scale in (0.8, 0.4)
-        )
-        start = (
-            start[:1] * torch.where(v[:n] > v.quantile(1 - beta), 1.0, -1.0)[:, None]
-        )
+        identity = torch.eye(d, dtype=torch.float64)
+        layer.v = 0.8 * identity
+        layer.o = 0.4 * identity
+        kept = v[:n] > v.quantile(1 - beta)
+        sign = torch.where(kept, 1.0, -1.0)
+        start = start[:1] * sign[:, None]
 
     drift, lost = drifts(layer, start, T, round(beta * T), strength=v)
     return drift, drift_bound(layer, lost, n), lost
 
 
-# ---- 4. Theorem B.3: v_j drawn from c (x + b)^{−k} on [0, u − b], weights v_j/Σv
-# --------------------------- Here b = 1: x and u are in units of b
+# ---- 4. Theorem B.3: v_j drawn from c (x + b)^{−k} on [0, u − b], weights v_j/Σv ---
+# Here b = 1: x and u are in units of b.
 
 
 def check_law(beta: float, k: float, u: float = math.inf, eps: float = 0):
@@ -286,7 +307,8 @@ def check_law(beta: float, k: float, u: float = math.inf, eps: float = 0):
         raise ValueError(
             f"beta is {beta}; the fraction kept must be above 0 and at most 1"
         )
-    if u <= 1 or k <= (2 if u == math.inf else 1):
+    least = 2 if u == math.inf else 1
+    if u <= 1 or k <= least:
         raise ValueError(
             f"k is {k} and u is {u}; u must exceed 1, and k must exceed 1 (2 if u is infinite)"
         )
@@ -295,29 +317,38 @@ def check_law(beta: float, k: float, u: float = math.inf, eps: float = 0):
 
 
 def draw_power_law(
-    shape: tuple[int, ...], k: float, u: float, generator: torch.Generator
+    shape: tuple[int, ...],
+    k: float,
+    u: float,
+    generator: torch.Generator,
 ) -> Tensor:
     """Return draws v, float64: invert P(v > x) = ((x + 1)^{1−k} − u^{1−k})/(1 − u^{1−k})."""
     check_law(1, k, u)
     uniform = torch.rand(shape, dtype=torch.float64, generator=generator)
-    return (1 - uniform * (1 - u ** (1 - k))) ** (1 / (1 - k)) - 1
+    power = 1 - uniform * (1 - u ** (1 - k))  # (x + 1)^{1−k}
+    return power ** (1 / (1 - k)) - 1
 
 
 def smallest_share(v: Tensor, beta: float) -> Tensor:
     """Return the fraction of Σv in the (1 − β)n smallest: (..., n), sorted along n → (...)."""
-    return v[..., : round((1 - beta) * v.shape[-1])].sum(-1) / v.sum(-1)
+    smallest = round((1 - beta) * v.shape[-1])
+    return v[..., :smallest].sum(-1) / v.sum(-1)
 
 
 def moment(order: int, y: float, k: float) -> float:
     """Return ∫_0^{y−1} x^order (x + 1)^{−k} dx; the proof writes order 1 as g(y − 1) − g(0)."""
 
     def power(m: float) -> float:  # ∫_1^y s^m ds
-        return math.log(y) if m == -1 else math.expm1((m + 1) * math.log(y)) / (m + 1)
+        if m == -1:
+            return math.log(y)
+        return math.expm1((m + 1) * math.log(y)) / (m + 1)
 
-    return sum(
-        math.comb(order, i) * (-1) ** (order - i) * power(i - k)
-        for i in range(order + 1)
-    )
+    # with s = x + 1: x^order = (s − 1)^order = Σ_i (order choose i) (−1)^{order − i} s^i
+    integral = 0.0
+    for i in range(order + 1):
+        sign = (-1) ** (order - i)
+        integral += math.comb(order, i) * sign * power(i - k)
+    return integral
 
 
 def tail_mass(beta: float, k: float, u: float = math.inf) -> float:
@@ -335,11 +366,12 @@ def paper_bound(beta: float, k: float, eps: float = 0) -> float:
     """Return Eq. 11 as printed: (1−β)/(0.98(1−ε)²) · (k − (k−1)((1−ε)/(β−ε))^{1/(k−1)})."""
     check_law(beta, k, eps=eps)
     root = ((1 - eps) / (beta - eps)) ** (1 / (k - 1))
-    return (1 - beta) / (0.98 * (1 - eps) ** 2) * (k - (k - 1) * root)
+    factor = (1 - beta) / (0.98 * (1 - eps) ** 2)
+    return factor * (k - (k - 1) * root)
 
 
 class ProofSteps(NamedTuple):
-    """The end of the proof of Theorem B.3."""
+    """Hold the end of the proof of Theorem B.3."""
 
     delta: float  # Δ, in units of b
     line: float  # the last line that holds
@@ -350,17 +382,20 @@ class ProofSteps(NamedTuple):
 def proof_steps(beta: float, k: float, u: float, eps: float = 0) -> ProofSteps:
     """Return the last correct line of the proof of Theorem B.3 and the two wrong steps after it."""
     # 1. The proof factors 1 − β out of both terms, but the second term has β − ε. That is smaller
-    # than 1 − β unless β ≥ (1 + ε)/2. Eq. 11 becomes negative for β < ((k−1)/k)^{k−1} as ε → 0; no
-    # mass is negative. 2. The proof replaces Δ by 0.98 b. Δ is a divisor, so the step needs a lower
-    # bound of Δ. "Δ ≤ 0.98 b" is an upper bound, and false for large u, where Δ → b. The line
-    # before both steps holds for every u.
+    #    than 1 − β unless β ≥ (1 + ε)/2. Eq. 11 becomes negative for β < ((k−1)/k)^{k−1} as ε → 0;
+    #    no mass is negative.
+    # 2. The proof replaces Δ by 0.98 b. Δ is a divisor, so the step needs a lower bound of Δ.
+    #    "Δ ≤ 0.98 b" is an upper bound, and false for large u, where Δ → b.
+    # The line before both steps holds for every u.
     check_law(beta, k, u, eps)
     gamma = ((beta - eps) / (1 - eps)) ** (1 / (1 - k)) - 1  # the proof's threshold
     delta = (k - 2) * moment(1, u, k) / moment(0, u, k)
 
-    line = ((1 - beta) - (k - 1) * (beta - eps) * gamma) / (delta * (1 - eps) ** 2)
-    factored = (1 - beta) * (1 - (k - 1) * gamma) / (delta * (1 - eps) ** 2)
-    return ProofSteps(delta, line, factored, factored * delta / 0.98)
+    divisor = delta * (1 - eps) ** 2
+    line = ((1 - beta) - (k - 1) * (beta - eps) * gamma) / divisor
+    factored = (1 - beta) * (1 - (k - 1) * gamma) / divisor
+    printed = factored * delta / 0.98
+    return ProofSteps(delta, line, factored, printed)
 
 
 def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
@@ -371,10 +406,13 @@ def failure(beta: float, k: float, u: float, eps: float, n: int) -> float:
     2. At most (1−β)n draws lie below the (1−β)/(1−ε) quantile. Hoeffding's bound, as in the proof.
     """
     check_law(beta, k, u, eps)
-    mean, square = (moment(order, u, k) / moment(0, u, k) for order in (1, 2))
-    return math.exp(-n * (eps * mean) ** 2 / (2 * square)) + math.exp(
-        -2 * n * (eps * (1 - beta) / (1 - eps)) ** 2
-    )
+    total = moment(0, u, k)
+    mean = moment(1, u, k) / total
+    square = moment(2, u, k) / total
+    slack = eps * (1 - beta) / (1 - eps)
+    small_sum = math.exp(-n * (eps * mean) ** 2 / (2 * square))
+    few_small = math.exp(-2 * n * slack**2)
+    return small_sum + few_small
 
 
 def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float:
@@ -385,7 +423,8 @@ def repaired_bound(beta: float, k: float, u: float, eps: float, n: int) -> float
     """
     # first, because it rejects an ε that would divide by 0 below
     failed = failure(beta, k, u, eps, n)
-    usual = tail_mass((beta - eps) / (1 - eps), k, u) / (1 - eps)
+    smaller = (beta - eps) / (1 - eps)  # β'
+    usual = tail_mass(smaller, k, u) / (1 - eps)
     return min(1 - beta, usual + (1 - beta) * failed)
 
 
@@ -394,8 +433,7 @@ def best_bound(beta: float, k: float, u: float, n: int) -> float:
     return min(repaired_bound(beta, k, u, beta * i / 40, n) for i in range(1, 40))
 
 
-# ---- 5. what is observed in attention weights (Section 3, Appendix A)
-# --------------------------------------
+# ---- 5. what is observed in attention weights (Section 3, Appendix A) ---
 
 
 def persistence_ratio(
@@ -410,18 +448,21 @@ def persistence_ratio(
     distance tokens count: later ones have no query in the first half that is far enough behind.
     """
     T = p.shape[-1]
-    half, position = T // 2, torch.arange(T, device=p.device)
+    half = T // 2
     if not 0 <= distance < half:
         raise ValueError(
             f"distance is {distance}; it must be at least 0 and below half of the {T} queries"
         )
 
-    pivotal = (p > times / (position + 1)[:, None]) & (
-        position[:, None] - position >= distance
-    )
+    token = torch.arange(T, device=p.device)
+    query = token[:, None]
+    far = query - token >= distance
+    pivotal = far & (p > times / (query + 1))
     pivotal = pivotal[..., : half - distance]
-    first, second = pivotal[..., :half, :].any(-2), pivotal[..., half:, :].any(-2)
-    return (first & second).sum(-1) / second.sum(-1), first.float().mean(-1)
+    first = pivotal[..., :half, :].any(-2)
+    second = pivotal[..., half:, :].any(-2)
+    ratio = (first & second).sum(-1) / second.sum(-1)
+    return ratio, first.float().mean(-1)
 
 
 def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
@@ -429,10 +470,12 @@ def even_shares(p: Tensor, last: int = 64, most: int = 20_000) -> Tensor:
 
     If there are more than `most`, only every second, third, … of them, so that n ≤ most.
     """
-    t = torch.arange(p.shape[-1] - last, p.shape[-1], device=p.device)[:, None] + 1
+    T = p.shape[-1]
+    t = torch.arange(T - last, T, device=p.device)[:, None] + 1
     x = p[..., -last:, :] * t
     x = x[x > 0]
-    return x[:: math.ceil(len(x) / most)]
+    step = math.ceil(len(x) / most)
+    return x[::step]
 
 
 def tail_exponent(x: Tensor, candidates: int = 100) -> float:
@@ -449,23 +492,18 @@ def tail_exponent(x: Tensor, candidates: int = 100) -> float:
             f"x has {len(x)} values, {int((x > 0).sum())} of them positive; "
             "give at least 100 values, all positive"
         )
-    log, fits = x.log(), []
-    for start in (
-        torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique().tolist()
-    ):
+    log = x.log()
+    starts = torch.linspace(0, 0.99 * len(x) - 1, candidates).long().unique()
+    fits = []
+    for start in starts.tolist():
         above = log[start:] - log[start]  # ln(x_i/least)
         n = len(above)
         k = 1 + n / above.sum().item()
-        fit, rank = (
-            1 - (above * (1 - k)).exp(),
-            torch.arange(n + 1, dtype=x.dtype, device=x.device) / n,
-        )
-        fits.append(
-            (
-                torch.maximum((fit - rank[:-1]).abs(), (fit - rank[1:]).abs())
-                .max()
-                .item(),
-                k,
-            )
-        )
+        fit = 1 - (above * (1 - k)).exp()
+        rank = torch.arange(n + 1, dtype=x.dtype, device=x.device) / n
+        # the data's distribution jumps at each value: compare before and after the jump
+        before = (fit - rank[:-1]).abs()
+        after = (fit - rank[1:]).abs()
+        distance = torch.maximum(before, after).max().item()
+        fits.append((distance, k))
     return min(fits)[1]

@@ -18,17 +18,14 @@ from nanollm.ranking import top
 from nanollm.window import WindowMethod, window_rows
 
 
-# ---- definitions and theorems
-# ---------------------------------------------------------------------------
+# ---- definitions and theorems ---
 
 
 def perturbation(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
     """Return L = ‖o − ô‖₁ (Definition 1, Eq. 5) for projected values 𝒱 (..., n, d_model): (...)."""
-    return (
-        ((weights - masked_attention(weights, kept)).unsqueeze(-2) @ values)
-        .abs()
-        .sum((-2, -1))
-    )
+    difference = weights - masked_attention(weights, kept)
+    change = difference.unsqueeze(-2) @ values  # o − ô, (..., 1, d_model)
+    return change.abs().sum((-2, -1))
 
 
 def masked_attention(weights: Tensor, kept: Tensor) -> Tensor:
@@ -38,11 +35,15 @@ def masked_attention(weights: Tensor, kept: Tensor) -> Tensor:
 
 
 def algorithm_1(
-    weights: Tensor, norms: Tensor, budget: int, alpha: float = 0.25
+    weights: Tensor,
+    norms: Tensor,
+    budget: int,
+    alpha: float = 0.25,
 ) -> tuple[Tensor, Tensor]:
     """Return the masks of stage 1 and stage 2 for a head without an observation window."""
     first = top(weights, part_of(alpha, budget))
-    return first, two_stage(first, weights * norms, budget) & ~first
+    both = two_stage(first, weights * norms, budget)
+    return first, both & ~first
 
 
 def assumption_1(weights: Tensor, first: Tensor) -> Tensor:
@@ -58,16 +59,18 @@ def theta_hat(weights: Tensor, norms: Tensor, first: Tensor, second: Tensor) -> 
     otherwise the largest.
     """
     sigma = assumption_1(weights, first)
-    return (weights * norms).sum(-1) - (2 - 1 / sigma) * (
-        weights * norms * (first | second)
-    ).sum(-1)
+    terms = weights * norms
+    kept = (terms * (first | second)).sum(-1)
+    return terms.sum(-1) - (2 - 1 / sigma) * kept
 
 
-# ---- the heads of a model -----------------------------------------------------------------
+# ---- the heads of a model ---
 
 
 def seen_by_window(
-    model, tokens: Tensor, window_size: int
+    model,
+    tokens: Tensor,
+    window_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return A, ‖𝒱‖₁ and 𝒱 of prompts (B, T); A is the mean over the last `window_size` queries.
 

@@ -1,8 +1,8 @@
-"""Compute KVReviver's budgets by layer and the error of its sketch (arXiv 2512.17917; claims R4 to R7).
+"""Compute KVReviver's budgets by layer and the error of its sketch (arXiv 2512.17917).
 
 The sketch returns estimates of keys and values. `collision_variance` is their squared error,
-`printed_bound` the paper's bound on it. The load is the number of tokens for each slot (R4).
-`fisher_shares` are the paper's budgets by layer (R5).
+`printed_bound` the paper's bound on it (claims R6, R7). The load is the number of tokens for each
+slot (R4). `fisher_shares` are the paper's budgets by layer (R5).
 """
 
 import math
@@ -25,21 +25,22 @@ def fisher_shares(model, tokens: Tensor, even: float = 0.0) -> tuple[float, ...]
     equally among the layers (ours), so that no layer has too little room.
     """
     weights = keys_and_values(model)
+    every = [w for layer in weights for w, _ in layer]
     fisher = torch.zeros(len(weights))
     for text in tokens.split(1):
         with torch.enable_grad():
             logits = model(text[:, :-1]).flatten(0, 1)
-            loss = F.cross_entropy(logits, text[:, 1:].flatten(), reduction="sum")
-        grads = iter(
-            torch.autograd.grad(loss, [w for layer in weights for w, _ in layer])
-        )
+            following = text[:, 1:].flatten()
+            loss = F.cross_entropy(logits, following, reduction="sum")
+        grads = iter(torch.autograd.grad(loss, every))
         for i, layer in enumerate(weights):
-            fisher[i] += sum(
-                part.square().mean().cpu()
-                for _, parts in layer
-                for part in parts(next(grads))
-            )
-    return tuple((even / len(weights) + (1 - even) * fisher / fisher.sum()).tolist())
+            squares = []
+            for _, parts in layer:
+                for part in parts(next(grads)):
+                    squares.append(part.square().mean().cpu())
+            fisher[i] += sum(squares)
+    by_fisher = (1 - even) * fisher / fisher.sum()
+    return tuple((even / len(weights) + by_fisher).tolist())
 
 
 def keys_and_values(model) -> list[list[tuple]]:
@@ -48,14 +49,20 @@ def keys_and_values(model) -> list[list[tuple]]:
     The function takes the weight's gradient and returns a list of the gradients of W_K and W_V in
     it. ValueError if a layer has no such weights.
     """
+    layers = []
     if isinstance(model, Decoder):
-        layers = (block.attention for block in model.blocks)
-        return [[(x.qkv.weight, lambda grad, x=x: x.split(grad)[1:])] for x in layers]
-    layers = [
-        [(x.k_proj.weight, lambda grad: [grad]), (x.v_proj.weight, lambda grad: [grad])]
-        for x in model.model.modules()
-        if hasattr(x, "k_proj") and hasattr(x, "v_proj")
-    ]
+        for block in model.blocks:
+            # a default, because the loop gives `block` another value
+            parts = lambda grad, attention=block.attention: attention.split(grad)[1:]
+            layers.append([(block.attention.qkv.weight, parts)])
+        return layers
+
+    alone = lambda grad: [grad]
+    for x in model.model.modules():
+        if hasattr(x, "k_proj") and hasattr(x, "v_proj"):
+            w_k = x.k_proj.weight
+            w_v = x.v_proj.weight
+            layers.append([(w_k, alone), (w_v, alone)])
     if len(layers) != len(model.blocks):
         raise ValueError(
             f"only {len(layers)} of {len(model.blocks)} layers have weights k_proj and v_proj; "
@@ -73,8 +80,10 @@ def relative_error(estimate: Tensor, true: Tensor) -> float:
     The variance is that of `true` about its mean over tokens. This mean as an estimate has the
     error 1.
     """
-    variance = (true - true.mean(2, keepdim=True)).square().sum((2, 3))
-    return ((estimate - true).square().sum((2, 3)) / variance).mean().item()
+    mean = true.mean(2, keepdim=True)
+    variance = (true - mean).square().sum((2, 3))
+    error = (estimate - true).square().sum((2, 3))
+    return (error / variance).mean().item()
 
 
 # ---- the appendix ---
@@ -96,7 +105,9 @@ def printed_bound(a: float, slots: int) -> tuple[float, float]:
     The unit is the variance of one token's number; N is the number of slots in all rows. The paper
     says that the variance exceeds the bound with a probability below e^(−a/N).
     """
-    return math.pi * a / slots, math.exp(-a / slots)
+    bound = math.pi * a / slots
+    exceeded = math.exp(-a / slots)
+    return bound, exceeded
 
 
 # ---- limits of any way to read the sketch ---
@@ -109,6 +120,7 @@ def load(budget: float, vague: float) -> float:
     positions and scores take bytes too, fewer tokens are exact and a/N is larger.
     """
     # The Bn entries of the budget are N = vBn slots and Bn − N exact tokens. The sketch has the
-    # other tokens: a = n − Bn + N,   a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B
+    # other tokens: a = n − Bn + N.
+    #     a/N = 1 + (1 − B) n/N = 1 + (1 − B)/(vB) ≥ 1 + (1 − B)/B = 1/B
     # since v ≤ 1, with equality if no token is exact.
     return 1 + (1 - budget) / (vague * budget)

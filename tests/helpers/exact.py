@@ -12,12 +12,14 @@ seeds = st.integers(0, 2**32 - 1)
 
 def check(claims, *strategies, examples=20):
     """Decorate a test that runs on drawn values and checks these claims."""
+    drawn = given(*strategies)
+    limits = settings(max_examples=examples, deadline=None)
+    marked = pytest.mark.claim(*claims.split())
 
-    def of(test):
-        test = settings(max_examples=examples, deadline=None)(given(*strategies)(test))
-        return pytest.mark.claim(*claims.split())(test)
+    def decorate(test):
+        return marked(limits(drawn(test)))
 
-    return of
+    return decorate
 
 
 def vector(*values):
@@ -33,16 +35,21 @@ def random(*shape, seed=0):
 
 
 def close(x, y, tolerance=1e-11):
-    x, y = (torch.as_tensor(value, dtype=F64) for value in (x, y))
+    x = torch.as_tensor(x, dtype=F64)
+    y = torch.as_tensor(y, dtype=F64)
     return torch.allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 def at_most(x, y):
-    x, y = (torch.as_tensor(value, dtype=F64) for value in (x, y))
-    return bool((x <= y + 1e-12 * (1 + y.abs())).all())
+    x = torch.as_tensor(x, dtype=F64)
+    y = torch.as_tensor(y, dtype=F64)
+    rounding = 1e-12 * (1 + y.abs())
+    return bool((x <= y + rounding).all())
 
 
 def near(runs, expected, errors=4.5):
-    """Return whether the mean over runs (R, ...) is the expected (...), within `errors` standard errors."""
-    error = errors * runs.std(0) / math.sqrt(len(runs)) + 1e-12 * (1 + abs(expected))
-    return ((runs.mean(0) - expected).abs() <= error).all()
+    """Return whether the mean of runs (R, ...) is the expected (...), up to standard errors."""
+    standard_error = runs.std(0) / math.sqrt(len(runs))
+    rounding = 1e-12 * (1 + abs(expected))
+    difference = (runs.mean(0) - expected).abs()
+    return (difference <= errors * standard_error + rounding).all()

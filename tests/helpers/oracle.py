@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, to check the decoder's outputs and checkpoints against."""
+"""Make tiny random models of transformers: the decoder's outputs and checkpoints equal them."""
 
 import torch
 from transformers import (
@@ -18,8 +18,7 @@ transformers_logging.disable_progress_bar()
 IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 SIZE = dict(vocab_size=61, num_hidden_layers=2, max_position_embeddings=64, **IDS)
 SMALL = dict(vocab_size=61, n_layer=2, n_positions=64, **IDS)
-# with θ = 100 and D = 16 the angles turn 5 to 0.1 times in 32 tokens, so all three cases of Llama 3
-# occur
+# with θ = 100 and D = 16 the angles turn 5 to 0.1 times in 32 tokens: all three cases of Llama 3
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=100.0,
@@ -73,15 +72,16 @@ CASES = {
 
 
 def oracle(case: str):
-    """Return transformers' model of a case with random parameters; its own initialisation has zero
-    biases."""
+    """Return transformers' model of a case with random parameters.
+
+    Its own initialisation has zero biases.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CASES[case]).eval()
     for name, p in model.named_parameters():
         is_norm = "norm" in name or "ln_" in name
-        torch.nn.init.normal_(
-            p, mean=float(is_norm and name.endswith("weight")), std=0.25
-        )
+        mean = 1.0 if is_norm and name.endswith("weight") else 0.0
+        torch.nn.init.normal_(p, mean=mean, std=0.25)
     return model
 
 
@@ -93,6 +93,7 @@ TOKENS = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def tiny(**changed) -> Config:
+    """Return the smallest configuration of our decoder that has groups of query heads."""
     size = dict(
         vocab_size=61,
         max_len=16,

@@ -1,9 +1,11 @@
-"""Attention of one new token over heads of different length: kernel and twin against a loop, in float64.
+"""Test the attention of one new token over heads of different length.
 
-test_kernels.py holds them against caches, packed ones too.
+Kernel and plain twin equal a loop in float64. test_kernels.py compares them with caches, packed
+ones too.
 """
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,44 +17,68 @@ pytest.importorskip("triton")  # Linux only
 from kernels.decode_attention import Segment, decode_attention, plain
 from kernels.launch import split
 
-CASES = [  # B, H, G, D, counts of the B·H heads, of a second segment, biased, tile
-    (1, 1, 1, 16, [1], None, False, 16),
-    (1, 1, 4, 128, [130], None, True, 16),  # 9 tiles in several parts
-    (2, 2, 2, 64, [0, 1, 33, 32], None, False, 32),
+F32 = torch.float32
+
+
+class Case(NamedTuple):
+    shape: tuple[int, ...]  # B, H, G, D
+    counts: list[int]  # slots of the B·H heads
+    more: list[int] | None = None  # of a second segment
+    biased: bool = False
+    block: int = 16
+
+
+CASES = [
+    Case((1, 1, 1, 16), [1]),
+    Case((1, 1, 4, 128), [130], biased=True),  # 9 tiles in several parts
+    Case((2, 2, 2, 64), [0, 1, 33, 32], block=32),
     # a head dim and a group that are no powers of 2
-    (3, 1, 3, 40, [5, 0, 33], [2, 2, 2], True, 16),
-    (1, 2, 4, 80, [17, 0], [1, 0], False, 16),  # a head with nothing at all
+    Case((3, 1, 3, 40), [5, 0, 33], [2, 2, 2], biased=True),
+    Case((1, 2, 4, 80), [17, 0], [1, 0]),  # a head with nothing at all
 ]
+
+
+def queries(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE)
+
+
+def same(x, expected, rtol=1e-4, atol=1e-5):
+    return torch.allclose(x.double(), expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_kernel_and_twin_are_the_loop(poisoned, case, dtype):
-    B, H, G, D, counts, more, biased, block = CASES[case]
+    shape, counts, more, biased, block = CASES[case]
+    D = shape[-1]
     segments = [segment(counts, D, dtype, case, biased)]
-    segments += [segment(more, D, dtype, 50 + case)] if more else []
-    q = torch.randn(B, H, G, D, generator=torch.Generator().manual_seed(99 + case)).to(
-        DEVICE, dtype
-    )
-    y, weights = attended(q, segments)
-    for found, sums in (
-        plain(q, segments, sums=True),
-        decode_attention(q, segments, sums=True, block=block),
-    ):
-        assert found.dtype == dtype and torch.allclose(
-            found.double(), y, **TOLERANCE[dtype]
-        )
+    if more:
+        segments.append(segment(more, D, dtype, 50 + case))
+    q = queries(*shape, seed=99 + case).to(dtype)
+    expected, expected_sums = attended(q, segments)
+
+    twin = plain(q, segments, sums=True)
+    kernel = decode_attention(q, segments, sums=True, block=block)
+    tolerance = TOLERANCE[dtype]
+    for y, sums in (twin, kernel):
+        assert y.dtype == dtype
+        assert same(y, expected, **tolerance)
         assert len(sums) == len(segments)
-        for mine, expected in zip(sums, weights):
-            assert mine.dtype == torch.float32
-            atol = max(1e-5, TOLERANCE[dtype]["atol"])
-            assert torch.allclose(mine.double(), expected, rtol=1e-4, atol=atol)
-    alone, none = decode_attention(q, segments, block=block)
-    assert torch.equal(alone, found) and none == [] == plain(q, segments)[1]
+        for weight, expected_weight in zip(sums, expected_sums):
+            assert weight.dtype == F32
+            atol = max(1e-5, tolerance["atol"])
+            assert same(weight, expected_weight, atol=atol)
+
+    without_sums, none = decode_attention(q, segments, block=block)
+    assert torch.equal(without_sums, kernel[0])
+    assert none == []
+    assert plain(q, segments)[1] == []
 
 
 def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
     """Eight programs at a time are wanted on a CPU."""
+    cpu = torch.device("cpu")
     for n, heads, parts in (
         (0, 1, 1),
         (16, 1, 1),
@@ -64,72 +90,78 @@ def test_slots_are_dealt_out_in_whole_blocks_at_most_4096_to_a_program():
         (4097, 100, 2),
         (100_000, 100, 25),
     ):
-        share, programs = split(n, 16, heads, torch.device("cpu"))
-        assert programs == parts and share % 16 == 0 and share <= 4096
+        share, programs = split(n, 16, heads, cpu)
+        assert programs == parts
+        assert share % 16 == 0
+        assert share <= 4096
         assert (programs - 1) * share < max(n, 1) <= programs * share
 
 
 def test_many_parts_are_added_up_as_one(poisoned):
     """One head alone: its slots are split among programs. Large scores would overflow."""
-    s = segment([700], 32, torch.float32, 3)
-    q = 100 * torch.randn(1, 1, 2, 32, generator=torch.Generator().manual_seed(4)).to(
-        DEVICE
-    )
-    y, (weight,) = attended(q, [s])
-    assert (q[0, 0] @ s.k[1:701].T / math.sqrt(32)).max() > 89
+    s = segment([700], 32, F32, 3)
+    q = 100 * queries(1, 1, 2, 32, seed=4)
+    expected, (weight,) = attended(q, [s])
+    score = q[0, 0] @ s.k[1:701].T
+    assert score.max() > 89 * math.sqrt(32)
     for block in 16, 256:
-        found, (sums,) = decode_attention(q, [s], sums=True, block=block)
-        assert torch.allclose(found.double(), y, rtol=1e-4, atol=1e-5)
-        assert (
-            torch.allclose(sums.double(), weight, atol=1e-5)
-            and abs(sums.sum().item() - 2) < 1e-4
-        )
+        y, (sums,) = decode_attention(q, [s], sums=True, block=block)
+        assert same(y, expected)
+        assert same(sums, weight, rtol=1e-5)
+        assert abs(sums.sum().item() - 2) < 1e-4
 
 
 def test_slots_with_a_bias_of_minus_infinity_are_hidden(poisoned):
     """The first tile of one head, and all slots of another, which gives 0 as if it had none."""
-    s = segment([40, 20, 5], 16, torch.float32, 6, bias=True)
-    q = torch.randn(1, 3, 2, 16, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    s = segment([40, 20, 5], 16, F32, 6, bias=True)
+    q = queries(1, 3, 2, 16, seed=8)
     one, two, three = s.start.tolist()
-    hidden = [*range(one, one + 17), *range(two, two + 20), three + 4]
+    hidden = [
+        *range(one, one + 17),
+        *range(two, two + 20),
+        three + 4,
+    ]
     s.bias[hidden] = -math.inf
+
+    start = torch.tensor([one + 17, two, three])
     count = torch.tensor([23, 0, 4], dtype=torch.int32)
-    left = s._replace(start=torch.tensor([one + 17, two, three]), count=count)
-    y, (weight,) = attended(q, [left])
+    visible = s._replace(start=start, count=count)
+    expected, (weight,) = attended(q, [visible])
     for block in (16, 64):  # in a part of its own, or in one with others
-        found, (sums,) = decode_attention(q, [s], sums=True, block=block)
-        assert (
-            torch.allclose(found.double(), y, **TOLERANCE[torch.float32])
-            and not found[0, 1].any()
-        )
-        assert (
-            torch.allclose(sums.double(), weight, rtol=1e-4, atol=1e-5)
-            and not sums[hidden].any()
-        )
+        y, (sums,) = decode_attention(q, [s], sums=True, block=block)
+        assert same(y, expected, **TOLERANCE[F32])
+        assert not y[0, 1].any()
+        assert same(sums, weight)
+        assert not sums[hidden].any()
 
 
 def test_slots_in_a_buffer_are_not_copied():
     k, v = torch.randn(2, 2, 3, 9, 16)[..., :5, :]
     s = Segment.of(k, v)
-    assert s.k.data_ptr() == k.data_ptr() and s.v.data_ptr() == v.data_ptr()
+    assert s.k.data_ptr() == k.data_ptr()
+    assert s.v.data_ptr() == v.data_ptr()
+
+
+def test_the_twin_reads_queries_in_any_memory_order():
+    s = segment([3, 4, 1, 2], 16, F32, 0)
+    q = queries(2, 2, 2, 16, seed=1)
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    expected, _ = plain(q, [s])
+    y, _ = plain(turned, [s])
+    assert torch.equal(y, expected)
 
 
 def test_storage_that_does_not_fit_the_queries_is_refused():
-    s, q = (
-        segment([3, 4], 16, torch.float32, 0),
-        torch.zeros(1, 2, 1, 16, device=DEVICE),
-    )
-    turned, narrow = (
-        s._replace(k=s.k.T.contiguous().T),
-        s._replace(v=s.v[:, :8].contiguous()),
-    )
-    wide, three = (
-        segment([3, 4], 32, torch.float32, 0),
-        segment([3, 4, 5], 16, torch.float32, 0),
-    )
-    for wrong in turned, narrow, wide, three:
-        with pytest.raises(
-            ValueError,
-            match="must be contiguous rows of the head dim|3 starts and 3 counts",
-        ):
+    q = torch.zeros(1, 2, 1, 16, device=DEVICE)
+    s = segment([3, 4], 16, F32, 0)
+    turned = s.k.T.contiguous().T
+    narrow = s.v[:, :8].contiguous()
+    message = "must be contiguous rows of the head dim|3 starts and 3 counts"
+    for wrong in (
+        s._replace(k=turned),
+        s._replace(v=narrow),
+        segment([3, 4], 32, F32, 0),
+        segment([3, 4, 5], 16, F32, 0),
+    ):
+        with pytest.raises(ValueError, match=message):
             decode_attention(q, [wrong])

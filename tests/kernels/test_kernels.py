@@ -1,5 +1,4 @@
-"""Methods with kernels in the place of plain code, in Triton's interpreter: same slots, outputs and
-bytes."""
+"""Test methods with kernels in the place of plain code: same slots, outputs and bytes."""
 
 from pathlib import Path
 import sys
@@ -23,12 +22,13 @@ from nanollm import kernel_switch
 from nanollm.cache import ALL, LayerCache
 from nanollm.window import window_rows, window_scores
 
-B, H, G, D, T, LATER = 2, 2, 2, 16, 33, 2
+B, H, G, D = 2, 2, 2, 16
+T, LATER = 33, 2  # tokens of the prompt, and after it
 ROOT = Path(__file__).parents[2]
 
 
 class Uneven(LayerCache):
-    """A cache that watches, with empty slots in the midst of some heads, and a bias."""
+    """Watch, and keep empty slots in the midst of some heads, and a bias."""
 
     watch = ALL
 
@@ -37,13 +37,12 @@ class Uneven(LayerCache):
 
     def evict(self):
         if self.length == T:
-            self.keep(
-                torch.tensor([[3, 5, 32], [7, -1, -1]], device=DEVICE).expand(B, -1, -1)
-            )
+            kept = torch.tensor([[3, 5, 32], [7, -1, -1]], device=DEVICE)
+            self.keep(kept.expand(B, -1, -1))
 
     def observe(self, q, p):
         super().observe(q, p)
-        self.told = p.mean(2)
+        self.observed = p.mean(2)
 
 
 ONE, PACKED = "decode_attention.attend_one", "decode_attention.attend_packed"
@@ -64,21 +63,26 @@ HALF = "ada", "critical ada", "uneven", "pairs"  # in 16 bits, too
 
 
 def walk(case: str, dtype: torch.dtype):
-    """The output of a prompt and of some later tokens, and the cache."""
+    """Return the output of a prompt and of some later tokens, and the cache."""
     Method, options, _ = CASES[case]
-    g, wide = torch.Generator().manual_seed(0), 2 if case == "pairs" else 1
-    n = 3 if case == "pairs" else T  # one program for each query there
+    n, width = T, D
+    if case == "pairs":
+        n, width = 3, 2 * D  # one program for each query there
+    g = torch.Generator().manual_seed(0)
     q = 2 * torch.randn(B, H * G, n + LATER, D, generator=g)
-    k, v = torch.randn(2, B, H, n + LATER, wide * D, generator=g)
-    q, k, v = q.to(DEVICE, dtype), k.to(DEVICE, dtype), v.to(DEVICE, dtype)
+    k, v = torch.randn(2, B, H, n + LATER, width, generator=g)
+    w_o = torch.randn(24, H * G, D, generator=g)
+    q, k, v, w_o = (x.to(DEVICE, dtype) for x in (q, k, v, w_o))
 
-    cache, y = Method(**options), []
-    link(cache, w_o=torch.randn(24, H * G, D, generator=g).to(DEVICE, dtype))
-    for part in torch.arange(n + LATER, device=DEVICE).split([n] + LATER * [1]):
-        y.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], part[None]))
-        if len(part) == n:
+    cache = Method(**options)
+    link(cache, w_o=w_o)
+    outputs = []
+    for pos in torch.arange(n + LATER, device=DEVICE).split([n] + LATER * [1]):
+        y = cache.attend(q[:, :, pos], k[:, :, pos], v[:, :, pos], pos[None])
+        outputs.append(y)
+        if len(pos) == n:
             end(cache)
-    return torch.cat(y, 2), cache
+    return torch.cat(outputs, 2), cache
 
 
 @pytest.mark.parametrize(
@@ -87,49 +91,52 @@ def walk(case: str, dtype: torch.dtype):
     + [(case, torch.float16) for case in HALF],
 )
 def test_kernels_do_what_the_plain_code_does(case, dtype, poisoned, monkeypatch):
-    off = 1e-4 if dtype == torch.float32 else 5e-3
-    tolerance = dict(rtol=off, atol=off if dtype == torch.float16 else 1e-5)
+    tolerance = dict(rtol=1e-4, atol=1e-5)
+    if dtype == torch.float16:
+        tolerance = dict(rtol=5e-3, atol=5e-3)
     monkeypatch.setattr(kernel_switch, "use_kernels", False)
     y, cache = walk(case, dtype)
-    called, plain = set(), kernel_switch.kernel_for
 
-    def told(x, *name):
+    called = set()
+    kernel_for = kernel_switch.kernel_for
+
+    def recorded(x, *name):
         called.add(".".join(name))
-        return plain(x, *name)
+        return kernel_for(x, *name)
 
     monkeypatch.setattr(kernel_switch, "on_gpu", lambda x: True)
     for module in [*sys.modules.values()]:
-        if getattr(module, "kernel_for", None) is plain:
-            monkeypatch.setattr(module, "kernel_for", told)
+        if getattr(module, "kernel_for", None) is kernel_for:
+            monkeypatch.setattr(module, "kernel_for", recorded)
     fast_y, fast = walk(case, dtype)
     assert called == CASES[case][2]
-    assert (
-        fast_y.shape == y.shape
-        and fast_y.dtype == dtype
-        and torch.allclose(fast_y, y, **tolerance)
-    )
-    assert torch.equal(fast.pos, cache.pos) and fast.bytes() == cache.bytes()
+    assert fast_y.shape == y.shape and fast_y.dtype == dtype
+    assert torch.allclose(fast_y, y, **tolerance)
+    assert torch.equal(fast.pos, cache.pos)
+    assert fast.bytes() == cache.bytes()
+
+    def same(x, expected):
+        return torch.allclose(x.float(), expected.float(), **tolerance)
+
     for name in cache.slots:
-        assert torch.allclose(
-            fast.slot(name).float(), cache.slot(name).float(), **tolerance
-        ), name
+        assert same(fast.slot(name), cache.slot(name)), name
     if case == "uneven":
-        assert torch.allclose(fast.told.float(), cache.told.float(), **tolerance)
+        assert same(fast.observed, cache.observed)
 
 
 def test_where_plain_code_runs_though_kernels_could(monkeypatch):
     for dtype in torch.float16, torch.bfloat16, torch.float32:  # a CPU's tensors
-        assert (
-            kernel_switch.kernel_for(torch.zeros(1, dtype=dtype), "no such file")
-            is None
-        )
+        x = torch.zeros(1, dtype=dtype)
+        assert kernel_switch.kernel_for(x, "no such file") is None
     monkeypatch.setattr(kernel_switch, "on_gpu", lambda x: True)
     own = kernel_switch.kernel_file("value_norms").value_norms
     assert kernel_switch.kernel_for(torch.zeros(1), "value_norms") is own
 
     # a window too wide for a tile
-    q, k = torch.randn(1, 1, 1, 129, 16), torch.randn(1, 1, 140, 16)
-    assert torch.equal(window_scores(q, k), window_rows(q, k)[..., :11].mean(3))
+    q = torch.randn(1, 1, 1, 129, 16)
+    k = torch.randn(1, 1, 140, 16)
+    expected = window_rows(q, k)[..., :11].mean(3)
+    assert torch.equal(window_scores(q, k), expected)
 
     # packed heads of a cache that watches, or reads otherwise
     watches = type("Watches", (SnapKV,), dict(watch=ALL))
@@ -141,20 +148,20 @@ def test_where_plain_code_runs_though_kernels_could(monkeypatch):
         cache.write(k, v, torch.arange(6, device=DEVICE)[None])
         stays = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0]], device=DEVICE)
         cache.keep_chosen(stays.bool().expand(B, -1, -1))
-        y, _ = cache.attention(
-            torch.zeros(B, H * G, 1, D, device=DEVICE),
-            torch.tensor([[6]], device=DEVICE),
-        )
+        zero = torch.zeros(B, H * G, 1, D, device=DEVICE)
+        y, _ = cache.attention(zero, torch.tensor([[6]], device=DEVICE))
         # all scores are 0
-        expected = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)
-        assert torch.allclose(
-            y, expected.repeat_interleave(G, 1).unsqueeze(2), rtol=1e-5, atol=1e-6
-        )
+        means = torch.stack((v[:, 0, [0, 3, 5]].mean(1), v[:, 1, 4]), 1)
+        expected = means.repeat_interleave(G, 1).unsqueeze(2)
+        assert torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
 @interpreter
 def test_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
-    """Triton launches on the current device; cuda:1 need not be that. A CPU is for the interpreter."""
+    """Triton launches on the current device; cuda:1 need not be that.
+
+    A CPU is for the interpreter.
+    """
 
     def guard(x):
         raise RuntimeError("guarded")
@@ -164,10 +171,8 @@ def test_every_launch_is_on_the_gpu_of_its_tensors(monkeypatch):
         with pytest.raises(RuntimeError, match="guarded"):
             kernel()
     monkeypatch.setattr(launch, "interpreted", False)
-    with pytest.raises(
-        ValueError,
-        match="^tensors on cpu are for Triton's interpreter.*TRITON_INTERPRET=1",
-    ):
+    message = "^tensors on cpu are for Triton's interpreter.*TRITON_INTERPRET=1"
+    with pytest.raises(ValueError, match=message):
         kernel()
 
 
@@ -186,6 +191,5 @@ def test_ours_are_found_where_the_hubs_kernels_are_installed(typed, tmp_path):
     )
     done = typed("python", tmp_path / "script.py")
     expected = [f"nanollm_kernels.{file}" for file in files]
-    assert done.stdout == f"True [[[[16.0, 16.0], [16.0, 16.0]]]]\n{expected}\n", (
-        done.stderr
-    )
+    norms = [[[[16.0, 16.0], [16.0, 16.0]]]]
+    assert done.stdout == f"True {norms}\n{expected}\n", done.stderr

@@ -1,4 +1,4 @@
-"""The window's window scores and ‖v W_O‖₁: kernels and twins against the plain code in float64."""
+"""Test window scores and ‖v W_O‖₁: kernels and twins equal the plain code in float64."""
 
 import pytest
 import torch
@@ -13,71 +13,81 @@ from nanollm import window
 
 
 def rows_mean(q, k):
-    """The plain code's window scores in float64, which tests/helpers/windows.py holds against a loop."""
-    return window.window_rows(q.double(), k.double())[..., : -q.shape[3]].mean(3)
+    """Return the plain code's window scores in float64.
+
+    tests/helpers/windows.py compares them with a loop.
+    """
+    w = q.shape[3]
+    rows = window.window_rows(q.double(), k.double())
+    return rows[..., :-w].mean(3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "B, H, G, w, n, D, block, sharp",
+    "sizes, block, sharp",  # sizes: B, H, G, w, n, D
     [
-        (1, 1, 1, 1, 2, 16, 16, 2),
-        (2, 2, 2, 5, 37, 40, 16, 2),
-        (1, 2, 3, 7, 7, 16, 16, 2),
+        ((1, 1, 1, 1, 2, 16), 16, 2),
+        ((2, 2, 2, 5, 37, 40), 16, 2),
+        ((1, 2, 3, 7, 7, 16), 16, 2),
+        ((1, 1, 1, 20, 130, 16), 16, 2),
         # scores that overflow
-        (1, 1, 1, 20, 130, 16, 16, 2),
-        (1, 1, 2, 4, 100, 16, 16, 100),
+        ((1, 1, 2, 4, 100, 16), 16, 100),
         # heads of a group in two tiles, and a tile for each
-        (1, 1, 3, 50, 113, 16, 64, 2),
-        (1, 1, 2, 100, 150, 16, 64, 2),
+        ((1, 1, 3, 50, 113, 16), 64, 2),
+        ((1, 1, 2, 100, 150, 16), 64, 2),
     ],
 )
 def test_scores_of_kernels_and_twin_are_the_plain_codes(
-    poisoned, B, H, G, w, n, D, block, sharp, dtype
+    poisoned, sizes, block, sharp, dtype
 ):
-    tolerance = (1e-5 if dtype == torch.float32 else 2e-3) * max(1, sharp / 10)
+    B, H, G, w, n, D = sizes
+    off = 1e-5 if dtype == torch.float32 else 2e-3
+    off = off * max(1, sharp / 10)
     g = torch.Generator().manual_seed(n)
     q = sharp * torch.randn(B, H, G, w, D, generator=g).to(DEVICE, dtype)
     k = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
     expected = rows_mean(q, k)
+    twin = scoring.plain(q, k)
     kernels = scoring.window_scores(amid_nan(q), amid_nan(k), block)
-    for found in scoring.plain(q, k), kernels, window.window_scores(q, k):
-        assert found.shape == (B, H, G, n - w) and found.dtype == torch.float32
-        assert torch.allclose(
-            found.double(), expected, rtol=tolerance, atol=tolerance / 10
-        )
+    for score in twin, kernels, window.window_scores(q, k):
+        assert score.shape == (B, H, G, n - w)
+        assert score.dtype == torch.float32
+        assert torch.allclose(score.double(), expected, rtol=off, atol=off / 10)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "B, H, G, n, D, d_model, block",
-    [(1, 1, 1, 1, 16, 64, 16), (2, 2, 2, 17, 40, 129, 16), (1, 1, 3, 0, 16, 8, 16)],
+    "B, H, G, n, D, d_model",
+    [
+        (1, 1, 1, 1, 16, 64),
+        (2, 2, 2, 17, 40, 129),
+        (1, 1, 3, 0, 16, 8),
+    ],
 )
 def test_norms_of_the_kernel_and_the_twin_are_the_plain_codes(
-    poisoned, B, H, G, n, D, d_model, block, dtype
+    poisoned, B, H, G, n, D, d_model, dtype
 ):
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    off = 1e-5 if dtype == torch.float32 else 3e-3
     g = torch.Generator().manual_seed(n + D)
     v = torch.randn(B, n, H, D, generator=g).to(DEVICE, dtype).transpose(1, 2)
     w_o = torch.randn(d_model, H * G, D, generator=g).to(DEVICE, dtype)
     expected = v.new_zeros(B, H, G, 0).double()
     if n:  # tests/helpers/windows.py holds it against a loop
         expected = critical_kv.value_norms(v.double(), w_o.double())
-    for found in (
-        norms.plain(v, w_o),
-        norms.value_norms(amid_nan(v), amid_nan(w_o), block),
-    ):
-        assert found.shape == (B, H, G, n) and found.dtype == torch.float32
-        assert torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+    twin = norms.plain(v, w_o)
+    kernel = norms.value_norms(amid_nan(v), amid_nan(w_o), block=16)
+    for norm in twin, kernel:
+        assert norm.shape == (B, H, G, n)
+        assert norm.dtype == torch.float32
+        assert torch.allclose(norm.double(), expected, rtol=off, atol=off)
 
 
 def test_inputs_that_do_not_fit_are_refused():
-    q, v = (
-        torch.zeros(1, 2, 1, 4, 16, device=DEVICE),
-        torch.zeros(1, 2, 3, 16, device=DEVICE),
-    )
+    q = torch.zeros(1, 2, 1, 4, 16, device=DEVICE)
+    v = torch.zeros(1, 2, 3, 16, device=DEVICE)
+    wide = q.new_zeros(1, 1, 1, 129, 16)
     with pytest.raises(ValueError, match="129 queries is more than the 128"):
-        scoring.window_scores(q.new_zeros(1, 1, 1, 129, 16), q.new_zeros(1, 1, 200, 16))
+        scoring.window_scores(wide, q.new_zeros(1, 1, 200, 16))
     for k in (
         v.new_zeros(1, 2, 8, 32),
         v.new_zeros(1, 1, 8, 16),
@@ -86,12 +96,11 @@ def test_inputs_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match="heads of at least 4 keys of 16 numbers"):
             scoring.window_scores(q, k)
+    message = "must have a multiple of 2 heads of 16 numbers"
     for w_o in (
         v.new_zeros(8, 3, 16),
         v.new_zeros(8, 4, 32),
         v.new_zeros(8, 4, 16).half(),
     ):
-        with pytest.raises(
-            ValueError, match="must have a multiple of 2 heads of 16 numbers"
-        ):
+        with pytest.raises(ValueError, match=message):
             norms.value_norms(v, w_o)
