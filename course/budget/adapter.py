@@ -5,74 +5,74 @@ import torch
 
 from methods import scissorhands
 from methods.theory import persistence as theory
+from nanollm.cache import Method
 
 
-@dataclass(eq=False)
-class Marked(scissorhands.BudgetCache):
-    """A BudgetCache with given importance by position, `marks` (B, H, N); without marks the newest stay."""
-    marks = None
+@dataclass
+class Marked(Method):
+    """Drops the `leave` entries with the lowest marks, (B, H, N) by position; without marks the oldest."""
+    budget: int
+    leave: int
+    marks: torch.Tensor | None
+
+    def evict(self, layer):
+        marks = layer.pos if self.marks is None else self.marks.gather(2, layer.pos.long())
+        layer.shrink(marks.float(), self.budget - self.leave)
+
+
+class Watched(scissorhands.BudgetSlots):
+    most = 0  # slots ever in use
 
     def write(self, k, v, pos):
         super().write(k, v, pos)
-        self.most = max(getattr(self, "most", 0), self.length)
-
-    def importance(self):
-        return super().importance() if self.marks is None else self.marks.gather(2, self.pos.long())
+        self.most = max(self.most, self.length)
 
 
-def fed(cache, q, k, v, pieces, record):
+def fed(layer, q, k, v, pieces, record):
     """Feed all pieces. Return the outputs, and the result of `record()` after each piece."""
     outputs, records, start = [], [], 0
     for n in pieces:
         one = slice(start, start + n)
         pos = torch.arange(start, start + n)[None]
-        outputs.append(cache.attend(q[:, :, one], k[:, :, one], v[:, :, one], pos))
+        outputs.append(layer.attend(q[:, :, one], k[:, :, one], v[:, :, one], pos))
         records.append(record())
         start += n
     return torch.cat(outputs, 2), records
 
 
-def attend(q, k, v, pieces, budget, recent, at_a_time, marks=None):
+def attend(q, k, v, pieces, budget, leave, marks=None):
     """Return the outputs, the sorted positions kept after each piece, and the most slots ever in use."""
-    cache = Marked(budget=budget, recent=recent, at_a_time=at_a_time)
-    cache.marks = marks
-    y, kept = fed(cache, q, k, v, pieces, lambda: cache.pos.sort(-1).values)
-    return dict(y=y, kept=kept, most=cache.most, seen=cache.seen)
+    layer = Watched(Marked(budget, leave, marks))
+    y, kept = fed(layer, q, k, v, pieces, lambda: layer.pos.sort(-1).values)
+    return dict(y=y, kept=kept, most=layer.most, seen=layer.seen)
 
 
 def observe(p, history):
-    """Return counts (B, H, tokens so far) after each piece of p, a list of (B, H, G, w, S), and evictions.
+    """Return counts (B, H, tokens so far) after each piece of p, a list of (B, H, G, w, S).
 
     The tokens of a piece are those by which S grows. w may be smaller than their number.
     """
-    @dataclass(eq=False)
-    class Counted(scissorhands.Scissorhands):
-        ran = 0
-
-        def evict(self):
-            self.ran += 1
-
-    cache, counts, start = Counted(budget=10_000, history=history), [], 0
-    cache.prompt_done = True
+    method = scissorhands.Scissorhands(budget=10_000, history=history)
+    layer, counts, start = scissorhands.BudgetSlots(method), [], 0
     for each in p:
         B, H, G, _, S = each.shape
         x = each.new_zeros(B, H, S - start, 4)
-        cache.write(x, x, torch.arange(start, S)[None])
-        cache.observe(x.repeat(1, G, 1, 1), each)
-        counts.append(cache.slot("count").clone())
+        layer.write(x, x, torch.arange(start, S)[None])
+        method.observe(layer, x.repeat(1, G, 1, 1), each)
+        counts.append(layer.slot("count").clone())
         start = S
-    return dict(counts=counts, ran=cache.ran)
+    return counts
 
 
 def scissorhands_kept(q, k, v, pieces, budget, recent, at_a_time, history):
     """Return the sorted positions kept after each piece, and their counts."""
-    cache = scissorhands.Scissorhands(budget=budget, recent=recent, at_a_time=at_a_time, history=history)
+    layer = scissorhands.BudgetSlots(scissorhands.Scissorhands(budget, recent, at_a_time, history))
 
     def record():
-        position, order = cache.pos.sort(-1)
-        return position, cache.slot("count").gather(2, order)
+        position, order = layer.pos.sort(-1)
+        return position, layer.slot("count").gather(2, order)
 
-    return fed(cache, q, k, v, pieces, record)[1]
+    return fed(layer, q, k, v, pieces, record)[1]
 
 
 def share(v, beta):

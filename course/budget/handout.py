@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 4. The budget cache and its theorem
 #
-# **4 to 5 hours; 18 points by tests, and 4 for the written question.**
+# **4 to 5 hours; 16 points by tests, and 4 for the written question.**
 #
 # Scissorhands comes with a theorem: keep the largest weights, and the lost attention is bounded. For a quarter of the entries and weights of a power law with exponent 3 the printed bound is −0.77. A loss cannot be negative: about a quarter of the attention is lost. Here you build the cache, find the lines of the proof that slip, and write a bound that holds.
 #
@@ -29,7 +29,7 @@
 #
 # | check | function | file | points |
 # |---|---|---|---|
-# | `pieces` | `BudgetCache.pieces` | `methods/scissorhands.py` | 4 |
+# | `room` | `BudgetSlots.room` | `methods/scissorhands.py` | 2 |
 # | `observe` | `Scissorhands.observe` | `methods/scissorhands.py` | 4 |
 # | `share` | `smallest_share` | `methods/theory/persistence.py` | 2 |
 # | `draw` | `draw_power_law` | `methods/theory/persistence.py` | 2 |
@@ -39,7 +39,7 @@
 #
 # Problems 1 and 2 concern the cache, 3 to 7 the theorem. Begin with either half; problem 3 is the easiest.
 #
-# **Read first:** Scissorhands ([arXiv 2305.17118](https://arxiv.org/abs/2305.17118)), sections 3 and 4, and Theorem B.3 with its proof. Then the docstring of `methods/scissorhands.py`, and `attend`, `pieces`, `write`, `observe` and `shrink` of `LayerCache` in `nanollm/cache.py`.
+# **Read first:** Scissorhands ([arXiv 2305.17118](https://arxiv.org/abs/2305.17118)), sections 3 and 4, and Theorem B.3 with its proof. Then the docstring of `methods/scissorhands.py`, and of `nanollm/method.py`, which says in which order everything is called; `attend` and `step` of `Slots` in `nanollm/slots.py`.
 #
 # ## How to check it
 #
@@ -53,44 +53,43 @@ from course.command import checker
 check = checker("budget")
 
 # %% [markdown]
-# ## 1. `BudgetCache.pieces` (4 points)
+# ## 1. `BudgetSlots.room` (2 points)
 #
-# Algorithm 1 of the paper. T tokens come at once: `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, D), `pos` is (B or 1, T). The given `attend` asks `pieces` for one piece after the other. It writes the piece, lets its queries see all that the cache holds, the piece included, and calls `observe`. So write a generator: make room, yield `(q, k, v, pos)` of the tokens that fit, and repeat until all T are out. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
+# Algorithm 1 of the paper. T tokens come at once. The given `attend` calls `room(T)`, which says how many of them to take. It writes so many, lets their queries see all that the store holds, these tokens included, and calls `observe`. Then it calls `room` for the tokens that are left, until all are taken. Up to rounding, the outputs must equal those of tokens that come one by one. A single token comes like this:
 #
-# - **Room.** If `self.length`, the slots in use, equals `self.budget`, drop `self.at_a_time` slots of each head; `self.budget - self.at_a_time` stay. Otherwise drop nothing.
-# - **Who leaves.** The slots with the lowest `self.importance()`, a float tensor (B, H, S). Of equal slots the oldest leaves; `shrink` does that by itself.
-# - **The newest stay.** Never drop a slot whose position is at least `self.seen - self.newest()`. `self.seen` counts the tokens so far, without the one that finds no room. `self.newest()` is r. Slots are not sorted, so use `self.pos`, (B, H, S).
+# - If `self.length`, the slots in use, equals the budget, `self.method.budget`, some entries must leave: call `self.method.evict(self)`, once. It drops at least one entry of each head. Otherwise drop nothing.
+# - Then the token takes a free slot.
 #
-# Never use more than `self.budget` slots. A text shorter than the budget loses nothing. T may exceed the budget. Yielding single tokens is correct but slow; better yield as many as there is room for.
+# Who leaves is the method's decision. `Scissorhands.evict`, which is given, drops m entries: those of highest count, of equal counts the oldest, and never one of the newest r.
 #
-# <details><summary>Hint 1</summary>In a loop, <code>start</code> is the first token not yet yielded. Make room if there is none. Then yield <code>self.budget - self.length</code> tokens, or the rest. Tokens lie along dimension 2 of <code>q</code>, <code>k</code>, <code>v</code> and along dimension 1 of <code>pos</code>.</details>
+# Return a whole number from 1 to T. Never use more slots than the budget. A text shorter than the budget loses nothing. T may exceed the budget. Always taking one token is correct but slow; better take as many as there is room for.
 #
-# <details><summary>Hint 2</summary><code>masked_fill(newest, math.inf)</code> on the importance protects the newest; <code>self.shrink(importance, n)</code> keeps n slots.</details>
+# <details><summary>Hint</summary>After <code>evict</code> fewer slots are in use. Up to the next full store no token needs an eviction.</details>
 
 # %%
-check("pieces")
+check("room")
 
 # %% [markdown]
 # ## 2. `Scissorhands.observe` (4 points)
 #
-# Algorithm 2: count how often each entry was unimportant. Steps count from 1: the token at position i is read at step s = i + 1. `observe` runs after the tokens are written, so `self.seen` is the newest step.
+# Algorithm 2: count how often each entry was unimportant. Steps count from 1: the token at position i is read at step s = i + 1. `observe` runs after the tokens are written to the store `layer`, so `layer.seen` is the newest step.
 #
-# `p` is (B, H, G, n, S): the weights that the newest n queries gave to the slots in use, oldest query first. These are the steps `self.seen` − n + 1 to `self.seen`. n never exceeds w = `self.history`, even if more tokens came at once.
+# `p` is (B, H, G, n, S): the weights that the newest n queries gave to the slots in use, oldest query first. These are the steps `layer.seen` − n + 1 to `layer.seen`. n never exceeds w = `self.history`, even if more tokens came at once.
 #
 # Entry j is **unimportant at step s** if both hold:
 #
 # - the mean of its weights over the G query heads is below 1/s, both in float32. Write `mean < 1 / s`; `mean * s < 1` rounds differently;
-# - it existed: its position is below s. The token of step s itself existed.
+# - it existed: its position is below s. The token of step s itself existed. Slots are not sorted, so use `layer.pos`, (B, H, S).
 #
-# Afterwards `self.count`, (B, H, S) of `torch.int32`, must say at how many of the newest w steps each entry was unimportant. Change it in place. At the end call `super().observe(q, p)`, which calls `evict` once the prompt is over.
+# Afterwards `layer.slot("count")`, (B, H, S) of `torch.int32`, must say at how many of the newest w steps each entry was unimportant. `layer.put("count", x)` replaces it.
 #
-# To take an old step off a count, remember what it added: each slot has w bits in `self.slot("unimportant")`, (B, H, S, ⌈w/8⌉) of `torch.uint8`. Both tensors are 0 for a new token and move with their slot. Only the counts are graded; use the bits as you like. A natural layout is a *ring*: step s overwrites step s − w, at place i = s mod w, which is bit i mod 8 of byte ⌊i/8⌋. With w = 2, step 3 overwrites step 1.
+# To take an old step off a count, remember what it added: each slot has w bits in `layer.slot("unimportant")`, (B, H, S, ⌈w/8⌉) of `torch.uint8`. Both tensors are 0 for a new token and move with their slot. The class `Bits` in the same file reads and writes these bits. They form a *ring*: step s overwrites step s − w. `bits.replace(step, now)` takes the numbers of n steps, (n,), and their bits, (B, H, S, n) of `torch.uint8`. It returns by how much the sum of each slot's bits grew, (B, H, S). Afterwards `bits.bytes` are the new bytes; put them into the store as well. Only the counts are graded.
 #
 # Example: weights 1, then 0.3 0.7, then 0.2 0.5 0.3. Below 1/s are 0.3 (s = 2), and 0.2 and the second 0.3 (s = 3). The counts are 2 0 1.
 #
-# <details><summary>Hint 1</summary>A loop over the n steps is fine. In each: read the old bits at its place, subtract them from the count, write the new bits, add them.</details>
+# <details><summary>Hint 1</summary><code>torch.arange</code> makes the n steps. With the steps along the last dimension, <code>p.mean(2, …).mT</code>, one comparison serves all of them.</details>
 #
-# <details><summary>Hint 2</summary><code>ring[..., byte] &gt;&gt; bit &amp; 1</code> reads a bit.</details>
+# <details><summary>Hint 2</summary>What <code>replace</code> returns is what the count grows by: steps that come minus steps that leave.</details>
 
 # %%
 check("observe")
