@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from methods import tensor_attention as ours
 from methods.theory import index_game as theory
-from nanollm.cache import LayerCache
+from nanollm.cache import Slots
 
 
 def pairs(x, y):
@@ -27,8 +27,11 @@ def two_caches(k, v):
     return [cache.k, cache.v, cache.pos]
 
 
-def attend(q, k, v, pieces, scale=None):
-    """Return the outputs of a FourCache fed in pieces, and the shapes of (q, k1) in calls of one_query."""
+def attention(q, k, v, pieces, scale=None):
+    """Return the outputs of a FourCache fed in pieces, and the shapes of (q, k1) in calls of one_query.
+
+    again: the last piece's outputs, asked for once more.
+    """
     shapes = []
 
     class Counted(ours.FourCache):
@@ -41,17 +44,10 @@ def attend(q, k, v, pieces, scale=None):
         one, pos = slice(start, start + n), torch.arange(start, start + n)[None]
         outputs.append(cache.attend(q[:, :, one], k[:, :, one], v[:, :, one], pos))
         start += n
-    return dict(y=torch.cat(outputs, 2), shapes=shapes, seen=cache.seen, k=cache.k, v=cache.v)
-
-
-def attend_wrong(q, k, v):
-    """Return the tokens seen, and whether the call raised a ValueError."""
-    cache = ours.FourCache()
-    try:
-        cache.attend(q, k, v, torch.arange(q.shape[2])[None])
-    except ValueError:
-        return dict(raised=True, seen=cache.seen)
-    return dict(raised=False, seen=cache.seen)
+    asked = [*shapes]
+    again, probabilities = cache.attention(q[:, :, one], pos)
+    return dict(y=torch.cat(outputs, 2), again=again, probabilities=probabilities, shapes=asked,
+                seen=cache.seen, k=cache.k, v=cache.v)
 
 
 class Largest(TorchDispatchMode):
@@ -90,7 +86,7 @@ def alice(bits, keys, C):
 
 def play(k, v, keys, C=None, kept=None, eta=0.0, seed=0):
     """Play on four matrices; on a plain cache if k has as many columns as keys."""
-    cache = ours.FourCache(scale=1.0) if k.shape[1] == 2 * keys.shape[1] else LayerCache()
+    cache = ours.FourCache(scale=1.0) if k.shape[1] == 2 * keys.shape[1] else Slots()
     seen = []
 
     def compress(cache):

@@ -28,14 +28,14 @@
 # |---|---|---|---|
 # | `pairs` | `pairs` | `methods/tensor_attention.py` | 1 |
 # | `dense` | `tensor_attention` | `methods/tensor_attention.py` | 1 |
-# | `attend` | `FourCache.attend` | `methods/tensor_attention.py` | 3 |
+# | `attention` | `FourCache.attention` | `methods/tensor_attention.py` | 3 |
 # | `new` | `new_pairs` | `methods/tensor_attention.py` | 2 |
 # | `factored` | `FactoredFourCache.one_query` | `methods/tensor_attention.py` | 5 |
 # | `causal` | `pair_attention` | `methods/tensor_attention.py` | 2 |
 # | `alice` | `index_game_four` | `methods/theory/index_game.py` | 1 |
 # | `play` | `play` | `methods/theory/index_game.py` | 3 |
 #
-# **Read first:** Tensor attention ([arXiv 2503.11108](https://arxiv.org/abs/2503.11108)), sections 3 and 4, and Theorem B.1; the docstring of `methods/tensor_attention.py`; `attend` and `write` of `LayerCache` in `nanollm/cache.py`.
+# **Read first:** Tensor attention ([arXiv 2503.11108](https://arxiv.org/abs/2503.11108)), sections 3 and 4, and Theorem B.1; the docstring of `methods/tensor_attention.py`; `attend`, `step` and `attention` of `Slots` in `nanollm/slots.py`.
 #
 # ## How to check it
 #
@@ -71,23 +71,21 @@ check("pairs")
 check("dense")
 
 # %% [markdown]
-# ## 3. `FourCache.attend` (3 points)
+# ## 3. `FourCache.attention` (3 points)
 #
-# The cache with four matrices. `q` is (B, H·G, T, D), `k` and `v` are (B, H, T, 2D), `pos` is (B or 1, T). Return (B, H·G, T, D). In this order:
+# The cache with four matrices. `attend`, which is given, writes T new tokens and then calls `attention` with their queries: `q` is (B, H·G, T, D), `pos` is (B or 1, T). `self.k` and `self.v`, (B, H, `self.length`, 2D), hold all tokens in order, the new ones last. Return the outputs, (B, H·G, T, D), and `None` in place of the probabilities: no method observes these.
 #
-# 1. Call `self.check(q, k, v, pos)`. It raises a `ValueError` if shapes do not fit; nothing may have been written by then.
-# 2. Call `self.write(k, v, pos)`. Then `self.k` and `self.v`, (B, H, `self.length`, 2D), hold all tokens in order, the new ones last. There is nothing to `observe`: these caches keep every token.
-# 3. Multiply the queries by `self.scale`, or by 1/√D if that is `None`. D is that of `q`.
-# 4. For each of the T queries, in order, call `self.one_query(q, k1, k2, v1, v2)` once: q is (B, H, G, D), scaled; the others are (B, H, n, D), the n tokens up to the query's own. It returns (B, H, G, D). Other caches override it.
+# 1. Multiply the queries by `self.scale`, or by 1/√D if that is `None`. D is that of `q`.
+# 2. For each of the T queries, in order, call `self.one_query(q, k1, k2, v1, v2)` once: q is (B, H, G, D), scaled; the others are (B, H, n, D), the n tokens up to the query's own. It returns (B, H, G, D). Other caches override it.
 #
-# A pair is as late as its later token, so query t sees the pairs of all tokens up to its own, in order of arrival. `pos` is stored, not compared. The outputs must not depend on how the tokens are split into pieces.
+# A pair is as late as its later token, so query t sees the pairs of all tokens up to its own, in order of arrival. Do not compare `pos`. The outputs must not depend on how the tokens are split into pieces.
 #
 # Example: two tokens, queries of zeros, all values 1 and 2. Token 0 sees one pair, with the value 1. Token 1 sees the four pairs 1 2 2 4: their mean is 2.25.
 #
 # <details><summary>Hint</summary><code>q.view(B, H, G, T, D)</code> separates the groups. Query t sees <code>self.length - T + t + 1</code> tokens. <code>chunk(2, -1)</code> splits [k₁ | k₂].</details>
 
 # %%
-check("attend")
+check("attention")
 
 # %% [markdown]
 # ## 4. `new_pairs` (2 points, check `new`)
@@ -146,7 +144,7 @@ check("alice")
 # %% [markdown]
 # ## 8. `play` (3 points)
 #
-# The game, with any cache. `k` and `v` are (n, 2d), or (n, d) for a plain `LayerCache`. `keys` is (n, d).
+# The game, with any cache. `k` and `v` are (n, 2d), or (n, d) for a plain store, `Slots`. `keys` is (n, d).
 #
 # 1. Alice writes her n tokens into `cache`: one row, one head, positions 0 to n − 1. She asks nothing, so call `cache.write`.
 # 2. If `compress` is given, call `compress(cache)` once.

@@ -73,33 +73,33 @@ def text(seed, B, H, G, T, D):
     return dict(q=drawn(seed, B, H * G, T, D), k=k, v=v)
 
 
-@problem("attend")
+@problem("attention")
 @pytest.mark.parametrize("pieces", [[7], [1] * 7, [3, 1, 3]])
 @pytest.mark.parametrize("scale", [None, 1.0, 0.3])
 def test_pieces_and_scales(run, pieces, scale):
     """Batch 2, two heads, groups of three, D = 4: a query sees all pairs of the tokens up to its own."""
     x = text(10, 2, 2, 3, 7, 4)
-    got = run("attend", **x, pieces=pieces, scale=scale)
+    got = run("attention", **x, pieces=pieces, scale=scale)
     same(got["y"], reads(**x, scale=0.5 if scale is None else scale), f"the outputs of {pieces}", atol=1e-8)
     same(got["seen"], 7, "the tokens seen")
     same(got["k"], x["k"], "the keys held")
     same(got["v"], x["v"], "the values held")
 
 
-@problem("attend")
+@problem("attention")
 def test_one_query_is_asked(run):
     """Each query calls one_query with q (B, H, G, D) and the tokens up to its own."""
-    got = run("attend", **text(20, 2, 2, 3, 4, 5), pieces=[3, 1])
+    got = run("attention", **text(20, 2, 2, 3, 4, 5), pieces=[3, 1])
     same(got["shapes"], [[[2, 2, 3, 5], [2, 2, n, 5]] for n in (1, 2, 3, 4)], "the shapes of q and k1")
 
 
-@problem("attend")
-def test_one_key_in_place_of_two(run):
-    """Keys and values of D columns instead of 2D: a ValueError, and nothing is written."""
-    x = drawn(21, 1, 2, 3, 4)
-    got = run("attend_wrong", q=x, k=x, v=x)
-    same(got["raised"], True, "whether a ValueError was raised")
-    same(got["seen"], 0, "the tokens seen")
+@problem("attention")
+def test_nothing_is_written(run):
+    """The same queries once more: the same outputs, None for the probabilities, and no token more."""
+    got = run("attention", **text(21, 1, 2, 2, 5, 4), pieces=[3, 2])
+    same(got["again"], got["y"][:, :, 3:], "the outputs of the last two queries")
+    same(got["probabilities"], None, "the second result")
+    same(got["seen"], 5, "the tokens seen")
 
 
 @problem("new")
@@ -267,7 +267,7 @@ def test_four_matrices(run, C):
 
 @problem("play")
 def test_ordinary_attention(run):
-    """k and v (n, d) in a plain LayerCache: it divides scores by √d, and Bob's query compensates."""
+    """k and v (n, d) in a plain store, Slots: it divides scores by √d, and Bob's query compensates."""
     n, d, C = 6, 5, 2.5
     keys, v = drawn(150, n, d) / 3, drawn(151, n, d)
     got = run("play", k=keys, v=v, keys=keys, C=C)

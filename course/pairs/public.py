@@ -56,23 +56,23 @@ def counting(T, D=2):
 MEANS = tensor([1., 1.5 ** 2, 2 ** 2])[None, None, :, None].expand(1, 1, 3, 2)
 
 
-@problem("attend")
+@problem("attention")
 def test_a_pair_is_as_late_as_its_later_token(run):
     """Equal weights, values 1 2 3 and 1 2 3: query t sees (t + 1)² pairs; the outputs are 1, 1.5², 2²."""
-    got = run("attend", **counting(3), pieces=[3])
+    got = run("attention", **counting(3), pieces=[3])
     same(got["y"], MEANS, "the outputs", atol=1e-6)
     same(got["seen"], 3, "the tokens seen")
 
 
-@problem("attend")
+@problem("attention")
 def test_pieces(run):
     """The same tokens in pieces of 2 and 1: the same outputs, and one call of one_query for each token."""
-    got = run("attend", **counting(3), pieces=[2, 1])
+    got = run("attention", **counting(3), pieces=[2, 1])
     same(got["y"], MEANS, "the outputs", atol=1e-6)
     same(got["shapes"], [[[1, 1, 1, 2], [1, 1, n, 2]] for n in (1, 2, 3)], "shapes of q and k1")
 
 
-@problem("attend")
+@problem("attention")
 def test_the_scale(run):
     """D = 4, four pairs, one with the product 4 ln 3: times 1/√4 it is ln 9, times 1/4 it is ln 3."""
     q = torch.zeros(1, 1, 2, 4)
@@ -81,17 +81,17 @@ def test_the_scale(run):
     k[0, 0, 0, 0] = k[0, 0, 0, 4] = 1  # so only the pair (0, 0) has a score
     v[0, 0, 1] = 0                     # and only its value is not 0
     for scale, expected in ((None, 9 / 12), (0.25, 3 / 6)):
-        got = run("attend", q=q, k=k, v=v, pieces=[2], scale=scale)
+        got = run("attention", q=q, k=k, v=v, pieces=[2], scale=scale)
         same(got["y"][:, :, 1], torch.full((1, 1, 4), expected), f"the output, scale {scale}", atol=1e-5)
 
 
-@problem("attend")
+@problem("attention")
 def test_groups_of_two(run):
     """Four query heads on two key/value heads: 0 and 1 read the first, 2 and 3 the second."""
     x = torch.zeros(1, 4, 1, 2)
     v = tensor([2., 3])[None, :, None, None].expand(1, 2, 1, 4)
     q = tensor([1., 2, 3, 4])[None, :, None, None].expand(1, 4, 1, 2)
-    got = run("attend", q=q, k=x[:, :2].repeat(1, 1, 1, 2), v=v, pieces=[1])
+    got = run("attention", q=q, k=x[:, :2].repeat(1, 1, 1, 2), v=v, pieces=[1])
     same(got["y"], tensor([4., 4, 9, 9])[None, :, None, None].expand(1, 4, 1, 2), "the outputs", atol=1e-5)
 
 
@@ -199,7 +199,7 @@ def test_one_round(run):
 
 @problem("play")
 def test_a_plain_cache(run):
-    """The same with a plain LayerCache: weights 4 1 1. Bob reads 4/6 for a 1, at most 1/6 for a 0."""
+    """The same with a plain store, Slots: weights 4 1 1. Bob reads 4/6 for a 1, at most 1/6 for a 0."""
     got = run("play", k=KEYS, v=torch.eye(2, dtype=torch.float64), keys=KEYS)
     same(got["read"], tensor([[4., 1], [1, 4]], dtype=torch.float64) / 6, "what Bob reads", atol=1e-6)
     same(tensor([got["zero"], got["one"]]), tensor([1 / 6, 4 / 6]), "zero and one", atol=1e-6)

@@ -20,22 +20,30 @@ ROOT = Path(__file__).parents[2]
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def words(text: str) -> list[re.Match]:
-    return [*WORD.finditer(text)]
-
-
 def replaced(text: str, old: str, new: str) -> str:
     """Replace the words of `old`, wherever they stand in `text`. Spaces and line breaks may differ."""
-    here = words(text)
+    here = [*WORD.finditer(text)]
     all_words = [word[0] for word in here]
-    piece = [word[0] for word in words(old.replace('"', "'"))]
-    n = len(piece)
-    starts = [i for i in range(len(here)) if all_words[i : i + n] == piece]
-    if not starts:
-        raise ValueError(f"{old!r} is not in\n{text}")
-    for i in reversed(starts):
-        text = text[: here[i].start()] + new + text[here[i + n - 1].end() :]
-    return text
+    for piece in (old.replace('"', "'"), rewritten(old)):
+        words = WORD.findall(piece)
+        n = len(words)
+        starts = [i for i in range(len(here)) if all_words[i : i + n] == words]
+        if starts:
+            for i in reversed(starts):
+                text = text[: here[i].start()] + new + text[here[i + n - 1].end() :]
+            return text
+    raise ValueError(f"{old!r} is not in\n{text}")
+
+
+def rewritten(piece: str) -> str:
+    """Return a piece of code as ast.unparse writes it, if it is an expression or a statement.
+
+    Example: `D**-0.5` becomes `D ** (-0.5)`.
+    """
+    try:
+        return ast.unparse(ast.parse(piece))
+    except SyntaxError:
+        return piece
 
 
 def with_mistake(problem, old: str, new: str) -> str:

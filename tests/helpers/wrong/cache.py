@@ -14,7 +14,7 @@ WRONG = [
         "slot_pos[:, :1].expand(slot_pos.shape).unsqueeze(2)",
     ),
     ("visible", "gives hidden slots the bias 0, not −∞", "-math.inf", "0.0"),
-    ("probabilities", "does not divide by √D", "score.mul_(D ** (-0.5))", "score"),
+    ("probabilities", "does not divide by √D", "score.mul_(D**-0.5)", "score"),
     (
         "probabilities",
         "adds no numbers of the mask, only −∞",

@@ -22,14 +22,19 @@ WRONG = [
     ),
     ("dense", "exchanges v1 and v2", "pairs(v1, v2)", "pairs(v2, v1)"),
     ("dense", "does not normalize", ".softmax(-1)", ".exp()"),
-    ("attend", "scales by 1/√2D", "scale = D ** -0.5", "scale = (2 * D) ** -0.5"),
+    ("attention", "scales by 1/√2D", "D ** -0.5", "(2 * D) ** -0.5"),
     (
-        "attend",
+        "attention",
         "assigns query heads to the wrong groups",
-        "q.view(B, k.shape[1], -1, T, D)",
-        "q.view(B, -1, k.shape[1], T, D).transpose(1, 2)",
+        "q.view(B, self.k.shape[1], -1, T, D)",
+        "q.view(B, -1, self.k.shape[1], T, D).transpose(1, 2)",
     ),
-    ("attend", "does not check the shapes", "self.check(q, k, v, pos)", "pass"),
+    (
+        "attention",
+        "sees the later tokens of a piece",
+        "self.length - T + t + 1",
+        "self.length",
+    ),
     (
         "new",
         "leaves out the pairs (n − 1, b)",
@@ -83,6 +88,6 @@ WRONG = [
         "1.0 if four else d ** 0.5",
         "1.0",
     ),
-    ("play", "never calls compress", "    if compress:\n", "    if False:\n"),
+    ("play", "never calls compress", "if compress:", "if False:"),
     ("play", "ignores the generator", ", generator=generator)", ")"),
 ]
