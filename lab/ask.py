@@ -7,7 +7,8 @@ import time
 
 import torch
 
-from lab.registry import loaded, pick
+from lab.loading import loaded
+from lab.methods_by_name import pick
 from nanollm.cache import copied, make_cache
 from nanollm.check import whole
 from nanollm.generate import prefill
@@ -18,29 +19,43 @@ from nanollm.tokenizer import opening
 def main(argv: list[str]):
     args = read_options(argv)
     head = header(args.cache)
-    if "name" not in head["note"]:
+    note = head["note"]
+    if "name" not in note:
         raise ValueError(
             f"{args.cache} was not written by python -m nanollm compress; load it in Python"
         )
-    args.engine, args.dtype = head["note"]["engine"], head["dtype"]
-    args.model = args.model or Path(head["note"]["model"])
+    args.engine = note["engine"]
+    args.dtype = head["dtype"]
+    args.model = args.model or Path(note["model"])
     model, encoding = loaded(args)
-    name = head["note"]["name"]
-    caches = make_cache(model, pick([name])[name], **head["options"])
+    caches = made(model, note, head["options"])
     load(args.cache, caches)
-    for question in args.questions:
+    for question in map(str.strip, args.questions):
         began = time.perf_counter()
-        print(f"{question.strip()} ▸ ", end="", flush=True)
-        for piece in answer(
-            model, encoding, copied(caches), question.strip(), args.tokens
-        ):
+        print(f"{question} ▸ ", end="", flush=True)
+        for piece in answer(model, encoding, copied(caches), question, args.tokens):
             print(piece, end="", flush=True)
-        print(f"   [{1000 * (time.perf_counter() - began):.0f} ms]", flush=True)
+        milliseconds = 1000 * (time.perf_counter() - began)
+        print(f"   [{milliseconds:.0f} ms]", flush=True)
+
+
+def made(model, note: dict, options: dict) -> list:
+    """Return caches into which the file fits.
+
+    What the method had learned of the decoder, such as its gates, served the compression alone. So
+    an empty tensor stands in for it.
+    """
+    variant = pick([note["name"]])[note["name"]]
+    learned = dict.fromkeys(note["learned"], torch.empty(0))
+    options = variant.options | options | learned
+    return make_cache(model, variant.kind, variant.store, **options)
 
 
 def around(encoding, config) -> tuple[list[int], list[int]]:
-    """Return the tokens before a text, and those between a question and its answer (by the chat
-    template)."""
+    """Return the tokens before a text, and those between a question and its answer.
+
+    A chat template gives both.
+    """
     try:
         return encoding.turn()
     except (AttributeError, ValueError):  # this tokenizer has no template that works
@@ -49,46 +64,48 @@ def around(encoding, config) -> tuple[list[int], list[int]]:
 
 @torch.no_grad()
 def answer(model, encoding, caches: list, question: str, new: int) -> Iterator[str]:
-    """Feed a question; yield what greedy decoding writes to a line's or turn's end, at most `new`
-    tokens."""
+    """Feed a question; yield what greedy decoding writes, at most `new` tokens.
+
+    It ends with the line or the turn.
+    """
     end = around(encoding, model.config)[1]
-    asks = bool(end) and question.endswith("?")
-    ids = (
-        encoding.encode_ordinary(f"\n\n{question}" if asks else f"\nQ: {question}")
-        + end * asks
-    )
+    if end and question.endswith("?"):
+        ids = encoding.encode_ordinary(f"\n\n{question}") + end
+    else:
+        ids = encoding.encode_ordinary(f"\nQ: {question}")
     room = model.config.max_len - caches[0].seen - len(ids)
     if room < 1:
+        most = max(room + len(ids) - 1, 0)
         raise ValueError(
             f"the question has {len(ids)} tokens, and after a text of {caches[0].seen} the "
-            f"decoder reads at most {max(room + len(ids) - 1, 0)}; shorten the question"
+            f"decoder reads at most {most}; shorten the question"
         )
-    ids, text, line, written = (
-        torch.tensor([ids], device=model.embed.weight.device),
-        "",
-        "",
-        [],
-    )
-    while "\n" not in text and len(written) < min(new, room):
-        written.append(prefill(model, ids, caches)[0].argmax().item())
-        if written[-1:] == end[:1]:  # the end of the turn
-            break
-        ids, text, before = (
-            ids.new_tensor([written[-1:]]),
-            encoding.decode(written).lstrip(" "),
-            line,
-        )
+
+    written = []
+    line = ""
+    fed = torch.tensor([ids], device=model.embed.weight.device)
+    for _ in range(min(new, room)):
+        token = prefill(model, fed, caches)[0].argmax().item()
+        if [token] == end[:1]:  # the end of the turn
+            return
+        written.append(token)
+        text = encoding.decode(written).lstrip(" ")
+        before = line
         # without a letter of which some bytes are missing
         line = text.partition("\n")[0].rstrip("\ufffd")
         yield line[len(before) :]
+        if "\n" in text:
+            return
+        fed = fed.new_tensor([[token]])
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m nanollm ask",
-        description="Answer questions from a cache that python -m nanollm compress saved, without its text. "
-        "Each question is appended to the text as a new line, Q: QUESTION. With a decoder that "
-        "chats, a question in your own words, with a question mark, gets an answer.",
+        description="Answer questions from a cache that python -m nanollm compress saved, "
+        "without its text. Each question is appended to the text as a new line, Q: QUESTION. "
+        "With a decoder that chats, a question in your own words, with a question mark, gets an "
+        "answer.",
     )
     parser.add_argument("cache", type=Path, metavar="FILE", help="file of the cache")
     parser.add_argument(

@@ -5,33 +5,25 @@ A recording holds the queries, keys and values that the decoder gives to each la
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 import math
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lab.evaluate import (
-    Make,
-    Reference,
-    budget_for,
-    check_size,
-    continuation,
-    prompt_and_question,
-    reference,
-    retrieve,
-    standard_error,
-    text_windows,
-)
+from lab.continuation import Reference, continuation, reference, text_windows
 from lab.replay import CannotReplay, Recorder, Recording, record
+from lab.retrieval import Make, budget_for, prompt_and_question, retrieve
 from lab.tasks import Batch, Tasks
 from nanollm.cache import make_cache
+from nanollm.check import whole
 
 # each with its default options: 4 facts, 16 pairs, 16 shots
 TASKS = "needle", "pairs", "few_shot"
+SETTINGS = "aware", "agnostic"
 # documents or texts that the decoder reads at once, and their tokens
-BATCH, TOKENS = 32, 2**14
+BATCH = 32
+TOKENS = 2**14
 
 
 @dataclass
@@ -41,49 +33,78 @@ class Benchmark:
     batches: dict[str, Batch]
     # task → [context, question], each with one per layer
     recordings: dict[str, list[list[Recording]]]
-    full: Reference | None
+    full: Reference | None = None  # of the text
 
     @staticmethod
     @torch.no_grad()
-    def read(model, batches: dict[str, Batch], text: Tensor | None) -> "Benchmark":
+    def read(
+        model, batches: dict[str, Batch], text: Tensor | None = None
+    ) -> "Benchmark":
         """Record documents, and text (B, T) if there is any."""
         recordings = {}
         for task, batch in batches.items():
-            caches = make_cache(model, Recorder)
-            recordings[task] = [
-                record(model, caches, part)
-                for part in prompt_and_question(model, batch)[1:]
-            ]
-        full = None
-        if text is not None:
-            full = reference(
-                model,
-                text.to(model.embed.weight.device),
-                continuation_length(text.shape[1]),
-            )
+            caches = make_cache(model, store=Recorder)
+            parts = prompt_and_question(model, batch)[1:]
+            recordings[task] = [record(model, caches, part) for part in parts]
+        if text is None:
+            return Benchmark(batches, recordings)
+        text = text.to(model.embed.weight.device)
+        full = reference(model, text, continuation_length(text.shape[1]))
         return Benchmark(batches, recordings, full)
 
     def measured(
         self, model, make: Make, alone: bool = False
     ) -> tuple[dict[str, Tensor], dict]:
-        """Return the right answers (B,) by task and setting, and `continuation` of the text, or {}."""
+        """Return the right answers (B,) by task and setting, and the text's measurements, or {}."""
         right = {}
-        for task, batch in self.batches.items():
-            answers = replayed_or_read(
-                retrieve, model, batch, make, self.recordings[task]
-            )
+        for task in self.batches:
+            answers = self.answers(model, task, make)
             right |= {f"{task}_{setting}": x for setting, x in answers.items()}
-        if self.full is None:
-            return right, {}
-        measure = partial(continuation, alone=alone)
-        return right, replayed_or_read(
-            measure, model, self.full, make, self.full.recording
+        return right, self.continued(model, make, alone) if self.full else {}
+
+    def answers(
+        self, model, task: str, make: Make, settings: tuple[str, ...] = SETTINGS
+    ) -> dict[str, Tensor]:
+        """Return each document's right answers (B,), by setting."""
+        batch = self.batches[task]
+        recorded = self.recordings[task]
+        return replayed_or_read(
+            retrieve, model, batch, make, recorded, settings=settings
         )
+
+    def continued(self, model, make: Make, alone: bool = False) -> dict:
+        """Return `continuation` of the text."""
+        recorded = self.full.recording
+        return replayed_or_read(
+            continuation, model, self.full, make, recorded, alone=alone
+        )
+
+
+def replayed_or_read(measure, model, documents, make: Make, recorded, **options):
+    """Measure with the recording; if a method cannot replay, let the decoder read the prompt."""
+    try:
+        return measure(model, documents, make, recorded, **options)
+    except CannotReplay:
+        return measure(model, documents, make, **options)
+
+
+# ---- all documents and texts, in parts ----
 
 
 def continuation_length(T: int) -> int:
     """Return how many of a text's T tokens are fed one by one, after the compressed prompt."""
     return min(64, T // 2)
+
+
+def check_size(model, documents: int, least: int, T: int):
+    """Raise ValueError if the documents would be too few, or longer than the model can read."""
+    whole("documents", documents, least)
+    whole("T", T, 2)
+    if T > model.config.max_len:
+        raise ValueError(
+            f"{T} tokens exceed the model's length of {model.config.max_len}; "
+            "make the documents shorter"
+        )
 
 
 def build(
@@ -101,34 +122,25 @@ def build(
     """
     check_size(model, documents, 2, T)
     n = max(min(BATCH, TOKENS // T), 1)
-    parts = [
-        ({task: part}, None)
-        for task in names
-        for batch in tasks.batches(task, seed, documents, T)
-        for part in cut(batch, n)
-    ]
-    parts += [
-        ({}, part)
-        for part in text_windows(tasks, max(2, documents // 2), T, model).split(n)
-    ]
-    return [
-        Benchmark.read(model, *part)
-        for part in tqdm(parts, "prompts", leave=False, disable=None)
-    ]
+    parts = []
+    for task in names:
+        for batch in tasks.batches(task, seed, documents, T):
+            parts += [({task: part}, None) for part in cut(batch, n)]
+    texts = text_windows(tasks, max(2, documents // 2), T, model)
+    parts += [({}, part) for part in texts.split(n)]
+    bar = tqdm(parts, "prompts", leave=False, disable=None)
+    return [Benchmark.read(model, *part) for part in bar]
 
 
 def cut(batch: Batch, n: int) -> list[Batch]:
     """Split a batch into batches of at most n documents."""
-    rows = range(0, len(batch.tokens), n)
-    return [
-        Batch(
-            batch.tokens[i : i + n],
-            batch.roles[i : i + n],
-            batch.question,
-            batch.answers,
-        )
-        for i in rows
-    ]
+    parts = []
+    for start in range(0, len(batch.tokens), n):
+        rows = slice(start, start + n)
+        tokens = batch.tokens[rows]
+        roles = batch.roles[rows]
+        parts.append(Batch(tokens, roles, batch.question, batch.answers))
+    return parts
 
 
 def run(benchmarks: list[Benchmark], model, make: Make, alone: bool = False) -> dict:
@@ -139,58 +151,50 @@ def run(benchmarks: list[Benchmark], model, make: Make, alone: bool = False) -> 
     of single texts for kl, nll and l1_alone.
     """
     parts = [benchmark.measured(model, make, alone) for benchmark in benchmarks]
-    row, each = {}, {}
-    for key in dict.fromkeys(key for right, _ in parts for key in right):
-        right = torch.cat([right[key] for right, _ in parts if key in right])
-        row[key], row[f"{key}_se"], each[key] = (
-            right.mean().item(),
-            standard_error(right),
-            right.tolist(),
-        )
+    row = {}
+    each = {}
+    for name in dict.fromkeys(name for right, _ in parts for name in right):
+        right = torch.cat([right[name] for right, _ in parts if name in right])
+        row[name] = right.mean().item()
+        row[f"{name}_se"] = standard_error(right)
+        each[name] = right.tolist()
 
     texts = [text for _, text in parts if text]
     kl, nll = (torch.cat([text[key] for text in texts]) for key in ("kl", "nll"))
-    each |= dict(kl=kl.tolist(), nll=nll.tolist())
+    each["kl"] = kl.tolist()
+    each["nll"] = nll.tolist()
     if alone:
         l1 = torch.cat([text["l1_alone"] for text in texts])
-        row["l1_alone"], each["l1_alone"] = (
-            l1.mean(0).tolist(),
-            l1.mean((1, 2)).tolist(),
-        )
-    row |= {
-        key: sum(text[key] for text in texts)
-        for key in ("live", "live_16", "allocated")
-    }
-    row |= {key: max(text[key] for text in texts) for key in ("slots", "slots_end")}
-    row |= {key: texts[0][key] for key in ("prompt", "evicts", "keeps_all")}
-    return row | dict(
-        perplexity=math.exp(nll.mean().item()), kl=kl.mean().item(), each=each
-    )
+        row["l1_alone"] = l1.mean(0).tolist()
+        each["l1_alone"] = l1.mean((1, 2)).tolist()
+    for key in "live", "live_16", "allocated":
+        row[key] = sum(text[key] for text in texts)
+    for key in "slots", "slots_end":
+        row[key] = max(text[key] for text in texts)
+    row["prompt"] = texts[0]["prompt"]
+    row["perplexity"] = math.exp(nll.mean().item())
+    row["kl"] = kl.mean().item()
+    row["each"] = each
+    return row
 
 
-def replayed_or_read(measure, model, documents, make: Make, recorded):
-    """Measure with the recording; if a method cannot replay, let the decoder read the prompt."""
-    try:
-        return measure(model, documents, make, recorded)
-    except CannotReplay:
-        return measure(model, documents, make)
+def standard_error(x: Tensor) -> float:
+    """Return the standard error of the mean of x (n,)."""
+    return (x.std() / len(x) ** 0.5).item()
+
+
+def mean_and_error(x: Tensor) -> tuple[float, float]:
+    """Return the mean of x (n,) and its standard error."""
+    return x.double().mean().item(), standard_error(x.double())
 
 
 def excess(row: dict) -> str:
-    """Return a sentence if a row's method holds more entries than its budget; "" if it does not.
-
-    After the prompt no method may exceed its budget. Methods with an `evict`, which is called after
-    each token, may not exceed it later either. Window methods compress only the prompt, and then
-    append.
-    """
-    if row["keep_ratio"] is None or row["keeps_all"]:
+    """Return a sentence if a row's method holds more than its budget after a prompt, else ""."""
+    if row["keep_ratio"] is None:
         return ""
     budget = budget_for(row["keep_ratio"], row["prompt"])
-    if row["slots"] > budget:
-        return f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
-    if row["evicts"] and row["slots_end"] > budget:
-        return (
-            f"grows to {row['slots_end']:g} slots a head after the prompt, and its budget is {budget}; "
-            "does its observe call super().observe(q, p)?"
-        )
-    return ""
+    if row["slots"] <= budget:
+        return ""
+    return (
+        f"holds {row['slots']:g} slots a head after a prompt, and its budget is {budget}"
+    )

@@ -170,3 +170,16 @@ def replace(
     finally:
         part.unlink(missing_ok=True)
     return data
+
+
+def check_figure(file: Path):
+    """Raise ValueError or OSError unless a figure can be written to a file."""
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"figure is {file}; its name must end in .png, .pdf or .svg")
+
+    def ours(data: bytes) -> bool:
+        from lab import plot  # matplotlib takes a second to import
+
+        return plot.is_ours(data)
+
+    check_output(file, "figure", ours)

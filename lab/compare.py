@@ -15,15 +15,10 @@ The table explains its columns. Other commands, each with its own --help:
 """
 
 import argparse
-from collections.abc import Iterator
-from itertools import groupby
 import json
 from os.path import realpath
 from pathlib import Path
-import sys
 import time
-from typing import NamedTuple
-from zlib import crc32
 
 from tqdm import tqdm
 
@@ -32,36 +27,17 @@ from lab import command_line, table
 ALL_RATIOS = [50, 25, 12.5, 6.25]  # keep ratios in percent, if not told otherwise
 
 
-class Job(NamedTuple):
-    """One row to measure."""
-
-    tokens: int  # length of the documents
-    method: str
-    keep_ratio: float | None  # None: the method has no budget
-
-
 def main(argv: list[str]):
     """Check the options and files, measure the rows and print them; write them and a figure."""
     args = read_options(argv)
     stored = check_files(args.figure, args.json)
     text = command_line.read_text(args.text) if args.text else None
-    # what all rows of a run share; each row repeats it
-    settings = dict(
-        model=command_line.whole_name(args.model),
-        engine=args.engine,
-        dtype=args.dtype,
-        documents=args.documents,
-        seed=args.seed,
-        window=args.window,
-        tasks=args.tasks,
-        l1=args.l1,
-        text=text and f"{args.text}, crc32 {crc32(text.encode()):08x}",
-    )
-    earlier = earlier_rows(stored, args.json, settings) if args.resume else {}
 
-    from lab.benchmark import excess  # loads torch
+    from lab.comparison import Comparison, Failed  # loads torch
 
-    comparison = Comparison(args, text, settings)
+    comparison = Comparison(args, text)
+    if args.resume:
+        comparison.resume(stored)
     jobs = comparison.jobs()
     print(
         f"Methods that compress the KV cache, compared on {args.model}.\n\n"
@@ -69,29 +45,26 @@ def main(argv: list[str]):
         flush=True,
     )
 
-    began, rows, failed = time.time(), [], []
-    missing = comparison.results([job for job in jobs if job not in earlier])
-    bar = tqdm(jobs, disable=None, leave=False, unit="row")
-    for job in bar:
-        bar.set_description(f"{job.method}, {job.tokens} tokens")
-        found = earlier.get(job) or next(missing)
-        if isinstance(found, str):  # an error; the other methods go on
-            failed.append(f"{table.label(job.method, job.keep_ratio)}: {found}")
+    began = time.time()
+    file = dict(comparison.earlier)  # the rows of --json
+    rows = []
+    failed = []
+    results = comparison.results(jobs)
+    bar = tqdm(results, total=len(jobs), disable=None, leave=False, unit="row")
+    for job, row in bar:
+        if isinstance(row, Failed):  # the other methods go on
+            failed.append(f"{table.label(job.method, job.keep_ratio)}: {row.why}")
             bar.write(failed[-1])
             continue
-        rows.append(found)
-        row = earlier[job] = rows[-1]
-        # the first of this length
-        if [row["tokens"] for row in rows].count(job.tokens) == 1:
-            bar.write(
-                f"\n{comparison.sizes(job.tokens)}\n{table.header(row, args.short)}"
-            )
-        bar.write(
-            table.show(row, args.short)
-            + (f"\n  ! {why}" if (why := excess(row)) else "")
-        )
+        is_first = job.tokens not in {row["tokens"] for row in rows}
+        rows.append(row)
+        if is_first:
+            names = table.header(row, args.short)
+            bar.write(f"\n{comparison.sizes(job.tokens)}\n{names}")
+        bar.write(comparison.shown(row))
+        file[job] = row
         if args.json:
-            data = json.dumps([*earlier.values()], indent=1).encode()
+            data = json.dumps([*file.values()], indent=1).encode()
             stored = command_line.replace(args.json, data, stored)
     finish(args, rows, time.time() - began)
     if failed:
@@ -118,7 +91,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
         default=[],
         metavar="NAME",
         help="run only these methods; ada_kv+critical is the window method ada_kv with the "
-        "addition critical",
+        "addition critical; with @3 at the end, what a method keeps is stored in 3 bits",
     )
     parser.add_argument(
         "--tasks",
@@ -209,181 +182,44 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 def check_files(figure: Path, rows: Path | None) -> bytes:
     """Return the content of the file of rows. ValueError or OSError if a file cannot be written."""
-    if figure.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"figure is {figure}; its name must end in .png, .pdf or .svg")
-    if rows and realpath(rows) == realpath(figure):
+    command_line.check_figure(figure)
+    if rows is None:
+        return b""
+    if realpath(rows) == realpath(figure):
         raise ValueError(f"rows and figure both go to {rows}; name two files")
-    command_line.check_output(figure, "figure", is_figure)
-    return command_line.check_output(rows, "rows", is_rows) if rows else b""
-
-
-def is_figure(data: bytes) -> bool:
-    """Return whether data is a figure that this command drew."""
-    from lab import plot  # matplotlib takes a second to import
-
-    return plot.is_ours(data)
+    return command_line.check_output(rows, "rows", is_rows)
 
 
 def is_rows(data: bytes) -> bool:
     """Return whether data is a list of rows that this command wrote."""
     rows = command_line.read_json(data)
+    return isinstance(rows, list) and rows != [] and all(map(is_row, rows))
+
+
+def is_row(row) -> bool:
     return (
-        isinstance(rows, list)
-        and rows != []
-        and all(
-            isinstance(row, dict)
-            and {"method", "keep_ratio"} <= row.keys()
-            and isinstance(row.get("each"), dict)
-            for row in rows
-        )
+        isinstance(row, dict)
+        and {"method", "keep_ratio"} <= row.keys()
+        and isinstance(row.get("each"), dict)
     )
-
-
-def earlier_rows(stored: bytes, file: Path, settings: dict) -> dict[Job, dict]:
-    """Return a file's rows. ValueError if a row lacks a key or was measured with other settings."""
-    rows = json.loads(stored or "[]")
-    for row in rows:
-        if lacks := table.KEYS - row.keys():
-            raise ValueError(
-                f"a row in {file} has no {min(lacks)!r}; another version may have written it, "
-                "so name another file"
-            )
-        for name, x in settings.items():
-            if row.get(name) != x:
-                raise ValueError(
-                    f"the rows in {file} were measured with --{name} {row.get(name)}, not {x}; "
-                    "give the same option, or name another file"
-                )
-    return {Job(row["tokens"], row["method"], row["keep_ratio"]): row for row in rows}
-
-
-class Comparison:
-    """The model, the methods and the documents of a run.
-
-    Its functions import what they need: torch takes two seconds, and --help and mistakes come
-    before.
-    """
-
-    def __init__(self, args: argparse.Namespace, text: str | None, settings: dict):
-        from lab.benchmark import TASKS
-        from lab.evaluate import check_size
-        from lab.hard_tasks import HARD, HardTasks
-        from lab.registry import loaded, pick
-        from nanollm.check import check_seed
-        from nanollm.tokenizer import boundaries
-
-        self.args, self.settings = args, settings
-        self.names = dict(standard=TASKS, hard=HARD).get(args.tasks, (args.tasks,))
-        self.methods = pick([*table.SHOWN] if args.short else args.methods)
-        self.model, self.encoding = loaded(args)
-        self.tasks = HardTasks(self.encoding, "test", text)
-        self.ends = boundaries(self.encoding, self.model.config.vocab_size)
-        # by method: the options that it measured on the decoder
-        self.learned: dict[str, dict] = {}
-        self.benchmarks = []  # the recorded documents
-        check_seed(args.seed)
-        for T in args.lengths:
-            check_size(self.model, args.documents, 2, T)
-
-    def make(self, job: Job, **more):
-        """Return a function that makes a method's caches. more: options that it measured."""
-        from lab.evaluate import maker
-        from lab.registry import given
-
-        Method = self.methods[job.method]
-        options = given(Method, window_size=self.args.window) | more
-        return maker(self.model, Method, job.keep_ratio, self.ends, **options)
-
-    def jobs(self) -> list[Job]:
-        """Return the jobs that can run on this model.
-
-        One that cannot is left out, with a line on stderr; ValueError if --methods names its
-        method.
-        """
-        from lab.benchmark import continuation_length
-        from lab.registry import has_budget
-
-        ratios = [percent / 100 for percent in self.args.keep]
-        jobs = []
-        for job in [
-            Job(T, name, ratio)
-            for T in self.args.lengths
-            for name, Method in self.methods.items()
-            for ratio in (ratios if has_budget(Method) else [None])
-        ]:
-            # tokens of the shortest prompt
-            shortest = job.tokens - continuation_length(job.tokens) - 1
-            try:
-                self.make(job)(shortest)
-            except ValueError as error:
-                line = f"{table.label(job.method, job.keep_ratio)} of {shortest} tokens: {error}"
-                if self.args.methods:
-                    raise ValueError(line) from error
-                print(f"left out: {line}", file=sys.stderr)
-                continue
-            except Exception:  # a bug in the method: its own row reports it
-                pass
-            jobs.append(job)
-        return jobs
-
-    def results(self, jobs: list[Job]) -> Iterator[dict | str]:
-        """Yield each job's row, or the line of its error. Each core has a process, of one thread."""
-        from lab.benchmark import build
-        from lab.processes import spread
-
-        args = self.args
-        processes = args.device == "cpu" and args.threads < 2
-        for T, some in groupby(jobs, key=lambda job: job.tokens):
-            self.benchmarks = build(
-                self.model, self.tasks, T, args.documents, args.seed, self.names
-            )
-            yield from spread(self.result, some, processes)
-
-    def result(self, job: Job) -> dict | str:
-        """Return the row of a job, or the line of its error."""
-        from lab.benchmark import run
-        from lab.registry import calibrated, one_line
-
-        try:
-            if job.method not in self.learned:  # takes some seconds for some methods
-                self.learned[job.method] = calibrated(
-                    self.methods[job.method],
-                    self.model,
-                    self.encoding,
-                    self.args.calibration,
-                )
-            make = self.make(job, **self.learned[job.method])
-            measured = run(self.benchmarks, self.model, make, self.args.l1)
-            return table.row_of(
-                job.method, job.keep_ratio, job.tokens, self.settings, measured
-            )
-        except Exception as error:
-            return one_line(error)
-
-    def sizes(self, T: int) -> str:
-        """Return a line on the bytes of a full cache of T tokens and of the weights."""
-        from lab.evaluate import full_cache_bytes
-
-        full = full_cache_bytes(self.model.config, T) / 2**20
-        weights = sum(2 * p.numel() for p in self.model.parameters()) / 2**20
-        return f"In 16 bits: full cache of {T} tokens {full:.1f} MiB a text, weights {weights:.1f} MiB"
 
 
 def finish(args: argparse.Namespace, rows: list[dict], seconds: float):
     """Print the lines below the table, and draw the rows of the first length."""
-    for message in (table.unfit(rows), table.findings(rows) if args.short else ""):
-        if message:
-            print(f"\n{message}")
-    if drawn := [row for row in rows if row["tokens"] == args.lengths[0]]:
+    messages = [table.unfit(rows)]
+    if args.short:
+        messages.append(table.findings(rows))
+    for message in filter(None, messages):
+        print(f"\n{message}")
+    drawn = [row for row in rows if row["tokens"] == args.lengths[0]]
+    if drawn:
         from lab import plot  # matplotlib takes a second to import
 
         plot.comparison(drawn, args.figure)
-        print(
-            f"\n{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
-            + (f", rows in {args.json}" if args.json else "")
-        )
+        line = f"{len(rows)} rows in {seconds:.0f} s; figure in {args.figure}"
+        print(f"\n{line}, rows in {args.json}" if args.json else f"\n{line}")
     if args.short:
         print(
-            "For all methods at four keep ratios: python -m nanollm --all. Tensor attention needs its\n"
-            "own decoder: see notebooks/04_tensor_attention.ipynb."
+            "For all methods at four keep ratios: python -m nanollm --all. Tensor attention needs\n"
+            "its own decoder: see notebooks/04_tensor_attention.ipynb."
         )

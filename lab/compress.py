@@ -21,24 +21,24 @@ def main(argv: list[str]):
 
     import torch
     from lab.ask import around
-    from lab.evaluate import budget_for
-    from lab.registry import calibrated, given, loaded, pick
+    from lab.loading import calibrated, loaded
+    from lab.methods_by_name import pick
+    from lab.retrieval import budget_for
     from nanollm.cache import compress, make_cache
-    from nanollm.generate import prefill, tell_chunk_ends
+    from nanollm.generate import prefill
     from nanollm.saved import to_bytes
-    from nanollm.tokenizer import boundaries
 
-    Method = pick([args.method])[args.method]
+    variant = pick([args.method])[args.method]
     model, encoding = loaded(args)
     ids = around(encoding, model.config)[0] + encoding.encode_ordinary(text)
     if not text:
         raise ValueError(f"{args.file} is empty; name a file with a text")
+    learned = calibrated(variant, model, encoding, args.calibration)
+    defaults = dict(budget=budget_for(args.keep / 100, len(ids)), window_size=8)
+    options = variant.given(**defaults | learned)
+    caches = make_cache(model, variant.kind, variant.store, **options)
+
     tokens = torch.tensor([ids], device=model.embed.weight.device)
-    options = given(Method, budget=budget_for(args.keep / 100, len(ids)), window_size=8)
-    caches = make_cache(
-        model, Method, **options | calibrated(Method, model, encoding, args.calibration)
-    )
-    tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()])
     began = time.perf_counter()
     prefill(model, tokens, caches, 512)
     compress(model, tokens, caches)
@@ -47,29 +47,27 @@ def main(argv: list[str]):
     data = to_bytes(
         caches,
         name=args.method,
+        learned=[*learned],
         model=command_line.whole_name(args.model),
         engine=args.engine,
     )
     command_line.replace(args.out, data)
     c = model.config
-    full = (
-        len(ids)
-        * c.n_layers
-        * c.n_kv_heads
-        * (2 * c.head_dim * model.embed.weight.itemsize + 4)
-    )
+    entry = 2 * c.head_dim * model.embed.weight.itemsize + 4
+    full = len(ids) * c.n_layers * c.n_kv_heads * entry
+    question = f'python -m nanollm ask {shlex.quote(str(args.out))} "QUESTION"'
     print(
-        f"{len(ids)} tokens read and compressed in {seconds:.1f} s. {args.out} has {len(data):,} bytes, "
-        f"{100 * len(data) / full:.1f} % of a full cache in {args.dtype}.\n"
-        f'Now ask: python -m nanollm ask {shlex.quote(str(args.out))} "QUESTION"'
+        f"{len(ids)} tokens read and compressed in {seconds:.1f} s. {args.out} has "
+        f"{len(data):,} bytes, {100 * len(data) / full:.1f} % of a full cache in {args.dtype}.\n"
+        f"Now ask: {question}"
     )
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m nanollm compress",
-        description="Read a text once and keep its compressed KV cache in a file. python -m nanollm ask "
-        "answers questions from it, without the text.",
+        description="Read a text once and keep its compressed KV cache in a file. "
+        "python -m nanollm ask answers questions from it, without the text.",
     )
     parser.add_argument(
         "--file", type=Path, required=True, metavar="TEXT", help="file with the text"
@@ -79,9 +77,9 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--method",
-        default="kvzip_4",
+        default="kvzip@4",
         metavar="NAME",
-        help="method that compresses the cache; default kvzip_4, which does not need to know "
+        help="method that compresses the cache; default kvzip@4, which does not need to know "
         "the question",
     )
     parser.add_argument(

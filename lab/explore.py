@@ -1,13 +1,12 @@
 """python -m nanollm explore: write docs/index.html, one file in which a decoder runs and forgets.
 
-The page works without network or installation. Its parts are in lab/page/.
+The page works without network or installation. Its parts are in lab/explorer/.
 """
 
 import argparse
 from base64 import b64encode
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
 import json
 from pathlib import Path
 
@@ -18,23 +17,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lab import command_line
-from lab.evaluate import budget_for
-from lab.example_page import (
-    NEW,
-    PAGE,
-    QUESTION,
-    check_length,
-    compressed,
-    pieces,
-    prompt,
-)
-from lab.registry import calibrated, given, has_budget, loaded, pick
+from lab.loading import calibrated, loaded
+from lab.methods_by_name import Variant, pick
+from lab.one_page import NEW, PAGE, QUESTION, answer, check_length, pieces, prompt
+from lab.retrieval import budget_for
 from methods.theory.index_game import deal, index_game_four, keep_rows
-from nanollm.cache import bytes_in_16_bits
+from nanollm.cache import bytes_in_16_bits, make_cache
 from nanollm.model import rope_frequencies
 
 ROOT = Path(__file__).parents[1]
-PARTS = Path(__file__).parent / "page"
+PARTS = Path(__file__).parent / "explorer"
 MARK = b'<meta name="generator" content="python -m nanollm explore">'
 KEEPS = 75, 50, 25, 12.5, 6.25, 3.125  # percent of the text's tokens
 WINDOW = 8  # queries that SnapKV observes
@@ -73,7 +65,7 @@ def rounded_model(model):
 
 
 def packed(model, encoding) -> tuple[dict, bytes]:
-    """Return the decoder as lab/page/decoder.js reads it: sizes, names, shapes, tokens; and the file.
+    """Return the decoder as lab/explorer/decoder.js reads it: sizes, names, shapes, tokens; and the file.
 
     All 32-bit numbers come first (norms, and a scale for each row of a matrix), then the matrices
     in 8 bits.
@@ -130,22 +122,29 @@ def packed(model, encoding) -> tuple[dict, bytes]:
 
 @torch.no_grad()
 def view(
-    model, encoding, Method, keep: float, setting: str, text: str, question: str
+    model,
+    encoding,
+    variant: Variant,
+    keep: float,
+    setting: str,
+    text: str,
+    question: str,
+    **learned,
 ) -> dict:
-    """Return what the page shows of one method: kept entries, bytes after the answer, tokens of the answer.
+    """Return what the page shows of one method: entries, bytes after the answer, and the answer.
 
-    keep: percent of the text's tokens. kept: one bit for each head and token, in base64.
+    keep: percent of the text's tokens. learned: options that the method has learned of the decoder.
+    kept: one bit for each head and token, in base64.
     """
     tokens, cuts = prompt(model, encoding, text, question)
     cut = cuts[setting]
-    options = given(
-        Method, budget=budget_for(keep / 100, cuts["agnostic"]), window_size=WINDOW
-    )
-    caches, kept, written = compressed(model, encoding, Method, options, tokens, cut)
+    budget = budget_for(keep / 100, cuts["agnostic"])
+    options = variant.given(budget=budget, window_size=WINDOW, **learned)
+    caches = make_cache(model, variant.kind, variant.store, **options)
+    kept, written = answer(model, tokens, cut, caches, NEW)
+    bits = np.packbits(kept.flatten().cpu().numpy(), bitorder="little")
     return dict(
-        kept=b64encode(
-            np.packbits(kept.flatten().cpu().numpy(), bitorder="little")
-        ).decode(),
+        kept=b64encode(bits).decode(),
         n=cut,
         bytes=bytes_in_16_bits(caches),
         written=written,
@@ -158,18 +157,25 @@ def views(model, encoding, methods: dict, text: str, question: str) -> dict[str,
 
     A combination that a method refuses, such as a budget below its window, is left out.
     """
-    out = {}
-    for name, Method in tqdm(methods.items(), leave=False, disable=None):
-        Method = partial(Method, **calibrated(Method, model, encoding))
+    shown = {}
+    for name, variant in tqdm(methods.items(), leave=False, disable=None):
+        learned = calibrated(variant, model, encoding)
         for setting in "aware", "agnostic":
             for keep in KEEPS:
                 with suppress(ValueError):
-                    if keep == KEEPS[0] or has_budget(Method):
+                    if keep == KEEPS[0] or variant.takes("budget"):
                         last = view(
-                            model, encoding, Method, keep, setting, text, question
+                            model,
+                            encoding,
+                            variant,
+                            keep,
+                            setting,
+                            text,
+                            question,
+                            **learned,
                         )
-                    out[f"{name} {keep:g} {setting}"] = last
-    return out
+                    shown[f"{name} {keep:g} {setting}"] = last
+    return shown
 
 
 def curve() -> list[dict]:

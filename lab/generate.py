@@ -1,11 +1,10 @@
-"""python -m nanollm generate: continue a text, or show the tokens of a built-in page that a method
-keeps."""
+"""python -m nanollm generate: continue a text, or show what a method keeps of a built-in page."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from lab import command_line
-from lab.compare import check_files
 
 MARK = "▸"  # between the prompt and its continuation
 
@@ -15,40 +14,45 @@ def main(argv: list[str]):
     args = read_options(argv)
     text = command_line.read_text(args.file) if args.file else args.prompt
 
-    from lab import example_page  # loads torch
-    from lab.registry import calibrated, given, has_budget, loaded, pick
+    from lab import one_page  # loads torch
+    from lab.loading import calibrated, loaded
+    from lab.methods_by_name import pick
+    from nanollm.cache import make_cache
     from nanollm.check import check_seed, whole
 
     check_seed(args.seed)
-    name = args.method or ("full" if text is not None else example_page.METHOD)
-    Method = pick([name])[name]
-    budget = (
-        example_page.BUDGET if args.budget is None and text is None else args.budget
-    )
-    if budget is None and has_budget(Method):
+    name = args.method
+    budget = args.budget
+    if name is None:
+        name = one_page.METHOD if text is None else "full"
+    if budget is None and text is None:
+        budget = one_page.BUDGET
+    variant = pick([name])[name]
+    if budget is None and variant.takes("budget"):
         raise ValueError(
             f"{name} needs --budget: how many entries each key/value head may keep"
         )
-    if args.budget is not None and not has_budget(Method):
+    if args.budget is not None and not variant.takes("budget"):
         raise ValueError(f"{name} has no budget; leave --budget out")
-    options = given(
-        Method, budget=budget and whole("budget", budget, 1), window_size=args.window
-    )
+    if budget is not None:
+        whole("budget", budget, 1)
     model, encoding = loaded(args)
-    options |= calibrated(Method, model, encoding, args.calibration)
+    learned = calibrated(variant, model, encoding, args.calibration)
+    defaults = dict(budget=budget, window_size=args.window) | learned
+    options = variant.given(**defaults)
     if text is None:
-        example_page.demonstrate(model, encoding, name, Method, options, args.figure)
+        one_page.demonstrate(model, encoding, name, variant, options, args.figure)
     else:
-        sampling = dict(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
-        write(model, encoding, Method, options, text, args.tokens, sampling)
+        caches = make_cache(model, variant.kind, variant.store, **options)
+        continue_text(model, encoding, caches, text, args)
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m nanollm generate",
-        description="Continue a text with a compressed KV cache. Without a text, read a built-in page, mark "
-        "the tokens that the method evicts, and answer a question about the page.",
+        description="Continue a text with a compressed KV cache. Without a text, read a built-in "
+        "page, mark the tokens that the method evicts, and answer a question about the page.",
     )
     parser.add_argument("prompt", nargs="?", help="the text to continue")
     parser.add_argument(
@@ -57,7 +61,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--method",
         metavar="NAME",
-        help="method that compresses the cache, such as h2o or ada_kv+critical; default "
+        help="method that compresses the cache, such as h2o, ada_kv+critical or kvzip@4; default "
         "full, the full cache; for the built-in page snap_kv",
     )
     parser.add_argument(
@@ -109,45 +113,51 @@ def read_options(argv: list[str]) -> argparse.Namespace:
             "--figure draws the built-in page; leave out --figure or the text"
         )
     if args.figure:
-        check_files(args.figure, None)
+        command_line.check_figure(args.figure)
     return args
 
 
-def write(model, encoding, Method, options: dict, text: str, new: int, sampling: dict):
+def continue_text(model, encoding, caches: list, text: str, args: argparse.Namespace):
     """Continue a text, and print each token as it comes; then compare with the full cache."""
     import torch
-    from nanollm.cache import LayerCache, cache_bytes, make_cache
-    from nanollm.generate import generate, stream, tell_chunk_ends
-    from nanollm.tokenizer import boundaries, opening
+    from nanollm.cache import cache_bytes
+    from nanollm.generate import generate, stream
+    from nanollm.tokenizer import opening
 
     ids = opening(encoding, model.config) + encoding.encode_ordinary(text)
     if not ids:
         raise ValueError("the prompt has no tokens; give a text")
     prompt = torch.tensor([ids], dtype=torch.long, device=model.embed.weight.device)
-    caches = make_cache(model, Method, **options)
-    tell_chunk_ends(caches, boundaries(encoding, model.config.vocab_size)[prompt.cpu()])
-    stream_of_tokens = stream(model, prompt, new, caches, **sampling)
-
-    tokens, written = [], ""
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+    tokens = stream(model, prompt, args.tokens, caches, **sampling)
     print(f"{text}{MARK}", end="", flush=True)
-    for token in stream_of_tokens:
-        tokens.append(token.item())
-        all_of_it = encoding.decode(tokens)
-        if not all_of_it.endswith("\ufffd"):  # a character may span tokens
-            print(all_of_it[len(written) :], end="", flush=True)
-            written = all_of_it
-    print(all_of_it[len(written) :], end="")
+    written = write(encoding, tokens)
 
     live, allocated = cache_bytes(caches)
     print(
-        f"\n\n[{caches[0].seen} tokens seen; a head of layer 0 keeps at most {caches[0].length}; the cache "
-        f"holds {live / 1024:.0f} KiB in {allocated / 1024:.0f} KiB of allocated memory]"
+        f"\n\n[{caches[0].seen} tokens seen; a head of layer 0 keeps at most "
+        f"{caches[0].length}; the cache holds {live / 1024:.0f} KiB in "
+        f"{allocated / 1024:.0f} KiB of allocated memory]"
     )
-    if Method is not LayerCache:
-        full = encoding.decode(generate(model, prompt, new, **sampling)[0].tolist())
-        same = full == all_of_it
-        print(
-            "[the full cache writes the same]"
-            if same
-            else f"[the full cache writes:]\n{full}"
-        )
+    if args.method in (None, "full"):
+        return
+    tokens = generate(model, prompt, args.tokens, **sampling)
+    full = encoding.decode(tokens[0].tolist())
+    if full == written:
+        print("[the full cache writes the same]")
+    else:
+        print(f"[the full cache writes:]\n{full}")
+
+
+def write(encoding, tokens: Iterator) -> str:
+    """Print each token as it comes; return all of them as text."""
+    ids = []
+    printed = ""
+    for token in tokens:
+        ids.append(token.item())
+        text = encoding.decode(ids)
+        if not text.endswith("\ufffd"):  # a character may span tokens
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+    print(text[len(printed) :], end="")
+    return text

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lab.command_line import check_output, command, replace
-from lab.registry import given, pick
+from lab.methods_by_name import pick
 from lab.text_table import text_table
 from nanollm import kernel_switch
 from nanollm.cache import cache_bytes, compress, make_cache
@@ -223,10 +223,11 @@ def decoding(methods: dict, B: int, T: int) -> Iterator[dict]:
     tokens = torch.randint(
         128_256, (B, T), generator=torch.Generator().manual_seed(0)
     ).cuda()
-    for name, Method in methods.items():
+    for name, variant in methods.items():
+        options = variant.given(budget=T // 4)
         for kernel_switch.use_kernels in False, True:
             for _ in range(2):  # the first time, kernels are compiled
-                caches = make_cache(model, Method, **given(Method, budget=T // 4))
+                caches = make_cache(model, variant.kind, variant.store, **options)
                 prefill(model, tokens, caches, 8192)
                 at_end = seconds(lambda: compress(model, tokens, caches))
             step = median(

@@ -2,19 +2,27 @@
 
 from codecs import getincrementaldecoder
 import os
+from pathlib import Path
 import sys
 
 import torch
 from torch import Tensor
 
-from nanollm.cache import compress, crop, make_cache
-from nanollm.generate import tell_chunk_ends
-from lab.evaluate import answers, feed, held
-from nano import ANSWER, PAGE, QUESTION
-from nanollm.tokenizer import boundaries, opening
+from lab.kept import held
+from lab.methods_by_name import Variant
+from lab.replay import feed
+from lab.retrieval import answers
+from nanollm.cache import Slots, compress, crop, make_cache
+from nanollm.tokenizer import opening
 
+# four facts among other sentences, and a question about one of them
+PAGE = (Path(__file__).parents[1] / "nanollm" / "page.txt").read_text("utf8")
+QUESTION = "\nQ: The code of table is "
+ANSWER = "2356"
 FACT = f" The code of table is {ANSWER}."
-METHOD, BUDGET = "snap_kv", 32  # finds the fact aware, loses it agnostic
+# finds the fact aware, loses it agnostic
+METHOD = "snap_kv"
+BUDGET = 32
 NEW = 4  # tokens of an answer in `explore`
 
 SETTINGS = {
@@ -23,8 +31,11 @@ SETTINGS = {
 }
 
 
+# ---- read, compress, answer ----
+
+
 def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str, int]]:
-    """Return the tokens (1, T) of page and question, and for each setting how many of them are compressed.
+    """Return the tokens (1, T) of page and question, and how many each setting compresses.
 
     In both settings the last token is fed after the compression.
     """
@@ -36,37 +47,27 @@ def prompt(model, encoding, page: str, question: str) -> tuple[Tensor, dict[str,
 
 @torch.no_grad()
 def answer(
-    model, tokens: Tensor, cut: int, caches: list, new: int
+    model, tokens: Tensor, cut: int, caches: list[Slots], new: int
 ) -> tuple[Tensor, list[int]]:
     """Compress the first `cut` of tokens (1, T), feed the others, then decode `new` tokens.
 
     The others are fed one by one, and decoding is greedy. Returns whether each head holds each of
     the first `cut` tokens right after the compression, (L, H, cut) of bool, and the new tokens.
     """
-    # the last token is read, too, and fed again after the compression
-    aware = cut == tokens.shape[1] - 1
-    feed(model, tokens[:, : cut + aware], caches)
+    T = tokens.shape[1]
+    aware = cut == T - 1  # then the last token is read, too, and fed again
+    feed(model, tokens if aware else tokens[:, :cut], caches)
     crop(caches, cut)
     compress(model, tokens[:, :cut], caches)
-    kept, T = held(caches, cut)[0], tokens.shape[1]
+    kept = held(caches, cut)[0]
     (written,) = answers(model, tokens, [slice(T, T + new)], cut, caches)
     return kept, written[0].tolist()
 
 
-def compressed(
-    model, encoding, Method, options: dict, tokens: Tensor, cut: int, new: int = NEW
-) -> tuple[list, Tensor, list[int]]:
-    """Return a method's caches, and what `answer` returns."""
-    caches = make_cache(model, Method, **options)
-    tell_chunk_ends(
-        caches, boundaries(encoding, model.config.vocab_size)[tokens.cpu()][:, :cut]
-    )
-    return caches, *answer(model, tokens, cut, caches, new)
-
-
 def check_length(model, text: str, tokens: Tensor):
     """Raise ValueError if there is no text, or if tokens (1, T) and an answer are too long."""
-    n, longest = len(tokens[0]) + NEW, model.config.max_len
+    n = len(tokens[0]) + NEW
+    longest = model.config.max_len
     if not text.strip() or n > longest:
         raise ValueError(
             f"text, question and answer have {n} tokens; the text must have at least 1 token, "
@@ -74,16 +75,20 @@ def check_length(model, text: str, tokens: Tensor):
         )
 
 
+# ---- the page as text, and as a figure ----
+
+
 def pieces(encoding, tokens: list[int]) -> list[str]:
-    """Return one string per token. A character that several tokens share stands at its last token."""
+    """Return one string per token. A character of several tokens stands at its last token."""
     decoder = getincrementaldecoder("utf-8")("replace")
     return [decoder.decode(encoding.decode_bytes([token])) for token in tokens]
 
 
 def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
-    """Return the text of tokens, with evicted ones dimmed or, if `dim` is False, in [brackets]."""
+    """Return the text of tokens; evicted ones are dimmed or, if `dim` is False, in [brackets]."""
     before, after = ("\033[2m", "\033[0m") if dim else ("[", "]")
-    text, start = "", 0
+    text = ""
+    start = 0
     for end in range(1, len(tokens) + 1):
         if end == len(tokens) or gone[end] != gone[start]:
             run = encoding.decode(tokens[start:end])
@@ -92,53 +97,56 @@ def marked(encoding, tokens: list[int], gone: list[bool], dim: bool) -> str:
     return text
 
 
-def demonstrate(model, encoding, name: str, Method, options: dict, figure=None):
-    """Print the page and mark its evicted tokens, aware and agnostic; print the answers and the
-    full cache's.
+def demonstrate(
+    model, encoding, name: str, variant: Variant, options: dict, figure=None
+):
+    """Print the page with its evicted tokens marked, and the answers, aware and agnostic.
 
     figure: file for a picture of the page; a token is darker if more heads keep it.
     """
-    (tokens, cuts), new = (
-        prompt(model, encoding, PAGE, QUESTION),
-        len(encoding.encode_ordinary(ANSWER)),
-    )
-    full = encoding.decode(
-        answer(model, tokens, cuts["aware"], make_cache(model), new)[1]
-    )
+    tokens, cuts = prompt(model, encoding, PAGE, QUESTION)
+    new = len(encoding.encode_ordinary(ANSWER))
+    _, written = answer(model, tokens, cuts["aware"], make_cache(model), new)
+    full = encoding.decode(written)
     dim = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     panels = {}
     for setting, cut in cuts.items():
-        _, kept, written = compressed(
-            model, encoding, Method, options, tokens, cut, new
-        )
+        caches = make_cache(model, variant.kind, variant.store, **options)
+        kept, written = answer(model, tokens, cut, caches, new)
+        own = encoding.decode(written)
         shares = kept.float().mean((0, 1)).tolist() + [1.0] * (tokens.shape[1] - cut)
-        gone, own = [share == 0 for share in shares], encoding.decode(written)
-        panels[
-            f"{setting}: {SETTINGS[setting]}; {name} answers {own}, the full cache {full}"
-        ] = shares
+        gone = [share == 0 for share in shares]
+        title = f"{setting}: {SETTINGS[setting]}"
+        panels[f"{title}; {name} answers {own}, the full cache {full}"] = shares
         print(
-            f"{setting}: {SETTINGS[setting]}\n\n{marked(encoding, tokens[0].tolist(), gone, dim)}\n\n"
+            f"{title}\n\n{marked(encoding, tokens[0].tolist(), gone, dim)}\n\n"
             f"{sum(gone)} of {cut} tokens are evicted from all heads; they are "
             f"{'dimmed' if dim else 'in [brackets]'}. "
             f"On average a head keeps {100 * kept.float().mean():.0f} % of the tokens.\n"
             f"Right answer: {ANSWER}; the full cache answers {full}, {name} answers {own}\n",
             flush=True,
         )
-
-    # the page, once per setting; the fact that answers the question is underlined
     if figure:
-        from lab import plot  # matplotlib takes a second to import
+        draw(encoding, tokens[0].tolist(), cuts["agnostic"], panels, figure)
 
-        words, end = pieces(encoding, tokens[0].tolist()), cuts["agnostic"]
-        end -= len(encoding.encode_ordinary(PAGE.partition(FACT)[2]))
-        start = end - len(encoding.encode_ordinary(FACT))
-        fact = [start <= i < end for i in range(tokens.shape[1])]
-        picture = plot.text(
-            words,
-            panels,
-            fact,
-            low="kept by no head",
-            mark="the fact asked for",
-            width=120,
-        )
-        plot.save(picture, figure)
+
+def draw(
+    encoding, tokens: list[int], page: int, panels: dict[str, list[float]], figure: Path
+):
+    """Draw the page, once per setting; the fact that answers the question is underlined.
+
+    page: how many of the tokens are the page's.
+    """
+    from lab import plot  # matplotlib takes a second to import
+
+    end = page - len(encoding.encode_ordinary(PAGE.partition(FACT)[2]))
+    start = end - len(encoding.encode_ordinary(FACT))
+    picture = plot.text(
+        pieces(encoding, tokens),
+        panels,
+        [start <= i < end for i in range(len(tokens))],
+        low="kept by no head",
+        mark="the fact asked for",
+        width=120,
+    )
+    plot.save(picture, figure)

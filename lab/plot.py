@@ -10,7 +10,7 @@ from matplotlib.colors import PowerNorm
 import numpy as np
 
 from lab.command_line import replace
-from lab.evaluate import held
+from lab.kept import held
 
 # metadata of our files; only such files are replaced
 TITLE = "Figure of python -m nanollm"

@@ -9,45 +9,64 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanollm.attention import probabilities
-from nanollm.cache import LayerCache, cache_bytes
+from nanollm.attention import probabilities, visible
+from nanollm.cache import Slots, cache_bytes
 from nanollm.generate import prefill
 
 
 class Recording(NamedTuple):
-    """The tensors that one layer's cache received for a part of a text, in CPU memory."""
+    """The tensors that one layer's cache received for a part of a text."""
 
     q: Tensor  # (B, H·G, T, D)
     k: Tensor  # (B, H, T, D)
     v: Tensor
     pos: Tensor  # (B or 1, T)
 
+    def to(self, device: torch.device | str) -> "Recording":
+        return Recording(*(x.to(device) for x in self))
+
+    def tokens(self, start: int | None, stop: int | None) -> "Recording":
+        """Return the recording of some of the tokens."""
+        q, k, v = (x[:, :, start:stop] for x in self[:3])
+        return Recording(q, k, v, self.pos[:, start:stop])
+
     def split(self, n: int, device: torch.device | str = "cpu"):
         """Yield the recording in pieces of n tokens, on a device."""
-        q, k, v = (x.to(device).split(n, 2) for x in (self.q, self.k, self.v))
-        return map(Recording, q, k, v, self.pos.to(device).split(n, 1))
+        here = self.to(device)
+        for start in range(0, self.q.shape[2], n):
+            yield here.tokens(start, start + n)
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
 
 
-class Recorder(LayerCache):
-    """Full attention that records the input and output of each `attend`."""
+class Recorder(Slots):
+    """Plain slots of a layer that also note its queries and attention's outputs."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.recorded: list[Recording] = []
-        self.answers: list[Tensor] = []  # (B, H·G, T, D)
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.noted: list[tuple[Tensor, Tensor, Tensor]] = []  # of each piece: q, pos, y
 
-    def attend(self, q, k, v, pos):
-        y = super().attend(q, k, v, pos)
-        self.recorded.append(Recording(q, k, v, pos))
-        self.answers.append(y)
-        return y
+    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, p = super().attention(q, pos)
+        self.noted.append((q, pos, y))
+        return y, p
+
+    def take(self) -> tuple[Recording, Tensor]:
+        """Return what came since the last call, and attention's outputs (B, H·G, T, D)."""
+        q, pos, y = zip(*self.noted)
+        self.noted = []
+        q = torch.cat(q, 2)
+        k, v = (x[:, :, -q.shape[2] :].clone() for x in (self.k, self.v))
+        return Recording(q, k, v, torch.cat(pos, 1)), torch.cat(y, 2)
 
 
 class CannotReplay(Exception):
-    """The cache must read the prompt itself, because it hides or changes tokens before the end."""
+    """The cache must read the prompt itself, as it hides or changes tokens before the end."""
 
 
-def feed(model, tokens: Tensor, caches: list[LayerCache], chunk_size: int = 64) -> int:
+def feed(model, tokens: Tensor, caches: list[Slots], chunk_size: int = 64) -> int:
     """Feed tokens (B, T) of a prompt; return the most bytes that the caches allocated."""
     peak = 0
     for part in tokens.split(chunk_size, 1):
@@ -57,64 +76,60 @@ def feed(model, tokens: Tensor, caches: list[LayerCache], chunk_size: int = 64) 
 
 
 def record(model, caches: list[Recorder], tokens: Tensor) -> list[Recording]:
-    """Let the decoder read tokens (B, T), and return one recording per layer; [] without tokens."""
+    """Let the decoder read tokens (B, T); return a recording per layer, in CPU memory.
+
+    Without tokens there are none.
+    """
     if not tokens.shape[1]:
         return []
     feed(model, tokens, caches)
-    recordings = []
-    for cache in caches:
-        q, k, v, pos = zip(*cache.recorded)
-        recordings.append(
-            Recording(
-                *(torch.cat(x, 2).cpu() for x in (q, k, v)), torch.cat(pos, 1).cpu()
-            )
-        )
-        cache.recorded.clear()
-        cache.answers.clear()
-    return recordings
+    return [layer.take()[0].to("cpu") for layer in caches]
 
 
-def replay(recordings: list[list[Recording]], caches: list[LayerCache]) -> int:
+def replay(recordings: list[list[Recording]], caches: list[Slots]) -> int:
     """Replay the last recorded part to the caches; return the bytes that they then allocate.
 
     This replaces `feed`, without the decoder and without attention's output, which is the full
     cache's. recordings: for each part of the prompt, one per layer. The caches have already
     received all parts but the last. Raises CannotReplay if a cache does not show attention all
-    tokens unchanged. The part is written at once, so the returned bytes lack the slack of buffers
-    that grow.
+    tokens unchanged. The part is written at once, or in the pieces that the store takes, so the
+    returned bytes lack the slack of buffers that grow.
     """
     peak = 0
-    for cache, *parts in zip(caches, *recordings):
-        Method = type(cache)
-        if (
-            Method.attend is not LayerCache.attend
-            or Method.pieces is not LayerCache.pieces
-        ):
+    for layer, *parts in zip(caches, *recordings):
+        if layer.prompt_done:  # its method evicts after each piece
             raise CannotReplay
-
-        # limits the memory of probabilities
-        chunk_size = 64 if cache.watch > 64 else parts[-1].q.shape[2]
-        for q, k, v, pos in parts[-1].split(chunk_size, cache.w_o.device):
-            cache.write(k, v, pos)
-            keys, _, slot_pos, bias = cache.read()
-            if bias is not None or keys.shape[2] != cache.seen:
-                raise CannotReplay
-            w = min(cache.watch, q.shape[2])
-            cache.observe(
-                q,
-                probabilities(q[:, :, -w:], keys, slot_pos, None, pos[:, -w:])
-                if w
-                else None,
-            )
-
-        keys, values, slot_pos, _ = cache.read()
-        k, v = (
-            torch.cat(x, 2).to(keys.device)
-            for x in zip(*((part.k, part.v) for part in parts))
-        )
-        pos = torch.cat([part.pos for part in parts], 1).to(slot_pos.device)
-        same = torch.equal(keys, k) and torch.equal(values, v)
-        if not (same and torch.equal(slot_pos, pos[:, None].expand_as(slot_pos))):
-            raise CannotReplay
-        peak += cache.bytes()[1]
+        left = parts[-1].to(layer.w_o.device)
+        while left.length:
+            n = layer.room(left.length)
+            read(layer, left.tokens(0, n))
+            left = left.tokens(n, None)
+        check_all(layer, parts)
+        peak += layer.bytes()[1]
     return peak
+
+
+def read(layer: Slots, piece: Recording):
+    """Do what `attend` does with a piece, but for the output."""
+    layer.write(piece.k, piece.v, piece.pos)
+    keys, _, slot_pos, bias = layer.read()
+    if bias is not None or not keys.shape[2] == layer.length == layer.seen:
+        raise CannotReplay
+    w = min(layer.watch, piece.length)
+    p = None
+    if w:
+        last = piece.tokens(-w, None)
+        p = probabilities(last.q, keys, visible(slot_pos, None, last.pos))
+    layer.method.observe(layer, piece.q, p)
+
+
+def check_all(layer: Slots, parts: list[Recording]):
+    """Raise CannotReplay unless a store shows exactly the recorded parts."""
+    keys, values, slot_pos, _ = layer.read()
+    k, v, pos = (
+        torch.cat([getattr(part, name) for part in parts], dim).to(keys.device)
+        for name, dim in (("k", 2), ("v", 2), ("pos", 1))
+    )
+    same = torch.equal(keys, k) and torch.equal(values, v)
+    if not (same and torch.equal(slot_pos, pos[:, None].expand_as(slot_pos))):
+        raise CannotReplay

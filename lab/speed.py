@@ -28,9 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lab import command_line
-from lab.evaluate import budget_for
-from lab.registry import calibrated, given, load, pick
+from lab.loading import calibrated, load
+from lab.methods_by_name import pick
 from lab.replay import CannotReplay, Recorder, Recording, record, replay
+from lab.retrieval import budget_for
 from lab.text_table import text_table
 from nanollm import TINY
 from nanollm.cache import cache_bytes, compress, make_cache
@@ -199,13 +200,15 @@ def measured(
     """
 
     def maker(name: str, T: int) -> Callable:
-        options = given(methods[name], budget=budget_for(keep / 100, T)) | learned[name]
-        return lambda: make_cache(model, methods[name], **options)
+        variant = methods[name]
+        budget = budget_for(keep / 100, T)
+        options = variant.given(budget=budget, **learned[name])
+        return lambda: make_cache(model, variant.kind, variant.store, **options)
 
-    learned, rows = (
-        {name: calibrated(Method, model, encoding) for name, Method in methods.items()},
-        [],
-    )
+    learned = {
+        name: calibrated(variant, model, encoding) for name, variant in methods.items()
+    }
+    rows = []
     for name, (_, T) in product(methods, sizes):
         maker(name, T)()  # raises ValueError if a method cannot use its budget
     for B, T in sizes:
@@ -230,7 +233,7 @@ def measured(
         if ends := peer.ends(tokens, rounds):
             steps["snap_kv"] = fastest(lambda: peer.step(tokens), STEPS)
         peer.cache = None
-        recording = record(model, make_cache(model, Recorder), tokens)
+        recording = record(model, make_cache(model, store=Recorder), tokens)
         for name in tqdm(methods, f"{T} tokens, batch {B}", leave=False, disable=None):
             row = end_and_step(model, tokens, recording, maker(name, T), rounds)
             rows.append(

@@ -60,8 +60,6 @@ KEYS = {
     "perplexity",
     "slots",
     "slots_end",
-    "keeps_all",
-    "evicts",
 }  # of each row
 
 
@@ -144,7 +142,7 @@ def budget(row: dict) -> str:
     """Return the keep ratio of a row: "25 %"; without a budget "all" or, in brackets, how much was kept."""
     if row["keep_ratio"] is not None:
         return f"{100 * row['keep_ratio']:g} %"
-    if row["keeps_all"] or row["slots"] == row["prompt"]:
+    if row["slots"] == row["prompt"]:
         return "all"
     return f"({100 * row['slots'] / row['prompt']:.0f} %)"
 

@@ -1,0 +1,193 @@
+"""Measure the rows of `python -m nanollm`: one for each method, keep ratio and length."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import groupby
+import json
+import sys
+from typing import NamedTuple
+from zlib import crc32
+
+from lab import command_line, table
+from lab.benchmark import (
+    TASKS,
+    Benchmark,
+    build,
+    check_size,
+    continuation_length,
+    excess,
+    run,
+)
+from lab.hard_tasks import HARD, HardTasks
+from lab.kept import full_cache_bytes
+from lab.loading import calibrated, loaded
+from lab.methods_by_name import one_line, pick
+from lab.processes import spread
+from lab.retrieval import Make, maker
+from nanollm.check import check_seed
+
+
+class Job(NamedTuple):
+    """One row to measure."""
+
+    tokens: int  # length of the documents
+    method: str
+    keep_ratio: float | None  # None: the method has no budget
+
+
+class Failed(NamedTuple):
+    """What stands in place of a row if its method failed: the error, in a line."""
+
+    why: str
+
+
+class Comparison:
+    """The model, the methods and the documents of a run, and the rows of an earlier one."""
+
+    def __init__(self, args: Namespace, text: str | None):
+        self.args = args
+        self.methods = pick([*table.SHOWN] if args.short else args.methods)
+        self.model, self.encoding = loaded(args)
+        self.tasks = HardTasks(self.encoding, "test", text)
+        self.settings = settings(args, text)
+        self.earlier: dict[Job, dict] = {}
+        self.options: dict[str, dict] = {}  # of each method that can be measured
+        self.benchmarks: list[Benchmark] = []  # of the length that is being measured
+        check_seed(args.seed)
+        for T in args.lengths:
+            check_size(self.model, args.documents, 2, T)
+
+    def resume(self, stored: bytes):
+        """Take the rows of --json. ValueError if one lacks a key or has other settings."""
+        file = self.args.json
+        for row in json.loads(stored or "[]"):
+            lacks = table.KEYS - row.keys()
+            if lacks:
+                raise ValueError(
+                    f"a row in {file} has no {min(lacks)!r}; another version may have written it, "
+                    "so name another file"
+                )
+            for name, x in self.settings.items():
+                if row.get(name) != x:
+                    raise ValueError(
+                        f"the rows in {file} were measured with --{name} {row.get(name)}, "
+                        f"not {x}; give the same option, or name another file"
+                    )
+            self.earlier[Job(row["tokens"], row["method"], row["keep_ratio"])] = row
+
+    # ---- what can be measured ----
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs that have an earlier row, or can run on this model.
+
+        What cannot is left out, with a line on stderr; ValueError if --methods names its method.
+        """
+        ratios = [percent / 100 for percent in self.args.keep]
+        jobs = []
+        for T in self.args.lengths:
+            for name, variant in self.methods.items():
+                keep_ratios = ratios if variant.takes("budget") else [None]
+                jobs += [Job(T, name, ratio) for ratio in keep_ratios]
+        missing = [job for job in jobs if job not in self.earlier]
+        self.calibrate(dict.fromkeys(job.method for job in missing))
+        return [job for job in jobs if job in self.earlier or self.possible(job)]
+
+    def calibrate(self, names: dict[str, None]):
+        """Find the options of methods, which may take minutes, before any row is measured."""
+        for name in names:
+            variant = self.methods[name]
+            try:
+                learned = calibrated(
+                    variant, self.model, self.encoding, self.args.calibration
+                )
+            except Exception as error:
+                self.leave_out(name, error)
+            else:
+                defaults = dict(window_size=self.args.window) | learned
+                self.options[name] = variant.given(**defaults)
+
+    def possible(self, job: Job) -> bool:
+        """Return whether a method can have its budget in the shortest prompt."""
+        if job.method not in self.options:
+            return False
+        shortest = job.tokens - continuation_length(job.tokens) - 1
+        try:
+            self.make(job)(shortest)
+        except ValueError as error:
+            line = table.label(job.method, job.keep_ratio)
+            self.leave_out(f"{line} of {shortest} tokens", error)
+            return False
+        except Exception:  # a bug in the method: its own row reports it
+            pass
+        return True
+
+    def make(self, job: Job) -> Make:
+        """Return a function that makes a method's caches."""
+        variant = self.methods[job.method]
+        options = self.options[job.method]
+        return maker(
+            self.model, variant.kind, job.keep_ratio, variant.store, **options
+        )
+
+    def leave_out(self, what: str, error: Exception):
+        line = f"{what}: {one_line(error)}"
+        if self.args.methods:
+            raise ValueError(line) from error
+        print(f"left out: {line}", file=sys.stderr)
+
+    # ---- the rows ----
+
+    def results(self, jobs: list[Job]) -> Iterator[tuple[Job, dict | Failed]]:
+        """Yield each job with its row. Each core has a process, of one thread."""
+        args = self.args
+        names = dict(standard=TASKS, hard=HARD).get(args.tasks, (args.tasks,))
+        processes = args.device == "cpu" and args.threads < 2
+        for T, of_length in groupby(jobs, key=lambda job: job.tokens):
+            some = [*of_length]
+            if any(job not in self.earlier for job in some):
+                self.benchmarks = build(
+                    self.model, self.tasks, T, args.documents, args.seed, names
+                )
+            yield from zip(some, spread(self.result, some, processes))
+
+    def result(self, job: Job) -> dict | Failed:
+        """Return the earlier row of a job, or measure it."""
+        if job in self.earlier:
+            return self.earlier[job]
+        try:
+            measured = run(self.benchmarks, self.model, self.make(job), self.args.l1)
+        except Exception as error:
+            return Failed(one_line(error))
+        return table.row_of(
+            job.method, job.keep_ratio, job.tokens, self.settings, measured
+        )
+
+    def shown(self, row: dict) -> str:
+        """Return a row as a line of the table, and a line if it holds more than its budget."""
+        line = table.show(row, self.args.short)
+        too_much = excess(row)
+        return f"{line}\n  ! {too_much}" if too_much else line
+
+    def sizes(self, T: int) -> str:
+        """Return a line on the bytes of a full cache of T tokens and of the weights."""
+        full = full_cache_bytes(self.model.config, T) / 2**20
+        weights = sum(2 * p.numel() for p in self.model.parameters()) / 2**20
+        return (
+            f"In 16 bits: full cache of {T} tokens {full:.1f} MiB a text, "
+            f"weights {weights:.1f} MiB"
+        )
+
+
+def settings(args: Namespace, text: str | None) -> dict:
+    """Return what all rows of a run share; each row repeats it."""
+    return dict(
+        model=command_line.whole_name(args.model),
+        engine=args.engine,
+        dtype=args.dtype,
+        documents=args.documents,
+        seed=args.seed,
+        window=args.window,
+        tasks=args.tasks,
+        l1=args.l1,
+        text=text and f"{args.text}, crc32 {crc32(text.encode()):08x}",
+    )

@@ -1,0 +1,37 @@
+"""What caches hold: which tokens, how many slots; and how many bytes a full cache has."""
+
+import torch
+from torch import Tensor
+
+from nanollm.cache import NEVER, Slots
+
+
+def held(caches: list[Slots], tokens: int) -> Tensor:
+    """Return (B, L, H, tokens) of bool: which of the first `tokens` tokens a head still holds."""
+    token = torch.arange(tokens, device=caches[0].pos.device)
+    layers = []
+    for layer in caches:
+        heads = layer.positions().unbind(1)
+        # (B, S, tokens) of one head at a time
+        there = [(head[..., None] == token).any(-2) for head in heads]
+        layers.append(torch.stack(there, 1))
+    return torch.stack(layers, 1)
+
+
+def slots_per_head(caches: list[Slots]) -> float:
+    """Return live slots per key/value head: the mean over heads, in the text with the most.
+
+    The mean allows heads and layers to share budgets. Rounded entries count as exact ones do.
+    """
+    live = [layer.positions() != NEVER for layer in caches]
+    heads = sum(layer.shape[1] for layer in live)
+    return sum(layer.sum((1, 2)) for layer in live).max().item() / heads
+
+
+def full_cache_bytes(config, tokens: int, bytes_per_number: int = 2) -> int:
+    """Return the bytes of a full cache's keys and values (KVReviver, Eq. 1).
+
+    They are 2 · layers · key/value heads · tokens · head dim · bytes.
+    """
+    heads = config.n_layers * config.n_kv_heads
+    return 2 * heads * tokens * config.head_dim * bytes_per_number

@@ -1,0 +1,130 @@
+"""Load what a command runs: the decoder, its tokenizer, and what methods learn of the decoder."""
+
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+import torch
+
+from lab.command_line import set_threads
+from lab.methods_by_name import Variant
+from lab.tasks import Tasks
+from nanollm import checkpoint, gguf, tokenizer
+from nanollm.saved import fingerprint
+
+# a folder for each decoder
+CALIBRATED = Path(__file__).parents[1] / "nanollm" / "calibrated"
+
+
+def load(
+    folder: str | Path,
+    device: str = "cpu",
+    engine: str = "auto",
+    dtype: str = "float32",
+):
+    """Return the decoder and the tokenizer of a folder, of a GGUF file, or of "smollm2".
+
+    engine: "ours", "transformers", or "auto" (ours if it supports the model's family). dtype:
+    torch's name of the number format of weights, keys and values.
+    """
+    folder = Path(folder)
+    read = reader(folder, engine)
+    return read(folder, getattr(torch, dtype), device)
+
+
+def reader(folder: Path, engine: str) -> Callable:
+    """Return the function that reads a model: (folder, dtype, device) → decoder, tokenizer."""
+    is_smollm2 = folder == Path(gguf.SMOLLM2) and not folder.exists()
+    if folder.suffix == ".gguf" or is_smollm2:
+        return transformers_of_gguf if engine == "transformers" else gguf.read
+    if engine == "ours" or engine == "auto" and checkpoint.is_known(folder):
+        return ours
+    return transformers
+
+
+def ours(folder: Path, dtype: torch.dtype, device: str):
+    model = checkpoint.from_hf(folder, dtype, device)
+    return model, tokenizer_of(folder, model)
+
+
+def transformers(folder: Path, dtype: torch.dtype, device: str):
+    # here, because transformers takes seconds to import
+    from nanollm.bridge import Bridged
+
+    model = Bridged(checkpoint.hf_model(folder, dtype, device))
+    return model, tokenizer_of(folder, model)
+
+
+def transformers_of_gguf(file: Path, dtype: torch.dtype, device: str):
+    from nanollm.bridge import Bridged
+
+    model, encoding = gguf.read(file, dtype, device)
+    return Bridged(checkpoint.as_hf(model)), encoding
+
+
+def tokenizer_of(folder: Path, model):
+    """Return the tokenizer in a model's folder. ValueError if it does not suit the model."""
+    own = folder / "tokenizer.tiktoken"
+    encoding = tokenizer.load(own) if own.exists() else checkpoint.hf_tokenizer(folder)
+    tokenizer.check_vocabulary(encoding, model.config.vocab_size)
+    return encoding
+
+
+def loaded(args, folder: Path | None = None):
+    """Return `load` for the options of `command_line.model_options`, and set the threads.
+
+    folder: of a model in place of the one that --model names.
+    """
+    model, encoding = load(folder or args.model, args.device, args.engine, args.dtype)
+    set_threads(args.threads, sum(p.numel() for p in model.parameters()))
+    return model, encoding
+
+
+def calibrated(variant: Variant, model, encoding, folder: Path | None = None) -> dict:
+    """Return the options that a method learns of the decoder, such as its gates; {} if none.
+
+    folder: keeps them in METHOD.safetensors. ValueError if that file is of another decoder. Without
+    a folder, those that ship are used, if they are of this decoder.
+    """
+    kind = variant.calibrates
+    if kind is None:
+        return {}
+    name = f"{kind.__name__}.safetensors"
+    decoder = fingerprint(model)
+    for file in [folder / name] if folder else CALIBRATED.glob(f"*/{name}"):
+        if not file.exists():
+            continue
+        with safe_open(file, "pt") as stored:
+            if stored.metadata().get("decoder") == decoder:
+                return {option: stored.get_tensor(option) for option in stored.keys()}
+        if folder:
+            raise ValueError(
+                f"{file} was calibrated on another decoder; name another folder"
+            )
+    options = kind.calibrate(model, training_tasks(encoding))
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(options, folder / name, {"decoder": decoder})
+    return options
+
+
+class TrainingTasks:
+    """The tasks of the training text. Their text is encoded, in seconds, when it is needed."""
+
+    def __init__(self, encoding):
+        self.encoding = encoding
+
+    @cached_property
+    def made(self) -> Tasks:
+        return Tasks(self.encoding, "train")
+
+    def __getattr__(self, name: str):
+        return getattr(self.made, name)
+
+
+@lru_cache(1)
+def training_tasks(encoding) -> TrainingTasks:
+    """Return the tasks from which methods learn; the same for all methods of a command."""
+    return TrainingTasks(encoding)
