@@ -61,7 +61,12 @@ class Chunks(Selection):
                 f"the window of {method.window_size}; raise it to {least}, or set fill=True"
             )
 
-    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(
+        self,
+        window: Window,
+        scores: Tensor,
+        budget: int | Tensor,
+    ) -> Tensor:
         scores = self.pooled(window, scores)
         chunk = self.cut(window, scores)
         score, length = chunk_scores(scores, chunk, self.score)
@@ -98,7 +103,11 @@ def grid(place: Tensor, size: int) -> Tensor:
     return torch.where(place < 0, 0, place // size + 1)
 
 
-def chunk_scores(scores: Tensor, chunk: Tensor, how: str) -> tuple[Tensor, Tensor]:
+def chunk_scores(
+    scores: Tensor,
+    chunk: Tensor,
+    how: str,
+) -> tuple[Tensor, Tensor]:
     """Return score and length of every chunk, both (..., chunks).
 
     scores (..., n): window scores, at least 0. chunk (..., n): each token's chunk number. how:
@@ -122,7 +131,11 @@ def ranking(score: Tensor) -> Tensor:
     return score.shape[-1] - 1 - newest_first
 
 
-def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
+def cut_to(
+    score: Tensor,
+    chunk: Tensor,
+    budget: int | Tensor,
+) -> Tensor:
     """Return the mask (..., n) of the first `budget` tokens, chunks taken by their scores."""
     # Example: tokens of the chunks 1 1 2 2, chunk 2 scores higher, budget 3. Their ranks are
     # 1 1 0 0; sorted by rank, the tokens are 2 3 0 1, and the first three stay: the mask is 1 0 1 1.
@@ -133,7 +146,11 @@ def cut_to(score: Tensor, chunk: Tensor, budget: int | Tensor) -> Tensor:
     return torch.zeros_like(first).scatter(-1, by_rank, first)
 
 
-def fit(score: Tensor, length: Tensor, budget: int | Tensor) -> Tensor:
+def fit(
+    score: Tensor,
+    length: Tensor,
+    budget: int | Tensor,
+) -> Tensor:
     """Return the mask (..., chunks) of the chunks that fit whole, tried by their scores."""
     order = ranking(score)
     length = length.gather(-1, order)
@@ -170,12 +187,22 @@ class ChunkKV(SnapKV):
                 f"set reuse=1 with {type(self.select).__name__}"
             )
 
-    def observe(self, layer: Slots, q: Tensor, p: Tensor | None):
+    def observe(
+        self,
+        layer: Slots,
+        q: Tensor,
+        p: Tensor | None,
+    ):
         # only the lowest layer of a group needs its queries
         if layer.index % self.reuse == 0:
             super().observe(layer, q, p)
 
-    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+    def compress(
+        self,
+        model,
+        tokens: Tensor,
+        layers: list[Slots],
+    ):
         if self.reuse == 1:
             return super().compress(model, tokens, layers)
         for i in range(0, len(layers), self.reuse):

@@ -51,7 +51,12 @@ class Critical(Selection):
                 f"alpha is {self.alpha}; it is a fraction of the budget, between 0 and 1"
             )
 
-    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(
+        self,
+        window: Window,
+        scores: Tensor,
+        budget: int | Tensor,
+    ) -> Tensor:
         # stage 1: the first α·b entries, by weight alone
         first = top(window.pool(scores.mean(2)), part_of(self.alpha, budget))
 
@@ -60,7 +65,12 @@ class Critical(Selection):
         norms = value_norms(layer.v[:, :, : window.n], layer.w_o)
         return two_stage(first, self.second(window, scores, norms), budget)
 
-    def second(self, window: Window, scores: Tensor, norms: Tensor) -> Tensor:
+    def second(
+        self,
+        window: Window,
+        scores: Tensor,
+        norms: Tensor,
+    ) -> Tensor:
         """Return the scores of stage 2, (B, H, n), from window scores and norms (B, H, G, n)."""
         return (scores * norms).mean(2)
 
@@ -69,7 +79,12 @@ class Critical(Selection):
 class PooledCritical(Critical):
     """Ours: stage 2 pools the window scores too."""
 
-    def second(self, window: Window, scores: Tensor, norms: Tensor) -> Tensor:
+    def second(
+        self,
+        window: Window,
+        scores: Tensor,
+        norms: Tensor,
+    ) -> Tensor:
         return (window.pool(scores) * norms).mean(2)
 
 
@@ -84,11 +99,20 @@ class CriticalCode(Critical):
 
     alpha: float = 0.5
 
-    def second(self, window: Window, scores: Tensor, norms: Tensor) -> Tensor:
+    def second(
+        self,
+        window: Window,
+        scores: Tensor,
+        norms: Tensor,
+    ) -> Tensor:
         return (window.pool(scores).mean(2) + 1e-4) * norms.mean(2)
 
 
-def two_stage(first: Tensor, score: Tensor, budget: int | Tensor) -> Tensor:
+def two_stage(
+    first: Tensor,
+    score: Tensor,
+    budget: int | Tensor,
+) -> Tensor:
     """Return Algorithm 1's mask: the entries of `first`, then the highest of the other scores.
 
     first (stage 1's entries) and score are (B, H, n); the mask has `budget` entries per head.

@@ -59,7 +59,13 @@ class Sketch:
 
     signed_keys = False  # the paper gives signs to values only
 
-    def __init__(self, k: Tensor, rows: int, width: int, seed: int):
+    def __init__(
+        self,
+        k: Tensor,
+        rows: int,
+        width: int,
+        seed: int,
+    ):
         B, H, _, D = k.shape
         self.rows = rows
         self.width = width
@@ -76,7 +82,9 @@ class Sketch:
         """Return a number above all tokens J."""
         if self.tokens:
             return self.tokens
-        return int(J.max()) + 1 if J.numel() else 1
+        if not J.numel():
+            return 1
+        return int(J.max()) + 1
 
     def number(self, J: Tensor, coefficients: Tensor) -> Tensor:
         """Return c₀J³ + c₁J² + c₂J + c₃ mod p in every row: tokens J (B, H, n) → (B, H, n, r)."""
@@ -97,17 +105,28 @@ class Sketch:
 
     def sign(self, J: Tensor) -> Tensor:
         """Return the factors ±1 of every component of tokens J in every row, (B, H, n, r, 2D)."""
-        return torch.where(self.sign_bit(J).bool().unsqueeze(-1), self.flip, 1.0)
+        negative = self.sign_bit(J).bool()
+        return torch.where(negative.unsqueeze(-1), self.flip, 1.0)
 
-    def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
+    def insert(
+        self,
+        J: Tensor,
+        k: Tensor,
+        v: Tensor,
+        times: Tensor | float = 1.0,
+    ):
         """Add tokens J (B, H, n) with k and v (B, H, n, D) to the sketch (Algorithm 1).
 
         times (B, H, n, 1) multiplies k and v; −1 deletes a token.
         """
         x = torch.cat((k, v), -1) * times
         total = wide(self.x)
-        for slot, sign in zip(self.bucket(J).unbind(3), self.sign(J).unbind(3)):
-            total.scatter_add_(2, expand_index(slot, total), (x * sign).to(total))
+        slots = self.bucket(J)
+        signs = self.sign(J)
+        for row in range(self.rows):
+            slot = expand_index(slots[..., row], total)
+            signed = x * signs[:, :, :, row]
+            total.scatter_add_(2, slot, signed.to(total))
         # round to 16 bits once: one by one, small terms would vanish in a large sum
         self.x.copy_(total)
         if not self.x.isfinite().all():
@@ -116,35 +135,58 @@ class Sketch:
                 f"a slot's sum, {most:.0f}, exceeds {self.x.dtype}; use bfloat16"
             )
 
-    def query(self, J: Tensor, among: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def query(
+        self,
+        J: Tensor,
+        among: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return estimates of k and v, (B, H, n, D) each, for tokens J (B, H, n) (Algorithm 2).
 
         among (B, H, a): all tokens in the sketch, J if not given; only subclasses use it.
         """
-        return torch.stack([*self.revive(J, among)]).view(*J.shape, -1).chunk(2, -1)
+        heads = torch.stack([*self.revive(J, among)])  # (B·H, n, 2D)
+        return heads.view(*J.shape, -1).chunk(2, -1)
 
-    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
+    def revive(
+        self,
+        J: Tensor,
+        among: Tensor | None = None,
+    ) -> Iterable[Tensor]:
         """Yield the estimates [k | v] of each head, (n, 2D). A head fits into a core's cache."""
         return self.median(self.x, J)
 
-    def median(self, x: Tensor, J: Tensor) -> Iterator[Tensor]:
+    def median(
+        self,
+        x: Tensor,
+        J: Tensor,
+    ) -> Iterator[Tensor]:
         """Yield each head's median over rows of the slots x (B, H, r·b, 2D) of tokens J: (n, 2D)."""
         # A table of all slots as read with sign 1, then as read with sign −1. Example: token 5 has
         # slot 2 of 4 and sign −1, so it reads row 4 + 2 of the table.
         table = torch.cat((x, x * self.flip), 2)
-        token = torch.arange(self.above(J), device=J.device).view(1, 1, -1)
+        token = torch.arange(self.above(J), device=J.device)
+        token = token.view(1, 1, -1)
         slots = self.bucket(token) + self.sign_bit(token) * x.shape[2]
         slots = slots[0, 0].T.contiguous()  # (r, tokens): the same in all heads
-        for head, j in zip(table.flatten(0, 1), J.flatten(0, 1).long()):
+
+        tables = table.flatten(0, 1)
+        for head, j in zip(tables, J.flatten(0, 1).long()):
             read = [F.embedding(row[j], head) for row in slots]
-            yield read[0] if self.rows == 1 else median_of_three(*read)
+            if self.rows == 1:
+                yield read[0]
+            else:
+                yield median_of_three(*read)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors whose bytes count."""
         return [self.x]
 
 
-def median_of_three(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def median_of_three(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+) -> Tensor:
     """Return the elementwise median: a, unless both others lie on one side of it."""
     return a.clamp(torch.minimum(b, c), torch.maximum(b, c))
 
@@ -170,7 +212,8 @@ class SketchSlots(Slots):
             # Example: of tokens 0 … 3, tokens 0 and 2 have slots. vague = 0 1 0 1, so place =
             # 0 1 0 2: token 1 goes to place 1, token 3 to place 2; place 0 collects the others and
             # is cut off.
-            vague = torch.ones_like(self.score[:, :, : self.seen], dtype=torch.int64)
+            score = self.score[:, :, : self.seen]
+            vague = torch.ones_like(score, dtype=torch.int64)
             vague.scatter_(2, self.pos.long(), 0)
             place = vague.cumsum(-1) * vague
             order = place.new_empty(*place.shape[:2], self.seen - self.length + 1)
@@ -178,7 +221,12 @@ class SketchSlots(Slots):
             self.cached_vague = order.scatter_(2, place, token)[..., 1:]
         return self.cached_vague
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
         super().write(k, v, pos)
         self.in_recent += k.shape[2]
         if self.seen == k.shape[2]:
@@ -205,7 +253,11 @@ class SketchSlots(Slots):
         """Return whether the sketch contains tokens."""
         return self.sketch is not None and self.length < self.seen
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Attend from one new token head by head, so that one head is revived at a time.
 
         Several new tokens attend to what `read` returns.
@@ -215,19 +267,22 @@ class SketchSlots(Slots):
         D = q.shape[-1]
         tokens = self.vague_tokens()
         # (B·H, G, D)
-        q_h = (wide(q) * D**-0.5).view(q.shape[0] * self.k.shape[1], -1, D)
+        B, H, _, _ = self.k.shape
+        q_h = wide(q) * D**-0.5
+        q_h = q_h.view(B * H, -1, D)
         exact = q_h @ wide(self.k).flatten(0, 1).mT
         rows = []
         outputs = []
-        for one, score, revived in zip(q_h, exact, self.sketch.revive(tokens, tokens)):
+        for i, revived in enumerate(self.sketch.revive(tokens, tokens)):
             k, v = revived.chunk(2, 1)
-            p = torch.cat((score, one @ wide(k).T), 1).softmax(-1)
+            score = torch.cat((exact[i], q_h[i] @ wide(k).T), 1)
+            p = score.softmax(-1)
             rows.append(p)
             outputs.append(p[:, self.length :].to(v) @ v)
         p = torch.stack(rows)
         y = p[..., : self.length].to(q) @ self.v.flatten(0, 1)
         y = torch.stack(outputs) + y
-        return y.view_as(q), p.view(*self.k.shape[:2], -1, 1, p.shape[-1])
+        return y.view_as(q), p.view(B, H, -1, 1, p.shape[-1])
 
     def crop(self, n: int):
         self.in_recent -= self.seen - n
@@ -297,11 +352,17 @@ class KVReviver(Method):
             )
         check_seed(self.seed, 1000)
 
-    def observe(self, layer: SketchSlots, q: Tensor, p: Tensor):
+    def observe(
+        self,
+        layer: SketchSlots,
+        q: Tensor,
+        p: Tensor,
+    ):
         tokens = layer.pos
         if p.shape[-1] > layer.length:  # the sketch was read, too
             tokens = torch.cat((tokens, layer.vague_tokens()), 2)
-        layer.score.scatter_add_(2, tokens.long(), p.sum((2, 3), dtype=torch.float32))
+        new = p.sum((2, 3), dtype=torch.float32)
+        layer.score.scatter_add_(2, tokens.long(), new)
 
     def sizes(self, layer: SketchSlots) -> tuple[int, int, int]:
         """Return three numbers of slots: in a row of the sketch, in Recent, in Candidate."""
@@ -377,8 +438,10 @@ class KVReviver(Method):
             times = swaps_k.to(layer.k)
             layer.sketch.insert(token, revived_k, revived_v, times=-times)
             layer.sketch.insert(out, leaving_k, leaving_v, times=times)
-            layer.k.scatter_(2, where, torch.where(swaps_k, revived_k, leaving_k))
-            layer.v.scatter_(2, where, torch.where(swaps_k, revived_v, leaving_v))
+            k = torch.where(swaps_k, revived_k, leaving_k)
+            v = torch.where(swaps_k, revived_v, leaving_v)
+            layer.k.scatter_(2, where, k)
+            layer.v.scatter_(2, where, v)
             layer.pos.scatter_(2, slot, torch.where(swaps, token.int(), out))
             # `tokens` is not sorted any more
             tokens.scatter_(2, best, torch.where(swaps, out.long(), token))

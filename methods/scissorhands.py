@@ -77,7 +77,12 @@ class Scissorhands(Method):
             count=torch.int32, unimportant=(torch.uint8, math.ceil(self.history / 8))
         )
 
-    def observe(self, layer: Slots, q: Tensor, p: Tensor):
+    def observe(
+        self,
+        layer: Slots,
+        q: Tensor,
+        p: Tensor,
+    ):
         # s, (n,)
         step = torch.arange(layer.seen - p.shape[3], layer.seen, device=p.device) + 1
 
@@ -98,7 +103,11 @@ class Scissorhands(Method):
         layer.shrink(importance.masked_fill(newest, math.inf), self.budget - leave)
 
 
-def check_leaving(budget: int, stay: int, at_a_time: int | None):
+def check_leaving(
+    budget: int,
+    stay: int,
+    at_a_time: int | None,
+):
     """Raise ValueError unless `stay` entries can stay while `at_a_time` leave."""
     if stay < 0:
         raise ValueError(f"recent is {stay}; it must be at least 0")
@@ -112,7 +121,11 @@ def check_leaving(budget: int, stay: int, at_a_time: int | None):
     )
 
 
-def leaving(budget: int, stay: int, at_a_time: int | None) -> int:
+def leaving(
+    budget: int,
+    stay: int,
+    at_a_time: int | None,
+) -> int:
     """Return how many entries leave when no slot is free, m."""
     if at_a_time is not None:
         return at_a_time

@@ -42,7 +42,11 @@ def pairs(x: Tensor, y: Tensor) -> Tensor:
 
 
 def tensor_attention(
-    q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    v1: Tensor,
+    v2: Tensor,
 ) -> Tensor:
     """Return tensor attention in which every query sees every pair (Def. 3.6), (..., T, D).
 
@@ -70,7 +74,11 @@ class PairSlots(Slots):
 class FourCache(PairSlots):
     """Def. 3.7: stores K₁, K₂, V₁, V₂, 4·i·D numbers, and forms all pairs for each query."""
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, None]:
         """Attend causally with q (B, H·G, T, D): a query sees a pair if it sees both tokens."""
         B, _, T, D = q.shape
         scale = D**-0.5 if self.scale is None else self.scale
@@ -85,7 +93,12 @@ class FourCache(PairSlots):
         return torch.stack(outputs, 2), None
 
     def one_query(
-        self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
+        self,
+        q: Tensor,
+        k1: Tensor,
+        k2: Tensor,
+        v1: Tensor,
+        v2: Tensor,
     ) -> Tensor:
         """Attend with q (B, H, G, D) to all pairs of n tokens, (B, H, n, D) each → (B, H, G, D)."""
         return tensor_attention(*map(wide, (q, k1, k2, v1, v2))).to(q)
@@ -97,14 +110,24 @@ class FactoredFourCache(FourCache):
     tile: the most pairs in a tile (but at least one row); in float32 1 MiB of scores per head.
     """
 
-    def __init__(self, *place, scale: float | None = None, tile: int = 2**18):
+    def __init__(
+        self,
+        *place,
+        scale: float | None = None,
+        tile: int = 2**18,
+    ):
         super().__init__(*place, scale=scale)
         if tile < 1:
             raise ValueError(f"tile is {tile}; it must be at least 1 pair")
         self.tile = tile
 
     def one_query(
-        self, q: Tensor, k1: Tensor, k2: Tensor, v1: Tensor, v2: Tensor
+        self,
+        q: Tensor,
+        k1: Tensor,
+        k2: Tensor,
+        v1: Tensor,
+        v2: Tensor,
     ) -> Tensor:
         fast = kernel_for(q, "pair_attention", "tensor_attention")
         if fast:
@@ -153,13 +176,22 @@ class TwoCache(PairSlots):
         super().__init__(*place, scale=scale)
         self.tokens = Slots()
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, None]:
         """Attend as in FourCache. Each pair has a slot, so the attention of Slots does it."""
         if self.scale is not None:
             q = q * (self.scale * q.shape[-1] ** 0.5)  # Slots multiplies by 1/√D
         return super().attention(q, pos)
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
         for t, (new_k, new_v) in enumerate(remember(self.tokens, k, v, pos)):
             super().write(new_k, new_v, pos[:, t : t + 1].expand(-1, new_k.shape[2]))
         self.seen = self.tokens.seen
@@ -168,7 +200,12 @@ class TwoCache(PairSlots):
         return super().stored() + self.tokens.stored()
 
 
-def remember(tokens: Slots, k: Tensor, v: Tensor, pos: Tensor):
+def remember(
+    tokens: Slots,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+):
     """Write k and v (B, H, T, 2D) to `tokens`; yield keys and values of each token's new pairs."""
     tokens.write(k, v, pos)
     for n in range(tokens.length - k.shape[2] + 1, tokens.length + 1):
@@ -185,7 +222,11 @@ def new_pairs(x: Tensor, y: Tensor) -> Tensor:
 # ---- a decoder of pairs ------------------------------------------------------------------------
 
 
-def pair_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def pair_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Return causal tensor attention over a whole text, (B, H·G, T, D).
 
     q is (B, H·G, T, D), k and v are (B, H, T, 2D). Query i attends to all pairs of tokens a, b ≤ i.
@@ -226,7 +267,13 @@ class PairAttention(nn.Module):
         self.qkv = nn.Linear(c.d_model, sum(self.heads) * c.head_dim, bias=c.qkv_bias)
         self.o = nn.Linear(c.n_heads * c.head_dim, c.d_model, bias=c.o_bias)
 
-    def forward(self, x: Tensor, angles, pos: Tensor, cache=None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        angles,
+        pos: Tensor,
+        cache=None,
+    ) -> Tensor:
         q, k, v = self.project(x, None)
         # (B, H, T, 2D): each head's two vectors
         k = torch.cat((k[:, ::2], k[:, 1::2]), -1)

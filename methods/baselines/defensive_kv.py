@@ -47,7 +47,12 @@ class DefensiveKV(WindowMethod):
                 f"mass is {self.mass}; it is a part of the attention, between 0 and 1"
             )
 
-    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+    def compress(
+        self,
+        model,
+        tokens: Tensor,
+        layers: list[Slots],
+    ):
         if layers[0].seen > self.budget:
             for layer in layers:
                 keep_highest(
@@ -85,7 +90,12 @@ class DefensiveKV(WindowMethod):
 class LayerDefensiveKV(DefensiveKV):
     """Rank the entries of all layers and heads together."""
 
-    def compress(self, model, tokens: Tensor, layers: list[Slots]):
+    def compress(
+        self,
+        model,
+        tokens: Tensor,
+        layers: list[Slots],
+    ):
         if layers[0].seen > self.budget:
             scores = [self.worst_case(self.window(layer, tokens)) for layer in layers]
             keep_highest(layers, scores, self.budget)

@@ -42,7 +42,12 @@ class QuantizedSlots(Slots):
         if self.model is not None:
             check_head_dim(self.w_o.shape[-1], self.group_size)
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
         if not self.seen:
             first = pos[:, :1].int().view(-1, 1, 1)
             self.start = first.expand(*k.shape[:2], 1)  # (B, H, 1)
@@ -51,34 +56,39 @@ class QuantizedSlots(Slots):
     def round(self, groups: int):
         """Round the oldest exact tokens, so many groups of them."""
         n = groups * self.group_size
-        k = self.k[:, :, :n].unflatten(2, (groups, -1))
-        v = self.v[:, :, :n].unflatten(2, (groups, -1))
+        k = self.k[:, :, :n]
+        v = self.v[:, :, :n]
+        k = k.unflatten(2, (groups, -1))
+        v = v.unflatten(2, (groups, -1))
         # k (B, H, groups, tokens, D): each channel over the tokens
         k_code, k_zero, k_scale = quantise(k, self.bits, 3)
         # v (B, H, groups, tokens, D/g, g): each token over g channels
         g = min(self.group_size, k.shape[-1])
         v_code, v_zero, v_scale = quantise(v.unflatten(-1, (-1, g)), self.bits, 5)
-        new = dict(k=pack(k_code.flatten(3), self.bits), k_zero=k_zero, k_scale=k_scale)
-        new |= dict(
-            v=pack(v_code.flatten(3), self.bits), v_zero=v_zero, v_scale=v_scale
+        new = dict(
+            k=pack(k_code.flatten(3), self.bits),
+            k_zero=k_zero,
+            k_scale=k_scale,
+            v=pack(v_code.flatten(3), self.bits),
+            v_zero=v_zero,
+            v_scale=v_scale,
         )
         for name, x in new.items():
-            before = [self.rounded[name]] if name in self.rounded else []
-            self.rounded[name] = torch.cat((*before, x), 2)
+            if name in self.rounded:
+                x = torch.cat((self.rounded[name], x), 2)
+            self.rounded[name] = x
         newer = torch.arange(n, self.length, device=k.device)
         self.keep(newer.expand(*k.shape[:2], -1))
 
     def codes(self, name: str) -> Tensor:
         """Return the codes of "k" or "v", (B, H, groups of tokens, tokens, D)."""
-        return unpack(self.rounded[name], self.bits).unflatten(3, (self.group_size, -1))
+        code = unpack(self.rounded[name], self.bits)
+        return code.unflatten(3, (self.group_size, -1))
 
     def ranges(self, like: Tensor) -> dict[str, Tensor]:
         """Return zeros and scales, in the dtype of `like`."""
-        return {
-            name: x.to(like)
-            for name, x in self.rounded.items()
-            if name not in ("k", "v")
-        }
+        names = "k_zero", "k_scale", "v_zero", "v_scale"
+        return {name: self.rounded[name].to(like) for name in names}
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         k, v, pos, bias = super().read()
@@ -86,15 +96,21 @@ class QuantizedSlots(Slots):
             return k, v, pos, bias
 
         r = self.ranges(k)
-        old_k = self.codes("k").to(k) * r["k_scale"] + r["k_zero"]
-        old_v = self.codes("v").to(k).unflatten(-1, (r["v_zero"].shape[4], -1))
+        old_k = self.codes("k").to(k)
+        old_k = old_k * r["k_scale"] + r["k_zero"]
+        channel_groups = r["v_zero"].shape[4]
+        old_v = self.codes("v").to(k).unflatten(-1, (channel_groups, -1))
         old_v = old_v * r["v_scale"] + r["v_zero"]
         # (B, H, groups, tokens, …) → (B, H, rounded tokens, D), then the exact ones
         k = torch.cat((old_k.flatten(2, 3), k), 2)
         v = torch.cat((old_v.flatten(4).flatten(2, 3), v), 2)
         return k, v, self.positions(), None
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend from one new token to the codes, without restoring keys and values.
 
         A group shares its scale and zero. So they are multiplied into the query once, not into
@@ -107,28 +123,37 @@ class QuantizedSlots(Slots):
             return super().attention(q, pos)
         k = self.k
         B, _, _, D = q.shape
-        grouped = wide(q).view(B, k.shape[1], 1, -1, D) * D**-0.5  # (B, H, 1, G, D)
+        grouped = wide(q).view(B, k.shape[1], 1, -1, D)  # (B, H, 1, G, D)
+        grouped = grouped * D**-0.5
         r = self.ranges(grouped)
 
         code = self.codes("k").to(grouped)
-        old = grouped * r["k_scale"] @ code.mT + grouped @ r["k_zero"].mT
+        old = grouped * r["k_scale"] @ code.mT
+        old = old + grouped @ r["k_zero"].mT
         # (B, H, groups, G, tokens) → (B, H, G, tokens)
         old = old.transpose(2, 3).flatten(3)
         new = grouped[:, :, 0] @ wide(k).mT
         p = torch.cat((old, new), -1).softmax(-1)  # (B, H, G, S)
-        old, new = p.split((p.shape[-1] - self.length, self.length), -1)
+        rounded = p.shape[-1] - self.length
+        old = p[..., :rounded]
+        new = p[..., rounded:]
 
         # values: (B, H, groups of channels, rounded tokens, channels)
         # one range per token and group
         scale = r["v_scale"].flatten(2, 3).transpose(2, 3)
         zero = r["v_zero"].flatten(2, 3).transpose(2, 3)
         code = self.codes("v").to(grouped).flatten(2, 3)
-        code = code.unflatten(-1, (scale.shape[2], -1)).transpose(2, 3)
+        code = code.unflatten(-1, (scale.shape[2], -1))
+        code = code.transpose(2, 3)
         old = old.unsqueeze(2)  # (B, H, 1, G, rounded tokens)
-        y = old * scale.mT @ code + (old * zero.mT).sum(-1, keepdim=True)
+        y = old * scale.mT @ code
+        y = y + (old * zero.mT).sum(-1, keepdim=True)
         # (B, H, groups, G, channels) → (B, H, G, D)
         y = y.transpose(2, 3).flatten(3) + new @ wide(self.v)
-        return y.reshape(q.shape).to(q), p.unsqueeze(3) if self.watch else None
+        y = y.reshape(q.shape).to(q)
+        if not self.watch:
+            return y, None
+        return y, p.unsqueeze(3)
 
     def positions(self) -> Tensor:
         """Return the positions of the rounded tokens, which are consecutive, and the exact ones."""

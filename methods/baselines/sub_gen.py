@@ -34,7 +34,7 @@ from nanollm.attention import wide
 from nanollm.cache import Slots
 from nanollm.check import check_seed
 from nanollm.ranking import expand_index
-from nanollm.slots import Stored
+from nanollm.slots import Stored, whole
 
 
 class Stream:
@@ -54,19 +54,16 @@ class Stream:
         generator: torch.Generator,
     ):
         """like (B, H, _, D): a tensor with the shape, type and device of the keys."""
-        self.radius, self.samples, self.draws, self.generator = (
-            radius,
-            samples,
-            draws,
-            generator,
-        )
+        self.radius = radius
+        self.samples = samples
+        self.draws = draws
+        self.generator = generator
         B, H, _, D = like.shape
-        self.centre, self.sample = (
-            like.new_zeros(B, H, 0, D),
-            like.new_zeros(B, H, 0, samples, D),
-        )
+        self.centre = like.new_zeros(B, H, 0, D)
+        self.sample = like.new_zeros(B, H, 0, samples, D)
         self.count = like.new_zeros(B, H, 0, dtype=torch.int64)
-        self.k, self.v = like.new_zeros(B, H, draws, D), like.new_zeros(B, H, draws, D)
+        self.k = like.new_zeros(B, H, draws, D)
+        self.v = like.new_zeros(B, H, draws, D)
         self.total = like.new_zeros(B, H, dtype=torch.float64)
 
     def add(self, k: Tensor, v: Tensor):
@@ -76,7 +73,8 @@ class Stream:
 
     def uniform(self, below: Tensor, n: int) -> Tensor:
         """Return n random numbers in [0, below) for each number in `below` (...): (..., n)."""
-        u = torch.rand(*below.shape, n, generator=self.generator, dtype=torch.float64)
+        shape = *below.shape, n
+        u = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return u.to(below.device) * below.unsqueeze(-1)
 
     def near(self, k: Tensor, centre: Tensor) -> Tensor:
@@ -88,38 +86,35 @@ class Stream:
         return ~(distance > self.radius)
 
     def join(self, k: Tensor) -> Tensor:
-        """Return each key's cluster, (B, H, T): the oldest near it, or a new one with the key as centre."""
+        """Return each key's cluster, (B, H, T): the oldest near it, or a new one around it."""
         used = (self.count > 0).sum(-1)
         near = self.near(k, self.centre) & (self.count > 0).unsqueeze(2)
         cluster = (near.cumsum(-1) == 0).sum(-1)  # the first that is near; M if none is
         homeless = cluster == near.shape[-1]
 
         # the first homeless key of each head opens a cluster; the homeless keys near it join
-        while (opens := homeless.any(-1)).any():
+        while homeless.any():
+            opens = homeless.any(-1)
             if used.max() == self.count.shape[2]:
                 more = int(used.max()) // 10 + 1  # new places for clusters
-                for name in ("centre", "count", "sample"):
-                    x = getattr(self, name)
-                    setattr(
-                        self,
-                        name,
-                        torch.cat(
-                            (x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), 2
-                        ),
-                    )
+                self.centre = longer(self.centre, more)
+                self.count = longer(self.count, more)
+                self.sample = longer(self.sample, more)
             first = homeless.int().argmax(-1, keepdim=True)
             centre = k.gather(2, expand_index(first, k))
             self.centre[opens, used[opens]] = centre[opens].squeeze(1)
 
             joins = homeless & self.near(k, centre).squeeze(-1)
             cluster = torch.where(joins, used.unsqueeze(-1), cluster)
-            homeless, used = homeless & ~joins, used + opens
+            homeless = homeless & ~joins
+            used = used + opens
         return cluster
 
     def renew(self, k: Tensor, cluster: Tensor):
-        """Update the samples: if m of a cluster's n keys are new, each becomes a new key with chance m/n.
+        """Update the samples: each becomes one of a cluster's m new keys with chance m/n.
 
-        This is reservoir sampling: every sample stays uniform among the cluster's keys.
+        n is the number of the cluster's keys, the new ones included. This is reservoir sampling:
+        every sample stays uniform among the cluster's keys.
         """
         new = torch.zeros_like(self.count).scatter_add_(
             2, cluster, torch.ones_like(cluster)
@@ -142,36 +137,41 @@ class Stream:
         self.total = self.total + weight[..., -1]
         u = self.uniform(self.total, self.draws)
 
-        i = torch.searchsorted(weight, u, right=True)
-        renewed, i = (i < k.shape[2]).unsqueeze(-1), i.clamp(max=k.shape[2] - 1)
-        self.k = torch.where(renewed, k.gather(2, expand_index(i, k)), self.k)
-        self.v = torch.where(renewed, v.gather(2, expand_index(i, v)), self.v)
+        i = torch.searchsorted(
+            weight, u, right=True
+        )  # k.shape[2]: none of the new ones
+        renewed = (i < k.shape[2]).unsqueeze(-1)
+        i = i.clamp(max=k.shape[2] - 1)
+        new_k = k.gather(2, expand_index(i, k))
+        new_v = v.gather(2, expand_index(i, v))
+        self.k = torch.where(renewed, new_k, self.k)
+        self.v = torch.where(renewed, new_v, self.v)
 
     def kept(self):
-        """Return two pairs: the samples with log n_c/t, and the draws' keys with log ‖V‖_F²/(s ‖v‖²).
+        """Return two pairs: samples with log n_c/t, and draws' keys with log ‖V‖_F²/(s ‖v‖²).
 
         Samples are (B, H, M·t, D), keys (B, H, s, D); the logarithms lack the last dimension.
         """
-        share = (
-            (self.count.double() / self.samples)
-            .log()
-            .repeat_interleave(self.samples, 2)
-        )
-        weight = self.total.unsqueeze(-1) / (
-            self.draws * self.v.double().square().sum(-1)
-        )
+        share = (self.count.double() / self.samples).log()
+        share = share.repeat_interleave(self.samples, 2)
+        norm = self.v.double().square().sum(-1)
+        weight = self.total.unsqueeze(-1) / (self.draws * norm)
         weight = weight.nan_to_num(0).log()  # 0/0 if all values are 0
         return (self.sample.flatten(2, 3), share), (self.k, weight)
 
     def stored(self) -> list[Stored]:
         clusters = int((self.count > 0).sum())
-        return [
-            Stored(x, x.numel(), model_dtype=x.dim() > 3)
-            for x in (self.k, self.v, self.total)
-        ] + [
-            Stored(x, clusters * math.prod(x.shape[3:]), model_dtype=x.dim() > 3)
-            for x in (self.centre, self.count, self.sample)
-        ]
+        stored = [whole(self.k), whole(self.v), whole(self.total)]
+        for x in (self.centre, self.count, self.sample):
+            live = clusters * math.prod(x.shape[3:])
+            stored.append(Stored(x, live, model_dtype=x.dim() > 3))
+        return stored
+
+
+def longer(x: Tensor, more: int) -> Tensor:
+    """Return x (B, H, M, ...) with `more` zeros at the end of its third axis."""
+    B, H, _, *shape = x.shape
+    return torch.cat((x, x.new_zeros(B, H, more, *shape)), 2)
 
 
 class SubGen(Slots):
@@ -210,7 +210,12 @@ class SubGen(Slots):
     def room(self, T: int) -> int:
         return 1  # a token attends to what the tokens before it have left
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
         if not self.streams:
             generator = torch.Generator().manual_seed(self.seed * 1000 + self.index)
             like = k[..., : k.shape[-1] // self.sides]
@@ -224,7 +229,11 @@ class SubGen(Slots):
             stream.add(key, value)
         self.seen += k.shape[2]
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, None]:
         """Estimate attention's output for one new token, q (B, H·G, 1, D)."""
         stream = self.streams[0]
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -241,7 +250,8 @@ class SubGen(Slots):
         terms, rows = self.logs(q)
         top = torch.maximum(terms.amax(-1, keepdim=True), rows.amax(-1, keepdim=True))
         z = self.weigh((rows - top).exp())
-        return z, (terms - top).exp().sum(-1, keepdim=True), top
+        tau = (terms - top).exp().sum(-1, keepdim=True)
+        return z, tau, top
 
     def logs(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logarithms of τ's terms, (B, H, G, M·t), and of the draws' weights in z.
@@ -249,8 +259,10 @@ class SubGen(Slots):
         The latter are (B, H, G, s).
         """
         (sampled, share), (drawn, weight) = self.streams[0].kept()
-        terms = q @ wide(sampled).mT + share.unsqueeze(2).to(q)
-        rows = q @ wide(drawn).mT + weight.unsqueeze(2).to(q)
+        terms = q @ wide(sampled).mT
+        terms = terms + share.unsqueeze(2).to(q)
+        rows = q @ wide(drawn).mT
+        rows = rows + weight.unsqueeze(2).to(q)
         return terms, rows
 
     def weigh(self, p: Tensor) -> Tensor:
@@ -273,7 +285,12 @@ class SubGen2Cache(SubGen):
         super().__init__(*place, **options)
         self.tokens = Slots()
 
-    def write(self, k: Tensor, v: Tensor, pos: Tensor):
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+    ):
         for new_k, new_v in remember(self.tokens, k, v, pos):
             super().write(new_k, new_v, pos)
         self.seen = self.tokens.seen
@@ -309,7 +326,8 @@ class SubGen4Cache(SubGen):
     def weigh(self, p: Tensor) -> Tensor:
         """Return Σ_a V₁[a] ∘ (P V₂)[a]."""
         v1, v2 = (wide(stream.v).unsqueeze(2) for stream in self.streams)
-        return (v1 * (p.unflatten(-1, (self.draws, -1)) @ v2)).sum(3)
+        p = p.unflatten(-1, (self.draws, -1))
+        return (v1 * (p @ v2)).sum(3)
 
 
 variants = {}  # not in the tables: none has a budget of entries

@@ -29,7 +29,12 @@ class HeadBudgets(KVzip):
     recent: int = 8  # newest entries of each head, which stay whatever their keys
     sinks: int = 4  # first entries of each head, likewise
 
-    def scores(self, model, tokens: Tensor, layers: list[Slots]) -> list[Tensor]:
+    def scores(
+        self,
+        model,
+        tokens: Tensor,
+        layers: list[Slots],
+    ) -> list[Tensor]:
         """Return −(rank in the head)/share: a head with twice the share keeps twice as many."""
         scores = []
         for i, layer in enumerate(layers):

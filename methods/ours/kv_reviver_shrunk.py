@@ -43,7 +43,11 @@ MEDIAN = {
 
 
 class MeanSketch(Sketch):
-    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
+    def revive(
+        self,
+        J: Tensor,
+        among: Tensor | None = None,
+    ) -> Iterable[Tensor]:
         return self.median(self.means(J if among is None else among), J)
 
     def means(self, J: Tensor) -> Tensor:
@@ -62,7 +66,9 @@ class SignedSketch(Sketch):
     signed_keys = True
 
     def centred(
-        self, bucket: Tensor, sign: Tensor
+        self,
+        bucket: Tensor,
+        sign: Tensor,
     ) -> tuple[Tensor, Tensor | None, float]:
         """Return x, mean (B, H, 1, 2D) and factor; an estimate is mean + factor · median of x.
 
@@ -75,7 +81,11 @@ class SignedSketch(Sketch):
         return 1 - 2 * self.sign_bit(J)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, J: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        J: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Attend to exact tokens and to the slots of one row; return output and probabilities.
 
@@ -112,22 +122,42 @@ class SignedSketch(Sketch):
 class ShrunkSketch(SignedSketch):
     """A signed sketch of the differences from the exact mean."""
 
-    def __init__(self, k: Tensor, rows: int, width: int, seed: int):
+    def __init__(
+        self,
+        k: Tensor,
+        rows: int,
+        width: int,
+        seed: int,
+    ):
         super().__init__(k, rows, width, seed)
         # [k | v] of all tokens in it, added up
         self.sum = wide(k[:, :, :0]).new_zeros(*k.shape[:2], 2 * k.shape[-1])
 
-    def insert(self, J: Tensor, k: Tensor, v: Tensor, times: Tensor | float = 1.0):
+    def insert(
+        self,
+        J: Tensor,
+        k: Tensor,
+        v: Tensor,
+        times: Tensor | float = 1.0,
+    ):
         super().insert(J, k, v, times)
         self.sum += (torch.cat((k, v), -1) * times).to(self.sum).sum(2)
 
-    def revive(self, J: Tensor, among: Tensor | None = None) -> Iterable[Tensor]:
+    def revive(
+        self,
+        J: Tensor,
+        among: Tensor | None = None,
+    ) -> Iterable[Tensor]:
         among = J if among is None else among
         x, mean, factor = self.centred(self.bucket(among), self.signs(among))
         for mean_h, estimate in zip(mean.flatten(0, 1), self.median(x, J)):
             yield mean_h + factor * estimate
 
-    def centred(self, bucket: Tensor, sign: Tensor) -> tuple[Tensor, Tensor, float]:
+    def centred(
+        self,
+        bucket: Tensor,
+        sign: Tensor,
+    ) -> tuple[Tensor, Tensor, float]:
         """Return x without the mean's part, the mean (B, H, 1, 2D), and the factor that shrinks.
 
         Each token of a slot has added the mean once, with its sign. So the mean's part is known
@@ -148,7 +178,11 @@ class ShrunkSketch(SignedSketch):
 class SignedSlots(SketchSlots):
     """Attend to the sketch's slots directly if it has one row."""
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         if self.method.rows > 1 or q.shape[2] > 1 or not self.revives:
             return super().attention(q, pos)
         grouped = q[:, :, 0].unflatten(1, (self.k.shape[1], -1))  # (B, H, G, D)

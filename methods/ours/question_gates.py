@@ -68,7 +68,8 @@ def ask(
         0, documents, rows, desc="questions", leave=False, disable=None
     ):
         for batch in batches:
-            tokens = torch.from_numpy(batch.tokens[first : first + rows]).to(device)
+            tokens = torch.from_numpy(batch.tokens[first : first + rows])
+            tokens = tokens.to(device)
             answer = batch.answers[0]
             layers = make_cache(model, Teacher, budget=T)
             prefill(model, tokens[:, : batch.question], layers, 64)
@@ -85,17 +86,27 @@ class Kept(Slots):
         super().__init__(*place)
         self.kept = keep[:, self.index]  # (B, H, T), 1 or 0
 
-    def attention(self, q: Tensor, pos: Tensor) -> tuple[Tensor, None]:
+    def attention(
+        self,
+        q: Tensor,
+        pos: Tensor,
+    ) -> tuple[Tensor, None]:
         k, v, slot_pos, _ = self.read()
         p = probabilities(q, k, visible(slot_pos, None, pos))  # (B, H, G, w, S)
         new = p.shape[-1] - self.kept.shape[-1]  # the question's own tokens, which stay
-        p = p * F.pad(self.kept, (0, new), value=1.0)[:, :, None, None]
+        kept = F.pad(self.kept, (0, new), value=1.0)
+        p = p * kept[:, :, None, None]
         p = p / p.sum(-1, keepdim=True)
-        return (p.flatten(2, 3).to(v) @ v).view(q.shape), None
+        y = p.flatten(2, 3).to(v) @ v
+        return y.view(q.shape), None
 
 
 def chosen(
-    s: Tensor, share: float, sinks: int, recent: int, tau: float = 2.0
+    s: Tensor,
+    share: float,
+    sinks: int,
+    recent: int,
+    tau: float = 2.0,
 ) -> Tensor:
     """Return keep (B, L, H, T) from scores s (B, L, H, T); the derivative is the one above.
 
@@ -104,15 +115,17 @@ def chosen(
     """
     T = s.shape[-1]
     i = torch.arange(T, device=s.device)
-    ranked = s.detach().masked_fill((i < sinks) | (i >= T - recent), torch.inf)
-    most = int(max(share * T, sinks + recent + 1) * s[0, ..., 0].numel())
+    always = (i < sinks) | (i >= T - recent)
+    ranked = s.detach().masked_fill(always, torch.inf)
+    heads = s[0, ..., 0].numel()
+    most = int(max(share * T, sinks + recent + 1) * heads)
     theta = ranked.flatten(1).topk(most).values[:, -1, None, None, None]
 
     soft = ((ranked - theta) / tau).sigmoid()
     slope = soft * (1 - soft) / tau
     layers = (1, 2, 3)  # all entries of a text
-    moved = (slope * s).sum(layers, keepdim=True) / slope.sum(layers, keepdim=True)
-    s = s - moved
+    moved = (slope * s).sum(layers, keepdim=True)
+    s = s - moved / slope.sum(layers, keepdim=True)
     return (ranked >= theta).to(s) + slope * (s - s.detach())
 
 
@@ -121,12 +134,15 @@ def surprise(model, asked: Asked, keep: Tensor) -> Tensor:
     c = model.config
     layers = make_cache(model, store=partial(Kept, keep=keep))
     for layer, x in zip(layers, asked.context):
-        x = x.to(layer.w_o).unflatten(2, (-1, c.head_dim)).transpose(1, 2)
+        x = x.to(layer.w_o).unflatten(2, (-1, c.head_dim))
+        x = x.transpose(1, 2)
         _, k, v = x.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), 1)
         pos = torch.arange(x.shape[2], device=x.device)[None]
-        layer.write(rotate(k, *rope(layer.freq, pos)), v, pos)
+        angles = rope(layer.freq, pos)
+        layer.write(rotate(k, *angles), v, pos)
     logits = wide(model(asked.tokens[:, :-1], layers, last=asked.n))
-    return F.cross_entropy(logits.flatten(0, 1), asked.tokens[:, -asked.n :].flatten())
+    right = asked.tokens[:, -asked.n :]
+    return F.cross_entropy(logits.flatten(0, 1), right.flatten())
 
 
 def taught(
@@ -150,7 +166,8 @@ def taught(
     """
     asked = ask(model, tasks, task_names, documents, T, seed, rows)
     device = model.embed.weight.device
-    x = torch.stack(asked[0].context).float().flatten(1, 2).to(device)  # (L, B·T, n)
+    x = torch.stack(asked[0].context).float()
+    x = x.flatten(1, 2).to(device)  # (L, B·T, n)
     mean = x.mean(1, keepdim=True)
     spread = x.std(1, keepdim=True) + 1e-6
     W, b = gates.to(device).split((x.shape[2], 1), 1)
@@ -166,8 +183,10 @@ def taught(
             for i, x in enumerate(part.context):
                 inputs = (x.to(W) - mean[i]) / spread[i]
                 s.append((inputs @ W[i] + b[i]).mT)
-            keep = chosen(torch.stack(s, 1), share, FastKVzip.sinks, FastKVzip.recent)
-            W.grad, b.grad = torch.autograd.grad(surprise(model, part, keep), (W, b))
+            s = torch.stack(s, 1)
+            keep = chosen(s, share, FastKVzip.sinks, FastKVzip.recent)
+            loss = surprise(model, part, keep)
+            W.grad, b.grad = torch.autograd.grad(loss, (W, b))
         adam.param_groups[0]["lr"] = rate * (1 - step / steps)
         adam.step()
     W = W.detach() / spread.mT

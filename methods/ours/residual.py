@@ -55,13 +55,21 @@ class Residual(Selection):
     def check(self, method: WindowMethod):
         self.inner.check(method)
 
-    def __call__(self, window: Window, scores: Tensor, budget: int | Tensor) -> Tensor:
+    def __call__(
+        self,
+        window: Window,
+        scores: Tensor,
+        budget: int | Tensor,
+    ) -> Tensor:
         """Return the mask of `inner`'s slots, and of one evicted slot for each residual entry."""
         kept, member = self.split(window, scores, budget)
         return kept | newest(member).any(2)
 
     def split(
-        self, window: Window, scores: Tensor, budget: int | Tensor
+        self,
+        window: Window,
+        scores: Tensor,
+        budget: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return what `inner` keeps, (B, H, n), and the groups of what it evicts, (B, H, E, n)."""
         budget = torch.as_tensor(budget, device=scores.device).expand(scores.shape[:2])
@@ -70,7 +78,12 @@ class Residual(Selection):
         k = window.layer.k[:, :, : window.n]
         return kept, self.groups(k, ~kept & room[..., None], scores.mean(2))
 
-    def apply(self, window: Window, scores: Tensor, budget: int | Tensor):
+    def apply(
+        self,
+        window: Window,
+        scores: Tensor,
+        budget: int | Tensor,
+    ):
         """Put each residual entry into its slot, then keep the chosen slots and the window."""
         layer = window.layer
         kept, member = self.split(window, scores, budget)
@@ -93,7 +106,12 @@ class Residual(Selection):
         kept = kept | slot.any(2)
         layer.keep_chosen(window.with_window(kept))
 
-    def groups(self, k: Tensor, gone: Tensor, scores: Tensor) -> Tensor:
+    def groups(
+        self,
+        k: Tensor,
+        gone: Tensor,
+        scores: Tensor,
+    ) -> Tensor:
         """Split the evicted tokens, gone (B, H, n), into groups: a mask (B, H, entries, n)."""
         order = gone.cumsum(-1)  # the i-th evicted token has i
         count = order[..., -1:].clamp(min=1)
@@ -112,7 +130,11 @@ def newest(member: Tensor) -> Tensor:
     return member & (later == 1)
 
 
-def placed(x: Tensor, slot: Tensor, new: Tensor) -> Tensor:
+def placed(
+    x: Tensor,
+    slot: Tensor,
+    new: Tensor,
+) -> Tensor:
     """Return x (B, H, S, ...) with new (B, H, E, ...) in the slots of a mask (B, H, E, n)."""
     x = x.clone()
     b, h, e, i = slot.nonzero(as_tuple=True)
