@@ -29,16 +29,16 @@
 #
 # | check | function | file | points |
 # |---|---|---|---|
-# | `hash` | `Sketch.number` | `methods/baselines/count_sketch.py` | 2 |
-# | `slots` | `Sketch.bucket` | `methods/baselines/count_sketch.py` | 1 |
-# | `insert` | `Sketch.insert` | `methods/baselines/count_sketch.py` | 4 |
-# | `median` | `Sketch.median` | `methods/baselines/count_sketch.py` | 2 |
+# | `hash` | `Sketch.number` | `methods/kv_reviver.py` | 2 |
+# | `slots` | `Sketch.bucket` | `methods/kv_reviver.py` | 1 |
+# | `insert` | `Sketch.insert` | `methods/kv_reviver.py` | 4 |
+# | `median` | `Sketch.median` | `methods/kv_reviver.py` | 2 |
 # | `variance` | `collision_variance` | `methods/theory/sketch_error.py` | 2 |
 # | `load` | `load` | `methods/theory/sketch_error.py` | 1 |
 # | `means` | `MeanSketch.means` | `methods/ours/kv_reviver_shrunk.py` | 2 |
 # | `shrink` | `ShrunkSketch.centred` | `methods/ours/kv_reviver_shrunk.py` | 4 |
 #
-# **Read first:** KVReviver (Yuan et al., preprint), the section on the sketch, Algorithms 1 and 2; the docstrings of the four files. Count sketches go back to Charikar, Chen and Farach-Colton (2002).
+# **Read first:** KVReviver (Yuan et al., preprint), the section on the sketch, Algorithms 1 and 2; the docstrings of the three files. Count sketches go back to Charikar, Chen and Farach-Colton (2002).
 #
 # ## How to check it
 #
@@ -99,11 +99,11 @@ check("insert")
 # %% [markdown]
 # ## 4. `Sketch.median` (2 points)
 #
-# Algorithm 2. Read tokens J from slots `x`, (B, H, r·b, 2D), which need not be `self.x`. Return (B, H, n, 2D), the dtype of `x`. Each row reads the token's slot times its sign in that row. With one row, return that reading. With three, return their median, number by number: the key's first number may come from row 0, its second from row 2.
+# Algorithm 2. Read tokens J from slots `x`, (B, H, r·b, 2D), which need not be `self.x`. Write a generator: for each head, all heads of the first text first, yield its tokens' estimates, (n, 2D), in the dtype of `x`. Each row reads the token's slot times its sign in that row. With one row, that reading is the estimate. With three, their median is, number by number: the key's first number may come from row 0, its second from row 2.
 #
-# Example: three rows hold 7 1 5 for a token with the signs − + +. The readings are −7 1 5: return 1.
+# Example: three rows hold 7 1 5 for a token with the signs − + +. The readings are −7 1 5: yield 1.
 #
-# <details><summary>Hint</summary>First the signs, then the median. The median of three is the second of the sorted three.</details>
+# <details><summary>Hint</summary>First the signs, then the median. <code>median_of_three</code> stands below this function.</details>
 
 # %%
 check("median")
@@ -195,7 +195,7 @@ check("shrink")
 
 # %%
 import torch
-from methods.baselines.count_sketch import Sketch
+from methods.kv_reviver import Sketch
 from methods.ours.kv_reviver_shrunk import MeanSketch, ShrunkSketch, SignedSketch
 from methods.theory.sketch_error import collision_variance, relative_error
 from nanollm import TINY, tokenizer

@@ -4,14 +4,14 @@ WRONG = [
     (
         "hash",
         "takes the modulo only at the end, after an overflow",
-        "            f = (f * token + c) % PRIME\n",
-        "            f = f * token + c\n        f = f % PRIME\n",
+        "f = (f * token + c) % PRIME",
+        "f = f * token + c\n        f = f % PRIME",
     ),
     (
         "hash",
         "computes in 32 bits",
-        "        for c in coefficients:",
-        "        f, token = f.int(), token.int()\n        for c in coefficients.int():",
+        "for c in coefficients:",
+        "f, token = f.int(), token.int()\n        for c in coefficients.int():",
     ),
     (
         "hash",
@@ -20,7 +20,12 @@ WRONG = [
         "f * token % PRIME + c",
     ),
     ("slots", "leaves out the start of the row", "return first + ", "return "),
-    ("slots", "starts rows one slot apart", "* self.width\n", "* 1\n"),
+    (
+        "slots",
+        "starts rows one slot apart",
+        "torch.arange(self.rows, device=J.device) * self.width",
+        "torch.arange(self.rows, device=J.device)",
+    ),
     (
         "slots",
         "divides instead of taking the remainder",
@@ -33,12 +38,17 @@ WRONG = [
         "total.scatter_add_(",
         "total.scatter_(",
     ),
-    ("insert", "multiplies by times twice", "(x * sign)", "(x * sign * times)"),
+    (
+        "insert",
+        "multiplies by times twice",
+        "signed.to(total)",
+        "(signed * times).to(total)",
+    ),
     (
         "insert",
         "uses head 0's slots for all heads",
-        "expand_index(slot, total)",
-        "expand_index(slot[:, :1].expand(slot.shape), total)",
+        "self.bucket(J)",
+        "self.bucket(J[:, :1].expand(J.shape))",
     ),
     ("median", "signs unsigned keys", "x * self.flip", "-x"),
     (
@@ -50,8 +60,8 @@ WRONG = [
     (
         "median",
         "uses head 0's slots for all heads",
-        "zip(both.flatten(0, 1),",
-        "zip(both[:, :1].expand(both.shape).flatten(0, 1),",
+        "torch.cat((x, x * self.flip), 2)",
+        "torch.cat((x, x * self.flip), 2)[:, :1].expand(-1, x.shape[1], -1, -1)",
     ),
     ("variance", "counts the token itself", "(a - 1)", "a"),
     (
