@@ -31,7 +31,7 @@ from lab import command_line
 from lab.evaluate import budget_for
 from lab.registry import calibrated, given, load, pick
 from lab.replay import CannotReplay, Recorder, Recording, record, replay
-from lab.text_table import text_table
+from lab.table import text_table
 from nanollm import TINY
 from nanollm.cache import cache_bytes, compress, make_cache
 from nanollm.check import whole
